@@ -1,0 +1,68 @@
+"""Checkpoint strategies for Megatron-Core.
+
+``register()`` at start-up makes the backend ``("zarr", 1)`` known to
+``megatron.core.dist_checkpointing``; ``save`` and ``load`` have the same signatures and promise
+more. Names are imported on first use, so that importing the package costs next to nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dist_ckpt_strategies.config import Options
+    from dist_ckpt_strategies.strategies.defaults import register
+    from dist_ckpt_strategies.strategies.entry import load, save
+    from dist_ckpt_strategies.strategies.registry import (
+        StrategyAction,
+        StrategyKey,
+        StrategyRegistry,
+        get_default_strategy,
+        register_default_strategy,
+    )
+    from dist_ckpt_strategies.strategies.tensorstore import register_default_tensorstore_strategies
+    from dist_ckpt_strategies.strategies.zarr import register_default_zarr_strategies
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Options": "config",
+    "StrategyAction": "strategies.registry",
+    "StrategyKey": "strategies.registry",
+    "StrategyRegistry": "strategies.registry",
+    "get_default_strategy": "strategies.registry",
+    "load": "strategies.entry",
+    "register": "strategies.defaults",
+    "register_default_strategy": "strategies.registry",
+    "register_default_tensorstore_strategies": "strategies.tensorstore",
+    "register_default_zarr_strategies": "strategies.zarr",
+    "save": "strategies.entry",
+}
+
+__all__ = [
+    "Options",
+    "StrategyAction",
+    "StrategyKey",
+    "StrategyRegistry",
+    "get_default_strategy",
+    "load",
+    "register",
+    "register_default_strategy",
+    "register_default_tensorstore_strategies",
+    "register_default_zarr_strategies",
+    "save",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name from its home the first time it is asked for."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,1 @@
+"""The ``dist-ckpt`` command; the only part that prints."""

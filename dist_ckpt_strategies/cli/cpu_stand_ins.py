@@ -1,0 +1,176 @@
+"""What Megatron-Core's training needs in order to run without a GPU.
+
+Megatron-Core's checkpointing is happy on a CPU; its training loop is not. It asks CUDA for the
+current device and the generator's state, writes ``device="cuda"`` in a dozen places, recognises
+parameters by the *name* of their CUDA type, and takes its Adam from Apex or Transformer Engine.
+Inside ``with cpu_stand_ins():`` each of these has a CPU form. Outside, nothing is changed.
+
+Only the demonstration and the tests that train need this. Saving and loading a checkpoint do not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
+
+import megatron.core.optimizer as megatron_optimizer
+import torch
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.tensor_parallel import random as megatron_random
+from torch.overrides import TorchFunctionMode
+
+_CPU: Final = torch.device("cpu")
+
+
+class FusedLayoutAdam(torch.optim.Optimizer):
+    """AdamW that keeps its state where Apex's FusedAdam keeps it.
+
+    torch's own AdamW has a ``step`` tensor beside every parameter; the fused ones have one
+    ``step`` per parameter group. Megatron's distributed optimizer can load only the latter:
+    ``fully_reshardable`` restores ``exp_avg`` and ``exp_avg_sq`` and nothing else.
+
+    Source: Loshchilov and Hutter 2019; the layout is that of ``apex.optimizers.FusedAdam``.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        adam_w_mode: bool = True,
+    ) -> None:
+        if not adam_w_mode:
+            raise ValueError("adam_w_mode: only decoupled weight decay is here, found False")
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Change every parameter that has a gradient by one AdamW step.
+
+        Raises:
+            ValueError: a closure was given; the fused optimizers take none.
+        """
+        if closure is not None:
+            raise ValueError("closure: expected None, as for the fused optimizers")
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(param, param.grad, group)
+
+    def _update(self, param: torch.Tensor, grad: torch.Tensor, group: Mapping[str, Any]) -> None:
+        state = self.state[param]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(param)
+            state["exp_avg_sq"] = torch.zeros_like(param)
+        first_beta, second_beta = group["betas"]
+        first_bias = 1 - first_beta ** group["step"]
+        second_bias = 1 - second_beta ** group["step"]
+        state["exp_avg"].lerp_(grad, 1 - first_beta)
+        state["exp_avg_sq"].mul_(second_beta).addcmul_(grad, grad, value=1 - second_beta)
+        divisor = state["exp_avg_sq"].sqrt().div_(math.sqrt(second_bias)).add_(group["eps"])
+        param.mul_(1 - group["lr"] * group["weight_decay"])
+        param.addcdiv_(state["exp_avg"], divisor, value=-group["lr"] / first_bias)
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """Every torch call that names CUDA is made on the CPU instead.
+
+    - ``torch.zeros(..., device="cuda")``, in the gradient norm and the pipeline schedules;
+    - ``tensor.cuda()``, in the optimizer's gather: the tensor itself;
+    - ``param.type()``, by which the distributed optimizer sorts parameters: the CUDA name.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call ``func``, with CUDA replaced; see the class.
+
+        Args:
+            func: the torch function or method that was called.
+            types: not used here; part of torch's protocol.
+            args: its positional arguments.
+            kwargs: its keyword arguments.
+        """
+        del types
+        named = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.type and len(args) == 1 and not named:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
+        if str(named.get("device", "")).startswith("cuda"):
+            named["device"] = _CPU
+        return func(*args, **named)
+
+
+def _current_device() -> torch.device:
+    return _CPU
+
+
+def _synchronize(_device: object = None) -> None:
+    """Nothing runs beside the CPU, so there is nothing to wait for."""
+
+
+def _get_rng_state(*_device: object, **_options: object) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, *_device: object, **_options: object) -> None:
+    torch.set_rng_state(new_state)
+
+
+def _manual_seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+
+
+def _stand_ins() -> tuple[tuple[Any, str, Any], ...]:
+    """Owner, name and stand-in of everything that is replaced by name."""
+    return (
+        (torch.cuda, "current_device", _current_device),
+        (torch.cuda, "synchronize", _synchronize),
+        (torch.cuda, "manual_seed", _manual_seed),
+        (torch.cuda, "get_rng_state", _get_rng_state),
+        (torch.cuda, "set_rng_state", _set_rng_state),
+        (megatron_random, "_get_cuda_rng_state", _get_rng_state),
+        (megatron_random, "_set_cuda_rng_state", _set_rng_state),
+        (megatron_optimizer, "Adam", FusedLayoutAdam),
+        (megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False),
+        (distrib_optimizer, "Adam", FusedLayoutAdam),
+        (distrib_optimizer, "HAVE_APEX_OR_TE", True),
+        (distrib_optimizer, "USING_APEX_OPTIMIZER", True),
+    )
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def cpu_stand_ins() -> Iterator[None]:
+    """Within the block Megatron-Core trains on the CPU; on leaving, all is as it was.
+
+    Holds for the thread that enters it (torch function modes are per thread), which is also the
+    one that runs the backward pass of CPU tensors.
+    """
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in _stand_ins():
+            stack.enter_context(_replaced(owner, name, value))
+        stack.enter_context(_CudaMeansCpu())
+        yield

@@ -1,0 +1,123 @@
+"""What the demonstration asks of its ranks, as plain values that travel to them as JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from dist_ckpt_strategies.errors import CheckpointError
+
+ZARR = ("zarr", 1)
+FULLY_RESHARDABLE = "fully_reshardable"
+
+
+class DemoError(CheckpointError):
+    """A step of the demonstration did not end as it should."""
+
+
+class Role(StrEnum):
+    """What one start of the four ranks is for."""
+
+    TRAIN = "train"
+    RESUME = "resume"
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """Sizes of the tensor-, data- and pipeline-parallel groups; their product is all ranks."""
+
+    tp: int = 1
+    dp: int = 1
+    pp: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks that the layout takes."""
+        return self.tp * self.dp * self.pp
+
+    def __str__(self) -> str:
+        """Such as ``TP2 x DP2``; sizes of 1 are left out where TP says enough."""
+        pipeline = f" x PP{self.pp}" if self.pp > 1 else ""
+        return f"TP{self.tp} x DP{self.dp}{pipeline}"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Sizes of a SwiGLU GPT with learned positions and an untied output layer."""
+
+    num_layers: int = 4
+    hidden: int = 256
+    num_heads: int = 8
+    num_query_groups: int = 4
+    ffn_hidden: int = 512
+    vocab: int = 256
+    sequence_length: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How the demonstration trains, counted in iterations and sequences.
+
+    Attributes:
+        size: the model's sizes.
+        global_batch: sequences per iteration, over all data-parallel ranks.
+        num_before_save: iterations before the checkpoint.
+        num_after_save: iterations after it, done once without a break and once per resumption.
+        peak_learning_rate: reached after a tenth of all iterations, then falling.
+        sharding_type: Megatron's name for the form that the optimizer's state has on disk.
+    """
+
+    size: ModelSize = field(default_factory=ModelSize)
+    global_batch: int = 16
+    num_before_save: int = 60
+    num_after_save: int = 15
+    peak_learning_rate: float = 3e-3
+    sharding_type: str = FULLY_RESHARDABLE
+
+
+@dataclass(frozen=True, slots=True)
+class RankTask:
+    """Everything one rank is told when it starts.
+
+    Attributes:
+        role: train and save, or load and resume.
+        layout: the parallel layout of this start.
+        training: the same for every start.
+        backend: the checkpoint's backend and version.
+        checkpoint: the directory that is saved to or loaded from.
+        scratch: a directory of this start alone: rendezvous, events and failures.
+        golden: the unpacked golden checkpoint, where this start is to load it too.
+        timeout_s: longest wait for a peer, in seconds.
+    """
+
+    role: Role
+    layout: ParallelLayout
+    training: Training
+    checkpoint: Path
+    scratch: Path
+    backend: tuple[str, int] = ZARR
+    golden: Path | None = None
+    timeout_s: float = 120.0
+
+    def to_json(self) -> str:
+        """The task as one JSON object."""
+        return json.dumps(asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, text: str) -> RankTask:
+        """The task that ``to_json`` wrote."""
+        found: dict[str, Any] = json.loads(text)
+        training = dict(found["training"])
+        return cls(
+            role=Role(found["role"]),
+            layout=ParallelLayout(**found["layout"]),
+            training=Training(**{**training, "size": ModelSize(**training["size"])}),
+            checkpoint=Path(found["checkpoint"]),
+            scratch=Path(found["scratch"]),
+            backend=(str(found["backend"][0]), int(found["backend"][1])),
+            golden=Path(found["golden"]) if found["golden"] else None,
+            timeout_s=float(found["timeout_s"]),
+        )

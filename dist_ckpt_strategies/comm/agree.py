@@ -1,0 +1,79 @@
+"""Turn one rank's failure into a failure everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from dist_ckpt_strategies.comm.base import Communicator, Message
+from dist_ckpt_strategies.errors import CheckpointError, error_from_peer
+
+T = TypeVar("T")
+
+
+def agree(comm: Communicator, step: Callable[[], T]) -> T:
+    """Run a rank-local step, then raise on every rank if it failed on any.
+
+    Collective: every rank of ``comm`` calls this, once per step.
+
+    The failed rank raises its own error, led by its global rank. The others raise a PeerError of
+    the same class as the first failed rank's error, which names that rank, the key and the file.
+    """
+    outcome = _attempt(step)
+    verdicts = comm.all_gather(_verdict(outcome.error))
+    _raise_first(comm, outcome.error, verdicts)
+    return outcome.result  # type: ignore[return-value] - there is one where there was no error
+
+
+def agree_and_gather(comm: Communicator, step: Callable[[], Message]) -> list[Message]:
+    """Like ``agree``, and return what the step returned on every rank, by rank.
+
+    Collective. One meeting serves for both.
+    """
+    outcome = _attempt(step)
+    answers = comm.all_gather([_verdict(outcome.error), outcome.result])
+    _raise_first(comm, outcome.error, [verdict for verdict, _ in answers])
+    return [result for _, result in answers]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome(Generic[T]):
+    result: T | None
+    error: Exception | None
+
+
+def _attempt(step: Callable[[], T]) -> _Outcome[T]:
+    try:
+        return _Outcome(step(), None)
+    except Exception as error:  # noqa: BLE001 - raised again by the caller, on every rank
+        return _Outcome(None, error)
+
+
+def _raise_first(comm: Communicator, own: Exception | None, verdicts: list[Message]) -> None:
+    if own is not None:
+        raise _named(own, comm.global_rank(comm.rank))
+    for rank, verdict in enumerate(verdicts):
+        if verdict is not None:
+            kind, message, key, path = verdict
+            raise error_from_peer(comm.global_rank(rank), kind, message, key=key, path=path)
+
+
+def _verdict(error: Exception | None) -> Message:
+    if error is None:
+        return None
+    if isinstance(error, CheckpointError):
+        return [_kind(error), error.message, error.key, error.path]
+    return ["CheckpointError", f"{type(error).__name__}: {error}", None, None]
+
+
+def _kind(error: CheckpointError) -> str:
+    """The class a handler would choose by; classes made for a face come down to ours."""
+    ours = (cls for cls in type(error).__mro__ if cls.__module__ == CheckpointError.__module__)
+    return next(ours, CheckpointError).__name__
+
+
+def _named(error: Exception, global_rank: int) -> Exception:
+    if isinstance(error, CheckpointError) and error.global_rank is None:
+        return error.at_rank(global_rank)
+    return error

@@ -1,0 +1,64 @@
+"""What the package asks of a group of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+Message = Any
+"""What ranks tell each other: JSON types only. Nothing that comes from a peer is unpickled."""
+
+Bytes = npt.NDArray[Any]
+"""A one-dimensional, contiguous array of uint8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Bytes for another rank of the group."""
+
+    to_rank: int
+    data: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Memory for bytes from another rank of the group, of exactly their size."""
+
+    from_rank: int
+    into: Bytes
+
+
+class Communicator(Protocol):
+    """A fixed set of ranks that call the same methods in the same order.
+
+    Every method waits at most the timeout given when the communicator was made, and raises
+    PeerTimeoutError after that, PeerError where a peer is known to be gone.
+    """
+
+    @property
+    def rank(self) -> int:
+        """This process, counted within the group."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Ranks in the group."""
+        ...
+
+    def global_rank(self, rank: int) -> int:
+        """The global rank of a rank of the group."""
+        ...
+
+    def all_gather(self, item: Message) -> list[Message]:
+        """Every rank's item, by rank. Collective."""
+        ...
+
+    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
+        """Carry all the bytes. Collective.
+
+        Between any two ranks, the n-th send meets the n-th receive, and their sizes are equal.
+        """
+        ...

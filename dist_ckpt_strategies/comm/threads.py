@@ -1,0 +1,81 @@
+"""N ranks as N threads of one process: for tests and benchmarks of what needs no process."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from dist_ckpt_strategies.comm.base import Bytes, Message, Receive, Send
+from dist_ckpt_strategies.errors import PeerTimeoutError
+
+T = TypeVar("T")
+
+
+@dataclass
+class ThreadWorld:
+    """What the ranks share: a board for messages and a queue for each pair of ranks."""
+
+    size: int
+    timeout_s: float
+    board: list[str] = field(init=False)
+    barrier: threading.Barrier = field(init=False)
+    pipes: dict[tuple[int, int], queue.Queue[Bytes]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Set up the shared parts."""
+        ranks = range(self.size)
+        self.board = ["null"] * self.size
+        self.barrier = threading.Barrier(self.size, timeout=self.timeout_s)
+        self.pipes = {(a, b): queue.Queue() for a in ranks for b in ranks}
+
+
+class ThreadCommunicator:
+    """One rank of a ThreadWorld; see Communicator."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        self._world = world
+        self.rank = rank
+        self.size = world.size
+
+    def global_rank(self, rank: int) -> int:
+        """See Communicator."""
+        return rank
+
+    def all_gather(self, item: Message) -> list[Message]:
+        """See Communicator."""
+        self._world.board[self.rank] = json.dumps(item)
+        self._meet()
+        items = [json.loads(text) for text in self._world.board]
+        self._meet()
+        return items
+
+    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
+        """See Communicator."""
+        for send in sends:
+            self._world.pipes[self.rank, send.to_rank].put(send.data.copy())
+        for receive in receives:
+            pipe = self._world.pipes[receive.from_rank, self.rank]
+            try:
+                receive.into[...] = pipe.get(timeout=self._world.timeout_s)
+            except queue.Empty:
+                raise PeerTimeoutError(receive.from_rank, "sent nothing in time") from None
+
+    def _meet(self) -> None:
+        try:
+            self._world.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise PeerTimeoutError(None, "a rank did not arrive in time") from None
+
+
+def run_ranks(
+    size: int, body: Callable[[ThreadCommunicator], T], timeout_s: float = 10.0
+) -> list[T]:
+    """Call ``body`` on every rank at once and return the results by rank."""
+    world = ThreadWorld(size, timeout_s)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: body(ThreadCommunicator(world, rank)), range(size)))

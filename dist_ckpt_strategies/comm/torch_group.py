@@ -1,0 +1,181 @@
+"""Communicator over a torch.distributed process group."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from dist_ckpt_strategies.comm.base import Bytes, Communicator, Message, Receive, Send
+from dist_ckpt_strategies.comm.solo import SoloCommunicator
+from dist_ckpt_strategies.errors import PeerError, PeerTimeoutError
+
+ProcessGroup = dist.ProcessGroup
+
+
+class _Work(Protocol):
+    def wait(self, timeout: timedelta) -> Any:
+        """Block until done."""
+        ...
+
+
+def open_communicator(
+    group: ProcessGroup | None, *, timeout_s: float, purpose: str
+) -> Communicator:
+    """A communicator over ``group``, by default over the world; over one rank without torch's.
+
+    Makes no process group and no connection. Where torch.distributed is not initialised, the
+    group is this process alone.
+
+    Args:
+        group: ranks that take part; every one of them opens and uses its communicator alike.
+        timeout_s: longest wait for a peer in each call.
+        purpose: what the ranks do together, for messages: ``save of /ckpt/iter_10``.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return SoloCommunicator()
+    if group is None:
+        group = dist.group.WORLD
+    assert group is not None  # noqa: S101 - torch.distributed is initialised
+    if dist.get_world_size(group) == 1:
+        return SoloCommunicator(dist.get_rank())
+    return TorchCommunicator(group, timeout_s=timeout_s, purpose=purpose)
+
+
+class TorchCommunicator:
+    """A Communicator over an existing process group of two or more ranks.
+
+    Works over gloo on the CPU and, where the group has no CPU backend, over NCCL through device
+    buffers.
+    """
+
+    def __init__(self, group: ProcessGroup, *, timeout_s: float, purpose: str) -> None:
+        self._group = group
+        self._timeout_s = timeout_s
+        self._device = _device_of(group)
+        self._global_ranks = dist.get_process_group_ranks(group)
+        self._attendance = _Attendance(group, self._global_ranks, purpose)
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def global_rank(self, rank: int) -> int:
+        """See Communicator."""
+        return self._global_ranks[rank]
+
+    def all_gather(self, item: Message) -> list[Message]:
+        """See Communicator."""
+        content = b"" if item is None else json.dumps(item).encode()
+        sizes = self._gathered(torch.tensor([len(content)], dtype=torch.int64))
+        longest = max(int(size) for size in sizes)
+        if longest == 0:
+            return [None] * self.size
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(content)] = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)[
+            : len(content)
+        ]
+        texts = self._gathered(padded)
+        return [
+            json.loads(text[: int(size)].numpy().tobytes()) if int(size) else None
+            for text, size in zip(texts, sizes, strict=True)
+        ]
+
+    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
+        """See Communicator."""
+        self._attendance.sign()
+        staged = [self._tensor_of(receive.into) for receive in receives]
+        works: list[tuple[int, _Work | None]] = []
+        for receive, tensor in zip(receives, staged, strict=True):
+            source = self._global_ranks[receive.from_rank]
+            works.append((source, dist.irecv(tensor, src=source, group=self._group)))
+        for send in sends:
+            peer = self._global_ranks[send.to_rank]
+            tensor = self._tensor_of(send.data)
+            works.append((peer, dist.isend(tensor, dst=peer, group=self._group)))
+        deadline = time.monotonic() + self._timeout_s
+        for peer, work in works:
+            self._wait(work, deadline, peer)
+        for receive, tensor in zip(receives, staged, strict=True):
+            if tensor.device.type != "cpu":
+                torch.from_numpy(receive.into).copy_(tensor)
+
+    def _gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._attendance.sign()
+        mine = tensor.to(self._device)
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        work = dist.all_gather(found, mine, group=self._group, async_op=True)
+        self._wait(work, time.monotonic() + self._timeout_s, None)
+        return [t.cpu() for t in found]
+
+    def _tensor_of(self, data: Bytes) -> torch.Tensor:
+        return torch.from_numpy(data).to(self._device)
+
+    def _wait(self, work: _Work | None, deadline: float, peer: int | None) -> None:
+        if work is None:
+            return
+        try:
+            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except RuntimeError as error:
+            raise self._peer_error(error, deadline, peer) from error
+
+    def _peer_error(self, error: RuntimeError, deadline: float, peer: int | None) -> PeerError:
+        """Who is to blame for a collective that timed out or broke off."""
+        absent = self._attendance.absent() if peer is None else [peer]
+        who = f"ranks {absent}" if absent else "a peer"
+        first = absent[0] if absent else None
+        if time.monotonic() >= deadline - 0.001:
+            return PeerTimeoutError(
+                first, f"{who} did not arrive within {self._timeout_s:g} s: {self._attendance.what}"
+            )
+        return PeerError(first, f"lost contact with {who}: {self._attendance.what}: {error}")
+
+
+class _Attendance:
+    """Each rank's last sign of life in the job's key-value store, to tell who is missing.
+
+    A collective that times out does not say which rank it waited for. One small write per
+    collective, to a key that every rank has once, lets the others look it up when that happens.
+    """
+
+    def __init__(self, group: ProcessGroup, global_ranks: Sequence[int], purpose: str) -> None:
+        self._store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no public way
+        self._keys = {rank: f"dist_ckpt/{group.group_name}/{rank}" for rank in global_ranks}
+        self._mine = self._keys[dist.get_rank()]
+        self._purpose = purpose
+        self._count = 0
+
+    @property
+    def what(self) -> str:
+        """The collective under way."""
+        return f"{self._purpose}, meeting {self._count}"
+
+    def sign(self) -> None:
+        """Note that this rank has reached the next collective."""
+        self._count += 1
+        try:
+            self._store.set(self._mine, self.what)
+        except RuntimeError as error:
+            raise PeerError(
+                None, f"the job's key-value store does not answer: {self.what}: {error}"
+            ) from error
+
+    def absent(self) -> list[int]:
+        """Global ranks that have not signed for the collective under way; empty if unknown."""
+        try:
+            return [rank for rank, key in self._keys.items() if not self._has_signed(key)]
+        except RuntimeError:
+            return []
+
+    def _has_signed(self, key: str) -> bool:
+        return self._store.check([key]) and self._store.get(key).decode() == self.what
+
+
+def _device_of(group: ProcessGroup) -> torch.device:
+    """Where tensors have to live to travel over the group."""
+    if "nccl" in dist.get_backend(group) and "gloo" not in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,89 @@
+"""Frozen options, and the only reader of the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from enum import StrEnum
+from typing import Any
+
+from dist_ckpt_strategies.errors import StrategyError
+
+MIB = 1 << 20
+_PREFIX = "DIST_CKPT_"
+
+
+class Engine(StrEnum):
+    """Which library carries array data to and from storage."""
+
+    TENSORSTORE = "tensorstore"
+    ZARR = "zarr"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a save or load is carried out; never what it means.
+
+    Attributes:
+        timeout_s: longest wait for a peer or for storage, in seconds. It has to exceed the time
+            by which the slowest rank's share of the work lags behind the fastest one's.
+        max_inflight_bytes: bound, per rank, on memory for staging (copies of CUDA or
+            non-contiguous tensors, assembled chunks). A single larger tensor goes alone.
+        io_threads: files per rank that are read or written at the same time.
+        engine: TensorStore, or zarr-python where TensorStore has no build.
+    """
+
+    timeout_s: float = 1800.0
+    max_inflight_bytes: int = 512 * MIB
+    io_threads: int = 128
+    engine: Engine = Engine.TENSORSTORE
+
+    def __post_init__(self) -> None:
+        """Refuse values that could only hang or crash later."""
+        object.__setattr__(self, "engine", _engine(self.engine))
+        for name in ("timeout_s", "max_inflight_bytes", "io_threads"):
+            if getattr(self, name) <= 0:
+                raise StrategyError(f"option {name}: expected > 0, found {getattr(self, name)}")
+
+    def with_changes(self, **changes: Any) -> Options:
+        """A copy with the given fields changed; None leaves a field as it is."""
+        return replace(self, **{k: v for k, v in changes.items() if v is not None})
+
+
+def _engine(value: str) -> Engine:
+    try:
+        return Engine(value)
+    except ValueError:
+        names = ", ".join(Engine)
+        raise StrategyError(f"engine: expected one of {names}, found {value!r}") from None
+
+
+def options_from_environment(environ: Mapping[str, str] | None = None) -> Options:
+    """The defaults, changed by ``DIST_CKPT_<FIELD>`` variables.
+
+    ``DIST_CKPT_TIMEOUT_S=60`` sets ``timeout_s``, and so on for every field of Options.
+
+    Raises:
+        StrategyError: a value does not parse, or is out of range.
+    """
+    source = os.environ if environ is None else environ
+    parsers: dict[str, Callable[[str], Any]] = {
+        "timeout_s": float,
+        "max_inflight_bytes": int,
+        "io_threads": int,
+        "engine": str,
+    }
+    changes = {}
+    for field in fields(Options):
+        name = _PREFIX + field.name.upper()
+        if name in source:
+            changes[field.name] = _parsed(name, source[name], parsers[field.name])
+    return Options().with_changes(**changes)
+
+
+def _parsed(name: str, text: str, parse: Callable[[str], Any]) -> Any:
+    try:
+        return parse(text)
+    except ValueError:
+        raise StrategyError(f"{name}: expected {parse.__name__}, found {text!r}") from None

@@ -1,0 +1,140 @@
+"""Where tensors live: views of host memory without a copy, and staging where there is none.
+
+Nothing here touches CUDA unless a tensor at hand is a CUDA tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.spec.dtype import DType
+
+HostArray = npt.NDArray[Any]
+
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def dtype_of(tensor: torch.Tensor, *, key: str) -> DType:
+    """The element type of a tensor.
+
+    Raises:
+        PlanError: no checkpoint format here holds it.
+    """
+    return DType.named(str(tensor.dtype), key=key)
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """Torch's name for an element type."""
+    found: torch.dtype = getattr(torch, dtype.value)
+    return found
+
+
+def require_plain(tensor: torch.Tensor, *, key: str) -> None:
+    """Raise unless the tensor's elements lie in memory of its own.
+
+    Raises:
+        PlanError: it is sparse, quantized, or on the meta device.
+    """
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        raise PlanError(
+            f"{key}: expected a dense tensor on a real device, found {tensor.layout} on "
+            f"{tensor.device}; convert it first",
+            key=key,
+        )
+
+
+def host_view(tensor: torch.Tensor) -> HostArray:
+    """The memory of a CPU tensor as a numpy array: same strides, same bytes, no copy."""
+    plain = tensor.detach()
+    dtype = DType(str(plain.dtype).removeprefix("torch.")).numpy
+    if plain.dtype in (torch.bool, torch.complex64, torch.complex128):
+        return plain.numpy()
+    return plain.view(_SAME_SIZE[dtype.itemsize]).numpy().view(dtype)
+
+
+def is_host_readable(tensor: torch.Tensor) -> bool:
+    """Whether ``host_view`` shows the tensor's elements in C order."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def staged_nbytes(tensor: torch.Tensor) -> int:
+    """Host memory, in bytes, that a copy of the tensor needs before it can be written; 0 if none."""
+    return 0 if is_host_readable(tensor) else tensor.numel() * tensor.element_size()
+
+
+def to_host(tensors: Sequence[torch.Tensor]) -> list[HostArray]:
+    """The tensors' elements in C order on the host, copied only where they are not there already.
+
+    CUDA tensors are copied into pinned memory, all at once on a side stream of their device, which
+    waits for the work already queued on the current stream. Returns when the copies are done.
+    """
+    hosts = []
+    streams = {}
+    for tensor in tensors:
+        plain = tensor.detach()
+        if plain.device.type == "cuda":
+            stream = streams.get(plain.device) or _side_stream(plain.device)
+            streams[plain.device] = stream
+            plain = _pinned_copy(plain, stream)
+        elif not is_host_readable(plain):
+            plain = plain.cpu().resolve_conj().resolve_neg().contiguous()
+        hosts.append(plain)
+    for stream in streams.values():
+        stream.synchronize()
+    return [host_view(host) for host in hosts]
+
+
+def host_buffer(shape: Sequence[int], dtype: DType, *, like: torch.Tensor) -> torch.Tensor:
+    """Uninitialised host memory from which ``like`` will be filled; pinned for a CUDA tensor."""
+    pinned = like.device.type == "cuda"
+    return torch.empty(tuple(shape), dtype=torch_dtype(dtype), pin_memory=pinned)
+
+
+def copy_into(targets: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> None:
+    """Fill each target from its host buffer; returns when the copies are done.
+
+    Copies to CUDA run on a side stream of their device, and the current stream waits for them.
+    """
+    streams = {}
+    for target, host in zip(targets, hosts, strict=True):
+        plain = target.detach()
+        if plain.device.type != "cuda":
+            plain.copy_(host)
+            continue
+        stream = streams.get(plain.device) or _side_stream(plain.device)
+        streams[plain.device] = stream
+        with torch.cuda.stream(stream):
+            plain.copy_(host, non_blocking=True)
+    for stream in streams.values():
+        stream.synchronize()
+
+
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    return stream
+
+
+def _pinned_copy(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+    with torch.cuda.stream(stream):
+        source = tensor.resolve_conj().resolve_neg()
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        host.copy_(source, non_blocking=True)
+        source.record_stream(stream)
+    return host
+
+
+def as_bytes(array: HostArray) -> npt.NDArray[np.uint8]:
+    """The bytes of a contiguous array, without a copy."""
+    return array.reshape(-1).view(np.uint8)

@@ -1,0 +1,177 @@
+"""Every exception this package raises on purpose."""
+
+from __future__ import annotations
+
+from typing import Self
+
+
+class CheckpointError(Exception):
+    """Base of all deliberate failures.
+
+    Attributes:
+        key: the array or object at fault, where there is one.
+        path: the file or directory at fault, where there is one.
+        global_rank: the rank on which it happened, once ranks have agreed on it.
+    """
+
+    def __init__(self, message: str, *, key: str | None = None, path: str | None = None) -> None:
+        super().__init__(message)
+        self.key = key
+        self.path = path
+        self.global_rank: int | None = None
+
+    @property
+    def message(self) -> str:
+        """What went wrong, without the rank."""
+        return str(self.args[0])
+
+    def at_rank(self, global_rank: int) -> Self:
+        """Name the rank on which this error happened; returns the error itself."""
+        self.global_rank = global_rank
+        return self
+
+    def __str__(self) -> str:
+        """The message, led by the rank where it is known."""
+        if self.global_rank is None:
+            return self.message
+        return f"rank {self.global_rank}: {self.message}"
+
+
+class PlanError(CheckpointError, ValueError):
+    """The requested shards cannot be turned into a consistent plan."""
+
+
+class CoverageError(PlanError):
+    """The shards to save leave a part of an array unwritten."""
+
+
+class ShapeMismatchError(PlanError):
+    """The stored array and the requested one differ in shape."""
+
+
+class DuplicateWriterError(PlanError):
+    """Two main replicas would write the same elements."""
+
+
+class StrategyError(CheckpointError):
+    """A strategy cannot do what is asked of it."""
+
+
+class StrategyNotFoundError(StrategyError, LookupError):
+    """No strategy is registered under a key."""
+
+
+class StrategyExistsError(StrategyError):
+    """A key is taken by another strategy."""
+
+
+class IncompatibleVersionError(StrategyError):
+    """A strategy was asked to read a backend or version that it does not know."""
+
+
+class StorageError(CheckpointError):
+    """The checkpoint on disk cannot be read or written."""
+
+
+class ArrayNotFoundError(StorageError, FileNotFoundError):
+    """The checkpoint holds no array or object of that key."""
+
+
+class CheckpointNotFoundError(StorageError, FileNotFoundError):
+    """There is no checkpoint at that place."""
+
+
+class CheckpointExistsError(StorageError, FileExistsError):
+    """The directory already holds a finished checkpoint."""
+
+
+class IncompleteCheckpointError(StorageError):
+    """The checkpoint was never finished, or a part of it is gone."""
+
+
+class CorruptCheckpointError(StorageError):
+    """The checkpoint holds something other than what was written."""
+
+
+class UnsafeObjectError(StorageError):
+    """An object needs a class that is not on the list of classes allowed to be unpickled."""
+
+
+class PeerError(CheckpointError):
+    """Another rank of the same group failed.
+
+    Attributes:
+        rank: global rank of the peer, None where it cannot be told.
+    """
+
+    def __init__(
+        self,
+        rank: int | None,
+        reason: str,
+        *,
+        key: str | None = None,
+        path: str | None = None,
+    ) -> None:
+        super().__init__(reason, key=key, path=path)
+        self.rank = rank
+        self.global_rank = rank
+
+
+class PeerTimeoutError(PeerError, TimeoutError):
+    """Another rank did not answer in time."""
+
+
+class NoReplicasAvailableError(PeerError):
+    """No surviving rank holds a copy of what is asked for."""
+
+
+class RestartError(CheckpointError):
+    """Training cannot be restarted in place."""
+
+
+class HealthCheckError(RestartError):
+    """This process must not take part in another attempt."""
+
+
+class RestartLimitError(RestartError):
+    """The allowed number of restarts is used up."""
+
+
+class MissingDependencyError(CheckpointError, ImportError):
+    """An optional package is needed; the message says which one to install."""
+
+
+def _family(root: type[CheckpointError]) -> dict[str, type[CheckpointError]]:
+    members = {root.__name__: root}
+    for child in root.__subclasses__():
+        if child.__module__ == __name__:
+            members.update(_family(child))
+    return members
+
+
+def error_from_peer(
+    global_rank: int,
+    kind: str,
+    reason: str,
+    *,
+    key: str | None = None,
+    path: str | None = None,
+) -> PeerError:
+    """Build the error that the healthy ranks raise when ``global_rank`` failed.
+
+    It is a PeerError and also an instance of the class that the failed rank raised, so that
+    ``except IncompleteCheckpointError`` takes the same branch on every rank.
+
+    Args:
+        global_rank: the rank that failed.
+        kind: class name of its error; one this package does not know yields a plain PeerError.
+        reason: its message, without the rank.
+        key: array or object at fault.
+        path: file at fault.
+    """
+    cause = _family(CheckpointError).get(kind, PeerError)
+    if issubclass(cause, PeerError):
+        return PeerError(global_rank, reason, key=key, path=path)
+    combined = type(f"Peer{kind}", (PeerError, cause), {"__module__": __name__})
+    error: PeerError = combined(global_rank, reason, key=key, path=path)
+    return error

@@ -1,0 +1,1 @@
+"""Door to Megatron-Core: translates its types and flow; the only importer of megatron."""

@@ -1,0 +1,27 @@
+"""Who in Megatron-Core calls a load strategy, and how often."""
+
+from __future__ import annotations
+
+import sys
+
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+)
+from megatron.core.utils import get_pg_size
+
+
+def num_expected_meetings(depth: int = 2) -> int:
+    """How many meetings of all ranks the present call of ``load`` has to hold.
+
+    FullyParallelLoadStrategyWrapper calls its base strategy twice on ranks whose group has
+    several ranks (objects, then tensors) and once on ranks whose group has one. With groups of
+    both kinds in one job, the single call holds the meetings of both, or the others would wait
+    for a third for ever. Nothing in the arguments tells the calls apart (both dicts are often
+    empty), so the caller is looked up: the frame ``depth`` above this function.
+
+    Source: ``FullyParallelLoadStrategyWrapper.load`` of Megatron-Core 0.16.1.
+    """
+    caller = sys._getframe(depth).f_locals.get("self")  # noqa: SLF001 - see above
+    if not isinstance(caller, FullyParallelLoadStrategyWrapper):
+        return 1
+    return 2 if get_pg_size(caller.parallelization_group) <= 1 else 1

@@ -1,0 +1,44 @@
+"""Our errors as Megatron-Core's, so that ``except`` on either works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import ParamSpec, TypeVar
+
+from dist_ckpt_strategies.errors import CheckpointError
+from dist_ckpt_strategies.megatron.bases import CheckpointingException
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@cache
+def _face_class(cls: type[CheckpointError]) -> type[CheckpointError]:
+    return type(cls.__name__, (cls, CheckpointingException), {"__module__": cls.__module__})
+
+
+def as_megatron_error(error: CheckpointError) -> CheckpointError:
+    """The same error, of a class that is also a ``CheckpointingException``."""
+    if isinstance(error, CheckpointingException):
+        return error
+    face = _face_class(type(error))
+    found = face.__new__(face, *error.args)
+    found.args = error.args
+    found.__dict__.update(error.__dict__)
+    found.__cause__ = error.__cause__
+    return found.with_traceback(error.__traceback__)
+
+
+def raises_megatron_errors(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorator of a face: every CheckpointError leaves it as Megatron-Core's too."""
+
+    @wraps(function)
+    def face(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except CheckpointError as error:
+            translated = as_megatron_error(error)
+            raise translated from error.__cause__
+
+    return face

@@ -1,0 +1,110 @@
+"""Megatron-Core's sharded tensors and objects in our own words, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
+from megatron.core.dist_checkpointing.mapping import is_main_replica
+
+from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.spec.region import Extent, Region
+from dist_ckpt_strategies.spec.shard import ShardId, ShardSpec
+
+StateDict = dict[Any, Any]
+
+
+def sharded_values(state_dict: StateDict) -> Iterator[Any]:
+    """Every ShardedTensor and ShardedObject of a nested state dict, in its order.
+
+    Raises:
+        PlanError: a value is neither.
+    """
+    for value in nested_values(state_dict):
+        if not isinstance(value, (ShardedTensor, ShardedObject)):
+            raise PlanError(
+                f"expected ShardedTensor and ShardedObject values, found {type(value).__name__}"
+            )
+        yield value
+
+
+def mapped_values(convert: Callable[[Any], Any], state_dict: StateDict) -> StateDict:
+    """A state dict of the same structure with every value converted; the old one is untouched."""
+    mapped: StateDict = dict_list_map_outplace(convert, state_dict)
+    return mapped
+
+
+def is_main(value: Any) -> bool:
+    """Whether this replica is the one that is written."""
+    return bool(is_main_replica(value.replica_id))
+
+
+def shard_spec(tensor: Any) -> ShardSpec:
+    """The spec of a ShardedTensor; prepended axes become dims of extent 1.
+
+    Raises:
+        PlanError: it has a flattened range, or a dtype that cannot be stored.
+    """
+    if getattr(tensor, "flattened_range", None) is not None:
+        raise PlanError(
+            f"{tensor.key}: flattened ranges are not supported, Megatron-Core 0.16 removed them; "
+            "use the fully_reshardable or dp_reshardable optimizer format",
+            key=tensor.key,
+        )
+    region = Region(_extent(tensor.global_offset), region_shape(tensor))
+    return ShardSpec(
+        ShardId(tensor.key, region),
+        _extent(tensor.global_shape),
+        DType.named(str(tensor.dtype), key=tensor.key),
+        is_main=is_main(tensor),
+        may_mismatch=bool(tensor.allow_shape_mismatch),
+    )
+
+
+def region_shape(tensor: Any) -> Extent:
+    """Shape of the shard in the global array: prepended axes have extent 1."""
+    return (1,) * tensor.prepend_axis_num + _extent(tensor.local_shape)
+
+
+def shard_data(tensor: Any) -> torch.Tensor:
+    """The data of a ShardedTensor, shaped like its region; a view, not a copy.
+
+    Raises:
+        PlanError: it has no data.
+    """
+    if tensor.data is None:
+        raise PlanError(f"{tensor.key}: the ShardedTensor has no data to save", key=tensor.key)
+    data: torch.Tensor = tensor.data.detach()
+    return data[(None,) * tensor.prepend_axis_num]
+
+
+def object_id(sharded_object: Any) -> ObjectId:
+    """The name of a ShardedObject."""
+    return ObjectId(
+        sharded_object.key,
+        _extent(sharded_object.global_offset),
+        _extent(sharded_object.global_shape),
+    )
+
+
+def metadata_tensor(array: ArraySpec) -> Any:
+    """A ShardedTensor without data that stands for a whole stored array."""
+    zeros = (0,) * len(array.shape)
+    ones = (1,) * len(array.shape)
+    dtype = getattr(torch, array.dtype.value)
+    return ShardedTensor(array.key, None, dtype, array.shape, array.shape, zeros, ones)
+
+
+def metadata_object(found: ObjectId) -> Any:
+    """A ShardedObject without data that stands for a stored one."""
+    return ShardedObject(found.key, None, found.shape, found.offset)
+
+
+def _extent(numbers: Any) -> Extent:
+    return tuple(int(number) for number in numbers)

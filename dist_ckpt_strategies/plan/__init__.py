@@ -1,0 +1,1 @@
+"""Decisions: pure functions from facts to frozen plans. Equal facts give an equal plan."""

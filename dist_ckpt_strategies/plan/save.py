@@ -1,0 +1,227 @@
+"""Decide who writes which chunk of which array, and which pieces have to move there first."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.plan.chunking import (
+    MAX_ASSEMBLED_NBYTES,
+    chunk_parts,
+    irregular_chunk_shape,
+    regular_chunk_shape,
+)
+from dist_ckpt_strategies.plan.coverage import Holding, require_partition
+from dist_ckpt_strategies.plan.keys import require_storable_keys
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.region import Extent, Region
+from dist_ckpt_strategies.spec.shard import RankShards, ShardId, ShardSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a shard, in global coordinates, on the rank that holds it."""
+
+    holder: int
+    shard: ShardId
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A piece that travels to the writer of its chunk. Order is the same on every rank."""
+
+    piece: Piece
+    writer: int
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire."""
+        return self.piece.region.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkWrite:
+    """``writer`` alone writes this chunk, out of pieces that cover its part of the array."""
+
+    array: ArraySpec
+    region: Region
+    writer: int
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Payload of the chunk, in bytes."""
+        return self.region.numel * self.array.dtype.itemsize
+
+    @property
+    def is_whole_shard(self) -> bool:
+        """Whether the chunk comes from one tensor of its writer, so that nothing is assembled."""
+        return len(self.pieces) == 1 and self.pieces[0].holder == self.writer
+
+    @property
+    def moves(self) -> tuple[Move, ...]:
+        """The pieces that have to travel to the writer."""
+        away = (piece for piece in self.pieces if piece.holder != self.writer)
+        return tuple(Move(piece, self.writer, self.array.dtype) for piece in away)
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayCreation:
+    """``creator`` alone writes the metadata of this array."""
+
+    array: ArraySpec
+    creator: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """The whole save, the same on every rank; ranks count within the group.
+
+    Attributes:
+        creations: who writes the metadata of each array.
+        writes: every chunk.
+        rounds: the chunks among them that are put together from pieces, in groups that bound the
+            memory of each rank.
+    """
+
+    creations: tuple[ArrayCreation, ...]
+    writes: tuple[ChunkWrite, ...]
+    rounds: tuple[tuple[ChunkWrite, ...], ...]
+
+    def creations_of(self, rank: int) -> tuple[ArraySpec, ...]:
+        """Arrays whose metadata ``rank`` writes."""
+        return tuple(c.array for c in self.creations if c.creator == rank)
+
+    def writes_of(self, rank: int) -> tuple[ChunkWrite, ...]:
+        """Chunks that ``rank`` writes."""
+        return tuple(w for w in self.writes if w.writer == rank)
+
+    def sends_of(self, rank: int) -> tuple[Move, ...]:
+        """Pieces that ``rank`` gives away."""
+        moves = (move for round_ in self.rounds for write in round_ for move in write.moves)
+        return tuple(move for move in moves if move.piece.holder == rank)
+
+
+def build_save_plan(
+    requests: Iterable[RankShards],
+    object_keys: Iterable[str] = (),
+    *,
+    max_inflight_bytes: int = MAX_ASSEMBLED_NBYTES,
+) -> SavePlan:
+    """Give each chunk of each array one writer, the rank that holds most of it.
+
+    Where the main replicas lie on a regular grid, a chunk is a shard and nothing moves. Elsewhere
+    the plan chooses a grid (``irregular_chunk_shape``) and moves pieces to the writers.
+
+    Args:
+        requests: what each rank of the group holds, replicas included, one entry per rank.
+        object_keys: keys of the objects saved beside the arrays, to find collisions.
+        max_inflight_bytes: bound, per rank and round, on chunks being assembled and on pieces
+            being sent; a larger chunk has a round of its own. Equal on all ranks.
+
+    Raises:
+        CoverageError: the main replicas of an array leave a gap or reach outside.
+        DuplicateWriterError: two main replicas share an element.
+        PlanError: ranks disagree on an array's shape or dtype, or a key cannot be stored.
+    """
+    by_key: dict[str, list[tuple[int, ShardSpec]]] = defaultdict(list)
+    for request in requests:
+        for shard in request.shards:
+            by_key[shard.key].append((request.rank, shard))
+    require_storable_keys(by_key.keys(), frozenset(object_keys))
+    load: Counter[int] = Counter()
+    creations, writes = [], []
+    for key in sorted(by_key):
+        array, main = _array_of(key, by_key[key])
+        chunk_writes = _chunk_writes(array, main, load)
+        creations.append(ArrayCreation(array, _creator(main, by_key[key])))
+        writes.extend(chunk_writes)
+    return SavePlan(tuple(creations), tuple(writes), tuple(_rounds(writes, max_inflight_bytes)))
+
+
+def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]]) -> tuple[ArraySpec, list[Holding]]:
+    """The array that the shards of one key make up, and who holds its main replicas."""
+    first_rank, first = held[0]
+    for rank, shard in held:
+        for name in ("array_shape", "dtype"):
+            mine, theirs = getattr(shard, name), getattr(first, name)
+            if mine != theirs:
+                raise PlanError(
+                    f"{key}: {name} {mine} on rank {rank}, {theirs} on rank {first_rank}", key=key
+                )
+    shape = first.array_shape
+    main = sorted(
+        Holding(region, rank)
+        for rank, shard in held
+        if shard.is_main and (region := _stored_part(shard)) is not None
+    )
+    regions = [holding.region for holding in main]
+    require_partition(key, shape, main)
+    chunk = regular_chunk_shape(shape, regions)
+    if chunk is None:
+        chunk = irregular_chunk_shape(shape, first.dtype.itemsize, main)
+    return ArraySpec(key, shape, first.dtype, chunk), main
+
+
+def _stored_part(shard: ShardSpec) -> Region | None:
+    """The shard's elements that the array has; a padded shard may reach past its end."""
+    if shard.may_mismatch:
+        return shard.region.intersect(Region.whole(shard.array_shape))
+    return shard.region if shard.region.numel else None
+
+
+def _creator(main: Sequence[Holding], held: Sequence[tuple[int, ShardSpec]]) -> int:
+    """The rank with the array's first element; for an empty array the lowest that knows it."""
+    return main[0].rank if main else min(rank for rank, _ in held)
+
+
+def _chunk_writes(
+    array: ArraySpec, main: Sequence[Holding], load: Counter[int]
+) -> list[ChunkWrite]:
+    """One write for each chunk of the array; adds what each writer takes on to ``load``."""
+    pieces: dict[Extent, list[Piece]] = defaultdict(list)
+    for holding in main:
+        shard = ShardId(array.key, holding.region)
+        for index, part in chunk_parts(array.chunk_shape, holding.region):
+            pieces[index].append(Piece(holding.rank, shard, part))
+    writes = []
+    for index in sorted(pieces):
+        region = array.chunk_region(index).intersect(Region.whole(array.shape))
+        assert region is not None  # noqa: S101 - a chunk of the grid overlaps its array
+        writer = _writer(pieces[index], load)
+        write = ChunkWrite(array, region, writer, tuple(pieces[index]))
+        load[writer] += write.nbytes
+        writes.append(write)
+    return writes
+
+
+def _writer(pieces: Sequence[Piece], load: Counter[int]) -> int:
+    """The rank that holds most of the chunk; among equals the one with least to write."""
+    held: Counter[int] = Counter()
+    for piece in pieces:
+        held[piece.holder] += piece.region.numel
+    return min(held, key=lambda rank: (-held[rank], load[rank], rank))
+
+
+def _rounds(writes: Iterable[ChunkWrite], budget_nbytes: int) -> Iterable[tuple[ChunkWrite, ...]]:
+    """Chunks that are assembled, in plan order, cut where a rank's memory would run over."""
+    round_: list[ChunkWrite] = []
+    used: Counter[int] = Counter()
+    for write in writes:
+        if write.is_whole_shard:
+            continue
+        needed = Counter({write.writer: 2 * write.nbytes})
+        for move in write.moves:
+            needed[move.piece.holder] += move.nbytes
+        if round_ and any(used[rank] + needed[rank] > budget_nbytes for rank in needed):
+            yield tuple(round_)
+            round_, used = [], Counter()
+        round_.append(write)
+        used.update(needed)
+    if round_:
+        yield tuple(round_)

@@ -1,0 +1,1 @@
+"""Deeds: carry out one plan. Storage and peers in, a report out."""

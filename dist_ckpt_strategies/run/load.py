@@ -1,0 +1,37 @@
+"""Carry out a LoadPlan: fill tensors from storage, zeros where storage has nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.plan.load import LoadPlan
+from dist_ckpt_strategies.run.transfer import TensorRead, run_reads
+from dist_ckpt_strategies.storage.base import ArrayStore
+
+
+def run_load(
+    plan: LoadPlan, targets: Sequence[torch.Tensor], store: ArrayStore, options: Options
+) -> None:
+    """Fill the tensors that the plan's shards go to. Rank-local; wrap it in ``agree``.
+
+    Args:
+        plan: one read for each wanted shard.
+        targets: the tensor of each wanted shard, shaped like its region, of the stored dtype.
+            Overwritten in place; after an error their content is undefined.
+        store: where the arrays are.
+        options: timeout and memory budget.
+
+    Raises:
+        StorageError: a chunk is missing, of the wrong size, or cannot be read.
+    """
+    reads = []
+    for read in plan.reads:
+        tensor = targets[read.number].detach()
+        if read.is_padded:
+            tensor.zero_()
+        if read.source is not None and read.target is not None:
+            reads.append(TensorRead(read.array, read.source, tensor[read.target.slices()]))
+    run_reads(store, reads, options)

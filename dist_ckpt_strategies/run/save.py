@@ -1,0 +1,148 @@
+"""Carry out a SavePlan: metadata and whole shards first, then chunks put together from pieces."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dist_ckpt_strategies.comm.agree import agree
+from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.device import as_bytes, to_host, torch_dtype
+from dist_ckpt_strategies.plan.save import ChunkWrite, Move, Piece, SavePlan
+from dist_ckpt_strategies.run.report import SaveReport
+from dist_ckpt_strategies.run.transfer import TensorWrite, run_writes
+from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.spec.shard import ShardId
+from dist_ckpt_strategies.storage.base import ArrayStore
+from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+
+Tensors = Mapping[ShardId, torch.Tensor]
+"""This rank's main replicas, each shaped like its region. Left untouched."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveTarget:
+    """Where the arrays go."""
+
+    layout: Zarr2Layout
+    store: ArrayStore
+
+
+def run_save(
+    plan: SavePlan,
+    tensors: Tensors,
+    target: SaveTarget,
+    comm: Communicator,
+    options: Options,
+    also: Callable[[], None] = lambda: None,
+) -> SaveReport:
+    """Write the arrays of a plan, durably.
+
+    Collective: every rank of ``comm`` calls this with an equal plan, and either every rank
+    returns or every rank raises.
+
+    Args:
+        plan: what is written by whom.
+        tensors: this rank's main replicas.
+        target: layout and store of the checkpoint directory.
+        comm: the group that the plan was made for.
+        options: timeout and memory budget.
+        also: further rank-local writes that belong to this rank's share.
+
+    Raises:
+        StorageError: a write failed here; PeerError of the same class on the other ranks.
+    """
+    started = time.monotonic()
+    mine = plan.writes_of(comm.rank)
+    whole = [write for write in mine if write.is_whole_shard]
+
+    def write_own() -> None:
+        created = plan.creations_of(comm.rank)
+        writes = [_shard_write(write, tensors) for write in whole]
+        run_writes(target.store, writes, options, creating=created)
+        also()
+        target.layout.sync_parents(array.key for array in created)
+
+    agree(comm, write_own)
+    for round_ in plan.rounds:
+        _run_round(round_, tensors, target.store, comm, options)
+    return SaveReport(
+        num_arrays=len(plan.creations_of(comm.rank)),
+        num_chunks=len(mine),
+        nbytes=sum(write.nbytes for write in mine),
+        moved_nbytes=sum(move.nbytes for move in plan.sends_of(comm.rank)),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _shard_write(write: ChunkWrite, tensors: Tensors) -> TensorWrite:
+    return TensorWrite(write.array, write.region, _piece_tensor(write.pieces[0], tensors))
+
+
+def _piece_tensor(piece: Piece, tensors: Tensors) -> torch.Tensor:
+    """The piece's elements, as a view of the tensor that holds them."""
+    return tensors[piece.shard][piece.region.within(piece.shard.region).slices()]
+
+
+def _run_round(
+    round_: Sequence[ChunkWrite],
+    tensors: Tensors,
+    store: ArrayStore,
+    comm: Communicator,
+    options: Options,
+) -> None:
+    """Move the pieces of one round to their writers, who put the chunks together and write them.
+
+    Collective.
+    """
+    moves = [move for write in round_ for move in write.moves]
+    incoming = [move for move in moves if move.writer == comm.rank]
+
+    def prepare() -> tuple[list[Send], list[Bytes]]:
+        outgoing = [move for move in moves if move.piece.holder == comm.rank]
+        hosts = to_host([_piece_tensor(move.piece, tensors) for move in outgoing])
+        sends = [
+            Send(move.writer, as_bytes(host)) for move, host in zip(outgoing, hosts, strict=True)
+        ]
+        return sends, [np.empty(move.nbytes, np.uint8) for move in incoming]
+
+    sends, buffers = agree(comm, prepare)
+    receives = [
+        Receive(move.piece.holder, buffer) for move, buffer in zip(incoming, buffers, strict=True)
+    ]
+    comm.exchange(sends, receives)
+    arrived = {
+        move.piece: _as_tensor(move, buffer) for move, buffer in zip(incoming, buffers, strict=True)
+    }
+    own = [write for write in round_ if write.writer == comm.rank]
+
+    def write_chunks() -> None:
+        chunks = [TensorWrite(w.array, w.region, _assembled(w, tensors, arrived)) for w in own]
+        run_writes(store, chunks, options)
+
+    agree(comm, write_chunks)
+
+
+def _as_tensor(move: Move, data: Bytes) -> torch.Tensor:
+    flat = torch.from_numpy(data).view(torch_dtype(move.dtype))
+    return flat.reshape(move.piece.region.shape)
+
+
+def _assembled(
+    write: ChunkWrite, tensors: Tensors, arrived: Mapping[Piece, torch.Tensor]
+) -> torch.Tensor:
+    """The chunk, put together from own and received pieces, which cover it exactly."""
+    chunk = torch.empty(write.region.shape, dtype=torch_dtype(write.array.dtype))
+    for piece in write.pieces:
+        part = arrived[piece] if piece in arrived else _piece_tensor(piece, tensors)
+        _place(chunk, piece.region, write.region, part)
+    return chunk
+
+
+def _place(chunk: torch.Tensor, part: Region, frame: Region, tensor: torch.Tensor) -> None:
+    chunk[part.within(frame).slices()].copy_(tensor.detach())

@@ -1,0 +1,132 @@
+"""The transfer engine: tensors to storage and back, all at once, under a memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.device import (
+    copy_into,
+    host_buffer,
+    host_view,
+    staged_nbytes,
+    to_host,
+)
+from dist_ckpt_strategies.plan.batches import build_batches
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.storage.base import ArrayRead, ArrayStore, ArrayWrite, Transfer
+
+
+@dataclass(frozen=True, slots=True)
+class TensorWrite:
+    """A tensor that is exactly ``region`` of the array, and covers whole chunks of it."""
+
+    array: ArraySpec
+    region: Region
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TensorRead:
+    """A tensor, of any strides and on any device, to be filled with ``region`` of the array."""
+
+    array: ArraySpec
+    region: Region
+    tensor: torch.Tensor
+
+
+class _InFlight(AbstractContextManager["_InFlight"]):
+    """At most one transfer beside the one being prepared; leaving waits for the last."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._transfer: Transfer | None = None
+
+    def follow_with(self, transfer: Transfer) -> None:
+        """Wait for the transfer before, and keep this one until the next."""
+        before, self._transfer = self._transfer, transfer
+        if before is not None:
+            before.wait(self._timeout_s)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Wait, also after a failure: the transfer uses memory that is about to be freed."""
+        last, self._transfer = self._transfer, None
+        if last is not None:
+            last.wait(self._timeout_s)
+
+
+def run_writes(
+    store: ArrayStore,
+    writes: Sequence[TensorWrite],
+    options: Options,
+    *,
+    creating: Sequence[ArraySpec] = (),
+) -> None:
+    """Store every tensor, durably, and beside it the metadata of the arrays to create.
+
+    Tensors whose elements lie in C order on the host are written from their own memory, all at
+    once. Others are copied first, batch by batch: while one batch is written the next is copied,
+    so that copies take at most ``max_inflight_bytes`` (or twice the largest tensor).
+    """
+    batches = build_batches(
+        [staged_nbytes(write.tensor) for write in writes], options.max_inflight_bytes // 2
+    )
+    with _InFlight(options.timeout_s) as created, _InFlight(options.timeout_s) as in_flight:
+        created.follow_with(store.begin_creates(creating))
+        for batch in batches:
+            hosts = to_host([writes[number].tensor for number in batch])
+            requests = [
+                ArrayWrite(writes[number].array, writes[number].region, host)
+                for number, host in zip(batch, hosts, strict=True)
+            ]
+            in_flight.follow_with(store.begin_writes(requests))
+
+
+def run_reads(store: ArrayStore, reads: Sequence[TensorRead], options: Options) -> None:
+    """Fill every tensor from storage.
+
+    CPU tensors are read into directly, all at once. CUDA tensors are read through pinned memory,
+    batch by batch, which takes at most ``max_inflight_bytes`` (or the largest tensor).
+    """
+    batches = build_batches(
+        [_read_staging(read.tensor) for read in reads], options.max_inflight_bytes
+    )
+    for batch in batches:
+        chosen = [reads[number] for number in batch]
+        hosts = [_host_side(read) for read in chosen]
+        requests = [
+            ArrayRead(read.array, read.region, host_view(host))
+            for read, host in zip(chosen, hosts, strict=True)
+        ]
+        store.begin_reads(requests).wait(options.timeout_s)
+        staged = [
+            (read.tensor, host)
+            for read, host in zip(chosen, hosts, strict=True)
+            if host is not read.tensor
+        ]
+        copy_into([target for target, _ in staged], [host for _, host in staged])
+
+
+def _needs_staging(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg()
+
+
+def _read_staging(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size() if _needs_staging(tensor) else 0
+
+
+def _host_side(read: TensorRead) -> torch.Tensor:
+    if not _needs_staging(read.tensor):
+        return read.tensor
+    return host_buffer(read.region.shape, read.array.dtype, like=read.tensor)

@@ -1,0 +1,1 @@
+"""Nouns: regions, dtypes, shards, arrays. Frozen values, no input or output."""

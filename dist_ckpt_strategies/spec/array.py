@@ -1,0 +1,75 @@
+"""A global array as a checkpoint stores it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.region import Extent, Region
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """Shape, dtype and regular chunk grid of a stored array.
+
+    Attributes:
+        key: name of the array; ``/`` separates directories.
+        shape: in elements; empty for a scalar.
+        dtype: element type.
+        chunk_shape: in elements, each at least 1; one chunk is one file.
+        separator: what joins the chunk index in a file name, ``.`` or ``/``.
+        is_raw: whether a chunk's bytes are its elements in C order, little-endian, with no codec.
+    """
+
+    key: str
+    shape: Extent
+    dtype: DType
+    chunk_shape: Extent
+    separator: str = "."
+    is_raw: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, chunk padding not counted."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes of one whole chunk, which a raw chunk file has even at the array's edge."""
+        return math.prod(self.chunk_shape) * self.dtype.itemsize
+
+    @property
+    def grid(self) -> Extent:
+        """Number of chunks in each dim; any 0 means that the array has no element."""
+        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape, strict=True))
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunk files of the complete array; 1 for a scalar."""
+        return math.prod(self.grid)
+
+    def chunk_region(self, index: Extent) -> Region:
+        """The chunk's whole box, which may reach past the array's edge."""
+        offset = tuple(i * c for i, c in zip(index, self.chunk_shape, strict=True))
+        return Region(offset, self.chunk_shape)
+
+    def chunk_indices(self) -> Iterator[Extent]:
+        """Every chunk of the grid, in C order."""
+        return product(*map(range, self.grid))
+
+    def chunks_of(self, region: Region) -> Iterator[Extent]:
+        """The chunks that share an element with ``region``, in C order."""
+        if region.numel == 0:
+            return iter(())
+        spans = (
+            range(a // c, (e - 1) // c + 1)
+            for a, e, c in zip(region.offset, region.end, self.chunk_shape, strict=True)
+        )
+        return product(*spans)
+
+    def chunk_name(self, index: Extent) -> str:
+        """File name of a chunk, below the array's directory; ``0`` for a scalar."""
+        return self.separator.join(map(str, index)) if index else "0"

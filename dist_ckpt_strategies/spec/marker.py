@@ -1,0 +1,37 @@
+"""The content of ``metadata.json``: which formats a finished checkpoint uses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMarker:
+    """The four fields of Megatron-Core's ``CheckpointingConfig``; it takes no others."""
+
+    sharded_backend: str
+    sharded_backend_version: int = 1
+    common_backend: str = "torch"
+    common_backend_version: int = 1
+
+    def to_json(self) -> bytes:
+        """The file's content."""
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def from_json(cls, content: bytes) -> Self:
+        """The marker that the file holds.
+
+        Raises:
+            ValueError: not JSON, or not exactly fields of a marker with values of their types.
+        """
+        found = json.loads(content)
+        known = {field.name: str if "version" not in field.name else int for field in fields(cls)}
+        if not isinstance(found, dict) or "sharded_backend" not in found:
+            raise ValueError("expected an object with the field sharded_backend")
+        for name, value in found.items():
+            if type(value) is not known.get(name):
+                raise ValueError(f"unexpected field {name} = {value!r}")
+        return cls(**found)

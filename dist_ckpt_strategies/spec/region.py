@@ -1,0 +1,62 @@
+"""A box of elements inside a global array."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+Extent = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Region:
+    """Half-open box ``[offset, offset + shape)``, in elements of the global array."""
+
+    offset: Extent
+    shape: Extent
+
+    @classmethod
+    def whole(cls, shape: Extent) -> Region:
+        """The box that covers an array of that shape."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    @property
+    def numel(self) -> int:
+        """Elements in the box; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> Extent:
+        """First element past the box, in each dim."""
+        return tuple(a + n for a, n in zip(self.offset, self.shape, strict=True))
+
+    def intersect(self, other: Region) -> Region | None:
+        """The common box, or None where the two share no element."""
+        low = tuple(map(max, self.offset, other.offset))
+        shape = tuple(h - lo for lo, h in zip(low, map(min, self.end, other.end), strict=True))
+        return None if any(n <= 0 for n in shape) else Region(low, shape)
+
+    def contains(self, other: Region) -> bool:
+        """Whether no element of ``other`` lies outside."""
+        return all(
+            a <= b and f <= e
+            for a, b, e, f in zip(self.offset, other.offset, self.end, other.end, strict=True)
+        )
+
+    def within(self, frame: Region) -> Region:
+        """The same box, in coordinates relative to ``frame``."""
+        offset = tuple(a - b for a, b in zip(self.offset, frame.offset, strict=True))
+        return Region(offset, self.shape)
+
+    def slices(self) -> tuple[slice, ...]:
+        """Indexing form of the box."""
+        return tuple(slice(a, a + n) for a, n in zip(self.offset, self.shape, strict=True))
+
+    def __str__(self) -> str:
+        """Python indexing form, for messages: ``[0:4, 8:16]``."""
+        return "[" + ", ".join(f"{s.start}:{s.stop}" for s in self.slices()) + "]"

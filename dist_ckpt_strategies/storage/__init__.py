@@ -1,0 +1,1 @@
+"""Door to disks: array stores, objects, layouts, publication. Knows nothing of ranks."""

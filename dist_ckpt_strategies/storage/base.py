@@ -1,0 +1,62 @@
+"""What the package asks of a place that holds arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.region import Region
+
+HostArray = npt.NDArray[np.generic] | npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayWrite:
+    """Elements of ``region`` to store; ``source`` has its shape and stays untouched until done."""
+
+    array: ArraySpec
+    region: Region
+    source: HostArray
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRead:
+    """Elements of ``region`` to read into ``target``, which has its shape and may be strided."""
+
+    array: ArraySpec
+    region: Region
+    target: HostArray
+
+
+class Transfer(Protocol):
+    """Reads or writes under way."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return once all are done and, for writes, durable.
+
+        Raises:
+            StorageError: the first that failed, naming key and file, after the others ended, so
+                that no memory of the caller is in use any more.
+        """
+        ...
+
+
+class ArrayStore(Protocol):
+    """Moves boxes of elements between named arrays and memory."""
+
+    def begin_creates(self, arrays: Sequence[ArraySpec]) -> Transfer:
+        """Write the metadata of new arrays, durably. Writes to them need not wait for it."""
+        ...
+
+    def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
+        """Issue all writes at once. Each covers whole chunks, no chunk is written twice."""
+        ...
+
+    def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
+        """Issue all reads at once. A missing chunk is an error, never zeros."""
+        ...

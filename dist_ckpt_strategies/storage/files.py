@@ -1,0 +1,93 @@
+"""Durable small files, directory syncs, and what the operating system's errors mean."""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    IncompleteCheckpointError,
+    StorageError,
+)
+
+REMOVED_PREFIX = ".removed-"
+"""Directories on their way out; readers pass over them."""
+
+PARTIAL_PREFIX = ".partial-"
+"""Files not yet renamed into place; readers pass over them."""
+
+_REMEDY = {
+    errno.ENOSPC: "no space left; free some, or save elsewhere",
+    errno.EDQUOT: "disk quota used up; free some, or save elsewhere",
+    errno.EACCES: "permission denied",
+    errno.EROFS: "the file system is read-only",
+    errno.ENAMETOOLONG: "the name is too long for the file system; shorten the key",
+    errno.EMFILE: "too many open files; raise the limit (ulimit -n) or lower io_threads",
+}
+
+
+def storage_error(
+    key: str | None,
+    path: Path | str,
+    error: BaseException,
+    *,
+    not_found: type[StorageError] = IncompleteCheckpointError,
+) -> StorageError:
+    """What an OSError on a file of a checkpoint means, in our own terms."""
+    if isinstance(error, FileNotFoundError):
+        return not_found(f"{_led(key)}{path} does not exist", key=key, path=str(path))
+    number = error.errno if isinstance(error, OSError) else None
+    text = _REMEDY.get(number or 0, str(error))
+    return StorageError(f"{_led(key)}{path}: {text}", key=key, path=str(path))
+
+
+def _led(key: str | None) -> str:
+    return f"{key}: " if key else ""
+
+
+@contextmanager
+def file_errors(
+    key: str | None,
+    path: Path | str,
+    *,
+    not_found: type[StorageError] = IncompleteCheckpointError,
+) -> Iterator[None]:
+    """Turn an OSError of the block into a StorageError that names key and file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise storage_error(key, path, error, not_found=not_found) from error
+
+
+def write_file(path: Path, content: bytes | memoryview) -> None:
+    """Write a file so that it is either whole and durable, or not there.
+
+    Written beside under a name of its own, flushed, renamed; then the directory is flushed.
+    """
+    partial = path.with_name(PARTIAL_PREFIX + uuid.uuid4().hex)
+    try:
+        with partial.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make names added to or removed from a directory durable."""
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,138 @@
+"""When a directory counts as a checkpoint: ``metadata.json`` is its last file, and whole."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from dist_ckpt_strategies.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+)
+from dist_ckpt_strategies.spec.marker import CheckpointMarker
+from dist_ckpt_strategies.storage.files import (
+    PARTIAL_PREFIX,
+    REMOVED_PREFIX,
+    file_errors,
+    sync_directory,
+    write_file,
+)
+from dist_ckpt_strategies.storage.objects import COMMON_NAME, object_ids, object_path
+from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+
+MARKER_NAME = "metadata.json"
+
+
+def read_marker(root: Path) -> CheckpointMarker:
+    """The marker of a finished checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: the directory does not exist.
+        IncompleteCheckpointError: it has no marker, or one that does not parse.
+    """
+    if not root.is_dir():
+        raise CheckpointNotFoundError(f"{root} does not exist or is no directory", path=str(root))
+    path = root / MARKER_NAME
+    with file_errors(None, path):
+        content = path.read_bytes() if path.exists() else None
+    if content is None:
+        raise IncompleteCheckpointError(
+            f"{root} is incomplete: {MARKER_NAME}, the last file of a save, is missing; "
+            f"{_what_is_there(root)}",
+            path=str(path),
+        )
+    try:
+        return CheckpointMarker.from_json(content)
+    except (ValueError, TypeError) as error:
+        raise IncompleteCheckpointError(
+            f"{root} is incomplete: {MARKER_NAME} is not whole ({error})", path=str(path)
+        ) from error
+
+
+def is_finished(root: Path) -> bool:
+    """Whether the directory holds a checkpoint with a whole marker."""
+    try:
+        read_marker(root)
+    except (CheckpointNotFoundError, IncompleteCheckpointError):
+        return False
+    return True
+
+
+def publish(root: Path, marker: CheckpointMarker) -> None:
+    """Make the checkpoint visible: the marker is there whole, or not at all."""
+    path = root / MARKER_NAME
+    with file_errors(None, path):
+        write_file(path, marker.to_json())
+
+
+def require_unfinished(root: Path) -> None:
+    """Raise if the directory holds a finished checkpoint. Changes nothing.
+
+    Raises:
+        CheckpointExistsError: it does.
+    """
+    if is_finished(root):
+        raise CheckpointExistsError(
+            f"{root} already holds a finished checkpoint; pass overwrite=True to replace it",
+            path=str(root),
+        )
+
+
+def prepare_directory(root: Path) -> None:
+    """Make the directory, durably, and clear it of an earlier checkpoint or its remains."""
+    with file_errors(None, root):
+        _make_directory(root)
+        retract(root)
+        (root / COMMON_NAME).unlink(missing_ok=True)
+
+
+def retract(root: Path) -> None:
+    """Remove the marker, durably, and then the arrays and objects of an earlier save.
+
+    ``common.pt`` stays: Megatron-Core's own save has already written the new one.
+    """
+    remove_marker(root)
+    with file_errors(None, root):
+        for entry in list(root.iterdir()):
+            if entry.name.startswith((REMOVED_PREFIX, PARTIAL_PREFIX)):
+                _remove(entry)
+        layout = Zarr2Layout(root)
+        for key in sorted(layout.keys(), key=len, reverse=True):
+            layout.remove(key)
+        for object_id in list(object_ids(root)):
+            object_path(root, object_id).unlink(missing_ok=True)
+
+
+def remove_marker(root: Path) -> None:
+    """Make the directory count as incomplete, durably, before anything of it changes."""
+    with file_errors(None, root / MARKER_NAME):
+        if (root / MARKER_NAME).exists():
+            (root / MARKER_NAME).unlink()
+            sync_directory(root)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _make_directory(root: Path) -> None:
+    """Make ``root`` and what is missing above it, and flush each new name."""
+    missing = []
+    path = root
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for new in reversed(missing):
+        new.mkdir(exist_ok=True)
+        sync_directory(new.parent)
+
+
+def _what_is_there(root: Path) -> str:
+    num_arrays = sum(1 for _ in Zarr2Layout(root).keys())
+    num_objects = sum(1 for _ in object_ids(root))
+    common = "is there" if (root / COMMON_NAME).exists() else "is missing too"
+    return f"{COMMON_NAME} {common}; found {num_arrays} arrays and {num_objects} objects"

@@ -1,0 +1,123 @@
+"""Read raw chunks straight from their files into the memory they are wanted in.
+
+The bytes of a raw chunk are the bytes of its elements, so that a box whose rows are long needs no
+decoder: positioned reads, several files at a time, land where the tensor lives.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    StorageError,
+)
+from dist_ckpt_strategies.plan.spans import ChunkSpans, raw_spans
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.storage.base import ArrayRead
+from dist_ckpt_strategies.storage.files import storage_error
+
+_MAX_PIECE_NBYTES = 16 << 20
+"""Longer runs are cut, so that several threads share one large file."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawRead:
+    """Runs of one chunk file and the memory that each of them fills."""
+
+    array: ArraySpec
+    path: Path
+    runs: tuple[tuple[int, memoryview], ...]
+
+    def run(self) -> None:
+        """Read every run whole.
+
+        Raises:
+            IncompleteCheckpointError: the file is missing.
+            CorruptCheckpointError: the file has another size than its chunk.
+            StorageError: the file cannot be read.
+        """
+        try:
+            handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise missing_chunk(self.array, self.path) from None
+        except OSError as error:
+            raise storage_error(self.array.key, self.path, error) from error
+        try:
+            self._read_from(handle)
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise storage_error(self.array.key, self.path, error) from error
+        finally:
+            os.close(handle)
+
+    def _read_from(self, handle: int) -> None:
+        size = os.fstat(handle).st_size
+        if size != self.array.chunk_nbytes:
+            raise wrong_chunk_size(self.array, self.path, size)
+        for byte_offset, memory in self.runs:
+            done = 0
+            while done < len(memory):
+                got = os.preadv(handle, [memory[done:]], byte_offset + done)
+                if got == 0:
+                    raise wrong_chunk_size(self.array, self.path, byte_offset + done)
+                done += got
+
+
+def missing_chunk(array: ArraySpec, path: Path) -> StorageError:
+    """The error for a chunk that should be there and is not."""
+    return IncompleteCheckpointError(
+        f"{array.key}: chunk file {path} is missing; the save was cut short, or the file was "
+        "removed afterwards (`dist-ckpt verify` lists all of them)",
+        key=array.key,
+        path=str(path),
+    )
+
+
+def wrong_chunk_size(array: ArraySpec, path: Path, found: int) -> StorageError:
+    """The error for a chunk file that is cut short or too long."""
+    return CorruptCheckpointError(
+        f"{array.key}: chunk file {path} has {found} bytes, expected {array.chunk_nbytes}",
+        key=array.key,
+        path=str(path),
+    )
+
+
+def raw_reads(root: Path, read: ArrayRead) -> list[RawRead] | None:
+    """The direct reads that fill ``read``; None where it has to go through a chunk reader."""
+    if not (read.target.flags.c_contiguous and read.target.flags.writeable):
+        return None
+    spans = raw_spans(read.array, read.region)
+    if spans is None:
+        return None
+    memory = memoryview(read.target.reshape(-1).view(np.uint8))
+    directory = root / read.array.key
+    reads = []
+    for chunk in spans:
+        path = directory / read.array.chunk_name(chunk.index)
+        reads.extend(RawRead(read.array, path, runs) for runs in _shares(chunk, memory))
+    return reads
+
+
+def _shares(chunk: ChunkSpans, memory: memoryview) -> Iterator[tuple[tuple[int, memoryview], ...]]:
+    """The runs of a chunk, cut and grouped so that one share is about _MAX_PIECE_NBYTES."""
+    share: list[tuple[int, memoryview]] = []
+    held = 0
+    for in_file, in_target in chunk.offsets:
+        for start in range(0, chunk.span_nbytes, _MAX_PIECE_NBYTES):
+            size = min(_MAX_PIECE_NBYTES, chunk.span_nbytes - start)
+            share.append((in_file + start, memory[in_target + start : in_target + start + size]))
+            held += size
+            if held >= _MAX_PIECE_NBYTES:
+                yield tuple(share)
+                share, held = [], 0
+    if share:
+        yield tuple(share)

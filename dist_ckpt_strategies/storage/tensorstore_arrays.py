@@ -1,0 +1,136 @@
+"""Array data through TensorStore: the default engine.
+
+Settings and the reason for each: ``file_io_locking`` none, because the default can leave the tail
+of an old value after a crash; ``fill_missing_data_reads`` false, because a lost chunk must not read
+as zeros; ``fill_value`` null in the metadata, so that all-zero chunks are stored.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tensorstore as ts
+
+from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, Transfer
+from dist_ckpt_strategies.storage.raw_chunks import missing_chunk, raw_reads
+from dist_ckpt_strategies.storage.transfers import (
+    AllTransfers,
+    Pending,
+    PendingTransfers,
+    run_pooled,
+)
+from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME, array_metadata, metadata_content
+
+_READ_THREADS = 4
+"""Positioned reads keep a few cores and a queue of the disk busy; more only take turns."""
+
+_FILE_IN_MESSAGE = re.compile(r'local file "([^"]+)"')
+
+
+def array_store_spec(path: Path) -> dict[str, Any]:
+    """The TensorStore spec of an existing format 1 array, for readers without our code too."""
+    return {
+        "driver": "zarr",
+        "kvstore": {"driver": "file", "path": str(path.absolute())},
+        "metadata_key": METADATA_NAME,
+        "fill_missing_data_reads": False,
+    }
+
+
+class TensorStoreArrays:
+    """Reads and writes the arrays below one directory; see ArrayStore.
+
+    Raw chunks that land in one piece are read by positioned reads instead (raw_chunks), which is
+    what makes a load as fast as the disk.
+    """
+
+    def __init__(self, root: Path, io_threads: int) -> None:
+        self._root = root.absolute()
+        self._context = ts.Context(
+            {
+                "file_io_concurrency": {"limit": io_threads},
+                "file_io_sync": True,
+                "file_io_locking": {"mode": "none"},
+                "cache_pool": {"total_bytes_limit": 0},
+            }
+        )
+
+    def begin_creates(self, arrays: Sequence[ArraySpec]) -> Transfer:
+        """See ArrayStore."""
+        spec = {"driver": "file", "path": f"{self._root}/"}
+        store = ts.KvStore.open(spec, context=self._context).result()
+        pendings = [
+            self._pending(
+                array, store.write(f"{array.key}/{METADATA_NAME}", metadata_content(array))
+            )
+            for array in arrays
+        ]
+        return PendingTransfers(tuple(pendings))
+
+    def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
+        """See ArrayStore."""
+        opened = [self._open(write.array) for write in writes]
+        pendings = []
+        for write, future in zip(writes, opened, strict=True):
+            array = write.array
+            box = future.result()[write.region.slices()]
+            done = box.write(write.source, can_reference_source_data_indefinitely=True)
+            pendings.append(self._pending(array, done.commit))
+        return PendingTransfers(tuple(pendings))
+
+    def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
+        """See ArrayStore."""
+        direct = [raw_reads(self._root, read) for read in reads]
+        jobs = [(f"{raw.array.key}: {raw.path}", raw.run) for raws in direct for raw in raws or ()]
+        jobs_under_way = run_pooled(jobs, _READ_THREADS, _unexpected)
+        decoded = [read for read, raws in zip(reads, direct, strict=True) if raws is None]
+        return AllTransfers((jobs_under_way, self._begin_decoded_reads(decoded)))
+
+    def _begin_decoded_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
+        opened = [self._open(read.array) for read in reads]
+        pendings = []
+        for read, future in zip(reads, opened, strict=True):
+            source = future.result()[read.region.slices()]
+            target = ts.array(read.target, copy=False, write=True)
+            pendings.append(self._pending(read.array, target.write(source.translate_to[0]).commit))
+        return PendingTransfers(tuple(pendings))
+
+    def _open(self, array: ArraySpec) -> Any:
+        """The array, without reading its metadata again: we hold it."""
+        spec = array_store_spec(self._root / array.key)
+        if array.is_raw:
+            metadata = array_metadata(array) | {"dimension_separator": array.separator}
+            spec |= {"metadata": metadata, "assume_metadata": True}
+        return ts.open(spec, context=self._context, read=True, write=array.is_raw)
+
+    def _pending(self, array: ArraySpec, future: Any) -> Pending:
+        directory = self._root / array.key
+        return Pending(f"{array.key}: {directory}", future, partial(_translated, array, directory))
+
+
+def _translated(array: ArraySpec, directory: Path, error: Exception) -> CheckpointError:
+    """What an error of TensorStore means; its text names the file."""
+    text = str(error)
+    named = _FILE_IN_MESSAGE.search(text)
+    path = Path(named.group(1)) if named else directory
+    if "NOT_FOUND" in text:
+        return missing_chunk(array, path)
+    if "RESOURCE_EXHAUSTED" in text or "No space left" in text:
+        text = f"no space left; free some, or save elsewhere ({text})"
+    kind = CorruptCheckpointError if _is_damage(text) else StorageError
+    return kind(f"{array.key}: {path}: {text}", key=array.key, path=str(path))
+
+
+def _is_damage(text: str) -> bool:
+    """Whether TensorStore found other bytes than the format allows."""
+    return text.startswith(("DATA_LOSS", "INVALID_ARGUMENT", "FAILED_PRECONDITION"))
+
+
+def _unexpected(error: Exception) -> CheckpointError:
+    return StorageError(f"reading failed: {error!r}")

@@ -1,0 +1,170 @@
+"""The layout of format ("zarr", 1): one Zarr v2 array in a directory per key.
+
+Source: the Zarr v2 specification; checkpoints written by Megatron-Core 0.12.3 and 0.15.3.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dist_ckpt_strategies.errors import ArrayNotFoundError, CorruptCheckpointError, PlanError
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.storage.files import (
+    REMOVED_PREFIX,
+    file_errors,
+    sync_directory,
+)
+
+METADATA_NAME = ".zarray"
+
+
+def dtype_name(dtype: DType) -> str:
+    """The dtype as ``.zarray`` spells it: ``<f4``, ``|b1``, and plain names for extensions."""
+    return dtype.value if dtype.is_extension else dtype.numpy.newbyteorder("<").str
+
+
+def array_metadata(array: ArraySpec) -> dict[str, Any]:
+    """The content of ``.zarray``, exactly the fields that Megatron-Core <= 0.15 wrote."""
+    return {
+        "chunks": list(array.chunk_shape),
+        "compressor": None,
+        "dtype": dtype_name(array.dtype),
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "shape": list(array.shape),
+        "zarr_format": 2,
+    }
+
+
+def metadata_content(array: ArraySpec) -> bytes:
+    """The bytes of ``.zarray``."""
+    return json.dumps(array_metadata(array), indent=4, sort_keys=True).encode()
+
+
+def parse_metadata(key: str, path: Path, content: bytes) -> ArraySpec:
+    """The array that a ``.zarray`` file describes.
+
+    Raises:
+        CorruptCheckpointError: not JSON, or not the description of an array.
+        PlanError: a dtype that torch has no counterpart for.
+    """
+    try:
+        fields = json.loads(content)
+        spelled = str(fields["dtype"])
+        dtype = DType.from_numpy(_numpy_dtype(spelled), key=key)
+        raw = (
+            fields["compressor"] is None
+            and not fields.get("filters")
+            and fields["order"] == "C"
+            and (spelled[0] in "<|" or dtype.is_extension)
+        )
+        array = ArraySpec(
+            key,
+            tuple(map(int, fields["shape"])),
+            dtype,
+            tuple(map(int, fields["chunks"])),
+            separator=str(fields.get("dimension_separator", ".")),
+            is_raw=raw,
+        )
+        _require_consistent(array, fields)
+    except PlanError:
+        raise
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise CorruptCheckpointError(
+            f"{key}: {path} does not describe a Zarr v2 array: {error!r}", key=key, path=str(path)
+        ) from error
+    return array
+
+
+def _numpy_dtype(spelled: str) -> np.dtype[np.generic]:
+    """Numpy's dtype of a spelling; extension types go by their plain name."""
+    try:
+        return DType(spelled).numpy
+    except ValueError:
+        return np.dtype(spelled)
+
+
+def _require_consistent(array: ArraySpec, fields: Mapping[str, Any]) -> None:
+    if fields["zarr_format"] != 2:  # noqa: PLR2004 - the format's own number
+        raise ValueError(f"zarr_format {fields['zarr_format']}, expected 2")
+    if len(array.shape) != len(array.chunk_shape) or min(array.shape, default=0) < 0:
+        raise ValueError(f"shape {array.shape} with chunks {array.chunk_shape}")
+    if min(array.chunk_shape, default=1) < 1:
+        raise ValueError(f"chunks {array.chunk_shape}")
+
+
+@dataclass(frozen=True, slots=True)
+class Zarr2Layout:
+    """Finds, makes and removes the arrays of one checkpoint directory.
+
+    Attributes:
+        root: the checkpoint directory, absolute.
+    """
+
+    root: Path
+
+    def directory(self, key: str) -> Path:
+        """Where the array of that key lives."""
+        return self.root / key
+
+    def chunk_path(self, array: ArraySpec, index: tuple[int, ...]) -> Path:
+        """The file of one chunk."""
+        return self.directory(array.key) / array.chunk_name(index)
+
+    def find(self, key: str) -> ArraySpec:
+        """The array of that key.
+
+        Raises:
+            ArrayNotFoundError: there is none.
+            CorruptCheckpointError: its description cannot be read.
+        """
+        path = self.directory(key) / METADATA_NAME
+        with file_errors(key, path, not_found=ArrayNotFoundError):
+            content = path.read_bytes()
+        return parse_metadata(key, path, content)
+
+    def sync_parents(self, keys: Iterable[str]) -> None:
+        """Make the directories of new keys durable: flush every directory that names one."""
+        parents = {parent for key in keys for parent in self._parents(key)}
+        for parent in sorted(parents):
+            with file_errors(None, parent):
+                sync_directory(parent)
+
+    def _parents(self, key: str) -> Iterator[Path]:
+        parts = key.split("/")
+        return (self.root.joinpath(*parts[:depth]) for depth in range(len(parts)))
+
+    def keys(self) -> Iterator[str]:
+        """Keys of all arrays, at any depth, sorted within a directory."""
+        yield from _array_keys(self.root, "")
+
+    def remove(self, key: str) -> None:
+        """Remove an array; it is gone at once, its files follow."""
+        directory = self.directory(key)
+        doomed = directory.with_name(REMOVED_PREFIX + directory.name)
+        with file_errors(key, directory, not_found=ArrayNotFoundError):
+            directory.rename(doomed)
+            sync_directory(directory.parent)
+            shutil.rmtree(doomed)
+
+
+def _array_keys(directory: Path, prefix: str) -> Iterator[str]:
+    with file_errors(prefix, directory):
+        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+    for entry in entries:
+        if entry.name.startswith(REMOVED_PREFIX) or not entry.is_dir(follow_symlinks=True):
+            continue
+        key = prefix + entry.name
+        if os.path.exists(os.path.join(entry.path, METADATA_NAME)):  # noqa: PTH110, PTH118 - 10,000 times
+            yield key
+        yield from _array_keys(Path(entry.path), key + "/")

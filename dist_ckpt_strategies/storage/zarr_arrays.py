@@ -1,0 +1,124 @@
+"""Array data through zarr-python: where TensorStore has no build, and to cross-check it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zarr
+from zarr.core.metadata.v2 import ArrayV2Metadata
+from zarr.storage import LocalStore, StorePath
+
+from dist_ckpt_strategies.errors import CheckpointError, StorageError
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, Transfer
+from dist_ckpt_strategies.storage.files import file_errors, sync_directory, write_file
+from dist_ckpt_strategies.storage.raw_chunks import missing_chunk, wrong_chunk_size
+from dist_ckpt_strategies.storage.transfers import PendingTransfers, run_pooled
+from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME, array_metadata, metadata_content
+from dist_ckpt_strategies.storage.zarr_dtypes import register_extension_dtypes
+
+_MAX_THREADS = 8
+"""zarr-python runs all its work on one event loop; more callers only queue there."""
+
+
+class ZarrPythonArrays:
+    """Reads and writes the arrays below one directory; see ArrayStore.
+
+    zarr-python neither flushes nor minds missing chunks: both are done here.
+    """
+
+    def __init__(self, root: Path, io_threads: int) -> None:
+        register_extension_dtypes()
+        self._root = root.absolute()
+        self._num_threads = min(io_threads, _MAX_THREADS)
+
+    def begin_creates(self, arrays: Sequence[ArraySpec]) -> Transfer:
+        """See ArrayStore."""
+        for array in arrays:
+            path = self._root / array.key / METADATA_NAME
+            with file_errors(array.key, path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_file(path, metadata_content(array))
+        return PendingTransfers(())
+
+    def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
+        """See ArrayStore."""
+        jobs = [(f"{w.array.key}: {self._root}", _WriteJob(self._root, w).run) for w in writes]
+        return run_pooled(jobs, self._num_threads, _translated)
+
+    def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
+        """See ArrayStore."""
+        jobs = [(f"{r.array.key}: {self._root}", _ReadJob(self._root, r).run) for r in reads]
+        return run_pooled(jobs, self._num_threads, _translated)
+
+
+@dataclass(frozen=True, slots=True)
+class _WriteJob:
+    root: Path
+    write: ArrayWrite
+
+    def run(self) -> None:
+        """Store the region, then flush every file of it."""
+        array, directory = self.write.array, self.root / self.write.array.key
+        with file_errors(array.key, directory):
+            target = _opened(self.root, array, read_only=False)
+            target[self.write.region.slices()] = self.write.source
+            for path in _chunk_paths(self.root, array, self.write.region):
+                _sync_file(path)
+            sync_directory(directory)
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadJob:
+    root: Path
+    read: ArrayRead
+
+    def run(self) -> None:
+        """Check that every chunk file is there and whole, then read the region."""
+        array, directory = self.read.array, self.root / self.read.array.key
+        with file_errors(array.key, directory):
+            for path in _chunk_paths(self.root, array, self.read.region):
+                _require_chunk(array, path)
+            source = _opened(self.root, array, read_only=True)
+            self.read.target[...] = source[self.read.region.slices()]
+
+
+def _opened(root: Path, array: ArraySpec, *, read_only: bool) -> zarr.Array[Any]:
+    """The array; of a raw one the metadata is ours and is not read, it may not be there yet."""
+    directory = root / array.key
+    if not array.is_raw:
+        return zarr.open_array(str(directory), mode="r", zarr_format=2)
+    metadata = array_metadata(array) | {"dimension_separator": array.separator}
+    store = StorePath(LocalStore(directory, read_only=read_only))
+    config: Any = {"write_empty_chunks": True}
+    return zarr.Array(zarr.AsyncArray(ArrayV2Metadata.from_dict(metadata), store, config))
+
+
+def _chunk_paths(root: Path, array: ArraySpec, region: Region) -> list[Path]:
+    return [root / array.key / array.chunk_name(index) for index in array.chunks_of(region)]
+
+
+def _require_chunk(array: ArraySpec, path: Path) -> None:
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise missing_chunk(array, path) from None
+    if array.is_raw and size != array.chunk_nbytes:
+        raise wrong_chunk_size(array, path, size)
+
+
+def _sync_file(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _translated(error: Exception) -> CheckpointError:
+    return StorageError(f"zarr-python failed: {error!r}")

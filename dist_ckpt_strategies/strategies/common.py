@@ -1,0 +1,180 @@
+"""Common state and objects in Megatron-Core's own files, written whole and read safely."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from dist_ckpt_strategies.comm.agree import agree
+from dist_ckpt_strategies.comm.torch_group import open_communicator
+from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
+    IncompatibleVersionError,
+    IncompleteCheckpointError,
+)
+from dist_ckpt_strategies.megatron.allowed import default_allowed
+from dist_ckpt_strategies.megatron.bases import LoadCommonStrategy, SaveCommonStrategy
+from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.megatron.shards import (
+    StateDict,
+    is_main,
+    mapped_values,
+    metadata_object,
+    object_id,
+    sharded_values,
+)
+from dist_ckpt_strategies.storage.files import file_errors, write_file
+from dist_ckpt_strategies.storage.objects import (
+    COMMON_NAME,
+    Allowed,
+    dump_object,
+    object_ids,
+    read_object,
+    read_pickle,
+    write_object,
+)
+from dist_ckpt_strategies.storage.publication import remove_marker
+
+BACKEND = "torch"
+VERSION = 1
+
+
+class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
+    """Writes ``common.pt`` so that it is whole or not there, and removes an old marker first.
+
+    Args:
+        backend: ``"torch"``.
+        version: 1.
+        group: ranks that save together; the world by default. Its first rank writes.
+        options: timeouts; by default what the environment says.
+    """
+
+    def __init__(
+        self,
+        backend: str = BACKEND,
+        version: int = VERSION,
+        *,
+        group: ProcessGroup | None = None,
+        options: Options | None = None,
+    ) -> None:
+        require_common(backend, version)
+        super().__init__(backend, version)
+        self._group = group
+        self._options = options or options_from_environment()
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """ShardedObjects go to one file each."""
+        return True
+
+    @raises_megatron_errors
+    def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
+        """Write the state that every rank holds alike.
+
+        Collective over the group.
+
+        Raises:
+            StorageError: it cannot be pickled or written; a PeerError of that class elsewhere.
+        """
+        root = Path(checkpoint_dir).absolute()
+        purpose = f"save of common state to {root}"
+        comm = open_communicator(self._group, timeout_s=self._options.timeout_s, purpose=purpose)
+        agree(comm, lambda: comm.rank == 0 and _write_common(root, common_state_dict))
+
+    @raises_megatron_errors
+    def save_sharded_objects(
+        self, sharded_objects_state_dict: StateDict, checkpoint_dir: str | Path
+    ) -> None:
+        """Write the main replicas of ShardedObjects. Rank-local."""
+        root = Path(checkpoint_dir).absolute()
+        for value in sharded_values(sharded_objects_state_dict):
+            if is_main(value):
+                write_object(root, object_id(value), value.data)
+
+
+class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
+    """Reads ``common.pt`` and object files with an allow-list; nothing is unpickled freely.
+
+    Args:
+        options: unused by reads, which are rank-local; kept for symmetry with saving.
+        allow: further classes that may be unpickled.
+    """
+
+    def __init__(self, *, options: Options | None = None, allow: Allowed = ()) -> None:  # noqa: ARG002
+        super().__init__()
+        self._allow = tuple(allow)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """ShardedObjects are read from one file each."""
+        return True
+
+    @raises_megatron_errors
+    def load_common(self, checkpoint_dir: str | Path) -> StateDict:
+        """The common state, its tensors on the CPU. Rank-local.
+
+        Raises:
+            IncompleteCheckpointError: ``common.pt`` is missing.
+            UnsafeObjectError: it needs a class that is not allowed; the message says which.
+            CorruptCheckpointError: it is damaged.
+        """
+        path = Path(checkpoint_dir).absolute() / COMMON_NAME
+        try:
+            found: StateDict = read_pickle(path, "common state", self._allowed())
+        except ArrayNotFoundError as error:
+            raise IncompleteCheckpointError(
+                f"common state: {path} is missing", path=str(path)
+            ) from error
+        return found
+
+    @raises_megatron_errors
+    def load_sharded_objects(
+        self, sharded_objects_state_dict: StateDict, checkpoint_dir: str | Path
+    ) -> StateDict:
+        """A state dict of the same structure with the stored objects. Rank-local."""
+        root, allow = Path(checkpoint_dir).absolute(), self._allowed()
+        return mapped_values(
+            lambda value: read_object(root, object_id(value), allow), sharded_objects_state_dict
+        )
+
+    @raises_megatron_errors
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
+        """ShardedObjects without data, by unique key, for all that is stored. Rank-local."""
+        root = Path(checkpoint_dir).absolute()
+        return {found.unique_key: metadata_object(found) for found in object_ids(root)}
+
+    @raises_megatron_errors
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Raise IncompatibleVersionError unless the backend is ``"torch"``."""
+        require_common(loaded_backend, VERSION)
+
+    @raises_megatron_errors
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Raise IncompatibleVersionError unless the version is 1."""
+        require_common(BACKEND, loaded_version)
+
+    def _allowed(self) -> list[Any]:
+        return [*default_allowed(), *self._allow]
+
+
+def require_common(backend: str, version: int) -> None:
+    """Raise unless this is the common format that these strategies know.
+
+    Raises:
+        IncompatibleVersionError: it is another.
+    """
+    if (backend, version) != (BACKEND, VERSION):
+        raise IncompatibleVersionError(
+            f"expected common backend ('{BACKEND}', {VERSION}), found ({backend!r}, {version})"
+        )
+
+
+def _write_common(root: Path, state: StateDict) -> None:
+    content = dump_object(state, name="common state")
+    path = root / COMMON_NAME
+    with file_errors("common state", path):
+        remove_marker(root)
+        write_file(path, content)

@@ -1,0 +1,86 @@
+"""The one call that makes this package's backends known to Megatron-Core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.megatron.bases import StrategyAction
+from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.storage.objects import Allowed
+from dist_ckpt_strategies.strategies import common, zarr
+from dist_ckpt_strategies.strategies.common import (
+    TorchCommonLoadStrategy,
+    TorchCommonSaveStrategy,
+)
+from dist_ckpt_strategies.strategies.registration import Default, register_defaults
+from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Makes strategies of one class with the options that ``register`` was given."""
+
+    cls: Any
+    options: Options | None
+    allow: tuple[Any, ...] | None = None
+
+    def __call__(self) -> Any:
+        if self.allow is None:
+            return self.cls(options=self.options)
+        return self.cls(options=self.options, allow=self.allow)
+
+
+@raises_megatron_errors
+def register(
+    *,
+    replace_common: bool = False,
+    replace: bool = False,
+    allow: Allowed = (),
+    options: Options | None = None,
+) -> None:
+    """Make ``("zarr", 1)`` known to ``megatron.core.dist_checkpointing``. Idempotent.
+
+    From then on ``dist_checkpointing.save(state_dict, path, ("zarr", 1))`` and ``load`` find this
+    package's strategies, by the tuple or by a checkpoint's ``metadata.json``. Not collective; call
+    it once on every rank, at start-up.
+
+    Args:
+        replace_common: also take the place of Megatron's ``("torch", 1)`` common strategies, which
+            write ``common.pt`` beside a marker that may still be there, and leave the other ranks
+            waiting when rank 0 cannot write.
+        replace: replace strategies that somebody else registered under the same keys.
+        allow: further classes that objects of a checkpoint may be unpickled to.
+        options: timeouts and memory bounds; by default what the environment says.
+
+    Raises:
+        StrategyExistsError: a key is taken by somebody else, and ``replace`` is not set.
+    """
+    classes = tuple(allow)
+    sharded: list[Default] = [
+        (
+            StrategyAction.SAVE_SHARDED,
+            zarr.BACKEND,
+            zarr.VERSION,
+            _Made(ZarrSaveShardedStrategy, options),
+        ),
+        (
+            StrategyAction.LOAD_SHARDED,
+            zarr.BACKEND,
+            zarr.VERSION,
+            _Made(ZarrLoadShardedStrategy, options, classes),
+        ),
+    ]
+    register_defaults(sharded, replace=replace)
+    if replace_common:
+        register_defaults(common_defaults(options, classes), replace=True)
+
+
+def common_defaults(options: Options | None, allow: tuple[Any, ...]) -> list[Default]:
+    """The common strategies under Megatron's own key."""
+    key = (common.BACKEND, common.VERSION)
+    return [
+        (StrategyAction.SAVE_COMMON, *key, _Made(TorchCommonSaveStrategy, options)),
+        (StrategyAction.LOAD_COMMON, *key, _Made(TorchCommonLoadStrategy, options, allow)),
+    ]

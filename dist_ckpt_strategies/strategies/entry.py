@@ -1,0 +1,311 @@
+"""Save and load with the signatures of Megatron-Core's, and promises that those do not make.
+
+Every rank raises where one fails. A finished checkpoint is not overwritten by accident. The marker
+appears whole, after everything else is durable. torch_dist never takes the place of a strategy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dist_ckpt_strategies.comm.agree import agree
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.torch_group import open_communicator
+from dist_ckpt_strategies.config import options_from_environment
+from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.megatron.bases import StrategyAction, StrictHandling
+from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.megatron.flow import (
+    SaveParts,
+    StrictOutcome,
+    apply_strictness,
+    global_metadata,
+    merge_factories,
+    merged,
+    needs_global_keys,
+    needs_stored_keys,
+    parsed_strict,
+    require_objects_handled,
+    require_valid_sharding,
+    returns_keys,
+    split_objects,
+    take_apart_for_load,
+    take_apart_for_save,
+)
+from dist_ckpt_strategies.megatron.registry import default_strategy, require_registry
+from dist_ckpt_strategies.megatron.shards import StateDict
+from dist_ckpt_strategies.spec.marker import CheckpointMarker
+from dist_ckpt_strategies.storage.objects import Allowed, dump_object
+from dist_ckpt_strategies.storage.publication import (
+    prepare_directory,
+    publish,
+    read_marker,
+    require_unfinished,
+)
+from dist_ckpt_strategies.strategies import common, zarr
+from dist_ckpt_strategies.strategies.common import (
+    TorchCommonLoadStrategy,
+    TorchCommonSaveStrategy,
+)
+from dist_ckpt_strategies.strategies.registry import DEFAULT_REGISTRY, StrategyKey
+
+StrategyChoice = Any
+"""A strategy, a (backend, version) tuple, or None for the default."""
+
+Preprocess = Callable[[StateDict], StateDict]
+
+
+@raises_megatron_errors
+def save(  # noqa: PLR0913 - Megatron's signature
+    sharded_state_dict: StateDict,
+    checkpoint_dir: str | Path,
+    sharded_strategy: StrategyChoice = None,
+    common_strategy: StrategyChoice = None,
+    validate_access_integrity: bool = True,  # noqa: FBT001, FBT002
+    async_sharded_save: bool = False,  # noqa: FBT001, FBT002
+    preprocess_common_before_consistancy_check: Preprocess | None = None,
+    content_metadata: dict[str, Any] | None = None,
+    *,
+    overwrite: bool = False,
+    timeout_s: float | None = None,
+) -> None:
+    """Save a checkpoint: visible when it is whole and durable, and not before.
+
+    Collective over the world. The directory is made where it is missing.
+
+    Args:
+        sharded_state_dict: nested dict of ShardedTensors, ShardedObjects, factories and values
+            that every rank holds alike.
+        checkpoint_dir: a directory that all ranks see.
+        sharded_strategy: strategy or (backend, version); ("zarr", 1) by default.
+        common_strategy: strategy or (backend, version); ("torch", 1) by default.
+        validate_access_integrity: also run Megatron-Core's own checks of the sharding.
+        async_sharded_save: not offered by ("zarr", 1).
+        preprocess_common_before_consistancy_check: applied to the common state before ranks
+            compare it.
+        content_metadata: stored in the common state, for ``load_content_metadata``.
+        overwrite: replace a finished checkpoint in the directory. Its marker is removed first,
+            its data after the new state dict has been checked.
+        timeout_s: longest wait for a peer in the steps around the strategies.
+
+    Raises:
+        CheckpointExistsError: the directory holds a finished checkpoint.
+        PlanError: the main replicas do not make up the arrays.
+        StorageError: writing failed on this rank.
+        PeerError: another rank failed; it is of the class of that rank's error too, and names
+            rank, key and file.
+        StrategyError: Megatron-Core >= 0.17, an asynchronous save, or no such strategy.
+    """
+    if async_sharded_save:
+        raise StrategyError(
+            "async_sharded_save: format ('zarr', 1) saves synchronously; pass False"
+        )
+    require_registry("save")
+    root = local_root(checkpoint_dir)
+    comm = _world(f"save to {root}", timeout_s)
+
+    def check() -> tuple[Any, Any, SaveParts]:
+        chosen = _save_strategies(sharded_strategy, common_strategy)
+        parts = take_apart_for_save(sharded_state_dict, content_metadata)
+        if comm.rank == 0:
+            dump_object(parts.common, name="common state")
+            if not overwrite:
+                require_unfinished(root)
+        return *chosen, parts
+
+    sharded, common_saver, parts = agree(comm, check)
+    if validate_access_integrity:
+        _validate(comm, parts, preprocess_common_before_consistancy_check)
+    agree(comm, lambda: comm.rank == 0 and prepare_directory(root))
+    agree(comm, lambda: common_saver.save_common(parts.common, root))
+    _save_sharded(comm, parts.sharded, root, sharded, common_saver)
+    marker = CheckpointMarker(
+        sharded.backend, sharded.version, common_saver.backend, common_saver.version
+    )
+    agree(comm, lambda: comm.rank == 0 and publish(root, marker))
+
+
+@raises_megatron_errors
+def load(  # noqa: PLR0913 - Megatron's signature
+    sharded_state_dict: StateDict,
+    checkpoint_dir: str | Path,
+    sharded_strategy: StrategyChoice = None,
+    common_strategy: StrategyChoice = None,
+    validate_access_integrity: bool = True,  # noqa: FBT001, FBT002
+    strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+    *,
+    allow: Allowed = (),
+    timeout_s: float | None = None,
+) -> StateDict | tuple[StateDict, set[str], set[str]]:
+    """Load a checkpoint into the layout that a sharded state dict describes.
+
+    Collective over the world.
+
+    Args:
+        sharded_state_dict: what to load; ShardedTensors with data of the stored dtype are filled
+            in place.
+        checkpoint_dir: directory of a finished checkpoint.
+        sharded_strategy: strategy or (backend, version); by default what the checkpoint names.
+        common_strategy: the same for the common state.
+        validate_access_integrity: also run Megatron-Core's own checks of the sharding.
+        strict: what to do about keys that only one side has, as in Megatron-Core.
+        allow: further classes that objects of this checkpoint may be unpickled to.
+        timeout_s: longest wait for a peer in the steps around the strategies.
+
+    Returns:
+        The state dict, and for the RETURN_* values of ``strict`` missing and unexpected keys.
+
+    Raises:
+        CheckpointNotFoundError, IncompleteCheckpointError: there is no finished checkpoint.
+        ShapeMismatchError: an array is stored with another shape.
+        StorageError: something is missing or damaged.
+        UnsafeObjectError: an object needs a class that is not allowed; the message says which.
+        PeerError: another rank failed; it is of the class of that rank's error too.
+    """
+    require_registry("load")
+    root = local_root(checkpoint_dir)
+    comm = _world(f"load from {root}", timeout_s)
+    with torch.serialization.safe_globals(list(allow)):
+        sharded, common_loader, state, parts = agree(
+            comm,
+            lambda: (
+                *(chosen := _load_strategies(root, sharded_strategy, common_strategy)),
+                chosen[1].load_common(root),
+                take_apart_for_load(sharded_state_dict),
+            ),
+        )
+        merged(state, parts.nonpersistent)
+        strictness = agree(comm, lambda: parsed_strict(strict))
+        outcome = _check_keys(
+            comm,
+            parts.sharded,
+            strictness,
+            lambda: _stored_keys(root, sharded, common_loader),
+            validate_access_integrity,
+        )
+        loaded = _load_sharded(comm, outcome.sharded, root, sharded, common_loader)
+    merged(state, *loaded)
+    agree(comm, lambda: merge_factories(state, parts.factories))
+    if returns_keys(strictness):
+        return state, outcome.missing, outcome.unexpected
+    return state
+
+
+def local_root(checkpoint_dir: str | Path) -> Path:
+    """The checkpoint directory as an absolute path.
+
+    Raises:
+        StrategyError: it is a URL; format 1 lives on file systems.
+    """
+    text = str(checkpoint_dir)
+    if "://" in text:
+        raise StrategyError(
+            f"{text}: format ('zarr', 1) needs a directory on a file system, found a URL"
+        )
+    return Path(checkpoint_dir).absolute()
+
+
+def _world(purpose: str, timeout_s: float | None) -> Communicator:
+    options = options_from_environment().with_changes(timeout_s=timeout_s)
+    return open_communicator(None, timeout_s=options.timeout_s, purpose=purpose)
+
+
+def _chosen(action: StrategyAction, choice: StrategyChoice, default: Callable[[], Any]) -> Any:
+    """The strategy that a caller means: an instance, a tuple, or None for the default."""
+    if choice is None:
+        return default()
+    if not isinstance(choice, tuple):
+        return choice
+    key = StrategyKey(action, *choice)
+    if key in DEFAULT_REGISTRY:
+        return DEFAULT_REGISTRY.get(key)
+    return _of_megatron_or_missing(key)
+
+
+def _of_megatron_or_missing(key: StrategyKey) -> Any:
+    """A strategy that Megatron-Core itself has; ours raise the error that lists what there is."""
+    if (key.backend, key.version) in {("torch_dist", 1), (common.BACKEND, common.VERSION)}:
+        return default_strategy(key.action, key.backend, key.version)
+    return DEFAULT_REGISTRY.get(key)
+
+
+def _save_strategies(sharded: StrategyChoice, common_choice: StrategyChoice) -> tuple[Any, Any]:
+    return (
+        _chosen(StrategyAction.SAVE_SHARDED, sharded, zarr.ZarrSaveShardedStrategy),
+        _chosen(StrategyAction.SAVE_COMMON, common_choice, TorchCommonSaveStrategy),
+    )
+
+
+def _load_strategies(
+    root: Path, sharded: StrategyChoice, common_choice: StrategyChoice
+) -> tuple[Any, Any]:
+    marker = read_marker(root)
+    sharded_key = (marker.sharded_backend, marker.sharded_backend_version)
+    common_key = (marker.common_backend, marker.common_backend_version)
+    loader = _chosen(StrategyAction.LOAD_SHARDED, sharded or sharded_key, dict)
+    if common_choice is None and common_key == (common.BACKEND, common.VERSION):
+        common_choice = TorchCommonLoadStrategy()
+    common_loader = _chosen(StrategyAction.LOAD_COMMON, common_choice or common_key, dict)
+    loader.check_backend_compatibility(marker.sharded_backend)
+    loader.check_version_compatibility(marker.sharded_backend_version)
+    common_loader.check_backend_compatibility(marker.common_backend)
+    common_loader.check_version_compatibility(marker.common_backend_version)
+    return loader, common_loader
+
+
+def _validate(comm: Communicator, parts: SaveParts, preprocess: Preprocess | None) -> None:
+    _, everyone = global_metadata(parts.sharded)
+    agree(comm, lambda: require_valid_sharding(everyone, parts.common, preprocess))
+
+
+def _save_sharded(
+    comm: Communicator, state: StateDict, root: Path, sharded: Any, common_saver: Any
+) -> None:
+    if not sharded.can_handle_sharded_objects:
+        objects, state = agree(comm, lambda: split_objects(state))
+        agree(comm, lambda: _save_objects(objects, root, sharded, common_saver))
+    agree(comm, lambda: sharded.save(state, root))
+
+
+def _save_objects(objects: StateDict, root: Path, sharded: Any, common_saver: Any) -> None:
+    require_objects_handled(sharded, common_saver)
+    common_saver.save_sharded_objects(objects, root)
+
+
+def _stored_keys(root: Path, sharded: Any, common_loader: Any) -> StateDict:
+    found: StateDict = sharded.load_sharded_metadata(root)
+    if not sharded.can_handle_sharded_objects:
+        found = merged(found, common_loader.load_sharded_metadata(root))
+    return found
+
+
+def _check_keys(
+    comm: Communicator,
+    state: StateDict,
+    strict: StrictHandling,
+    stored_keys: Callable[[], StateDict],
+    validate: bool,  # noqa: FBT001
+) -> StrictOutcome:
+    """Compare what is wanted with what is stored, and what all ranks want among each other."""
+    stored = agree(comm, lambda: stored_keys() if needs_stored_keys(strict) else None)
+    local, everyone = None, None
+    if validate or needs_global_keys(strict):
+        local, everyone = global_metadata(state)
+    if validate:
+        agree(comm, lambda: require_valid_sharding(everyone, None, None))
+    return agree(comm, lambda: apply_strictness(state, strict, local, everyone, stored))
+
+
+def _load_sharded(
+    comm: Communicator, state: StateDict, root: Path, sharded: Any, common_loader: Any
+) -> tuple[StateDict, ...]:
+    """What the strategies load: objects apart, where the sharded one does not take them."""
+    if sharded.can_handle_sharded_objects:
+        return (agree(comm, lambda: sharded.load(state, root)),)
+    objects, tensors = agree(comm, lambda: split_objects(state))
+    loaded = agree(comm, lambda: common_loader.load_sharded_objects(objects, root))
+    return loaded, agree(comm, lambda: sharded.load(tensors, root))

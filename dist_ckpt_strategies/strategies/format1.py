@@ -1,0 +1,281 @@
+"""Save and load of ("zarr", 1) between Megatron-Core's types and the plan and its runner.
+
+The strategy classes and the entry points share these four functions.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.device import require_plain, torch_dtype
+from dist_ckpt_strategies.errors import ArrayNotFoundError, CheckpointNotFoundError, StrategyError
+from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor
+from dist_ckpt_strategies.megatron.shards import (
+    StateDict,
+    is_main,
+    mapped_values,
+    metadata_object,
+    metadata_tensor,
+    object_id,
+    shard_data,
+    shard_spec,
+    sharded_values,
+)
+from dist_ckpt_strategies.plan.load import build_load_plan
+from dist_ckpt_strategies.plan.save import build_save_plan
+from dist_ckpt_strategies.run.load import run_load
+from dist_ckpt_strategies.run.report import SaveReport
+from dist_ckpt_strategies.run.save import SaveTarget, run_save
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.shard import (
+    RankShards,
+    ShardId,
+    ShardSpec,
+    shard_from_wire,
+    shard_to_wire,
+)
+from dist_ckpt_strategies.storage.objects import (
+    Allowed,
+    object_ids,
+    read_object,
+    remove_object,
+    write_object,
+)
+from dist_ckpt_strategies.storage.publication import retract
+from dist_ckpt_strategies.storage.stores import open_array_store
+from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+
+_OBJECT_THREADS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Holdings:
+    """What one rank brings to a save."""
+
+    specs: tuple[ShardSpec, ...]
+    tensors: dict[ShardId, torch.Tensor]
+    objects: tuple[Any, ...]
+
+
+def save_format1(
+    state_dict: StateDict, root: Path, comm: Communicator, options: Options
+) -> SaveReport:
+    """Write the sharded part of a checkpoint, durably, but not its marker.
+
+    Collective. An earlier checkpoint in the directory loses its marker before anything else.
+
+    Raises:
+        PlanError: the main replicas do not make up the arrays.
+        StorageError: a write failed here; a PeerError of the same class on the other ranks.
+    """
+    held: list[_Holdings] = []
+
+    def describe() -> Any:
+        if comm.rank == 0:
+            _require_directory(root)
+            retract(root)
+        mine = _holdings(state_dict)
+        held.append(mine)
+        shards = [shard_to_wire(spec) for spec in mine.specs]
+        keys = sorted({found.key for found in mine.objects})
+        return [shards, keys, options.max_inflight_bytes]
+
+    answers = agree_and_gather(comm, describe)
+    requests = [
+        RankShards(rank, tuple(map(shard_from_wire, shards)))
+        for rank, (shards, _, _) in enumerate(answers)
+    ]
+    object_keys = {key for _, keys, _ in answers for key in keys}
+    budget = min(budget for _, _, budget in answers)
+    plan = build_save_plan(requests, object_keys, max_inflight_bytes=budget)
+    mine = held[0]
+    return run_save(
+        plan,
+        mine.tensors,
+        SaveTarget(Zarr2Layout(root), open_array_store(root, options)),
+        comm,
+        options,
+        also=lambda: _write_objects(root, mine.objects),
+    )
+
+
+def load_format1(
+    state_dict: StateDict,
+    root: Path,
+    comm: Communicator,
+    options: Options,
+    allowed: Callable[[], Allowed],
+    deliver: Callable[[Any, torch.Tensor], torch.Tensor],
+) -> StateDict:
+    """Read what the state dict asks for; a state dict of the same structure with the values.
+
+    Collective, with one meeting. A ShardedTensor with data of the stored dtype is filled in place
+    and its own tensor is loaded. Otherwise that is a new tensor of the stored dtype.
+
+    Args:
+        state_dict: what to load.
+        root: the checkpoint directory.
+        comm: ranks that load together.
+        options: timeout and memory budget.
+        allowed: gives the classes that objects may be unpickled to.
+        deliver: turns a ShardedTensor and what was loaded for it into the result.
+
+    Raises:
+        ShapeMismatchError, ArrayNotFoundError, StorageError: on every rank where one failed.
+    """
+
+    def read() -> dict[int, Any]:
+        values = list(sharded_values(state_dict))
+        tensors = [value for value in values if isinstance(value, ShardedTensor)]
+        objects = [value for value in values if isinstance(value, ShardedObject)]
+        found = _read(tensors, root, options)
+        loaded = {id(v): deliver(v, t) for v, t in zip(tensors, found, strict=True)}
+        return loaded | _read_objects(objects, root, allowed)
+
+    loaded = agree(comm, read)
+    return mapped_values(lambda value: loaded[id(value)], state_dict)
+
+
+def stored_metadata(root: Path, *, with_objects: bool) -> StateDict:
+    """ShardedTensors (and objects) without data for all that a checkpoint holds. Rank-local.
+
+    Raises:
+        CheckpointNotFoundError: the directory does not exist.
+        CorruptCheckpointError: the description of an array cannot be read.
+    """
+    _require_directory(root)
+    layout = Zarr2Layout(root)
+    found: StateDict = {key: metadata_tensor(layout.find(key)) for key in layout.keys()}
+    if with_objects:
+        found.update({name.unique_key: metadata_object(name) for name in object_ids(root)})
+    return found
+
+
+def remove_arrays(root: Path, key_prefix: str) -> int:
+    """Remove every array and object whose key starts with a prefix; returns how many.
+
+    Rank-local: one rank calls it.
+    """
+    _require_directory(root)
+    layout = Zarr2Layout(root)
+    keys = [key for key in layout.keys() if key.startswith(key_prefix)]
+    for key in sorted(keys, key=len, reverse=True):
+        layout.remove(key)
+    names = [name for name in object_ids(root) if name.key.startswith(key_prefix)]
+    for name in names:
+        remove_object(root, name)
+    return len(keys) + len(names)
+
+
+def _require_directory(root: Path) -> None:
+    if not root.is_dir():
+        raise CheckpointNotFoundError(f"{root} does not exist or is no directory", path=str(root))
+
+
+def _holdings(state_dict: StateDict) -> _Holdings:
+    specs, tensors, objects = [], {}, []
+    for value in sharded_values(state_dict):
+        if isinstance(value, ShardedObject):
+            if is_main(value):
+                objects.append(value)
+            continue
+        spec = shard_spec(value)
+        specs.append(spec)
+        if spec.is_main:
+            data = shard_data(value)
+            require_plain(data, key=spec.key)
+            tensors[spec.id] = data
+    return _Holdings(tuple(specs), tensors, tuple(objects))
+
+
+def _write_objects(root: Path, objects: Sequence[Any]) -> None:
+    with ThreadPoolExecutor(_OBJECT_THREADS, thread_name_prefix="dist-ckpt-objects") as pool:
+        written = [
+            pool.submit(write_object, root, object_id(found), found.data) for found in objects
+        ]
+    for future in written:
+        future.result()
+    Zarr2Layout(root).sync_parents({found.key for found in objects})
+
+
+def _read(tensors: Sequence[Any], root: Path, options: Options) -> list[torch.Tensor]:
+    """The loaded tensor of each ShardedTensor."""
+    layout = Zarr2Layout(root)
+    stored = _find_all(layout, {tensor.key for tensor in tensors})
+    plan = build_load_plan([shard_spec(tensor) for tensor in tensors], stored)
+    results = [_destination(tensor, stored[tensor.key]) for tensor in tensors]
+    targets = [
+        result.detach()[(None,) * tensor.prepend_axis_num]
+        for result, tensor in zip(results, tensors, strict=True)
+    ]
+    run_load(plan, targets, open_array_store(root, options), options)
+    return results
+
+
+def _destination(tensor: Any, array: ArraySpec) -> torch.Tensor:
+    """The tensor that will hold the result: the caller's own where it fits."""
+    dtype = torch_dtype(array.dtype)
+    data: torch.Tensor | None = tensor.data
+    if data is None:
+        return torch.empty(tuple(tensor.local_shape), dtype=dtype)
+    require_plain(data, key=tensor.key)
+    if data.dtype == dtype and data.shape == tuple(tensor.local_shape):
+        return data
+    return torch.empty(tuple(tensor.local_shape), dtype=dtype, device=data.device)
+
+
+def _find_all(layout: Zarr2Layout, keys: Iterable[str]) -> dict[str, ArraySpec]:
+    found = {}
+    for key in sorted(keys):
+        try:
+            found[key] = layout.find(key)
+        except ArrayNotFoundError as error:
+            raise _not_found(layout, key) from error
+    return found
+
+
+def _not_found(layout: Zarr2Layout, key: str) -> ArrayNotFoundError:
+    _require_directory(layout.root)
+    keys = list(layout.keys())
+    near = difflib.get_close_matches(key, keys, n=3)
+    hint = f"; similar keys: {', '.join(near)}" if near else ""
+    return ArrayNotFoundError(
+        f"{key}: no such array among the {len(keys)} in {layout.root}{hint}",
+        key=key,
+        path=str(layout.directory(key)),
+    )
+
+
+def _read_objects(
+    objects: Sequence[Any], root: Path, allowed: Callable[[], Allowed]
+) -> dict[int, Any]:
+    if not objects:
+        return {}
+    allow = allowed()
+    return {id(found): read_object(root, object_id(found), allow) for found in objects}
+
+
+def copy_into_own_data(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
+    """Put a loaded tensor into the ShardedTensor's data, cast to its dtype; returns that data.
+
+    Raises:
+        StrategyError: there is no data to load into.
+    """
+    if tensor.data is None:
+        raise StrategyError(
+            f"{tensor.key}: load_directly_on_device needs a ShardedTensor with data"
+        )
+    own: torch.Tensor = tensor.data
+    if own is not loaded:
+        own.data.copy_(loaded)
+    return own

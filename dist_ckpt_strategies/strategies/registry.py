@@ -1,0 +1,121 @@
+"""Which strategy serves which action, backend and version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from dist_ckpt_strategies.errors import StrategyExistsError, StrategyNotFoundError
+from dist_ckpt_strategies.megatron.bases import StrategyAction
+
+Strategy = Any
+"""An instance of one of Megatron-Core's four strategy base classes."""
+
+StrategyFactory = Callable[[], Strategy]
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyKey:
+    """What a strategy is looked up by: ``(SAVE_SHARDED, "zarr", 1)``."""
+
+    action: StrategyAction
+    backend: str
+    version: int
+
+    def __str__(self) -> str:
+        """The key as people write it."""
+        return f"({self.action.value}, {self.backend!r}, {self.version})"
+
+
+class StrategyRegistry:
+    """Factories of strategies by key. Every look-up makes a strategy of its own."""
+
+    def __init__(self) -> None:
+        self._factories: dict[StrategyKey, StrategyFactory] = {}
+
+    def register(
+        self, key: StrategyKey, factory: StrategyFactory, *, replace: bool = False
+    ) -> None:
+        """Put a factory under a key. Registering the same factory again changes nothing.
+
+        Raises:
+            StrategyExistsError: another factory is there and ``replace`` is not set.
+        """
+        present = self._factories.get(key)
+        if present is not None and present is not factory and not replace:
+            raise StrategyExistsError(
+                f"{key} is already registered ({present}); pass replace=True to replace it"
+            )
+        self._factories[key] = factory
+
+    def get(self, key: StrategyKey) -> Strategy:
+        """A new strategy for the key.
+
+        Raises:
+            StrategyNotFoundError: nothing is registered there; the message lists what is.
+        """
+        try:
+            factory = self._factories[key]
+        except KeyError:
+            known = ", ".join(map(str, self.keys())) or "none"
+            raise StrategyNotFoundError(f"no strategy for {key}; registered: {known}") from None
+        return factory()
+
+    def keys(self) -> tuple[StrategyKey, ...]:
+        """Every key that has a factory, sorted."""
+        return tuple(sorted(self._factories, key=lambda k: (k.backend, k.version, k.action.value)))
+
+    def __contains__(self, key: object) -> bool:
+        """Whether a factory is registered under the key."""
+        return key in self._factories
+
+
+DEFAULT_REGISTRY = StrategyRegistry()
+"""The registry behind get_default_strategy, save and load."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Instance:
+    """A factory that always gives the one instance it was made with."""
+
+    strategy: Strategy
+
+    def __call__(self) -> Strategy:
+        return self.strategy
+
+
+def get_default_strategy(action: StrategyAction, backend: str, version: int) -> Strategy:
+    """A strategy from the default registry.
+
+    Raises:
+        StrategyNotFoundError: nothing is registered; the message lists what is.
+    """
+    return DEFAULT_REGISTRY.get(StrategyKey(action, backend, version))
+
+
+def register_default_strategy(
+    action: StrategyAction,
+    backend: str,
+    version: int,
+    strategy: Strategy | StrategyFactory,
+    *,
+    replace: bool = False,
+) -> None:
+    """Put a strategy, or a factory of strategies, into the default registry.
+
+    Args:
+        action: save or load, sharded or common.
+        backend: name of the format.
+        version: version of the format.
+        strategy: an instance, given out at every look-up, or a callable that makes one.
+        replace: take the place of what is registered there.
+
+    Raises:
+        StrategyExistsError: the key is taken and ``replace`` is not set.
+    """
+    is_factory = isinstance(strategy, type) or (
+        callable(strategy) and not hasattr(strategy, "can_handle_sharded_objects")
+    )
+    factory = strategy if is_factory else _Instance(strategy)
+    DEFAULT_REGISTRY.register(StrategyKey(action, backend, version), factory, replace=replace)

@@ -1,0 +1,96 @@
+"""The TensorStore loader of the Zarr backend, under the names that Megatron-Core 0.15 gave it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorstore as ts
+import torch
+
+from dist_ckpt_strategies.config import Engine
+from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError, StorageError
+from dist_ckpt_strategies.megatron.bases import StrategyAction
+from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.storage.tensorstore_arrays import array_store_spec
+from dist_ckpt_strategies.strategies.format1 import copy_into_own_data
+from dist_ckpt_strategies.strategies.registration import register_defaults
+from dist_ckpt_strategies.strategies.zarr import BACKEND, VERSION, ZarrLoadShardedStrategy
+
+
+class TensorStoreLoadShardedStrategy(ZarrLoadShardedStrategy):
+    """Load strategy for the Zarr backend through TensorStore.
+
+    Args:
+        load_directly_on_device: copy every tensor into the ShardedTensor's own data, cast to its
+            dtype, and return that; every ShardedTensor must have data.
+        kwargs: as for ZarrLoadShardedStrategy.
+    """
+
+    def __init__(self, load_directly_on_device: bool = False, **kwargs: Any) -> None:  # noqa: FBT001, FBT002 - Megatron's signature
+        super().__init__(engine=Engine.TENSORSTORE, **kwargs)
+        self.load_directly_on_device = load_directly_on_device
+
+    def _deliver(self, tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
+        return copy_into_own_data(tensor, loaded) if self.load_directly_on_device else loaded
+
+
+def register_default_tensorstore_strategies() -> None:
+    """Make ``("zarr", 1)`` loadable: here, and in Megatron-Core's registry. Idempotent."""
+    register_defaults(
+        [(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, TensorStoreLoadShardedStrategy)]
+    )
+
+
+@raises_megatron_errors
+def open_ts_array(arr_path: str | Path) -> ts.TensorStore:
+    """The Zarr v2 array at a path, opened with TensorStore for reading.
+
+    Missing chunks are errors, not zeros. Relative paths work.
+
+    Raises:
+        ArrayNotFoundError: there is no array.
+        StorageError: it cannot be opened.
+    """
+    path = Path(arr_path).absolute()
+    try:
+        return ts.open(array_store_spec(path), read=True).result()
+    except ValueError as error:
+        kind = ArrayNotFoundError if "NOT_FOUND" in str(error) else StorageError
+        raise kind(
+            f"{path.name}: array {path} cannot be opened: {error}", path=str(path)
+        ) from error
+
+
+@raises_megatron_errors
+def merge_global_slice_with_shape(
+    global_slice: Sequence[int | slice], actual_shape: Sequence[int], key: str
+) -> tuple[int | slice, ...]:
+    """The global slice, cut where it reaches past the actual shape.
+
+    Args:
+        global_slice: one int or slice for each dim, in elements.
+        actual_shape: of the stored array, in elements.
+        key: of the array, for messages.
+
+    Raises:
+        PlanError: the number of dims differs, or nothing is left of a slice.
+    """
+    if len(global_slice) != len(actual_shape):
+        raise PlanError(
+            f"{key}: {len(global_slice)} slices for the {len(actual_shape)} dims of "
+            f"{tuple(actual_shape)}",
+            key=key,
+        )
+    return tuple(
+        _cut(part, size, key) for part, size in zip(global_slice, actual_shape, strict=True)
+    )
+
+
+def _cut(part: int | slice, size: int, key: str) -> int | slice:
+    if not isinstance(part, slice):
+        return part
+    if part.start >= size:
+        raise PlanError(f"{key}: slice {part.start}:{part.stop} lies beyond extent {size}", key=key)
+    return slice(part.start, min(part.stop, size), part.step)

@@ -1,0 +1,247 @@
+"""The demonstration, end to end at a small size, and how it fails."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from dist_ckpt_strategies.cli.demo import run_demo
+from dist_ckpt_strategies.cli.demo_digest import Agreement, compare_digests
+from dist_ckpt_strategies.cli.demo_events import (
+    DigestsTaken,
+    EventReader,
+    EventWriter,
+    GoldenCompared,
+    IterationDone,
+    PhaseBegun,
+)
+from dist_ckpt_strategies.cli.demo_ranks import run_rank_processes
+from dist_ckpt_strategies.cli.demo_report import describe_agreements
+from dist_ckpt_strategies.cli.demo_task import (
+    DemoError,
+    ModelSize,
+    ParallelLayout,
+    RankTask,
+    Role,
+    Training,
+)
+
+SMALL = Training(
+    size=ModelSize(
+        num_layers=2,
+        hidden=64,
+        num_heads=4,
+        num_query_groups=4,
+        ffn_hidden=128,
+        sequence_length=32,
+    ),
+    global_batch=8,
+    num_before_save=10,
+    num_after_save=3,
+)
+
+# A rank that writes its process id and waits for its parent to end.
+WAITING_RANK = """
+import os, pathlib, sys
+pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
+from dist_ckpt_strategies.cli.demo_ranks import end_with_parent
+end_with_parent()
+"""
+
+FAILING_RANK = """
+import pathlib, sys, time
+from dist_ckpt_strategies.cli.demo_ranks import write_failure
+while not all((pathlib.Path(sys.argv[1]) / f"pid{r}").exists() for r in (0, 1, 3)):
+    time.sleep(0.01)
+write_failure(pathlib.Path(sys.argv[1]), 2, ValueError("the disk is full"))
+print("line before the end")
+sys.exit(1)
+"""
+
+INTERRUPTED_PARENT = """
+import pathlib, sys
+from dist_ckpt_strategies.cli.demo_ranks import run_rank_processes
+scratch = pathlib.Path(sys.argv[1])
+commands = [[sys.executable, "-c", sys.argv[2], str(scratch / f"pid{r}")] for r in range(2)]
+try:
+    run_rank_processes(commands, scratch, print, 60.0)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def waiting_command(scratch: Path, global_rank: int) -> list[str]:
+    return [sys.executable, "-c", WAITING_RANK, str(scratch / f"pid{global_rank}")]
+
+
+def assert_gone(pid_file: Path) -> None:
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+
+
+def wait_for(*paths: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not all(path.exists() and path.read_text() for path in paths):
+        assert time.monotonic() < deadline, paths
+        time.sleep(0.02)
+
+
+def run_captured(keep: Path | None, training: Training) -> tuple[int, str]:
+    output = io.StringIO()
+    status = run_demo(keep, Console(file=output, width=200), training=training)
+    return status, output.getvalue()
+
+
+@pytest.mark.timeout(400)
+def test_the_demo_ends_well_and_its_table_says_that_all_is_bit_identical(tmp_path: Path) -> None:
+    status, text = run_captured(tmp_path / "kept", SMALL)
+
+    assert status == 0, text
+    for layout in ("TP2 x DP2", "TP4 x DP1", "TP1 x DP2 x PP2"):
+        assert layout in text
+    all_equal = "bit-identical: yes (17 weights, 17 exp_avg, 17 exp_avg_sq, 17 fp32 master weights)"
+    assert text.count(all_equal) == 2
+    assert "bit-identical: yes (17 of 17 weights)" in text
+    assert text.count("of the uninterrupted run") == 2
+    assert "bit-identical: NO" not in text
+    assert (tmp_path / "kept" / "metadata.json").exists()
+    assert (tmp_path / "kept" / "decoder.layers.mlp.linear_fc2.weight" / ".zarray").exists()
+
+
+@pytest.mark.timeout(120)
+def test_a_demo_that_fails_names_the_rank_and_the_reason() -> None:
+    indivisible = replace(SMALL, size=replace(SMALL.size, num_heads=3, num_query_groups=3))
+
+    status, text = run_captured(None, indivisible)
+
+    assert status == 1
+    assert "The demonstration failed." in text
+    assert "TP2 x DP2: rank " in text
+    assert "ValueError: num_attention_heads (3) must be a multiple of" in " ".join(text.split())
+    assert "the end of its output:" in text
+
+
+@pytest.mark.timeout(20)
+def test_a_directory_that_holds_files_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+
+    status, text = run_captured(tmp_path, SMALL)
+
+    assert status == 1
+    assert "expected a new or empty directory" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"]
+
+
+@pytest.mark.timeout(60)
+def test_a_failing_rank_is_named_and_the_others_are_stopped(tmp_path: Path) -> None:
+    commands = [waiting_command(tmp_path, rank) for rank in range(4)]
+    commands[2] = [sys.executable, "-c", FAILING_RANK, str(tmp_path)]
+
+    with pytest.raises(DemoError, match="rank 2: ValueError: the disk is full") as caught:
+        run_rank_processes(commands, tmp_path, print, 50.0)
+
+    assert "line before the end" in str(caught.value)
+    for rank in (0, 1, 3):
+        assert_gone(tmp_path / f"pid{rank}")
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_killed_by_a_signal_is_named_before_those_that_miss_it(tmp_path: Path) -> None:
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    missing = FAILING_RANK.replace("(0, 1, 3)", "()")
+    commands = [[sys.executable, "-c", killed], [sys.executable, "-c", missing, str(tmp_path)]]
+
+    with pytest.raises(DemoError, match=r"rank 0 failed \(exit status -9\)"):
+        run_rank_processes(commands, tmp_path, print, 50.0)
+
+
+@pytest.mark.timeout(60)
+def test_ranks_that_do_not_end_are_stopped_when_the_time_is_up(tmp_path: Path) -> None:
+    commands = [waiting_command(tmp_path, 0), [sys.executable, "-c", ""]]
+
+    with pytest.raises(DemoError, match=r"rank\(s\) 0 still running after 4 s"):
+        run_rank_processes(commands, tmp_path, print, 4.0)
+
+    assert_gone(tmp_path / "pid0")
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_its_parent(tmp_path: Path, ending: signal.Signals) -> None:
+    command = [sys.executable, "-c", INTERRUPTED_PARENT, str(tmp_path), WAITING_RANK]
+    with subprocess.Popen(command) as parent:  # noqa: S603  (our own interpreter)
+        wait_for(tmp_path / "pid0", tmp_path / "pid1")
+        parent.send_signal(ending)
+        status = parent.wait(timeout=30)
+
+    assert status == (130 if ending is signal.SIGINT else -signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    for rank in (0, 1):
+        pid = int((tmp_path / f"pid{rank}").read_text())
+        while is_running(pid):
+            assert time.monotonic() < deadline, f"rank {rank} is still there"
+            time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """A zombie, which only its new parent can remove, does not run."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return status.rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def test_a_changed_a_missing_and_a_new_tensor_all_count_as_differing() -> None:
+    before = {"w": "1", "v": "2", "u": "3", "optimizer.state.exp_avg.w": "4"}
+    after = {"w": "1", "v": "9", "t": "3", "optimizer.state.exp_avg.w": "4"}
+
+    agreements = compare_digests(before, after)
+
+    assert agreements == (Agreement("weights", 3, ("t", "u", "v")), Agreement("exp_avg", 1, ()))
+    assert describe_agreements(agreements).startswith("bit-identical: [red]NO[/]")
+
+
+def test_a_task_survives_its_way_as_json(tmp_path: Path) -> None:
+    task = RankTask(
+        role=Role.RESUME,
+        layout=ParallelLayout(tp=1, dp=2, pp=2),
+        training=SMALL,
+        checkpoint=tmp_path / "a",
+        scratch=tmp_path / "b",
+        golden=tmp_path / "c",
+    )
+
+    assert RankTask.from_json(task.to_json()) == task
+    assert RankTask.from_json(replace(task, golden=None).to_json()).golden is None
+
+
+def test_events_are_read_once_and_only_when_complete(tmp_path: Path) -> None:
+    events = (
+        PhaseBegun("train", 3),
+        IterationDone(0, 5.5),
+        DigestsTaken({"w": "ab"}),
+        GoldenCompared(2, ("w",)),
+    )
+    path = tmp_path / "events"
+    writer, reader = EventWriter(path), EventReader(path)
+    assert list(reader.read()) == []
+    for event in events:
+        writer.write(event)
+    with path.open("a") as file:
+        file.write('{"PhaseBegun": ')
+
+    assert tuple(reader.read()) == events
+    assert list(reader.read()) == []
+    with path.open("a") as file:
+        file.write('{"name": "save"}}\n')
+    assert list(reader.read()) == [PhaseBegun("save")]
