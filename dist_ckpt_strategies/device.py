@@ -69,7 +69,7 @@ def is_host_readable(tensor: torch.Tensor) -> bool:
 
 
 def staged_nbytes(tensor: torch.Tensor) -> int:
-    """Host memory, in bytes, that a copy of the tensor needs before it can be written; 0 if none."""
+    """Host memory, in bytes, that a copy takes before the tensor can be written; 0 if none."""
     return 0 if is_host_readable(tensor) else tensor.numel() * tensor.element_size()
 
 
@@ -80,7 +80,7 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[HostArray]:
     waits for the work already queued on the current stream. Returns when the copies are done.
     """
     hosts = []
-    streams = {}
+    streams: dict[torch.device, torch.cuda.Stream] = {}
     for tensor in tensors:
         plain = tensor.detach()
         if plain.device.type == "cuda":
@@ -106,7 +106,7 @@ def copy_into(targets: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) ->
 
     Copies to CUDA run on a side stream of their device, and the current stream waits for them.
     """
-    streams = {}
+    streams: dict[torch.device, torch.cuda.Stream] = {}
     for target, host in zip(targets, hosts, strict=True):
         plain = target.detach()
         if plain.device.type != "cuda":
@@ -121,7 +121,7 @@ def copy_into(targets: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) ->
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    stream = torch.cuda.Stream(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream
 

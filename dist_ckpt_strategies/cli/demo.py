@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from dist_ckpt_strategies.cli.demo_array import ArrayView, read_with_tensorstore
-from dist_ckpt_strategies.cli.demo_digest import compare_digests
+from dist_ckpt_strategies.cli.demo_digest import WEIGHTS, Agreement, compare_digests
 from dist_ckpt_strategies.cli.demo_events import (
     GOLDEN,
     LOAD,
@@ -26,17 +26,18 @@ from dist_ckpt_strategies.cli.demo_events import (
     TRAIN,
     TRAIN_ON,
     Event,
-    GoldenCompared,
     IterationDone,
     PhaseBegun,
+    PhaseEnded,
 )
 from dist_ckpt_strategies.cli.demo_ranks import run_task
 from dist_ckpt_strategies.cli.demo_report import (
+    Comparison,
     PhaseDisplay,
-    Row,
     StartRecord,
-    build_table,
-    describe_agreements,
+    Step,
+    build_comparison_table,
+    build_step_table,
     format_bytes,
     largest_difference,
 )
@@ -65,7 +66,7 @@ def run_demo(keep: Path | None, console: Console, *, training: Training | None =
     Args:
         keep: directory in which the checkpoint stays; it must be empty or not exist. None: the
             checkpoint is removed at the end.
-        console: where progress and the table are shown.
+        console: where progress and the tables are shown.
         training: sizes and number of iterations, smaller in tests.
     """
     try:
@@ -82,7 +83,7 @@ def run_demo(keep: Path | None, console: Console, *, training: Training | None =
 
 
 class _Demo:
-    """The steps of the demonstration, and the rows that they add to the final table."""
+    """The steps of the demonstration, and what they add to the tables at the end."""
 
     def __init__(
         self, scratch: Path, keep: Path | None, console: Console, training: Training
@@ -93,11 +94,12 @@ class _Demo:
         self._console = console
         self._display = PhaseDisplay(console)
         self._training = training
-        self._rows: list[Row] = []
+        self._steps: list[Step] = []
+        self._comparisons: list[Comparison] = []
         self._findings: list[str] = []
 
     def run(self) -> None:
-        """All steps, then the table.
+        """All steps, then the tables.
 
         Raises:
             DemoError: a step failed, or something was not as it should be.
@@ -123,10 +125,10 @@ class _Demo:
         num_before = self._training.num_before_save
         before = record.losses_between(0, num_before)
         after = record.losses_between(num_before, num_before + self._training.num_after_save)
-        self._rows += [
-            Row(TRAIN, layout, seconds[TRAIN], before),
-            Row(SAVE, layout, seconds[SAVE], nbytes=_size(self._checkpoint)),
-            Row(TRAIN_ON, layout, seconds[TRAIN_ON], after),
+        self._steps += [
+            Step(TRAIN, layout, seconds[TRAIN], before),
+            Step(SAVE, layout, seconds[SAVE], nbytes=_size(self._checkpoint)),
+            Step(TRAIN_ON, layout, seconds[TRAIN_ON], after),
         ]
         if before[-1][1] >= before[0][1]:
             self._findings.append(f"the loss did not fall in {num_before} iterations")
@@ -135,48 +137,47 @@ class _Demo:
     def _resume(self, layout: ParallelLayout, reference: StartRecord, golden: Path | None) -> None:
         """Load in new processes and another layout, compare, and train on."""
         record = self._start(Role.RESUME, layout, golden)
-        self._add_load(record, reference)
-        difference = largest_difference(reference.losses, record.losses)
-        verdict = f"loss within {difference:.4f} of the uninterrupted run"
+        who, seconds = str(layout), record.seconds
         losses = tuple(sorted(record.losses.items()))
-        self._rows.append(Row(RESUME, str(layout), record.seconds[RESUME], losses, verdict=verdict))
-        if difference > _LOSS_TOLERANCE:
-            self._findings.append(f"{layout}: {verdict}, expected {_LOSS_TOLERANCE}")
-        if record.golden is not None:
-            self._add_golden(record, record.golden)
-
-    def _add_load(self, record: StartRecord, reference: StartRecord) -> None:
+        self._steps += [
+            Step(LOAD, who, seconds[LOAD], nbytes=_size(self._checkpoint)),
+            Step(RESUME, who, seconds[RESUME], losses),
+        ]
         agreements = compare_digests(reference.digests, record.digests)
-        verdict = describe_agreements(agreements)
-        nbytes = _size(self._checkpoint)
-        seconds = record.seconds[LOAD]
-        self._rows.append(Row(LOAD, str(record.layout), seconds, nbytes=nbytes, verdict=verdict))
-        for agreement in agreements:
-            self._expect_none_differ(f"{record.layout}: {agreement.kind}", agreement.differing)
+        difference = largest_difference(reference.losses, record.losses)
+        self._compare(Comparison(who, agreements, difference))
+        if record.golden is not None:
+            self._steps.append(Step(GOLDEN, who, seconds[GOLDEN]))
+            found = Agreement(WEIGHTS, record.golden.num_arrays, record.golden.differing)
+            self._compare(Comparison("golden, Megatron-Core 0.12.3, TP4", (found,)))
 
-    def _add_golden(self, record: StartRecord, found: GoldenCompared) -> None:
-        answer = "[red]NO[/]" if found.differing else "[green]yes[/]"
-        num_equal = found.num_arrays - len(found.differing)
-        verdict = f"bit-identical: {answer} ({num_equal} of {found.num_arrays} weights)"
-        step = "load what Megatron-Core 0.12.3 wrote at TP4"
-        self._rows.append(Row(step, str(record.layout), record.seconds[GOLDEN], verdict=verdict))
-        self._expect_none_differ("golden checkpoint", found.differing)
-
-    def _expect_none_differ(self, what: str, differing: tuple[str, ...]) -> None:
-        if differing:
-            self._findings.append(f"{what}: not bit-identical: {', '.join(differing)}")
+    def _compare(self, comparison: Comparison) -> None:
+        """Add a line to the table, and what is wrong to the findings."""
+        self._comparisons.append(comparison)
+        for agreement in comparison.agreements:
+            if agreement.differing:
+                keys = ", ".join(agreement.differing)
+                self._findings.append(
+                    f"{comparison.who}: {agreement.kind}: not bit-identical: {keys}"
+                )
+        difference = comparison.loss_difference
+        if difference is not None and not difference <= _LOSS_TOLERANCE:
+            self._findings.append(
+                f"{comparison.who}: the loss differs by {difference:.4f} from the uninterrupted "
+                f"run, expected at most {_LOSS_TOLERANCE}"
+            )
 
     def _read_one_array(self, reference: StartRecord) -> ArrayView:
         """Open an array as anyone would who does not have this package."""
-        step = "open one array"
-        self._display.begin(_TENSORSTORE, step)
+        name = "open one array"
+        self._display.begin(_TENSORSTORE, name)
         began = time.monotonic()
         view = read_with_tensorstore(self._checkpoint, _ARRAY_KEY)
         seconds = time.monotonic() - began
+        self._steps.append(Step(name, _TENSORSTORE, seconds, nbytes=view.nbytes))
         same = view.digest == reference.digests.get(_ARRAY_KEY)
-        self._expect_none_differ(_TENSORSTORE, () if same else (_ARRAY_KEY,))
-        verdict = f"bit-identical: {'[green]yes[/]' if same else '[red]NO[/]'}"
-        self._rows.append(Row(step, _TENSORSTORE, seconds, nbytes=view.nbytes, verdict=verdict))
+        found = Agreement(WEIGHTS, 1, () if same else (_ARRAY_KEY,))
+        self._compare(Comparison("plain tensorstore, one array", (found,)))
         return view
 
     def _start(self, role: Role, layout: ParallelLayout, golden: Path | None) -> StartRecord:
@@ -204,6 +205,8 @@ class _Demo:
                 self._display.begin(str(record.layout), name, num_iterations)
             case IterationDone(_, loss):
                 self._display.iterate(loss)
+            case PhaseEnded():
+                self._display.end()
 
     def _unpack_golden(self) -> Path:
         packed = resources.files("dist_ckpt_strategies.cli") / "data" / f"{_GOLDEN_NAME}.tar.xz"
@@ -218,7 +221,8 @@ class _Demo:
         console.print(view.metadata, markup=False)
         console.print(f"first values: {view.first_values}", markup=False)
         console.print()
-        console.print(build_table(self._rows, seconds))
+        console.print(build_step_table(self._steps, seconds))
+        console.print(build_comparison_table(self._comparisons))
         if self._keep is not None:
             size = format_bytes(_size(self._checkpoint))
             console.print(f"The checkpoint stays in {self._checkpoint} ({size}).", markup=False)

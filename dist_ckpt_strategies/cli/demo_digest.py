@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 _OPTIMIZER_PREFIX = "optimizer.state."
-_WEIGHTS = "weights"
-_MASTER = "fp32 master weights"
+WEIGHTS = "weights"
+_MASTER = "fp32 master"
 _KIND_NAMES = {"param": _MASTER, "fp32_param": _MASTER}
 
 
@@ -54,12 +54,12 @@ def compare_digests(expected: Mapping[str, str], found: Mapping[str, str]) -> tu
             sum(key in expected for key in keys),
             tuple(key for key in keys if expected.get(key) != found.get(key)),
         )
-        for kind, keys in sorted(kinds.items(), key=lambda item: (item[0] != _WEIGHTS, item[0]))
+        for kind, keys in sorted(kinds.items(), key=lambda item: (item[0] != WEIGHTS, item[0]))
     )
 
 
 def _kind(key: str) -> str:
     if not key.startswith(_OPTIMIZER_PREFIX):
-        return _WEIGHTS
+        return WEIGHTS
     name = key.removeprefix(_OPTIMIZER_PREFIX).split(".", 1)[0]
     return _KIND_NAMES.get(name, name)

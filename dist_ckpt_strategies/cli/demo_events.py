@@ -11,11 +11,11 @@ from typing import Any
 EVENTS_NAME = "events.jsonl"
 
 TRAIN = "train"
-TRAIN_ON = "train on, uninterrupted"
+TRAIN_ON = "train on"
 SAVE = "save"
 LOAD = "load"
 RESUME = "resume"
-GOLDEN = "load the golden checkpoint"
+GOLDEN = "load golden checkpoint"
 
 
 @dataclass(frozen=True, slots=True)

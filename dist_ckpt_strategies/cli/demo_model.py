@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist  # noqa: TID251  (this is the training script)
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import (
     DistributedDataParallel,

@@ -107,7 +107,7 @@ def _start(command: Sequence[str], log: Path) -> RankProcess:
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_child_environment(os.environ),  # noqa: TID251  (handed on, not read)
+            env=_child_environment(os.environ),
         )
 
 

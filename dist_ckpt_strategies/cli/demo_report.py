@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -125,34 +126,37 @@ class PhaseDisplay:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the final table; empty cells where a column does not apply.
+class Step:
+    """One line of the table of steps; cells stay empty where a column does not apply.
 
     Attributes:
-        step: what was done.
+        name: what was done.
         who: the parallel layout, or which library.
         seconds: what it took.
         losses: (iteration, loss) in order.
         nbytes: bytes written or read.
-        verdict: what was compared, and how it came out.
     """
 
-    step: str
+    name: str
     who: str
     seconds: float
     losses: tuple[tuple[int, float], ...] = ()
     nbytes: int | None = None
-    verdict: str = ""
 
 
-def describe_agreements(agreements: Sequence[Agreement]) -> str:
-    """Such as ``bit-identical: yes (17 weights, 17 exp_avg)``, or ``NO`` and what is equal."""
-    equal = {a.kind: a.num_expected - len(a.differing) for a in agreements}
-    if any(agreement.differing for agreement in agreements):
-        counts = ", ".join(f"{equal[a.kind]} of {a.num_expected} {a.kind}" for a in agreements)
-        return f"bit-identical: [red]NO[/] ({counts})"
-    counts = ", ".join(f"{count} {kind}" for kind, count in equal.items())
-    return f"bit-identical: [green]yes[/] ({counts})"
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One line of the table of comparisons.
+
+    Attributes:
+        who: what was compared with the tensors before the save.
+        agreements: how many tensors of each kind are bit-identical.
+        loss_difference: largest difference of loss at the same iteration, where it trained on.
+    """
+
+    who: str
+    agreements: tuple[Agreement, ...]
+    loss_difference: float | None = None
 
 
 def largest_difference(reference: Mapping[int, float], found: Mapping[int, float]) -> float:
@@ -165,31 +169,50 @@ def largest_difference(reference: Mapping[int, float], found: Mapping[int, float
     return max(abs(loss - reference[iteration]) for iteration, loss in found.items())
 
 
-def build_table(rows: Sequence[Row], seconds: float) -> Table:
-    """The final table.
+def build_step_table(steps: Sequence[Step], seconds: float) -> Table:
+    """What was done and what it took.
 
     Args:
-        rows: its lines, in order.
+        steps: its lines, in order.
         seconds: what everything took, process starts included.
     """
-    table = Table(
-        title='Backend ("zarr", 1) on Megatron-Core',
-        caption=f"{seconds:.0f} s in all, with starting the processes",
-    )
-    for name in ("step", "layout"):
-        table.add_column(name)
-    for name in ("iterations", "seconds", "loss", "bytes"):
+    table = Table(box=SIMPLE_HEAD, title='Backend ("zarr", 1) on Megatron-Core')
+    table.caption = f"{seconds:.0f} s in all, with starting the processes"
+    table.add_column("step")
+    table.add_column("layout", no_wrap=True)
+    for name in ("iteration", "seconds", "loss", "size"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("compared", ratio=1)
-    for row in rows:
+    for step in steps:
         table.add_row(
-            row.step,
-            row.who,
-            f"{row.losses[0][0]}-{row.losses[-1][0]}" if row.losses else "",
-            f"{row.seconds:.1f}",
-            _loss_change([loss for _, loss in row.losses]),
-            format_bytes(row.nbytes) if row.nbytes is not None else "",
-            row.verdict,
+            step.name,
+            step.who,
+            f"{step.losses[0][0]}-{step.losses[-1][0]}" if step.losses else "",
+            f"{step.seconds:.1f}",
+            _loss_change([loss for _, loss in step.losses]),
+            format_bytes(step.nbytes) if step.nbytes is not None else "",
+        )
+    return table
+
+
+def build_comparison_table(comparisons: Sequence[Comparison]) -> Table:
+    """Whether what was read is what was in memory, kind by kind.
+
+    Args:
+        comparisons: its lines, in order.
+    """
+    kinds = list(dict.fromkeys(a.kind for c in comparisons for a in c.agreements))
+    table = Table(box=SIMPLE_HEAD, title="Bit-identical with the tensors before the save")
+    table.add_column("read by")
+    for kind in kinds:
+        table.add_column(kind, no_wrap=True)
+    table.add_column("loss differs by", justify="right")
+    for comparison in comparisons:
+        cells = {a.kind: _answer(a) for a in comparison.agreements}
+        difference = comparison.loss_difference
+        table.add_row(
+            comparison.who,
+            *(cells.get(kind, "") for kind in kinds),
+            "" if difference is None else f"{difference:.4f}",
         )
     return table
 
@@ -202,6 +225,14 @@ def format_bytes(nbytes: int) -> str:
             return f"{amount:.3g} {unit}"
         amount /= _UNIT
     return f"{amount:.3g} {_UNITS[-1]}"
+
+
+def _answer(agreement: Agreement) -> str:
+    """Such as ``yes: 17 of 17``."""
+    num_differing = len(agreement.differing)
+    num_all = max(agreement.num_expected, num_differing)
+    word = "[red]NO[/]" if num_differing else "[green]yes[/]"
+    return f"{word}: {num_all - num_differing} of {num_all}"
 
 
 def _loss_change(losses: Sequence[float]) -> str:

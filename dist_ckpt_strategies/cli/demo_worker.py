@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch.distributed as dist  # noqa: TID251  (part of the training script)
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
 import dist_ckpt_strategies

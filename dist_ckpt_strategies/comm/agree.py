@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from dist_ckpt_strategies.comm.base import Communicator, Message
 from dist_ckpt_strategies.errors import CheckpointError, error_from_peer
@@ -23,7 +23,7 @@ def agree(comm: Communicator, step: Callable[[], T]) -> T:
     outcome = _attempt(step)
     verdicts = comm.all_gather(_verdict(outcome.error))
     _raise_first(comm, outcome.error, verdicts)
-    return outcome.result  # type: ignore[return-value] - there is one where there was no error
+    return cast("T", outcome.result)
 
 
 def agree_and_gather(comm: Communicator, step: Callable[[], Message]) -> list[Message]:
@@ -35,6 +35,14 @@ def agree_and_gather(comm: Communicator, step: Callable[[], Message]) -> list[Me
     answers = comm.all_gather([_verdict(outcome.error), outcome.result])
     _raise_first(comm, outcome.error, [verdict for verdict, _ in answers])
     return [result for _, result in answers]
+
+
+def agree_on_first(comm: Communicator, step: Callable[[], None]) -> None:
+    """Run a step on the group's first rank alone, then raise on every rank if it failed.
+
+    Collective.
+    """
+    agree(comm, step if comm.rank == 0 else lambda: None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.errors import PeerError, PeerTimeoutError
 
 ProcessGroup = dist.ProcessGroup
+"""A group of ranks, as torch.distributed makes them."""
 
 
 class _Work(Protocol):

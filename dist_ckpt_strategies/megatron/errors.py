@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from dist_ckpt_strategies.errors import CheckpointError
 from dist_ckpt_strategies.megatron.bases import CheckpointingException
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 @cache
-def _face_class(cls: type[CheckpointError]) -> type[CheckpointError]:
+def _face_class(cls: Any) -> Any:
     return type(cls.__name__, (cls, CheckpointingException), {"__module__": cls.__module__})
 
 
@@ -23,7 +23,7 @@ def as_megatron_error(error: CheckpointError) -> CheckpointError:
     if isinstance(error, CheckpointingException):
         return error
     face = _face_class(type(error))
-    found = face.__new__(face, *error.args)
+    found: CheckpointError = face.__new__(face, *error.args)
     found.args = error.args
     found.__dict__.update(error.__dict__)
     found.__cause__ = error.__cause__

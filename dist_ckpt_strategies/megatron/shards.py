@@ -69,7 +69,7 @@ def shard_spec(tensor: Any) -> ShardSpec:
 
 def region_shape(tensor: Any) -> Extent:
     """Shape of the shard in the global array: prepended axes have extent 1."""
-    return (1,) * tensor.prepend_axis_num + _extent(tensor.local_shape)
+    return (1,) * int(tensor.prepend_axis_num) + _extent(tensor.local_shape)
 
 
 def shard_data(tensor: Any) -> torch.Tensor:

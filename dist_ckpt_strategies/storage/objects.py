@@ -90,7 +90,7 @@ def load_pickle(content: bytes, path: Path, name: str, allow: Allowed) -> Any:
     with torch.serialization.safe_globals(list(allow)):
         try:
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        except Exception as error:  # noqa: BLE001 - bad pickles raise anything; named and re-raised
+        except Exception as error:
             raise _load_error(error, content, path, name) from error
 
 

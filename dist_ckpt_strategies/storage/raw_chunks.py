@@ -98,9 +98,9 @@ def raw_reads(root: Path, read: ArrayRead) -> list[RawRead] | None:
     spans = raw_spans(read.array, read.region)
     if spans is None:
         return None
-    memory = memoryview(read.target.reshape(-1).view(np.uint8))
+    memory = memoryview(read.target.reshape(-1).view(np.uint8).data)
     directory = root / read.array.key
-    reads = []
+    reads: list[RawRead] = []
     for chunk in spans:
         path = directory / read.array.chunk_name(chunk.index)
         reads.extend(RawRead(read.array, path, runs) for runs in _shares(chunk, memory))

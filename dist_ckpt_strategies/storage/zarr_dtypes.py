@@ -7,7 +7,7 @@ import; a type that somebody else has registered under the name is left alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeGuard
 
 import numpy as np
 from zarr.core.dtype import data_type_registry
@@ -32,8 +32,8 @@ class ExtensionDType(ZDType[Any, Any], HasItemSize):
         raise DataTypeValidationError(f"expected {cls.element.value}, found {dtype}")
 
     @classmethod
-    def _check_native_dtype(cls, dtype: Any) -> Any:
-        return dtype == cls.element.numpy
+    def _check_native_dtype(cls, dtype: Any) -> TypeGuard[Any]:
+        return bool(dtype == cls.element.numpy)
 
     def to_native_dtype(self) -> Any:
         """The numpy dtype."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import ProcessGroup
-
-from dist_ckpt_strategies.comm.agree import agree
-from dist_ckpt_strategies.comm.torch_group import open_communicator
+from dist_ckpt_strategies.comm.agree import agree_on_first
+from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
@@ -82,7 +80,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
         root = Path(checkpoint_dir).absolute()
         purpose = f"save of common state to {root}"
         comm = open_communicator(self._group, timeout_s=self._options.timeout_s, purpose=purpose)
-        agree(comm, lambda: comm.rank == 0 and _write_common(root, common_state_dict))
+        agree_on_first(comm, lambda: _write_common(root, common_state_dict))
 
     @raises_megatron_errors
     def save_sharded_objects(

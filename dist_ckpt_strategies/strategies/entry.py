@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree
+from dist_ckpt_strategies.comm.agree import agree, agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.torch_group import open_communicator
 from dist_ckpt_strategies.config import options_from_environment
@@ -20,6 +20,7 @@ from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.megatron.bases import StrategyAction, StrictHandling
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.flow import (
+    LoadParts,
     SaveParts,
     StrictOutcome,
     apply_strictness,
@@ -60,7 +61,7 @@ Preprocess = Callable[[StateDict], StateDict]
 
 
 @raises_megatron_errors
-def save(  # noqa: PLR0913 - Megatron's signature
+def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
     sharded_state_dict: StateDict,
     checkpoint_dir: str | Path,
     sharded_strategy: StrategyChoice = None,
@@ -120,13 +121,13 @@ def save(  # noqa: PLR0913 - Megatron's signature
     sharded, common_saver, parts = agree(comm, check)
     if validate_access_integrity:
         _validate(comm, parts, preprocess_common_before_consistancy_check)
-    agree(comm, lambda: comm.rank == 0 and prepare_directory(root))
+    agree_on_first(comm, lambda: prepare_directory(root))
     agree(comm, lambda: common_saver.save_common(parts.common, root))
     _save_sharded(comm, parts.sharded, root, sharded, common_saver)
     marker = CheckpointMarker(
         sharded.backend, sharded.version, common_saver.backend, common_saver.version
     )
-    agree(comm, lambda: comm.rank == 0 and publish(root, marker))
+    agree_on_first(comm, lambda: publish(root, marker))
 
 
 @raises_megatron_errors
@@ -170,14 +171,13 @@ def load(  # noqa: PLR0913 - Megatron's signature
     root = local_root(checkpoint_dir)
     comm = _world(f"load from {root}", timeout_s)
     with torch.serialization.safe_globals(list(allow)):
-        sharded, common_loader, state, parts = agree(
-            comm,
-            lambda: (
-                *(chosen := _load_strategies(root, sharded_strategy, common_strategy)),
-                chosen[1].load_common(root),
-                take_apart_for_load(sharded_state_dict),
-            ),
-        )
+
+        def begin() -> tuple[Any, Any, StateDict, LoadParts]:
+            loaders = _load_strategies(root, sharded_strategy, common_strategy)
+            found: StateDict = loaders[1].load_common(root)
+            return *loaders, found, take_apart_for_load(sharded_state_dict)
+
+        sharded, common_loader, state, parts = agree(comm, begin)
         merged(state, parts.nonpersistent)
         strictness = agree(comm, lambda: parsed_strict(strict))
         outcome = _check_keys(

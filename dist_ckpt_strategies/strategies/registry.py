@@ -9,6 +9,15 @@ from typing import Any
 from dist_ckpt_strategies.errors import StrategyExistsError, StrategyNotFoundError
 from dist_ckpt_strategies.megatron.bases import StrategyAction
 
+__all__ = [
+    "DEFAULT_REGISTRY",
+    "StrategyAction",
+    "StrategyKey",
+    "StrategyRegistry",
+    "get_default_strategy",
+    "register_default_strategy",
+]
+
 Strategy = Any
 """An instance of one of Megatron-Core's four strategy base classes."""
 

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch.distributed import ProcessGroup
 
 from dist_ckpt_strategies.comm.agree import agree
-from dist_ckpt_strategies.comm.torch_group import open_communicator
+from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import (
     IncompatibleVersionError,
@@ -31,13 +30,13 @@ from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.storage.objects import Allowed
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
-from dist_ckpt_strategies.strategies.registration import register_defaults
 from dist_ckpt_strategies.strategies.format1 import (
     load_format1,
     remove_arrays,
     save_format1,
     stored_metadata,
 )
+from dist_ckpt_strategies.strategies.registration import register_defaults
 
 BACKEND = "zarr"
 VERSION = 1
