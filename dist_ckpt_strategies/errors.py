@@ -121,6 +121,10 @@ class PeerTimeoutError(PeerError, TimeoutError):
     """Another rank did not answer in time."""
 
 
+class PeerLostError(PeerError):
+    """Contact with another rank broke off."""
+
+
 class NoReplicasAvailableError(PeerError):
     """No surviving rank holds a copy of what is asked for."""
 

@@ -149,7 +149,7 @@ class _Demo:
         if record.golden is not None:
             self._steps.append(Step(GOLDEN, who, seconds[GOLDEN]))
             found = Agreement(WEIGHTS, record.golden.num_arrays, record.golden.differing)
-            self._compare(Comparison("golden, Megatron-Core 0.12.3, TP4", (found,)))
+            self._compare(Comparison("golden checkpoint", (found,)))
 
     def _compare(self, comparison: Comparison) -> None:
         """Add a line to the table, and what is wrong to the findings."""
@@ -177,7 +177,7 @@ class _Demo:
         self._steps.append(Step(name, _TENSORSTORE, seconds, nbytes=view.nbytes))
         same = view.digest == reference.digests.get(_ARRAY_KEY)
         found = Agreement(WEIGHTS, 1, () if same else (_ARRAY_KEY,))
-        self._compare(Comparison("plain tensorstore, one array", (found,)))
+        self._compare(Comparison("plain tensorstore", (found,)))
         return view
 
     def _start(self, role: Role, layout: ParallelLayout, golden: Path | None) -> StartRecord:

@@ -15,7 +15,7 @@ TRAIN_ON = "train on"
 SAVE = "save"
 LOAD = "load"
 RESUME = "resume"
-GOLDEN = "load golden checkpoint"
+GOLDEN = "load golden"
 
 
 @dataclass(frozen=True, slots=True)

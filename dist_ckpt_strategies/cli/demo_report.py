@@ -202,10 +202,11 @@ def build_comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """
     kinds = list(dict.fromkeys(a.kind for c in comparisons for a in c.agreements))
     table = Table(box=SIMPLE_HEAD, title="Bit-identical with the tensors before the save")
+    table.caption = "The golden checkpoint was written by Megatron-Core 0.12.3 at TP4."
     table.add_column("read by")
     for kind in kinds:
         table.add_column(kind, no_wrap=True)
-    table.add_column("loss differs by", justify="right")
+    table.add_column("loss diff", justify="right", no_wrap=True)
     for comparison in comparisons:
         cells = {a.kind: _answer(a) for a in comparison.agreements}
         difference = comparison.loss_difference
@@ -228,11 +229,11 @@ def format_bytes(nbytes: int) -> str:
 
 
 def _answer(agreement: Agreement) -> str:
-    """Such as ``yes: 17 of 17``."""
+    """Such as ``yes 17/17``."""
     num_differing = len(agreement.differing)
     num_all = max(agreement.num_expected, num_differing)
     word = "[red]NO[/]" if num_differing else "[green]yes[/]"
-    return f"{word}: {num_all - num_differing} of {num_all}"
+    return f"{word} {num_all - num_differing}/{num_all}"
 
 
 def _loss_change(losses: Sequence[float]) -> str:

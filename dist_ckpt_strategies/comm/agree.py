@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
 from dist_ckpt_strategies.comm.base import Communicator, Message
-from dist_ckpt_strategies.errors import CheckpointError, error_from_peer
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    PeerLostError,
+    PeerTimeoutError,
+    error_from_peer,
+)
 
 T = TypeVar("T")
 
@@ -52,8 +57,11 @@ class _Outcome(Generic[T]):
 
 
 def _attempt(step: Callable[[], T]) -> _Outcome[T]:
+    """The step's outcome; but where ranks are out of step, there is nobody left to agree with."""
     try:
         return _Outcome(step(), None)
+    except (PeerTimeoutError, PeerLostError):
+        raise
     except Exception as error:  # noqa: BLE001 - raised again by the caller, on every rank
         return _Outcome(None, error)
 

@@ -35,7 +35,8 @@ class Communicator(Protocol):
     """A fixed set of ranks that call the same methods in the same order.
 
     Every method waits at most the timeout given when the communicator was made, and raises
-    PeerTimeoutError after that, PeerError where a peer is known to be gone.
+    PeerTimeoutError after that, PeerLostError where contact with a peer broke off. After either
+    the group is out of step: nothing more may be asked of it.
     """
 
     @property

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from dist_ckpt_strategies.comm.base import Bytes, Communicator, Message, Receive, Send
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
-from dist_ckpt_strategies.errors import PeerError, PeerTimeoutError
+from dist_ckpt_strategies.errors import PeerError, PeerLostError, PeerTimeoutError
 
 ProcessGroup = dist.ProcessGroup
 """A group of ranks, as torch.distributed makes them."""
@@ -132,7 +132,7 @@ class TorchCommunicator:
             return PeerTimeoutError(
                 first, f"{who} did not arrive within {self._timeout_s:g} s: {self._attendance.what}"
             )
-        return PeerError(first, f"lost contact with {who}: {self._attendance.what}: {error}")
+        return PeerLostError(first, f"lost contact with {who}: {self._attendance.what}: {error}")
 
 
 class _Attendance:
@@ -160,7 +160,7 @@ class _Attendance:
         try:
             self._store.set(self._mine, self.what)
         except RuntimeError as error:
-            raise PeerError(
+            raise PeerLostError(
                 None, f"the job's key-value store does not answer: {self.what}: {error}"
             ) from error
 

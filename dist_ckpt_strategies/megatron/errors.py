@@ -20,14 +20,16 @@ def _face_class(cls: Any) -> Any:
 
 def as_megatron_error(error: CheckpointError) -> CheckpointError:
     """The same error, of a class that is also a ``CheckpointingException``."""
-    if isinstance(error, CheckpointingException):
+    kind: Any = type(error)
+    if issubclass(kind, CheckpointingException):
         return error
-    face = _face_class(type(error))
+    face = _face_class(kind)
     found: CheckpointError = face.__new__(face, *error.args)
     found.args = error.args
     found.__dict__.update(error.__dict__)
     found.__cause__ = error.__cause__
-    return found.with_traceback(error.__traceback__)
+    found.__traceback__ = error.__traceback__
+    return found
 
 
 def raises_megatron_errors(function: Callable[P, T]) -> Callable[P, T]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,6 @@ from megatron.core.dist_checkpointing.utils import (
     force_all_tensors_to_non_fp8,
 )
 from megatron.core.dist_checkpointing.validation import (
-    determine_global_metadata,
     parse_strict_flag,
     validate_integrity_and_strict_load,
     validate_sharded_objects_handling,
@@ -23,7 +21,7 @@ from megatron.core.dist_checkpointing.validation import (
 )
 
 from dist_ckpt_strategies.megatron.bases import ShardedObject, StrictHandling
-from dist_ckpt_strategies.megatron.shards import StateDict
+from dist_ckpt_strategies.megatron.shards import StateDict, is_empty
 
 CONTENT_METADATA_KEY = "content_metadata"
 
@@ -75,22 +73,14 @@ def take_apart_for_save(
     return SaveParts(sharded, common)
 
 
-def global_metadata(sharded: StateDict) -> tuple[Any, Any]:
-    """The sharded values of this rank, and of all ranks of the world, without data. Collective."""
-    found: tuple[Any, Any] = determine_global_metadata(sharded)
-    return found
+def require_valid_sharding(everyone: list[list[Any]], common: StateDict | None = None) -> None:
+    """Megatron-Core's check, on rank 0, that the main replicas make up every array and object.
 
-
-def require_valid_sharding(
-    metadata: Any, common: StateDict | None, preprocess: Callable[[StateDict], StateDict] | None
-) -> None:
-    """Megatron-Core's checks of the sharding (on rank 0) and of the common state's consistency.
-
-    Collective over the world where ``common`` is given.
+    Empty tensors are left out: Megatron-Core 0.16.1 divides by their extent. Where ``common`` is
+    given its consistency is checked too, collectively over the world, by a broadcast.
     """
-    if common is not None and preprocess is not None:
-        common = preprocess(common)
-    validate_sharding_integrity(metadata, common_state_dict=common)
+    checked = [[value for value in values if not is_empty(value)] for values in everyone]
+    validate_sharding_integrity(checked, common_state_dict=common)
 
 
 def take_apart_for_load(state_dict: StateDict) -> LoadParts:

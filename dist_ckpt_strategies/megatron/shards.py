@@ -106,5 +106,47 @@ def metadata_object(found: ObjectId) -> Any:
     return ShardedObject(found.key, None, found.shape, found.offset)
 
 
+def metadata_to_wire(value: Any) -> list[Any]:
+    """A ShardedTensor or ShardedObject without its data, as JSON types."""
+    where = [value.key, list(value.global_shape), list(value.global_offset), value.replica_id]
+    if isinstance(value, ShardedObject):
+        return where
+    fragments = value.axis_fragmentations
+    return [
+        *where,
+        str(value.dtype).removeprefix("torch."),
+        list(value.local_shape),
+        None if fragments is None else list(fragments),
+        value.prepend_axis_num,
+        value.allow_shape_mismatch,
+    ]
+
+
+def metadata_from_wire(wire: list[Any]) -> Any:
+    """The ShardedTensor or ShardedObject, without data, that ``metadata_to_wire`` described."""
+    key, shape, offset, replica = wire[:4]
+    replica_id = replica if isinstance(replica, int) else _extent(replica)
+    if len(wire) == 4:  # noqa: PLR2004 - an object's fields
+        return ShardedObject(key, None, _extent(shape), _extent(offset), replica_id)
+    dtype, local_shape, fragments, prepend, may_mismatch = wire[4:]
+    return ShardedTensor(
+        key,
+        None,
+        getattr(torch, dtype),
+        _extent(local_shape),
+        _extent(shape),
+        _extent(offset),
+        None if fragments is None else _extent(fragments),
+        replica_id,
+        prepend,
+        may_mismatch,
+    )
+
+
+def is_empty(value: Any) -> bool:
+    """Whether this is a ShardedTensor without elements, which Megatron-Core's checks trip over."""
+    return isinstance(value, ShardedTensor) and 0 in value.local_shape
+
+
 def _extent(numbers: Any) -> Extent:
     return tuple(int(number) for number in numbers)

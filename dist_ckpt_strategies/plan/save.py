@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError
 from dist_ckpt_strategies.plan.chunking import (
     MAX_ASSEMBLED_NBYTES,
     chunk_parts,
@@ -17,6 +17,7 @@ from dist_ckpt_strategies.plan.coverage import Holding, require_partition
 from dist_ckpt_strategies.plan.keys import require_storable_keys
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.spec.region import Extent, Region
 from dist_ckpt_strategies.spec.shard import RankShards, ShardId, ShardSpec
 
@@ -28,6 +29,14 @@ class Piece:
     holder: int
     shard: ShardId
     region: Region
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ObjectHolding:
+    """One shard of an object and the rank that holds its main replica."""
+
+    id: ObjectId
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +118,7 @@ class SavePlan:
 
 def build_save_plan(
     requests: Iterable[RankShards],
-    object_keys: Iterable[str] = (),
+    objects: Iterable[ObjectHolding] = (),
     *,
     max_inflight_bytes: int = MAX_ASSEMBLED_NBYTES,
 ) -> SavePlan:
@@ -120,7 +129,7 @@ def build_save_plan(
 
     Args:
         requests: what each rank of the group holds, replicas included, one entry per rank.
-        object_keys: keys of the objects saved beside the arrays, to find collisions.
+        objects: main replicas of the objects saved beside the arrays, to find collisions.
         max_inflight_bytes: bound, per rank and round, on chunks being assembled and on pieces
             being sent; a larger chunk has a round of its own. Equal on all ranks.
 
@@ -133,7 +142,7 @@ def build_save_plan(
     for request in requests:
         for shard in request.shards:
             by_key[shard.key].append((request.rank, shard))
-    require_storable_keys(by_key.keys(), frozenset(object_keys))
+    require_storable_keys(by_key.keys(), _single_writer_keys(objects))
     load: Counter[int] = Counter()
     creations, writes = [], []
     for key in sorted(by_key):
@@ -142,6 +151,20 @@ def build_save_plan(
         creations.append(ArrayCreation(array, _creator(main, by_key[key])))
         writes.extend(chunk_writes)
     return SavePlan(tuple(creations), tuple(writes), tuple(_rounds(writes, max_inflight_bytes)))
+
+
+def _single_writer_keys(objects: Iterable[ObjectHolding]) -> frozenset[str]:
+    """The keys of the objects, once each shard is known to have one writer."""
+    writers: dict[ObjectId, int] = {}
+    for holding in sorted(objects):
+        if holding.id in writers:
+            raise DuplicateWriterError(
+                f"{holding.id.unique_key}: rank {writers[holding.id]} and rank {holding.rank} both "
+                "hold a main replica; give one of them another replica_id",
+                key=holding.id.key,
+            )
+        writers[holding.id] = holding.rank
+    return frozenset(object_id.key for object_id in writers)
 
 
 def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]]) -> tuple[ArraySpec, list[Holding]]:

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
-from dist_ckpt_strategies.comm.agree import agree, agree_on_first
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.torch_group import open_communicator
 from dist_ckpt_strategies.config import options_from_environment
@@ -24,7 +25,6 @@ from dist_ckpt_strategies.megatron.flow import (
     SaveParts,
     StrictOutcome,
     apply_strictness,
-    global_metadata,
     merge_factories,
     merged,
     needs_global_keys,
@@ -38,7 +38,12 @@ from dist_ckpt_strategies.megatron.flow import (
     take_apart_for_save,
 )
 from dist_ckpt_strategies.megatron.registry import default_strategy, require_registry
-from dist_ckpt_strategies.megatron.shards import StateDict
+from dist_ckpt_strategies.megatron.shards import (
+    StateDict,
+    metadata_from_wire,
+    metadata_to_wire,
+    sharded_values,
+)
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.objects import Allowed, dump_object
 from dist_ckpt_strategies.storage.publication import (
@@ -112,10 +117,8 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
     def check() -> tuple[Any, Any, SaveParts]:
         chosen = _save_strategies(sharded_strategy, common_strategy)
         parts = take_apart_for_save(sharded_state_dict, content_metadata)
-        if comm.rank == 0:
-            dump_object(parts.common, name="common state")
-            if not overwrite:
-                require_unfinished(root)
+        if comm.rank == 0 and not overwrite:
+            require_unfinished(root)
         return *chosen, parts
 
     sharded, common_saver, parts = agree(comm, check)
@@ -258,8 +261,23 @@ def _load_strategies(
 
 
 def _validate(comm: Communicator, parts: SaveParts, preprocess: Preprocess | None) -> None:
-    _, everyone = global_metadata(parts.sharded)
-    agree(comm, lambda: require_valid_sharding(everyone, parts.common, preprocess))
+    """Check the sharding, and that all ranks hold the same common state."""
+    common_state = agree(comm, lambda: preprocess(parts.common) if preprocess else parts.common)
+
+    def describe() -> list[Any]:
+        content = dump_object(common_state, name="common state")
+        return [_wires(parts.sharded), xxhash.xxh3_64_hexdigest(content)]
+
+    answers = agree_and_gather(comm, describe)
+    everyone = [list(map(metadata_from_wire, wires)) for wires, _ in answers]
+    is_equal = len({digest for _, digest in answers}) == 1
+    # Bytes that differ may still be equal values: Megatron-Core's own comparison decides, which
+    # broadcasts rank 0's state.
+    agree(comm, lambda: require_valid_sharding(everyone, None if is_equal else common_state))
+
+
+def _wires(state: StateDict) -> list[Any]:
+    return [metadata_to_wire(value) for value in sharded_values(state)]
 
 
 def _save_sharded(
@@ -292,11 +310,13 @@ def _check_keys(
 ) -> StrictOutcome:
     """Compare what is wanted with what is stored, and what all ranks want among each other."""
     stored = agree(comm, lambda: stored_keys() if needs_stored_keys(strict) else None)
-    local, everyone = None, None
+    everyone, local = None, None
     if validate or needs_global_keys(strict):
-        local, everyone = global_metadata(state)
-    if validate:
-        agree(comm, lambda: require_valid_sharding(everyone, None, None))
+        answers = agree_and_gather(comm, lambda: _wires(state))
+        everyone = [list(map(metadata_from_wire, wires)) for wires in answers]
+        local = everyone[comm.rank]
+    if validate and everyone is not None:
+        agree(comm, lambda: require_valid_sharding(everyone))
     return agree(comm, lambda: apply_strictness(state, strict, local, everyone, stored))
 
 

@@ -32,11 +32,12 @@ from dist_ckpt_strategies.megatron.shards import (
     sharded_values,
 )
 from dist_ckpt_strategies.plan.load import build_load_plan
-from dist_ckpt_strategies.plan.save import build_save_plan
+from dist_ckpt_strategies.plan.save import ObjectHolding, build_save_plan
 from dist_ckpt_strategies.run.load import run_load
 from dist_ckpt_strategies.run.report import SaveReport
 from dist_ckpt_strategies.run.save import SaveTarget, run_save
 from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.spec.shard import (
     RankShards,
     ShardId,
@@ -87,17 +88,22 @@ def save_format1(
         mine = _holdings(state_dict)
         held.append(mine)
         shards = [shard_to_wire(spec) for spec in mine.specs]
-        keys = sorted({found.key for found in mine.objects})
-        return [shards, keys, options.max_inflight_bytes]
+        objects = sorted(object_id(found).unique_key for found in mine.objects)
+        return [shards, objects, options.max_inflight_bytes]
 
     answers = agree_and_gather(comm, describe)
     requests = [
         RankShards(rank, tuple(map(shard_from_wire, shards)))
         for rank, (shards, _, _) in enumerate(answers)
     ]
-    object_keys = {key for _, keys, _ in answers for key in keys}
+    objects = [
+        ObjectHolding(found, rank)
+        for rank, (_, names, _) in enumerate(answers)
+        for found in map(ObjectId.parse, names)
+        if found is not None
+    ]
     budget = min(budget for _, _, budget in answers)
-    plan = build_save_plan(requests, object_keys, max_inflight_bytes=budget)
+    plan = build_save_plan(requests, objects, max_inflight_bytes=budget)
     mine = held[0]
     return run_save(
         plan,
