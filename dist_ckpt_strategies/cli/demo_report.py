@@ -176,10 +176,15 @@ def build_step_table(steps: Sequence[Step], seconds: float) -> Table:
         steps: its lines, in order.
         seconds: what everything took, process starts included.
     """
-    table = Table(box=SIMPLE_HEAD, title='Backend ("zarr", 1) on Megatron-Core')
+    table = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        title='Backend ("zarr", 1) on Megatron-Core',
+    )
     table.caption = f"{seconds:.0f} s in all, with starting the processes"
-    table.add_column("step")
-    table.add_column("layout", no_wrap=True)
+    for name in ("step", "layout"):
+        table.add_column(name, no_wrap=True)
     for name in ("iteration", "seconds", "loss", "size"):
         table.add_column(name, justify="right", no_wrap=True)
     for step in steps:
@@ -201,9 +206,14 @@ def build_comparison_table(comparisons: Sequence[Comparison]) -> Table:
         comparisons: its lines, in order.
     """
     kinds = list(dict.fromkeys(a.kind for c in comparisons for a in c.agreements))
-    table = Table(box=SIMPLE_HEAD, title="Bit-identical with the tensors before the save")
+    table = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        title="Bit-identical with the tensors before the save",
+    )
     table.caption = "The golden checkpoint was written by Megatron-Core 0.12.3 at TP4."
-    table.add_column("read by")
+    table.add_column("read by", no_wrap=True)
     for kind in kinds:
         table.add_column(kind, no_wrap=True)
     table.add_column("loss diff", justify="right", no_wrap=True)

@@ -26,9 +26,12 @@ def agree(comm: Communicator, step: Callable[[], T]) -> T:
     the same class as the first failed rank's error, which names that rank, the key and the file.
     """
     outcome = _attempt(step)
-    verdicts = comm.all_gather(_verdict(outcome.error))
-    _raise_first(comm, outcome.error, verdicts)
-    return cast("T", outcome.result)
+    try:
+        verdicts = comm.all_gather(_verdict(outcome.error))
+        _raise_first(comm, outcome.error, verdicts)
+        return cast("T", outcome.result)
+    finally:
+        del outcome  # or a raised error would hold this frame, and all its tensors, in a cycle
 
 
 def agree_and_gather(comm: Communicator, step: Callable[[], Message]) -> list[Message]:
@@ -37,9 +40,12 @@ def agree_and_gather(comm: Communicator, step: Callable[[], Message]) -> list[Me
     Collective. One meeting serves for both.
     """
     outcome = _attempt(step)
-    answers = comm.all_gather([_verdict(outcome.error), outcome.result])
-    _raise_first(comm, outcome.error, [verdict for verdict, _ in answers])
-    return [result for _, result in answers]
+    try:
+        answers = comm.all_gather([_verdict(outcome.error), outcome.result])
+        _raise_first(comm, outcome.error, [verdict for verdict, _ in answers])
+        return [result for _, result in answers]
+    finally:
+        del outcome
 
 
 def agree_on_first(comm: Communicator, step: Callable[[], None]) -> None:
@@ -67,8 +73,11 @@ def _attempt(step: Callable[[], T]) -> _Outcome[T]:
 
 
 def _raise_first(comm: Communicator, own: Exception | None, verdicts: list[Message]) -> None:
-    if own is not None:
-        raise _named(own, comm.global_rank(comm.rank))
+    try:
+        if own is not None:
+            raise _named(own, comm.global_rank(comm.rank))
+    finally:
+        del own
     for rank, verdict in enumerate(verdicts):
         if verdict is not None:
             kind, message, key, path = verdict

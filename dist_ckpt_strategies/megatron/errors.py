@@ -27,7 +27,6 @@ def as_megatron_error(error: CheckpointError) -> CheckpointError:
     found: CheckpointError = face.__new__(face, *error.args)
     found.args = error.args
     found.__dict__.update(error.__dict__)
-    found.__cause__ = error.__cause__
     found.__traceback__ = error.__traceback__
     return found
 
@@ -40,7 +39,6 @@ def raises_megatron_errors(function: Callable[P, T]) -> Callable[P, T]:
         try:
             return function(*args, **kwargs)
         except CheckpointError as error:
-            translated = as_megatron_error(error)
-            raise translated from error.__cause__
+            raise as_megatron_error(error) from error.__cause__
 
     return face

@@ -27,7 +27,10 @@ class CheckpointMarker:
         Raises:
             ValueError: not JSON, or not exactly fields of a marker with values of their types.
         """
-        found = json.loads(content)
+        try:
+            found = json.loads(content)
+        except RecursionError as error:
+            raise ValueError("nested too deeply for a marker") from error
         known = {field.name: str if "version" not in field.name else int for field in fields(cls)}
         if not isinstance(found, dict) or "sharded_backend" not in found:
             raise ValueError("expected an object with the field sharded_backend")

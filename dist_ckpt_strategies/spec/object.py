@@ -9,7 +9,7 @@ from typing import Self
 
 from dist_ckpt_strategies.spec.region import Extent
 
-_NAME = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
+_NAME = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)", re.ASCII)
 UNKNOWN = -1
 
 

@@ -18,7 +18,7 @@ from dist_ckpt_strategies.storage.files import (
     sync_directory,
     write_file,
 )
-from dist_ckpt_strategies.storage.objects import COMMON_NAME, object_ids, object_path
+from dist_ckpt_strategies.storage.object_files import COMMON_NAME, object_ids, object_path
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 
 MARKER_NAME = "metadata.json"

@@ -25,6 +25,7 @@ from dist_ckpt_strategies.storage.files import (
 )
 
 METADATA_NAME = ".zarray"
+_LOCKS_SUFFIX = ".sync"
 
 
 def dtype_name(dtype: DType) -> str:
@@ -70,20 +71,27 @@ def parse_metadata(key: str, path: Path, content: bytes) -> ArraySpec:
         )
         array = ArraySpec(
             key,
-            tuple(map(int, fields["shape"])),
+            _extent(fields["shape"]),
             dtype,
-            tuple(map(int, fields["chunks"])),
+            _extent(fields["chunks"]),
             separator=str(fields.get("dimension_separator", ".")),
             is_raw=raw,
         )
         _require_consistent(array, fields)
     except PlanError:
         raise
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, SyntaxError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{key}: {path} does not describe a Zarr v2 array: {error!r}", key=key, path=str(path)
         ) from error
     return array
+
+
+def _extent(numbers: Any) -> tuple[int, ...]:
+    """Sizes of an array or chunk; JSON could hold anything in their place."""
+    if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
+        raise TypeError(f"{numbers!r}, expected a list of whole numbers")
+    return tuple(numbers)
 
 
 def _numpy_dtype(spelled: str) -> np.dtype[np.generic]:
@@ -101,6 +109,8 @@ def _require_consistent(array: ArraySpec, fields: Mapping[str, Any]) -> None:
         raise ValueError(f"shape {array.shape} with chunks {array.chunk_shape}")
     if min(array.chunk_shape, default=1) < 1:
         raise ValueError(f"chunks {array.chunk_shape}")
+    if array.separator not in {".", "/"}:
+        raise ValueError(f"dimension_separator {array.separator!r}, expected '.' or '/'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +162,13 @@ class Zarr2Layout:
         """Remove an array; it is gone at once, its files follow."""
         directory = self.directory(key)
         doomed = directory.with_name(REMOVED_PREFIX + directory.name)
+        locks = directory.with_name(directory.name + _LOCKS_SUFFIX)
         with file_errors(key, directory, not_found=ArrayNotFoundError):
             directory.rename(doomed)
             sync_directory(directory.parent)
             shutil.rmtree(doomed)
+            if _is_lock_directory(str(locks)):
+                shutil.rmtree(locks)
 
 
 def _array_keys(directory: Path, prefix: str) -> Iterator[str]:
@@ -164,7 +177,22 @@ def _array_keys(directory: Path, prefix: str) -> Iterator[str]:
     for entry in entries:
         if entry.name.startswith(REMOVED_PREFIX) or not entry.is_dir(follow_symlinks=True):
             continue
+        if _is_lock_directory(entry.path):
+            continue
         key = prefix + entry.name
         if os.path.exists(os.path.join(entry.path, METADATA_NAME)):  # noqa: PTH110, PTH118 - 10,000 times
             yield key
         yield from _array_keys(Path(entry.path), key + "/")
+
+
+def _is_lock_directory(path: str) -> bool:
+    """Whether Megatron-Core <= 0.15 kept its locks of an array here, beside the array.
+
+    It holds a file for each of the array's, ``.zarray`` included, and all of them are empty.
+    """
+    if not path.endswith(_LOCKS_SUFFIX):
+        return False
+    try:
+        return os.stat(os.path.join(path, METADATA_NAME)).st_size == 0  # noqa: PTH116, PTH118
+    except FileNotFoundError:
+        return False
