@@ -49,6 +49,20 @@ def require_plain(tensor: torch.Tensor, *, key: str) -> None:
         )
 
 
+def may_overlap(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory, as after ``expand``: such a tensor cannot be filled.
+
+    Exact for slices, permutations and expansions of a dense tensor.
+    """
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
 def host_view(tensor: torch.Tensor) -> HostArray:
     """The memory of a CPU tensor as a numpy array: same strides, same bytes, no copy."""
     plain = tensor.detach()

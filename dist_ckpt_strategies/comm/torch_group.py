@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,6 +18,9 @@ from dist_ckpt_strategies.errors import PeerError, PeerLostError, PeerTimeoutErr
 
 ProcessGroup = dist.ProcessGroup
 """A group of ranks, as torch.distributed makes them."""
+
+_LOOKUP_S = 5.0
+"""Longest wait for the job's key-value store, once a collective has failed."""
 
 
 class _Work(Protocol):
@@ -125,10 +129,11 @@ class TorchCommunicator:
 
     def _peer_error(self, error: RuntimeError, deadline: float, peer: int | None) -> PeerError:
         """Who is to blame for a collective that timed out or broke off."""
-        absent = self._attendance.absent() if peer is None else [peer]
+        is_late = time.monotonic() >= deadline - 0.001
+        absent = self._attendance.absent(self._timeout_s) if peer is None else [peer]
         who = f"ranks {absent}" if absent else "a peer"
         first = absent[0] if absent else None
-        if time.monotonic() >= deadline - 0.001:
+        if is_late:
             return PeerTimeoutError(
                 first, f"{who} did not arrive within {self._timeout_s:g} s: {self._attendance.what}"
             )
@@ -164,15 +169,27 @@ class _Attendance:
                 None, f"the job's key-value store does not answer: {self.what}: {error}"
             ) from error
 
-    def absent(self) -> list[int]:
-        """Global ranks that have not signed for the collective under way; empty if unknown."""
+    def absent(self, timeout_s: float) -> list[int]:
+        """Global ranks that have not signed for the collective under way; empty if unknown.
+
+        The store may be hosted by the very rank that is silent, and a question to it then never
+        returns: it is asked over a connection and on a thread of its own.
+        """
+        found: list[int] = []
+        reader = threading.Thread(target=lambda: found.extend(self._look_up()), daemon=True)
+        reader.start()
+        reader.join(min(timeout_s, _LOOKUP_S))
+        return found
+
+    def _look_up(self) -> list[int]:
         try:
-            return [rank for rank, key in self._keys.items() if not self._has_signed(key)]
+            store = self._store.clone()
+            return [rank for rank, key in self._keys.items() if not self._has_signed(store, key)]
         except RuntimeError:
             return []
 
-    def _has_signed(self, key: str) -> bool:
-        return self._store.check([key]) and self._store.get(key).decode() == self.what
+    def _has_signed(self, store: dist.Store, key: str) -> bool:
+        return store.check([key]) and store.get(key).decode() == self.what
 
 
 def _device_of(group: ProcessGroup) -> torch.device:

@@ -10,6 +10,9 @@ from dist_ckpt_strategies.errors import PlanError
 RESERVED_NAMES = frozenset({"common.pt", "metadata.json"})
 _MAX_COMPONENT_NBYTES = 255
 _FILES_OF_AN_ARRAY = re.compile(r"\.zarray|\.zattrs|\.zgroup|\d+(\.\d+)*")
+_READERS_NAMES = re.compile(r"\.zarray|shard_\d+(\.\d+)*_\d+(\.\d+)*\.pt")
+"""A directory of such a name would be taken for the file that marks an array or an object."""
+_LEAVING_PREFIXES = (".removed-", ".partial-")
 
 
 def require_storable_keys(array_keys: Collection[str], object_keys: Collection[str]) -> None:
@@ -36,6 +39,12 @@ def _problem(key: str) -> str | None:
         ),
         f"'{parts[0]}' is a file of every checkpoint": parts[0] in RESERVED_NAMES,
         "a component ends in '.__lock'": any(part.endswith(".__lock") for part in parts),
+        "a component is the name of a file of an array or object": any(
+            _READERS_NAMES.fullmatch(part) for part in parts
+        ),
+        "a component is the name of something on its way out": any(
+            part.startswith(_LEAVING_PREFIXES) for part in parts
+        ),
     }
     return next((text for text, wrong in checks.items() if wrong), None) or _too_long(parts)
 

@@ -58,8 +58,8 @@ def build_load_plan(wants: Sequence[ShardSpec], stored: Mapping[str, ArraySpec])
         stored: the array of each wanted key.
 
     Raises:
-        ShapeMismatchError: shapes differ and ``may_mismatch`` is not set, or the number of dims
-            differs.
+        ShapeMismatchError: shapes differ, or the shard reaches outside, and ``may_mismatch`` is
+            not set; or the number of dims differs.
     """
     return LoadPlan(
         tuple(_shard_read(number, want, stored[want.key]) for number, want in enumerate(wants))
@@ -76,6 +76,11 @@ def _shard_read(number: int, want: ShardSpec, array: ArraySpec) -> ShardRead:
         )
     if want.region.numel == 0:
         return ShardRead(number, array, None, None, is_padded=False)
+    if not (want.may_mismatch or Region.whole(array.shape).contains(want.region)):
+        raise ShapeMismatchError(
+            f"{want.key}: {want.region} requested, outside the array's shape {array.shape}",
+            key=want.key,
+        )
     source = want.region.intersect(Region.whole(array.shape))
     if source is None:
         return ShardRead(number, array, None, None, is_padded=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError
@@ -167,8 +167,10 @@ def _single_writer_keys(objects: Iterable[ObjectHolding]) -> frozenset[str]:
     return frozenset(object_id.key for object_id in writers)
 
 
-def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]]) -> tuple[ArraySpec, list[Holding]]:
-    """The array that the shards of one key make up, and who holds its main replicas."""
+def _array_of(
+    key: str, held: Sequence[tuple[int, ShardSpec]]
+) -> tuple[ArraySpec, dict[Holding, ShardId]]:
+    """The array that the shards of one key make up, and who holds its main replicas, sorted."""
     first_rank, first = held[0]
     for rank, shard in held:
         for name in ("array_shape", "dtype"):
@@ -179,16 +181,16 @@ def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]]) -> tuple[ArraySpe
                 )
     shape = first.array_shape
     main = sorted(
-        Holding(region, rank)
+        (Holding(region, rank), shard.id)
         for rank, shard in held
         if shard.is_main and (region := _stored_part(shard)) is not None
     )
-    regions = [holding.region for holding in main]
-    require_partition(key, shape, main)
-    chunk = regular_chunk_shape(shape, regions)
+    holdings = [holding for holding, _ in main]
+    require_partition(key, shape, holdings)
+    chunk = regular_chunk_shape(shape, [holding.region for holding in holdings])
     if chunk is None:
-        chunk = irregular_chunk_shape(shape, first.dtype.itemsize, main)
-    return ArraySpec(key, shape, first.dtype, chunk), main
+        chunk = irregular_chunk_shape(shape, first.dtype.itemsize, holdings)
+    return ArraySpec(key, shape, first.dtype, chunk), dict(main)
 
 
 def _stored_part(shard: ShardSpec) -> Region | None:
@@ -198,18 +200,18 @@ def _stored_part(shard: ShardSpec) -> Region | None:
     return shard.region if shard.region.numel else None
 
 
-def _creator(main: Sequence[Holding], held: Sequence[tuple[int, ShardSpec]]) -> int:
+def _creator(main: Iterable[Holding], held: Sequence[tuple[int, ShardSpec]]) -> int:
     """The rank with the array's first element; for an empty array the lowest that knows it."""
-    return main[0].rank if main else min(rank for rank, _ in held)
+    first = next(iter(main), None)
+    return first.rank if first else min(rank for rank, _ in held)
 
 
 def _chunk_writes(
-    array: ArraySpec, main: Sequence[Holding], load: Counter[int]
+    array: ArraySpec, main: Mapping[Holding, ShardId], load: Counter[int]
 ) -> list[ChunkWrite]:
     """One write for each chunk of the array; adds what each writer takes on to ``load``."""
     pieces: dict[Extent, list[Piece]] = defaultdict(list)
-    for holding in main:
-        shard = ShardId(array.key, holding.region)
+    for holding, shard in main.items():
         for index, part in chunk_parts(array.chunk_shape, holding.region):
             pieces[index].append(Piece(holding.rank, shard, part))
     writes = []

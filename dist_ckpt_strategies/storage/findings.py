@@ -70,30 +70,25 @@ def chunk_index(array: ArraySpec, name: str) -> Extent | None:
     return index if fits and array.chunk_name(index) == name else None
 
 
-def check_chunks(array: ArraySpec, files: Mapping[str, int]) -> Iterator[Finding]:
+def check_chunks(
+    array: ArraySpec, chunks: Mapping[str, int], strangers: Collection[str]
+) -> Iterator[Finding]:
     """Findings about the chunk files of one array.
 
     Args:
         array: what the array's metadata says.
-        files: size in bytes of every file below the array's directory whose name looks like that
-            of a chunk; names are relative to that directory.
+        chunks: size in bytes of the files of its chunks, by name below the array's directory.
+        strangers: names there that look like those of chunks, but of none in the grid.
     """
-    chunks = {name for name in files if chunk_index(array, name) is not None}
-    for name, size in files.items():
-        path = f"{array.key}/{name}"
-        if name not in chunks:
-            yield Finding(
-                Problem.UNEXPECTED_CHUNK,
-                array.key,
-                path,
-                f"only chunks of the grid {_text(array.grid)}",
-                "a file that is none of them",
-            )
-        elif size != array.chunk_nbytes if array.is_raw else size == 0:
-            yield Finding(
-                Problem.WRONG_CHUNK_SIZE, array.key, path, _content(array), f"{size} bytes"
-            )
-    yield from _check_missing(array, chunks)
+    expected = _content(array)
+    for name, size in chunks.items():
+        if size != array.chunk_nbytes if array.is_raw else size == 0:
+            path, found = f"{array.key}/{name}", f"{size} bytes"
+            yield Finding(Problem.WRONG_CHUNK_SIZE, array.key, path, expected, found)
+    yield from _check_missing(array, chunks.keys())
+    for name in sorted(strangers):
+        path, grid = f"{array.key}/{name}", f"only chunks of the grid {_text(array.grid)}"
+        yield Finding(Problem.UNEXPECTED_CHUNK, array.key, path, grid, "one that is not in it")
 
 
 def _check_missing(array: ArraySpec, present: Collection[str]) -> Iterator[Finding]:
@@ -132,14 +127,6 @@ def check_shards(key: str, shape: Extent, found: Mapping[Extent, ObjectId]) -> I
     """
     is_older = any(object_id.shape[-1] == UNKNOWN for object_id in found.values())
     inside = {offset for offset in found if all(map(int.__lt__, offset, shape))}
-    for offset in sorted(found.keys() - inside):
-        yield Finding(
-            Problem.UNEXPECTED_OBJECT,
-            key,
-            shard_path(found[offset]),
-            f"only shards of the grid {_text(shape)}",
-            "a file that is none of them",
-        )
     missing = (offset for offset in _indices(shape) if offset not in inside)
     num_missing = math.prod(shape) - len(inside)
     for offset in islice(missing, min(num_missing, MAX_LISTED)):
@@ -155,6 +142,9 @@ def check_shards(key: str, shape: Extent, found: Mapping[Extent, ObjectId]) -> I
             f"{math.prod(shape)} shards",
             f"{len(inside)}; {num_missing - MAX_LISTED} more are missing than are listed",
         )
+    for offset in sorted(found.keys() - inside):
+        path, grid = shard_path(found[offset]), f"only shards of the grid {_text(shape)}"
+        yield Finding(Problem.UNEXPECTED_OBJECT, key, path, grid, "one that is not in it")
 
 
 def shard_path(object_id: ObjectId) -> str:

@@ -24,7 +24,7 @@ def open_array_store(root: Path, options: Options) -> ArrayStore:
             TensorStoreArrays,
         )
 
-        return TensorStoreArrays(root, options.io_threads)
+        return TensorStoreArrays(root, options.io_threads, options.timeout_s)
     except ImportError as error:
         other = next(engine for engine in Engine if engine is not options.engine)
         raise MissingDependencyError(

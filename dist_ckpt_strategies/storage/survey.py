@@ -1,16 +1,17 @@
 """What a checkpoint directory holds, and what is wrong with it, without loading anything.
 
 One pass over the directories reads names, sizes and the small metadata files; torch is not
-imported. Reading the objects as well, which verifies their own checksums, is a second step.
+imported. Reading the objects as well, to verify their own checksums, is a second step.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,6 @@ from pathlib import Path
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
-    CorruptCheckpointError,
 )
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
@@ -34,26 +34,30 @@ from dist_ckpt_strategies.storage.findings import (
     chunk_index,
     shard_path,
 )
+from dist_ckpt_strategies.storage.folders import Folder, folders_below, read_folder, reason
 from dist_ckpt_strategies.storage.object_files import COMMON_NAME, OBJECT_SUFFIX, file_damage
 from dist_ckpt_strategies.storage.publication import MARKER_NAME
 from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME, parse_metadata
 
 _SHARDED_BACKENDS = frozenset({("zarr", 1)})
 _COMMON_BACKENDS = frozenset({("torch", 1)})
+
 _MAX_JSON_NBYTES = 1 << 20
-"""A metadata file is a few hundred bytes; one beyond this is not read at all."""
+"""Metadata has a few hundred bytes; of a file beyond this no more is read."""
 
 _ARCHIVE_THREADS = 8
 _CHUNK_NAME = re.compile(r"\d+(?:[./]\d+)*", re.ASCII)
-_TEMPORARY_NAME = re.compile(r".*(\.__lock|\.partial)", re.DOTALL)
-"""Files that TensorStore and zarr-python rename when they are whole."""
+_CHUNK_FOLDERS = re.compile(r"(?:/\d+)+", re.ASCII)
+_LOCKS_SUFFIX = ".sync"
+_TEMPORARY_SUFFIXES = (".__lock", ".partial")
+"""Files that TensorStore and zarr-python rename once they are whole."""
 
 Watch = Callable[[int, int], None]
 """Told how much of a step is done and how much there is; the second may still grow."""
 
 
 class LeftoverKind(StrEnum):
-    """Why something is in a checkpoint without being part of it; values are in the JSON."""
+    """Why something is in a checkpoint without being part of it; the values are in the JSON."""
 
     LOCKS = "locks"
     PARTIAL = "partial"
@@ -82,7 +86,7 @@ class StoredObject:
     Attributes:
         key: the object's.
         shape: of the grid, in shards.
-        num_shards: shards that are there.
+        num_shards: shards of the grid that are there.
         file_nbytes: their bytes.
     """
 
@@ -94,7 +98,7 @@ class StoredObject:
 
 @dataclass(frozen=True, slots=True)
 class StoredArchive:
-    """A ``.pt`` file; ``key`` is None for the common state."""
+    """A ``.pt`` file; ``key`` is None for the common state, ``path`` relative to the root."""
 
     key: str | None
     path: str
@@ -118,10 +122,10 @@ class Survey:
         root: the directory, absolute.
         marker: None where it is missing or cannot be read.
         common_nbytes: size of ``common.pt``; None where it is missing.
-        arrays: by key.
-        objects: by key.
-        archives: every file that ``check_archives`` reads.
-        leftovers: harmless, and reported only.
+        arrays: sorted by key.
+        objects: sorted by key.
+        archives: every file that check_archives reads.
+        leftovers: harmless, and only mentioned.
         findings: what names, sizes and metadata show to be wrong.
         num_files: all files below the directory.
         nbytes: their bytes.
@@ -139,9 +143,9 @@ class Survey:
     nbytes: int
 
     @property
-    def is_known(self) -> bool:
-        """Whether the arrays were looked for: not in a checkpoint of another backend."""
-        return self.marker is None or _is_known(self.marker)
+    def is_foreign(self) -> bool:
+        """Whether another backend wrote the arrays, so that they were not looked for."""
+        return self.marker is not None and _is_foreign(self.marker)
 
 
 def survey_checkpoint(root: Path, watch: Watch | None = None) -> Survey:
@@ -154,19 +158,26 @@ def survey_checkpoint(root: Path, watch: Watch | None = None) -> Survey:
         watch: told about directories, done and known so far.
 
     Raises:
-        CheckpointNotFoundError: the directory does not exist, or only directories in it are
-            checkpoints.
+        CheckpointNotFoundError: the directory does not exist, or is no checkpoint itself but
+            holds some.
     """
     root = root.absolute()
     if not root.is_dir():
         raise CheckpointNotFoundError(f"{root} does not exist or is no directory", path=str(root))
     marker = _read_marker(root)
-    if not isinstance(marker, CheckpointMarker) and marker.problem is Problem.MISSING_MARKER:
+    if isinstance(marker, Finding):
         _require_no_checkpoints_in(root)
-    scan = _Scan()
-    looks_inside = not isinstance(marker, CheckpointMarker) or _is_known(marker)
-    _walk(root, scan.take if looks_inside else scan.count, scan.note_unreadable, watch)
-    return _survey(root, marker, scan)
+    scan = _Scan(root)
+    foreign = isinstance(marker, CheckpointMarker) and _is_foreign(marker)
+    waiting, done = [""], 0
+    while waiting:
+        folder = read_folder(root, waiting.pop())
+        followed = scan.count(folder) if foreign else scan.take(folder)
+        waiting.extend(map(folder.path_of, followed))
+        done += 1
+        if watch:
+            watch(done, done + len(waiting))
+    return scan.survey(marker, foreign=foreign)
 
 
 def check_checkpoint(root: Path, watch: Watch | None = None) -> tuple[Finding, ...]:
@@ -174,7 +185,7 @@ def check_checkpoint(root: Path, watch: Watch | None = None) -> tuple[Finding, .
 
     Every chunk file is there and of the right size, every grid of objects is complete, every
     ``.pt`` file fits its own checksums, the marker is there and known. The elements of arrays
-    are not read: format 1 keeps no checksum of them.
+    are not read: format 1 keeps no checksum of them, nor a list of the arrays.
 
     Raises:
         CheckpointNotFoundError: there is no such directory.
@@ -208,19 +219,18 @@ def _check_archive(root: Path, archive: StoredArchive) -> Finding | None:
         with (root / archive.path).open("rb") as file:
             damage = file_damage(file)
     except OSError as error:
-        return _unreadable(archive.key, archive.path, error)
+        return _unreadable(archive.key, archive.path, reason(error))
     if damage is None:
         return None
     expected = "an archive that fits its own checksums"
     return Finding(Problem.DAMAGED_ARCHIVE, archive.key, archive.path, expected, damage)
 
 
-def _is_known(marker: CheckpointMarker) -> bool:
-    return (marker.sharded_backend, marker.sharded_backend_version) in _SHARDED_BACKENDS
+def _is_foreign(marker: CheckpointMarker) -> bool:
+    return (marker.sharded_backend, marker.sharded_backend_version) not in _SHARDED_BACKENDS
 
 
 def _read_marker(root: Path) -> CheckpointMarker | Finding:
-    bad = partial(Finding, Problem.BAD_MARKER, None, MARKER_NAME, "the four fields of a marker")
     try:
         with (root / MARKER_NAME).open("rb") as file:
             return CheckpointMarker.from_json(file.read(_MAX_JSON_NBYTES))
@@ -228,77 +238,66 @@ def _read_marker(root: Path) -> CheckpointMarker | Finding:
         expected = "the last file that a save writes"
         return Finding(Problem.MISSING_MARKER, None, MARKER_NAME, expected, NO_FILE)
     except OSError as error:
-        return _unreadable(None, MARKER_NAME, error)
+        return _unreadable(None, MARKER_NAME, reason(error))
     except (ValueError, TypeError) as error:
-        return bad(f"something else: {error}")
+        expected = "the four fields of a marker"
+        return Finding(Problem.BAD_MARKER, None, MARKER_NAME, expected, f"something else: {error}")
 
 
 def _require_no_checkpoints_in(root: Path) -> None:
-    """Refuse a directory of checkpoints: its arrays would be those of all of them."""
-    with os.scandir(root) as entries:
-        names = sorted(e.name for e in entries if os.path.exists(os.path.join(e, MARKER_NAME)))  # noqa: PTH110, PTH118
-    if names:
-        shown = ", ".join(names[:3]) + (", ..." if len(names) > len(names[:3]) else "")
+    """Refuse a directory of checkpoints: their arrays would be taken for those of one."""
+    names = read_folder(root, "").folders
+    inner = [name for name in names if os.path.exists(os.path.join(root, name, MARKER_NAME))]  # noqa: PTH110, PTH118
+    if inner:
+        shown = ", ".join(inner[:3]) + (", ..." if len(inner) > len(inner[:3]) else "")
         raise CheckpointNotFoundError(
-            f"{root} is no checkpoint, but holds {len(names)} of them ({shown}); name one",
+            f"{root} is no checkpoint, but holds {len(inner)} ({shown}); name one of them",
             path=str(root),
         )
 
 
-def _unreadable(key: str | None, path: str, error: OSError) -> Finding:
-    found = error.strerror or type(error).__name__
-    return Finding(Problem.UNREADABLE, key, path, "something that can be read", found)
+def _unreadable(key: str | None, path: str, why: str) -> Finding:
+    return Finding(Problem.UNREADABLE, key, path, "something that can be read", why)
 
 
-@dataclass(frozen=True, slots=True)
-class _Folder:
-    """One directory: its path relative to the checkpoint is the key of what is in it."""
+class _Scan:
+    """Takes in the directories of a checkpoint one after the other."""
 
-    path: str
-    key: str
-    files: dict[str, int]
-    folders: tuple[str, ...]
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._top = Folder("", {}, ())
+        self._arrays: dict[str, StoredArray] = {}
+        self._shards: dict[str, list[_Shard]] = {}
+        self._orphans: Counter[str] = Counter()
+        self._leftovers: list[Leftover] = []
+        self._findings: list[Finding] = []
+        self._num_files = 0
+        self._nbytes = 0
 
-    def nbytes(self) -> int:
-        return sum(self.files.values())
+    def count(self, folder: Folder) -> Collection[str]:
+        """Count the files of a directory; returns the directories in it that are to follow."""
+        self._num_files += len(folder.files)
+        self._nbytes += folder.nbytes
+        if folder.failure:
+            self._findings.append(_unreadable(None, folder.key or ".", folder.failure))
+        return folder.folders
 
+    def take(self, folder: Folder) -> Collection[str]:
+        """Take in what a directory of a ("zarr", 1) checkpoint holds; returns which to follow."""
+        self.count(folder)
+        if _holds_locks(folder):
+            self._leftovers.append(Leftover(LeftoverKind.LOCKS, folder.key, folder.nbytes))
+            return ()
+        followed = self._without_leftovers(folder)
+        if not folder.key:
+            self._top = folder
+            return followed
+        self._take_shards(folder)
+        if METADATA_NAME in folder.files:
+            return self._take_array(folder, followed)
+        self._orphans[_CHUNK_FOLDERS.sub("", folder.key)] += sum(map(_is_chunk, folder.files))
+        return followed
 
-def _read_folder(root: Path, key: str) -> _Folder:
-    """Names and sizes in one directory. Links to a directory above are passed over."""
-    path = os.path.join(root, key) if key else str(root)  # noqa: PTH118 - 10,000 times
-    files, folders = {}, []
-    with os.scandir(path) as entries:
-        for entry in entries:
-            if entry.is_dir():
-                if not (entry.is_symlink() and _leads_up(entry)):
-                    folders.append(entry.name)
-            elif entry.is_file():
-                files[entry.name] = entry.stat().st_size
-    return _Folder(path, key, files, tuple(sorted(folders)))
-
-
-def _leads_up(link: os.DirEntry[str]) -> bool:
-    return Path(link.path).parent.resolve().is_relative_to(Path(link.path).resolve())
-
-
-def _walk(
-    root: Path,
-    visit: Callable[[_Folder], Iterable[str]],
-    fail: Callable[[str, OSError], None],
-    watch: Watch | None,
-) -> None:
-    """Visit every directory; ``visit`` names the directories in it that are to follow."""
-    waiting, done = [""], 0
-    while waiting:
-        key = waiting.pop()
-        try:
-            folder = _read_folder(root, key)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            fail(key, error)
-            continue
-        waiting.extend(f"{key}/{name}" if key else name for name in visit(folder))
-        done += 1
-        if watch:
-            watch(done, done + len(waiting))
+    def survey(self, marker: CheckpointMarker | Finding, *, foreign: bool) -> Survey:
+        """All that was taken in."""
+        ...

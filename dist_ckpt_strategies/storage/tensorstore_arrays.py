@@ -50,8 +50,9 @@ class TensorStoreArrays:
     what makes a load as fast as the disk.
     """
 
-    def __init__(self, root: Path, io_threads: int) -> None:
+    def __init__(self, root: Path, io_threads: int, timeout_s: float = 1800.0) -> None:
         self._root = root.absolute()
+        self._timeout_s = timeout_s
         self._context = ts.Context(
             {
                 "file_io_concurrency": {"limit": io_threads},
@@ -75,11 +76,11 @@ class TensorStoreArrays:
 
     def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
         """See ArrayStore."""
-        opened = [self._open(write.array) for write in writes]
+        opened = self._open_all([write.array for write in writes])
         pendings = []
-        for write, future in zip(writes, opened, strict=True):
+        for write, target in zip(writes, opened, strict=True):
             array = write.array
-            box = future.result()[write.region.slices()]
+            box = target[write.region.slices()]
             done = box.write(write.source, can_reference_source_data_indefinitely=True)
             pendings.append(self._pending(array, done.commit))
         return PendingTransfers(tuple(pendings))
@@ -87,19 +88,26 @@ class TensorStoreArrays:
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """See ArrayStore."""
         direct = [raw_reads(self._root, read) for read in reads]
-        jobs = [(f"{raw.array.key}: {raw.path}", raw.run) for raws in direct for raw in raws or ()]
-        jobs_under_way = run_pooled(jobs, _READ_THREADS, _unexpected)
         decoded = [read for read, raws in zip(reads, direct, strict=True) if raws is None]
-        return AllTransfers((jobs_under_way, self._begin_decoded_reads(decoded)))
+        decoding = self._begin_decoded_reads(decoded)
+        jobs = [(f"{raw.array.key}: {raw.path}", raw.run) for raws in direct for raw in raws or ()]
+        return AllTransfers((run_pooled(jobs, _READ_THREADS, _unexpected), decoding))
 
     def _begin_decoded_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
-        opened = [self._open(read.array) for read in reads]
+        opened = self._open_all([read.array for read in reads])
         pendings = []
-        for read, future in zip(reads, opened, strict=True):
-            source = future.result()[read.region.slices()]
+        for read, stored in zip(reads, opened, strict=True):
+            source = stored[read.region.slices()]
             target = ts.array(read.target, copy=False, write=True)
             pendings.append(self._pending(read.array, target.write(source.translate_to[0]).commit))
         return PendingTransfers(tuple(pendings))
+
+    def _open_all(self, arrays: Sequence[ArraySpec]) -> list[Any]:
+        """Every array, all opened at once, before anything is transferred."""
+        futures = [self._open(array) for array in arrays]
+        pendings = [self._pending(*pair) for pair in zip(arrays, futures, strict=True)]
+        PendingTransfers(tuple(pendings)).wait(self._timeout_s)
+        return [future.result() for future in futures]
 
     def _open(self, array: ArraySpec) -> Any:
         """The array, without reading its metadata again: we hold it."""

@@ -17,7 +17,7 @@ import torch
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.device import require_plain, torch_dtype
+from dist_ckpt_strategies.device import may_overlap, require_plain, torch_dtype
 from dist_ckpt_strategies.errors import ArrayNotFoundError, CheckpointNotFoundError, StrategyError
 from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor
 from dist_ckpt_strategies.megatron.shards import (
@@ -198,9 +198,9 @@ def _holdings(state_dict: StateDict) -> _Holdings:
         spec = shard_spec(value)
         specs.append(spec)
         if spec.is_main:
-            data = shard_data(value)
-            require_plain(data, key=spec.key)
-            tensors[spec.id] = data
+            if value.data is not None:
+                require_plain(value.data, key=spec.key)
+            tensors[spec.id] = shard_data(value)
     return _Holdings(tuple(specs), tensors, tuple(objects))
 
 
@@ -235,7 +235,8 @@ def _destination(tensor: Any, array: ArraySpec) -> torch.Tensor:
     if data is None:
         return torch.empty(tuple(tensor.local_shape), dtype=dtype)
     require_plain(data, key=tensor.key)
-    if data.dtype == dtype and data.shape == tuple(tensor.local_shape):
+    fits = data.dtype == dtype and data.shape == tuple(tensor.local_shape)
+    if fits and not may_overlap(data):
         return data
     return torch.empty(tuple(tensor.local_shape), dtype=dtype, device=data.device)
 
