@@ -131,7 +131,7 @@ class TorchCommunicator:
         """Who is to blame for a collective that timed out or broke off."""
         is_late = time.monotonic() >= deadline - 0.001
         absent = self._attendance.absent(self._timeout_s) if peer is None else [peer]
-        who = f"ranks {absent}" if absent else "a peer"
+        who = _described(absent)
         first = absent[0] if absent else None
         if is_late:
             return PeerTimeoutError(
@@ -169,27 +169,34 @@ class _Attendance:
                 None, f"the job's key-value store does not answer: {self.what}: {error}"
             ) from error
 
-    def absent(self, timeout_s: float) -> list[int]:
-        """Global ranks that have not signed for the collective under way; empty if unknown.
+    def absent(self, timeout_s: float) -> list[int] | None:
+        """Global ranks that have not signed for the collective under way; None if unknown.
 
         The store may be hosted by the very rank that is silent, and a question to it then never
         returns: it is asked over a connection and on a thread of its own.
         """
-        found: list[int] = []
-        reader = threading.Thread(target=lambda: found.extend(self._look_up()), daemon=True)
+        answers: list[list[int]] = []
+        reader = threading.Thread(target=lambda: answers.extend(self._look_up()), daemon=True)
         reader.start()
         reader.join(min(timeout_s, _LOOKUP_S))
-        return found
+        return answers[0] if answers else None
 
-    def _look_up(self) -> list[int]:
+    def _look_up(self) -> list[list[int]]:
         try:
-            store = self._store.clone()
-            return [rank for rank, key in self._keys.items() if not self._has_signed(store, key)]
+            store: Any = self._store
+            store = store.clone()
+            return [[rank for rank, key in self._keys.items() if not self._has_signed(store, key)]]
         except RuntimeError:
             return []
 
-    def _has_signed(self, store: dist.Store, key: str) -> bool:
-        return store.check([key]) and store.get(key).decode() == self.what
+    def _has_signed(self, store: Any, key: str) -> bool:
+        return bool(store.check([key]) and store.get(key).decode() == self.what)
+
+
+def _described(absent: list[int] | None) -> str:
+    if absent is None:
+        return "a peer (perhaps rank 0: the job's key-value store does not answer)"
+    return f"ranks {absent}" if absent else "a peer"
 
 
 def _device_of(group: ProcessGroup) -> torch.device:

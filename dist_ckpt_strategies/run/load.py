@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
 
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.plan.load import LoadPlan
+from dist_ckpt_strategies.run.report import LoadReport
 from dist_ckpt_strategies.run.transfer import TensorRead, run_reads
 from dist_ckpt_strategies.storage.base import ArrayStore
 
 
 def run_load(
     plan: LoadPlan, targets: Sequence[torch.Tensor], store: ArrayStore, options: Options
-) -> None:
+) -> LoadReport:
     """Fill the tensors that the plan's shards go to. Rank-local; wrap it in ``agree``.
 
     Args:
@@ -27,6 +29,7 @@ def run_load(
     Raises:
         StorageError: a chunk is missing, of the wrong size, or cannot be read.
     """
+    started = time.monotonic()
     reads = []
     for read in plan.reads:
         tensor = targets[read.number].detach()
@@ -35,3 +38,4 @@ def run_load(
         if read.source is not None and read.target is not None:
             reads.append(TensorRead(read.array, read.source, tensor[read.target.slices()]))
     run_reads(store, reads, options)
+    return LoadReport(len(plan.reads), plan.nbytes, time.monotonic() - started)

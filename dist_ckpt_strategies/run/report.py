@@ -23,6 +23,13 @@ class SaveReport:
     moved_nbytes: int
     seconds: float
 
+    def __str__(self) -> str:
+        """One line for a log."""
+        return (
+            f"{self.num_chunks} chunks and {self.nbytes} bytes written, "
+            f"{self.moved_nbytes} bytes sent to other writers, in {self.seconds:.3f} s"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
@@ -31,9 +38,13 @@ class LoadReport:
     Attributes:
         num_tensors: tensors that were filled.
         nbytes: bytes read from storage.
-        seconds: wall time, waiting for peers included.
+        seconds: wall time, not waiting for peers.
     """
 
     num_tensors: int
     nbytes: int
     seconds: float
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        return f"{self.num_tensors} tensors, {self.nbytes} bytes read in {self.seconds:.3f} s"

@@ -34,7 +34,7 @@ from dist_ckpt_strategies.megatron.shards import (
 from dist_ckpt_strategies.plan.load import build_load_plan
 from dist_ckpt_strategies.plan.save import ObjectHolding, build_save_plan
 from dist_ckpt_strategies.run.load import run_load
-from dist_ckpt_strategies.run.report import SaveReport
+from dist_ckpt_strategies.run.report import LoadReport, SaveReport
 from dist_ckpt_strategies.run.save import SaveTarget, run_save
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.object import ObjectId
@@ -57,6 +57,7 @@ from dist_ckpt_strategies.storage.stores import open_array_store
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 
 _OBJECT_THREADS = 8
+_METADATA_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +123,8 @@ def load_format1(
     options: Options,
     allowed: Callable[[], Allowed],
     deliver: Callable[[Any, torch.Tensor], torch.Tensor],
-) -> StateDict:
-    """Read what the state dict asks for; a state dict of the same structure with the values.
+) -> tuple[StateDict, LoadReport]:
+    """Read what the state dict asks for; a state dict of the same structure, and a report.
 
     Collective, with one meeting. A ShardedTensor with data of the stored dtype is filled in place
     and its own tensor is loaded. Otherwise that is a new tensor of the stored dtype.
@@ -140,16 +141,16 @@ def load_format1(
         ShapeMismatchError, ArrayNotFoundError, StorageError: on every rank where one failed.
     """
 
-    def read() -> dict[int, Any]:
+    def read() -> tuple[dict[int, Any], LoadReport]:
         values = list(sharded_values(state_dict))
         tensors = [value for value in values if isinstance(value, ShardedTensor)]
         objects = [value for value in values if isinstance(value, ShardedObject)]
-        found = _read(tensors, root, options)
+        found, report = _read(tensors, root, options)
         loaded = {id(v): deliver(v, t) for v, t in zip(tensors, found, strict=True)}
-        return loaded | _read_objects(objects, root, allowed)
+        return loaded | _read_objects(objects, root, allowed), report
 
-    loaded = agree(comm, read)
-    return mapped_values(lambda value: loaded[id(value)], state_dict)
+    loaded, report = agree(comm, read)
+    return mapped_values(lambda value: loaded[id(value)], state_dict), report
 
 
 def stored_metadata(root: Path, *, with_objects: bool) -> StateDict:
@@ -214,7 +215,9 @@ def _write_objects(root: Path, objects: Sequence[Any]) -> None:
     Zarr2Layout(root).sync_parents({found.key for found in objects})
 
 
-def _read(tensors: Sequence[Any], root: Path, options: Options) -> list[torch.Tensor]:
+def _read(
+    tensors: Sequence[Any], root: Path, options: Options
+) -> tuple[list[torch.Tensor], LoadReport]:
     """The loaded tensor of each ShardedTensor."""
     layout = Zarr2Layout(root)
     stored = _find_all(layout, {tensor.key for tensor in tensors})
@@ -224,8 +227,8 @@ def _read(tensors: Sequence[Any], root: Path, options: Options) -> list[torch.Te
         result.detach()[(None,) * tensor.prepend_axis_num]
         for result, tensor in zip(results, tensors, strict=True)
     ]
-    run_load(plan, targets, open_array_store(root, options), options)
-    return results
+    report = run_load(plan, targets, open_array_store(root, options), options)
+    return results, report
 
 
 def _destination(tensor: Any, array: ArraySpec) -> torch.Tensor:
@@ -242,13 +245,16 @@ def _destination(tensor: Any, array: ArraySpec) -> torch.Tensor:
 
 
 def _find_all(layout: Zarr2Layout, keys: Iterable[str]) -> dict[str, ArraySpec]:
-    found = {}
-    for key in sorted(keys):
-        try:
-            found[key] = layout.find(key)
-        except ArrayNotFoundError as error:
-            raise _not_found(layout, key) from error
-    return found
+    names = sorted(keys)
+    with ThreadPoolExecutor(_METADATA_THREADS, thread_name_prefix="dist-ckpt-find") as pool:
+        return dict(zip(names, pool.map(lambda key: _find(layout, key), names), strict=True))
+
+
+def _find(layout: Zarr2Layout, key: str) -> ArraySpec:
+    try:
+        return layout.find(key)
+    except ArrayNotFoundError as error:
+        raise _not_found(layout, key) from error
 
 
 def _not_found(layout: Zarr2Layout, key: str) -> ArrayNotFoundError:

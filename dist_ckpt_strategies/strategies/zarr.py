@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ from dist_ckpt_strategies.strategies.format1 import (
     stored_metadata,
 )
 from dist_ckpt_strategies.strategies.registration import register_defaults
+
+logger = logging.getLogger(__name__)
 
 BACKEND = "zarr"
 VERSION = 1
@@ -90,7 +93,8 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         comm = open_communicator(
             self._group, timeout_s=self._options.timeout_s, purpose=f"save to {root}"
         )
-        save_format1(sharded_state_dict, root, comm, self._options)
+        report = save_format1(sharded_state_dict, root, comm, self._options)
+        logger.info("rank %s: save to %s: %s", comm.global_rank(comm.rank), root, report)
 
 
 class ZarrLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
@@ -142,9 +146,10 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         comm = open_communicator(
             self._group, timeout_s=self._options.timeout_s, purpose=f"load from {root}"
         )
-        loaded = load_format1(
+        loaded, report = load_format1(
             sharded_state_dict, root, comm, self._options, self._allowed, self._deliver
         )
+        logger.info("rank %s: load from %s: %s", comm.global_rank(comm.rank), root, report)
         for _ in range(num_meetings - 1):
             agree(comm, lambda: None)
         return loaded
