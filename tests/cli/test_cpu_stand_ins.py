@@ -10,7 +10,7 @@ import torch
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.tensor_parallel import random as megatron_random
 
-from dist_ckpt_strategies.cli.cpu_stand_ins import FusedLayoutAdam, cpu_stand_ins
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import FusedLayoutAdam, cpu_stand_ins
 
 
 def patched_objects() -> tuple[object, ...]:

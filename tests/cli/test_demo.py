@@ -15,9 +15,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from dist_ckpt_strategies.cli.demo import run_demo
-from dist_ckpt_strategies.cli.demo_digest import Agreement, compare_digests, digest_tensor
-from dist_ckpt_strategies.cli.demo_events import (
+from dist_ckpt_strategies.cli.demo.digest import Agreement, compare_digests, digest_tensor
+from dist_ckpt_strategies.cli.demo.events import (
     DigestsTaken,
     EventReader,
     EventWriter,
@@ -25,9 +24,10 @@ from dist_ckpt_strategies.cli.demo_events import (
     IterationDone,
     PhaseBegun,
 )
-from dist_ckpt_strategies.cli.demo_ranks import run_rank_processes
-from dist_ckpt_strategies.cli.demo_report import Comparison, build_comparison_table
-from dist_ckpt_strategies.cli.demo_task import (
+from dist_ckpt_strategies.cli.demo.main import run_demo
+from dist_ckpt_strategies.cli.demo.ranks import run_rank_processes
+from dist_ckpt_strategies.cli.demo.report import Comparison, build_comparison_table
+from dist_ckpt_strategies.cli.demo.task import (
     DemoError,
     ModelSize,
     ParallelLayout,
@@ -54,13 +54,13 @@ SMALL = Training(
 WAITING_RANK = """
 import os, pathlib, sys
 pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
-from dist_ckpt_strategies.cli.demo_ranks import end_with_parent
+from dist_ckpt_strategies.cli.demo.ranks import end_with_parent
 end_with_parent()
 """
 
 FAILING_RANK = """
 import pathlib, sys, time
-from dist_ckpt_strategies.cli.demo_ranks import write_failure
+from dist_ckpt_strategies.cli.demo.ranks import write_failure
 while not all((pathlib.Path(sys.argv[1]) / f"pid{r}").exists() for r in (0, 1, 3)):
     time.sleep(0.01)
 write_failure(pathlib.Path(sys.argv[1]), 2, ValueError("the disk is full"))
@@ -70,7 +70,7 @@ sys.exit(1)
 
 INTERRUPTED_PARENT = """
 import pathlib, sys
-from dist_ckpt_strategies.cli.demo_ranks import run_rank_processes
+from dist_ckpt_strategies.cli.demo.ranks import run_rank_processes
 scratch = pathlib.Path(sys.argv[1])
 commands = [[sys.executable, "-c", sys.argv[2], str(scratch / f"pid{r}")] for r in range(2)]
 try:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from dist_ckpt_strategies.cli.demo_digest import compare_digests
-from dist_ckpt_strategies.cli.demo_ranks import run_task
-from dist_ckpt_strategies.cli.demo_report import StartRecord, largest_difference
-from dist_ckpt_strategies.cli.demo_task import (
+from dist_ckpt_strategies.cli.demo.digest import compare_digests
+from dist_ckpt_strategies.cli.demo.ranks import run_task
+from dist_ckpt_strategies.cli.demo.report import StartRecord, largest_difference
+from dist_ckpt_strategies.cli.demo.task import (
     ModelSize,
     ParallelLayout,
     RankTask,

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from dist_ckpt_strategies.cli.demo_task import ModelSize, ParallelLayout, Training
+from dist_ckpt_strategies.cli.demo.task import ModelSize, ParallelLayout, Training
 
 _SEED = 1234
 _WEIGHT_DECAY = 0.01

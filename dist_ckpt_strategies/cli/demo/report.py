@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from dist_ckpt_strategies.cli.demo_digest import Agreement
-from dist_ckpt_strategies.cli.demo_events import (
+from dist_ckpt_strategies.cli.demo.digest import Agreement
+from dist_ckpt_strategies.cli.demo.events import (
     DigestsTaken,
     Event,
     GoldenCompared,
@@ -21,7 +21,7 @@ from dist_ckpt_strategies.cli.demo_events import (
     PhaseBegun,
     PhaseEnded,
 )
-from dist_ckpt_strategies.cli.demo_task import ParallelLayout
+from dist_ckpt_strategies.cli.demo.task import ParallelLayout
 
 _UNIT = 1000
 _UNITS = ("B", "kB", "MB", "GB")

@@ -16,8 +16,8 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 
-from dist_ckpt_strategies.cli.demo_digest import digest_tensor
-from dist_ckpt_strategies.cli.demo_task import DemoError
+from dist_ckpt_strategies.cli.demo.digest import digest_tensor
+from dist_ckpt_strategies.cli.demo.task import DemoError
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import numpy as np
 import tensorstore as ts
 import torch
 
-from dist_ckpt_strategies.cli.demo_digest import digest_tensor
-from dist_ckpt_strategies.cli.demo_task import DemoError
+from dist_ckpt_strategies.cli.demo.digest import digest_tensor
+from dist_ckpt_strategies.cli.demo.task import DemoError
 
 _NUM_VALUES = 4
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from dist_ckpt_strategies.cli.demo_events import EVENTS_NAME, Event, EventReader
-from dist_ckpt_strategies.cli.demo_task import DemoError, RankTask
+from dist_ckpt_strategies.cli.demo.events import EVENTS_NAME, Event, EventReader
+from dist_ckpt_strategies.cli.demo.task import DemoError, RankTask
 
 _POLL_S = 0.05
 _STOP_TIMEOUT_S = 3.0
@@ -45,7 +45,7 @@ def end_with_parent() -> None:
 def run_task(task: RankTask, on_event: Callable[[Event], None], timeout_s: float) -> None:
     """Carry out a task with one new process per rank of its layout; see run_rank_processes."""
     # -P: a file of the user's working directory must not pass for a module.
-    worker = [sys.executable, "-P", "-m", "dist_ckpt_strategies.cli.demo_worker"]
+    worker = [sys.executable, "-P", "-m", "dist_ckpt_strategies.cli.demo.worker"]
     ranks = range(task.layout.num_ranks)
     commands = [[*worker, str(rank), task.to_json()] for rank in ranks]
     run_rank_processes(commands, task.scratch, on_event, timeout_s)
@@ -117,7 +117,7 @@ def _child_environment(environ: Mapping[str, str]) -> dict[str, str]:
     Gloo would otherwise choose the device that the host's name resolves to, which on many
     laptops and in many containers cannot be reached.
     """
-    package_root = str(Path(__file__).resolve().parents[2])
+    package_root = str(Path(__file__).resolve().parents[3])
     found = {**environ, "CUDA_VISIBLE_DEVICES": ""}
     found["PYTHONPATH"] = os.pathsep.join(filter(None, [package_root, environ.get("PYTHONPATH")]))
     if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""One rank of the demonstration: ``python -m dist_ckpt_strategies.cli.demo_worker RANK TASK``."""
+"""One rank of the demonstration: ``python -m dist_ckpt_strategies.cli.demo.worker RANK TASK``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.cli.cpu_stand_ins import cpu_stand_ins
-from dist_ckpt_strategies.cli.demo_digest import digest_tensor
-from dist_ckpt_strategies.cli.demo_events import (
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
+from dist_ckpt_strategies.cli.demo.digest import digest_tensor
+from dist_ckpt_strategies.cli.demo.events import (
     EVENTS_NAME,
     GOLDEN,
     LOAD,
@@ -33,10 +33,10 @@ from dist_ckpt_strategies.cli.demo_events import (
     PhaseBegun,
     PhaseEnded,
 )
-from dist_ckpt_strategies.cli.demo_model import Trainer, build_model
-from dist_ckpt_strategies.cli.demo_ranks import end_with_parent, write_failure
-from dist_ckpt_strategies.cli.demo_state import gather_global_digests
-from dist_ckpt_strategies.cli.demo_task import FULLY_RESHARDABLE, ModelSize, RankTask, Role
+from dist_ckpt_strategies.cli.demo.model import Trainer, build_model
+from dist_ckpt_strategies.cli.demo.ranks import end_with_parent, write_failure
+from dist_ckpt_strategies.cli.demo.state import gather_global_digests
+from dist_ckpt_strategies.cli.demo.task import FULLY_RESHARDABLE, ModelSize, RankTask, Role
 from dist_ckpt_strategies.storage.objects import read_pickle
 
 _GOLDEN_SIZE = ModelSize(

@@ -16,9 +16,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from dist_ckpt_strategies.cli.demo_array import ArrayView, read_with_tensorstore
-from dist_ckpt_strategies.cli.demo_digest import WEIGHTS, Agreement, compare_digests
-from dist_ckpt_strategies.cli.demo_events import (
+from dist_ckpt_strategies.cli.demo.array import ArrayView, read_with_tensorstore
+from dist_ckpt_strategies.cli.demo.digest import WEIGHTS, Agreement, compare_digests
+from dist_ckpt_strategies.cli.demo.events import (
     GOLDEN,
     LOAD,
     RESUME,
@@ -30,8 +30,8 @@ from dist_ckpt_strategies.cli.demo_events import (
     PhaseBegun,
     PhaseEnded,
 )
-from dist_ckpt_strategies.cli.demo_ranks import run_task
-from dist_ckpt_strategies.cli.demo_report import (
+from dist_ckpt_strategies.cli.demo.ranks import run_task
+from dist_ckpt_strategies.cli.demo.report import (
     Comparison,
     PhaseDisplay,
     StartRecord,
@@ -41,7 +41,7 @@ from dist_ckpt_strategies.cli.demo_report import (
     format_bytes,
     largest_difference,
 )
-from dist_ckpt_strategies.cli.demo_task import (
+from dist_ckpt_strategies.cli.demo.task import (
     DemoError,
     ParallelLayout,
     RankTask,
