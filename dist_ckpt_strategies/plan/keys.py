@@ -10,8 +10,9 @@ from dist_ckpt_strategies.errors import PlanError
 RESERVED_NAMES = frozenset({"common.pt", "metadata.json"})
 _MAX_COMPONENT_NBYTES = 255
 _FILES_OF_AN_ARRAY = re.compile(r"\.zarray|\.zattrs|\.zgroup|\d+(\.\d+)*")
-_READERS_NAMES = re.compile(r"\.zarray|shard_\d+(\.\d+)*_\d+(\.\d+)*\.pt")
-"""A directory of such a name would be taken for the file that marks an array or an object."""
+_READERS_NAMES = re.compile(r"\.zarray|metadata\.json|shard_\d+(\.\d+)*_\d+(\.\d+)*\.pt")
+"""A directory of such a name would be taken for the file that marks an array, a checkpoint, an
+object."""
 _LEAVING_PREFIXES = (".removed-", ".partial-")
 
 
@@ -34,12 +35,13 @@ def _problem(key: str) -> str | None:
     checks = {
         "it is empty": not key,
         "it holds a NUL character": "\0" in key,
+        "it holds a backslash, which TensorStore takes for '/'": "\\" in key,
         "it starts or ends with '/' or holds an empty, '.' or '..' component": any(
             part in {"", ".", ".."} for part in parts
         ),
         f"'{parts[0]}' is a file of every checkpoint": parts[0] in RESERVED_NAMES,
         "a component ends in '.__lock'": any(part.endswith(".__lock") for part in parts),
-        "a component is the name of a file of an array or object": any(
+        "a component is the name of a file that marks an array, object or checkpoint": any(
             _READERS_NAMES.fullmatch(part) for part in parts
         ),
         "a component is the name of something on its way out": any(

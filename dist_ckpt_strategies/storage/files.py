@@ -15,6 +15,9 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 
+MARKER_NAME = "metadata.json"
+"""The last file of a checkpoint; a directory below that has one is a checkpoint of its own."""
+
 REMOVED_PREFIX = ".removed-"
 """Directories on their way out; readers pass over them."""
 
@@ -64,6 +67,11 @@ def file_errors(
         raise
     except OSError as error:
         raise storage_error(key, path, error, not_found=not_found) from error
+
+
+def is_elsewhere(directory: os.DirEntry[str]) -> bool:
+    """Whether a directory is no part of the checkpoint around it: a link, or another checkpoint."""
+    return directory.is_symlink() or Path(directory.path, MARKER_NAME).exists()
 
 
 def write_file(path: Path, content: bytes | memoryview) -> None:

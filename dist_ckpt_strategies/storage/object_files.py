@@ -10,12 +10,17 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
 from dist_ckpt_strategies.spec.object import UNKNOWN, ObjectId
-from dist_ckpt_strategies.storage.files import REMOVED_PREFIX, file_errors, sync_directory
+from dist_ckpt_strategies.storage.files import (
+    REMOVED_PREFIX,
+    file_errors,
+    is_elsewhere,
+    sync_directory,
+)
 
 COMMON_NAME = "common.pt"
 OBJECT_SUFFIX = ".pt"
@@ -36,18 +41,13 @@ _MAX16, _MAX32 = 0xFFFF, 0xFFFFFFFF
 
 
 def object_ids(root: Path) -> Iterator[ObjectId]:
-    """Every object shard below a checkpoint, sorted; names of the older form are completed."""
-    return complete_ids(_named_ids(root, ""))
-
-
-def complete_ids(named: Iterable[ObjectId]) -> Iterator[ObjectId]:
-    """The shards of those names, sorted; names of the older form are completed.
+    """Every object shard below a checkpoint, sorted; names of the older form are completed.
 
     An older name lacks the last number of the grid's shape: it is one more than the largest
     offset found, as Megatron-Core concludes.
     """
     by_key: dict[str, list[ObjectId]] = {}
-    for object_id in named:
+    for object_id in _named_ids(root, ""):
         by_key.setdefault(object_id.key, []).append(object_id)
     for key in sorted(by_key):
         last = max(object_id.offset[-1] for object_id in by_key[key]) + 1
@@ -83,7 +83,7 @@ def _named_ids(directory: Path, prefix: str) -> Iterator[ObjectId]:
             found = ObjectId.parse(prefix + entry.name.removesuffix(OBJECT_SUFFIX))
             if found is not None:
                 yield found
-        elif entry.is_dir():
+        elif entry.is_dir() and not is_elsewhere(entry):
             yield from _named_ids(Path(entry.path), f"{prefix}{entry.name}/")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -11,17 +12,19 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
 )
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
+from dist_ckpt_strategies.storage import files
 from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     file_errors,
+    is_elsewhere,
     sync_directory,
     write_file,
 )
 from dist_ckpt_strategies.storage.object_files import COMMON_NAME, object_ids, object_path
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 
-MARKER_NAME = "metadata.json"
+MARKER_NAME = files.MARKER_NAME
 
 
 def read_marker(root: Path) -> CheckpointMarker:
@@ -90,18 +93,28 @@ def prepare_directory(root: Path) -> None:
 def retract(root: Path) -> None:
     """Remove the marker, durably, and then the arrays and objects of an earlier save.
 
-    ``common.pt`` stays: Megatron-Core's own save has already written the new one.
+    ``common.pt`` stays: Megatron-Core's own save has already written the new one. So do other
+    checkpoints below the directory, what links lead to, and files of any other kind.
     """
     remove_marker(root)
     with file_errors(None, root):
-        for entry in list(root.iterdir()):
-            if entry.name.startswith((REMOVED_PREFIX, PARTIAL_PREFIX)):
-                _remove(entry)
         layout = Zarr2Layout(root)
         for key in sorted(layout.keys(), key=len, reverse=True):
             layout.remove(key)
         for object_id in list(object_ids(root)):
             object_path(root, object_id).unlink(missing_ok=True)
+        _remove_remains(root)
+
+
+def _remove_remains(directory: Path) -> None:
+    """Remove what a process that was killed had not renamed into place, or not quite removed."""
+    with os.scandir(directory) as scan:
+        entries = list(scan)
+    for entry in entries:
+        if entry.name.startswith((REMOVED_PREFIX, PARTIAL_PREFIX)):
+            _remove(Path(entry.path))
+        elif entry.is_dir() and not is_elsewhere(entry):
+            _remove_remains(Path(entry.path))
 
 
 def remove_marker(root: Path) -> None:

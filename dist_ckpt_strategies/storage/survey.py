@@ -6,112 +6,40 @@ imported. Reading the objects as well, to verify their own checksums, is a secon
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
-from dist_ckpt_strategies.errors import (
-    CheckpointError,
-    CheckpointNotFoundError,
-)
-from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.errors import CheckpointNotFoundError
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.spec.object import UNKNOWN, ObjectId
-from dist_ckpt_strategies.spec.region import Extent
-from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX, REMOVED_PREFIX
-from dist_ckpt_strategies.storage.findings import (
-    NO_FILE,
-    Finding,
-    Problem,
-    check_chunks,
-    check_shards,
-    chunk_index,
-    shard_path,
+from dist_ckpt_strategies.storage.contents import (
+    MAX_JSON_NBYTES,
+    FolderContents,
+    Leftover,
+    count_contents,
+    read_contents,
 )
-from dist_ckpt_strategies.storage.folders import Folder, folders_below, read_folder, reason
-from dist_ckpt_strategies.storage.object_files import COMMON_NAME, OBJECT_SUFFIX, file_damage
+from dist_ckpt_strategies.storage.findings import NO_FILE, Finding, Problem, Watch, unreadable
+from dist_ckpt_strategies.storage.folders import Folder, read_folder, reason
+from dist_ckpt_strategies.storage.object_files import COMMON_NAME
 from dist_ckpt_strategies.storage.publication import MARKER_NAME
-from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME, parse_metadata
+from dist_ckpt_strategies.storage.stored_arrays import StoredArray
+from dist_ckpt_strategies.storage.stored_objects import (
+    StoredArchive,
+    StoredObject,
+    check_archives,
+    check_shards,
+    stored_objects,
+)
+from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME
 
-_SHARDED_BACKENDS = frozenset({("zarr", 1)})
-_COMMON_BACKENDS = frozenset({("torch", 1)})
-
-_MAX_JSON_NBYTES = 1 << 20
-"""Metadata has a few hundred bytes; of a file beyond this no more is read."""
-
-_ARCHIVE_THREADS = 8
-_CHUNK_NAME = re.compile(r"\d+(?:[./]\d+)*", re.ASCII)
-_CHUNK_FOLDERS = re.compile(r"(?:/\d+)+", re.ASCII)
-_LOCKS_SUFFIX = ".sync"
-_TEMPORARY_SUFFIXES = (".__lock", ".partial")
-"""Files that TensorStore and zarr-python rename once they are whole."""
-
-Watch = Callable[[int, int], None]
-"""Told how much of a step is done and how much there is; the second may still grow."""
-
-
-class LeftoverKind(StrEnum):
-    """Why something is in a checkpoint without being part of it; the values are in the JSON."""
-
-    LOCKS = "locks"
-    PARTIAL = "partial"
-    REMOVED = "removed"
-
-
-@dataclass(frozen=True, slots=True)
-class StoredArray:
-    """An array whose metadata could be read.
-
-    Attributes:
-        array: its metadata.
-        num_chunks: chunk files of its grid that are there.
-        file_nbytes: their bytes.
-    """
-
-    array: ArraySpec
-    num_chunks: int
-    file_nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """A grid of objects, as the names of its files state it.
-
-    Attributes:
-        key: the object's.
-        shape: of the grid, in shards.
-        num_shards: shards of the grid that are there.
-        file_nbytes: their bytes.
-    """
-
-    key: str
-    shape: Extent
-    num_shards: int
-    file_nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoredArchive:
-    """A ``.pt`` file; ``key`` is None for the common state, ``path`` relative to the root."""
-
-    key: str | None
-    path: str
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Leftover:
-    """A file or directory of no use: locks of the old backend, remains of a save cut short."""
-
-    kind: LeftoverKind
-    path: str
-    nbytes: int
+_SHARDED_BACKENDS = (("zarr", 1),)
+_COMMON_BACKENDS = (("torch", 1),)
+_CHUNK_FOLDERS = re.compile(r"(?:/\d+)+\Z", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,22 +49,20 @@ class Survey:
     Attributes:
         root: the directory, absolute.
         marker: None where it is missing or cannot be read.
-        common_nbytes: size of ``common.pt``; None where it is missing.
+        common: the file of the common state; None where it is missing.
         arrays: sorted by key.
         objects: sorted by key.
-        archives: every file that check_archives reads.
-        leftovers: harmless, and only mentioned.
-        findings: what names, sizes and metadata show to be wrong.
+        leftovers: sorted by path; harmless, and only mentioned.
+        findings: what names, sizes and metadata show to be wrong, sorted by key.
         num_files: all files below the directory.
         nbytes: their bytes.
     """
 
     root: Path
     marker: CheckpointMarker | None
-    common_nbytes: int | None
+    common: StoredArchive | None
     arrays: tuple[StoredArray, ...]
     objects: tuple[StoredObject, ...]
-    archives: tuple[StoredArchive, ...]
     leftovers: tuple[Leftover, ...]
     findings: tuple[Finding, ...]
     num_files: int
@@ -145,7 +71,14 @@ class Survey:
     @property
     def is_foreign(self) -> bool:
         """Whether another backend wrote the arrays, so that they were not looked for."""
-        return self.marker is not None and _is_foreign(self.marker)
+        return self.marker is not None and not _is_known(self.marker)
+
+    @property
+    def archives(self) -> tuple[StoredArchive, ...]:
+        """Every ``.pt`` file, the common state first."""
+        shards = (shard for stored in self.objects for shard in stored.shards)
+        archives = (StoredArchive(shard.id.key, shard.path, shard.nbytes) for shard in shards)
+        return (*([self.common] if self.common else []), *archives)
 
 
 def survey_checkpoint(root: Path, watch: Watch | None = None) -> Survey:
@@ -164,20 +97,27 @@ def survey_checkpoint(root: Path, watch: Watch | None = None) -> Survey:
     root = root.absolute()
     if not root.is_dir():
         raise CheckpointNotFoundError(f"{root} does not exist or is no directory", path=str(root))
-    marker = _read_marker(root)
+    top, marker = read_folder(root, ""), _read_marker(root)
     if isinstance(marker, Finding):
-        _require_no_checkpoints_in(root)
-    scan = _Scan(root)
-    foreign = isinstance(marker, CheckpointMarker) and _is_foreign(marker)
-    waiting, done = [""], 0
-    while waiting:
-        folder = read_folder(root, waiting.pop())
-        followed = scan.count(folder) if foreign else scan.take(folder)
-        waiting.extend(map(folder.path_of, followed))
-        done += 1
-        if watch:
-            watch(done, done + len(waiting))
-    return scan.survey(marker, foreign=foreign)
+        _require_no_checkpoints_in(root, top)
+    foreign = isinstance(marker, CheckpointMarker) and not _is_known(marker)
+    look = count_contents if foreign else partial(read_contents, root)
+    contents = tuple(_look_at_all(root, top, look, watch))
+    common = top.files.get(COMMON_NAME)
+    arrays = chain.from_iterable(found.arrays for found in contents)
+    objects = stored_objects(chain.from_iterable(found.shards for found in contents))
+    leftovers = chain.from_iterable(found.leftovers for found in contents)
+    return Survey(
+        root,
+        marker if isinstance(marker, CheckpointMarker) else None,
+        None if common is None else StoredArchive(None, COMMON_NAME, common),
+        tuple(sorted(arrays, key=lambda stored: stored.array.key)),
+        objects,
+        tuple(sorted(leftovers, key=lambda leftover: leftover.path)),
+        _by_key(chain(_check_top(marker, top), _check_all(contents, objects))),
+        sum(found.num_files for found in contents),
+        sum(found.nbytes for found in contents),
+    )
 
 
 def check_checkpoint(root: Path, watch: Watch | None = None) -> tuple[Finding, ...]:
@@ -187,117 +127,118 @@ def check_checkpoint(root: Path, watch: Watch | None = None) -> tuple[Finding, .
     ``.pt`` file fits its own checksums, the marker is there and known. The elements of arrays
     are not read: format 1 keeps no checksum of them, nor a list of the arrays.
 
-    Raises:
-        CheckpointNotFoundError: there is no such directory.
-    """
-    survey = survey_checkpoint(root, watch)
-    return (*survey.findings, *check_archives(survey, watch))
-
-
-def check_archives(survey: Survey, watch: Watch | None = None) -> tuple[Finding, ...]:
-    """Read every ``.pt`` file of a checkpoint and compare it with its own checksums.
-
     Args:
-        survey: of the checkpoint.
-        watch: told about bytes, done and in all.
+        root: the checkpoint directory.
+        watch: told about directories, then about bytes of objects.
+
+    Raises:
+        CheckpointNotFoundError: as for survey_checkpoint.
     """
-    findings, done = [], 0
-    total = sum(archive.nbytes for archive in survey.archives)
-    with ThreadPoolExecutor(_ARCHIVE_THREADS, thread_name_prefix="dist-ckpt-check") as pool:
-        results = pool.map(partial(_check_archive, survey.root), survey.archives)
-        for archive, finding in zip(survey.archives, results, strict=True):
-            done += archive.nbytes
-            if watch:
-                watch(done, total)
-            if finding:
-                findings.append(finding)
-    return tuple(findings)
+    return check_survey(survey_checkpoint(root, watch), watch)
 
 
-def _check_archive(root: Path, archive: StoredArchive) -> Finding | None:
-    try:
-        with (root / archive.path).open("rb") as file:
-            damage = file_damage(file)
-    except OSError as error:
-        return _unreadable(archive.key, archive.path, reason(error))
-    if damage is None:
-        return None
-    expected = "an archive that fits its own checksums"
-    return Finding(Problem.DAMAGED_ARCHIVE, archive.key, archive.path, expected, damage)
+def check_survey(survey: Survey, watch: Watch | None = None) -> tuple[Finding, ...]:
+    """The findings of a survey, and those of reading every ``.pt`` file in it; sorted by key."""
+    return _by_key((*survey.findings, *check_archives(survey.root, survey.archives, watch)))
 
 
-def _is_foreign(marker: CheckpointMarker) -> bool:
-    return (marker.sharded_backend, marker.sharded_backend_version) not in _SHARDED_BACKENDS
+def _by_key(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    return tuple(sorted(findings, key=lambda finding: finding.key or ""))
+
+
+def _look_at_all(
+    root: Path, top: Folder, look: Callable[[Folder], FolderContents], watch: Watch | None
+) -> Iterator[FolderContents]:
+    contents = look(top)
+    waiting, done = list(contents.folders), 1
+    yield contents
+    while waiting:
+        contents = look(read_folder(root, waiting.pop()))
+        waiting.extend(contents.folders)
+        done += 1
+        if watch:
+            watch(done, done + len(waiting))
+        yield contents
 
 
 def _read_marker(root: Path) -> CheckpointMarker | Finding:
     try:
         with (root / MARKER_NAME).open("rb") as file:
-            return CheckpointMarker.from_json(file.read(_MAX_JSON_NBYTES))
+            return CheckpointMarker.from_json(file.read(MAX_JSON_NBYTES))
     except FileNotFoundError:
         expected = "the last file that a save writes"
         return Finding(Problem.MISSING_MARKER, None, MARKER_NAME, expected, NO_FILE)
     except OSError as error:
-        return _unreadable(None, MARKER_NAME, reason(error))
+        return unreadable(None, MARKER_NAME, reason(error))
     except (ValueError, TypeError) as error:
-        expected = "the four fields of a marker"
-        return Finding(Problem.BAD_MARKER, None, MARKER_NAME, expected, f"something else: {error}")
+        expected = "the fields of a marker as JSON"
+        return Finding(Problem.BAD_MARKER, None, MARKER_NAME, expected, str(error))
 
 
-def _require_no_checkpoints_in(root: Path) -> None:
+def _require_no_checkpoints_in(root: Path, top: Folder) -> None:
     """Refuse a directory of checkpoints: their arrays would be taken for those of one."""
-    names = read_folder(root, "").folders
-    inner = [name for name in names if os.path.exists(os.path.join(root, name, MARKER_NAME))]  # noqa: PTH110, PTH118
+    inner = [name for name in top.folders if (root / name / MARKER_NAME).exists()]
     if inner:
         shown = ", ".join(inner[:3]) + (", ..." if len(inner) > len(inner[:3]) else "")
         raise CheckpointNotFoundError(
-            f"{root} is no checkpoint, but holds {len(inner)} ({shown}); name one of them",
+            f"{root} is no checkpoint itself but holds {len(inner)} ({shown}); name one of them",
             path=str(root),
         )
 
 
-def _unreadable(key: str | None, path: str, why: str) -> Finding:
-    return Finding(Problem.UNREADABLE, key, path, "something that can be read", why)
+def _is_known(marker: CheckpointMarker) -> bool:
+    return (marker.sharded_backend, marker.sharded_backend_version) in _SHARDED_BACKENDS
 
 
-class _Scan:
-    """Takes in the directories of a checkpoint one after the other."""
+def _check_top(marker: CheckpointMarker | Finding, top: Folder) -> Iterator[Finding]:
+    """Findings about the files that every checkpoint has."""
+    if isinstance(marker, Finding):
+        yield marker
+    else:
+        sharded = marker.sharded_backend, marker.sharded_backend_version
+        yield from _check_backend("sharded", sharded, _SHARDED_BACKENDS)
+        common = marker.common_backend, marker.common_backend_version
+        yield from _check_backend("common", common, _COMMON_BACKENDS)
+        if common not in _COMMON_BACKENDS:
+            return
+    if COMMON_NAME not in top.files:
+        expected = "the state that all ranks share"
+        yield Finding(Problem.MISSING_COMMON, None, COMMON_NAME, expected, NO_FILE)
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._top = Folder("", {}, ())
-        self._arrays: dict[str, StoredArray] = {}
-        self._shards: dict[str, list[_Shard]] = {}
-        self._orphans: Counter[str] = Counter()
-        self._leftovers: list[Leftover] = []
-        self._findings: list[Finding] = []
-        self._num_files = 0
-        self._nbytes = 0
 
-    def count(self, folder: Folder) -> Collection[str]:
-        """Count the files of a directory; returns the directories in it that are to follow."""
-        self._num_files += len(folder.files)
-        self._nbytes += folder.nbytes
-        if folder.failure:
-            self._findings.append(_unreadable(None, folder.key or ".", folder.failure))
-        return folder.folders
+def _check_backend(
+    which: str, found: tuple[str, int], known: tuple[tuple[str, int], ...]
+) -> Iterator[Finding]:
+    if found not in known:
+        expected = " or ".join(f"{name} version {version}" for name, version in known)
+        yield Finding(
+            Problem.UNKNOWN_BACKEND,
+            None,
+            MARKER_NAME,
+            f"{which} backend {expected}",
+            f"{found[0]} version {found[1]}",
+        )
 
-    def take(self, folder: Folder) -> Collection[str]:
-        """Take in what a directory of a ("zarr", 1) checkpoint holds; returns which to follow."""
-        self.count(folder)
-        if _holds_locks(folder):
-            self._leftovers.append(Leftover(LeftoverKind.LOCKS, folder.key, folder.nbytes))
-            return ()
-        followed = self._without_leftovers(folder)
-        if not folder.key:
-            self._top = folder
-            return followed
-        self._take_shards(folder)
-        if METADATA_NAME in folder.files:
-            return self._take_array(folder, followed)
-        self._orphans[_CHUNK_FOLDERS.sub("", folder.key)] += sum(map(_is_chunk, folder.files))
-        return followed
 
-    def survey(self, marker: CheckpointMarker | Finding, *, foreign: bool) -> Survey:
-        """All that was taken in."""
-        ...
+def _check_all(
+    contents: Iterable[FolderContents], objects: Iterable[StoredObject]
+) -> Iterator[Finding]:
+    described = set()
+    orphans: Counter[str] = Counter()
+    for found in contents:
+        yield from found.findings
+        if found.arrays or found.findings:
+            described.add(found.key)
+        # Chunks in numbered directories, w/0/1, belong to the directory above the numbers.
+        orphans[_CHUNK_FOLDERS.sub("", found.key)] += found.num_orphans
+    yield from _check_orphans(orphans, described)
+    for stored in objects:
+        yield from check_shards(stored)
+
+
+def _check_orphans(orphans: Counter[str], described: Container[str]) -> Iterator[Finding]:
+    """Chunk files without the metadata that says what they are."""
+    for key, count in orphans.items():
+        if count and key not in described:
+            path, found = f"{key}/{METADATA_NAME}", f"{NO_FILE}, but {count} that look like chunks"
+            yield Finding(Problem.MISSING_METADATA, key, path, "the array's metadata", found)

@@ -52,6 +52,12 @@ class TensorStoreArrays:
 
     def __init__(self, root: Path, io_threads: int, timeout_s: float = 1800.0) -> None:
         self._root = root.absolute()
+        if "\\" in str(self._root):
+            raise StorageError(
+                f"{self._root}: TensorStore takes the backslash for '/'; rename the directory, or "
+                "choose engine='zarr'",
+                path=str(self._root),
+            )
         self._timeout_s = timeout_s
         self._context = ts.Context(
             {
@@ -140,5 +146,5 @@ def _is_damage(text: str) -> bool:
     return text.startswith(("DATA_LOSS", "INVALID_ARGUMENT", "FAILED_PRECONDITION"))
 
 
-def _unexpected(error: Exception) -> CheckpointError:
-    return StorageError(f"reading failed: {error!r}")
+def _unexpected(name: str, error: Exception) -> CheckpointError:
+    return StorageError(f"{name}: {error!r}")

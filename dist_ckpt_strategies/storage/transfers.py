@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -52,19 +53,40 @@ class PendingTransfers:
             raise failures[0]
 
 
+Job = tuple[str, Callable[[], None]]
+"""What is transferred and where, for messages; and the blocking call that does it."""
+
+
 @dataclass(frozen=True, slots=True)
 class PooledTransfers:
-    """A Transfer whose futures run on a thread pool of its own."""
+    """A Transfer whose jobs are taken from one queue by a few threads of its own.
 
-    inner: PendingTransfers
+    A job costs little more than its system calls: one future for each thread, none for each job.
+    """
+
+    jobs: deque[Job]
+    workers: tuple[Future[CheckpointError | None], ...]
     pool: ThreadPoolExecutor
 
     def wait(self, timeout_s: float) -> None:
         """See Transfer."""
+        deadline = time.monotonic() + timeout_s
         try:
-            self.inner.wait(timeout_s)
+            found = [self._outcome(worker, deadline, timeout_s) for worker in self.workers]
         finally:
             self.pool.shutdown(wait=False, cancel_futures=True)
+        failures = [error for error in found if error is not None]
+        if failures:
+            raise failures[0]
+
+    def _outcome(
+        self, worker: Future[CheckpointError | None], deadline: float, timeout_s: float
+    ) -> CheckpointError | None:
+        try:
+            return worker.result(timeout=max(0.0, deadline - time.monotonic()))
+        except FutureTimeoutError:
+            self.jobs.clear()
+            return StorageError(f"storage did not answer within {timeout_s:g} s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +108,49 @@ class AllTransfers:
 
 
 def run_pooled(
-    jobs: Sequence[tuple[str, Callable[[], None]]],
-    num_threads: int,
-    translate: Callable[[Exception], CheckpointError],
+    jobs: Iterable[Job], num_threads: int, translate: Callable[[str, Exception], CheckpointError]
 ) -> Transfer:
-    """Start each job on a pool of at most ``num_threads`` threads."""
-    if not jobs:
+    """Start the jobs, in their order, on at most ``num_threads`` threads.
+
+    After a failure no further job is started. ``translate`` is given the name of the job and the
+    error, where that is not one of ours.
+    """
+    queue = deque(jobs)
+    num_workers = min(num_threads, len(queue))
+    if num_workers == 0:
         return PendingTransfers(())
-    pool = ThreadPoolExecutor(min(num_threads, len(jobs)), thread_name_prefix="dist-ckpt-io")
-    futures: list[Future[None]] = [pool.submit(job) for _, job in jobs]
-    pendings = (
-        Pending(name, future, translate) for (name, _), future in zip(jobs, futures, strict=True)
-    )
-    return PooledTransfers(PendingTransfers(tuple(pendings)), pool)
+    pool = ThreadPoolExecutor(num_workers, thread_name_prefix="dist-ckpt-io")
+    workers = tuple(pool.submit(_work_off, queue, translate) for _ in range(num_workers))
+    return PooledTransfers(queue, workers, pool)
+
+
+def _work_off(
+    jobs: deque[Job], translate: Callable[[str, Exception], CheckpointError]
+) -> CheckpointError | None:
+    """Take jobs until none is left; the error of the one that failed, if any."""
+    while True:
+        try:
+            name, job = jobs.popleft()
+        except IndexError:
+            return None
+        error = _failure(name, job, translate)
+        if error is not None:
+            jobs.clear()
+            return error
+
+
+def _failure(
+    name: str, job: Callable[[], None], translate: Callable[[str, Exception], CheckpointError]
+) -> CheckpointError | None:
+    try:
+        job()
+    except CheckpointError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - libraries raise what they like; named and re-raised
+        translated = translate(name, error)
+        translated.__cause__ = error
+        return translated
+    return None
 
 
 def _outcome(pending: Pending, deadline: float, timeout_s: float) -> CheckpointError | None:

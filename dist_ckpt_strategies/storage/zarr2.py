@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.storage.files import (
     REMOVED_PREFIX,
     file_errors,
+    is_elsewhere,
     sync_directory,
 )
 
@@ -49,7 +51,7 @@ def array_metadata(array: ArraySpec) -> dict[str, Any]:
 
 def metadata_content(array: ArraySpec) -> bytes:
     """The bytes of ``.zarray``."""
-    return json.dumps(array_metadata(array), indent=4, sort_keys=True).encode()
+    return json.dumps(array_metadata(array), sort_keys=True).encode()
 
 
 def parse_metadata(key: str, path: Path, content: bytes) -> ArraySpec:
@@ -155,18 +157,24 @@ class Zarr2Layout:
         return (self.root.joinpath(*parts[:depth]) for depth in range(len(parts)))
 
     def keys(self) -> Iterator[str]:
-        """Keys of all arrays, at any depth, sorted within a directory."""
+        """Keys of all arrays, at any depth, sorted within a directory.
+
+        An array may be a link; other links, and checkpoints further down, are not looked into.
+        """
         yield from _array_keys(self.root, "")
 
     def remove(self, key: str) -> None:
-        """Remove an array; it is gone at once, its files follow."""
+        """Remove an array; it is gone at once, its files follow. Of a link only the link goes."""
         directory = self.directory(key)
-        doomed = directory.with_name(REMOVED_PREFIX + directory.name)
+        doomed = directory.with_name(REMOVED_PREFIX + uuid.uuid4().hex)
         locks = directory.with_name(directory.name + _LOCKS_SUFFIX)
         with file_errors(key, directory, not_found=ArrayNotFoundError):
             directory.rename(doomed)
             sync_directory(directory.parent)
-            shutil.rmtree(doomed)
+            if doomed.is_symlink():
+                doomed.unlink()
+            else:
+                shutil.rmtree(doomed)
             if _is_lock_directory(str(locks)):
                 shutil.rmtree(locks)
 
@@ -182,7 +190,8 @@ def _array_keys(directory: Path, prefix: str) -> Iterator[str]:
         key = prefix + entry.name
         if os.path.exists(os.path.join(entry.path, METADATA_NAME)):  # noqa: PTH110, PTH118 - 10,000 times
             yield key
-        yield from _array_keys(Path(entry.path), key + "/")
+        if not is_elsewhere(entry):
+            yield from _array_keys(Path(entry.path), key + "/")
 
 
 def _is_lock_directory(path: str) -> bool:
@@ -194,5 +203,5 @@ def _is_lock_directory(path: str) -> bool:
         return False
     try:
         return os.stat(os.path.join(path, METADATA_NAME)).st_size == 0  # noqa: PTH116, PTH118
-    except FileNotFoundError:
+    except OSError:  # also where the longer name is too long
         return False

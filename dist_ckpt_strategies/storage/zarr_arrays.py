@@ -65,10 +65,11 @@ class _WriteJob:
     def run(self) -> None:
         """Store the region, then flush every file of it."""
         array, directory = self.write.array, self.root / self.write.array.key
-        with file_errors(array.key, directory):
+        paths = _chunk_paths(self.root, array, self.write.region)
+        with file_errors(array.key, _at_fault(directory, paths)):
             target = _opened(self.root, array, read_only=False)
             target[self.write.region.slices()] = self.write.source
-            for path in _chunk_paths(self.root, array, self.write.region):
+            for path in paths:
                 _sync_file(path)
             sync_directory(directory)
 
@@ -81,8 +82,9 @@ class _ReadJob:
     def run(self) -> None:
         """Check that every chunk file is there and whole, then read the region."""
         array, directory = self.read.array, self.root / self.read.array.key
-        with file_errors(array.key, directory):
-            for path in _chunk_paths(self.root, array, self.read.region):
+        paths = _chunk_paths(self.root, array, self.read.region)
+        with file_errors(array.key, _at_fault(directory, paths)):
+            for path in paths:
                 _require_chunk(array, path)
             source = _opened(self.root, array, read_only=True)
             self.read.target[...] = source[self.read.region.slices()]
@@ -103,6 +105,11 @@ def _chunk_paths(root: Path, array: ArraySpec, region: Region) -> list[Path]:
     return [root / array.key / array.chunk_name(index) for index in array.chunks_of(region)]
 
 
+def _at_fault(directory: Path, paths: Sequence[Path]) -> Path:
+    """What an error is blamed on, which zarr-python does not tell: the file where there is one."""
+    return paths[0] if len(paths) == 1 else directory
+
+
 def _require_chunk(array: ArraySpec, path: Path) -> None:
     try:
         size = path.stat().st_size
@@ -120,5 +127,5 @@ def _sync_file(path: Path) -> None:
         os.close(handle)
 
 
-def _translated(error: Exception) -> CheckpointError:
-    return StorageError(f"zarr-python failed: {error!r}")
+def _translated(name: str, error: Exception) -> CheckpointError:
+    return StorageError(f"{name}: zarr-python failed: {error!r}")

@@ -246,8 +246,10 @@ def _destination(tensor: Any, array: ArraySpec) -> torch.Tensor:
 
 def _find_all(layout: Zarr2Layout, keys: Iterable[str]) -> dict[str, ArraySpec]:
     names = sorted(keys)
+    shares = [names[n::_METADATA_THREADS] for n in range(_METADATA_THREADS)]
     with ThreadPoolExecutor(_METADATA_THREADS, thread_name_prefix="dist-ckpt-find") as pool:
-        return dict(zip(names, pool.map(lambda key: _find(layout, key), names), strict=True))
+        found = pool.map(lambda share: [(key, _find(layout, key)) for key in share], shares)
+        return dict(pair for pairs in found for pair in pairs)
 
 
 def _find(layout: Zarr2Layout, key: str) -> ArraySpec:

@@ -1,0 +1,165 @@
+"""What one directory of a ("zarr", 1) checkpoint holds: an array, objects, remains of a save."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+
+from dist_ckpt_strategies.errors import CheckpointError
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX, REMOVED_PREFIX
+from dist_ckpt_strategies.storage.findings import Finding, Problem, unreadable
+from dist_ckpt_strategies.storage.folders import Folder, folders_below, reason
+from dist_ckpt_strategies.storage.stored_arrays import StoredArray, check_chunks, chunk_index
+from dist_ckpt_strategies.storage.stored_objects import StoredShard
+from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME, parse_metadata
+
+MAX_JSON_NBYTES = 1 << 20
+"""A metadata file has a few hundred bytes; of a longer one no more than this is read."""
+
+_CHUNK_NAME = re.compile(r"\d+(?:[./]\d+)*", re.ASCII)
+_LOCKS_SUFFIX = ".sync"
+_TEMPORARY_SUFFIXES = (".__lock", ".partial")
+"""Files that TensorStore and zarr-python rename once they are whole."""
+
+
+class LeftoverKind(StrEnum):
+    """Why something is in a checkpoint without being part of it; the values are in the JSON."""
+
+    LOCKS = "locks"
+    PARTIAL = "partial"
+    REMOVED = "removed"
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A file or directory of no use: locks of the old backend, remains of a save cut short."""
+
+    kind: LeftoverKind
+    path: str
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FolderContents:
+    """What one directory adds to the survey of a checkpoint.
+
+    Attributes:
+        key: the directory's path relative to the checkpoint.
+        folders: keys of the directories to look at next.
+        num_files: files in it, and in directories of it that are not looked at next.
+        nbytes: their bytes.
+        arrays: one, or none.
+        shards: of the object with the directory's key.
+        num_orphans: files that look like chunks, where there is no array metadata.
+        leftovers: harmless remains.
+        findings: what is wrong with the array, or why the directory cannot be read.
+    """
+
+    key: str
+    folders: tuple[str, ...]
+    num_files: int
+    nbytes: int
+    arrays: tuple[StoredArray, ...] = ()
+    shards: tuple[StoredShard, ...] = ()
+    num_orphans: int = 0
+    leftovers: tuple[Leftover, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+
+def count_contents(folder: Folder) -> FolderContents:
+    """The contents of a directory that is not looked into, but for the sizes of its files."""
+    inner = tuple(map(folder.path_of, folder.folders))
+    findings = (unreadable(None, folder.key or ".", folder.failure),) if folder.failure else ()
+    return FolderContents(folder.key, inner, len(folder.files), folder.nbytes, findings=findings)
+
+
+def read_contents(root: Path, folder: Folder) -> FolderContents:
+    """The contents of a directory of a checkpoint.
+
+    Args:
+        root: the checkpoint directory.
+        folder: it, or a directory below it.
+    """
+    useless = _useless(folder)
+    if useless:
+        leftovers = (Leftover(useless, folder.key, folder.nbytes),)
+        return replace(count_contents(folder), leftovers=leftovers)
+    if not folder.key:
+        return replace(count_contents(folder), leftovers=_partial_files(folder))
+    array = _read_metadata(root, folder) if METADATA_NAME in folder.files else None
+    if isinstance(array, ArraySpec) and array.separator == "/":
+        folder = _with_chunk_folders(root, folder)
+    contents = replace(
+        count_contents(folder), shards=_shards(folder), leftovers=_partial_files(folder)
+    )
+    named = {name: size for name, size in folder.files.items() if _CHUNK_NAME.fullmatch(name)}
+    if array is None:
+        return replace(contents, num_orphans=len(named))
+    if isinstance(array, Finding):
+        return replace(contents, findings=(array,))
+    chunks = {name: size for name, size in named.items() if chunk_index(array, name) is not None}
+    return replace(
+        contents,
+        arrays=(StoredArray(array, len(chunks), sum(chunks.values())),),
+        findings=tuple(check_chunks(array, chunks, named.keys() - chunks.keys())),
+    )
+
+
+def _useless(folder: Folder) -> LeftoverKind | None:
+    """Why nothing in the directory counts, if so.
+
+    Megatron-Core <= 0.15 kept locks of the array ``w`` in ``w.sync``, one empty file each.
+    """
+    parts = folder.key.split("/")
+    if any(part.startswith(REMOVED_PREFIX) for part in parts):
+        return LeftoverKind.REMOVED
+    if parts[-1].endswith(_LOCKS_SUFFIX) and folder.files and not folder.nbytes:
+        return LeftoverKind.LOCKS
+    return None
+
+
+def _partial_files(folder: Folder) -> tuple[Leftover, ...]:
+    return tuple(
+        Leftover(LeftoverKind.PARTIAL, folder.path_of(name), nbytes)
+        for name, nbytes in folder.files.items()
+        if name.startswith(PARTIAL_PREFIX) or name.endswith(_TEMPORARY_SUFFIXES)
+    )
+
+
+def _shards(folder: Folder) -> tuple[StoredShard, ...]:
+    parsed = (StoredShard.parse(folder.path_of(name), size) for name, size in folder.files.items())
+    return tuple(shard for shard in parsed if shard is not None)
+
+
+def _read_metadata(root: Path, folder: Folder) -> ArraySpec | Finding:
+    path = folder.path_of(METADATA_NAME)
+    try:
+        with (root / path).open("rb") as file:
+            return parse_metadata(folder.key, Path(path), file.read(MAX_JSON_NBYTES))
+    except OSError as error:
+        return unreadable(folder.key, path, reason(error))
+    except CheckpointError as error:
+        expected = "the metadata of a Zarr v2 array"
+        return Finding(Problem.BAD_METADATA, folder.key, path, expected, _why(error))
+
+
+def _why(error: CheckpointError) -> str:
+    """The cause alone: key and file stand in the finding."""
+    cause = error.__cause__
+    if isinstance(cause, KeyError):
+        return f"no field {cause}"
+    return str(cause) if cause else error.message.removeprefix(f"{error.key}: ")
+
+
+def _with_chunk_folders(root: Path, folder: Folder) -> Folder:
+    """The directory of an array whose chunks lie in numbered directories, with those files."""
+    numbered = [name for name in folder.folders if name.isdecimal()]
+    files = dict(folder.files)
+    for inner in folders_below(root, map(folder.path_of, numbered)):
+        prefix = inner.key.removeprefix(f"{folder.key}/")
+        files.update({f"{prefix}/{name}": nbytes for name, nbytes in inner.files.items()})
+    others = tuple(name for name in folder.folders if name not in numbered)
+    return replace(folder, files=files, folders=others)
