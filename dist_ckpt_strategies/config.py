@@ -82,6 +82,12 @@ def options_from_environment(environ: Mapping[str, str] | None = None) -> Option
     return Options().with_changes(**changes)
 
 
+def debug_from_environment(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether ``DIST_CKPT_DEBUG`` asks commands for tracebacks: set, and neither empty nor 0."""
+    source = os.environ if environ is None else environ
+    return source.get(_PREFIX + "DEBUG", "") not in {"", "0"}
+
+
 def _parsed(name: str, text: str, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(text)

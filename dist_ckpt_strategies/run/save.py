@@ -66,11 +66,13 @@ def run_save(
         writes = [_shard_write(write, tensors) for write in whole]
         run_writes(target.store, writes, options, creating=created)
         also()
-        target.layout.sync_parents(array.key for array in created)
 
     agree(comm, write_own)
     for round_ in plan.rounds:
         _run_round(round_, tensors, target.store, comm, options)
+    touched = {array.key for array in plan.creations_of(comm.rank)}
+    touched.update(write.array.key for write in mine)
+    agree(comm, lambda: target.layout.sync_directories(touched))
     return SaveReport(
         num_arrays=len(plan.creations_of(comm.rank)),
         num_chunks=len(mine),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dist_ckpt_strategies.errors import CheckpointError
 from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX, REMOVED_PREFIX
+from dist_ckpt_strategies.storage.files import MARKER_NAME, PARTIAL_PREFIX, REMOVED_PREFIX
 from dist_ckpt_strategies.storage.findings import Finding, Problem, unreadable
 from dist_ckpt_strategies.storage.folders import Folder, folders_below, reason
 from dist_ckpt_strategies.storage.stored_arrays import StoredArray, check_chunks, chunk_index
@@ -49,6 +49,7 @@ class FolderContents:
     Attributes:
         key: the directory's path relative to the checkpoint.
         folders: keys of the directories to look at next.
+        links: keys of links to directories; the directory is to be looked at, but none below it.
         num_files: files in it, and in directories of it that are not looked at next.
         nbytes: their bytes.
         arrays: one, or none.
@@ -59,9 +60,10 @@ class FolderContents:
     """
 
     key: str
-    folders: tuple[str, ...]
-    num_files: int
-    nbytes: int
+    folders: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+    num_files: int = 0
+    nbytes: int = 0
     arrays: tuple[StoredArray, ...] = ()
     shards: tuple[StoredShard, ...] = ()
     num_orphans: int = 0
@@ -71,24 +73,31 @@ class FolderContents:
 
 def count_contents(folder: Folder) -> FolderContents:
     """The contents of a directory that is not looked into, but for the sizes of its files."""
-    inner = tuple(map(folder.path_of, folder.folders))
-    findings = (unreadable(None, folder.key or ".", folder.failure),) if folder.failure else ()
-    return FolderContents(folder.key, inner, len(folder.files), folder.nbytes, findings=findings)
+    return FolderContents(
+        folder.key,
+        tuple(map(folder.path_of, folder.folders)),
+        tuple(map(folder.path_of, folder.links)),
+        len(folder.files),
+        folder.nbytes,
+        findings=(unreadable(None, folder.key or ".", folder.failure),) if folder.failure else (),
+    )
 
 
 def read_contents(root: Path, folder: Folder) -> FolderContents:
-    """The contents of a directory of a checkpoint.
+    """The contents of a directory of a checkpoint; none where it is a checkpoint of its own.
 
     Args:
         root: the checkpoint directory.
         folder: it, or a directory below it.
     """
+    if not folder.key:
+        return replace(count_contents(folder), leftovers=_partial_files(folder))
+    if MARKER_NAME in folder.files:
+        return FolderContents(folder.key)
     useless = _useless(folder)
     if useless:
         leftovers = (Leftover(useless, folder.key, folder.nbytes),)
         return replace(count_contents(folder), leftovers=leftovers)
-    if not folder.key:
-        return replace(count_contents(folder), leftovers=_partial_files(folder))
     array = _read_metadata(root, folder) if METADATA_NAME in folder.files else None
     if isinstance(array, ArraySpec) and array.separator == "/":
         folder = _with_chunk_folders(root, folder)

@@ -1,4 +1,4 @@
-"""Names and sizes of the files in a tree of directories, read once and without following loops."""
+"""Names and sizes of the files in a tree of directories."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ class Folder:
         key: its path relative to the root of the tree, ``/`` between parts; empty for the root.
         files: size in bytes of each regular file in it, by name.
         folders: names of the directories in it, sorted.
+        links: names of links to directories in it, sorted.
         failure: why it could not be read; None where it could.
     """
 
     key: str
     files: dict[str, int]
-    folders: tuple[str, ...]
+    folders: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
     failure: str | None = None
 
     @property
@@ -36,17 +38,17 @@ class Folder:
 
 
 def read_folder(root: Path, key: str) -> Folder:
-    """One directory. It is empty where it is gone; links to a directory above are passed over."""
+    """One directory; empty where it is gone."""
     try:
-        return Folder(key, *_entries(os.path.join(root, key)))  # noqa: PTH118 - 10,000 times
+        return _read(key, os.path.join(root, key))  # noqa: PTH118 - 10,000 times
     except FileNotFoundError:
-        return Folder(key, {}, ())
+        return Folder(key, {})
     except OSError as error:
-        return Folder(key, {}, (), reason(error))
+        return Folder(key, {}, failure=reason(error))
 
 
 def folders_below(root: Path, keys: Iterable[str]) -> Iterator[Folder]:
-    """The directories of those keys and all below them."""
+    """The directories of those keys and all below them; links are not followed."""
     waiting = list(keys)
     while waiting:
         folder = read_folder(root, waiting.pop())
@@ -59,18 +61,15 @@ def reason(error: OSError) -> str:
     return error.strerror or type(error).__name__
 
 
-def _entries(path: str) -> tuple[dict[str, int], tuple[str, ...]]:
-    files, folders = {}, []
+def _read(key: str, path: str) -> Folder:
+    files: dict[str, int] = {}
+    folders: list[str] = []
+    links: list[str] = []
     with os.scandir(path) as entries:
         for entry in entries:
             if entry.is_dir():
-                if not (entry.is_symlink() and _leads_up(Path(entry.path))):
-                    folders.append(entry.name)
+                (links if entry.is_symlink() else folders).append(entry.name)
             elif entry.is_file():
                 with suppress(FileNotFoundError):  # a save may be going on
                     files[entry.name] = entry.stat().st_size
-    return files, tuple(sorted(folders))
-
-
-def _leads_up(link: Path) -> bool:
-    return link.parent.resolve().is_relative_to(link.resolve())
+    return Folder(key, files, tuple(sorted(folders)), tuple(sorted(links)))

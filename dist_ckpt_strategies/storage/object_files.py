@@ -113,6 +113,7 @@ def file_damage(file: IO[bytes]) -> str | None:
         OSError,
         ValueError,
         RuntimeError,
+        OverflowError,
         struct.error,
     ) as error:
         return str(error) or type(error).__name__

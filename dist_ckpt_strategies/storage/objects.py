@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ __all__ = [
     "remove_object",
     "write_object",
 ]
+
+_UNSAFE_GLOBAL = re.compile(r"GLOBAL (\S+)")
+"""In torch's message; of a file in the older form torch lists no more than the first."""
 
 Allowed = Sequence[Any]
 """Classes and functions that may be unpickled, or (class, "module.name it was pickled as")."""
@@ -107,7 +111,7 @@ def load_pickle(content: bytes, path: Path, name: str, allow: Allowed) -> Any:
 
 
 def _load_error(error: Exception, content: bytes, path: Path, name: str) -> CheckpointError:
-    missing = _unsafe_globals(content)
+    missing = _unsafe_globals(content) or _UNSAFE_GLOBAL.findall(str(error))
     if isinstance(error, pickle.UnpicklingError) and missing:
         classes = ", ".join(missing)
         return UnsafeObjectError(

@@ -1,7 +1,8 @@
-"""Read raw chunks straight from their files into the memory they are wanted in.
+"""Move raw chunks straight between their files and the tensors' memory.
 
-The bytes of a raw chunk are the bytes of its elements, so that a box whose rows are long needs no
-decoder: positioned reads, several files at a time, land where the tensor lives.
+The bytes of a raw chunk are the bytes of its elements. A box whose rows are long needs no decoder
+to be read: positioned reads, several files at a time, land where the tensor lives. A whole chunk
+needs no encoder to be written.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.plan.spans import ChunkSpans, raw_spans
 from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.storage.base import ArrayRead
+from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
 from dist_ckpt_strategies.storage.files import storage_error
+
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 _MAX_PIECE_NBYTES = 16 << 20
 """Longer runs are cut, so that several threads share one large file."""
@@ -70,6 +73,65 @@ class RawRead:
                 if got == 0:
                     raise wrong_chunk_size(self.array, self.path, byte_offset + done)
                 done += got
+
+
+@dataclass(frozen=True, slots=True)
+class RawWrite:
+    """The whole content of a new file: a chunk, or the metadata of an array."""
+
+    key: str
+    path: Path
+    memory: memoryview
+
+    def run(self) -> None:
+        """Make the file and flush it; its directory is flushed by the caller, once for all.
+
+        The file must not exist: a chunk has one writer, and a save starts in a cleared directory.
+
+        Raises:
+            StorageError: it exists, or cannot be written.
+        """
+        try:
+            handle = self._created()
+        except OSError as error:
+            raise storage_error(self.key, self.path, error) from error
+        try:
+            write_all(handle, self.memory)
+            os.fsync(handle)
+        except OSError as error:
+            raise storage_error(self.key, self.path, error) from error
+        finally:
+            os.close(handle)
+
+    def _created(self) -> int:
+        try:
+            return os.open(self.path, _CREATE, 0o666)
+        except FileNotFoundError:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(self.path, _CREATE, 0o666)
+
+
+def write_all(handle: int, memory: memoryview) -> None:
+    """Write every byte; one call of the system takes 2 GiB at most."""
+    done = 0
+    while done < len(memory):
+        done += os.write(handle, memory[done:])
+
+
+def raw_write(root: Path, write: ArrayWrite) -> RawWrite | None:
+    """The direct write that stores ``write``; None where it has to go through a chunk writer.
+
+    A chunk at the array's edge is one that is padded, and goes the other way.
+    """
+    array, region = write.array, write.region
+    is_whole = region.shape == array.chunk_shape and write.source.flags.c_contiguous
+    if not (array.is_raw and is_whole):
+        return None
+    index = tuple(o // c for o, c in zip(region.offset, array.chunk_shape, strict=True))
+    if array.chunk_region(index) != region:
+        return None
+    memory = memoryview(write.source.reshape(-1).view(np.uint8).data)
+    return RawWrite(array.key, root / array.key / array.chunk_name(index), memory)
 
 
 def missing_chunk(array: ArraySpec, path: Path) -> StorageError:

@@ -98,16 +98,14 @@ def survey_checkpoint(root: Path, watch: Watch | None = None) -> Survey:
     if not root.is_dir():
         raise CheckpointNotFoundError(f"{root} does not exist or is no directory", path=str(root))
     top, marker = read_folder(root, ""), _read_marker(root)
-    if isinstance(marker, Finding):
-        _require_no_checkpoints_in(root, top)
     foreign = isinstance(marker, CheckpointMarker) and not _is_known(marker)
     look = count_contents if foreign else partial(read_contents, root)
-    contents = tuple(_look_at_all(root, top, look, watch))
+    contents = tuple(_look_at_all(root, look, watch))
     common = top.files.get(COMMON_NAME)
     arrays = chain.from_iterable(found.arrays for found in contents)
     objects = stored_objects(chain.from_iterable(found.shards for found in contents))
     leftovers = chain.from_iterable(found.leftovers for found in contents)
-    return Survey(
+    survey = Survey(
         root,
         marker if isinstance(marker, CheckpointMarker) else None,
         None if common is None else StoredArchive(None, COMMON_NAME, common),
@@ -118,6 +116,8 @@ def survey_checkpoint(root: Path, watch: Watch | None = None) -> Survey:
         sum(found.num_files for found in contents),
         sum(found.nbytes for found in contents),
     )
+    _require_checkpoint(survey, top)
+    return survey
 
 
 def check_checkpoint(root: Path, watch: Watch | None = None) -> tuple[Finding, ...]:
@@ -147,18 +147,17 @@ def _by_key(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def _look_at_all(
-    root: Path, top: Folder, look: Callable[[Folder], FolderContents], watch: Watch | None
+    root: Path, look: Callable[[Folder], FolderContents], watch: Watch | None
 ) -> Iterator[FolderContents]:
-    contents = look(top)
-    waiting, done = list(contents.folders), 1
-    yield contents
+    waiting, done = [""], 0
     while waiting:
         contents = look(read_folder(root, waiting.pop()))
+        yield contents
+        yield from (look(read_folder(root, link)) for link in contents.links)
         waiting.extend(contents.folders)
         done += 1
         if watch:
             watch(done, done + len(waiting))
-        yield contents
 
 
 def _read_marker(root: Path) -> CheckpointMarker | Finding:
@@ -175,14 +174,16 @@ def _read_marker(root: Path) -> CheckpointMarker | Finding:
         return Finding(Problem.BAD_MARKER, None, MARKER_NAME, expected, str(error))
 
 
-def _require_no_checkpoints_in(root: Path, top: Folder) -> None:
-    """Refuse a directory of checkpoints: their arrays would be taken for those of one."""
-    inner = [name for name in top.folders if (root / name / MARKER_NAME).exists()]
+def _require_checkpoint(survey: Survey, top: Folder) -> None:
+    """Refuse a directory that only holds checkpoints, and say which."""
+    if survey.marker or survey.common or survey.arrays or survey.objects:
+        return
+    inner = [name for name in top.folders if (survey.root / name / MARKER_NAME).exists()]
     if inner:
         shown = ", ".join(inner[:3]) + (", ..." if len(inner) > len(inner[:3]) else "")
         raise CheckpointNotFoundError(
-            f"{root} is no checkpoint itself but holds {len(inner)} ({shown}); name one of them",
-            path=str(root),
+            f"{survey.root} is no checkpoint, but holds {len(inner)} ({shown}); name one of them",
+            path=str(survey.root),
         )
 
 

@@ -8,7 +8,7 @@ as zeros; ``fill_value`` null in the metadata, so that all-zero chunks are store
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,12 @@ import tensorstore as ts
 from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, Transfer
-from dist_ckpt_strategies.storage.raw_chunks import missing_chunk, raw_reads
+from dist_ckpt_strategies.storage.raw_chunks import (
+    RawWrite,
+    missing_chunk,
+    raw_reads,
+    raw_write,
+)
 from dist_ckpt_strategies.storage.transfers import (
     AllTransfers,
     Pending,
@@ -29,6 +34,9 @@ from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME, array_metadata, me
 
 _READ_THREADS = 4
 """Positioned reads keep a few cores and a queue of the disk busy; more only take turns."""
+
+_WRITE_THREADS = 16
+"""Each file is flushed on its own: enough of them under way that the disk always has work."""
 
 _FILE_IN_MESSAGE = re.compile(r'local file "([^"]+)"')
 
@@ -70,18 +78,28 @@ class TensorStoreArrays:
 
     def begin_creates(self, arrays: Sequence[ArraySpec]) -> Transfer:
         """See ArrayStore."""
-        spec = {"driver": "file", "path": f"{self._root}/"}
-        store = ts.KvStore.open(spec, context=self._context).result()
-        pendings = [
-            self._pending(
-                array, store.write(f"{array.key}/{METADATA_NAME}", metadata_content(array))
+        files = (
+            RawWrite(
+                array.key,
+                self._root / array.key / METADATA_NAME,
+                memoryview(metadata_content(array)),
             )
             for array in arrays
-        ]
-        return PendingTransfers(tuple(pendings))
+        )
+        return self._begin_files(files)
 
     def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
         """See ArrayStore."""
+        direct = [raw_write(self._root, write) for write in writes]
+        encoded = [write for write, raw in zip(writes, direct, strict=True) if raw is None]
+        encoding = self._begin_encoded_writes(encoded)
+        return AllTransfers((self._begin_files(filter(None, direct)), encoding))
+
+    def _begin_files(self, files: Iterable[RawWrite]) -> Transfer:
+        jobs = ((f"{file.key}: {file.path}", file.run) for file in files)
+        return run_pooled(jobs, _WRITE_THREADS, _unexpected)
+
+    def _begin_encoded_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
         opened = self._open_all([write.array for write in writes])
         pendings = []
         for write, target in zip(writes, opened, strict=True):

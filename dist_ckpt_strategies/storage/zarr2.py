@@ -145,16 +145,16 @@ class Zarr2Layout:
             content = path.read_bytes()
         return parse_metadata(key, path, content)
 
-    def sync_parents(self, keys: Iterable[str]) -> None:
-        """Make the directories of new keys durable: flush every directory that names one."""
-        parents = {parent for key in keys for parent in self._parents(key)}
+    def sync_directories(self, keys: Iterable[str]) -> None:
+        """Make new files of these keys durable: flush their directories, and those above."""
+        parents = {parent for key in keys for parent in self._directories(key)}
         for parent in sorted(parents):
             with file_errors(None, parent):
                 sync_directory(parent)
 
-    def _parents(self, key: str) -> Iterator[Path]:
+    def _directories(self, key: str) -> Iterator[Path]:
         parts = key.split("/")
-        return (self.root.joinpath(*parts[:depth]) for depth in range(len(parts)))
+        return (self.root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1))
 
     def keys(self) -> Iterator[str]:
         """Keys of all arrays, at any depth, sorted within a directory.

@@ -212,7 +212,7 @@ def _write_objects(root: Path, objects: Sequence[Any]) -> None:
         ]
     for future in written:
         future.result()
-    Zarr2Layout(root).sync_parents({found.key for found in objects})
+    Zarr2Layout(root).sync_directories({found.key for found in objects})
 
 
 def _read(
