@@ -16,10 +16,22 @@ import typer
 import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.failures import reported_failures
 
-_STATUS = (
-    "[bold]Exit status:[/] 0 fine; 1 damage found, or the command failed; 2 wrong usage; "
-    "130 interrupted."
-)
+_STATUS = "[bold]Exit status:[/] 0 fine, 1 damage found or failed, 2 wrong usage."
+_INSPECT = """List the arrays and objects of a checkpoint, and say whether it is complete.
+
+Reads names, sizes and metadata only. Ends with status 0 where the checkpoint could be shown, \
+complete or not."""
+_VERIFY = """Check that a checkpoint is whole, and list what is not.
+
+Looks for every chunk file, of the right size, every shard of every object, common.pt and \
+metadata.json, and compares objects and common.pt with their own checksums. Format 1 keeps no \
+checksums of arrays: a byte that has changed inside a chunk does not show."""
+_DEMO = """Train a small GPT on four CPU ranks, save it as Zarr, resume it in other layouts.
+
+Shows that weights and optimizer state come back bit for bit, and that the loss goes on from \
+where it was. Takes a few minutes on two cores."""
+_FLAG = ""
+"""No placeholder for a value after the name of a flag."""
 
 app = typer.Typer(
     name="dist-ckpt",
@@ -36,10 +48,13 @@ _Directory = Annotated[
     Path, typer.Argument(metavar="DIR", help="Directory of one checkpoint.", show_default=False)
 ]
 _Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object instead; docs/cli.md describes it.")
+    bool, typer.Option("--json", metavar=_FLAG, help="Print one JSON object instead.")
 ]
 _Debug = Annotated[
-    bool, typer.Option("--debug", help="Show a traceback on failure, as DIST_CKPT_DEBUG=1 does.")
+    bool,
+    typer.Option(
+        "--debug", metavar=_FLAG, help="Show a traceback on failure, as DIST_CKPT_DEBUG=1 does."
+    ),
 ]
 
 
@@ -66,15 +81,23 @@ def _version(package: str) -> str:
 @app.callback()
 def _root(
     *,
-    version: Annotated[  # noqa: ARG001 - its callback does the work
+    version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the versions."),
+        typer.Option(
+            "--version",
+            callback=_show_version,
+            is_eager=True,
+            metavar=_FLAG,
+            help="Show the versions.",
+        ),
     ] = False,
 ) -> None:
     pass
 
 
-@app.command(epilog=f"Example: [bold]dist-ckpt inspect DIR --keys 'decoder.*'[/]\n\n{_STATUS}")
+@app.command(
+    help=_INSPECT, epilog=f"Example: [bold]dist-ckpt inspect DIR --keys 'decoder.*'[/]\n\n{_STATUS}"
+)
 def inspect(
     directory: _Directory,
     *,
@@ -85,29 +108,25 @@ def inspect(
             help="Show only keys that match; * stands for any characters, / and . too.",
         ),
     ] = None,
-    objects: Annotated[bool, typer.Option(help="Show the objects below the arrays.")] = True,
+    objects: Annotated[
+        bool, typer.Option(metavar=_FLAG, help="Show the objects below the arrays.")
+    ] = True,
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
-    """List the arrays and objects of a checkpoint, and say whether it is complete.
-
-    Reads names, sizes and metadata; neither arrays nor objects. Status 0 means that the
-    checkpoint could be shown, whether it is complete or not.
-    """
+    """Show what a checkpoint holds."""
     with reported_failures(debug=debug):
         from dist_ckpt_strategies.cli.inspection import inspect_checkpoint  # noqa: PLC0415
 
         inspect_checkpoint(directory, keys, with_objects=objects, as_json=as_json)
 
 
-@app.command(epilog=f"Example: [bold]dist-ckpt verify DIR && rsync -a DIR backup:[/]\n\n{_STATUS}")
+@app.command(
+    help=_VERIFY,
+    epilog=f"Example: [bold]dist-ckpt verify DIR && rsync -a DIR backup:[/]\n\n{_STATUS}",
+)
 def verify(directory: _Directory, *, as_json: _Json = False, debug: _Debug = False) -> None:
-    """Check that a checkpoint is whole, and list what is not.
-
-    Every chunk file is there and of the right size, every object is there, objects and common.pt
-    fit their own checksums, metadata.json is there. Format 1 keeps no checksums of arrays: a
-    changed byte inside a chunk does not show.
-    """
+    """Check a checkpoint."""
     with reported_failures(debug=debug):
         from dist_ckpt_strategies.cli.verification import verify_checkpoint  # noqa: PLC0415
 
@@ -115,7 +134,9 @@ def verify(directory: _Directory, *, as_json: _Json = False, debug: _Debug = Fal
     raise typer.Exit(status)
 
 
-@app.command(epilog=f"Example: [bold]dist-ckpt demo --keep /tmp/demo-checkpoint[/]\n\n{_STATUS}")
+@app.command(
+    help=_DEMO, epilog=f"Example: [bold]dist-ckpt demo --keep /tmp/demo-checkpoint[/]\n\n{_STATUS}"
+)
 def demo(
     *,
     keep: Annotated[
@@ -128,11 +149,7 @@ def demo(
     ] = None,
     debug: _Debug = False,
 ) -> None:
-    """Train a small GPT on four CPU ranks, save it as Zarr, resume it in other layouts.
-
-    Shows that weights and optimizer state come back bit for bit and that the loss goes on from
-    where it was. Takes a few minutes on two cores.
-    """
+    """Run the demonstration."""
     with reported_failures(debug=debug):
         from rich.console import Console  # noqa: PLC0415
 

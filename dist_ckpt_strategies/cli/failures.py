@@ -12,6 +12,7 @@ from dist_ckpt_strategies.config import debug_from_environment
 from dist_ckpt_strategies.errors import CheckpointError
 
 STATUS_FAILED = 1
+STATUS_INTERRUPTED = 130
 
 
 @contextmanager
@@ -23,6 +24,9 @@ def reported_failures(*, debug: bool) -> Iterator[None]:
     """
     try:
         yield
+    except KeyboardInterrupt as error:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(STATUS_INTERRUPTED) from error
     except BrokenPipeError:
         raise  # typer ends the command in silence: the reader of our output has gone
     except Exception as error:

@@ -86,10 +86,10 @@ class RawWrite:
     def run(self) -> None:
         """Make the file and flush it; its directory is flushed by the caller, once for all.
 
-        The file must not exist: a chunk has one writer, and a save starts in a cleared directory.
+        A file of that name is unlinked, not written over: a copy made of hard links keeps it.
 
         Raises:
-            StorageError: it exists, or cannot be written.
+            StorageError: it cannot be written.
         """
         try:
             handle = self._created()
@@ -108,6 +108,9 @@ class RawWrite:
             return os.open(self.path, _CREATE, 0o666)
         except FileNotFoundError:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(self.path, _CREATE, 0o666)
+        except FileExistsError:
+            self.path.unlink()
             return os.open(self.path, _CREATE, 0o666)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from dist_ckpt_strategies.spec.array import ArraySpec
@@ -54,10 +55,12 @@ def check_chunks(
         strangers: names there that look like those of chunks, but of none in the grid.
     """
     expected, chunk_nbytes = _content(array), array.chunk_nbytes
-    for name, size in chunks.items():
-        if (size != chunk_nbytes) if array.is_raw else size == 0:
-            path, found = f"{array.key}/{name}", f"{size} bytes"
-            yield Finding(Problem.WRONG_CHUNK_SIZE, array.key, path, expected, found)
+    wrong = {
+        n for n, size in chunks.items() if (size != chunk_nbytes if array.is_raw else not size)
+    }
+    for name in sorted(wrong, key=partial(_order, array)):
+        path, found = f"{array.key}/{name}", f"{chunks[name]} bytes"
+        yield Finding(Problem.WRONG_CHUNK_SIZE, array.key, path, expected, found)
     yield from _check_missing(array, chunks.keys())
     for name in sorted(strangers):
         path, grid = f"{array.key}/{name}", f"chunks of the grid {grid_text(array.grid)} only"
@@ -76,6 +79,10 @@ def _check_missing(array: ArraySpec, present: Collection[str]) -> Iterator[Findi
         found = f"{len(present)}; {num_missing - MAX_LISTED} more are missing than listed here"
         chunks = f"{array.num_chunks} chunk files"
         yield Finding(Problem.MISSING_CHUNK, array.key, array.key, chunks, found)
+
+
+def _order(array: ArraySpec, name: str) -> Extent:
+    return chunk_index(array, name) or ()
 
 
 def _content(array: ArraySpec) -> str:

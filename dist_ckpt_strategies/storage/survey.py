@@ -241,5 +241,8 @@ def _check_orphans(orphans: Counter[str], described: Container[str]) -> Iterator
     """Chunk files without the metadata that says what they are."""
     for key, count in orphans.items():
         if count and key not in described:
-            path, found = f"{key}/{METADATA_NAME}", f"{NO_FILE}, but {count} that look like chunks"
+            path, found = (
+                f"{key}/{METADATA_NAME}",
+                f"{NO_FILE}; files that look like chunks: {count}",
+            )
             yield Finding(Problem.MISSING_METADATA, key, path, "the array's metadata", found)

@@ -26,6 +26,7 @@ from dist_ckpt_strategies.storage.raw_chunks import (
 )
 from dist_ckpt_strategies.storage.transfers import (
     AllTransfers,
+    Job,
     Pending,
     PendingTransfers,
     run_pooled,
@@ -96,7 +97,7 @@ class TensorStoreArrays:
         return AllTransfers((self._begin_files(filter(None, direct)), encoding))
 
     def _begin_files(self, files: Iterable[RawWrite]) -> Transfer:
-        jobs = ((f"{file.key}: {file.path}", file.run) for file in files)
+        jobs = (Job(file.key, file.path, file.run) for file in files)
         return run_pooled(jobs, _WRITE_THREADS, _unexpected)
 
     def _begin_encoded_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
@@ -114,7 +115,7 @@ class TensorStoreArrays:
         direct = [raw_reads(self._root, read) for read in reads]
         decoded = [read for read, raws in zip(reads, direct, strict=True) if raws is None]
         decoding = self._begin_decoded_reads(decoded)
-        jobs = [(f"{raw.array.key}: {raw.path}", raw.run) for raws in direct for raw in raws or ()]
+        jobs = [Job(raw.array.key, raw.path, raw.run) for raws in direct for raw in raws or ()]
         return AllTransfers((run_pooled(jobs, _READ_THREADS, _unexpected), decoding))
 
     def _begin_decoded_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
@@ -164,5 +165,5 @@ def _is_damage(text: str) -> bool:
     return text.startswith(("DATA_LOSS", "INVALID_ARGUMENT", "FAILED_PRECONDITION"))
 
 
-def _unexpected(name: str, error: Exception) -> CheckpointError:
-    return StorageError(f"{name}: {error!r}")
+def _unexpected(job: Job, error: Exception) -> CheckpointError:
+    return StorageError(f"{job.key}: {job.path}: {error!r}", key=job.key, path=str(job.path))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from dist_ckpt_strategies.errors import CheckpointError, StorageError
@@ -53,8 +54,13 @@ class PendingTransfers:
             raise failures[0]
 
 
-Job = tuple[str, Callable[[], None]]
-"""What is transferred and where, for messages; and the blocking call that does it."""
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A blocking transfer of one array's data, to be run on a thread."""
+
+    key: str
+    path: Path
+    run: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +114,11 @@ class AllTransfers:
 
 
 def run_pooled(
-    jobs: Iterable[Job], num_threads: int, translate: Callable[[str, Exception], CheckpointError]
+    jobs: Iterable[Job], num_threads: int, translate: Callable[[Job, Exception], CheckpointError]
 ) -> Transfer:
     """Start the jobs, in their order, on at most ``num_threads`` threads.
 
-    After a failure no further job is started. ``translate`` is given the name of the job and the
-    error, where that is not one of ours.
+    After a failure no further job is started. ``translate`` turns errors that are not ours.
     """
     queue = deque(jobs)
     num_workers = min(num_threads, len(queue))
@@ -125,29 +130,29 @@ def run_pooled(
 
 
 def _work_off(
-    jobs: deque[Job], translate: Callable[[str, Exception], CheckpointError]
+    jobs: deque[Job], translate: Callable[[Job, Exception], CheckpointError]
 ) -> CheckpointError | None:
     """Take jobs until none is left; the error of the one that failed, if any."""
     while True:
         try:
-            name, job = jobs.popleft()
+            job = jobs.popleft()
         except IndexError:
             return None
-        error = _failure(name, job, translate)
+        error = _failure(job, translate)
         if error is not None:
             jobs.clear()
             return error
 
 
 def _failure(
-    name: str, job: Callable[[], None], translate: Callable[[str, Exception], CheckpointError]
+    job: Job, translate: Callable[[Job, Exception], CheckpointError]
 ) -> CheckpointError | None:
     try:
-        job()
+        job.run()
     except CheckpointError as error:
         return error
     except Exception as error:  # noqa: BLE001 - libraries raise what they like; named and re-raised
-        translated = translate(name, error)
+        translated = translate(job, error)
         translated.__cause__ = error
         return translated
     return None

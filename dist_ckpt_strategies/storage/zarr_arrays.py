@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import zarr
+from numcodecs.errors import UnknownCodecError
 from zarr.core.metadata.v2 import ArrayV2Metadata
 from zarr.storage import LocalStore, StorePath
 
-from dist_ckpt_strategies.errors import CheckpointError, StorageError
+from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, Transfer
 from dist_ckpt_strategies.storage.files import file_errors, sync_directory, write_file
 from dist_ckpt_strategies.storage.raw_chunks import missing_chunk, wrong_chunk_size
-from dist_ckpt_strategies.storage.transfers import PendingTransfers, run_pooled
+from dist_ckpt_strategies.storage.transfers import Job, PendingTransfers, run_pooled
 from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME, array_metadata, metadata_content
 from dist_ckpt_strategies.storage.zarr_dtypes import register_extension_dtypes
 
@@ -48,12 +49,16 @@ class ZarrPythonArrays:
 
     def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
         """See ArrayStore."""
-        jobs = [(f"{w.array.key}: {self._root}", _WriteJob(self._root, w).run) for w in writes]
+        jobs = [
+            Job(w.array.key, self._root / w.array.key, _WriteJob(self._root, w).run) for w in writes
+        ]
         return run_pooled(jobs, self._num_threads, _translated)
 
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """See ArrayStore."""
-        jobs = [(f"{r.array.key}: {self._root}", _ReadJob(self._root, r).run) for r in reads]
+        jobs = [
+            Job(r.array.key, self._root / r.array.key, _ReadJob(self._root, r).run) for r in reads
+        ]
         return run_pooled(jobs, self._num_threads, _translated)
 
 
@@ -127,5 +132,8 @@ def _sync_file(path: Path) -> None:
         os.close(handle)
 
 
-def _translated(name: str, error: Exception) -> CheckpointError:
-    return StorageError(f"{name}: zarr-python failed: {error!r}")
+def _translated(job: Job, error: Exception) -> CheckpointError:
+    """What an error of zarr-python means: codecs say what bytes they cannot decode."""
+    kind = StorageError if isinstance(error, UnknownCodecError) else CorruptCheckpointError
+    text = f"{job.key}: {job.path}: zarr-python failed: {error!r}"
+    return kind(text, key=job.key, path=str(job.path))
