@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 
 class CheckpointError(Exception):
@@ -35,6 +35,34 @@ class CheckpointError(Exception):
         if self.global_rank is None:
             return self.message
         return f"rank {self.global_rank}: {self.message}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle: also the classes that ``joint_class`` makes, which no module holds."""
+        state = {**self.__dict__, "path": self.path}
+        return _restored, (type(self).__name__, _importable(type(self)), self.args, state)
+
+
+def joint_class(name: str, bases: tuple[type, ...]) -> Any:
+    """A class of errors that is each of the bases, the first of them one of ours."""
+    return type(name, bases, {"__module__": __name__, "joins": bases})
+
+
+def _importable(cls: type) -> tuple[type, ...]:
+    """The class itself or, where ``joint_class`` made it, the classes of modules it joins."""
+    joins = vars(cls).get("joins")
+    return tuple(found for base in joins for found in _importable(base)) if joins else (cls,)
+
+
+def _restored(
+    name: str, classes: tuple[Any, ...], args: tuple[Any, ...], state: dict[str, Any]
+) -> Any:
+    """The error that was pickled."""
+    cls = classes[0] if len(classes) == 1 else joint_class(name, classes)
+    error = cls.__new__(cls, *args)
+    error.args = args
+    for field, value in state.items():
+        setattr(error, field, value)
+    return error
 
 
 class PlanError(CheckpointError, ValueError):
@@ -148,7 +176,7 @@ class MissingDependencyError(CheckpointError, ImportError):
 def _family(root: type[CheckpointError]) -> dict[str, type[CheckpointError]]:
     members = {root.__name__: root}
     for child in root.__subclasses__():
-        if child.__module__ == __name__:
+        if child.__module__ == __name__ and "joins" not in vars(child):
             members.update(_family(child))
     return members
 
@@ -175,7 +203,18 @@ def error_from_peer(
     """
     cause = _family(CheckpointError).get(kind, PeerError)
     if issubclass(cause, PeerError):
-        return PeerError(global_rank, reason, key=key, path=path)
-    combined = type(f"Peer{kind}", (PeerError, cause), {"__module__": __name__})
+        return cause(global_rank, reason, key=key, path=path)
+    combined = joint_class(f"Peer{kind}", (PeerError, cause))
     error: PeerError = combined(global_rank, reason, key=key, path=path)
     return error
+
+
+def kind_of(error: CheckpointError) -> str:
+    """What ``error_from_peer`` makes the same class of: the class that a handler would choose by.
+
+    Classes that a face made come down to ours, and what a peer reported to what it reported.
+    """
+    ours = _family(CheckpointError)
+    known = [cls for cls in type(error).__mro__ if ours.get(cls.__name__) is cls]
+    reported = [cls for cls in known if cls not in {PeerError, CheckpointError}]
+    return (reported or known)[0].__name__

@@ -12,6 +12,7 @@ from dist_ckpt_strategies.errors import (
     PeerLostError,
     PeerTimeoutError,
     error_from_peer,
+    kind_of,
 )
 
 T = TypeVar("T")
@@ -80,22 +81,19 @@ def _raise_first(comm: Communicator, own: Exception | None, verdicts: list[Messa
         del own
     for rank, verdict in enumerate(verdicts):
         if verdict is not None:
-            kind, message, key, path = verdict
-            raise error_from_peer(comm.global_rank(rank), kind, message, key=key, path=path)
+            kind, message, key, path, global_rank = verdict
+            who = comm.global_rank(rank) if global_rank is None else global_rank
+            raise error_from_peer(who, kind, message, key=key, path=path)
 
 
 def _verdict(error: Exception | None) -> Message:
+    """What the others learn; the rank only where it is another one's that this rank reports."""
     if error is None:
         return None
     if isinstance(error, CheckpointError):
-        return [_kind(error), error.message, error.key, error.path]
-    return ["CheckpointError", f"{type(error).__name__}: {error}", None, None]
-
-
-def _kind(error: CheckpointError) -> str:
-    """The class a handler would choose by; classes made for a face come down to ours."""
-    ours = (cls for cls in type(error).__mro__ if cls.__module__ == CheckpointError.__module__)
-    return next(ours, CheckpointError).__name__
+        key, path = (None if text is None else str(text) for text in (error.key, error.path))
+        return [kind_of(error), error.message, key, path, error.global_rank]
+    return ["CheckpointError", f"{type(error).__name__}: {error}", None, None, None]
 
 
 def _named(error: Exception, global_rank: int) -> Exception:

@@ -22,6 +22,9 @@ ProcessGroup = dist.ProcessGroup
 _LOOKUP_S = 5.0
 """Longest wait for the job's key-value store, once a collective has failed."""
 
+_LOOKUP_PAUSE_S = 0.05
+_MEETING = ", meeting "
+
 
 class _Work(Protocol):
     def wait(self, timeout: timedelta) -> Any:
@@ -129,15 +132,18 @@ class TorchCommunicator:
 
     def _peer_error(self, error: RuntimeError, deadline: float, peer: int | None) -> PeerError:
         """Who is to blame for a collective that timed out or broke off."""
-        is_late = time.monotonic() >= deadline - 0.001
-        absent = self._attendance.absent(self._timeout_s) if peer is None else [peer]
-        who = _described(absent)
-        first = absent[0] if absent else None
-        if is_late:
+        what = self._attendance.what
+        if time.monotonic() >= deadline - 0.001:
+            absent = [peer] if peer is not None else self._attendance.absent(self._timeout_s)
             return PeerTimeoutError(
-                first, f"{who} did not arrive within {self._timeout_s:g} s: {self._attendance.what}"
+                absent[0] if absent else None,
+                f"{_described(absent)} did not arrive within {self._timeout_s:g} s: {what}",
             )
-        return PeerLostError(first, f"lost contact with {who}: {self._attendance.what}: {error}")
+        lost = [peer] if peer is not None else self._attendance.lost(self._timeout_s)
+        return PeerLostError(
+            lost[0] if lost and len(lost) == 1 else None,
+            f"lost contact with {_described(lost)}: {what}: {error}",
+        )
 
 
 class _Attendance:
@@ -157,7 +163,7 @@ class _Attendance:
     @property
     def what(self) -> str:
         """The collective under way."""
-        return f"{self._purpose}, meeting {self._count}"
+        return f"{self._purpose}{_MEETING}{self._count}"
 
     def sign(self) -> None:
         """Note that this rank has reached the next collective."""
@@ -175,22 +181,42 @@ class _Attendance:
         The store may be hosted by the very rank that is silent, and a question to it then never
         returns: it is asked over a connection and on a thread of its own.
         """
+        return self._looked_up(time.monotonic(), min(timeout_s, _LOOKUP_S))
+
+    def lost(self, timeout_s: float) -> list[int] | None:
+        """Global ranks that have not signed, once those that are merely slower had time to."""
+        limit_s = min(timeout_s, _LOOKUP_S)
+        return self._looked_up(time.monotonic() + limit_s / 2, limit_s)
+
+    def _looked_up(self, deadline: float, limit_s: float) -> list[int] | None:
         answers: list[list[int]] = []
-        reader = threading.Thread(target=lambda: answers.extend(self._look_up()), daemon=True)
+        reader = threading.Thread(
+            target=lambda: answers.extend(self._answers(deadline)), daemon=True
+        )
         reader.start()
-        reader.join(min(timeout_s, _LOOKUP_S))
+        reader.join(limit_s)
         return answers[0] if answers else None
 
-    def _look_up(self) -> list[list[int]]:
+    def _answers(self, deadline: float) -> list[list[int]]:
+        """Who has not signed, when at most one is left or the time is up; nothing if unknown."""
         try:
             store: Any = self._store
             store = store.clone()
-            return [[rank for rank, key in self._keys.items() if not self._has_signed(store, key)]]
+            while len(found := self._unsigned(store)) > 1 and time.monotonic() < deadline:
+                time.sleep(_LOOKUP_PAUSE_S)
         except RuntimeError:
             return []
+        return [found]
+
+    def _unsigned(self, store: Any) -> list[int]:
+        return [rank for rank, key in self._keys.items() if not self._has_signed(store, key)]
 
     def _has_signed(self, store: Any, key: str) -> bool:
-        return bool(store.check([key]) and store.get(key).decode() == self.what)
+        """Whether a rank is at this collective, or at the next, where it may be already."""
+        if not store.check([key]):
+            return False
+        purpose, _, number = store.get(key).decode().rpartition(_MEETING)
+        return purpose == self._purpose and int(number) in {self._count, self._count + 1}
 
 
 def _described(absent: list[int] | None) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
-from dist_ckpt_strategies.errors import CheckpointError
+from dist_ckpt_strategies.errors import CheckpointError, joint_class
 from dist_ckpt_strategies.megatron.bases import CheckpointingException
 
 P = ParamSpec("P")
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 @cache
 def _face_class(cls: Any) -> Any:
-    return type(cls.__name__, (cls, CheckpointingException), {"__module__": cls.__module__})
+    return joint_class(cls.__name__, (cls, CheckpointingException))
 
 
 def as_megatron_error(error: CheckpointError) -> CheckpointError:
@@ -27,6 +27,7 @@ def as_megatron_error(error: CheckpointError) -> CheckpointError:
     found: CheckpointError = face.__new__(face, *error.args)
     found.args = error.args
     found.__dict__.update(error.__dict__)
+    found.path = error.path  # an ImportError keeps it elsewhere
     found.__traceback__ = error.__traceback__
     return found
 

@@ -40,8 +40,8 @@ class Transfer(Protocol):
         """Return once all are done and, for writes, durable.
 
         Raises:
-            StorageError: the first that failed, naming key and file, after the others ended, so
-                that no memory of the caller is in use any more.
+            StorageError: one that failed, naming key and file. Those under way have ended then,
+                further ones are not started: no memory of the caller is in use any more.
         """
         ...
 

@@ -77,3 +77,8 @@ def grid_indices(grid: Extent) -> Iterator[Extent]:
 def grid_text(grid: Extent) -> str:
     """Such as ``2 x 4``; a scalar has the grid ``1``."""
     return " x ".join(map(str, grid)) or "1"
+
+
+def nbytes_text(nbytes: int) -> str:
+    """Such as ``1 byte`` and ``4096 bytes``."""
+    return f"{nbytes} byte{'' if nbytes == 1 else 's'}"

@@ -23,7 +23,19 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.plan.spans import ChunkSpans, raw_spans
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
+from dist_ckpt_strategies.storage.direct_io import (
+    MIN_DIRECT_NBYTES,
+    BounceBuffers,
+    Bytes,
+    is_cached,
+    read_direct,
+    start_direct,
+    write_direct,
+)
 from dist_ckpt_strategies.storage.files import storage_error
+
+_MIN_DIRECT_READ_NBYTES = 256 << 10
+"""Below this, asking whether a file is cached costs as much as reading it."""
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
@@ -37,7 +49,8 @@ class RawRead:
 
     array: ArraySpec
     path: Path
-    runs: tuple[tuple[int, memoryview], ...]
+    runs: tuple[tuple[int, Bytes], ...]
+    bounce: BounceBuffers | None
 
     def run(self) -> None:
         """Read every run whole.
@@ -66,13 +79,28 @@ class RawRead:
         size = os.fstat(handle).st_size
         if size != self.array.chunk_nbytes:
             raise wrong_chunk_size(self.array, self.path, size)
-        for byte_offset, memory in self.runs:
-            done = 0
-            while done < len(memory):
-                got = os.preadv(handle, [memory[done:]], byte_offset + done)
-                if got == 0:
-                    raise wrong_chunk_size(self.array, self.path, byte_offset + done)
-                done += got
+        if self.bounce is not None and _is_worth_direct(handle, size) and start_direct(handle):
+            with self.bounce.borrowed() as buffer:
+                found = [read_direct(handle, at, memory, buffer) for at, memory in self.runs]
+        else:
+            found = [_read_buffered(handle, at, memory) for at, memory in self.runs]
+        for (byte_offset, memory), count in zip(self.runs, found, strict=True):
+            if count != memory.size:
+                raise wrong_chunk_size(self.array, self.path, byte_offset + count)
+
+
+def _is_worth_direct(handle: int, size: int) -> bool:
+    return size >= _MIN_DIRECT_READ_NBYTES and not is_cached(handle, size)
+
+
+def _read_buffered(handle: int, byte_offset: int, target: Bytes) -> int:
+    done = 0
+    while done < target.size:
+        got = os.preadv(handle, [target[done:].data], byte_offset + done)
+        if got == 0:
+            break
+        done += got
+    return done
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +109,8 @@ class RawWrite:
 
     key: str
     path: Path
-    memory: memoryview
+    content: Bytes
+    bounce: BounceBuffers | None
 
     def run(self) -> None:
         """Make the file and flush it; its directory is flushed by the caller, once for all.
@@ -96,7 +125,7 @@ class RawWrite:
         except OSError as error:
             raise storage_error(self.key, self.path, error) from error
         try:
-            write_all(handle, self.memory)
+            self._write_to(handle)
             os.fsync(handle)
         except OSError as error:
             raise storage_error(self.key, self.path, error) from error
@@ -113,15 +142,23 @@ class RawWrite:
             self.path.unlink()
             return os.open(self.path, _CREATE, 0o666)
 
+    def _write_to(self, handle: int) -> None:
+        is_large = self.content.size >= MIN_DIRECT_NBYTES
+        if self.bounce is not None and is_large and start_direct(handle):
+            with self.bounce.borrowed() as buffer:
+                write_direct(handle, self.content, buffer)
+        else:
+            write_buffered(handle, self.content)
 
-def write_all(handle: int, memory: memoryview) -> None:
+
+def write_buffered(handle: int, content: Bytes) -> None:
     """Write every byte; one call of the system takes 2 GiB at most."""
     done = 0
-    while done < len(memory):
-        done += os.write(handle, memory[done:])
+    while done < content.size:
+        done += os.write(handle, content[done:].data)
 
 
-def raw_write(root: Path, write: ArrayWrite) -> RawWrite | None:
+def raw_write(root: Path, write: ArrayWrite, bounce: BounceBuffers | None) -> RawWrite | None:
     """The direct write that stores ``write``; None where it has to go through a chunk writer.
 
     A chunk at the array's edge is one that is padded, and goes the other way.
@@ -133,8 +170,8 @@ def raw_write(root: Path, write: ArrayWrite) -> RawWrite | None:
     index = tuple(o // c for o, c in zip(region.offset, array.chunk_shape, strict=True))
     if array.chunk_region(index) != region:
         return None
-    memory = memoryview(write.source.reshape(-1).view(np.uint8).data)
-    return RawWrite(array.key, root / array.key / array.chunk_name(index), memory)
+    content = write.source.reshape(-1).view(np.uint8)
+    return RawWrite(array.key, root / array.key / array.chunk_name(index), content, bounce)
 
 
 def missing_chunk(array: ArraySpec, path: Path) -> StorageError:
@@ -156,25 +193,25 @@ def wrong_chunk_size(array: ArraySpec, path: Path, found: int) -> StorageError:
     )
 
 
-def raw_reads(root: Path, read: ArrayRead) -> list[RawRead] | None:
+def raw_reads(root: Path, read: ArrayRead, bounce: BounceBuffers | None) -> list[RawRead] | None:
     """The direct reads that fill ``read``; None where it has to go through a chunk reader."""
     if not (read.target.flags.c_contiguous and read.target.flags.writeable):
         return None
     spans = raw_spans(read.array, read.region)
     if spans is None:
         return None
-    memory = memoryview(read.target.reshape(-1).view(np.uint8).data)
+    memory = read.target.reshape(-1).view(np.uint8)
     directory = root / read.array.key
     reads: list[RawRead] = []
     for chunk in spans:
         path = directory / read.array.chunk_name(chunk.index)
-        reads.extend(RawRead(read.array, path, runs) for runs in _shares(chunk, memory))
+        reads.extend(RawRead(read.array, path, runs, bounce) for runs in _shares(chunk, memory))
     return reads
 
 
-def _shares(chunk: ChunkSpans, memory: memoryview) -> Iterator[tuple[tuple[int, memoryview], ...]]:
+def _shares(chunk: ChunkSpans, memory: Bytes) -> Iterator[tuple[tuple[int, Bytes], ...]]:
     """The runs of a chunk, cut and grouped so that one share is about _MAX_PIECE_NBYTES."""
-    share: list[tuple[int, memoryview]] = []
+    share: list[tuple[int, Bytes]] = []
     held = 0
     for in_file, in_target in chunk.offsets:
         for start in range(0, chunk.span_nbytes, _MAX_PIECE_NBYTES):

@@ -16,6 +16,7 @@ from dist_ckpt_strategies.storage.findings import (
     Problem,
     grid_indices,
     grid_text,
+    nbytes_text,
 )
 
 
@@ -59,7 +60,7 @@ def check_chunks(
         n for n, size in chunks.items() if (size != chunk_nbytes if array.is_raw else not size)
     }
     for name in sorted(wrong, key=partial(_order, array)):
-        path, found = f"{array.key}/{name}", f"{chunks[name]} bytes"
+        path, found = f"{array.key}/{name}", nbytes_text(chunks[name])
         yield Finding(Problem.WRONG_CHUNK_SIZE, array.key, path, expected, found)
     yield from _check_missing(array, chunks.keys())
     for name in sorted(strangers):
@@ -86,4 +87,4 @@ def _order(array: ArraySpec, name: str) -> Extent:
 
 
 def _content(array: ArraySpec) -> str:
-    return f"{array.chunk_nbytes} bytes" if array.is_raw else "a compressed chunk"
+    return nbytes_text(array.chunk_nbytes) if array.is_raw else "a compressed chunk"

@@ -13,11 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorstore as ts
 
 from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, Transfer
+from dist_ckpt_strategies.storage.file_access import file_access
 from dist_ckpt_strategies.storage.raw_chunks import (
     RawWrite,
     missing_chunk,
@@ -32,12 +34,6 @@ from dist_ckpt_strategies.storage.transfers import (
     run_pooled,
 )
 from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME, array_metadata, metadata_content
-
-_READ_THREADS = 4
-"""Positioned reads keep a few cores and a queue of the disk busy; more only take turns."""
-
-_WRITE_THREADS = 16
-"""Each file is flushed on its own: enough of them under way that the disk always has work."""
 
 _FILE_IN_MESSAGE = re.compile(r'local file "([^"]+)"')
 
@@ -68,6 +64,7 @@ class TensorStoreArrays:
                 path=str(self._root),
             )
         self._timeout_s = timeout_s
+        self._access = file_access(self._root)
         self._context = ts.Context(
             {
                 "file_io_concurrency": {"limit": io_threads},
@@ -83,7 +80,8 @@ class TensorStoreArrays:
             RawWrite(
                 array.key,
                 self._root / array.key / METADATA_NAME,
-                memoryview(metadata_content(array)),
+                np.frombuffer(metadata_content(array), np.uint8),
+                None,
             )
             for array in arrays
         )
@@ -91,14 +89,15 @@ class TensorStoreArrays:
 
     def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
         """See ArrayStore."""
-        direct = [raw_write(self._root, write) for write in writes]
+        bounce = self._access.bounce_buffers()
+        direct = [raw_write(self._root, write, bounce) for write in writes]
         encoded = [write for write, raw in zip(writes, direct, strict=True) if raw is None]
         encoding = self._begin_encoded_writes(encoded)
         return AllTransfers((self._begin_files(filter(None, direct)), encoding))
 
     def _begin_files(self, files: Iterable[RawWrite]) -> Transfer:
         jobs = (Job(file.key, file.path, file.run) for file in files)
-        return run_pooled(jobs, _WRITE_THREADS, _unexpected)
+        return run_pooled(jobs, self._access.num_write_threads, _unexpected)
 
     def _begin_encoded_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
         opened = self._open_all([write.array for write in writes])
@@ -112,11 +111,14 @@ class TensorStoreArrays:
 
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """See ArrayStore."""
-        direct = [raw_reads(self._root, read) for read in reads]
+        bounce = self._access.bounce_buffers()
+        direct = [raw_reads(self._root, read, bounce) for read in reads]
         decoded = [read for read, raws in zip(reads, direct, strict=True) if raws is None]
         decoding = self._begin_decoded_reads(decoded)
         jobs = [Job(raw.array.key, raw.path, raw.run) for raws in direct for raw in raws or ()]
-        return AllTransfers((run_pooled(jobs, _READ_THREADS, _unexpected), decoding))
+        return AllTransfers(
+            (run_pooled(jobs, self._access.num_read_threads, _unexpected), decoding)
+        )
 
     def _begin_decoded_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         opened = self._open_all([read.array for read in reads])

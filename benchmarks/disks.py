@@ -1,0 +1,101 @@
+"""Put files, page cache and memory into the same state before every sample.
+
+Four things that have nothing to do with a contender decide its time if they are left to chance:
+
+- Dirty pages of the sample before are still being written: everything is flushed first.
+- The page cache holds some files and not others: files are read or dropped on purpose.
+- A virtual machine hands free memory back to its host after a second or two, and getting it again
+  is up to ten times slower than using it: memory is touched and freed just before.
+- ext4 without a journal does not reuse inodes for a minute or more after their deletion, and
+  steps over them one by one: a save that follows the removal of a thousand files needs a millisecond
+  to make a directory, instead of 20 microseconds. Old files are emptied, and removed at the end.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_BLOCK = 4 << 20
+_SPARE_NBYTES = 64 << 20
+
+
+@contextmanager
+def workspace(parent: Path) -> Iterator[Path]:
+    """A new directory under ``parent``, removed on leaving, whatever happens."""
+    directory = Path(tempfile.mkdtemp(prefix="dist-ckpt-bench-", dir=parent))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def retire(directory: Path, attic: Path) -> None:
+    """Empty the files of ``directory`` and move it into ``attic``; see the module for why."""
+    for path in files_below(directory):
+        os.truncate(path, 0)
+    attic.mkdir(exist_ok=True)
+    directory.rename(attic / str(sum(1 for _ in attic.iterdir())))
+
+
+def settle(nbytes: int) -> None:
+    """Flush all file systems, and have ``nbytes`` and some more of free memory at hand."""
+    os.sync()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
+    mmap.mmap(-1, nbytes + _SPARE_NBYTES, flags=flags).close()
+
+
+def drop_cache(directory: Path) -> None:
+    """Have the page cache forget the files, which must have been flushed; inodes stay known."""
+    for path in files_below(directory):
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)
+
+
+def fill_cache(directory: Path) -> None:
+    """Have the page cache hold the files."""
+    for path in files_below(directory):
+        with path.open("rb", buffering=0) as file:
+            while file.read(_BLOCK):
+                pass
+
+
+def flush_share(directory: Path, number: int, num_shares: int) -> None:
+    """Flush every ``num_shares``-th file and directory, so that all shares together flush all."""
+    paths = [*files_below(directory), *_directories(directory)]
+    for path in paths[number::num_shares]:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def files_below(directory: Path) -> list[Path]:
+    """All regular files, sorted."""
+    found = (Path(at) / name for at, _, names in os.walk(directory) for name in names)
+    return sorted(path for path in found if path.is_file() and not path.is_symlink())
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that holds ``path``: ``ext4``, ``tmpfs``, …"""
+    resolved = str(path.resolve())
+    best, found = "", "unknown"
+    for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines():
+        _, mount, kind, *_ = line.split(" ")
+        inside = resolved == mount or resolved.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(best):
+            best, found = mount, kind
+    return found
+
+
+def _directories(directory: Path) -> list[Path]:
+    return sorted(Path(at) for at, _, _ in os.walk(directory))

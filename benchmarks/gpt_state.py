@@ -1,0 +1,99 @@
+"""A state dict like a GPT's: many small vectors, some matrices, two dtypes, tensor parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+GB = 10**9
+_NUM_ARRAYS_PER_LAYER = 12
+_GRANULE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class GptSize:
+    """Dimensions of the model.
+
+    Attributes:
+        num_layers: transformer layers, of twelve arrays each.
+        hidden: width; the matrices of a layer have 12 * hidden**2 elements.
+        vocabulary: rows of the embedding.
+    """
+
+    num_layers: int
+    hidden: int
+    vocabulary: int
+
+    @property
+    def num_arrays(self) -> int:
+        """How many arrays the state has."""
+        return self.num_layers * _NUM_ARRAYS_PER_LAYER + 3
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """This rank's part of one array.
+
+    Attributes:
+        key: name of the array.
+        axis: dim along which the array is divided evenly over the ranks.
+        tensor: the part.
+    """
+
+    key: str
+    axis: int
+    tensor: torch.Tensor
+
+
+def gpt_size(nbytes: int) -> GptSize:
+    """A model of 24 layers, 291 arrays, whose state takes about ``nbytes`` over all ranks."""
+    sizes = [GptSize(24, hidden, 8192) for hidden in range(_GRANULE, 8192, _GRANULE)]
+    return min(sizes, key=lambda size: abs(_matrix_nbytes(size) - nbytes))
+
+
+def build_shards(size: GptSize, group_rank: int, num_ranks: int) -> tuple[Shard, ...]:
+    """This rank's shards, with values of its own.
+
+    Half of the layers are float32 and half bfloat16, as main parameters and weights would be.
+    """
+    generator = torch.Generator().manual_seed(group_rank)
+    shards = []
+    for key, shape, axis, dtype in _arrays(size):
+        local = list(shape)
+        local[axis] //= num_ranks
+        tensor = torch.empty(local, dtype=dtype)
+        shards.append(Shard(key, axis, tensor.normal_(generator=generator)))
+    return tuple(shards)
+
+
+def _matrix_nbytes(size: GptSize) -> int:
+    """Nearly all of the bytes: the matrices, at three bytes per element on average."""
+    in_layers = size.num_layers * 12 * size.hidden**2 * 3
+    return in_layers + size.vocabulary * size.hidden * 4
+
+
+def _arrays(size: GptSize) -> Iterator[tuple[str, tuple[int, ...], int, torch.dtype]]:
+    """Key, shape, divided dim and dtype of every array."""
+    h = size.hidden
+    yield "embedding.word_embeddings.weight", (size.vocabulary, h), 0, torch.float32
+    for layer in range(size.num_layers):
+        dtype = torch.bfloat16 if layer % 2 else torch.float32
+        for name, shape, axis in (
+            ("input_layernorm.weight", (h,), 0),
+            ("input_layernorm.bias", (h,), 0),
+            ("self_attention.linear_qkv.weight", (3 * h, h), 0),
+            ("self_attention.linear_qkv.bias", (3 * h,), 0),
+            ("self_attention.linear_proj.weight", (h, h), 1),
+            ("self_attention.linear_proj.bias", (h,), 0),
+            ("pre_mlp_layernorm.weight", (h,), 0),
+            ("pre_mlp_layernorm.bias", (h,), 0),
+            ("mlp.linear_fc1.weight", (4 * h, h), 0),
+            ("mlp.linear_fc1.bias", (4 * h,), 0),
+            ("mlp.linear_fc2.weight", (h, 4 * h), 1),
+            ("mlp.linear_fc2.bias", (h,), 0),
+        ):
+            yield f"decoder.layers.{layer}.{name}", shape, axis, dtype
+    yield "decoder.final_layernorm.weight", (h,), 0, torch.float32
+    yield "decoder.final_layernorm.bias", (h,), 0, torch.float32

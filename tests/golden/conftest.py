@@ -1,0 +1,65 @@
+"""Fixtures: the sets unpacked once, and registries that are as before after each test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+from megatron.core.dist_checkpointing.strategies import base
+
+from dist_ckpt_strategies.config import Engine
+from dist_ckpt_strategies.strategies.registry import DEFAULT_REGISTRY
+from tests.golden.sets import FLAT, NAMES, RESHARDABLE, TP4, GoldenSet, register_engine
+
+
+@pytest.fixture(scope="session")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], GoldenSet]:
+    """Gives the set of a name; each is unpacked once, and not to be changed."""
+    root = tmp_path_factory.mktemp("golden")
+    return cache(lambda name: GoldenSet.unpack(name, root))
+
+
+@pytest.fixture(params=NAMES)
+def golden(request: pytest.FixtureRequest, unpacked: Callable[[str], GoldenSet]) -> GoldenSet:
+    """Each set in turn."""
+    return unpacked(request.param)
+
+
+@pytest.fixture
+def tp4(unpacked: Callable[[str], GoldenSet]) -> GoldenSet:
+    """The set of Megatron-Core 0.12.3: weights only, TP4."""
+    return unpacked(TP4)
+
+
+@pytest.fixture
+def reshardable(unpacked: Callable[[str], GoldenSet]) -> GoldenSet:
+    """The set of Megatron-Core 0.15.3 with optimizer state in the shape of the weights."""
+    return unpacked(RESHARDABLE)
+
+
+@pytest.fixture
+def flat(unpacked: Callable[[str], GoldenSet]) -> GoldenSet:
+    """The set of Megatron-Core 0.15.3 whose optimizer state went through flattened ranges."""
+    return unpacked(FLAT)
+
+
+@pytest.fixture(params=list(Engine))
+def engine(request: pytest.FixtureRequest) -> Engine:
+    """Each engine in turn, registered."""
+    request.getfixturevalue("registries")
+    found: Engine = request.param
+    register_engine(found)
+    return found
+
+
+@pytest.fixture
+def registries() -> Iterator[None]:
+    """On leaving, Megatron-Core's registry and ours are as they were."""
+    theirs = {action: dict(found) for action, found in base.default_strategies.items()}
+    ours = dict(vars(DEFAULT_REGISTRY)["_factories"])
+    yield
+    base.default_strategies.clear()
+    base.default_strategies.update(theirs)
+    vars(DEFAULT_REGISTRY)["_factories"].clear()
+    vars(DEFAULT_REGISTRY)["_factories"].update(ours)

@@ -1,0 +1,120 @@
+"""The model of the sets, in any parallel layout, and its state as global tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    apply_factories,
+    is_main_replica,
+)
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
+from dist_ckpt_strategies.cli.demo.model import build_model
+from dist_ckpt_strategies.cli.demo.task import ModelSize, ParallelLayout
+
+METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+}
+
+
+@contextmanager
+def parallel(layout: ParallelLayout) -> Iterator[None]:
+    """Within the block Megatron-Core's groups are those of the layout, and it needs no GPU."""
+    with cpu_stand_ins():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp
+        )
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+
+
+@dataclass(frozen=True)
+class Trainee:
+    """One rank's part of the model and its optimizer, fresh."""
+
+    model: Any
+    optimizer: Any
+
+    @classmethod
+    def build(cls, layout: ParallelLayout, num_rows: int) -> Trainee:
+        """The sets' model with a vocabulary padded to ``num_rows``."""
+        size = ModelSize(
+            num_layers=4,
+            hidden=64,
+            num_heads=4,
+            num_query_groups=4,
+            ffn_hidden=256,
+            vocab=num_rows,
+            sequence_length=32,
+        )
+        model = build_model(size, layout)
+        config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True
+        )
+        wrapped = DistributedDataParallel(config=model.config, ddp_config=config, module=model)
+        options = OptimizerConfig(
+            optimizer="adam",
+            lr=0.001,
+            weight_decay=0.01,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=True,
+        )
+        return cls(model.module, get_megatron_optimizer(options, [wrapped]))
+
+    def state(self, *, is_loading: bool) -> dict[str, Any]:
+        """The sharded state dict. Collective over the world."""
+        model = self.model.sharded_state_dict(metadata=METADATA)
+        optimizer = self.optimizer.sharded_state_dict(
+            model, is_loading=is_loading, metadata=METADATA
+        )
+        return {"model": model, "optimizer": optimizer}
+
+    def take_over(self, loaded: Mapping[str, Any]) -> None:
+        """Put loaded values into the model and its optimizer."""
+        self.model.load_state_dict(loaded["model"], strict=True)
+        self.optimizer.load_state_dict(loaded["optimizer"])
+
+
+def gather_whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """On rank 0 every global tensor, put together from all main replicas; elsewhere none.
+
+    Factories are applied in place. Collective over the world.
+    """
+    apply_factories(state)
+    shards = [
+        (shard.key, tuple(shard.global_shape), shard.global_slice(), shard.data.detach().clone())
+        for shard in nested_values(state)
+        if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id)
+    ]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, shards)
+    return assembled(shard for found in gathered for shard in found)
+
+
+def assembled(shards: Iterable[tuple[str, Any, Any, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Whole tensors; every element has to be given exactly once."""
+    whole: dict[str, torch.Tensor] = {}
+    times: dict[str, torch.Tensor] = {}
+    for key, shape, index, data in shards:
+        whole.setdefault(key, torch.empty(shape, dtype=data.dtype))[index] = data
+        times.setdefault(key, torch.zeros(shape, dtype=torch.int32))[index] += 1
+    wrong = [key for key, counts in times.items() if not bool((counts == 1).all())]
+    if wrong:
+        raise ValueError(f"not every element is held exactly once: {wrong}")
+    return whole

@@ -1,0 +1,129 @@
+"""The golden checkpoints, and how what is loaded from them is compared with what was saved."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.config import Engine, Options
+from dist_ckpt_strategies.megatron.allowed import default_allowed
+from dist_ckpt_strategies.spec.region import Region
+
+_HERE = Path(__file__).parent / "data"
+_PACKAGED = Path(dist_ckpt_strategies.__file__).parent / "cli" / "data"
+
+TP4 = "m0123_tp4_modelonly"
+RESHARDABLE = "m0153_tp2pp1dp2_fullyreshardable"
+FLAT = "m0153_tp2pp2dp2_flat"
+NAMES = (TP4, RESHARDABLE, FLAT)
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def archive(name: str) -> Path:
+    """Where the archive of a set lies."""
+    return (_PACKAGED if name == TP4 else _HERE) / f"{name}.tar.xz"
+
+
+@dataclass(frozen=True)
+class GoldenSet:
+    """An unpacked set: a checkpoint that Megatron-Core wrote, and what it held in memory."""
+
+    folder: Path
+
+    @classmethod
+    def unpack(cls, name: str, target: Path) -> GoldenSet:
+        """The set of that name, unpacked below ``target``."""
+        with tarfile.open(archive(name)) as tar:
+            tar.extractall(target, filter="data")
+        return cls(target / name)
+
+    @property
+    def checkpoint(self) -> str:
+        """The checkpoint directory, as Megatron-Core takes it."""
+        return str(self.folder / "ckpt")
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Every global tensor, by key."""
+        found: dict[str, torch.Tensor] = torch.load(self.folder / "expected.pt", weights_only=True)
+        return found
+
+    @cached_property
+    def objects(self) -> dict[str, Any]:
+        """Every sharded object, by unique key."""
+        with torch.serialization.safe_globals(list(default_allowed())):
+            found: dict[str, Any] = torch.load(
+                self.folder / "expected_objects.pt", weights_only=True
+            )
+        return found
+
+    @cached_property
+    def info(self) -> dict[str, Any]:
+        """What the writer noted about itself and each array."""
+        found: dict[str, Any] = json.loads((self.folder / "info.json").read_text())
+        return found
+
+
+def register_engine(engine: Engine) -> None:
+    """Make ``("zarr", 1)`` of this process go through an engine."""
+    options = Options(engine=engine, timeout_s=30)
+    dist_ckpt_strategies.register(options=options, replace=True)
+
+
+def has_same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors agree in dtype, shape and every bit."""
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return False
+    ours, theirs = (t.detach().contiguous().reshape(-1) for t in (found, expected))
+    return torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+
+
+def differing(found: Tensors, expected: Tensors) -> list[str]:
+    """Keys that only one side has, or whose tensors differ in a bit."""
+    keys = sorted(found.keys() | expected.keys())
+    return [
+        key
+        for key in keys
+        if key not in found or key not in expected or not has_same_bits(found[key], expected[key])
+    ]
+
+
+def poisoned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Memory that no test can pass with unless it is overwritten: every byte is 0x5a."""
+    filled = torch.empty(tuple(shape), dtype=dtype)
+    filled.view(torch.uint8).fill_(0x5A)
+    return filled
+
+
+def box_of(
+    key: str, whole: torch.Tensor, region: Region, *, replica_id: int = 0, has_data: bool = True
+) -> Any:
+    """A ShardedTensor that asks for any box of a stored array."""
+    return ShardedTensor(
+        key,
+        poisoned(region.shape, whole.dtype) if has_data else None,
+        whole.dtype,
+        region.shape,
+        tuple(whole.shape),
+        region.offset,
+        None,
+        replica_id,
+    )
+
+
+def share_of(key: str, whole: torch.Tensor, dim: int, number: int, num_shares: int) -> Any:
+    """A ShardedTensor for one of equal shares of a stored array along a dim."""
+    shape = list(whole.shape)
+    shape[dim] //= num_shares
+    data = poisoned(shape, whole.dtype)
+    return ShardedTensor.from_rank_offsets(key, data, (dim, number, num_shares))

@@ -1,0 +1,115 @@
+"""The chunk grid fits the shards where it can, and stays small where it cannot."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.plan.chunking import (
+    MAX_ASSEMBLED_NBYTES,
+    chunk_parts,
+    irregular_chunk_shape,
+    regular_chunk_shape,
+)
+from dist_ckpt_strategies.plan.coverage import Holding
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.region import Extent, Region
+from tests.support.boxes import Split, regions_in, shapes, splits, times_covered
+
+
+def boxes_of(split: Split) -> list[Region]:
+    return [box for _, box in split.main]
+
+
+def num_files(shape: Extent, chunk: Extent) -> int:
+    return math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
+
+
+def flat(*bounds: int) -> list[Region]:
+    """Boxes of a flat buffer between consecutive bounds."""
+    return [Region((a,), (b - a,)) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+@given(splits(regular=True))
+def test_the_chunks_of_a_regular_grid_are_its_shards(split: Split) -> None:
+    chunk = regular_chunk_shape(split.shape, boxes_of(split))
+
+    assert chunk is not None
+    array = ArraySpec("w", split.shape, DType.INT8, chunk)
+    whole = Region.whole(split.shape)
+    chunks = {array.chunk_region(index).intersect(whole) for index in array.chunk_indices()}
+    assert chunks == set(boxes_of(split))
+
+
+@given(splits())
+def test_a_grid_is_called_regular_only_if_every_shard_is_one_chunk(split: Split) -> None:
+    chunk = regular_chunk_shape(split.shape, boxes_of(split))
+    if chunk is None:
+        return
+    for box in boxes_of(split):
+        assert len(chunk_parts(chunk, box)) == 1
+    assert num_files(split.shape, chunk) == len(split.main)
+
+
+@given(st.data())
+def test_a_box_is_cut_along_the_grid_into_parts_that_cover_it(data: st.DataObject) -> None:
+    shape = data.draw(shapes(max_ndim=3, max_size=8))
+    box = data.draw(regions_in(shape))
+    chunk = tuple(data.draw(st.integers(1, 9)) for _ in shape)
+    parts = chunk_parts(chunk, box)
+
+    covered = times_covered(shape, [part for _, part in parts])
+    assert (covered == times_covered(shape, [box])).all()
+    for index, part in parts:
+        corner = Region(tuple(i * c for i, c in zip(index, chunk, strict=True)), chunk)
+        assert corner.contains(part)
+
+
+@given(splits().filter(lambda split: split.main), st.sampled_from([1, 2, 4, 8]))
+def test_an_irregular_grid_has_chunks_of_at_least_one_element_and_few_files(
+    split: Split, itemsize: int
+) -> None:
+    holdings = [Holding(box, rank) for rank, box in split.main]
+    chunk = irregular_chunk_shape(split.shape, itemsize, holdings)
+
+    assert all(1 <= c <= n for c, n in zip(chunk, split.shape, strict=True))
+    assert num_files(split.shape, chunk) <= 4 * len(holdings) + 64
+
+
+def test_two_equal_columns_that_one_rank_holds_apart_are_no_reason_for_many_files() -> None:
+    shape = (4096, 3)
+    boxes = [Region((0, 0), (4096, 2)), Region((0, 2), (4096, 1))]
+    holdings = [Holding(box, rank) for rank, box in enumerate(boxes)]
+
+    assert num_files(shape, irregular_chunk_shape(shape, 4, holdings)) <= 3
+
+
+def test_a_flat_buffer_is_cut_where_its_owners_change() -> None:
+    pieces = flat(0, 300, 700, 1000, 1500, 2000, 2950)
+    owners = [0, 0, 0, 1, 1, 2]
+    holdings = [Holding(box, rank) for rank, box in zip(owners, pieces, strict=True)]
+
+    assert irregular_chunk_shape((2950,), 4, holdings) == (1000,)
+
+
+def test_a_large_chunk_is_cut_until_it_can_be_assembled() -> None:
+    size = 3 * (MAX_ASSEMBLED_NBYTES // 4)
+    pieces = flat(0, 5, size)
+    holdings = [Holding(box, rank) for rank, box in enumerate(pieces)]
+
+    (chunk,) = irregular_chunk_shape((size,), 4, holdings)
+    assert chunk * 4 <= MAX_ASSEMBLED_NBYTES
+    assert num_files((size,), (chunk,)) <= 4
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 7), (5, 0)])
+def test_an_array_without_elements_has_a_grid_all_the_same(shape: Extent) -> None:
+    assert regular_chunk_shape(shape, []) == tuple(max(1, n) for n in shape)
+
+
+def test_a_scalar_has_a_grid_without_dims() -> None:
+    assert regular_chunk_shape((), [Region.whole(())]) == ()

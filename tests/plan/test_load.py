@@ -1,0 +1,104 @@
+"""A load plan says where every element of a tensor comes from."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.errors import ShapeMismatchError
+from dist_ckpt_strategies.plan.load import build_load_plan
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.region import Extent, Region
+from tests.support.boxes import regions_in, shapes, spec_of
+
+
+def stored_array(shape: Extent) -> ArraySpec:
+    return ArraySpec("w", shape, DType.FLOAT32, tuple(max(1, n) for n in shape))
+
+
+@given(st.data())
+def test_any_box_is_read_whole_from_where_it_lies(data: st.DataObject) -> None:
+    shape = data.draw(shapes())
+    box = data.draw(regions_in(shape))
+    (read,) = build_load_plan([spec_of(box, shape)], {"w": stored_array(shape)}).reads
+
+    if box.numel == 0:
+        assert (read.source, read.target, read.nbytes) == (None, None, 0)
+    else:
+        assert (read.source, read.target) == (box, Region.whole(box.shape))
+        assert read.nbytes == box.numel * 4
+    assert not read.is_padded
+
+
+@given(st.data())
+def test_with_another_shape_allowed_the_rest_is_clipped_or_padded_with_zeros(
+    data: st.DataObject,
+) -> None:
+    wanted_shape = data.draw(shapes(max_ndim=3, min_size=1, max_size=6))
+    stored_shape = tuple(data.draw(st.integers(0, 8)) for _ in wanted_shape)
+    box = data.draw(regions_in(wanted_shape))
+    values = 1 + np.arange(np.prod(stored_shape, dtype=int)).reshape(stored_shape)
+    expected = np.zeros(np.maximum(stored_shape, wanted_shape), int)
+    expected[Region.whole(stored_shape).slices()] = values
+    want = spec_of(box, wanted_shape, may_mismatch=True)
+    (read,) = build_load_plan([want], {"w": stored_array(stored_shape)}).reads
+
+    tensor = np.zeros(box.shape, int) if read.is_padded else np.full(box.shape, -1)
+    if read.source is not None and read.target is not None:
+        tensor[read.target.slices()] = values[read.source.slices()]
+    assert np.array_equal(tensor, expected[box.slices()])
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted", "may_mismatch"),
+    [((4, 8), (4, 6), False), ((4,), (4, 1), False), ((4,), (4, 1), True), ((), (1,), True)],
+)
+def test_another_shape_is_refused_naming_key_both_shapes_and_the_remedy(
+    stored: Extent, wanted: Extent, may_mismatch: bool
+) -> None:
+    want = spec_of(Region.whole(wanted), wanted, may_mismatch=may_mismatch)
+
+    with pytest.raises(ShapeMismatchError) as caught:
+        build_load_plan([want], {"w": stored_array(stored)})
+
+    message = str(caught.value)
+    assert message.startswith(f"w: shape {stored} in the checkpoint, {wanted} requested")
+    assert "allow_shape_mismatch" in message
+    assert caught.value.key == "w"
+
+
+def test_a_box_that_reaches_outside_its_own_array_is_refused() -> None:
+    want = spec_of(Region((6,), (4,)), (8,))
+
+    with pytest.raises(ShapeMismatchError, match=r"^w: .*\[6:10\]"):
+        build_load_plan([want], {"w": stored_array((8,))})
+
+
+def test_a_shard_wholly_beyond_the_stored_rows_is_padding() -> None:
+    want = spec_of(Region((112, 0), (16, 4)), (128, 4), may_mismatch=True)
+    (read,) = build_load_plan([want], {"w": stored_array((100, 4))}).reads
+
+    assert (read.source, read.target, read.is_padded, read.nbytes) == (None, None, True, 0)
+
+
+def test_the_same_shard_may_be_wanted_twice_and_order_is_kept() -> None:
+    top, rest = Region((0,), (3,)), Region((3,), (5,))
+    wants = [spec_of(box, (8,)) for box in (rest, top, rest)]
+    plan = build_load_plan(wants, {"w": stored_array((8,))})
+
+    assert [(read.number, read.source) for read in plan.reads] == [(0, rest), (1, top), (2, rest)]
+    assert plan.nbytes == 4 * 13
+
+
+def test_the_stored_type_decides_the_number_of_bytes() -> None:
+    array = ArraySpec("w", (8,), DType.BFLOAT16, (8,))
+    (read,) = build_load_plan([spec_of(Region.whole((8,)), (8,))], {"w": array}).reads
+
+    assert read.nbytes == 16
+
+
+def test_nothing_wanted_is_an_empty_plan() -> None:
+    assert build_load_plan([], {}).reads == ()

@@ -1,0 +1,298 @@
+"""A save plan writes every element once, whoever holds it, within its bounds."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
+from dist_ckpt_strategies.plan.save import (
+    ChunkWrite,
+    ObjectHolding,
+    SavePlan,
+    build_save_plan,
+)
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.spec.shard import RankShards
+from tests.support.boxes import (
+    NUM_RANKS,
+    Split,
+    merged,
+    regions_in,
+    spec_of,
+    splits,
+    times_covered,
+)
+
+some_splits = st.booleans().flatmap(lambda regular: splits(regular=regular))
+
+
+def is_moving(plan: SavePlan) -> bool:
+    return any(write.moves for write in plan.writes)
+
+
+def flat_requests(bounds: list[int], owners: list[int], size: int) -> list[RankShards]:
+    """A flat buffer of ``size`` elements, cut at ``bounds``; the n-th part is on the n-th owner."""
+    parts = [Region((a,), (b - a,)) for a, b in pairwise(bounds)]
+    split = Split((size,), tuple(zip(owners, parts, strict=True)))
+    return split.requests(num_ranks=max(owners) + 1)
+
+
+@given(some_splits)
+def test_the_chunks_cover_the_array_and_each_is_written_once(split: Split) -> None:
+    plan = build_save_plan(split.requests())
+    (creation,) = plan.creations
+
+    assert (times_covered(split.shape, [write.region for write in plan.writes]) == 1).all()
+    touched = [list(creation.array.chunks_of(write.region)) for write in plan.writes]
+    assert [len(indices) for indices in touched] == [1] * creation.array.num_chunks
+    assert {tuple(*indices) for indices in touched} == set(creation.array.chunk_indices())
+
+
+@given(some_splits)
+def test_the_pieces_of_a_chunk_cover_it_and_lie_in_the_shards_of_their_holders(
+    split: Split,
+) -> None:
+    main = set(split.main)
+    for write in build_save_plan(split.requests()).writes:
+        pieces = [piece.region for piece in write.pieces]
+        expected = times_covered(split.shape, [write.region])
+        assert (times_covered(split.shape, pieces) == expected).all()
+        for piece in write.pieces:
+            assert (piece.holder, piece.shard.region) in main
+            assert piece.shard.region.contains(piece.region)
+
+
+@given(some_splits)
+def test_a_chunk_is_written_by_a_rank_that_holds_most_of_it(split: Split) -> None:
+    for write in build_save_plan(split.requests()).writes:
+        held: Counter[int] = Counter()
+        for piece in write.pieces:
+            held[piece.holder] += piece.region.numel
+        assert held[write.writer] == max(held.values())
+
+
+@given(splits(regular=True))
+def test_nothing_moves_where_the_shards_lie_on_a_regular_grid(split: Split) -> None:
+    plan = build_save_plan(split.requests())
+
+    assert not is_moving(plan)
+    assert plan.rounds == ()
+    assert all(write.is_whole_shard for write in plan.writes)
+    writers = {write.region: write.writer for write in plan.writes}
+    assert writers == {box: rank for rank, box in split.main}
+
+
+@given(st.integers(1, 4), st.integers(1, 400), st.integers(0, 100), st.data())
+def test_nothing_moves_where_a_flat_buffer_is_cut_at_rank_boundaries(
+    num_ranks: int, per_rank: int, padding: int, data: st.DataObject
+) -> None:
+    # As Megatron's dp_reshardable: equal parts of a padded buffer, several parameters in each
+    # rank's part, and the padding at the end of the last part not stored.
+    size = num_ranks * per_rank - min(padding, per_rank - 1)
+    ends = {min(rank * per_rank, size) for rank in range(num_ranks + 1)}
+    inner = data.draw(st.sets(st.integers(1, size), max_size=8))
+    bounds = sorted(ends | inner | {size})
+    owners = [start // per_rank for start in bounds[:-1]]
+    plan = build_save_plan(flat_requests(bounds, owners, size))
+
+    assert not is_moving(plan)
+    assert len(plan.writes) <= max(num_ranks, len(bounds) - 1)
+
+
+@given(st.lists(some_splits, min_size=1, max_size=3), st.randoms(use_true_random=False))
+def test_every_rank_makes_the_same_plan_in_whatever_order_it_learns_the_facts(
+    cases: list[Split], order: random.Random
+) -> None:
+    requests = merged(*(split.requests(key=f"w{n}") for n, split in enumerate(cases)))
+    shuffled = [
+        RankShards(r.rank, tuple(order.sample(r.shards, len(r.shards)))) for r in requests
+    ]
+    order.shuffle(shuffled)
+
+    assert build_save_plan(shuffled) == build_save_plan(requests)
+    assert hash(build_save_plan(shuffled)) == hash(build_save_plan(requests))
+
+
+@given(some_splits)
+def test_the_number_of_files_is_bounded(split: Split) -> None:
+    plan = build_save_plan(split.requests())
+
+    assert len(plan.writes) <= 4 * len(split.main) + 64
+
+
+@given(some_splits)
+def test_each_array_is_created_by_one_rank_that_knows_it(split: Split) -> None:
+    assume(split.main or split.copies)
+    plan = build_save_plan(split.requests())
+
+    created = [rank for rank in range(NUM_RANKS) for _ in plan.creations_of(rank)]
+    assert len(created) == 1
+    assert created[0] in {rank for rank, _ in (split.main or split.copies)}
+
+
+@given(some_splits)
+def test_the_shares_of_the_ranks_make_up_the_plan(split: Split) -> None:
+    plan = build_save_plan(split.requests())
+    writes = [write for rank in range(NUM_RANKS) for write in plan.writes_of(rank)]
+    sends = [move for rank in range(NUM_RANKS) for move in plan.sends_of(rank)]
+
+    assert Counter(writes) == Counter(plan.writes)
+    assert Counter(sends) == Counter(move for write in plan.writes for move in write.moves)
+
+
+@given(some_splits)
+def test_exactly_the_chunks_that_are_put_together_have_a_round(split: Split) -> None:
+    plan = build_save_plan(split.requests(), max_inflight_bytes=64)
+    in_rounds = [write for round_ in plan.rounds for write in round_]
+
+    assert in_rounds == [write for write in plan.writes if not write.is_whole_shard]
+
+
+def round_memory(round_: tuple[ChunkWrite, ...]) -> Counter[int]:
+    """Bytes on each rank: chunks being put together, pieces that arrive, pieces that leave."""
+    needed: Counter[int] = Counter()
+    for write in round_:
+        needed[write.writer] += write.nbytes
+        for move in write.moves:
+            needed[move.writer] += move.nbytes
+            needed[move.piece.holder] += move.nbytes
+    return needed
+
+
+@given(st.lists(splits(), min_size=1, max_size=3), st.integers(1, 5000))
+def test_a_round_stays_in_the_memory_budget_unless_one_chunk_alone_is_larger(
+    cases: list[Split], budget: int
+) -> None:
+    requests = merged(*(split.requests(key=f"w{n}") for n, split in enumerate(cases)))
+    for round_ in build_save_plan(requests, max_inflight_bytes=budget).rounds:
+        if len(round_) > 1:
+            assert max(round_memory(round_).values()) <= budget
+
+
+@given(splits())
+def test_all_chunks_go_in_one_round_where_the_budget_is_large(split: Split) -> None:
+    plan = build_save_plan(split.requests(), max_inflight_bytes=1 << 30)
+
+    assert len(plan.rounds) <= 1
+
+
+@given(some_splits.filter(lambda split: split.main), st.data())
+def test_a_gap_is_always_refused_naming_the_key(split: Split, data: st.DataObject) -> None:
+    lost = data.draw(st.integers(0, len(split.main) - 1))
+    main = split.main[:lost] + split.main[lost + 1 :]
+    holed = Split(split.shape, main, (*split.copies, split.main[lost]))
+
+    with pytest.raises(CoverageError, match=r"^layer\.w: ") as caught:
+        build_save_plan(holed.requests(key="layer.w"))
+
+    assert caught.value.key == "layer.w"
+
+
+@given(some_splits.filter(lambda split: split.main), st.data())
+def test_an_overlap_is_always_refused_naming_the_key_and_ranks(
+    split: Split, data: st.DataObject
+) -> None:
+    box = data.draw(regions_in(split.shape))
+    assume(box.numel)
+    rank = data.draw(st.integers(0, NUM_RANKS - 1))
+    doubled = Split(split.shape, (*split.main, (rank, box)), split.copies)
+
+    with pytest.raises(DuplicateWriterError, match=r"^layer\.w: ") as caught:
+        build_save_plan(doubled.requests(key="layer.w"))
+
+    owners = {owner for owner, held in split.main if held.intersect(box)}
+    assert f"rank {rank}" in str(caught.value)
+    assert any(f"rank {owner}" in str(caught.value) for owner in owners)
+
+
+def test_an_array_of_which_every_replica_is_a_copy_is_a_gap() -> None:
+    whole = Region.whole((4,))
+
+    with pytest.raises(CoverageError, match="cover 0 of 4"):
+        build_save_plan(Split((4,), (), ((0, whole), (1, whole))).requests())
+
+
+def test_replicas_beside_the_main_one_change_nothing_in_the_plan() -> None:
+    whole = Region.whole((4,))
+    alone = Split((4,), ((2, whole),))
+    copied = Split((4,), ((2, whole),), ((0, whole), (1, whole), (3, whole)))
+
+    assert build_save_plan(copied.requests()) == build_save_plan(alone.requests())
+
+
+@pytest.mark.parametrize(
+    ("field", "other"),
+    [
+        ("array_shape", spec_of(Region((0,), (2,)), (5,))),
+        ("dtype", spec_of(Region((0,), (2,)), (4,), dtype=DType.BFLOAT16)),
+    ],
+)
+def test_ranks_that_disagree_on_an_array_are_named(field: str, other: object) -> None:
+    requests = [
+        RankShards(0, (spec_of(Region((2,), (2,)), (4,)),)),
+        RankShards(3, (other,)),  # type: ignore[arg-type]
+    ]
+
+    with pytest.raises(PlanError, match=rf"^w: {field} .* on rank 3, .* on rank 0"):
+        build_save_plan(requests)
+
+
+def test_a_padded_shard_that_reaches_past_the_end_is_written_up_to_the_end() -> None:
+    box = Region((6, 0), (6, 2))
+    padded = spec_of(box, (8, 2), may_mismatch=True)
+    beyond = spec_of(Region((12, 0), (6, 2)), (8, 2), may_mismatch=True)
+    first = spec_of(Region((0, 0), (6, 2)), (8, 2), may_mismatch=True)
+    plan = build_save_plan([RankShards(0, (first,)), RankShards(1, (padded, beyond))])
+
+    assert [(write.writer, write.region) for write in plan.writes] == [
+        (0, Region((0, 0), (6, 2))),
+        (1, Region((6, 0), (2, 2))),
+    ]
+    assert {piece.shard for write in plan.writes for piece in write.pieces} == {
+        first.id,
+        padded.id,
+    }
+
+
+def test_the_ranks_share_the_work_where_all_hold_as_much() -> None:
+    rows = 64
+    boxes = [Region((row, half), (1, 1)) for row in range(rows) for half in range(2)]
+    main = tuple((number % 2, box) for number, box in enumerate(boxes))
+    plan = build_save_plan(Split((rows, 2), main).requests(num_ranks=2))
+
+    share = [sum(write.nbytes for write in plan.writes_of(rank)) for rank in range(2)]
+    assert abs(share[0] - share[1]) <= max(write.nbytes for write in plan.writes)
+
+
+def test_several_shards_of_one_array_on_one_rank_are_each_written() -> None:
+    split = Split((4, 4), ((0, Region((0, 0), (2, 4))), (0, Region((2, 0), (2, 4)))))
+    plan = build_save_plan(split.requests(num_ranks=1))
+
+    assert len(plan.writes_of(0)) == 2
+    assert not is_moving(plan)
+
+
+def test_two_main_replicas_of_an_object_shard_are_refused_naming_it_and_both_ranks() -> None:
+    name = ObjectId("rng_state", (0, 1), (2, 2))
+
+    with pytest.raises(DuplicateWriterError, match=r"rng_state/shard_0\.1_2\.2: rank 1 .* rank 3"):
+        build_save_plan([], [ObjectHolding(name, 3), ObjectHolding(name, 1)])
+
+
+def test_shards_of_one_object_on_several_ranks_are_fine() -> None:
+    names = [ObjectHolding(ObjectId("rng_state", (n,), (4,)), n) for n in range(4)]
+
+    assert build_save_plan([], names) == SavePlan((), (), ())
+
+
+def test_keys_that_cannot_be_stored_are_refused_before_anything_is_planned() -> None:
+    with pytest.raises(PlanError, match="cannot be stored"):
+        build_save_plan([RankShards(0, (spec_of(Region.whole((1,)), (1,), key="a/../b"),))])

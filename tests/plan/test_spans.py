@@ -1,0 +1,123 @@
+"""Runs of bytes read one by one give what slicing the array gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.plan import spans
+from dist_ckpt_strategies.plan.spans import MIN_SPAN_NBYTES, ChunkSpans, raw_spans
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.region import Extent, Region
+from tests.support.boxes import regions_in, shapes
+
+
+def chunk_files(array: ArraySpec, values: np.ndarray) -> dict[Extent, bytes]:  # type: ignore[type-arg]
+    """What each chunk's file holds; the part past the array's edge is filled with 0xEE."""
+    files = {}
+    for index in array.chunk_indices():
+        box = array.chunk_region(index)
+        inside = box.intersect(Region.whole(array.shape))
+        assert inside is not None
+        chunk = np.full(array.chunk_nbytes, 0xEE, np.uint8).view(values.dtype)
+        chunk = chunk.reshape(array.chunk_shape)
+        chunk[inside.within(box).slices()] = values[inside.slices()]
+        files[index] = chunk.tobytes()
+    return files
+
+
+def fill(
+    region: Region, found: tuple[ChunkSpans, ...], files: dict[Extent, bytes], itemsize: int
+) -> bytes:
+    target = bytearray(b"\xdd" * (region.numel * itemsize))
+    written = np.zeros(len(target), int)
+    for chunk in found:
+        for in_file, in_target in chunk.offsets:
+            run = files[chunk.index][in_file : in_file + chunk.span_nbytes]
+            assert len(run) == chunk.span_nbytes
+            target[in_target : in_target + chunk.span_nbytes] = run
+            written[in_target : in_target + chunk.span_nbytes] += 1
+    assert (written == 1).all()
+    return bytes(target)
+
+
+@given(st.data())
+def test_the_bytes_equal_numpy_slicing(data: st.DataObject) -> None:
+    shape = data.draw(shapes(max_size=6))
+    chunk = tuple(data.draw(st.integers(1, max(1, n) + 1)) for n in shape)
+    region = data.draw(regions_in(shape))
+    dtype = data.draw(st.sampled_from([DType.UINT8, DType.INT32, DType.COMPLEX128]))
+    array = ArraySpec("w", shape, dtype, chunk)
+    values = np.arange(np.prod(shape, dtype=int)).astype(dtype.numpy).reshape(shape)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spans, "MIN_SPAN_NBYTES", 0)  # small arrays, all kinds of runs
+        found = raw_spans(array, region)
+
+    assert found is not None
+    read = fill(region, found, chunk_files(array, values), dtype.itemsize)
+    assert read == values[region.slices()].tobytes()
+
+
+@given(st.data())
+def test_the_runs_of_every_chunk_are_there_even_without_the_shortcut_for_short_ones(
+    data: st.DataObject,
+) -> None:
+    shape = data.draw(shapes(max_ndim=3, max_size=6))
+    chunk = tuple(data.draw(st.integers(1, max(1, n))) for n in shape)
+    region = data.draw(regions_in(shape))
+    found = raw_spans(ArraySpec("w", shape, DType.FLOAT32, chunk), region)
+
+    if found is not None:
+        assert sum(c.span_nbytes * len(c.offsets) for c in found) == region.numel * 4
+
+
+def test_many_short_runs_are_left_to_the_chunk_reader() -> None:
+    array = ArraySpec("w", (8, 1024), DType.FLOAT32, (8, 1024))
+
+    assert raw_spans(array, Region((0, 0), (8, 512))) is None
+
+
+def test_a_single_run_is_read_directly_however_short() -> None:
+    array = ArraySpec("w", (8, 4), DType.FLOAT32, (2, 4))
+    found = raw_spans(array, Region((1, 0), (3, 4)))
+
+    assert found == (
+        ChunkSpans((0, 0), 16, ((16, 0),)),
+        ChunkSpans((1, 0), 32, ((0, 16),)),
+    )
+
+
+def test_long_rows_are_read_row_by_row() -> None:
+    columns = MIN_SPAN_NBYTES // 4
+    array = ArraySpec("w", (2, 2 * columns), DType.FLOAT32, (2, 2 * columns))
+    (chunk,) = raw_spans(array, Region((0, columns), (2, columns))) or ()
+
+    assert chunk.span_nbytes == MIN_SPAN_NBYTES
+    assert chunk.offsets == ((4 * columns, 0), (12 * columns, MIN_SPAN_NBYTES))
+
+
+def test_a_whole_array_in_one_chunk_is_one_run() -> None:
+    array = ArraySpec("w", (3, 4, 5), DType.BFLOAT16, (3, 4, 5))
+
+    assert raw_spans(array, Region.whole((3, 4, 5))) == (ChunkSpans((0, 0, 0), 120, ((0, 0),)),)
+
+
+def test_a_scalar_is_one_run() -> None:
+    array = ArraySpec("step", (), DType.INT64, ())
+
+    assert raw_spans(array, Region.whole(())) == (ChunkSpans((), 8, ((0, 0),)),)
+
+
+def test_an_empty_box_needs_no_run() -> None:
+    array = ArraySpec("w", (4, 4), DType.FLOAT32, (2, 2))
+
+    assert raw_spans(array, Region((1, 1), (0, 2))) == ()
+
+
+def test_an_encoded_array_is_left_to_the_chunk_reader() -> None:
+    array = ArraySpec("w", (4,), DType.FLOAT32, (4,), is_raw=False)
+
+    assert raw_spans(array, Region.whole((4,))) is None

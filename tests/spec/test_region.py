@@ -1,0 +1,75 @@
+"""Box arithmetic, checked against counting elements one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.spec.region import Region
+from tests.support.boxes import regions_in, shapes, times_covered
+
+
+@st.composite
+def two_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Region, Region]:
+    shape = draw(shapes(max_ndim=3, max_size=6))
+    return shape, draw(regions_in(shape)), draw(regions_in(shape))
+
+
+@given(two_boxes())
+def test_the_intersection_holds_exactly_the_common_elements(
+    case: tuple[tuple[int, ...], Region, Region],
+) -> None:
+    shape, one, other = case
+    both = times_covered(shape, [one, other]) == 2
+    common = one.intersect(other)
+
+    assert common == other.intersect(one)
+    assert np.array_equal(both, times_covered(shape, [common] if common else []) == 1)
+
+
+@given(two_boxes())
+def test_containing_means_that_no_element_is_outside(
+    case: tuple[tuple[int, ...], Region, Region],
+) -> None:
+    shape, outer, inner = case
+    outside = times_covered(shape, [inner]) > times_covered(shape, [outer])
+
+    if outer.contains(inner):
+        assert not outside.any()
+    else:
+        assert outside.any() or inner.numel == 0
+
+
+@given(two_boxes())
+def test_within_gives_the_same_elements_of_the_frame(
+    case: tuple[tuple[int, ...], Region, Region],
+) -> None:
+    shape, frame, box = case
+    array = np.arange(np.prod(shape, dtype=int)).reshape(shape)
+    common = frame.intersect(box)
+
+    if common is not None:
+        in_frame = array[frame.slices()][common.within(frame).slices()]
+        assert np.array_equal(in_frame, array[common.slices()])
+
+
+def test_a_scalar_is_one_element_and_holds_itself() -> None:
+    scalar = Region.whole(())
+
+    assert (scalar.numel, scalar.ndim, scalar.end) == (1, 0, ())
+    assert scalar.intersect(scalar) == scalar
+    assert scalar.contains(scalar)
+
+
+def test_boxes_that_only_touch_share_no_element() -> None:
+    assert Region((0, 0), (2, 3)).intersect(Region((2, 0), (2, 3))) is None
+
+
+def test_an_empty_box_shares_no_element_with_anything() -> None:
+    assert Region((1, 1), (0, 4)).intersect(Region((0, 0), (4, 4))) is None
+
+
+def test_boxes_are_written_as_python_indexes_them() -> None:
+    assert str(Region((0, 8), (4, 8))) == "[0:4, 8:16]"
+    assert str(Region.whole(())) == "[]"

@@ -1,0 +1,160 @@
+"""Zarr v2 arrays as other writers make them: compressed, Fortran order, big-endian, nested."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numcodecs
+import numpy as np
+import pytest
+import zarr
+
+from dist_ckpt_strategies.config import Engine
+from dist_ckpt_strategies.errors import (
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    StorageError,
+)
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+from tests.support.samples import Values, random_values, same_bytes
+from tests.support.stores import chunk_files, read_array, read_into
+
+WAYS: dict[str, dict[str, Any]] = {
+    "zlib": {"compressors": numcodecs.Zlib(level=1)},
+    "gzip": {"compressors": numcodecs.GZip(level=1)},
+    "blosc": {"compressors": numcodecs.Blosc("lz4", shuffle=numcodecs.Blosc.SHUFFLE)},
+    "zstd": {"compressors": numcodecs.Zstd(level=1)},
+    "fortran": {"compressors": None, "order": "F"},
+    "big-endian": {"compressors": None, "dtype": ">f4"},
+    "big-endian, fortran, zlib": {
+        "compressors": numcodecs.Zlib(level=1),
+        "order": "F",
+        "dtype": ">f4",
+    },
+    "nested": {
+        "compressors": None,
+        "chunk_key_encoding": {"name": "v2", "separator": "/"},
+    },
+    "fill value": {"compressors": None, "fill_value": 7.0},
+}
+
+EVERY_WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+def write_foreign(root: Path, values: Values, way: dict[str, Any], key: str = "layer.w") -> None:
+    options: dict[str, Any] = {"dtype": values.dtype, "fill_value": None} | way
+    array = zarr.create_array(
+        str(root / key),
+        shape=values.shape,
+        chunks=tuple(max(1, -(-n // 2)) for n in values.shape),
+        zarr_format=2,
+        config={"write_empty_chunks": True},
+        **options,
+    )
+    array[...] = values
+
+
+@EVERY_WAY
+def test_arrays_of_other_writers_are_read_bit_for_bit(
+    way: dict[str, Any], reader: Engine, tmp_path: Path
+) -> None:
+    values = random_values((7, 5), DType.FLOAT32)
+    values[np.isnan(values)] = 1.5  # numcodecs and numpy may touch payloads of swapped NaNs
+    write_foreign(tmp_path, values, way)
+
+    assert same_bytes(read_array(tmp_path, reader, "layer.w"), values)
+    box = Region((2, 1), (4, 3))
+    assert same_bytes(read_array(tmp_path, reader, "layer.w", box), values[box.slices()])
+
+
+@EVERY_WAY
+def test_a_strided_target_is_filled_from_them_too(
+    way: dict[str, Any], reader: Engine, tmp_path: Path
+) -> None:
+    values = np.arange(35, dtype=np.float32).reshape(7, 5)
+    write_foreign(tmp_path, values, way)
+    target = np.zeros((5, 7), np.float32).T
+    array = Zarr2Layout(tmp_path).find("layer.w")
+    read_into(tmp_path, reader, array, Region.whole((7, 5)), target)
+
+    assert np.array_equal(target, values)
+
+
+@pytest.mark.parametrize("dtype", ["i2", "u8", "c16", "f8", "b1"])
+def test_a_compressed_array_of_any_type_is_read(dtype: str, reader: Engine, tmp_path: Path) -> None:
+    values = (np.arange(12).reshape(3, 4) % 5).astype(dtype)
+    write_foreign(tmp_path, values, WAYS["zlib"])
+
+    assert same_bytes(read_array(tmp_path, reader, "layer.w"), values)
+
+
+def test_a_compressed_scalar_is_read(reader: Engine, tmp_path: Path) -> None:
+    values = np.array(2.5)
+    write_foreign(tmp_path, values, WAYS["zlib"])
+
+    assert same_bytes(read_array(tmp_path, reader, "layer.w"), values)
+
+
+def test_an_empty_box_of_a_compressed_array_is_read(reader: Engine, tmp_path: Path) -> None:
+    write_foreign(tmp_path, np.zeros((4, 4)), WAYS["zlib"])
+
+    assert read_array(tmp_path, reader, "layer.w", Region((1, 1), (0, 2))).shape == (0, 2)
+
+
+@EVERY_WAY
+def test_a_missing_chunk_of_them_is_an_error_as_well(
+    way: dict[str, Any], reader: Engine, tmp_path: Path
+) -> None:
+    write_foreign(tmp_path, np.ones((4, 4), np.float32), way)
+    array = Zarr2Layout(tmp_path).find("layer.w")
+    lost = chunk_files(tmp_path, array)[1]
+    lost.unlink()
+
+    with pytest.raises(IncompleteCheckpointError, match=r"^layer\.w: ") as caught:
+        read_array(tmp_path, reader, "layer.w")
+    assert (caught.value.key, caught.value.path) == ("layer.w", str(lost))
+
+
+@pytest.mark.parametrize("codec", ["zlib", "gzip", "blosc", "zstd"])
+@pytest.mark.parametrize("damage", ["cut short", "emptied", "other bytes"])
+def test_a_damaged_compressed_chunk_is_an_error_that_names_key_and_file(
+    codec: str, damage: str, reader: Engine, tmp_path: Path
+) -> None:
+    write_foreign(tmp_path, random_values((8, 8), DType.INT32), WAYS[codec])
+    array = Zarr2Layout(tmp_path).find("layer.w")
+    bad = chunk_files(tmp_path, array)[0]
+    content = bad.read_bytes()
+    bad.write_bytes(
+        {"cut short": content[:-9], "emptied": b"", "other bytes": b"\x01" * len(content)}[damage]
+    )
+
+    with pytest.raises(StorageError, match=r"^layer\.w: ") as caught:
+        read_array(tmp_path, reader, "layer.w")
+    assert caught.value.key == "layer.w"
+    assert str(tmp_path / "layer.w") in str(caught.value)
+    assert isinstance(caught.value, CorruptCheckpointError)
+
+
+def test_an_unknown_compressor_is_an_error_that_names_key_and_compressor(
+    reader: Engine, tmp_path: Path
+) -> None:
+    write_foreign(tmp_path, np.zeros((4, 4)), WAYS["zlib"])
+    path = tmp_path / "layer.w" / ".zarray"
+    path.write_text(path.read_text().replace("zlib", "homemade"))
+
+    with pytest.raises(StorageError, match=r"^layer\.w: .*homemade") as caught:
+        read_array(tmp_path, reader, "layer.w")
+    assert caught.value.key == "layer.w"
+
+
+def test_what_we_write_opens_with_plain_zarr_python(engine: Engine, tmp_path: Path) -> None:
+    from tests.support.stores import write_array  # noqa: PLC0415
+
+    values = random_values((5, 3), DType.INT64)
+    write_array(tmp_path, engine, values, chunk=(2, 3))
+    found = zarr.open_array(str(tmp_path / "w"), mode="r")[...]
+
+    assert np.array_equal(np.asarray(found), values)

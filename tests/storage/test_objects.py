@@ -1,0 +1,359 @@
+"""Objects are read with an allow-list only, are what was written, and land on the CPU."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
+    CheckpointError,
+    CorruptCheckpointError,
+    StorageError,
+    UnsafeObjectError,
+)
+from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.storage.objects import (
+    dump_object,
+    load_pickle,
+    object_ids,
+    object_path,
+    read_object,
+    read_pickle,
+    remove_object,
+    write_object,
+)
+from tests.support.disks import fill_disk, read_only
+
+NAME = ObjectId("rng_state", (0, 1), (2, 2))
+PLAIN: dict[str, Any] = {
+    "none": None,
+    "numbers": [1, 2.5, 1 << 70, True, 1j],
+    "text": ("ü", b"bytes"),
+    "ordered": collections.OrderedDict(a=1),
+    "tensor": torch.arange(12, dtype=torch.bfloat16).reshape(3, 4),
+    "dtype": torch.float32,
+    "size": torch.Size((1, 2)),
+}
+
+
+class Colour(Enum):
+    RED = "red"
+
+
+@dataclass
+class Recipe:
+    """A class that no list of ours allows."""
+
+    steps: int
+
+
+class RunsACommand:
+    """Pickled as a call of os.system."""
+
+    def __init__(self, command: str) -> None:
+        self.command = command
+
+    def __reduce__(self) -> tuple[Callable[[str], int], tuple[str]]:
+        return os.system, (self.command,)
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return bool(torch.equal(one, other)) and one.dtype == other.dtype
+    if isinstance(one, dict):
+        return set(one) == set(other) and all(equal(one[k], other[k]) for k in one)
+    return type(one) is type(other) and bool(one == other)
+
+
+# Written and read
+
+
+def test_plain_objects_and_tensors_come_back(tmp_path: Path) -> None:
+    nbytes = write_object(tmp_path, NAME, PLAIN)
+
+    assert equal(read_object(tmp_path, NAME, ()), PLAIN)
+    path = tmp_path / "rng_state" / "shard_0.1_2.2.pt"
+    assert path.stat().st_size == nbytes
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_what_we_write_torch_reads(tmp_path: Path) -> None:
+    write_object(tmp_path, NAME, PLAIN)
+    found = torch.load(tmp_path / "rng_state" / "shard_0.1_2.2.pt", weights_only=True)
+
+    assert equal(found, PLAIN)
+
+
+def test_an_object_under_a_key_with_slashes_comes_back(tmp_path: Path) -> None:
+    name = ObjectId("chained_0/optimizer/state", (3,), (4,))
+    write_object(tmp_path, name, 7)
+
+    assert read_object(tmp_path, name, ()) == 7
+    assert list(object_ids(tmp_path)) == [name]
+
+
+@pytest.mark.parametrize(
+    ("obj", "allowed"),
+    [
+        (Recipe(3), [Recipe]),
+        (Colour.RED, [Colour]),
+        (argparse.Namespace(lr=0.1), [argparse.Namespace]),
+    ],
+)
+def test_a_class_is_read_once_it_is_allowed(
+    obj: object, allowed: list[Any], tmp_path: Path
+) -> None:
+    write_object(tmp_path, NAME, obj)
+
+    with pytest.raises(UnsafeObjectError):
+        read_object(tmp_path, NAME, ())
+    assert read_object(tmp_path, NAME, allowed) == obj
+    with pytest.raises(UnsafeObjectError):  # the permission held for that call only
+        read_object(tmp_path, NAME, ())
+
+
+def test_the_state_of_numpys_random_generator_is_read_once_its_parts_are_allowed(
+    tmp_path: Path,
+) -> None:
+    state = np.random.RandomState(5).get_state()
+    write_object(tmp_path, NAME, state)
+    reconstruct = np.arange(1).__reduce__()[0]
+    allowed = [
+        reconstruct,
+        (reconstruct, "numpy.core.multiarray._reconstruct"),
+        np.ndarray,
+        np.dtype,
+        type(np.dtype(np.uint32)),
+    ]
+    found = read_object(tmp_path, NAME, allowed)
+
+    assert found[0] == state[0]
+    assert np.array_equal(found[1], state[1])
+
+
+def test_an_object_that_cannot_be_pickled_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"^rng_state/shard_0\.1_2\.2 cannot be saved"):
+        write_object(tmp_path, NAME, lambda: 0)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_an_error_that_names_key_and_file(small_disk: Path) -> None:
+    (small_disk / "rng_state").mkdir()
+    fill_disk(small_disk)
+
+    with pytest.raises(StorageError, match="^rng_state: .*no space left; free some") as caught:
+        write_object(small_disk, NAME, PLAIN)
+    assert caught.value.path == str(small_disk / "rng_state" / "shard_0.1_2.2.pt")
+    assert list((small_disk / "rng_state").iterdir()) == []
+
+
+def test_a_read_only_disk_is_an_error_that_names_key_and_file(small_disk: Path) -> None:
+    with read_only(small_disk), pytest.raises(StorageError, match="^rng_state: .*read-only"):
+        write_object(small_disk, NAME, PLAIN)
+
+
+def test_a_missing_object_is_an_error_that_names_it_and_its_file(tmp_path: Path) -> None:
+    with pytest.raises(ArrayNotFoundError, match=r"rng_state/shard_0\.1_2\.2") as caught:
+        read_object(tmp_path, NAME, ())
+
+    assert caught.value.path == str(tmp_path / "rng_state" / "shard_0.1_2.2.pt")
+    assert isinstance(caught.value, FileNotFoundError)
+
+
+# Names
+
+
+def test_an_object_under_its_older_name_is_read(tmp_path: Path) -> None:
+    (tmp_path / "rng_state").mkdir()
+    torch.save("older", tmp_path / "rng_state" / "shard_0.1_2.pt")
+
+    assert read_object(tmp_path, NAME, ()) == "older"
+
+
+def test_the_present_name_is_read_where_both_are_there(tmp_path: Path) -> None:
+    write_object(tmp_path, NAME, "present")
+    torch.save("older", tmp_path / "rng_state" / "shard_0.1_2.pt")
+
+    assert read_object(tmp_path, NAME, ()) == "present"
+
+
+def test_older_names_are_listed_with_the_shape_that_the_largest_offset_tells(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "rng").mkdir()
+    for row in range(2):
+        for column in range(3):
+            torch.save(None, tmp_path / "rng" / f"shard_{row}.{column}_2.pt")
+    found = list(object_ids(tmp_path))
+
+    assert found == [ObjectId("rng", (r, c), (2, 3)) for r in range(2) for c in range(3)]
+    assert all(object_path(tmp_path, name).exists() for name in found)
+    remove_object(tmp_path, found[0])
+    assert len(list(object_ids(tmp_path))) == 5
+
+
+def test_objects_are_listed_in_order_and_nothing_else_is(tmp_path: Path) -> None:
+    names = [ObjectId("a", (n,), (11,)) for n in range(11)] + [ObjectId("b/c", (0,), (1,))]
+    for name in reversed(names):
+        write_object(tmp_path, name, None)
+    torch.save({}, tmp_path / "common.pt")
+    torch.save({}, tmp_path / "a" / "notes.pt")
+    (tmp_path / "a" / ".partial-12").write_bytes(b"")
+    (tmp_path / ".removed-w").mkdir()
+    torch.save({}, tmp_path / ".removed-w" / "shard_0_1.pt")
+    (tmp_path / "loop").symlink_to(tmp_path)
+
+    assert list(object_ids(tmp_path)) == names
+
+
+def test_a_removed_object_is_gone(tmp_path: Path) -> None:
+    write_object(tmp_path, NAME, 1)
+    remove_object(tmp_path, NAME)
+    remove_object(tmp_path, NAME)
+
+    assert list(object_ids(tmp_path)) == []
+
+
+# Not trusted
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "older form"])
+def test_a_call_of_a_command_is_refused_by_name_and_never_made(
+    zipped: bool, tmp_path: Path
+) -> None:
+    trace = tmp_path / "it ran"
+    path = tmp_path / "rng_state" / "shard_0.1_2.2.pt"
+    path.parent.mkdir()
+    torch.save(RunsACommand(f"touch '{trace}'"), path, _use_new_zipfile_serialization=zipped)
+
+    with pytest.raises(UnsafeObjectError) as caught:
+        read_object(tmp_path, NAME, ())
+    message = str(caught.value)
+    assert "posix.system" in message
+    assert "allow=" in message
+    assert str(path) in message
+    assert caught.value.key == "rng_state/shard_0.1_2.2"
+    assert not trace.exists()
+
+
+def test_a_plain_pickle_is_not_run_either(tmp_path: Path) -> None:
+    trace = tmp_path / "it ran"
+    path = tmp_path / "common.pt"
+    path.write_bytes(pickle.dumps(RunsACommand(f"touch '{trace}'")))
+
+    with pytest.raises(StorageError, match=r"common\.pt"):
+        read_pickle(path, "common state", ())
+    assert not trace.exists()
+
+
+def test_every_class_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
+    write_object(tmp_path, NAME, [Recipe(1), Colour.RED, argparse.Namespace()])
+
+    with pytest.raises(UnsafeObjectError) as caught:
+        read_object(tmp_path, NAME, ())
+    for name in (f"{__name__}.Recipe", f"{__name__}.Colour", "argparse.Namespace"):
+        assert name in str(caught.value)
+
+
+def test_tensors_that_were_on_a_gpu_land_on_the_cpu(tmp_path: Path) -> None:
+    content = saved_as_if_on("cuda:5", torch.arange(6.0))
+    found = load_pickle(content, tmp_path / "x.pt", "x", ())
+
+    assert found.device.type == "cpu"
+    assert torch.equal(found, torch.arange(6.0))
+
+
+def saved_as_if_on(device: str, tensor: torch.Tensor) -> bytes:
+    """A ``.pt`` file in which the storage's device is another."""
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    changed = io.BytesIO()
+    here = b"X\x03\x00\x00\x00cpu"
+    there = b"X" + len(device).to_bytes(4, "little") + device.encode()
+    with zipfile.ZipFile(buffer) as source, zipfile.ZipFile(changed, "w") as target:
+        for entry in source.infolist():
+            target.writestr(entry, source.read(entry).replace(here, there))
+    return changed.getvalue()
+
+
+# Damaged
+
+
+CONTENT = dump_object(PLAIN, name="x")
+
+
+def load_or_error(content: bytes) -> Any:
+    try:
+        return load_pickle(content, Path("x.pt"), "x", ())
+    except CheckpointError as error:
+        return error
+
+
+@pytest.mark.parametrize("mask", [0x01, 0x20, 0x80, 0xFF])
+def test_no_flipped_byte_changes_what_is_loaded(mask: int) -> None:
+    """At any of its places: an error that says so, or (in names and padding) the same object."""
+    for position in range(len(CONTENT)):
+        damaged = bytearray(CONTENT)
+        damaged[position] ^= mask
+        found = load_or_error(bytes(damaged))
+        if isinstance(found, CheckpointError):
+            assert isinstance(found, CorruptCheckpointError), (position, found)
+            assert str(found).startswith("x: x.pt is damaged"), (position, found)
+        else:
+            assert equal(found, PLAIN), position
+
+
+def test_a_flipped_byte_in_the_data_of_a_tensor_is_always_found() -> None:
+    content = dump_object(torch.arange(1000), name="x")
+    start = content.index(torch.arange(1000).numpy().tobytes())
+    for position in range(start, start + 8000, 97):
+        damaged = bytearray(content)
+        damaged[position] ^= 0x10
+        with pytest.raises(CorruptCheckpointError, match="checksum"):
+            load_pickle(bytes(damaged), Path("x.pt"), "x", ())
+
+
+def test_a_file_cut_short_anywhere_is_damaged() -> None:
+    for size in range(0, len(CONTENT), 7):
+        found = load_or_error(CONTENT[:size])
+        assert isinstance(found, CorruptCheckpointError), (size, found)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"P", b"PK", b"PK\x03\x04", b"\x80", b"\x80\x02", b"hello", b"\0" * 1000]
+)
+def test_what_is_no_file_of_torch_save_is_damaged(content: bytes) -> None:
+    found = load_or_error(content)
+
+    assert isinstance(found, CorruptCheckpointError)
+    assert found.key == "x"
+    assert found.path == "x.pt"
+
+
+def test_the_older_form_is_read() -> None:
+    buffer = io.BytesIO()
+    torch.save(PLAIN, buffer, _use_new_zipfile_serialization=False)
+
+    assert equal(load_or_error(buffer.getvalue()), PLAIN)
+
+
+def test_a_directory_in_the_place_of_an_object_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "rng_state" / "shard_0.1_2.2.pt").mkdir(parents=True)
+
+    with pytest.raises(StorageError, match=r"^rng_state/shard_0\.1_2\.2: "):
+        read_object(tmp_path, NAME, ())

@@ -1,0 +1,348 @@
+"""A checkpoint is visible whole, or not at all, and clearing one touches nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from dist_ckpt_strategies.config import Engine
+from dist_ckpt_strategies.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+    StorageError,
+)
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.marker import CheckpointMarker
+from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.storage.objects import write_object
+from dist_ckpt_strategies.storage.publication import (
+    is_finished,
+    prepare_directory,
+    publish,
+    read_marker,
+    remove_marker,
+    require_unfinished,
+    retract,
+)
+from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+from tests.support.disks import fill_disk, read_only
+from tests.support.ranks import RankDiedError, run_processes
+from tests.support.samples import random_values
+from tests.support.stores import write_array
+
+MARKER = CheckpointMarker("zarr")
+VALUES = random_values((4, 4), DType.FLOAT32)
+
+
+def make_checkpoint(root: Path) -> None:
+    """Arrays, nested ones among them, objects, common state, and the marker."""
+    root.mkdir(parents=True, exist_ok=True)
+    for key in ("w", "optimizer/exp_avg.w", "w/below"):
+        write_array(root, Engine.TENSORSTORE, VALUES, key=key)
+    write_object(root, ObjectId("rng_state", (0, 0), (1, 2)), {"seed": 1})
+    write_object(root, ObjectId("a/b/state", (0,), (1,)), None)
+    torch.save({"iteration": 7}, root / "common.pt")
+    publish(root, MARKER)
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+# Visible or not
+
+
+def test_a_published_checkpoint_is_finished(tmp_path: Path) -> None:
+    publish(tmp_path, MARKER)
+
+    assert is_finished(tmp_path)
+    assert read_marker(tmp_path) == MARKER
+    assert [path.name for path in tmp_path.iterdir()] == ["metadata.json"]
+
+
+def test_a_directory_that_does_not_exist_is_said_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "nowhere", tmp_path / "file"):
+        with pytest.raises(CheckpointNotFoundError, match=str(path)):
+            read_marker(path)
+        assert not is_finished(path)
+
+
+def test_a_directory_without_marker_is_incomplete_and_the_error_says_what_is_there(
+    tmp_path: Path,
+) -> None:
+    make_checkpoint(tmp_path)
+    remove_marker(tmp_path)
+
+    with pytest.raises(IncompleteCheckpointError) as caught:
+        read_marker(tmp_path)
+    message = str(caught.value)
+    assert f"{tmp_path} is incomplete" in message
+    assert "metadata.json" in message
+    assert "3 arrays and 2 objects" in message
+    assert "common.pt is there" in message
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"sharded_backend": 1}', b"\xff\x00"])
+def test_a_marker_that_does_not_parse_means_incomplete(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "metadata.json").write_bytes(content)
+
+    assert not is_finished(tmp_path)
+    with pytest.raises(IncompleteCheckpointError, match="metadata.json is not whole") as caught:
+        read_marker(tmp_path)
+    assert caught.value.path == str(tmp_path / "metadata.json")
+
+
+def test_a_marker_nested_without_end_means_incomplete(tmp_path: Path) -> None:
+    (tmp_path / "metadata.json").write_bytes(b"[" * 100_000)
+
+    assert not is_finished(tmp_path)
+
+
+def test_a_directory_in_the_place_of_the_marker_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "metadata.json").mkdir()
+
+    with pytest.raises(StorageError, match="metadata.json"):
+        read_marker(tmp_path)
+
+
+def test_a_marker_is_replaced_at_once(tmp_path: Path) -> None:
+    """Somebody who reads all the time sees one of the two markers, and never anything else."""
+    markers = [CheckpointMarker("zarr", version) for version in (1, 2)]
+    publish(tmp_path, markers[0])
+    done = threading.Event()
+    seen: list[CheckpointMarker] = []
+
+    def watch() -> None:
+        while not done.is_set():
+            seen.append(read_marker(tmp_path))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for number in range(50):
+        publish(tmp_path, markers[number % 2])
+    done.set()
+    watcher.join()
+    assert set(seen) <= set(markers)
+    assert [path.name for path in tmp_path.iterdir()] == ["metadata.json"]
+
+
+def test_a_marker_that_cannot_be_written_leaves_nothing_behind(small_disk: Path) -> None:
+    fill_disk(small_disk)
+
+    with pytest.raises(StorageError, match="no space left") as caught:
+        publish(small_disk, MARKER)
+    assert caught.value.path == str(small_disk / "metadata.json")
+    assert not is_finished(small_disk)
+    assert [path.name for path in small_disk.iterdir()] == [".ballast"]
+
+
+def test_a_finished_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    before = contents(tmp_path)
+
+    with pytest.raises(CheckpointExistsError, match="overwrite=True") as caught:
+        require_unfinished(tmp_path)
+    assert isinstance(caught.value, FileExistsError)
+    assert contents(tmp_path) == before
+
+
+def test_an_unfinished_one_may_be_overwritten(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    remove_marker(tmp_path)
+    before = contents(tmp_path)
+
+    require_unfinished(tmp_path)
+    require_unfinished(tmp_path / "nowhere")
+    assert contents(tmp_path) == before
+
+
+# Making room
+
+
+def test_a_new_directory_is_made_with_all_above_it(tmp_path: Path) -> None:
+    prepare_directory(tmp_path / "a" / "b" / "iter_1")
+
+    assert list((tmp_path / "a" / "b" / "iter_1").iterdir()) == []
+
+
+def test_retracting_removes_marker_arrays_and_objects_and_keeps_the_common_state(
+    tmp_path: Path,
+) -> None:
+    make_checkpoint(tmp_path)
+    retract(tmp_path)
+
+    assert not is_finished(tmp_path)
+    assert list(contents(tmp_path)) == ["common.pt"]
+
+
+def test_preparing_removes_the_common_state_too(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    prepare_directory(tmp_path)
+
+    assert contents(tmp_path) == {}
+
+
+def test_retracting_twice_is_fine(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    retract(tmp_path)
+    retract(tmp_path)
+
+    assert list(contents(tmp_path)) == ["common.pt"]
+
+
+def test_files_that_are_no_part_of_a_checkpoint_are_left_alone(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    extra = {
+        "README.txt": b"mine",
+        "w.py": b"mine",
+        "logs/run/0.0": b"mine",
+        "tokenizer/vocab.json": b"mine",
+        "notes.pt": b"mine",
+        "latest_checkpointed_iteration.txt": b"7",
+    }
+    for name, content in extra.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    prepare_directory(tmp_path)
+
+    assert contents(tmp_path) == extra
+
+
+def test_other_checkpoints_below_the_directory_are_left_alone(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    make_checkpoint(tmp_path / "iter_0000010")
+    make_checkpoint(tmp_path / "runs" / "b")
+    before = contents(tmp_path / "iter_0000010"), contents(tmp_path / "runs" / "b")
+    prepare_directory(tmp_path)
+
+    after = contents(tmp_path / "iter_0000010"), contents(tmp_path / "runs" / "b")
+    assert after == before
+
+
+def test_arrays_of_other_checkpoints_below_the_directory_are_not_counted_as_its_own(
+    tmp_path: Path,
+) -> None:
+    make_checkpoint(tmp_path / "iter_0000010")
+
+    assert list(Zarr2Layout(tmp_path).keys()) == []
+
+
+def test_what_a_link_leads_to_is_left_alone(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "other")
+    remove_marker(tmp_path / "other")  # looks like a directory of arrays
+    before = contents(tmp_path / "other")
+    make_checkpoint(tmp_path / "here")
+    (tmp_path / "here" / "previous").symlink_to(tmp_path / "other")
+    (tmp_path / "here" / "linked_array").symlink_to(tmp_path / "other" / "w")
+    prepare_directory(tmp_path / "here")
+
+    assert contents(tmp_path / "other") == before
+
+
+def test_remains_of_a_save_that_was_killed_are_cleared(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    (tmp_path / ".partial-0123").write_bytes(b"half")
+    (tmp_path / ".removed-w").mkdir()
+    (tmp_path / ".removed-w" / "0.0").write_bytes(b"half")
+    (tmp_path / "optimizer" / ".removed-exp_avg.w").mkdir()
+    (tmp_path / "optimizer" / ".removed-exp_avg.w" / "0.0").write_bytes(b"half")
+    (tmp_path / "rng_state" / ".partial-4567").write_bytes(b"half")
+    prepare_directory(tmp_path)
+
+    assert contents(tmp_path) == {}
+
+
+def test_a_checkpoint_with_an_array_whose_metadata_is_broken_can_be_replaced(
+    tmp_path: Path,
+) -> None:
+    make_checkpoint(tmp_path)
+    (tmp_path / "w" / ".zarray").write_bytes(b"{")
+    prepare_directory(tmp_path)
+
+    assert contents(tmp_path) == {}
+
+
+def test_the_marker_goes_before_anything_else_does(small_disk: Path) -> None:
+    """What is cut short by a failure must not look finished, nor lose data and keep its marker."""
+    make_checkpoint(small_disk)
+    before = contents(small_disk)
+    with read_only(small_disk), pytest.raises(StorageError, match="read-only"):
+        prepare_directory(small_disk)
+
+    assert contents(small_disk) == before
+
+
+# Killed
+
+
+def save_and_die(rank: int, root: str, after: str) -> None:
+    directory = Path(root)
+    prepare_directory(directory)
+    torch.save({"iteration": 8}, directory / "common.pt")
+    write_array(directory, Engine.ZARR, VALUES, key="w")
+    if after == "arrays":
+        os.kill(os.getpid(), signal.SIGKILL)
+    write_object(directory, ObjectId("rng_state", (0,), (1,)), [rank])
+    if after == "objects":
+        os.kill(os.getpid(), signal.SIGKILL)
+    publish(directory, MARKER)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize("after", ["arrays", "objects", "marker"])
+def test_a_killed_writer_leaves_a_checkpoint_only_if_it_was_whole(
+    after: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path)
+    (result,) = run_processes(1, save_and_die, str(tmp_path), after)
+
+    assert isinstance(result, RankDiedError)
+    assert is_finished(tmp_path) == (after == "marker")
+
+
+def publish_for_ever(rank: int, root: str) -> None:
+    versions = iter(range(1, 1 << 40))
+    while True:
+        publish(Path(root), CheckpointMarker("zarr", next(versions), "x" * 10_000))
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(90)
+def test_a_writer_killed_at_any_moment_leaves_a_whole_marker(tmp_path: Path) -> None:
+    for delay_s in (0.0, 0.05, 0.11):
+        killer = threading.Thread(target=kill_later, args=(tmp_path, delay_s))
+        killer.start()
+        (result,) = run_processes(1, publish_while_watched, str(tmp_path))
+        killer.join()
+
+        assert isinstance(result, RankDiedError)
+        assert read_marker(tmp_path).common_backend == "x" * 10_000
+        (tmp_path / "pid").unlink()
+
+
+def publish_while_watched(rank: int, root: str) -> None:
+    publish(Path(root), CheckpointMarker("zarr", 1, "x" * 10_000))
+    (Path(root) / "pid.new").write_text(str(os.getpid()))
+    (Path(root) / "pid.new").rename(Path(root) / "pid")
+    publish_for_ever(rank, root)
+
+
+def kill_later(root: Path, delay_s: float) -> None:
+    while not (root / "pid").exists():
+        time.sleep(0.005)
+    time.sleep(delay_s)
+    os.kill(int((root / "pid").read_text()), signal.SIGKILL)

@@ -1,0 +1,259 @@
+"""The layout of format 1, as Megatron-Core up to 0.15 wrote it."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.config import Engine
+from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
+    CorruptCheckpointError,
+    PlanError,
+    StorageError,
+)
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.storage.zarr2 import (
+    Zarr2Layout,
+    array_metadata,
+    metadata_content,
+    parse_metadata,
+)
+from tests.support.boxes import shapes
+from tests.support.samples import random_values
+from tests.support.stores import TIMEOUT_S, store_of, write_array
+
+LEGACY = Path(dist_ckpt_strategies.__file__).parent / "cli" / "data" / "m0123_tp4_modelonly.tar.xz"
+SOME_PATH = Path("w/.zarray")
+
+
+def legacy_metadata() -> Iterator[tuple[str, bytes]]:
+    """Key and bytes of every ``.zarray`` of a checkpoint that Megatron-Core 0.12.3 wrote."""
+    with tarfile.open(LEGACY) as archive:
+        for member in archive:
+            if member.name.endswith("/.zarray"):
+                file = archive.extractfile(member)
+                assert file is not None
+                yield Path(member.name).parent.name, file.read()
+
+
+def fields(**changes: Any) -> bytes:
+    array = ArraySpec("w", (4, 6), DType.FLOAT32, (2, 6))
+    return json.dumps(array_metadata(array) | changes).encode()
+
+
+def test_metadata_has_the_bytes_that_megatron_wrote() -> None:
+    found = list(legacy_metadata())
+
+    assert len(found) == 17
+    for key, content in found:
+        array = parse_metadata(key, SOME_PATH, content)
+        assert metadata_content(array) == content
+        assert json.loads(content) == array_metadata(array)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "spelled"),
+    [
+        (DType.BOOL, "|b1"),
+        (DType.UINT8, "|u1"),
+        (DType.INT8, "|i1"),
+        (DType.INT64, "<i8"),
+        (DType.UINT16, "<u2"),
+        (DType.FLOAT16, "<f2"),
+        (DType.FLOAT32, "<f4"),
+        (DType.FLOAT64, "<f8"),
+        (DType.COMPLEX64, "<c8"),
+        (DType.COMPLEX128, "<c16"),
+        (DType.BFLOAT16, "bfloat16"),
+        (DType.FLOAT8_E4M3FN, "float8_e4m3fn"),
+    ],
+)
+def test_types_are_spelled_as_megatron_did(dtype: DType, spelled: str) -> None:
+    assert array_metadata(ArraySpec("w", (1,), dtype, (1,)))["dtype"] == spelled
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> ArraySpec:
+    shape = draw(shapes(max_size=1 << 40))
+    chunk = tuple(draw(st.integers(1, max(1, n))) for n in shape)
+    return ArraySpec(draw(st.text(min_size=1)), shape, draw(st.sampled_from(DType)), chunk)
+
+
+@given(arrays())
+def test_metadata_is_read_back(array: ArraySpec) -> None:
+    assert parse_metadata(array.key, SOME_PATH, metadata_content(array)) == array
+
+
+def test_every_engine_writes_exactly_these_bytes(engine: Engine, tmp_path: Path) -> None:
+    array = ArraySpec("layer.w", (5, 4), DType.BFLOAT16, (2, 4))
+    store_of(tmp_path, engine).begin_creates([array]).wait(TIMEOUT_S)
+
+    assert (tmp_path / "layer.w" / ".zarray").read_bytes() == metadata_content(array)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"compressor": {"id": "zlib", "level": 1}},
+        {"filters": [{"id": "delta", "dtype": "<f4"}]},
+        {"order": "F"},
+        {"dtype": ">f4"},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_an_encoded_array_is_not_taken_for_raw_bytes(changes: dict[str, Any]) -> None:
+    assert not parse_metadata("w", SOME_PATH, fields(**changes)).is_raw
+    assert parse_metadata("w", SOME_PATH, fields()).is_raw
+
+
+def test_the_separator_is_a_dot_unless_stated() -> None:
+    assert parse_metadata("w", SOME_PATH, fields()).separator == "."
+    nested = parse_metadata("w", SOME_PATH, fields(dimension_separator="/"))
+    assert nested.chunk_name((1, 0)) == "1/0"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff",
+        b"{}",
+        fields(zarr_format=3),
+        fields(zarr_format=None),
+        fields(shape=[4]),
+        fields(shape=[4, -1]),
+        fields(shape=None),
+        fields(shape=[4, "x"]),
+        fields(shape=[4, float("inf")]),
+        fields(shape=[4, 6.5]),
+        fields(shape="46"),
+        fields(chunks=[2, 0]),
+        fields(chunks=[2, -3]),
+        fields(chunks=[2, 6, 1]),
+        fields(dtype=None),
+        fields(dtype=""),
+        fields(dtype="<f5"),
+        fields(dtype=7),
+        fields(dimension_separator="x"),
+        fields(dimension_separator=""),
+        fields(dimension_separator=None),
+    ],
+)
+def test_what_describes_no_array_is_an_error_that_names_key_and_file(content: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError, match=r"^w: w/\.zarray ") as caught:
+        parse_metadata("w", SOME_PATH, content)
+
+    assert (caught.value.key, caught.value.path) == ("w", "w/.zarray")
+
+
+@pytest.mark.parametrize("dtype", ["<U4", "|S3", "<M8[ns]", "|O", "<f16", [["a", "<f4"]]])
+def test_a_type_that_torch_has_no_counterpart_for_is_refused(dtype: Any) -> None:
+    with pytest.raises((PlanError, CorruptCheckpointError), match=r"^w: "):
+        parse_metadata("w", SOME_PATH, fields(dtype=dtype))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=5,
+)
+
+
+@given(st.sampled_from(sorted(json.loads(fields()))), json_values)
+def test_any_value_of_any_field_is_an_array_or_one_of_our_errors(name: str, value: Any) -> None:
+    try:
+        array = parse_metadata("w", SOME_PATH, fields(**{name: value}))
+    except (CorruptCheckpointError, PlanError):
+        return
+    assert all(chunk >= 1 for chunk in array.chunk_shape)
+    assert len(array.shape) == len(array.chunk_shape)
+
+
+@given(st.data())
+def test_metadata_cut_short_is_never_taken_for_whole(data: st.DataObject) -> None:
+    content = metadata_content(ArraySpec("w", (12, 34), DType.FLOAT32, (12, 17)))
+    size = data.draw(st.integers(0, len(content) - 1))
+
+    with pytest.raises(CorruptCheckpointError):
+        parse_metadata("w", SOME_PATH, content[:size])
+
+
+# Finding and removing
+
+
+def make_array(root: Path, key: str) -> None:
+    write_array(root, Engine.TENSORSTORE, random_values((4, 2), DType.FLOAT32), key=key)
+
+
+def test_a_key_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ArrayNotFoundError, match=r"^layer\.w: ") as caught:
+        Zarr2Layout(tmp_path).find("layer.w")
+
+    assert caught.value.key == "layer.w"
+    assert isinstance(caught.value, FileNotFoundError)
+
+
+def test_keys_are_found_at_any_depth_and_nothing_else_is(tmp_path: Path) -> None:
+    for key in ("b", "a/x", "a/x/y", "c.d"):
+        make_array(tmp_path, key)
+    (tmp_path / "notes" / "deep").mkdir(parents=True)
+    (tmp_path / "notes" / "deep" / "0.0").write_text("not a chunk")
+    (tmp_path / "common.pt").write_bytes(b"")
+    (tmp_path / ".removed-z").mkdir()
+    (tmp_path / ".removed-z" / ".zarray").write_bytes(b"")
+
+    assert list(Zarr2Layout(tmp_path).keys()) == ["a/x", "a/x/y", "b", "c.d"]
+
+
+def test_a_link_back_up_is_not_followed_for_ever(tmp_path: Path) -> None:
+    make_array(tmp_path, "a/x")
+    (tmp_path / "a" / "loop").symlink_to(tmp_path)
+
+    assert list(Zarr2Layout(tmp_path).keys()) == ["a/x"]
+
+
+@pytest.mark.parametrize("key", ["w", "a/b.c", "x" * 255])
+def test_a_removed_array_is_gone_without_a_trace(key: str, tmp_path: Path) -> None:
+    make_array(tmp_path, key)
+    make_array(tmp_path, "other")
+    Zarr2Layout(tmp_path).remove(key)
+
+    assert list(Zarr2Layout(tmp_path).keys()) == ["other"]
+    assert not (tmp_path / key).exists()
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".removed-")]
+
+
+def test_an_array_is_removed_also_after_an_earlier_removal_was_cut_short(tmp_path: Path) -> None:
+    make_array(tmp_path, "a/w")
+    remains = tmp_path / "a" / ".removed-w"
+    remains.mkdir()
+    (remains / "0.0").write_bytes(b"left by a process that was killed")
+    Zarr2Layout(tmp_path).remove("a/w")
+
+    assert list(Zarr2Layout(tmp_path).keys()) == []
+
+
+def test_removing_what_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ArrayNotFoundError, match="^w: "):
+        Zarr2Layout(tmp_path).remove("w")
+
+
+def test_a_directory_that_cannot_be_flushed_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "w").mkdir()
+    Zarr2Layout(tmp_path).sync_directories(["w"])
+
+    with pytest.raises(StorageError, match="gone"):
+        Zarr2Layout(tmp_path).sync_directories(["gone/w"])

@@ -1,0 +1,595 @@
+"""What goes wrong on one rank of four is raised on all four, in time, with rank, key and file."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    PeerTimeoutError,
+    PlanError,
+    ShapeMismatchError,
+    StorageError,
+    UnsafeObjectError,
+)
+from tests.support.entries import (
+    Entry,
+    Failure,
+    load,
+    outcome,
+    prepare,
+    require_failure_everywhere,
+    save,
+)
+from tests.support.ranks import run_processes
+from tests.support.sharding import (
+    Cut,
+    Part,
+    differences,
+    no_data,
+    on_grid,
+    part_of,
+    sharded,
+    state_of,
+)
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+
+both_entries = pytest.mark.parametrize("entry", list(Entry))
+
+CULPRIT = 2
+KEY = "own.2"
+NOBODY = 65534
+TIMEOUT_S = 20.0
+
+
+class NotAllowed:
+    """A class that no list of classes allows."""
+
+
+def own_cuts() -> list[Cut]:
+    """An array that all share, and one for each rank alone."""
+    alone = [Cut(f"own.{n}", (64, 8), torch.float32, (Part(n, (0, 0), (64, 8)),)) for n in range(4)]
+    return [on_grid("shared", (8, 8), (4, 2)), *alone]
+
+
+def full_state(
+    rank: int, data: Callable[[Cut, Part], torch.Tensor | None] = part_of
+) -> dict[str, Any]:
+    """The arrays, an object for each rank, and common state."""
+    state: dict[str, Any] = state_of(rank, own_cuts(), data)
+    state["object"] = ShardedObject(f"object.{rank}", {"of rank": rank}, (1,), (0,))
+    state["iteration"] = 7
+    return state
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A directory that users other than root may enter, unlike pytest's own."""
+    path = Path(tempfile.mkdtemp(prefix="dist-ckpt-", dir="/tmp"))
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+@contextmanager
+def without_root() -> Iterator[None]:
+    """The block runs as nobody, in this process alone; permissions mean nothing to root."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@dataclass(frozen=True)
+class LoadFault:
+    """Damage to what one rank alone wants, and how every rank reports it.
+
+    Attributes:
+        damage: done to the checkpoint directory, once.
+        kind: class of the error.
+        names: what the message names, below the checkpoint directory or as it is.
+        request: changes the state dict of the rank that will fail.
+    """
+
+    damage: Callable[[Path], Any]
+    kind: type[CheckpointError]
+    names: tuple[str, ...]
+    request: Callable[[dict[str, Any]], Any] = lambda state: state
+
+
+CHUNK = f"{KEY}/0.0"
+OBJECT = f"object.{CULPRIT}/shard_0_1.pt"
+NAME = f"{KEY} #0"
+
+
+def do_nothing(_: Path) -> None:
+    pass
+
+
+def remove(name: str, root: Path) -> None:
+    (root / name).unlink()
+
+
+def truncate(name: str, root: Path) -> None:
+    os.truncate(root / name, (root / name).stat().st_size - 5)
+
+
+def lengthen(name: str, root: Path) -> None:
+    with (root / name).open("ab") as file:
+        file.write(b"more")
+
+
+def lock(name: str, root: Path) -> None:
+    (root / name).chmod(0)
+
+
+def make_directory(name: str, root: Path) -> None:
+    (root / name).unlink()
+    (root / name).mkdir()
+
+
+def scribble(name: str, root: Path) -> None:
+    (root / name).write_bytes(b"{ no longer what it was")
+
+
+def flip_middle(name: str, root: Path) -> None:
+    content = bytearray((root / name).read_bytes())
+    content[len(content) // 2] ^= 0x40
+    (root / name).write_bytes(content)
+
+
+def store_unsafe(name: str, root: Path) -> None:
+    torch.save({"deep": [NotAllowed()]}, root / name)
+
+
+def want(changes: dict[str, Any], state: dict[str, Any]) -> None:
+    """Ask for the culprit's array in another way."""
+    part = Part(CULPRIT, (0, 0), changes.pop("shape", (64, 8)))
+    cut = Cut(changes.pop("key", KEY), part.shape, torch.float32, (part,))
+    state[NAME] = sharded(cut, part, **{"data": None} | changes)
+
+
+LOAD_FAULTS = {
+    "no .zarray": LoadFault(partial(remove, f"{KEY}/.zarray"), ArrayNotFoundError, (KEY,)),
+    "no array": LoadFault(lambda root: shutil.rmtree(root / KEY), ArrayNotFoundError, (KEY,)),
+    ".zarray cannot be opened": LoadFault(
+        partial(lock, f"{KEY}/.zarray"), StorageError, (KEY, f"{KEY}/.zarray", "permission denied")
+    ),
+    ".zarray is a directory": LoadFault(
+        partial(make_directory, f"{KEY}/.zarray"), StorageError, (KEY, f"{KEY}/.zarray")
+    ),
+    ".zarray is garbage": LoadFault(
+        partial(scribble, f"{KEY}/.zarray"), CorruptCheckpointError, (KEY, f"{KEY}/.zarray")
+    ),
+    "no chunk": LoadFault(partial(remove, CHUNK), IncompleteCheckpointError, (KEY, CHUNK)),
+    "no chunk, into strided memory": LoadFault(
+        partial(remove, CHUNK),
+        IncompleteCheckpointError,
+        (KEY, CHUNK),
+        partial(want, {"data": torch.zeros(8, 64).t()}),
+    ),
+    "chunk cannot be opened": LoadFault(
+        partial(lock, CHUNK), StorageError, (KEY, CHUNK, "permission denied")
+    ),
+    "chunk is a directory": LoadFault(partial(make_directory, CHUNK), StorageError, (KEY, CHUNK)),
+    "chunk cut short": LoadFault(
+        partial(truncate, CHUNK), CorruptCheckpointError, (KEY, CHUNK, "2043 bytes, expected 2048")
+    ),
+    "chunk cut short, into strided memory": LoadFault(
+        partial(truncate, CHUNK),
+        CorruptCheckpointError,
+        (KEY, CHUNK),
+        partial(want, {"data": torch.zeros(8, 64).t()}),
+    ),
+    "chunk too long": LoadFault(partial(lengthen, CHUNK), CorruptCheckpointError, (KEY, CHUNK)),
+    "other shape": LoadFault(
+        do_nothing,
+        ShapeMismatchError,
+        (KEY, "(64, 8) in the checkpoint, (63, 8) requested"),
+        partial(want, {"shape": (63, 8)}),
+    ),
+    "other number of dims": LoadFault(
+        do_nothing,
+        ShapeMismatchError,
+        (KEY, "(64, 8)", "(64, 8, 1)"),
+        lambda state: state.update(
+            {
+                NAME: ShardedTensor.from_rank_offsets(
+                    KEY, torch.zeros(64, 8, 1), allow_shape_mismatch=True
+                )
+            }
+        ),
+    ),
+    "unknown key": LoadFault(
+        do_nothing, ArrayNotFoundError, ("own.22", KEY), partial(want, {"key": "own.22"})
+    ),
+    "meta device": LoadFault(
+        do_nothing,
+        PlanError,
+        (KEY, "meta"),
+        partial(want, {"data": torch.empty(64, 8, device="meta")}),
+    ),
+    "no object": LoadFault(partial(remove, OBJECT), ArrayNotFoundError, (OBJECT,)),
+    "object cut short": LoadFault(partial(truncate, OBJECT), CorruptCheckpointError, (OBJECT,)),
+    "object with a flipped bit": LoadFault(
+        partial(flip_middle, OBJECT), CorruptCheckpointError, (OBJECT,)
+    ),
+    "object of a class not allowed": LoadFault(
+        partial(store_unsafe, OBJECT),
+        UnsafeObjectError,
+        (OBJECT, "tests.strategies.test_faults.NotAllowed", "allow="),
+    ),
+}
+
+
+def load_with_faults(rank: int, entry: Entry, engine: str, scratch: Path) -> dict[str, Any]:
+    """One finished checkpoint, a copy for each fault, and what each rank saw."""
+    prepare(TIMEOUT_S, engine)
+    whole = scratch / "whole"
+    save(entry, full_state(rank), whole)
+    seen = {}
+    for number, (name, fault) in enumerate(LOAD_FAULTS.items()):
+        root = scratch / f"copy.{number}"
+        if rank == 0:
+            shutil.copytree(whole, root)
+            fault.damage(root)
+        dist.barrier()
+        wanted = full_state(rank, no_data)
+        wanted.pop("iteration")
+        if rank == CULPRIT:
+            fault.request(wanted)
+        with without_root():
+            seen[name] = outcome(partial(load, entry, wanted, root))
+    loaded = load(entry, full_state(rank, no_data), whole)
+    seen["afterwards"] = differences(rank, own_cuts(), loaded)
+    return seen
+
+
+@both_entries
+@pytest.mark.parametrize("engine", ["tensorstore", "zarr"])
+def test_damage_that_one_rank_meets_is_raised_on_every_rank(
+    entry: Entry, engine: str, scratch: Path
+) -> None:
+    results = run_processes(4, load_with_faults, entry, engine, scratch)
+
+    for result in results:
+        assert isinstance(result, dict), result
+        assert result["afterwards"] == [], "the group could not be used any more"
+    for number, (name, fault) in enumerate(LOAD_FAULTS.items()):
+        seen = [result[name] for result in results]
+        require_failure_everywhere(seen, kind=fault.kind, culprit=CULPRIT, names=fault.names)
+        assert {failure.key for failure in seen} <= {seen[0].key}, name
+        assert all(failure.seconds < TIMEOUT_S / 2 for failure in seen), name
+        if "/" in fault.names[0] + fault.names[-1]:
+            assert all(f"copy.{number}/" in failure.text for failure in seen), name
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+@dataclass(frozen=True)
+class SaveFault:
+    """What stands in one rank's way when it saves.
+
+    Attributes:
+        obstruct: done to the directory before the save.
+        kind: class of the error.
+        names: what the message names.
+        hinder: around the save on the culprit.
+        change: changes the state dict of the culprit.
+        mend: undoes what would be in the way of another save.
+    """
+
+    kind: type[CheckpointError]
+    names: tuple[str, ...]
+    obstruct: Callable[[Path], Any] = do_nothing
+    hinder: Callable[[], Any] = _nothing
+    change: Callable[[dict[str, Any]], Any] = lambda state: state
+    mend: Callable[[Path], Any] = do_nothing
+
+
+@contextmanager
+def small_files_only() -> Iterator[None]:
+    """In this process, no file grows beyond 1 KiB: the nearest to a full disk without one."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def put_file(name: str, root: Path) -> None:
+    root.mkdir()
+    (root / name).write_text("in the way")
+
+
+def put_directory(name: str, root: Path) -> None:
+    (root / name / "something").mkdir(parents=True)
+
+
+def cannot_be_pickled(state: dict[str, Any]) -> None:
+    state["object"].data = {"a generator": (n for n in range(3))}
+
+
+SAVE_FAULTS = {
+    "a file where the array goes": SaveFault(
+        StorageError,
+        (KEY,),
+        partial(put_file, KEY),
+        mend=lambda root: (root / KEY).unlink(),
+    ),
+    "a directory where the chunk goes": SaveFault(
+        StorageError,
+        (KEY, CHUNK),
+        partial(put_directory, CHUNK),
+        mend=lambda root: shutil.rmtree(root / KEY, ignore_errors=True),
+    ),
+    "no permission": SaveFault(StorageError, (KEY,), hinder=without_root),
+    "files limited": SaveFault(StorageError, (KEY, CHUNK), hinder=small_files_only),
+    "an object that cannot be pickled": SaveFault(
+        StorageError,
+        (f"object.{CULPRIT}", "cannot be saved", "generator"),
+        change=cannot_be_pickled,
+    ),
+    "a file where the object goes": SaveFault(
+        StorageError,
+        (f"object.{CULPRIT}",),
+        partial(put_file, f"object.{CULPRIT}"),
+        mend=lambda root: (root / f"object.{CULPRIT}").unlink(),
+    ),
+}
+
+
+def save_with_faults(rank: int, entry: Entry, engine: str, scratch: Path) -> dict[str, Any]:
+    prepare(TIMEOUT_S, engine)
+    seen: dict[str, Any] = {}
+    for number, (name, fault) in enumerate(SAVE_FAULTS.items()):
+        root = scratch / f"save.{number}"
+        if rank == 0:
+            fault.obstruct(root)
+        dist.barrier()
+        state = full_state(rank)
+        hinder: Any = _nothing()
+        if rank == CULPRIT:
+            fault.change(state)
+            hinder = fault.hinder()
+        with hinder:
+            seen[name] = outcome(partial(save, entry, state, root))
+        dist.barrier()
+        seen[f"{name}: marker"] = (root / "metadata.json").exists()
+        if rank == 0:
+            fault.mend(root)
+        dist.barrier()
+        save(entry, full_state(rank), root)
+        loaded = load(entry, full_state(rank, no_data), root)
+        seen[f"{name}: again"] = differences(rank, own_cuts(), loaded)
+        seen[f"{name}: remains"] = [str(path) for path in root.rglob(".partial-*")]
+    return seen
+
+
+@both_entries
+@pytest.mark.parametrize("engine", ["tensorstore", "zarr"])
+def test_what_hinders_one_rank_in_saving_is_raised_on_every_rank(
+    entry: Entry, engine: str, scratch: Path
+) -> None:
+    results = run_processes(4, save_with_faults, entry, engine, scratch)
+
+    for name, fault in SAVE_FAULTS.items():
+        assert all(isinstance(result, dict) for result in results), results
+        seen = [result[name] for result in results]
+        require_failure_everywhere(seen, kind=fault.kind, culprit=CULPRIT, names=fault.names)
+        assert all(failure.seconds < TIMEOUT_S / 2 for failure in seen), name
+        for result in results:
+            assert result[f"{name}: marker"] is False
+            assert result[f"{name}: again"] == []
+            assert result[f"{name}: remains"] == []
+
+
+def save_pieces(rank: int, entry: Entry, root: Path) -> Any:
+    prepare(TIMEOUT_S)
+    runs = ((CULPRIT, 0, 1000), (0, 1000, 200), (CULPRIT, 1200, 1800), (1, 3000, 96))
+    parts = tuple(Part(holder, (start,), (length,)) for holder, start, length in runs)
+    cut = Cut("flat", (3096,), torch.float32, parts)
+    hinder: Any = small_files_only() if rank == CULPRIT else _nothing()
+    with hinder:
+        return outcome(partial(save, entry, state_of(rank, [cut]), root))
+
+
+@both_entries
+def test_a_full_disk_under_a_chunk_put_together_from_pieces_is_raised_on_every_rank(
+    entry: Entry, tmp_path: Path
+) -> None:
+    results = run_processes(4, save_pieces, entry, tmp_path / "c")
+
+    require_failure_everywhere(results, kind=StorageError, culprit=CULPRIT, names=("flat",))
+
+
+@pytest.fixture
+def tiny_disk(tmp_path: Path) -> Iterator[Path]:
+    """A checkpoint directory in which the culprit's array lies on a file system of 64 KiB."""
+    root = tmp_path / "checkpoint"
+    disk = root / KEY
+    disk.mkdir(parents=True)
+    mount = shutil.which("mount")
+    if mount is None:
+        pytest.skip("no mount")
+    made = subprocess.run(
+        [mount, "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)],
+        check=False,
+        capture_output=True,
+    )
+    if made.returncode != 0:
+        pytest.skip(f"mounting is not permitted: {made.stderr!r}")
+    yield root
+    subprocess.run(["umount", str(disk)], check=True)  # noqa: S607
+
+
+def fill_disk(rank: int, entry: Entry, engine: str, root: Path) -> Any:
+    prepare(TIMEOUT_S, engine)
+    state = full_state(rank)
+    if rank == CULPRIT:
+        state[NAME] = ShardedTensor.from_rank_offsets(KEY, torch.ones(64, 1024))
+    return outcome(partial(save, entry, state, root))
+
+
+@both_entries
+@pytest.mark.parametrize("engine", ["tensorstore", "zarr"])
+def test_a_full_disk_on_one_rank_is_raised_on_every_rank(
+    entry: Entry, engine: str, tiny_disk: Path
+) -> None:
+    results = run_processes(4, fill_disk, entry, engine, tiny_disk)
+
+    names = (KEY, str(tiny_disk / CHUNK), "no space left")
+    require_failure_everywhere(results, kind=StorageError, culprit=CULPRIT, names=names)
+    assert not (tiny_disk / "metadata.json").exists()
+
+
+def raise_in_build(*_: Any) -> Any:
+    raise RuntimeError("the factory is broken")
+
+
+def factory(rank: int, build: Callable[..., Any], merge: Callable[..., Any]) -> Any:
+    return ShardedTensorFactory(f"made.{rank}", torch.ones(4), build, merge)
+
+
+def build_whole(key: str, data: torch.Tensor, replica_id: Any, _: Any) -> dict[str, Any]:
+    return {"whole": ShardedTensor.from_rank_offsets(key, data, replica_id=replica_id)}
+
+
+def merge_whole(loaded: dict[str, Any]) -> torch.Tensor:
+    found: torch.Tensor = loaded["whole"]
+    return found
+
+
+def fail_in_user_code(rank: int, root: Path) -> dict[str, Any]:
+    """Code of the caller that raises on one rank: factories, preprocessing, odd values."""
+    prepare(TIMEOUT_S)
+    fine = partial(factory, rank, build_whole, merge_whole)
+    bad = rank == CULPRIT
+    saves = {
+        "build": {"f": factory(rank, raise_in_build, merge_whole) if bad else fine()},
+        "common": {"f": fine(), "common": (n for n in range(3)) if bad else 1},
+    }
+    seen = {
+        name: outcome(partial(save, Entry.OURS, state, root / name))
+        for name, state in saves.items()
+    }
+    seen["preprocess"] = outcome(
+        partial(
+            save,
+            Entry.OURS,
+            {"f": fine(), "c": 1},
+            root / "preprocess",
+            preprocess_common_before_consistancy_check=raise_in_build if bad else dict,
+        )
+    )
+    save(Entry.OURS, {"f": fine(), "c": 1}, root / "fine")
+    loads = {
+        "load build": factory(rank, raise_in_build, merge_whole) if bad else fine(),
+        "merge": factory(rank, build_whole, raise_in_build) if bad else fine(),
+    }
+    for name, made in loads.items():
+        seen[name] = outcome(partial(load, Entry.OURS, {"f": made}, root / "fine"))
+    seen["strict"] = outcome(
+        partial(
+            load, Entry.OURS, {"f": fine()}, root / "fine", strict="no such" if bad else "log_all"
+        )
+    )
+    seen["afterwards"] = torch.equal(
+        load(Entry.OURS, {"f": fine()}, root / "fine")["f"], torch.ones(4)
+    )
+    return seen
+
+
+def test_callers_code_that_raises_on_one_rank_fails_on_every_rank(tmp_path: Path) -> None:
+    results = run_processes(4, fail_in_user_code, tmp_path)
+
+    for rank, result in enumerate(results):
+        assert isinstance(result, dict), result
+        assert result.pop("afterwards") is True
+        for name, failure in result.items():
+            assert isinstance(failure, Failure), (rank, name, failure)
+            assert failure.seconds < TIMEOUT_S / 2
+            if rank != CULPRIT:
+                assert failure.global_rank == CULPRIT, (rank, name, failure)
+                assert failure.is_ours, (rank, name, failure)
+                assert failure.is_megatrons, (rank, name, failure)
+
+
+def fail_in_megatrons_part(rank: int, root: Path) -> Any:
+    """Rank 0 fails in a step of Megatron's before our strategy is called: the others wait for it.
+
+    Megatron's own exchange, which has no timeout of ours, is off.
+    """
+    prepare(3)
+    root.mkdir(exist_ok=True)
+    if rank == 0:
+        (root / "common.pt").mkdir()
+    dist.barrier()
+    return outcome(
+        partial(save, Entry.MEGATRON, full_state(rank), root, validate_access_integrity=False)
+    )
+
+
+def test_a_failure_in_megatrons_own_steps_times_out_on_the_others(tmp_path: Path) -> None:
+    first, *others = run_processes(4, fail_in_megatrons_part, tmp_path / "c")
+
+    assert isinstance(first, Failure)
+    for failure in others:
+        assert isinstance(failure, Failure), failure
+        assert "PeerError" in failure.kinds, failure
+        assert failure.is_megatrons
+        assert failure.global_rank == 0, failure
+        assert failure.seconds < 8
+    assert any(PeerTimeoutError.__name__ in failure.kinds for failure in others)
+
+
+def fail_in_common(rank: int, replace: bool, entry: Entry, root: Path) -> Any:  # noqa: FBT001
+    prepare(TIMEOUT_S, replace_common=replace)
+    root.mkdir(exist_ok=True)
+    if rank == 0:
+        (root / "common.pt" / "x").mkdir(parents=True)
+    dist.barrier()
+    return outcome(partial(save, entry, full_state(rank), root, validate_access_integrity=False))
+
+
+@pytest.mark.parametrize(
+    ("entry", "replace"), [(Entry.OURS, False), (Entry.MEGATRON, True)], ids=str
+)
+def test_common_state_that_cannot_be_written_is_raised_on_every_rank(
+    entry: Entry,
+    replace: bool,  # noqa: FBT001
+    tmp_path: Path,
+) -> None:
+    results = run_processes(4, fail_in_common, replace, entry, tmp_path / "c")
+
+    require_failure_everywhere(
+        results, kind=StorageError, culprit=0, names=(str(tmp_path / "c" / "common.pt"),)
+    )

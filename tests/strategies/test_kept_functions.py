@@ -1,0 +1,162 @@
+"""The module functions that Megatron-Core <= 0.15 offered beside its Zarr strategies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError, ShapeMismatchError
+from dist_ckpt_strategies.strategies.tensorstore import merge_global_slice_with_shape, open_ts_array
+from dist_ckpt_strategies.strategies.zarr import (
+    flatten_range,
+    load_zarr_based_sharded_metadata,
+    pad_to_expected_shape,
+    postprocess_numpy_array,
+)
+from tests.support.ranks import run_processes
+
+WEIGHT = torch.arange(32, dtype=torch.bfloat16).reshape(4, 8)
+
+
+def wanted(*local_shape: int, **fields: Any) -> Any:
+    """What a ShardedTensor says about itself; 0.16.1's own refuses a flattened range."""
+    defaults = {"key": "w", "allow_shape_mismatch": False, "flattened_range": None}
+    return SimpleNamespace(local_shape=local_shape, **defaults | fields)
+
+
+def save_weight(_rank: int, root: Path) -> None:
+    """Body of a rank: a checkpoint with one array in a folder and one at the top."""
+    state = {key: ShardedTensor.from_rank_offsets(key, WEIGHT) for key in ("w", "a/b")}
+    dist_ckpt_strategies.save(state, root)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("kept") / "ckpt"
+    assert run_processes(1, save_weight, root) == [None]
+    return root
+
+
+def test_a_slice_that_reaches_past_the_end_is_cut() -> None:
+    found = merge_global_slice_with_shape((slice(2, 9), slice(0, 3), 5), (4, 3, 6), "w")
+
+    assert found == (slice(2, 4), slice(0, 3), 5)
+
+
+@pytest.mark.parametrize("start", [4, 7])
+def test_a_slice_with_nothing_left_is_refused_by_key(start: int) -> None:
+    with pytest.raises(PlanError, match=f"w: slice {start}:9 lies beyond extent 4"):
+        merge_global_slice_with_shape((slice(start, 9),), (4,), "w")
+
+
+def test_slices_for_another_number_of_dims_are_refused() -> None:
+    with pytest.raises(CheckpointingException, match=r"w: 1 slices for the 2 dims"):
+        merge_global_slice_with_shape((slice(0, 1),), (4, 3), "w")
+
+
+def test_a_flattened_range_counts_elements_in_c_order() -> None:
+    found = flatten_range(wanted(2, 3, flattened_range=slice(2, 5)), torch.arange(6).reshape(2, 3))
+
+    assert found.tolist() == [2, 3, 4]
+
+
+def test_what_is_missing_at_the_end_of_each_dim_becomes_zeros() -> None:
+    found = pad_to_expected_shape(torch.ones(2, 1), wanted(3, 2))
+
+    assert found.tolist() == [[1, 0], [1, 0], [0, 0]]
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (3,), (3, 2, 1)])
+def test_a_larger_tensor_cannot_be_padded(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ShapeMismatchError, match=r"w: shape .* cannot be padded to \(3, 2\)"):
+        pad_to_expected_shape(torch.ones(shape), wanted(3, 2))
+
+
+@pytest.mark.parametrize(
+    ("stored", "dtype"),
+    [
+        (np.arange(6, dtype=ml_dtypes.bfloat16), torch.bfloat16),
+        (np.arange(6, dtype=ml_dtypes.float8_e5m2), torch.float8_e5m2),
+        (np.arange(6, dtype=">f4"), torch.float32),
+        (np.arange(12, dtype=np.int64)[::2] // 2, torch.int64),
+    ],
+)
+def test_a_numpy_array_becomes_the_tensor_of_its_dtype(stored: Any, dtype: torch.dtype) -> None:
+    found = postprocess_numpy_array(stored, wanted(6))
+
+    assert found.dtype == dtype
+    assert found.float().tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_an_array_that_fits_is_not_copied() -> None:
+    stored = np.zeros(3, dtype=np.float32)
+
+    postprocess_numpy_array(stored, wanted(3))[0] = 7
+
+    assert stored[0] == 7
+
+
+def test_an_array_of_another_shape_is_refused_unless_that_is_allowed() -> None:
+    stored = np.ones((2, 2), dtype=np.float32)
+
+    with pytest.raises(ShapeMismatchError, match=r"w: local shape \(2, 2\) loaded, \(3, 2\) exp"):
+        postprocess_numpy_array(stored, wanted(3, 2))
+    padded = postprocess_numpy_array(stored, wanted(3, 2, allow_shape_mismatch=True))
+
+    assert padded.tolist() == [[1, 1], [1, 1], [0, 0]]
+
+
+def test_the_flattened_range_is_cut_out_unless_it_is_not_wanted() -> None:
+    stored = np.arange(6, dtype=np.float32).reshape(2, 3)
+    asked = wanted(2, 3, flattened_range=slice(4, 6))
+
+    assert postprocess_numpy_array(stored, asked).tolist() == [4, 5]
+    assert postprocess_numpy_array(stored, asked, False).shape == (2, 3)  # noqa: FBT003 - theirs
+
+
+def test_an_array_is_opened_with_tensorstore_by_a_relative_path_too(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkpoint)
+
+    found = open_ts_array("w").read().result()
+
+    assert found.astype(np.float32).tolist() == WEIGHT.tolist()
+
+
+def test_an_array_that_is_not_there_is_an_error_that_names_the_path(checkpoint: Path) -> None:
+    with pytest.raises(ArrayNotFoundError, match=str(checkpoint / "other")):
+        open_ts_array(checkpoint / "other")
+
+
+def test_a_missing_chunk_of_an_opened_array_is_an_error(tmp_path: Path) -> None:
+    run_processes(1, save_weight, tmp_path / "ckpt")
+    (tmp_path / "ckpt" / "w" / "0.0").unlink()
+
+    with pytest.raises(ValueError, match="NOT_FOUND"):
+        open_ts_array(tmp_path / "ckpt" / "w").read().result()
+
+
+def test_metadata_is_what_the_callers_function_says_of_each_array(checkpoint: Path) -> None:
+    asked = []
+
+    def shape_and_dtype(path: str) -> tuple[tuple[int, ...], Any]:
+        asked.append(path)
+        return (4, 8), ml_dtypes.bfloat16
+
+    found = load_zarr_based_sharded_metadata(checkpoint, shape_and_dtype)
+
+    assert sorted(asked) == [str(checkpoint / "a/b"), str(checkpoint / "w")]
+    assert found.keys() == {"w", "a/b"}
+    assert {(value.global_shape, value.dtype) for value in found.values()} == {
+        ((4, 8), torch.bfloat16)
+    }

@@ -1,0 +1,322 @@
+"""A rank that is killed or stopped in the middle: the others raise in time, and nothing half
+done is ever taken for a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedObject
+
+from dist_ckpt_strategies.errors import (
+    IncompleteCheckpointError,
+    PeerError,
+    PeerLostError,
+    PeerTimeoutError,
+)
+from tests.support.entries import Entry, Failure, load, outcome, prepare, save
+from tests.support.ranks import RankDiedError, run_processes
+from tests.support.sharding import Cut, at_random, differences, no_data, on_grid, state_of
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+
+both_entries = pytest.mark.parametrize("entry", list(Entry))
+culprits = pytest.mark.parametrize("culprit", [0, 3])
+
+TIMEOUT_S = 3.0
+PROMPT_S = TIMEOUT_S + 6.0
+"""The timeout, the look-up of who is missing, and a slow machine."""
+
+
+def cuts(version: str) -> list[Cut]:
+    """Two checkpoints with arrays in common and arrays of their own."""
+    if version == "old":
+        return [on_grid("both", (8, 8), (4, 2)), on_grid("old", (8,), (4,))]
+    return [on_grid("both", (8, 8), (2, 4)), at_random("new", (9, 9), 6)]
+
+
+class SignalsItself:
+    """An object in whose pickling its process gets a signal: the middle of a save."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        os.kill(os.getpid(), self.number)
+        return (str, ())
+
+
+def state_with(rank: int, culprit: int, number: int, version: str = "new") -> dict[str, Any]:
+    state: dict[str, Any] = state_of(rank, cuts(version))
+    data = SignalsItself(number) if rank == culprit else {"fine": rank}
+    state["object"] = ShardedObject(f"object.{rank}", data, (1,), (0,))
+    state["version"] = version
+    return state
+
+
+def survive(rank: int, culprit: int, scratch: Path, action: Callable[[], Any]) -> Any:
+    """The outcome of the action; once all survivors have theirs, the culprit is killed."""
+    pid = scratch / "culprit"
+    if rank == culprit:
+        pid.write_text(str(os.getpid()))
+    dist.barrier()
+    found = outcome(action)
+    (scratch / f"done.{rank}").touch()
+    survivors = [other for other in range(4) if other != culprit]
+    if rank == survivors[0]:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not all(
+            (scratch / f"done.{other}").exists() for other in survivors
+        ):
+            time.sleep(0.02)
+        with suppress(ProcessLookupError):
+            os.kill(int(pid.read_text()), signal.SIGKILL)
+    return found
+
+
+def lose_rank_in_save(
+    rank: int, entry: Entry, culprit: int, number: int, scratch: Path, options: dict[str, Any]
+) -> Any:
+    prepare(TIMEOUT_S)
+    state = state_with(rank, culprit, number)
+    return survive(rank, culprit, scratch, partial(save, entry, state, scratch / "c", **options))
+
+
+def require_survivors_raised(results: list[Any], culprit: int) -> list[Failure]:
+    """The culprit is dead, and every other rank named it, in time."""
+    assert isinstance(results[culprit], RankDiedError), results
+    survivors = [result for rank, result in enumerate(results) if rank != culprit]
+    for failure in survivors:
+        assert isinstance(failure, Failure), results
+        assert failure.is_ours, failure
+        assert failure.is_megatrons, failure
+        assert PeerError.__name__ in failure.kinds, failure
+        assert failure.global_rank == culprit, failure
+        assert failure.text.startswith(f"rank {culprit}: "), failure
+        assert f"[{culprit}]" in failure.text, failure
+        assert "save to " in failure.text, failure
+        assert failure.seconds < PROMPT_S, failure
+    return survivors
+
+
+def look(rank: int, root: Path) -> dict[str, Any]:
+    """What a new job finds, and whether it can save there."""
+    prepare(30)
+    seen = {
+        entry.value: outcome(partial(load, entry, state_of(rank, cuts("new"), no_data), root))
+        for entry in Entry
+    }
+    save(Entry.OURS, state_of(rank, cuts("new")), root)
+    loaded = load(Entry.OURS, state_of(rank, cuts("new"), no_data), root)
+    seen["again"] = differences(rank, cuts("new"), loaded)
+    seen["remains"] = [path.name for path in root.rglob(".*") if path.name != ".zarray"]
+    seen["arrays"] = sorted(path.parent.name for path in root.rglob(".zarray"))
+    return seen
+
+
+def require_incomplete_and_replaceable(root: Path) -> None:
+    for result in run_processes(4, look, root):
+        assert isinstance(result, dict), result
+        ours, theirs = result["ours"], result["megatron"]
+        assert IncompleteCheckpointError.__name__ in ours.kinds, ours
+        assert str(root) in ours.text
+        assert "metadata.json" in ours.text
+        assert "arrays" in ours.text, "what is there is not said"
+        assert "is not a distributed checkpoint" in theirs.text
+        assert result["again"] == []
+        assert result["remains"] == []
+        assert result["arrays"] == ["both", "new"]
+
+
+@both_entries
+@culprits
+def test_a_rank_killed_in_the_middle_of_a_save_is_named_by_the_others(
+    entry: Entry, culprit: int, tmp_path: Path
+) -> None:
+    results = run_processes(4, lose_rank_in_save, entry, culprit, signal.SIGKILL, tmp_path, {})
+
+    survivors = require_survivors_raised(results, culprit)
+    assert any(PeerLostError.__name__ in failure.kinds for failure in survivors)
+    require_incomplete_and_replaceable(tmp_path / "c")
+
+
+@both_entries
+@culprits
+def test_a_rank_stopped_in_the_middle_of_a_save_is_named_by_the_others(
+    entry: Entry, culprit: int, tmp_path: Path
+) -> None:
+    results = run_processes(4, lose_rank_in_save, entry, culprit, signal.SIGSTOP, tmp_path, {})
+
+    survivors = require_survivors_raised(results, culprit)
+    assert any(PeerTimeoutError.__name__ in failure.kinds for failure in survivors)
+    for failure in survivors:
+        if PeerTimeoutError.__name__ in failure.kinds:
+            assert "did not arrive within 3 s" in failure.text
+            assert "TimeoutError" in failure.kinds
+    require_incomplete_and_replaceable(tmp_path / "c")
+
+
+def lose_rank_over_old(
+    rank: int, entry: Entry, culprit: int, scratch: Path, options: dict[str, Any]
+) -> Any:
+    """A finished checkpoint is being replaced when a rank dies."""
+    prepare(60)
+    root = scratch / "c"
+    save(entry, state_of(rank, cuts("old")) | {"version": "old"}, root)
+    prepare(TIMEOUT_S)
+    state = state_with(rank, culprit, signal.SIGKILL)
+    return survive(rank, culprit, scratch, partial(save, entry, state, root, **options))
+
+
+@pytest.mark.parametrize(
+    ("entry", "options"), [(Entry.MEGATRON, {}), (Entry.OURS, {"overwrite": True})], ids=str
+)
+def test_a_checkpoint_that_was_being_replaced_is_incomplete_never_a_mixture(
+    entry: Entry, options: dict[str, Any], tmp_path: Path
+) -> None:
+    results = run_processes(4, lose_rank_over_old, entry, 3, tmp_path, options)
+
+    require_survivors_raised(results, 3)
+    assert not (tmp_path / "c" / "metadata.json").exists()
+    assert not (tmp_path / "c" / "old").exists(), "an array of the old checkpoint is left"
+    require_incomplete_and_replaceable(tmp_path / "c")
+
+
+def lose_rank_before(rank: int, action: str, culprit: int, number: int, scratch: Path) -> Any:
+    """A rank that never calls save or load at all."""
+    prepare(60)
+    root = scratch / "c"
+    save(Entry.OURS, state_of(rank, cuts("new")), root)
+    prepare(TIMEOUT_S)
+    calls: dict[str, Callable[[], Any]] = {
+        "save": partial(save, Entry.OURS, state_of(rank, cuts("new")), scratch / "d"),
+        "load": partial(load, Entry.OURS, state_of(rank, cuts("new"), no_data), root),
+        "load through Megatron": partial(
+            load,
+            Entry.MEGATRON,
+            state_of(rank, cuts("new"), no_data),
+            root,
+            validate_access_integrity=False,
+        ),
+    }
+
+    def act() -> Any:
+        if rank == culprit:
+            os.kill(os.getpid(), number)
+        return calls[action]()
+
+    return survive(rank, culprit, scratch, act)
+
+
+@pytest.mark.parametrize("action", ["save", "load", "load through Megatron"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=str)
+def test_a_rank_that_never_comes_is_named_by_the_others(
+    action: str, number: int, tmp_path: Path
+) -> None:
+    results = run_processes(4, lose_rank_before, action, 1, number, tmp_path)
+
+    for rank, failure in enumerate(results):
+        if rank == 1:
+            assert isinstance(failure, RankDiedError)
+            continue
+        assert isinstance(failure, Failure), failure
+        assert failure.is_megatrons
+        assert PeerError.__name__ in failure.kinds
+        assert failure.global_rank == 1, failure
+        assert action.partition(" ")[0] in failure.text
+        assert str(tmp_path) in failure.text
+        assert failure.seconds < PROMPT_S
+
+
+def stop_host_of_store(rank: int, scratch: Path) -> Any:
+    """As without a launcher: rank 0 hosts the key-value store, and rank 0 is what stops."""
+    prepare(TIMEOUT_S)
+    port = scratch / "port"
+    dist.barrier()
+    dist.destroy_process_group()
+    limit = timedelta(seconds=40)
+    store: Any
+    make: Any = vars(dist)["TCPStore"]
+    if rank == 0:
+        store = make("127.0.0.1", 0, 4, is_master=True, wait_for_workers=False, timeout=limit)
+        port.with_suffix(".new").write_text(str(store.port))
+        port.with_suffix(".new").rename(port)
+    else:
+        while not port.exists():
+            time.sleep(0.01)
+        store = make("127.0.0.1", int(port.read_text()), 4, is_master=False, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=limit)
+    state = state_with(rank, 0, signal.SIGSTOP)
+    return survive(rank, 0, scratch, partial(save, Entry.OURS, state, scratch / "c"))
+
+
+def test_a_stopped_rank_that_hosts_the_key_value_store_does_not_hang_the_others(
+    tmp_path: Path,
+) -> None:
+    stopped, *others = run_processes(4, stop_host_of_store, tmp_path)
+
+    assert isinstance(stopped, RankDiedError)
+    for failure in others:
+        assert isinstance(failure, Failure), failure
+        assert PeerError.__name__ in failure.kinds
+        assert "perhaps rank 0" in failure.text, failure
+        assert failure.seconds < PROMPT_S
+    assert not (tmp_path / "c" / "metadata.json").exists()
+
+
+class Slow:
+    """An object that takes its time to be pickled."""
+
+    def __reduce__(self) -> Any:
+        time.sleep(TIMEOUT_S / 2)
+        return (OrderedDict, ())
+
+
+def save_slowly(rank: int, entry: Entry, root: Path) -> Any:
+    prepare(TIMEOUT_S)
+    state: dict[str, Any] = state_of(rank, cuts("new"))
+    state["object"] = ShardedObject(f"object.{rank}", Slow() if rank == 3 else "", (1,), (0,))
+    save(entry, state, root)
+    wanted = {"object": ShardedObject(f"object.{rank}", None, (1,), (0,))}
+    return load(entry, wanted, root)["object"]
+
+
+@both_entries
+def test_a_rank_that_is_merely_slow_is_waited_for(entry: Entry, tmp_path: Path) -> None:
+    assert run_processes(4, save_slowly, entry, tmp_path / "c") == ["", "", "", {}]
+
+
+def save_after_failure(rank: int, culprit: int, scratch: Path) -> Any:
+    """Whoever catches the error and tries again gets another error, at once or in time."""
+    prepare(TIMEOUT_S)
+
+    def twice() -> Any:
+        first = outcome(
+            partial(save, Entry.OURS, state_with(rank, culprit, signal.SIGSTOP), scratch / "c")
+        )
+        second = outcome(partial(save, Entry.OURS, state_of(rank, cuts("new")), scratch / "d"))
+        return first, second
+
+    return survive(rank, culprit, scratch, twice)
+
+
+def test_a_second_save_over_a_broken_group_raises_too(tmp_path: Path) -> None:
+    results = run_processes(4, save_after_failure, 3, tmp_path)
+
+    for failures in results[:3]:
+        assert isinstance(failures, tuple), failures
+        for failure in failures:
+            assert isinstance(failure, Failure), failure
+            assert PeerError.__name__ in failure.kinds, failure
+            assert failure.seconds < PROMPT_S
+    assert not (tmp_path / "d").exists()

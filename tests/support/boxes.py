@@ -1,0 +1,141 @@
+"""Hypothesis strategies for arrays cut into boxes that ranks hold."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.region import Extent, Region
+from dist_ckpt_strategies.spec.shard import RankShards, ShardId, ShardSpec
+
+NUM_RANKS = 4
+
+
+@dataclass(frozen=True)
+class Split:
+    """An array, and which rank holds which box of it.
+
+    Attributes:
+        shape: of the array, in elements.
+        main: rank and box of each main replica; together they are the array.
+        copies: rank and box of further replicas and of empty shards.
+    """
+
+    shape: Extent
+    main: tuple[tuple[int, Region], ...]
+    copies: tuple[tuple[int, Region], ...] = ()
+
+    def requests(
+        self, key: str = "w", dtype: DType = DType.FLOAT32, num_ranks: int = NUM_RANKS
+    ) -> list[RankShards]:
+        """What each rank brings to a save."""
+        held: dict[int, list[ShardSpec]] = defaultdict(list)
+        for boxes, is_main in ((self.main, True), (self.copies, False)):
+            for rank, box in boxes:
+                held[rank].append(spec_of(box, self.shape, key=key, dtype=dtype, is_main=is_main))
+        return [RankShards(rank, tuple(held[rank])) for rank in range(num_ranks)]
+
+
+def spec_of(  # noqa: PLR0913
+    region: Region,
+    array_shape: Extent,
+    *,
+    key: str = "w",
+    dtype: DType = DType.FLOAT32,
+    is_main: bool = True,
+    may_mismatch: bool = False,
+) -> ShardSpec:
+    """A shard's description in one line."""
+    return ShardSpec(ShardId(key, region), array_shape, dtype, is_main, may_mismatch)
+
+
+def merged(*requests: list[RankShards]) -> list[RankShards]:
+    """What each rank brings when several arrays are saved together."""
+    return [
+        RankShards(of_rank[0].rank, tuple(shard for part in of_rank for shard in part.shards))
+        for of_rank in zip(*requests, strict=True)
+    ]
+
+
+def shapes(max_ndim: int = 4, min_size: int = 0, max_size: int = 12) -> st.SearchStrategy[Extent]:
+    """Shapes of arrays, scalars and zero-size dims among them."""
+    return st.lists(st.integers(min_size, max_size), max_size=max_ndim).map(tuple)
+
+
+@st.composite
+def regions_in(draw: st.DrawFn, shape: Extent) -> Region:
+    """A box inside an array, now and then an empty one."""
+    offset, extent = [], []
+    for size in shape:
+        start = draw(st.integers(0, size))
+        offset.append(start)
+        extent.append(draw(st.integers(0, size - start)))
+    return Region(tuple(offset), tuple(extent))
+
+
+@st.composite
+def irregular_boxes(draw: st.DrawFn, shape: Extent) -> list[Region]:
+    """The array cut at random, again and again."""
+    boxes = [Region.whole(shape)] if math.prod(shape) else []
+    for _ in range(draw(st.integers(0, 7)) if boxes else 0):
+        box = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
+        dims = [dim for dim, size in enumerate(box.shape) if size > 1]
+        if not dims:
+            boxes.append(box)
+            continue
+        dim = draw(st.sampled_from(dims))
+        boxes.extend(cut(box, dim, draw(st.integers(1, box.shape[dim] - 1))))
+    return boxes
+
+
+@st.composite
+def grid_boxes(draw: st.DrawFn, shape: Extent) -> list[Region]:
+    """The chunks of a regular grid, the last of a dim cut short."""
+    chunk = [draw(st.integers(max(1, -(-size // 4)), max(1, size))) for size in shape]
+    spans = [range(0, size, step) for size, step in zip(shape, chunk, strict=True)]
+    corners = product(*spans) if math.prod(shape) else ()
+    return [
+        Region(
+            corner,
+            tuple(min(c, n - at) for at, c, n in zip(corner, chunk, shape, strict=True)),
+        )
+        for corner in corners
+    ]
+
+
+@st.composite
+def splits(draw: st.DrawFn, *, regular: bool = False, max_ndim: int = 4) -> Split:
+    """An array whose main replicas are spread over the ranks, with copies and empty shards."""
+    shape = draw(shapes(max_ndim))
+    boxes = draw(grid_boxes(shape) if regular else irregular_boxes(shape))
+    ranks = st.integers(0, NUM_RANKS - 1)
+    main = tuple((draw(ranks), box) for box in boxes)
+    copied = draw(st.lists(st.sampled_from(boxes), max_size=3)) if boxes else []
+    empty = Region((0,) * len(shape), (0,) * len(shape))
+    copies = [(draw(ranks), box) for box in copied]
+    if shape and (not boxes or draw(st.booleans())):
+        copies.append((draw(ranks), empty))
+    return Split(shape, main, tuple(copies))
+
+
+def cut(box: Region, dim: int, at: int) -> tuple[Region, Region]:
+    """The box as two, the first ``at`` elements long along ``dim``."""
+    first = (*box.shape[:dim], at, *box.shape[dim + 1 :])
+    rest = (*box.shape[:dim], box.shape[dim] - at, *box.shape[dim + 1 :])
+    offset = (*box.offset[:dim], box.offset[dim] + at, *box.offset[dim + 1 :])
+    return Region(box.offset, first), Region(offset, rest)
+
+
+def times_covered(shape: Extent, boxes: list[Region]) -> npt.NDArray[np.int_]:
+    """How many of the boxes hold each element, counted one by one."""
+    count = np.zeros(shape, np.int_)
+    for box in boxes:
+        count[box.slices()] += 1
+    return count

@@ -1,0 +1,94 @@
+"""A small checkpoint with one of everything, written through the storage layer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dist_ckpt_strategies.config import Engine
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.marker import CheckpointMarker
+from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.storage.files import write_file
+from dist_ckpt_strategies.storage.object_files import COMMON_NAME
+from dist_ckpt_strategies.storage.objects import dump_object, write_object
+from dist_ckpt_strategies.storage.publication import publish
+from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME
+from tests.support.samples import random_values
+from tests.support.stores import write_array
+
+WEIGHT = "decoder.weight"
+"""float32, 4 x 6 in six chunks of 2 x 2: 16 bytes each."""
+
+NESTED = "model/layers/0/bias"
+SCALAR = "scale"
+EMPTY = "unused"
+RNG = "rng_state"
+"""A grid of 2 x 2 objects."""
+
+ARRAYS = sorted((WEIGHT, NESTED, SCALAR, EMPTY))
+OBJECTS = sorted((RNG, WEIGHT))
+
+
+def write_checkpoint(root: Path) -> Path:
+    """Write arrays, objects, common state and marker; returns the directory."""
+    root.mkdir(parents=True, exist_ok=True)
+    write_array(
+        root, Engine.TENSORSTORE, random_values((4, 6), DType.FLOAT32), key=WEIGHT, chunk=(2, 2)
+    )
+    write_array(
+        root, Engine.TENSORSTORE, random_values((5,), DType.BFLOAT16), key=NESTED, chunk=(2,)
+    )
+    write_array(root, Engine.TENSORSTORE, np.array(3.0), key=SCALAR)
+    write_array(root, Engine.TENSORSTORE, np.zeros((0, 4), np.int64), key=EMPTY)
+    for offset in product(range(2), range(2)):
+        write_object(root, ObjectId(RNG, offset, (2, 2)), {"state": list(range(offset[0] + 9))})
+    write_object(root, ObjectId(WEIGHT, (0,), (1,)), "an object may share an array's directory")
+    write_file(root / COMMON_NAME, dump_object({"iteration": 7}, name="common state"))
+    publish(root, CheckpointMarker("zarr"))
+    return root
+
+
+def write_foreign_checkpoint(root: Path) -> Path:
+    """The files of a checkpoint of Megatron-Core's torch_dist, with contents of no meaning."""
+    root.mkdir(parents=True)
+    for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
+        (root / name).write_bytes(b"torch_dist")
+    write_file(root / COMMON_NAME, dump_object({"iteration": 7}, name="common state"))
+    publish(root, CheckpointMarker("torch_dist"))
+    return root
+
+
+def write_metadata(directory: Path, **changes: Any) -> None:
+    """Write a ``.zarray`` of a float32 array of 4 elements in one chunk, with changed fields."""
+    fields: Mapping[str, Any] = {
+        "chunks": [4],
+        "compressor": None,
+        "dtype": "<f4",
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "shape": [4],
+        "zarr_format": 2,
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / METADATA_NAME).write_text(json.dumps({**fields, **changes}))
+
+
+def flip_bit(path: Path, within: bytes) -> None:
+    """Change one bit of a file, in the first place where it holds those bytes."""
+    content = bytearray(path.read_bytes())
+    content[content.index(within)] ^= 1
+    path.write_bytes(content)
+
+
+def copied(source: Path, target: Path) -> Path:
+    """A copy of a checkpoint that a test may damage."""
+    shutil.copytree(source, target)
+    return target

@@ -1,0 +1,115 @@
+"""The two ways into a checkpoint: Megatron-Core's own save and load, and this package's."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.errors import CheckpointError, PeerError
+
+ZARR = ("zarr", 1)
+
+
+class Entry(StrEnum):
+    """Whose ``save`` and ``load`` are called."""
+
+    MEGATRON = "megatron"
+    OURS = "ours"
+
+
+def save(entry: Entry, state: dict[str, Any], root: Path, **options: Any) -> None:
+    """Save with ("zarr", 1). Collective: world.
+
+    Megatron-Core wants the directory to be there, and changes the state dict; both are seen to.
+    """
+    options = {"sharded_strategy": ZARR} | options
+    if entry is Entry.OURS:
+        dist_ckpt_strategies.save(state, root, **options)
+        return
+    if dist.get_rank() == 0:
+        root.mkdir(exist_ok=True, parents=True)
+    dist.barrier()
+    dist_checkpointing.save(dict(state), str(root), **options)
+
+
+def load(entry: Entry, state: dict[str, Any], root: Path, **options: Any) -> Any:
+    """Load what the checkpoint's marker says. Collective: world."""
+    if entry is Entry.OURS:
+        return dist_ckpt_strategies.load(state, root, **options)
+    return dist_checkpointing.load(state, str(root), **options)
+
+
+def prepare(timeout_s: float, engine: str = "tensorstore", **registration: Any) -> None:
+    """Set timeout and engine of this process, for everything, and register the strategies."""
+    os.environ["DIST_CKPT_TIMEOUT_S"] = str(timeout_s)
+    os.environ["DIST_CKPT_ENGINE"] = engine
+    dist_ckpt_strategies.register(**registration)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a rank's caller could see of an error.
+
+    Attributes:
+        kinds: names of the error's class and of all above it.
+        is_ours: whether ``except CheckpointError`` takes it.
+        is_megatrons: whether ``except CheckpointingException`` takes it.
+        text: the message.
+        global_rank: the rank at fault, as the error says.
+        key: the key at fault.
+        path: the file at fault.
+        seconds: from the call to the error.
+    """
+
+    kinds: tuple[str, ...]
+    is_ours: bool
+    is_megatrons: bool
+    text: str
+    global_rank: int | None
+    key: str | None
+    path: str | None
+    seconds: float
+
+
+def outcome(action: Callable[[], Any]) -> Any:
+    """What the action returns, or the Failure."""
+    started = time.monotonic()
+    try:
+        return action()
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return Failure(
+            tuple(kind.__name__ for kind in type(error).__mro__),
+            isinstance(error, CheckpointError),
+            isinstance(error, CheckpointingException),
+            str(error),
+            getattr(error, "global_rank", None),
+            getattr(error, "key", None),
+            getattr(error, "path", None),
+            time.monotonic() - started,
+        )
+
+
+def require_failure_everywhere(
+    results: Sequence[Any], *, kind: type[Exception], culprit: int, names: Sequence[str]
+) -> None:
+    """Every rank raised an error of that class, in both families, that names all it should."""
+    for rank, result in enumerate(results):
+        assert isinstance(result, Failure), (rank, result)
+        assert result.is_ours, (rank, result)
+        assert result.is_megatrons, (rank, result)
+        assert kind.__name__ in result.kinds, (rank, result)
+        assert result.global_rank == culprit, (rank, result)
+        assert result.text.startswith(f"rank {culprit}: "), (rank, result)
+        assert (PeerError.__name__ in result.kinds) == (rank != culprit), (rank, result)
+        for name in names:
+            assert name in result.text, (rank, name, result)

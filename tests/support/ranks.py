@@ -1,0 +1,185 @@
+"""Ranks as processes, for what threads cannot show: gloo, timeouts, killed peers."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_HOST = "127.0.0.1"
+_FAREWELL_S = 5.0
+_PRELOADED = (
+    "torch.distributed",
+    "tensorstore",
+    "megatron.core.dist_checkpointing",
+    "dist_ckpt_strategies.comm.torch_group",
+    "dist_ckpt_strategies.strategies.entry",
+    "dist_ckpt_strategies.strategies.defaults",
+)
+"""Imported once, in the server that ranks are forked from. Importing starts no thread; the server
+never uses TensorStore or torch, which a fork would not survive."""
+
+
+class RankDiedError(Exception):
+    """The process of a rank ended without a result; ``exit_code`` is -9 after SIGKILL."""
+
+    def __init__(self, exit_code: int | None) -> None:
+        super().__init__(exit_code)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True, slots=True)
+class _Meeting:
+    """What a rank needs to find the others."""
+
+    size: int
+    port: int
+    timeout_s: float
+
+
+def run_processes(
+    size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+) -> list[Any]:
+    """Call ``body(rank, *args)`` in ``size`` new processes, the world of a gloo process group.
+
+    The default process group is initialised before ``body`` and destroyed after it; the processes
+    stay until the last of them has a result, and none is left when this returns or raises.
+
+    Args:
+        size: number of ranks.
+        body: a function at the top level of its module.
+        args: passed to it; they and the result are pickled.
+        timeout_s: by which every rank has to be done, in seconds.
+
+    Returns:
+        By rank: what ``body`` returned; the exception, as an object, where it raised; a
+        RankDiedError where the process ended by itself or was killed.
+
+    Raises:
+        TimeoutError: a rank was not done in time. All have been killed.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(_PRELOADED))
+    # As under torchrun, the store lives outside the ranks and outlasts each of them.
+    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    meeting = _Meeting(size, store.port, timeout_s)
+    processes: list[ForkServerProcess] = []
+    pipes: list[Connection] = []
+    farewell_s = 0.0
+    try:
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            pipes.append(ours)
+            process = context.Process(
+                target=_run_rank, args=(rank, meeting, theirs, body, args), daemon=True
+            )
+            process.start()
+            processes.append(process)
+            theirs.close()
+        results = _collected(processes, pipes, timeout_s)
+        farewell_s = _FAREWELL_S
+    finally:
+        _end(processes, pipes, farewell_s)
+        del store
+    return results
+
+
+def _collected(
+    processes: Sequence[ForkServerProcess], pipes: Sequence[Connection], timeout_s: float
+) -> list[Any]:
+    deadline = time.monotonic() + timeout_s
+    results: dict[int, Any] = {}
+    while len(results) < len(pipes):
+        waiting = {pipes[rank]: rank for rank in range(len(pipes)) if rank not in results}
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            late = sorted(waiting.values())
+            raise TimeoutError(f"ranks {late} not done in {timeout_s:g} s; the others: {results}")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            results[waiting[pipe]] = _result(pipe, processes[waiting[pipe]])
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _result(pipe: Connection, process: ForkServerProcess) -> Any:
+    try:
+        return pickle.loads(pipe.recv_bytes())  # noqa: S301 - our own child
+    except (EOFError, ConnectionResetError):
+        process.join(_FAREWELL_S)
+        return RankDiedError(process.exitcode)
+
+
+def _end(
+    processes: Sequence[ForkServerProcess], pipes: Sequence[Connection], farewell_s: float
+) -> None:
+    """Release the ranks that wait for the others; kill what is still there after ``farewell_s``."""
+    for pipe in pipes:
+        pipe.close()
+    deadline = time.monotonic() + farewell_s
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+        process.close()
+
+
+def _run_rank(
+    rank: int, meeting: _Meeting, pipe: Connection, body: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    faulthandler.dump_traceback_later(max(0.1, meeting.timeout_s - 0.5))
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(meeting.size),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=meeting.timeout_s)
+    store = dist.TCPStore(_HOST, meeting.port, is_master=False, timeout=limit)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=meeting.size, timeout=limit
+    )
+    try:
+        pipe.send_bytes(_pickled(_outcome(rank, body, args)))
+        _await_the_others(pipe)
+    finally:
+        dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _outcome(rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    try:
+        return body(rank, *args)
+    except Exception as error:  # noqa: BLE001 - handed to the test, which looks at it
+        error.add_note("".join(traceback.format_exception(error)))
+        return error
+
+
+def _pickled(result: Any) -> bytes:
+    try:
+        content = pickle.dumps(result)
+        pickle.loads(content)  # noqa: S301 - some exceptions pickle, but not back
+    except Exception as error:  # noqa: BLE001 - whatever a foreign __reduce__ raises
+        return pickle.dumps(TypeError(f"result {result!r} does not pickle: {error!r}"))
+    return content
+
+
+def _await_the_others(pipe: Connection) -> None:
+    """A rank that leaves early breaks its peers' connections, and what is still on the way."""
+    try:
+        pipe.recv_bytes()
+    except (EOFError, OSError):
+        return

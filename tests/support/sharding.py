@@ -1,0 +1,219 @@
+"""Arrays of known content, cut between ranks: every rank can tell what it has to load."""
+
+from __future__ import annotations
+
+import math
+import random
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+
+Shape = tuple[int, ...]
+
+ALL_DTYPES = tuple(
+    getattr(torch, name)
+    for name in (
+        *("bool", "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64"),
+        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
+        *("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"),
+    )
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank holds of an array; only replica 0 is written."""
+
+    rank: int
+    offset: Shape
+    shape: Shape
+    replica: int = 0
+
+    def slices(self) -> tuple[slice, ...]:
+        """Indexing form."""
+        return tuple(slice(a, a + n) for a, n in zip(self.offset, self.shape, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """An array, and who holds what of it.
+
+    Attributes:
+        key: of the array.
+        shape: of the whole array, in elements.
+        dtype: of its elements.
+        parts: in the order in which ranks list them.
+        grid: parts in each dim; None where they lie on no regular grid.
+        num_prepended: leading dims that the local tensors lack.
+    """
+
+    key: str
+    shape: Shape
+    dtype: torch.dtype
+    parts: tuple[Part, ...]
+    grid: Shape | None = None
+    num_prepended: int = 0
+
+
+def whole(cut: Cut) -> torch.Tensor:
+    """The array's content: random bits that depend on its key, NaNs of every payload among them."""
+    generator = torch.Generator().manual_seed(zlib.crc32(cut.key.encode()))
+    nbytes = math.prod(cut.shape) * torch.empty(0, dtype=cut.dtype).element_size()
+    data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+    if cut.dtype is torch.bool:
+        data &= 1
+    return data.view(cut.dtype).reshape(cut.shape)
+
+
+def part_of(cut: Cut, part: Part) -> torch.Tensor:
+    """The content of one part, without prepended dims, in memory of its own."""
+    return whole(cut)[part.slices()].reshape(part.shape[cut.num_prepended :]).clone()
+
+
+def sharded(cut: Cut, part: Part, data: torch.Tensor | None, **changes: Any) -> Any:
+    """The ShardedTensor of a part."""
+    return ShardedTensor(
+        key=cut.key,
+        data=data,
+        dtype=changes.pop("dtype", cut.dtype),
+        local_shape=part.shape[cut.num_prepended :],
+        global_shape=cut.shape,
+        global_offset=part.offset,
+        axis_fragmentations=cut.grid,
+        replica_id=part.replica,
+        prepend_axis_num=cut.num_prepended,
+        **changes,
+    )
+
+
+def held_by(rank: int, cuts: Iterable[Cut]) -> Iterator[tuple[str, Cut, Part]]:
+    """Every part of a rank, under a name of its own for the state dict."""
+    for cut in cuts:
+        for number, part in enumerate(cut.parts):
+            if part.rank == rank:
+                yield f"{cut.key} #{number}", cut, part
+
+
+def no_data(cut: Cut, part: Part) -> None:
+    """Nothing to load into."""
+
+
+def zeros(cut: Cut, part: Part) -> torch.Tensor:
+    """A tensor to load into."""
+    return torch.zeros(part.shape[cut.num_prepended :], dtype=cut.dtype)
+
+
+def state_of(
+    rank: int,
+    cuts: Iterable[Cut],
+    data: Callable[[Cut, Part], torch.Tensor | None] = part_of,
+) -> dict[str, Any]:
+    """The state dict of a rank, by default with the content that is to be saved."""
+    return {name: sharded(cut, part, data(cut, part)) for name, cut, part in held_by(rank, cuts)}
+
+
+def differences(rank: int, cuts: Iterable[Cut], loaded: dict[str, Any]) -> list[str]:
+    """Names of the parts of a rank that did not come back bit for bit."""
+    return [
+        name
+        for name, cut, part in held_by(rank, cuts)
+        if not same_bits(loaded[name], part_of(cut, part))
+    ]
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether dtype, shape and every bit are equal; NaNs too."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def on_grid(  # noqa: PLR0913
+    key: str,
+    shape: Shape,
+    grid: Shape,
+    *,
+    size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    num_replicas: int = 1,
+    num_prepended: int = 0,
+) -> Cut:
+    """The array in equal parts, dealt to ``size`` ranks in turn, each part to several of them."""
+    extents = tuple(n // g for n, g in zip(shape, grid, strict=True))
+    cells = product(*map(range, grid))
+    parts = [
+        Part(
+            (number + replica) % size,
+            tuple(i * e for i, e in zip(cell, extents, strict=True)),
+            extents,
+            replica,
+        )
+        for number, cell in enumerate(cells)
+        for replica in range(num_replicas)
+    ]
+    return Cut(key, shape, dtype, tuple(parts), grid, num_prepended)
+
+
+def at_random(
+    key: str,
+    shape: Shape,
+    num_parts: int,
+    *,
+    size: int = 4,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Cut:
+    """The array in boxes of all sizes, each with a random rank."""
+    chance = random.Random(f"{key} {seed}")
+    boxes = [((0,) * len(shape), shape)]
+    for _ in range(num_parts - 1):
+        box = boxes.pop(chance.randrange(len(boxes)))
+        boxes.extend(_halves(box, chance))
+    parts = [Part(chance.randrange(size), offset, extent) for offset, extent in sorted(boxes)]
+    return Cut(key, shape, dtype, tuple(parts))
+
+
+def _halves(box: tuple[Shape, Shape], chance: random.Random) -> list[tuple[Shape, Shape]]:
+    offset, shape = box
+    dims = [dim for dim, extent in enumerate(shape) if extent > 1]
+    if not dims:
+        return [box]
+    dim = chance.choice(dims)
+    at = chance.randrange(1, shape[dim])
+    below, above = _with(shape, dim, at), _with(shape, dim, shape[dim] - at)
+    return [(offset, below), (_with(offset, dim, offset[dim] + at), above)]
+
+
+def _with(numbers: Shape, dim: int, value: int) -> Shape:
+    return (*numbers[:dim], value, *numbers[dim + 1 :])
+
+
+def in_runs(key: str, ends: Sequence[int], *, size: int = 4) -> Cut:
+    """A 1-D array cut at ``ends``, run by run to the ranks in order: a flat optimizer buffer."""
+    starts = [0, *ends[:-1]]
+    per_rank = -(-len(ends) // size)
+    parts = [
+        Part(number // per_rank, (a,), (b - a,))
+        for number, (a, b) in enumerate(zip(starts, ends, strict=True))
+    ]
+    return Cut(key, (ends[-1],), torch.float32, tuple(parts))
+
+
+def replicated(cut: Cut, *, size: int = 4) -> Cut:
+    """The same cut, every part on every rank; what was there stays the main replica."""
+    parts = [
+        replace(part, rank=(part.rank + turn) % size, replica=turn)
+        for part in cut.parts
+        for turn in range(size)
+    ]
+    return replace(cut, parts=tuple(parts))

@@ -1,0 +1,206 @@
+"""The names of Megatron-Core <= 0.15 that this package keeps: where they are and what tests them.
+
+The list follows the reference of ``dist_checkpointing.strategies`` in Megatron-Core's user guide,
+modules ``base``, ``zarr`` and ``tensorstore``. Parts that are not there yet are not in it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.core.dist_checkpointing.strategies import base
+
+ROOT = Path(__file__).parents[1]
+HOME = "dist_ckpt_strategies.strategies"
+
+METADATA = "tests/golden/test_whole_arrays.py::test_the_sharded_metadata_names_every_array_and_every_object"
+TENSORS_METADATA = "tests/golden/test_whole_arrays.py::test_the_metadata_names_every_array_with_its_shape_and_dtype"
+REMOVAL = (
+    "tests/golden/test_whole_arrays.py::test_removing_a_prefix_leaves_every_other_array_as_it_was"
+)
+LAYOUTS = (
+    "tests/strategies/test_save_load.py::test_every_dtype_comes_back_bit_for_bit_in_another_layout"
+)
+ON_DEVICE = (
+    "tests/strategies/test_save_load.py::test_load_directly_on_device_copies_into_the_callers_data"
+)
+REGISTERED = (
+    "tests/strategies/test_registration.py::test_each_default_call_registers_its_own_action"
+)
+KNOWN = "tests/strategies/test_registry.py::test_what_is_registered_is_found"
+REFUSED = "tests/strategies/test_registration.py::test_another_format_is_refused_by_name"
+OBJECTS = "tests/golden/test_objects.py::test_every_object_is_what_was_saved"
+COMMON = "tests/golden/test_objects.py::test_the_common_state_reads_the_same_with_our_strategy_as_with_megatron_cores"
+COMMON_OBJECTS = (
+    "tests/strategies/test_registration.py::test_objects_take_the_common_strategys_way_too"
+)
+FUNCTIONS = "tests/strategies/test_kept_functions.py::"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A name that code written for Megatron-Core <= 0.15 uses.
+
+    Attributes:
+        name: module below ``dist_ckpt_strategies.strategies``, class, member.
+        parameters: as the reference states them, without self; None for what is not called.
+        test: file and function that show its behaviour.
+    """
+
+    name: str
+    parameters: str | None
+    test: str
+
+    def find(self) -> Any:
+        module, *names = self.name.split(".")
+        found: Any = import_module(f"{HOME}.{module}")
+        for name in names:
+            found = getattr(found, name)
+        return found
+
+
+def sharded_loader(name: str, load_test: str) -> list[Kept]:
+    """The members of a load strategy, as the reference lists them for base and subclass."""
+    return [
+        Kept(f"{name}.can_handle_sharded_objects", None, OBJECTS),
+        Kept(f"{name}.check_backend_compatibility", "loaded_backend", REFUSED),
+        Kept(f"{name}.check_version_compatibility", "loaded_version", REFUSED),
+        Kept(f"{name}.load", "sharded_state_dict, checkpoint_dir", load_test),
+        Kept(f"{name}.load_sharded_metadata", "checkpoint_dir", METADATA),
+        Kept(f"{name}.load_tensors_metadata", "checkpoint_dir", TENSORS_METADATA),
+        Kept(f"{name}.remove_sharded_tensors", "checkpoint_dir, key_prefix", REMOVAL),
+    ]
+
+
+KEPT = [
+    Kept("registry.StrategyAction", None, REGISTERED),
+    Kept("registry.get_default_strategy", "action, backend, version", KNOWN),
+    Kept("registry.register_default_strategy", "action, backend, version, strategy", KNOWN),
+    Kept("common.TorchCommonSaveStrategy", "backend, version", COMMON_OBJECTS),
+    Kept("common.TorchCommonSaveStrategy.can_handle_sharded_objects", None, COMMON_OBJECTS),
+    Kept(
+        "common.TorchCommonSaveStrategy.save_common",
+        "common_state_dict, checkpoint_dir",
+        "tests/strategies/test_faults.py::test_common_state_that_cannot_be_written_is_raised_on_every_rank",
+    ),
+    Kept(
+        "common.TorchCommonSaveStrategy.save_sharded_objects",
+        "sharded_objects_state_dict, checkpoint_dir",
+        COMMON_OBJECTS,
+    ),
+    Kept("common.TorchCommonLoadStrategy", "", COMMON),
+    Kept("common.TorchCommonLoadStrategy.can_handle_sharded_objects", None, COMMON_OBJECTS),
+    Kept("common.TorchCommonLoadStrategy.load_common", "checkpoint_dir", COMMON),
+    Kept(
+        "common.TorchCommonLoadStrategy.load_sharded_objects",
+        "sharded_objects_state_dict, checkpoint_dir",
+        COMMON_OBJECTS,
+    ),
+    Kept("common.TorchCommonLoadStrategy.load_sharded_metadata", "checkpoint_dir", COMMON_OBJECTS),
+    Kept("common.TorchCommonLoadStrategy.check_backend_compatibility", "loaded_backend", REFUSED),
+    Kept("common.TorchCommonLoadStrategy.check_version_compatibility", "loaded_version", REFUSED),
+    Kept("zarr.ZarrSaveShardedStrategy", "backend, version", LAYOUTS),
+    Kept("zarr.ZarrSaveShardedStrategy.can_handle_sharded_objects", None, OBJECTS),
+    Kept("zarr.ZarrSaveShardedStrategy.save", "sharded_state_dict, checkpoint_dir", LAYOUTS),
+    Kept("zarr.ZarrLoadShardedStrategy", "", LAYOUTS),
+    *sharded_loader("zarr.ZarrLoadShardedStrategy", LAYOUTS),
+    Kept("zarr.register_default_zarr_strategies", "", REGISTERED),
+    Kept(
+        "zarr.flatten_range",
+        "sharded_tensor, x",
+        FUNCTIONS + "test_a_flattened_range_counts_elements_in_c_order",
+    ),
+    Kept(
+        "zarr.load_zarr_based_sharded_metadata",
+        "checkpoint_dir, get_shape_dtype_fn",
+        FUNCTIONS + "test_metadata_is_what_the_callers_function_says_of_each_array",
+    ),
+    Kept(
+        "zarr.pad_to_expected_shape",
+        "x, expected_sharded_ten",
+        FUNCTIONS + "test_what_is_missing_at_the_end_of_each_dim_becomes_zeros",
+    ),
+    Kept(
+        "zarr.postprocess_numpy_array",
+        "loaded_array, sharded_tensor, apply_flattened_range=True",
+        FUNCTIONS + "test_a_numpy_array_becomes_the_tensor_of_its_dtype",
+    ),
+    Kept("tensorstore.TensorStoreLoadShardedStrategy", "load_directly_on_device=False", ON_DEVICE),
+    *sharded_loader("tensorstore.TensorStoreLoadShardedStrategy", ON_DEVICE),
+    Kept("tensorstore.register_default_tensorstore_strategies", "", REGISTERED),
+    Kept(
+        "tensorstore.merge_global_slice_with_shape",
+        "global_slice, actual_shape, key",
+        FUNCTIONS + "test_a_slice_that_reaches_past_the_end_is_cut",
+    ),
+    Kept(
+        "tensorstore.open_ts_array",
+        "arr_path",
+        FUNCTIONS + "test_an_array_is_opened_with_tensorstore_by_a_relative_path_too",
+    ),
+]
+
+BASES = {
+    "common.TorchCommonLoadStrategy": base.LoadCommonStrategy,
+    "common.TorchCommonSaveStrategy": base.SaveCommonStrategy,
+    "tensorstore.TensorStoreLoadShardedStrategy": base.LoadShardedStrategy,
+    "zarr.ZarrLoadShardedStrategy": base.LoadShardedStrategy,
+    "zarr.ZarrSaveShardedStrategy": base.SaveShardedStrategy,
+}
+
+every_name = pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.name)
+
+
+def stated(parameters: str) -> list[tuple[str, str | None]]:
+    """Names and defaults of parameters as the reference writes them."""
+    pairs = (part.partition("=") for part in parameters.split(", ") if part)
+    return [(name, default or None) for name, _, default in pairs]
+
+
+@every_name
+def test_the_name_can_be_imported(kept: Kept) -> None:
+    assert kept.find() is not None
+
+
+@pytest.mark.parametrize(
+    "kept", [k for k in KEPT if k.parameters is not None], ids=lambda k: k.name
+)
+def test_calls_as_the_reference_states_them_are_understood(kept: Kept) -> None:
+    own = list(inspect.signature(kept.find()).parameters.values())
+    if own and own[0].name == "self":
+        own = own[1:]
+    theirs = stated(str(kept.parameters))
+
+    assert [parameter.name for parameter in own[: len(theirs)]] == [name for name, _ in theirs]
+    for parameter, (_, default) in zip(own, theirs, strict=False):
+        assert parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        assert default is None or repr(parameter.default) == default
+    for parameter in own[len(theirs) :]:
+        is_optional = parameter.default is not parameter.empty
+        assert is_optional or parameter.kind is parameter.VAR_KEYWORD
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_strategy_is_one_of_megatron_cores(name: str) -> None:
+    assert issubclass(Kept(name, None, "").find(), BASES[name])
+
+
+@cache
+def functions_of(path: str) -> frozenset[str]:
+    """Names of the functions of a file."""
+    tree = ast.parse((ROOT / path).read_text())
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+
+
+@every_name
+def test_a_test_shows_its_behaviour(kept: Kept) -> None:
+    path, _, function = kept.test.partition("::")
+
+    assert function in functions_of(path)

@@ -1,0 +1,96 @@
+"""Options refuse what could only hang or crash later, and the environment is read in one place."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from dist_ckpt_strategies.config import (
+    Engine,
+    Options,
+    debug_from_environment,
+    options_from_environment,
+)
+from dist_ckpt_strategies.errors import StrategyError
+
+
+def test_without_variables_the_options_are_the_defaults() -> None:
+    assert options_from_environment({}) == Options()
+    assert options_from_environment({"TIMEOUT_S": "1", "DIST_CKPT_": "x"}) == Options()
+
+
+def test_each_option_has_its_variable() -> None:
+    found = options_from_environment(
+        {
+            "DIST_CKPT_TIMEOUT_S": "60.5",
+            "DIST_CKPT_MAX_INFLIGHT_BYTES": "1048576",
+            "DIST_CKPT_IO_THREADS": "7",
+            "DIST_CKPT_ENGINE": "zarr",
+        }
+    )
+
+    assert found == Options(60.5, 1 << 20, 7, Engine.ZARR)
+
+
+@pytest.mark.parametrize("field", [field.name for field in fields(Options)])
+@pytest.mark.parametrize("value", ["", "many", "1 000", "0x10", "-1", "0", "nan", "inf"])
+def test_a_variable_that_makes_no_sense_is_refused_naming_the_option(
+    field: str, value: str
+) -> None:
+    with pytest.raises(StrategyError, match=field) as caught:
+        options_from_environment({f"DIST_CKPT_{field.upper()}": value})
+
+    assert "expected" in str(caught.value) or "engine" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"timeout_s": 0},
+        {"timeout_s": -1.0},
+        {"timeout_s": float("nan")},
+        {"timeout_s": float("inf")},
+        {"max_inflight_bytes": 0},
+        {"io_threads": -4},
+        {"engine": "hdf5"},
+    ],
+    ids=str,
+)
+def test_an_option_out_of_range_is_refused_however_it_is_made(changes: dict[str, object]) -> None:
+    with pytest.raises(StrategyError, match=next(iter(changes))):
+        Options(**changes)  # type: ignore[arg-type]
+    with pytest.raises(StrategyError, match=next(iter(changes))):
+        Options().with_changes(**changes)
+
+
+def test_the_engine_may_be_given_by_name() -> None:
+    assert Options(engine="zarr").engine is Engine.ZARR  # type: ignore[arg-type]
+
+
+def test_changes_give_a_copy_and_none_changes_nothing() -> None:
+    options = Options()
+    changed = options.with_changes(timeout_s=5.0, io_threads=None, engine=None)
+
+    assert changed == Options(timeout_s=5.0)
+    assert options == Options()
+
+
+def test_options_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Options().timeout_s = 1.0  # type: ignore[misc]
+
+
+def test_the_process_environment_is_read_when_asked_not_at_import(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DIST_CKPT_TIMEOUT_S", "12")
+    assert options_from_environment().timeout_s == 12.0
+    monkeypatch.delenv("DIST_CKPT_TIMEOUT_S")
+    assert options_from_environment().timeout_s == Options().timeout_s
+
+
+@pytest.mark.parametrize(("value", "expected"), [("", False), ("0", False), ("1", True)])
+def test_tracebacks_are_asked_for_by_a_variable(value: str, expected: bool) -> None:
+    assert debug_from_environment({"DIST_CKPT_DEBUG": value}) is expected
+    assert debug_from_environment({}) is False
