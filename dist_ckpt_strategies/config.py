@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -43,8 +44,9 @@ class Options:
         """Refuse values that could only hang or crash later."""
         object.__setattr__(self, "engine", _engine(self.engine))
         for name in ("timeout_s", "max_inflight_bytes", "io_threads"):
-            if getattr(self, name) <= 0:
-                raise StrategyError(f"option {name}: expected > 0, found {getattr(self, name)}")
+            value = getattr(self, name)
+            if not 0 < value < math.inf:  # refuses NaN too
+                raise StrategyError(f"option {name}: expected a number > 0, found {value}")
 
     def with_changes(self, **changes: Any) -> Options:
         """A copy with the given fields changed; None leaves a field as it is."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,12 @@ from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError,
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, Transfer
-from dist_ckpt_strategies.storage.files import file_errors, sync_directory, write_file
+from dist_ckpt_strategies.storage.files import (
+    file_errors,
+    storage_error,
+    sync_directory,
+    write_file,
+)
 from dist_ckpt_strategies.storage.raw_chunks import missing_chunk, wrong_chunk_size
 from dist_ckpt_strategies.storage.transfers import Job, PendingTransfers, run_pooled
 from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME, array_metadata, metadata_content
@@ -91,8 +97,8 @@ class _ReadJob:
         with file_errors(array.key, _at_fault(directory, paths)):
             for path in paths:
                 _require_chunk(array, path)
-            source = _opened(self.root, array, read_only=True)
-            self.read.target[...] = source[self.read.region.slices()]
+        source = _opened(self.root, array, read_only=True)
+        self.read.target[...] = source[self.read.region.slices()]
 
 
 def _opened(root: Path, array: ArraySpec, *, read_only: bool) -> zarr.Array[Any]:
@@ -134,6 +140,8 @@ def _sync_file(path: Path) -> None:
 
 def _translated(job: Job, error: Exception) -> CheckpointError:
     """What an error of zarr-python means: codecs say what bytes they cannot decode."""
+    if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+        return storage_error(job.key, job.path, error)
     kind = StorageError if isinstance(error, UnknownCodecError) else CorruptCheckpointError
     text = f"{job.key}: {job.path}: zarr-python failed: {error!r}"
     return kind(text, key=job.key, path=str(job.path))

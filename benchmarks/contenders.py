@@ -1,0 +1,231 @@
+"""Ways to save and load the same shards, each as its documentation tells people to call it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from torch import distributed as dist
+from torch.distributed import checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Divided
+
+import dist_ckpt_strategies
+from benchmarks.gpt_state import Shard
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Contender(Protocol):
+    """One way to save and load."""
+
+    def save(self, directory: Path) -> None:
+        """Store this rank's shards in ``directory``, which exists and is empty. Collective."""
+        ...
+
+    def load(self, directory: Path) -> Tensors:
+        """This rank's shards as stored, by key; in the target's memory where that is possible.
+
+        Collective.
+        """
+        ...
+
+
+Make = Callable[[tuple[Shard, ...]], Contender]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A contender in the table.
+
+    Attributes:
+        make: builds it in a rank process, for this rank's shards.
+        flushes: whether the files are on the disk when its ``save`` returns.
+        loads: whether it takes part in loading.
+        package: what has to be installed for it, if that is not a dependency of ours.
+    """
+
+    make: Make
+    flushes: bool
+    loads: bool = True
+    package: str | None = None
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether its package can be imported."""
+        return self.package is None or importlib.util.find_spec(self.package) is not None
+
+
+class _Megatron:
+    """``dist_checkpointing.save`` and ``load`` with a backend chosen by its tuple."""
+
+    def __init__(self, shards: tuple[Shard, ...], backend: tuple[str, int]) -> None:
+        self._shards = shards
+        self._backend = backend
+
+    def save(self, directory: Path) -> None:
+        """See Contender."""
+        state = {"iteration": 1, "args": {"hidden": 1}, **self._sharded()}
+        dist_checkpointing.save(state, str(directory), self._backend)
+
+    def load(self, directory: Path) -> Tensors:
+        """See Contender."""
+        loaded = dist_checkpointing.load(self._sharded(), str(directory))
+        return {shard.key: loaded[shard.key] for shard in self._shards}
+
+    def _sharded(self) -> dict[str, Any]:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        return {
+            shard.key: ShardedTensor.from_rank_offsets(
+                shard.key, shard.tensor, (shard.axis, rank, size)
+            )
+            for shard in self._shards
+        }
+
+
+def _zarr(shards: tuple[Shard, ...]) -> Contender:
+    dist_ckpt_strategies.register()
+    return _Megatron(shards, ("zarr", 1))
+
+
+def _torch_dist(shards: tuple[Shard, ...]) -> Contender:
+    """Megatron's own backend, with CPU forms of the two CUDA calls it makes without asking.
+
+    Both are harmless here: nothing runs beside the CPU, so there is nothing to wait for.
+    """
+    torch.cuda.synchronize = _synchronize
+    torch.cuda.current_device = _current_device
+    return _Megatron(shards, ("torch_dist", 1))
+
+
+def _synchronize(_device: object = None) -> None:
+    """Nothing runs beside the CPU."""
+
+
+def _current_device() -> Any:
+    return torch.device("cpu")
+
+
+class _TorchDcp:
+    """``torch.distributed.checkpoint`` of DTensors, with its defaults."""
+
+    def __init__(self, shards: tuple[Shard, ...]) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self._shards = shards
+        self._state: dict[str, Any] = {
+            shard.key: DTensor.from_local(shard.tensor, mesh, [Divided(shard.axis)])
+            for shard in shards
+        }
+
+    def save(self, directory: Path) -> None:
+        """See Contender."""
+        dcp.save(self._state, checkpoint_id=directory)
+
+    def load(self, directory: Path) -> Tensors:
+        """See Contender."""
+        dcp.load(self._state, checkpoint_id=directory)
+        return {shard.key: shard.tensor for shard in self._shards}
+
+
+class _TorchSave:
+    """``torch.save`` of a rank's shards into a file of its own; memory-mapped when loaded."""
+
+    def __init__(self, shards: tuple[Shard, ...]) -> None:
+        self._tensors = {shard.key: shard.tensor for shard in shards}
+
+    def save(self, directory: Path) -> None:
+        """See Contender."""
+        torch.save(self._tensors, _own_file(directory, "pt"))
+
+    def load(self, directory: Path) -> Tensors:
+        """See Contender."""
+        loaded: Tensors = torch.load(  # noqa: TID251 - a contender, with weights_only=True
+            _own_file(directory, "pt"), weights_only=True, mmap=True
+        )
+        return loaded
+
+
+class _Safetensors:
+    """``safetensors`` of a rank's shards in a file of its own; it maps the file when it loads."""
+
+    def __init__(self, shards: tuple[Shard, ...]) -> None:
+        # Named at run time: the package is a peer, not a dependency.
+        self._library = importlib.import_module("safetensors.torch")
+        self._tensors = {shard.key: shard.tensor for shard in shards}
+
+    def save(self, directory: Path) -> None:
+        """See Contender."""
+        self._library.save_file(self._tensors, _own_file(directory, "safetensors"))
+
+    def load(self, directory: Path) -> Tensors:
+        """See Contender."""
+        loaded: Tensors = self._library.load_file(_own_file(directory, "safetensors"))
+        return loaded
+
+
+class _Raw:
+    """The floor: the same bytes through one plain stream per rank."""
+
+    def __init__(self, shards: tuple[Shard, ...], *, flushes: bool) -> None:
+        self._tensors = {shard.key: shard.tensor for shard in shards}
+        self._flushes = flushes
+
+    def save(self, directory: Path) -> None:
+        """See Contender."""
+        with _own_file(directory, "bin").open("wb", buffering=0) as file:
+            for tensor in self._tensors.values():
+                memory, done = _memory(tensor), 0
+                while done < len(memory):
+                    done += file.write(memory[done:])
+            if self._flushes:
+                os.fsync(file.fileno())
+
+    def load(self, directory: Path) -> Tensors:
+        """See Contender."""
+        start = 0
+        with _own_file(directory, "bin").open("rb", buffering=0) as file:
+            for tensor in self._tensors.values():
+                memory, done = _memory(tensor), 0
+                while done < len(memory):
+                    done += os.preadv(file.fileno(), [memory[done:]], start + done)
+                start += done
+        return self._tensors
+
+
+def _raw_flushed(shards: tuple[Shard, ...]) -> Contender:
+    return _Raw(shards, flushes=True)
+
+
+def _raw_plain(shards: tuple[Shard, ...]) -> Contender:
+    return _Raw(shards, flushes=False)
+
+
+def _own_file(directory: Path, suffix: str) -> Path:
+    return directory / f"rank_{dist.get_rank()}.{suffix}"
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+
+
+RAW_FLUSHED: Final = "raw write+fsync"
+RAW_PLAIN: Final = "raw write"
+
+ENTRIES: Final[Mapping[str, Entry]] = {
+    RAW_FLUSHED: Entry(_raw_flushed, flushes=True),
+    RAW_PLAIN: Entry(_raw_plain, flushes=False, loads=False),
+    "zarr 1": Entry(_zarr, flushes=True),
+    "torch_dist": Entry(_torch_dist, flushes=True),
+    "torch dcp": Entry(_TorchDcp, flushes=True),
+    "torch.save": Entry(_TorchSave, flushes=False),
+    "safetensors": Entry(_Safetensors, flushes=False, package="safetensors"),
+}
+"""Everyone, floors first: the ratios are to these."""

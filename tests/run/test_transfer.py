@@ -1,0 +1,422 @@
+"""Tensors of any layout go to storage and back bit for bit, at once, within a memory budget."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.config import Engine, Options
+from dist_ckpt_strategies.device import host_view, torch_dtype
+from dist_ckpt_strategies.errors import IncompleteCheckpointError, StorageError
+from dist_ckpt_strategies.run.transfer import TensorRead, TensorWrite, run_reads, run_writes
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.storage.base import ArrayStore
+from tests.support.memory_store import MemoryArrays
+from tests.support.samples import random_values, whole_of
+from tests.support.stores import chunk_files, store_of
+from tests.support.tensors import (
+    LAYOUTS,
+    Layout,
+    bits,
+    every_other,
+    lazily_conjugated,
+    lazily_negated,
+    transposed,
+)
+
+OPTIONS = Options(timeout_s=30.0)
+WITH_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+
+
+def tensor_of(shape: tuple[int, ...], dtype: DType = DType.FLOAT32, seed: int = 0) -> torch.Tensor:
+    raw = random_values(shape, dtype, seed)
+    as_bytes = torch.from_numpy(np.atleast_1d(raw).view(np.uint8).copy())
+    return as_bytes.view(torch_dtype(dtype)).reshape(shape)
+
+
+def array_for(tensor: torch.Tensor, key: str = "w") -> ArraySpec:
+    dtype = DType.named(str(tensor.dtype), key=key)
+    return ArraySpec(key, tuple(tensor.shape), dtype, tuple(max(1, n) for n in tensor.shape))
+
+
+def write(store: ArrayStore, tensors: list[torch.Tensor], options: Options = OPTIONS) -> None:
+    arrays = [array_for(tensor, f"w{n}") for n, tensor in enumerate(tensors)]
+    writes = [TensorWrite(a, whole_of(a), t) for a, t in zip(arrays, tensors, strict=True)]
+    run_writes(store, writes, options, creating=arrays)
+
+
+def read(store: ArrayStore, targets: list[torch.Tensor], options: Options = OPTIONS) -> None:
+    arrays = [array_for(target, f"w{n}") for n, target in enumerate(targets)]
+    run_reads(
+        store,
+        [TensorRead(a, whole_of(a), t) for a, t in zip(arrays, targets, strict=True)],
+        options,
+    )
+
+
+# Bit for bit
+
+
+@pytest.mark.parametrize("engine", Engine)
+@pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.value)
+def test_tensors_of_every_type_and_layout_come_back(
+    dtype: DType, engine: Engine, tmp_path: Path
+) -> None:
+    values = tensor_of((4, 6), dtype)
+    sources = [layout(values) for layout in LAYOUTS.values()]
+    write(store_of(tmp_path, engine), sources)
+    targets = [layout(torch.zeros_like(values)) for layout in LAYOUTS.values()]
+    read(store_of(tmp_path, engine), targets)
+
+    for source, target in zip(sources, targets, strict=True):
+        assert bits(source) == bits(values)
+        assert bits(target) == bits(values)
+
+
+@pytest.mark.parametrize("engine", Engine)
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (2, 3, 4, 5)])
+def test_tensors_of_every_shape_come_back(
+    shape: tuple[int, ...], engine: Engine, tmp_path: Path
+) -> None:
+    values = tensor_of(shape, DType.BFLOAT16)
+    write(store_of(tmp_path, engine), [values])
+    target = torch.zeros(shape, dtype=torch.bfloat16)
+    read(store_of(tmp_path, engine), [target])
+
+    assert bits(target) == bits(values)
+
+
+def test_a_lazily_conjugated_tensor_is_written_as_it_is_meant() -> None:
+    meant = torch.tensor([[1 + 2j, -3.5j], [0j, 4 - 1j]], dtype=torch.complex64)
+    store = MemoryArrays()
+    write(store, [lazily_conjugated(meant), lazily_conjugated(meant).T])
+
+    assert np.array_equal(store.arrays["w0"], meant.numpy())
+    assert np.array_equal(store.arrays["w1"], meant.numpy().T)
+
+
+def test_a_lazily_negated_tensor_is_written_as_it_is_meant() -> None:
+    meant = torch.arange(6.0).reshape(2, 3)
+    store = MemoryArrays()
+    write(store, [lazily_negated(meant)])
+
+    assert np.array_equal(store.arrays["w0"], meant.numpy())
+
+
+def test_lazily_changed_targets_receive_what_is_stored() -> None:
+    numbers, real = torch.tensor([1 + 2j, -3j]), torch.arange(3.0)
+    store = MemoryArrays()
+    write(store, [numbers, real])
+    targets = [
+        lazily_conjugated(torch.zeros(2, dtype=torch.complex64)),
+        lazily_negated(torch.zeros(3)),
+    ]
+    read(store, targets)
+
+    assert torch.equal(targets[0].resolve_conj(), numbers)
+    assert torch.equal(targets[1].resolve_neg(), real)
+
+
+def test_an_expanded_tensor_is_written_with_all_its_elements() -> None:
+    store = MemoryArrays()
+    write(store, [torch.tensor([1.0, 2.0]).expand(3, 2)])
+
+    assert store.arrays["w0"].tolist() == [[1.0, 2.0]] * 3
+
+
+def test_what_lies_around_a_target_is_not_touched(tmp_path: Path) -> None:
+    values = tensor_of((5, 7))
+    write(store_of(tmp_path, Engine.TENSORSTORE), [values])
+    frame = torch.full((9, 20), 7.0)
+    read(store_of(tmp_path, Engine.TENSORSTORE), [frame[2:7, 3:17:2]])
+    inside = torch.zeros(9, 20, dtype=torch.bool)
+    inside[2:7, 3:17:2] = True
+
+    assert bits(frame[2:7, 3:17:2]) == bits(values)
+    assert bool((frame[~inside] == 7.0).all())
+
+
+@WITH_LAYOUT
+def test_sources_are_left_untouched(layout: Layout) -> None:
+    source = layout(tensor_of((4, 6)))
+    before = bits(source)
+    write(MemoryArrays(), [source])
+
+    assert bits(source) == before
+
+
+def test_a_parameter_can_be_filled_and_keeps_its_gradient_flag() -> None:
+    store = MemoryArrays()
+    write(store, [torch.arange(4.0)])
+    target = torch.nn.Parameter(torch.zeros(4))
+    read(store, [target])
+
+    assert target.requires_grad
+    assert target.is_leaf
+    assert target.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+# Copies
+
+
+def test_what_lies_in_order_is_written_from_its_own_memory_all_at_once() -> None:
+    store = MemoryArrays()
+    sources = [torch.arange(1000.0) + n for n in range(20)]
+    write(store, sources, Options(max_inflight_bytes=1))
+
+    (requests,) = store.writes
+    for request, source in zip(requests, sources, strict=True):
+        assert request.source.__array_interface__["data"][0] == source.data_ptr()
+
+
+@pytest.mark.parametrize("layout", [transposed, every_other])
+def test_targets_of_any_strides_are_read_into_directly_all_at_once(layout: Layout) -> None:
+    store = MemoryArrays()
+    write(store, [torch.zeros(8, 8) for _ in range(20)])
+    targets = [layout(torch.ones(8, 8)) for _ in range(20)]
+    read(store, targets, Options(max_inflight_bytes=1))
+
+    (requests,) = store.reads
+    for request, target in zip(requests, targets, strict=True):
+        assert request.target.__array_interface__["data"][0] == target.data_ptr()
+
+
+class Watching(MemoryArrays):
+    """Notes the bytes of copies that are under way whenever another batch is begun."""
+
+    def peak(self, sources: list[torch.Tensor]) -> int:
+        own = {source.data_ptr() for source in sources}
+        sizes = [
+            sum(
+                request.source.nbytes
+                for request in batch
+                if request.source.__array_interface__["data"][0] not in own
+            )
+            for batch in self.writes
+        ]
+        under_way, peak, batches = 0, 0, iter(sizes)
+        done = iter(sizes)
+        for event in self.events:
+            if event == "write begun":
+                under_way += next(batches)
+                peak = max(peak, under_way)
+            elif event == "write done":
+                under_way -= next(done)
+        return peak
+
+
+sizes_of_tensors = st.lists(st.integers(1, 40), min_size=1, max_size=25)
+
+
+@given(sizes_of_tensors, st.integers(1, 400))
+def test_copies_take_no_more_than_the_budget_or_twice_the_largest(
+    sizes: list[int], budget: int
+) -> None:
+    store = Watching()
+    sources = [every_other(torch.zeros(size, 2)) for size in sizes]
+    write(store, sources, Options(max_inflight_bytes=budget))
+
+    largest = max(source.numel() * 4 for source in sources)
+    assert store.peak(sources) <= max(budget, 2 * largest)
+    assert store.in_flight == []
+
+
+def test_while_one_batch_is_written_the_next_is_copied() -> None:
+    store = MemoryArrays()
+    write(store, [every_other(torch.zeros(4, 2)) for _ in range(3)], Options(max_inflight_bytes=64))
+
+    writes = [event for event in store.events if event.startswith("write")]
+    assert writes == ["write begun", "write begun", "write done"] + [
+        "write begun",
+        "write done",
+        "write done",
+    ]
+
+
+def test_a_budget_of_one_byte_still_writes_and_reads_everything() -> None:
+    store = MemoryArrays()
+    sources = [every_other(tensor_of((3, 2), seed=n)) for n in range(5)]
+    write(store, sources, Options(max_inflight_bytes=1))
+    targets = [lazily_negated(torch.zeros(3, 2)) for _ in range(5)]
+    read(store, targets, Options(max_inflight_bytes=1))
+
+    assert len(store.writes) == len(store.reads) == 5
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(target.resolve_neg(), source) or bool(source.isnan().any())
+
+
+def test_nothing_to_transfer_is_fine() -> None:
+    store = MemoryArrays()
+    run_writes(store, [], OPTIONS)
+    run_reads(store, [], OPTIONS)
+
+    assert store.in_flight == []
+
+
+# Failures
+
+
+@pytest.mark.parametrize("failing", ["w0", "w1", "w2", "w3"])
+def test_after_a_failed_write_no_transfer_is_under_way(failing: str) -> None:
+    store = MemoryArrays(fails={failing})
+    sources = [every_other(torch.zeros(4, 2)) for _ in range(4)]
+
+    with pytest.raises(StorageError, match=f"^{failing}: told to fail"):
+        write(store, sources, Options(max_inflight_bytes=64))
+    assert store.in_flight == []
+
+
+def test_of_several_failures_the_first_is_raised() -> None:
+    store = MemoryArrays(fails={"w1", "w2"})
+    sources = [every_other(torch.zeros(4, 2)) for _ in range(4)]
+    arrays = [array_for(source, f"w{n}") for n, source in enumerate(sources)]
+    writes = [TensorWrite(a, whole_of(a), t) for a, t in zip(arrays, sources, strict=True)]
+
+    with pytest.raises(StorageError, match="^w1: told to fail"):
+        run_writes(store, writes, Options(max_inflight_bytes=64))
+    assert store.in_flight == []
+
+
+def test_a_failed_creation_is_raised_and_the_writes_are_waited_for() -> None:
+    store = MemoryArrays(fails={"created"})
+    created = array_for(torch.zeros(1), "created")
+    source = torch.zeros(4)
+    array = array_for(source)
+
+    with pytest.raises(StorageError, match="^created: told to fail"):
+        run_writes(store, [TensorWrite(array, whole_of(array), source)], OPTIONS, creating=[created])
+    assert store.in_flight == []
+
+
+class CannotBegin(MemoryArrays):
+    """Fails at once, while something else is under way."""
+
+    def begin_writes(self, writes):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201
+        if len(self.writes) == 1:
+            raise StorageError("cannot begin")
+        return super().begin_writes(writes)
+
+
+def test_where_a_batch_cannot_begin_those_before_are_waited_for() -> None:
+    store = CannotBegin()
+
+    with pytest.raises(StorageError, match="cannot begin"):
+        write(
+            store, [every_other(torch.zeros(4, 2)) for _ in range(3)], Options(max_inflight_bytes=64)
+        )
+    assert store.in_flight == []
+
+
+def test_sources_are_left_untouched_by_a_failure() -> None:
+    sources = [layout(tensor_of((4, 6))) for layout in LAYOUTS.values()]
+    before = [bits(source) for source in sources]
+
+    with pytest.raises(StorageError):
+        write(MemoryArrays(fails={"w3"}), sources, Options(max_inflight_bytes=100))
+    assert [bits(source) for source in sources] == before
+
+
+@pytest.mark.parametrize("engine", Engine)
+def test_after_a_failed_read_nothing_writes_to_the_targets_any_more(
+    engine: Engine, tmp_path: Path
+) -> None:
+    sources = [tensor_of((256, 256), seed=n) for n in range(8)]
+    write(store_of(tmp_path, engine), sources)
+    chunk_files(tmp_path, array_for(sources[0], "w0"))[0].unlink()
+    targets = [torch.zeros(256, 256) for _ in sources]
+
+    with pytest.raises(IncompleteCheckpointError, match="^w0: "):
+        read(store_of(tmp_path, engine), targets)
+    then = [bits(target) for target in targets]
+    for _ in range(3):
+        assert [bits(target) for target in targets] == then
+
+
+# Boxes
+
+
+@given(st.data())
+def test_boxes_of_one_array_are_written_and_read_each_to_its_place(data: st.DataObject) -> None:
+    rows = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5))
+    layout = data.draw(st.sampled_from(list(LAYOUTS.values())))
+    values = tensor_of((sum(rows), 5))
+    bounds = [0, *itertools.accumulate(rows)]
+    array = ArraySpec("w", (sum(rows), 5), DType.FLOAT32, (1, 5))
+    boxes = [Region((a, 0), (b - a, 5)) for a, b in itertools.pairwise(bounds)]
+    store = MemoryArrays()
+    run_writes(store, [TensorWrite(array, b, layout(values[b.slices()])) for b in boxes], OPTIONS)
+    target = torch.zeros(sum(rows), 5)
+    run_reads(store, [TensorRead(array, b, target[b.slices()]) for b in boxes], OPTIONS)
+
+    assert bits(target) == bits(values)
+
+
+# CUDA
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("engine", Engine)
+@pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.value)
+def test_cuda_tensors_of_every_type_and_layout_come_back(
+    dtype: DType, engine: Engine, tmp_path: Path
+) -> None:
+    values = tensor_of((4, 6), dtype)
+    write(store_of(tmp_path, engine), [values.cuda(), values.T.contiguous().cuda().T])
+    targets = [torch.zeros_like(values).cuda(), torch.zeros_like(values).T.contiguous().cuda().T]
+    read(store_of(tmp_path, engine), targets)
+
+    assert all(bits(target) == bits(values) for target in targets)
+
+
+@pytest.mark.gpu
+@given(sizes=sizes_of_tensors, budget=st.integers(1, 400))
+def test_copies_of_cuda_tensors_stay_within_the_budget(sizes: list[int], budget: int) -> None:
+    store = Watching()
+    sources = [torch.arange(2.0 * size, device="cuda") for size in sizes]
+    write(store, sources, Options(max_inflight_bytes=budget))
+    targets = [torch.zeros(2 * size, device="cuda") for size in sizes]
+    read(store, targets, Options(max_inflight_bytes=budget))
+
+    largest = max(source.numel() * 4 for source in sources)
+    assert store.peak(sources) <= max(budget, 2 * largest)
+    for batch in store.reads:
+        assert sum(r.target.nbytes for r in batch) <= max(budget, largest)
+    assert all(torch.equal(s, t) for s, t in zip(sources, targets, strict=True))
+
+
+@pytest.mark.gpu
+def test_work_that_is_queued_on_the_current_stream_is_part_of_what_is_written() -> None:
+    store = MemoryArrays()
+    source = torch.zeros(1 << 20, device="cuda")
+    for _ in range(100):
+        source += 1
+    write(store, [source])
+
+    assert bool((store.arrays["w0"] == 100).all())
+
+
+@pytest.mark.gpu
+def test_work_queued_after_a_read_sees_what_was_read() -> None:
+    store = MemoryArrays()
+    write(store, [torch.full((1 << 20,), 3.0)])
+    target = torch.zeros(1 << 20, device="cuda")
+    read(store, [target])
+
+    assert float((target * 2).sum()) == 6.0 * (1 << 20)
+
+
+@pytest.mark.gpu
+def test_a_lazily_conjugated_cuda_tensor_is_written_as_it_is_meant() -> None:
+    meant = torch.tensor([1 + 2j, -3.5j], device="cuda")
+    store = MemoryArrays()
+    write(store, [lazily_conjugated(meant)])
+
+    assert np.array_equal(store.arrays["w0"], host_view(meant.cpu()))

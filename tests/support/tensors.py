@@ -1,0 +1,83 @@
+"""Tensors whose elements do not simply lie in C order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+Layout = Callable[[torch.Tensor], torch.Tensor]
+"""Gives a tensor of the same shape and values, laid out in another way."""
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """As it is."""
+    return tensor.clone()
+
+
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory order of the dims reversed."""
+    dims = tuple(reversed(range(tensor.ndim)))
+    return tensor.permute(dims).contiguous().permute(dims)
+
+
+def every_other(tensor: torch.Tensor) -> torch.Tensor:
+    """Gaps between the elements, and an offset in the storage."""
+    frame = torch.zeros(*tensor.shape[:-1], 2 * tensor.shape[-1] + 1, dtype=tensor.dtype)
+    view = frame[..., 1::2]
+    view.copy_(tensor)
+    return view
+
+
+def slice_of_larger(tensor: torch.Tensor) -> torch.Tensor:
+    """Rows that are contiguous in themselves, inside of longer ones."""
+    frame = torch.zeros(*tensor.shape[:-1], tensor.shape[-1] + 3, dtype=tensor.dtype)
+    view = frame[..., 2:-1]
+    view.copy_(tensor)
+    return view
+
+
+def at_an_odd_byte(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, but at an offset in its storage."""
+    frame = torch.zeros(tensor.numel() + 1, dtype=tensor.dtype)
+    view = frame[1:].view(tensor.shape)
+    view.copy_(tensor)
+    return view
+
+
+def needs_grad(tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter."""
+    return torch.nn.Parameter(tensor.clone(), requires_grad=tensor.is_floating_point())
+
+
+def lazily_conjugated(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in memory are the conjugates of those that are meant."""
+    found = tensor.conj().resolve_conj().conj()
+    assert found.is_conj()
+    return found
+
+
+def lazily_negated(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements in memory are the negatives of those that are meant."""
+    as_imaginary = torch.complex(torch.zeros_like(tensor), -tensor)
+    found = as_imaginary.conj().imag
+    assert found.is_neg()
+    return found
+
+
+LAYOUTS: dict[str, Layout] = {
+    "dense": dense,
+    "transposed": transposed,
+    "every other element": every_other,
+    "slice of a larger tensor": slice_of_larger,
+    "at an offset": at_an_odd_byte,
+    "parameter": needs_grad,
+}
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The bytes of the elements in C order."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if plain.ndim == 0:
+        plain = plain.reshape(1)
+    return plain.view(torch.uint8).numpy().tobytes()
