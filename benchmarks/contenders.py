@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor
 from torch import distributed as dist
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Divided
 
-import dist_ckpt_strategies
 from benchmarks.gpt_state import Shard
+
+with warnings.catch_warnings():
+    # Megatron-Core warns of what it would use on a GPU, once for each module.
+    warnings.simplefilter("ignore", UserWarning)
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    import dist_ckpt_strategies
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -101,8 +108,9 @@ def _torch_dist(shards: tuple[Shard, ...]) -> Contender:
 
     Both are harmless here: nothing runs beside the CPU, so there is nothing to wait for.
     """
-    torch.cuda.synchronize = _synchronize
-    torch.cuda.current_device = _current_device
+    warnings.filterwarnings("ignore", category=FutureWarning, module="megatron")
+    for name, stand_in in (("synchronize", _synchronize), ("current_device", _current_device)):
+        setattr(torch.cuda, name, stand_in)
     return _Megatron(shards, ("torch_dist", 1))
 
 
@@ -127,11 +135,11 @@ class _TorchDcp:
 
     def save(self, directory: Path) -> None:
         """See Contender."""
-        dcp.save(self._state, checkpoint_id=directory)
+        dcp_save(self._state, checkpoint_id=directory)
 
     def load(self, directory: Path) -> Tensors:
         """See Contender."""
-        dcp.load(self._state, checkpoint_id=directory)
+        dcp_load(self._state, checkpoint_id=directory)
         return {shard.key: shard.tensor for shard in self._shards}
 
 
@@ -147,9 +155,7 @@ class _TorchSave:
 
     def load(self, directory: Path) -> Tensors:
         """See Contender."""
-        loaded: Tensors = torch.load(  # noqa: TID251 - a contender, with weights_only=True
-            _own_file(directory, "pt"), weights_only=True, mmap=True
-        )
+        loaded: Tensors = torch.load(_own_file(directory, "pt"), weights_only=True, mmap=True)
         return loaded
 
 
@@ -213,7 +219,7 @@ def _own_file(directory: Path, suffix: str) -> Path:
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
 RAW_FLUSHED: Final = "raw write+fsync"
@@ -223,7 +229,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     RAW_FLUSHED: Entry(_raw_flushed, flushes=True),
     RAW_PLAIN: Entry(_raw_plain, flushes=False, loads=False),
     "zarr 1": Entry(_zarr, flushes=True),
-    "torch_dist": Entry(_torch_dist, flushes=True),
+    "torch_dist": Entry(_torch_dist, flushes=True, package="psutil"),
     "torch dcp": Entry(_TorchDcp, flushes=True),
     "torch.save": Entry(_TorchSave, flushes=False),
     "safetensors": Entry(_Safetensors, flushes=False, package="safetensors"),

@@ -2,13 +2,14 @@
 
 Four things that have nothing to do with a contender decide its time if they are left to chance:
 
-- Dirty pages of the sample before are still being written: everything is flushed first.
+- Dirty pages of the sample before are still being written: every sample flushes its own.
 - The page cache holds some files and not others: files are read or dropped on purpose.
 - A virtual machine hands free memory back to its host after a second or two, and getting it again
   is up to ten times slower than using it: memory is touched and freed just before.
 - ext4 without a journal does not reuse inodes for a minute or more after their deletion, and
-  steps over them one by one: a save that follows the removal of a thousand files needs a millisecond
-  to make a directory, instead of 20 microseconds. Old files are emptied, and removed at the end.
+  steps over them one by one: a save that follows the removal of a thousand files needs a
+  millisecond to make a directory, instead of 20 microseconds. Old files are emptied at once, and
+  removed at the end.
 """
 
 from __future__ import annotations
@@ -43,9 +44,8 @@ def retire(directory: Path, attic: Path) -> None:
     directory.rename(attic / str(sum(1 for _ in attic.iterdir())))
 
 
-def settle(nbytes: int) -> None:
-    """Flush all file systems, and have ``nbytes`` and some more of free memory at hand."""
-    os.sync()
+def touch_memory(nbytes: int) -> None:
+    """Have ``nbytes`` and some more of free memory at hand; see the module for why."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
     mmap.mmap(-1, nbytes + _SPARE_NBYTES, flags=flags).close()
 
@@ -86,7 +86,7 @@ def files_below(directory: Path) -> list[Path]:
 
 
 def file_system(path: Path) -> str:
-    """The type of the file system that holds ``path``: ``ext4``, ``tmpfs``, …"""
+    """The type of the file system that holds ``path``: ``ext4`` or ``tmpfs``, for example."""
     resolved = str(path.resolve())
     best, found = "", "unknown"
     for line in Path("/proc/mounts").read_text(encoding="utf-8").splitlines():

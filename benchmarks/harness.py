@@ -15,9 +15,10 @@ from datetime import timedelta
 from multiprocessing import connection, get_context
 from multiprocessing.synchronize import Barrier
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
-from torch import distributed as dist
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # bound at run time
 
 HOST = "127.0.0.1"
 _GRACE_S = 20.0
@@ -84,7 +85,7 @@ def join_gloo(context: RankContext) -> None:
     timeout = timedelta(seconds=context.timeout_s)
     dist.init_process_group(
         "gloo",
-        store=dist.TCPStore(HOST, context.store_port, is_master=False, timeout=timeout),
+        store=TCPStore(HOST, context.store_port, is_master=False, timeout=timeout),
         rank=context.global_rank,
         world_size=context.num_ranks,
         timeout=timeout,
@@ -108,19 +109,21 @@ class Ranks(AbstractContextManager["Ranks"]):
         """
         self._timeout_s = timeout_s
         # The store is kept for as long as the ranks may ask it.
-        self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         spawn = get_context("spawn")
-        barrier = spawn.Barrier(num_ranks)
+        # Named semaphores live as long as the process that made them holds on to them.
+        self._barrier = spawn.Barrier(num_ranks)
         self._pipes: list[connection.Connection] = []
         self._processes = []
         for rank in range(num_ranks):
             ours, theirs = spawn.Pipe()
             context = RankContext(rank, num_ranks, self._store.port, timeout_s)
-            process = spawn.Process(target=_rank_main, args=(context, make_worker, theirs, barrier))
+            args = (context, make_worker, theirs, self._barrier)
+            process = spawn.Process(target=_rank_main, args=args)
             self._pipes.append(ours)
             self._processes.append((process, theirs))
 
-    def __enter__(self) -> Ranks:
+    def __enter__(self) -> Self:
         """Start the processes and wait until each has its worker.
 
         Raises:

@@ -34,13 +34,14 @@ class JsonLines:
 
     def write(self, kind: str, content: Any, **more: Any) -> None:
         """Add a line: the fields of ``content`` (a dataclass or a mapping), and ``more``."""
-        fields = asdict(content) if is_dataclass(content) and not _is_type(content) else content
-        self._file.write(json.dumps({"kind": kind, **fields, **more}) + "\n")
+        line = {"kind": kind, **_plain(content), **{k: _plain(v) for k, v in more.items()}}
+        self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
 
-def _is_type(value: object) -> bool:
-    return isinstance(value, type)
+def _plain(value: Any) -> Any:
+    """A dataclass as a mapping, its own first; anything else as it is."""
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
 
 def run_facts(command: Iterable[str]) -> dict[str, Any]:

@@ -31,7 +31,8 @@ class Options:
             by which the slowest rank's share of the work lags behind the fastest one's.
         max_inflight_bytes: bound, per rank, on memory for staging (copies of CUDA or
             non-contiguous tensors, assembled chunks). A single larger tensor goes alone.
-        io_threads: files per rank that are read or written at the same time.
+        io_threads: files per rank that the engine's library reads or writes at the same time. What
+            is moved without it, whole raw chunks, goes by the kind of file system.
         engine: TensorStore, or zarr-python where TensorStore has no build.
     """
 

@@ -20,28 +20,25 @@ from megatron.core.dist_checkpointing.strategies import base
 ROOT = Path(__file__).parents[1]
 HOME = "dist_ckpt_strategies.strategies"
 
-METADATA = "tests/golden/test_whole_arrays.py::test_the_sharded_metadata_names_every_array_and_every_object"
-TENSORS_METADATA = "tests/golden/test_whole_arrays.py::test_the_metadata_names_every_array_with_its_shape_and_dtype"
-REMOVAL = (
-    "tests/golden/test_whole_arrays.py::test_removing_a_prefix_leaves_every_other_array_as_it_was"
-)
-LAYOUTS = (
-    "tests/strategies/test_save_load.py::test_every_dtype_comes_back_bit_for_bit_in_another_layout"
-)
-ON_DEVICE = (
-    "tests/strategies/test_save_load.py::test_load_directly_on_device_copies_into_the_callers_data"
-)
-REGISTERED = (
-    "tests/strategies/test_registration.py::test_each_default_call_registers_its_own_action"
-)
-KNOWN = "tests/strategies/test_registry.py::test_what_is_registered_is_found"
-REFUSED = "tests/strategies/test_registration.py::test_another_format_is_refused_by_name"
-OBJECTS = "tests/golden/test_objects.py::test_every_object_is_what_was_saved"
-COMMON = "tests/golden/test_objects.py::test_the_common_state_reads_the_same_with_our_strategy_as_with_megatron_cores"
-COMMON_OBJECTS = (
-    "tests/strategies/test_registration.py::test_objects_take_the_common_strategys_way_too"
-)
+WHOLE = "tests/golden/test_whole_arrays.py::"
+GOLDEN_OBJECTS = "tests/golden/test_objects.py::"
+SAVE_LOAD = "tests/strategies/test_save_load.py::"
+REGISTRY = "tests/strategies/test_registry.py::"
+CLASSES = "tests/strategies/test_strategy_classes.py::"
 FUNCTIONS = "tests/strategies/test_kept_functions.py::"
+
+METADATA = f"{WHOLE}test_the_sharded_metadata_names_every_array_and_every_object"
+TENSORS_METADATA = f"{WHOLE}test_the_metadata_names_every_array_with_its_shape_and_dtype"
+REMOVAL = f"{WHOLE}test_removing_a_prefix_leaves_every_other_array_as_it_was"
+LAYOUTS = f"{SAVE_LOAD}test_every_dtype_comes_back_bit_for_bit_in_another_layout"
+ON_DEVICE = f"{SAVE_LOAD}test_load_directly_on_device_copies_into_the_callers_data"
+REGISTERED = f"{REGISTRY}test_the_names_of_old_register_one_backend_each"
+ENUM = f"{REGISTRY}test_the_names_of_the_package_are_those_of_the_registry"
+KNOWN = f"{REGISTRY}test_an_instance_is_given_out_as_it_is"
+REFUSED = f"{CLASSES}test_another_format_is_refused_by_name"
+OBJECTS = f"{GOLDEN_OBJECTS}test_every_object_is_what_was_saved"
+COMMON = f"{GOLDEN_OBJECTS}test_the_common_state_is_part_of_what_is_loaded"
+COMMON_OBJECTS = f"{CLASSES}test_objects_take_the_common_strategys_way_too"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +77,7 @@ def sharded_loader(name: str, load_test: str) -> list[Kept]:
 
 
 KEPT = [
-    Kept("registry.StrategyAction", None, REGISTERED),
+    Kept("registry.StrategyAction", None, ENUM),
     Kept("registry.get_default_strategy", "action, backend, version", KNOWN),
     Kept("registry.register_default_strategy", "action, backend, version, strategy", KNOWN),
     Kept("common.TorchCommonSaveStrategy", "backend, version", COMMON_OBJECTS),

@@ -106,6 +106,7 @@ def inspect(
         typer.Option(
             metavar="GLOB",
             help="Show only keys that match; * stands for any characters, / and . too.",
+            show_default=False,
         ),
     ] = None,
     objects: Annotated[

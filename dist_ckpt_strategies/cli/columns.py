@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -49,11 +50,16 @@ def print_list(
     name_width = max(cell_len(row.name) for row in (titles, *rows))
     width = name_width + sum(len(_GAP) + width for width in widths)
     stacked = console.is_terminal and width > console.width
-    for number, row in enumerate((titles, *rows)):
-        facts = _GAP.join(map(_padded, row.facts, widths, on_right))
+    lines = []
+    for row in (titles, *rows):
+        facts = _GAP.join(map(_padded, row.facts, widths, on_right)).rstrip()
         name = row.name + ("\n" + _INDENT if stacked else _blank(row.name, name_width) + _GAP)
-        style = "bold" if number == 0 else "red" if row.is_marked else ""
-        console.print(Text(name + facts.rstrip(), style), soft_wrap=True)
+        lines.append(name + facts)
+    console.print(Text(lines[0], "bold"), soft_wrap=True)
+    # As few texts as possible: rich takes its time for each.
+    for is_marked, of_kind in groupby(zip(rows, lines[1:], strict=True), lambda x: x[0].is_marked):
+        text = Text("\n".join(line for _, line in of_kind), "red" if is_marked else "")
+        console.print(text, soft_wrap=True)
 
 
 def print_wrapped(console: Console, text: str, first: str, others: str) -> None:

@@ -133,7 +133,7 @@ def _print_summary(console: Console, survey: Survey) -> None:
     for label, text in _summary(survey):
         style = "red" if text.startswith("NO") else ""
         console.print(Text(f"{label:<{_LABEL_WIDTH}}", "bold") + Text(text, style), soft_wrap=True)
-    for finding in survey.findings[:_MAX_FINDINGS]:
+    for finding in () if survey.is_foreign else survey.findings[:_MAX_FINDINGS]:
         print_wrapped(console, printable(str(finding)), " " * _LABEL_WIDTH, " " * _LABEL_WIDTH)
 
 

@@ -158,6 +158,7 @@ class _Attendance:
         self._keys = {rank: f"dist_ckpt/{group.group_name}/{rank}" for rank in global_ranks}
         self._mine = self._keys[dist.get_rank()]
         self._purpose = purpose
+        self._opening = group._get_sequence_number_for_group()  # noqa: SLF001 - no public way
         self._count = 0
 
     @property
@@ -169,7 +170,7 @@ class _Attendance:
         """Note that this rank has reached the next collective."""
         self._count += 1
         try:
-            self._store.set(self._mine, self.what)
+            self._store.set(self._mine, f"{self._opening} {self.what}")
         except RuntimeError as error:
             raise PeerLostError(
                 None, f"the job's key-value store does not answer: {self.what}: {error}"
@@ -215,7 +216,10 @@ class _Attendance:
         """Whether a rank is at this collective, or at the next, where it may be already."""
         if not store.check([key]):
             return False
-        purpose, _, number = store.get(key).decode().rpartition(_MEETING)
+        opening, _, what = store.get(key).decode().partition(" ")
+        purpose, _, number = what.rpartition(_MEETING)
+        if int(opening) != self._opening:
+            return int(opening) > self._opening  # it has left this communicator behind
         return purpose == self._purpose and int(number) in {self._count, self._count + 1}
 
 

@@ -61,12 +61,15 @@ def run_save(
     mine = plan.writes_of(comm.rank)
     whole = [write for write in mine if write.is_whole_shard]
 
+    def create() -> None:
+        target.store.begin_creates(plan.creations_of(comm.rank)).wait(options.timeout_s)
+
     def write_own() -> None:
-        created = plan.creations_of(comm.rank)
-        writes = [_shard_write(write, tensors) for write in whole]
-        run_writes(target.store, writes, options, creating=created)
+        run_writes(target.store, [_shard_write(write, tensors) for write in whole], options)
         also()
 
+    # Metadata first: whatever a killed save leaves behind is then recognised as an array's.
+    agree(comm, create)
     agree(comm, write_own)
     for round_ in plan.rounds:
         _run_round(round_, tensors, target.store, comm, options)

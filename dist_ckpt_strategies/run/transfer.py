@@ -17,6 +17,7 @@ from dist_ckpt_strategies.device import (
     staged_nbytes,
     to_host,
 )
+from dist_ckpt_strategies.errors import CheckpointError
 from dist_ckpt_strategies.plan.batches import build_batches
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.region import Region
@@ -62,18 +63,17 @@ class _InFlight(AbstractContextManager["_InFlight"]):
     ) -> None:
         """Wait, also after a failure: the transfer uses memory that is about to be freed."""
         last, self._transfer = self._transfer, None
-        if last is not None:
+        if last is None:
+            return
+        try:
             last.wait(self._timeout_s)
+        except CheckpointError:
+            if error is None:  # else the first failure is the one to report
+                raise
 
 
-def run_writes(
-    store: ArrayStore,
-    writes: Sequence[TensorWrite],
-    options: Options,
-    *,
-    creating: Sequence[ArraySpec] = (),
-) -> None:
-    """Store every tensor, durably, and beside it the metadata of the arrays to create.
+def run_writes(store: ArrayStore, writes: Sequence[TensorWrite], options: Options) -> None:
+    """Store every tensor, durably.
 
     Tensors whose elements lie in C order on the host are written from their own memory, all at
     once. Others are copied first, batch by batch: while one batch is written the next is copied,
@@ -82,8 +82,7 @@ def run_writes(
     batches = build_batches(
         [staged_nbytes(write.tensor) for write in writes], options.max_inflight_bytes // 2
     )
-    with _InFlight(options.timeout_s) as created, _InFlight(options.timeout_s) as in_flight:
-        created.follow_with(store.begin_creates(creating))
+    with _InFlight(options.timeout_s) as in_flight:
         for batch in batches:
             hosts = to_host([writes[number].tensor for number in batch])
             requests = [

@@ -101,20 +101,30 @@ def read_contents(root: Path, folder: Folder) -> FolderContents:
     array = _read_metadata(root, folder) if METADATA_NAME in folder.files else None
     if isinstance(array, ArraySpec) and array.separator == "/":
         folder = _with_chunk_folders(root, folder)
-    contents = replace(
-        count_contents(folder), shards=_shards(folder), leftovers=_partial_files(folder)
-    )
     named = {name: size for name, size in folder.files.items() if _CHUNK_NAME.fullmatch(name)}
-    if array is None:
-        return replace(contents, num_orphans=len(named))
-    if isinstance(array, Finding):
-        return replace(contents, findings=(array,))
-    chunks = {name: size for name, size in named.items() if chunk_index(array, name) is not None}
+    arrays, findings = _check(array, named)
+    contents = count_contents(folder)
     return replace(
         contents,
-        arrays=(StoredArray(array, len(chunks), sum(chunks.values())),),
-        findings=tuple(check_chunks(array, chunks, named.keys() - chunks.keys())),
+        arrays=arrays,
+        shards=_shards(folder),
+        num_orphans=0 if array else len(named),
+        leftovers=_partial_files(folder),
+        findings=contents.findings + findings,
     )
+
+
+def _check(
+    array: ArraySpec | Finding | None, named: dict[str, int]
+) -> tuple[tuple[StoredArray, ...], tuple[Finding, ...]]:
+    """The array that the metadata describes, and what is wrong with its chunks or with itself."""
+    if array is None:
+        return (), ()
+    if isinstance(array, Finding):
+        return (), (array,)
+    chunks = {name: size for name, size in named.items() if chunk_index(array, name) is not None}
+    stored = StoredArray(array, len(chunks), sum(chunks.values()))
+    return (stored,), tuple(check_chunks(array, chunks, named.keys() - chunks.keys()))
 
 
 def _useless(folder: Folder) -> LeftoverKind | None:
@@ -146,7 +156,7 @@ def _shards(folder: Folder) -> tuple[StoredShard, ...]:
 def _read_metadata(root: Path, folder: Folder) -> ArraySpec | Finding:
     path = folder.path_of(METADATA_NAME)
     try:
-        with (root / path).open("rb") as file:
+        with open(f"{root}/{path}", "rb") as file:  # noqa: PTH123 - 10,000 times
             return parse_metadata(folder.key, Path(path), file.read(MAX_JSON_NBYTES))
     except OSError as error:
         return unreadable(folder.key, path, reason(error))

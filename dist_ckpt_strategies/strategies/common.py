@@ -50,6 +50,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
         options: timeouts; by default what the environment says.
     """
 
+    @raises_megatron_errors
     def __init__(
         self,
         backend: str = BACKEND,
@@ -101,6 +102,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
         allow: further classes that may be unpickled.
     """
 
+    @raises_megatron_errors
     def __init__(self, *, options: Options | None = None, allow: Allowed = ()) -> None:  # noqa: ARG002
         super().__init__()
         self._allow = tuple(allow)

@@ -6,8 +6,9 @@ appears whole, after everything else is durable. torch_dist never takes the plac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -61,6 +62,14 @@ from dist_ckpt_strategies.strategies.registry import DEFAULT_REGISTRY, StrategyK
 
 StrategyChoice = Any
 """A strategy, a (backend, version) tuple, or None for the default."""
+
+_OWN: Mapping[StrategyKey, Callable[[], Any]] = MappingProxyType(
+    {
+        StrategyKey(StrategyAction.SAVE_SHARDED, "zarr", 1): zarr.ZarrSaveShardedStrategy,
+        StrategyKey(StrategyAction.LOAD_SHARDED, "zarr", 1): zarr.ZarrLoadShardedStrategy,
+    }
+)
+"""What ``save`` and ``load`` use without ``register``, which is for Megatron-Core's own."""
 
 Preprocess = Callable[[StateDict], StateDict]
 
@@ -230,7 +239,9 @@ def _chosen(action: StrategyAction, choice: StrategyChoice, default: Callable[[]
 
 
 def _of_megatron_or_missing(key: StrategyKey) -> Any:
-    """A strategy that Megatron-Core itself has; ours raise the error that lists what there is."""
+    """A strategy of ours that nobody has registered, or one that Megatron-Core itself has."""
+    if key in _OWN:
+        return _OWN[key]()
     if (key.backend, key.version) in {("torch_dist", 1), (common.BACKEND, common.VERSION)}:
         return default_strategy(key.action, key.backend, key.version)
     return DEFAULT_REGISTRY.get(key)

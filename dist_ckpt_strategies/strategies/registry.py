@@ -8,6 +8,7 @@ from typing import Any
 
 from dist_ckpt_strategies.errors import StrategyExistsError, StrategyNotFoundError
 from dist_ckpt_strategies.megatron.bases import StrategyAction
+from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 
 __all__ = [
     "DEFAULT_REGISTRY",
@@ -94,6 +95,7 @@ class _Instance:
         return self.strategy
 
 
+@raises_megatron_errors
 def get_default_strategy(action: StrategyAction, backend: str, version: int) -> Strategy:
     """A strategy from the default registry.
 
@@ -103,6 +105,7 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
     return DEFAULT_REGISTRY.get(StrategyKey(action, backend, version))
 
 
+@raises_megatron_errors
 def register_default_strategy(
     action: StrategyAction,
     backend: str,

@@ -36,6 +36,7 @@ class TensorStoreLoadShardedStrategy(ZarrLoadShardedStrategy):
         return copy_into_own_data(tensor, loaded) if self.load_directly_on_device else loaded
 
 
+@raises_megatron_errors
 def register_default_tensorstore_strategies() -> None:
     """Make ``("zarr", 1)`` loadable: here, and in Megatron-Core's registry. Idempotent."""
     register_defaults(

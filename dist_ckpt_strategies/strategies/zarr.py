@@ -58,6 +58,7 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
     Source: layout of Megatron-Core <= 0.15.3, which loads what this saves.
     """
 
+    @raises_megatron_errors
     def __init__(
         self,
         backend: str = BACKEND,
@@ -107,6 +108,7 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         allow: further classes that ShardedObjects may be unpickled to.
     """
 
+    @raises_megatron_errors
     def __init__(
         self,
         *,
@@ -198,6 +200,7 @@ def require_format1(backend: str, version: int) -> None:
         )
 
 
+@raises_megatron_errors
 def register_default_zarr_strategies() -> None:
     """Make ``("zarr", 1)`` savable: here, and in Megatron-Core's registry. Idempotent."""
     register_defaults([(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, ZarrSaveShardedStrategy)])

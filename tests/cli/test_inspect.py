@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from typer.testing import CliRunner
 from dist_ckpt_strategies.cli.app import app
 from dist_ckpt_strategies.cli.columns import Row, print_list
 from dist_ckpt_strategies.cli.text import bytes_text, printable
+from dist_ckpt_strategies.storage.contents import Leftover, LeftoverKind
+from dist_ckpt_strategies.storage.findings import Finding, Problem
 from tests.support.checkpoints import (
     ARRAYS,
     OBJECTS,
@@ -259,3 +262,14 @@ def test_sizes_have_three_digits(nbytes: int, text: str) -> None:
 def test_printable_text_stays_as_it_is() -> None:
     assert printable("décoder/层 [x] \\n") == "décoder/层 [x] \\n"
     assert printable("\t\udcff") == "\\t\\udcff"
+
+
+def test_every_field_and_value_of_the_json_is_documented(written: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    found = as_json(written)
+    fields = {*found, *found["arrays"][0], *found["objects"][0], *found["common"]}
+    fields |= {field.name for field in dataclasses.fields(Finding)}
+    fields |= {field.name for field in dataclasses.fields(Leftover)}
+
+    names = (*fields, *Problem, *LeftoverKind)
+    assert [name for name in names if f"`{name}`" not in page] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dist_ckpt_strategies.cli.app import app
-from tests.golden.sets import TP4, archive
 from tests.support.checkpoints import (
     RNG,
     WEIGHT,
     copied,
     flip_bit,
+    golden_archives,
+    unpack,
     write_checkpoint,
     write_foreign_checkpoint,
     write_metadata,
@@ -60,10 +60,7 @@ def test_a_whole_checkpoint_ends_with_status_0(written: Path) -> None:
 
 
 def test_a_checkpoint_that_megatron_wrote_is_whole(tmp_path: Path) -> None:
-    with tarfile.open(archive(TP4)) as tar:
-        tar.extractall(tmp_path, filter="data")
-
-    result = verified(tmp_path / TP4 / "ckpt")
+    result = verified(unpack(golden_archives()["m0123_tp4_modelonly"], tmp_path))
 
     assert result.exit_code == 0
     assert "checked: 17 arrays in 163 chunk files, 5 objects and common.pt in 21 files" in (

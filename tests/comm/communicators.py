@@ -13,7 +13,7 @@ from tests.support.ranks import run_processes
 
 Body = Callable[..., Any]
 Carrier = Callable[..., list[Any]]
-"""Runs ``body(comm, *args)`` on some number of ranks; results, or exceptions as objects, by rank."""
+"""Runs ``body(comm, *args)`` on a number of ranks; results, or exceptions as objects, by rank."""
 
 
 def over_solo(body: Body, *args: Any, timeout_s: float = 10.0) -> list[Any]:

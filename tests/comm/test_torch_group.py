@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,7 @@ def threads_before_and_after(rank: int) -> tuple[int, int]:
 
 
 def num_os_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    return len(list(Path("/proc/self/task").iterdir()))
 
 
 def test_opening_communicators_leaves_no_thread_behind() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -31,7 +32,7 @@ def num_files(shape: Extent, chunk: Extent) -> int:
 
 def flat(*bounds: int) -> list[Region]:
     """Boxes of a flat buffer between consecutive bounds."""
-    return [Region((a,), (b - a,)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [Region((a,), (b - a,)) for a, b in pairwise(bounds)]
 
 
 @given(splits(regular=True))

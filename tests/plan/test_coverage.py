@@ -119,7 +119,7 @@ def test_a_scalar_needs_exactly_one_holder() -> None:
     require_partition("step", (), [Holding(scalar, 1)])
     with pytest.raises(CoverageError):
         require_partition("step", (), [])
-    with pytest.raises(DuplicateWriterError, match="rank 1 .* rank 2"):
+    with pytest.raises(DuplicateWriterError, match=r"rank 1 .* rank 2"):
         require_partition("step", (), [Holding(scalar, 1), Holding(scalar, 2)])
 
 

@@ -13,9 +13,10 @@ from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.region import Extent, Region
 from tests.support.boxes import regions_in, shapes
+from tests.support.samples import Values
 
 
-def chunk_files(array: ArraySpec, values: np.ndarray) -> dict[Extent, bytes]:  # type: ignore[type-arg]
+def chunk_files(array: ArraySpec, values: Values) -> dict[Extent, bytes]:
     """What each chunk's file holds; the part past the array's edge is filled with 0xEE."""
     files = {}
     for index in array.chunk_indices():

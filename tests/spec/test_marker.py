@@ -12,9 +12,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig
 
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 
-markers = st.builds(
-    CheckpointMarker, st.text(), st.integers(), st.text(), st.integers()
-)
+markers = st.builds(CheckpointMarker, st.text(), st.integers(), st.text(), st.integers())
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),

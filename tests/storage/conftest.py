@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dist_ckpt_strategies.config import Engine
-from tests.support.disks import tiny_disk
+from tests.support.disks import tiny_ext4, tiny_tmpfs
 
 
 @pytest.fixture(params=list(Engine), ids=lambda engine: f"by-{engine.value}")
@@ -32,8 +32,8 @@ def reader(request: pytest.FixtureRequest) -> Engine:
     return found
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """An empty file system of 256 KiB."""
-    with tiny_disk(tmp_path / "small_disk", 256 << 10) as directory:
+@pytest.fixture(params=[tiny_tmpfs, tiny_ext4], ids=["on-tmpfs", "on-ext4"])
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """An empty file system of its own: of 256 KiB in memory, of 4 MiB on a disk."""
+    with request.param(tmp_path / "small_disk") as directory:
         yield directory

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +30,14 @@ from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 from tests.support.boxes import regions_in, shapes
 from tests.support.disks import fill_disk, read_only
-from tests.support.samples import array_of, nan_payloads, random_values, same_bytes, whole_of
+from tests.support.samples import (
+    Values,
+    array_of,
+    nan_payloads,
+    random_values,
+    same_bytes,
+    whole_of,
+)
 from tests.support.stores import (
     TIMEOUT_S,
     chunk_files,
@@ -303,13 +313,101 @@ def test_many_boxes_of_one_array_are_read_at_once(
         assert target.tobytes() == values[box.slices()].tobytes()
 
 
-def test_large_chunks_are_read_in_shares(engine: Engine, tmp_path: Path) -> None:
-    values = random_values((5, 1 << 20), DType.FLOAT64)
-    write_array(tmp_path, engine, values, chunk=(5, 1 << 20))
+BLOCK = 4096
+LARGE = [
+    (64 << 10) - 1,
+    64 << 10,
+    (64 << 10) + 1,
+    (256 << 10) + BLOCK,
+    (256 << 10) + BLOCK - 7,
+    (4 << 20) + 3 * BLOCK + 5,
+    (16 << 20) + 12345,
+]
+"""Around the sizes at which files are cut, and go past the page cache."""
 
-    assert same_bytes(read_array(tmp_path, engine), values)
+DISKS = pytest.mark.parametrize("place", ["disk", "memory"])
+
+
+@pytest.fixture
+def large_root(place: str, tmp_path: Path) -> Iterator[Path]:
+    if place == "disk":
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+def forget_cached(path: Path) -> None:
+    """Have the next read of a file come from the disk."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@DISKS
+@pytest.mark.parametrize("cached", [True, False], ids=["cached", "cold"])
+@pytest.mark.parametrize("size", LARGE)
+def test_large_chunks_of_any_size_come_back(
+    size: int, cached: bool, engine: Engine, large_root: Path
+) -> None:
+    values = random_values((size + 1,), DType.UINT8)[1:]  # at an odd address
+    array = write_array(large_root, engine, values)
+    (path,) = chunk_files(large_root, array)
+    assert path.stat().st_size == size
+    if not cached:
+        forget_cached(path)
+    target = np.zeros(size + 1, np.uint8)[1:]
+    read_into(large_root, engine, array, whole_of(array), target)
+
+    assert same_bytes(target, values)
+
+
+@DISKS
+@pytest.mark.parametrize("start", [0, 1, BLOCK - 1, BLOCK, (256 << 10) + 3])
+@pytest.mark.parametrize("length", [1, BLOCK + 1, (300 << 10) - 5, (4 << 20) + BLOCK])
+def test_any_stretch_of_a_cold_file_is_read_right(
+    start: int, length: int, engine: Engine, large_root: Path
+) -> None:
+    values = random_values(((5 << 20) + 77,), DType.UINT8)
+    array = write_array(large_root, engine, values)
+    forget_cached(*chunk_files(large_root, array))
+    region = Region((start,), (length,))
+
+    assert same_bytes(read_array(large_root, engine, region=region), values[region.slices()])
+
+
+@pytest.mark.parametrize("size", [300_000, 5_000_000])
+@pytest.mark.parametrize("cut_to", [0.0, 0.3, 0.9999])
+def test_a_large_file_cut_short_is_damaged_also_when_it_is_cold(
+    cut_to: float, size: int, engine: Engine, tmp_path: Path
+) -> None:
+    array = write_array(tmp_path, engine, random_values((size,), DType.UINT8))
+    (path,) = chunk_files(tmp_path, array)
+    os.truncate(path, int(size * cut_to))
+    forget_cached(path)
+
+    with pytest.raises(CorruptCheckpointError, match=f"^w: .*{path}"):
+        read_array(tmp_path, engine)
+
+
+def test_long_rows_of_a_large_chunk_are_read_in_shares(engine: Engine, tmp_path: Path) -> None:
+    values = random_values((5, 1 << 20), DType.FLOAT64)
+    array = write_array(tmp_path, engine, values, chunk=(5, 1 << 20))
+    forget_cached(*chunk_files(tmp_path, array))
     half = Region((0, 1 << 19), (5, 1 << 19))
+
     assert same_bytes(read_array(tmp_path, engine, region=half), values[half.slices()])
+    assert same_bytes(read_array(tmp_path, engine), values)
+
+
+def test_a_copy_of_hard_links_keeps_what_it_has(engine: Engine, tmp_path: Path) -> None:
+    old, new = random_values((99,), DType.INT16, seed=1), random_values((99,), DType.INT16, seed=2)
+    array = write_array(tmp_path, engine, old)
+    (path,) = chunk_files(tmp_path, array)
+    (tmp_path / "copy").hardlink_to(path)
+    write_array(tmp_path, engine, new)
+
+    assert (tmp_path / "copy").read_bytes() == old.tobytes()
+    assert same_bytes(read_array(tmp_path, engine), new)
 
 
 def test_nothing_to_transfer_is_done_at_once(engine: Engine, tmp_path: Path) -> None:
@@ -337,9 +435,7 @@ TARGETS = pytest.mark.parametrize(
 
 @TARGETS
 def test_a_missing_chunk_is_an_error_that_names_key_and_file(
-    target: np.ndarray,
-    engine: Engine,
-    tmp_path: Path,  # type: ignore[type-arg]
+    target: Values, engine: Engine, tmp_path: Path
 ) -> None:
     array = four_chunks(tmp_path, engine)
     lost = chunk_files(tmp_path, array)[2]
@@ -355,10 +451,7 @@ def test_a_missing_chunk_is_an_error_that_names_key_and_file(
 @TARGETS
 @pytest.mark.parametrize("size", [0, 1, 31, 33, 64, 4096])
 def test_a_chunk_of_the_wrong_size_is_an_error_that_names_key_and_file(
-    size: int,
-    target: np.ndarray,
-    engine: Engine,
-    tmp_path: Path,  # type: ignore[type-arg]
+    size: int, target: Values, engine: Engine, tmp_path: Path
 ) -> None:
     array = four_chunks(tmp_path, engine)
     bad = chunk_files(tmp_path, array)[1]
@@ -373,9 +466,7 @@ def test_a_chunk_of_the_wrong_size_is_an_error_that_names_key_and_file(
 
 @TARGETS
 def test_a_directory_in_the_place_of_a_chunk_is_an_error(
-    target: np.ndarray,
-    engine: Engine,
-    tmp_path: Path,  # type: ignore[type-arg]
+    target: Values, engine: Engine, tmp_path: Path
 ) -> None:
     array = four_chunks(tmp_path, engine)
     bad = chunk_files(tmp_path, array)[1]
@@ -436,7 +527,7 @@ def failing_write(root: Path, engine: Engine, num: int = 1) -> CheckpointError:
 def test_a_full_disk_is_an_error_that_names_key_file_and_remedy(
     engine: Engine, small_disk: Path
 ) -> None:
-    fill_disk(small_disk, leaving_nbytes=64 << 10)
+    fill_disk(small_disk, leaving_nbytes=100_000)
     error = failing_write(small_disk, engine)
 
     assert error.key == "layer.0"
@@ -450,6 +541,7 @@ def test_a_full_disk_is_an_error_that_names_key_file_and_remedy(
 def test_a_disk_that_fills_up_under_many_writes_leaves_none_of_them_running(
     engine: Engine, small_disk: Path
 ) -> None:
+    fill_disk(small_disk, leaving_nbytes=100_000)
     error = failing_write(small_disk, engine, num=8)
     size_then = sum(path.stat().st_size for path in small_disk.rglob("*") if path.is_file())
 
@@ -458,12 +550,17 @@ def test_a_disk_that_fills_up_under_many_writes_leaves_none_of_them_running(
     assert size_then == size_now
 
 
-def test_no_chunk_of_a_failed_write_has_the_wrong_size(engine: Engine, small_disk: Path) -> None:
+def test_a_chunk_of_a_failed_write_is_whole_or_has_another_size(
+    engine: Engine, small_disk: Path
+) -> None:
+    fill_disk(small_disk, leaving_nbytes=100_000)
+    values = random_values((64, 512), DType.FLOAT32)
     failing_write(small_disk, engine, num=8)
 
-    for path in small_disk.glob("layer.*/*.*"):
-        if path.name[0].isdigit() and path.name.replace(".", "").isdigit():
-            assert path.stat().st_size == 16 * 512 * 4
+    for path in small_disk.glob("layer.*/*.0"):
+        start = 16 * int(path.name.partition(".")[0])
+        if path.stat().st_size == 16 * 512 * 4:
+            assert path.read_bytes() == values[start : start + 16].tobytes()
 
 
 def test_a_read_only_disk_is_an_error_that_names_key_file_and_reason(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import collections
 import io
 import os
@@ -11,6 +10,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ def test_an_object_under_a_key_with_slashes_comes_back(tmp_path: Path) -> None:
     [
         (Recipe(3), [Recipe]),
         (Colour.RED, [Colour]),
-        (argparse.Namespace(lr=0.1), [argparse.Namespace]),
+        (Fraction(1, 3), [Fraction]),
     ],
 )
 def test_a_class_is_read_once_it_is_allowed(
@@ -129,7 +129,7 @@ def test_a_class_is_read_once_it_is_allowed(
 def test_the_state_of_numpys_random_generator_is_read_once_its_parts_are_allowed(
     tmp_path: Path,
 ) -> None:
-    state = np.random.RandomState(5).get_state()
+    state: Any = np.random.RandomState(5).get_state()
     write_object(tmp_path, NAME, state)
     reconstruct = np.arange(1).__reduce__()[0]
     allowed = [
@@ -139,10 +139,10 @@ def test_the_state_of_numpys_random_generator_is_read_once_its_parts_are_allowed
         np.dtype,
         type(np.dtype(np.uint32)),
     ]
-    found = read_object(tmp_path, NAME, allowed)
+    name, words, *_ = read_object(tmp_path, NAME, allowed)
 
-    assert found[0] == state[0]
-    assert np.array_equal(found[1], state[1])
+    assert name == "MT19937"
+    assert words.tobytes() == state[1].tobytes()
 
 
 def test_an_object_that_cannot_be_pickled_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -156,14 +156,14 @@ def test_a_full_disk_is_an_error_that_names_key_and_file(small_disk: Path) -> No
     (small_disk / "rng_state").mkdir()
     fill_disk(small_disk)
 
-    with pytest.raises(StorageError, match="^rng_state: .*no space left; free some") as caught:
+    with pytest.raises(StorageError, match=r"^rng_state: .*no space left; free some") as caught:
         write_object(small_disk, NAME, PLAIN)
     assert caught.value.path == str(small_disk / "rng_state" / "shard_0.1_2.2.pt")
     assert list((small_disk / "rng_state").iterdir()) == []
 
 
 def test_a_read_only_disk_is_an_error_that_names_key_and_file(small_disk: Path) -> None:
-    with read_only(small_disk), pytest.raises(StorageError, match="^rng_state: .*read-only"):
+    with read_only(small_disk), pytest.raises(StorageError, match=r"^rng_state: .*read-only"):
         write_object(small_disk, NAME, PLAIN)
 
 
@@ -262,11 +262,11 @@ def test_a_plain_pickle_is_not_run_either(tmp_path: Path) -> None:
 
 
 def test_every_class_that_is_missing_is_named_at_once(tmp_path: Path) -> None:
-    write_object(tmp_path, NAME, [Recipe(1), Colour.RED, argparse.Namespace()])
+    write_object(tmp_path, NAME, [Recipe(1), Colour.RED, Fraction(1, 3)])
 
     with pytest.raises(UnsafeObjectError) as caught:
         read_object(tmp_path, NAME, ())
-    for name in (f"{__name__}.Recipe", f"{__name__}.Colour", "argparse.Namespace"):
+    for name in (f"{__name__}.Recipe", f"{__name__}.Colour", "fractions.Fraction"):
         assert name in str(caught.value)
 
 

@@ -99,7 +99,7 @@ def test_a_marker_that_does_not_parse_means_incomplete(content: bytes, tmp_path:
     (tmp_path / "metadata.json").write_bytes(content)
 
     assert not is_finished(tmp_path)
-    with pytest.raises(IncompleteCheckpointError, match="metadata.json is not whole") as caught:
+    with pytest.raises(IncompleteCheckpointError, match=r"metadata.json is not whole") as caught:
         read_marker(tmp_path)
     assert caught.value.path == str(tmp_path / "metadata.json")
 
@@ -113,7 +113,7 @@ def test_a_marker_nested_without_end_means_incomplete(tmp_path: Path) -> None:
 def test_a_directory_in_the_place_of_the_marker_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "metadata.json").mkdir()
 
-    with pytest.raises(StorageError, match="metadata.json"):
+    with pytest.raises(StorageError, match=r"metadata.json"):
         read_marker(tmp_path)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +23,6 @@ from dist_ckpt_strategies.storage.findings import MAX_LISTED, Finding, Problem
 from dist_ckpt_strategies.storage.folders import Folder, read_folder
 from dist_ckpt_strategies.storage.objects import write_object
 from dist_ckpt_strategies.storage.survey import check_checkpoint, survey_checkpoint
-from tests.golden.sets import FLAT, NAMES, archive
 from tests.support.checkpoints import (
     ARRAYS,
     EMPTY,
@@ -35,12 +33,15 @@ from tests.support.checkpoints import (
     WEIGHT,
     copied,
     flip_bit,
+    golden_archives,
+    unpack,
     write_checkpoint,
     write_foreign_checkpoint,
     write_metadata,
 )
 
 Damage = Callable[[Path], object]
+GOLDEN = golden_archives()
 
 
 @pytest.fixture(scope="module")
@@ -53,16 +54,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(written: Path, tmp_path: Path) -> Path:
     """A whole checkpoint, to be damaged."""
     return copied(written, tmp_path / "ckpt")
-
-
-@pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All golden checkpoints, not to be changed."""
-    root = tmp_path_factory.mktemp("golden")
-    for name in NAMES:
-        with tarfile.open(archive(name)) as tar:
-            tar.extractall(root, filter="data")
-    return root
 
 
 def summary(findings: tuple[Finding, ...]) -> list[tuple[Problem, str | None, str]]:
@@ -96,13 +87,13 @@ def test_a_whole_checkpoint_has_no_findings(written: Path) -> None:
     assert check_checkpoint(written) == ()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_what_megatron_wrote_has_no_findings(unpacked: Path, name: str) -> None:
-    assert check_checkpoint(unpacked / name / "ckpt") == ()
+@pytest.mark.parametrize("name", GOLDEN)
+def test_what_megatron_wrote_has_no_findings(tmp_path: Path, name: str) -> None:
+    assert check_checkpoint(unpack(GOLDEN[name], tmp_path)) == ()
 
 
-def test_locks_of_the_old_backend_are_left_over_and_no_arrays(unpacked: Path) -> None:
-    survey = survey_checkpoint(unpacked / FLAT / "ckpt")
+def test_locks_of_the_old_backend_are_left_over_and_no_arrays(tmp_path: Path) -> None:
+    survey = survey_checkpoint(unpack(GOLDEN["m0153_tp2pp2dp2_flat"], tmp_path))
 
     assert {leftover.kind for leftover in survey.leftovers} == {LeftoverKind.LOCKS}
     assert len(survey.leftovers) == 51

@@ -247,7 +247,7 @@ def test_an_array_is_removed_also_after_an_earlier_removal_was_cut_short(tmp_pat
 
 
 def test_removing_what_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ArrayNotFoundError, match="^w: "):
+    with pytest.raises(ArrayNotFoundError, match=r"^w: "):
         Zarr2Layout(tmp_path).remove("w")
 
 

@@ -571,7 +571,7 @@ def test_a_failure_in_megatrons_own_steps_times_out_on_the_others(tmp_path: Path
     assert any(PeerTimeoutError.__name__ in failure.kinds for failure in others)
 
 
-def fail_in_common(rank: int, replace: bool, entry: Entry, root: Path) -> Any:  # noqa: FBT001
+def fail_in_common(rank: int, replace: bool, entry: Entry, root: Path) -> Any:
     prepare(TIMEOUT_S, replace_common=replace)
     root.mkdir(exist_ok=True)
     if rank == 0:
@@ -585,7 +585,7 @@ def fail_in_common(rank: int, replace: bool, entry: Entry, root: Path) -> Any:  
 )
 def test_common_state_that_cannot_be_written_is_raised_on_every_rank(
     entry: Entry,
-    replace: bool,  # noqa: FBT001
+    replace: bool,
     tmp_path: Path,
 ) -> None:
     results = run_processes(4, fail_in_common, replace, entry, tmp_path / "c")

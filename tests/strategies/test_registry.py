@@ -1,118 +1,235 @@
-"""The registry: what is found under a key, and what is refused."""
+"""The registry of strategies: ours, the default one, and Megatron-Core's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
+from megatron.core.dist_checkpointing.strategies import base
 
+import dist_ckpt_strategies
+from dist_ckpt_strategies import StrategyAction, StrategyKey, StrategyRegistry, register
+from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import StrategyExistsError, StrategyNotFoundError
+from dist_ckpt_strategies.strategies import registry as registry_module
+from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy
 from dist_ckpt_strategies.strategies.registry import (
-    StrategyAction,
-    StrategyKey,
-    StrategyRegistry,
+    DEFAULT_REGISTRY,
     get_default_strategy,
     register_default_strategy,
 )
-from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from tests.support.ranks import run_processes
+from dist_ckpt_strategies.strategies.tensorstore import (
+    TensorStoreLoadShardedStrategy,
+    register_default_tensorstore_strategies,
+)
+from dist_ckpt_strategies.strategies.zarr import (
+    ZarrLoadShardedStrategy,
+    ZarrSaveShardedStrategy,
+    register_default_zarr_strategies,
+)
 
-SAVE = StrategyKey(StrategyAction.SAVE_SHARDED, "zarr", 1)
-LOAD = StrategyKey(StrategyAction.LOAD_SHARDED, "zarr", 1)
+KEY = StrategyKey(StrategyAction.SAVE_SHARDED, "mine", 1)
 
 
-def registry_with(**factories: Callable[[], Any]) -> StrategyRegistry:
-    registry = StrategyRegistry()
-    for name, factory in factories.items():
-        registry.register(StrategyKey(StrategyAction[name], "zarr", 1), factory)
-    return registry
+class Plain:
+    """Stands for a strategy."""
+
+
+class OfSomebodyElse(base.LoadShardedStrategy):  # type: ignore[misc]
+    """A strategy that another package put into Megatron's registry."""
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        return sharded_state_dict
+
+    def load_tensors_metadata(self, checkpoint_dir: Any) -> Any:
+        return {}
+
+    def check_backend_compatibility(self, loaded_backend: Any) -> None:
+        return
+
+    def check_version_compatibility(self, loaded_version: Any) -> None:
+        return
+
+
+@pytest.fixture(autouse=True)
+def _registries_as_before() -> Iterator[None]:
+    theirs = {action: dict(found) for action, found in base.default_strategies.items()}
+    ours = dict(DEFAULT_REGISTRY._factories)
+    yield
+    base.default_strategies.clear()
+    base.default_strategies.update(theirs)
+    DEFAULT_REGISTRY._factories.clear()
+    DEFAULT_REGISTRY._factories.update(ours)
+
+
+# A registry
 
 
 def test_every_look_up_makes_a_strategy_of_its_own() -> None:
-    registry = registry_with(SAVE_SHARDED=ZarrSaveShardedStrategy)
+    registry = StrategyRegistry()
+    registry.register(KEY, Plain)
 
-    first, second = registry.get(SAVE), registry.get(SAVE)
-
-    assert type(first) is type(second) is ZarrSaveShardedStrategy
-    assert first is not second
+    assert isinstance(registry.get(KEY), Plain)
+    assert registry.get(KEY) is not registry.get(KEY)
 
 
-def test_a_miss_lists_the_keys_that_are_there() -> None:
-    registry = registry_with(SAVE_SHARDED=object, LOAD_SHARDED=object)
+def test_a_miss_lists_what_is_registered() -> None:
+    registry = StrategyRegistry()
+    with pytest.raises(StrategyNotFoundError, match="registered: none"):
+        registry.get(KEY)
+    registry.register(StrategyKey(StrategyAction.LOAD_COMMON, "b", 2), Plain)
+    registry.register(StrategyKey(StrategyAction.LOAD_COMMON, "a", 1), Plain)
 
     with pytest.raises(StrategyNotFoundError) as caught:
-        registry.get(StrategyKey(StrategyAction.LOAD_SHARDED, "zarr", 2))
-
-    assert isinstance(caught.value, LookupError)
+        registry.get(KEY)
     assert str(caught.value) == (
-        "no strategy for (load_sharded, 'zarr', 2); registered: (load_sharded, 'zarr', 1), "
-        "(save_sharded, 'zarr', 1)"
+        "no strategy for (save_sharded, 'mine', 1); registered: "
+        "(load_common, 'a', 1), (load_common, 'b', 2)"
     )
+    assert isinstance(caught.value, LookupError)
 
 
-def test_a_miss_in_an_empty_registry_says_that_there_is_none() -> None:
-    with pytest.raises(StrategyNotFoundError, match="registered: none"):
-        StrategyRegistry().get(SAVE)
+def test_a_taken_key_is_refused_unless_it_is_to_be_replaced() -> None:
+    registry = StrategyRegistry()
+    registry.register(KEY, Plain)
+    with pytest.raises(StrategyExistsError, match="replace=True"):
+        registry.register(KEY, dict)
 
-
-def test_a_taken_key_is_refused_and_keeps_what_it_has() -> None:
-    registry = registry_with(SAVE_SHARDED=list)
-
-    with pytest.raises(StrategyExistsError, match=r"\(save_sharded, 'zarr', 1\) is already reg"):
-        registry.register(SAVE, dict)
-
-    assert registry.get(SAVE) == []
-
-
-def test_a_taken_key_can_be_replaced_on_purpose() -> None:
-    registry = registry_with(SAVE_SHARDED=list)
-
-    registry.register(SAVE, dict, replace=True)
-
-    assert registry.get(SAVE) == {}
+    assert isinstance(registry.get(KEY), Plain)
+    registry.register(KEY, dict, replace=True)
+    assert registry.get(KEY) == {}
 
 
 def test_registering_the_same_factory_again_changes_nothing() -> None:
-    registry = registry_with(SAVE_SHARDED=list)
+    registry = StrategyRegistry()
+    registry.register(KEY, Plain)
+    registry.register(KEY, Plain)
 
-    registry.register(SAVE, list)
-
-    assert registry.keys() == (SAVE,)
-
-
-def test_action_backend_and_version_each_make_another_key() -> None:
-    registry = registry_with(SAVE_SHARDED=list)
-
-    others = [LOAD, StrategyKey(SAVE.action, "zarr", 2), StrategyKey(SAVE.action, "other", 1)]
-
-    assert SAVE in registry
-    assert not [key for key in others if key in registry]
+    assert registry.keys() == (KEY,)
 
 
-def register_and_look_up(_rank: int) -> list[bool]:
-    """Body of a rank: its own default registry, which no other test sees."""
-    instance = ZarrLoadShardedStrategy()
-    register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1, instance)
-    register_default_strategy(StrategyAction.SAVE_SHARDED, "mine", 1, ZarrSaveShardedStrategy)
-    register_default_strategy(StrategyAction.LOAD_SHARDED, "made", 1, lambda: instance)
-    found = get_default_strategy(StrategyAction.SAVE_SHARDED, "mine", 1)
-    try:
-        register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1, ZarrLoadShardedStrategy)
-        is_refused = False
-    except StrategyExistsError:
-        is_refused = True
-    register_default_strategy(
-        StrategyAction.LOAD_SHARDED, "made", 1, ZarrLoadShardedStrategy, replace=True
-    )
-    return [
-        get_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1) is instance,
-        isinstance(found, ZarrSaveShardedStrategy),
-        is_refused,
-        get_default_strategy(StrategyAction.LOAD_SHARDED, "made", 1) is not instance,
-    ]
+@pytest.mark.parametrize(
+    "other",
+    [
+        StrategyKey(StrategyAction.LOAD_SHARDED, "mine", 1),
+        StrategyKey(StrategyAction.SAVE_SHARDED, "other", 1),
+        StrategyKey(StrategyAction.SAVE_SHARDED, "mine", 2),
+    ],
+    ids=str,
+)
+def test_action_backend_and_version_each_make_another_key(other: StrategyKey) -> None:
+    registry = StrategyRegistry()
+    registry.register(KEY, Plain)
+
+    assert KEY in registry
+    assert other not in registry
+    registry.register(other, dict)
+    assert set(registry.keys()) == {KEY, other}
 
 
-@pytest.mark.multiprocess
-def test_what_is_registered_is_found() -> None:
-    assert run_processes(1, register_and_look_up) == [[True] * 4]
+def test_registries_know_nothing_of_each_other() -> None:
+    one, other = StrategyRegistry(), StrategyRegistry()
+    one.register(KEY, Plain)
+
+    assert KEY not in other
+    assert KEY not in DEFAULT_REGISTRY
+
+
+# The default registry
+
+
+def test_an_instance_is_given_out_as_it_is() -> None:
+    strategy = OfSomebodyElse()
+    register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1, strategy)
+
+    assert get_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1) is strategy
+
+
+def test_a_class_or_callable_is_a_factory() -> None:
+    register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1, OfSomebodyElse)
+    register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 2, partial(OfSomebodyElse))
+
+    for version in (1, 2):
+        found = get_default_strategy(StrategyAction.LOAD_SHARDED, "mine", version)
+        assert isinstance(found, OfSomebodyElse)
+        assert found is not get_default_strategy(StrategyAction.LOAD_SHARDED, "mine", version)
+
+
+def test_the_default_registry_refuses_a_taken_key_too() -> None:
+    register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1, Plain)
+    with pytest.raises(StrategyExistsError):
+        register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1, dict)
+    register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1, dict, replace=True)
+
+    assert get_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1) == {}
+
+
+def test_the_names_of_the_package_are_those_of_the_registry() -> None:
+    for name in ("StrategyKey", "StrategyRegistry", "get_default_strategy"):
+        assert getattr(dist_ckpt_strategies, name) is getattr(registry_module, name)
+    assert StrategyAction is base.StrategyAction
+
+
+# What register() does
+
+
+def test_register_puts_our_strategies_into_megatrons_registry() -> None:
+    register()
+
+    for action, kind in (
+        (StrategyAction.SAVE_SHARDED, ZarrSaveShardedStrategy),
+        (StrategyAction.LOAD_SHARDED, ZarrLoadShardedStrategy),
+    ):
+        assert isinstance(base.get_default_strategy(action, "zarr", 1), kind)
+        assert isinstance(get_default_strategy(action, "zarr", 1), kind)
+
+
+def test_register_may_be_called_again_and_the_last_options_hold() -> None:
+    register()
+    register(options=Options(timeout_s=77.0))
+
+    found = get_default_strategy(StrategyAction.SAVE_SHARDED, "zarr", 1)
+    assert vars(found)["_options"].timeout_s == 77.0
+
+
+def test_megatrons_common_strategies_stay_unless_they_are_to_be_replaced() -> None:
+    before = base.get_default_strategy(StrategyAction.LOAD_COMMON, "torch", 1)
+    register()
+    assert base.get_default_strategy(StrategyAction.LOAD_COMMON, "torch", 1) is before
+
+    register(replace_common=True)
+    found = base.get_default_strategy(StrategyAction.LOAD_COMMON, "torch", 1)
+    assert isinstance(found, TorchCommonLoadStrategy)
+
+
+def test_a_strategy_of_somebody_else_is_not_replaced_unasked() -> None:
+    theirs = OfSomebodyElse()
+    base.register_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1, theirs)
+
+    with pytest.raises(StrategyExistsError, match="OfSomebodyElse"):
+        register()
+    assert base.get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1) is theirs
+    assert ("zarr", 1) not in base.default_strategies[StrategyAction.SAVE_SHARDED.value]
+
+    register(replace=True)
+    found = base.get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1)
+    assert isinstance(found, ZarrLoadShardedStrategy)
+
+
+def test_the_names_of_old_register_one_backend_each() -> None:
+    register_default_zarr_strategies()
+    found = base.get_default_strategy(StrategyAction.SAVE_SHARDED, "zarr", 1)
+    assert isinstance(found, ZarrSaveShardedStrategy)
+
+    register_default_tensorstore_strategies()
+    found = base.get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1)
+    assert isinstance(found, TensorStoreLoadShardedStrategy)
+
+
+def test_an_unknown_backend_is_a_miss_in_ours_that_says_what_there_is() -> None:
+    register()
+
+    with pytest.raises(StrategyNotFoundError, match=r"registered: .*'zarr', 1"):
+        get_default_strategy(StrategyAction.LOAD_SHARDED, "hdf5", 1)

@@ -59,8 +59,8 @@ def load_strictly(rank: int, scratch: Path) -> Seen:
     seen: Seen = {}
     # torch_dist synchronises CUDA and asks for its current device, also for tensors on the CPU.
     with cpu_stand_ins():
-        save(Entry.MEGATRON, stored(rank), scratch / "zarr")
         save(Entry.MEGATRON, stored(rank), scratch / "torch_dist", sharded_strategy=TORCH_DIST)
+        save(Entry.MEGATRON, stored(rank), scratch / "zarr")
         for backend in ("zarr", "torch_dist"):
             for entry in Entry:
                 for strict in StrictHandling:

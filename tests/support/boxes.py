@@ -43,7 +43,7 @@ class Split:
         return [RankShards(rank, tuple(held[rank])) for rank in range(num_ranks)]
 
 
-def spec_of(  # noqa: PLR0913
+def spec_of(
     region: Region,
     array_shape: Extent,
     *,

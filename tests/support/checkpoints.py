@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 from collections.abc import Mapping
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+import dist_ckpt_strategies
 from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
@@ -79,6 +81,24 @@ def write_metadata(directory: Path, **changes: Any) -> None:
     }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / METADATA_NAME).write_text(json.dumps({**fields, **changes}))
+
+
+def golden_archives() -> dict[str, Path]:
+    """The checkpoints that Megatron-Core itself wrote, packed, by name.
+
+    They are looked up here without importing Megatron-Core, as tests.golden.sets does.
+    """
+    package = Path(dist_ckpt_strategies.__file__).parent
+    folders = (package / "cli" / "data", Path(__file__).parents[1] / "golden" / "data")
+    found = chain.from_iterable(folder.glob("*.tar.xz") for folder in folders)
+    return {path.name.removesuffix(".tar.xz"): path for path in sorted(found)}
+
+
+def unpack(archive: Path, target: Path) -> Path:
+    """Unpack one of them below a directory; returns the checkpoint's directory."""
+    with tarfile.open(archive) as tar:
+        tar.extractall(target, filter="data")
+    return target / archive.name.removesuffix(".tar.xz") / "ckpt"
 
 
 def flip_bit(path: Path, within: bytes) -> None:

@@ -6,18 +6,18 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 
 @contextmanager
-def tiny_disk(mount_point: Path, nbytes: int) -> Iterator[Path]:
-    """A file system of its own, of that size, empty. Skips the test where it cannot be mounted."""
+def tiny_tmpfs(mount_point: Path) -> Iterator[Path]:
+    """256 KiB in memory, empty. Skips the test where it cannot be mounted."""
     mount_point.mkdir()
     _require(
-        _run("mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(mount_point)),
+        _run("mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(mount_point)),
         "mounting a tmpfs is not permitted here",
     )
     try:
@@ -27,11 +27,28 @@ def tiny_disk(mount_point: Path, nbytes: int) -> Iterator[Path]:
 
 
 @contextmanager
+def tiny_ext4(mount_point: Path) -> Iterator[Path]:
+    """4 MiB of a disk, empty. Skips the test where it cannot be mounted."""
+    mount_point.mkdir()
+    image = mount_point.with_suffix(".img")
+    with image.open("wb") as file:
+        file.truncate(4 << 20)
+    _require(
+        _run("mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal", str(image))
+        and _run("mount", "-o", "loop", str(image), str(mount_point)),
+        "mounting an image of a disk is not permitted here",
+    )
+    (mount_point / "lost+found").rmdir()
+    try:
+        yield mount_point
+    finally:
+        _run("umount", "--lazy", str(mount_point))
+
+
+@contextmanager
 def read_only(directory: Path) -> Iterator[None]:
     """Nobody, root included, can write below the directory meanwhile; it is a mount point."""
-    _require(
-        _run("mount", "-o", "remount,ro", str(directory)), "remounting is not permitted here"
-    )
+    _require(_run("mount", "-o", "remount,ro", str(directory)), "remounting is not permitted here")
     try:
         yield
     finally:
@@ -40,10 +57,13 @@ def read_only(directory: Path) -> Iterator[None]:
 
 def fill_disk(directory: Path, *, leaving_nbytes: int = 0) -> None:
     """Use up the space of a tiny disk."""
-    ballast = directory.parent / directory.name / ".ballast"
+    ballast = directory / ".ballast"
     space = os.statvfs(directory)
-    with ballast.open("wb") as file:
+    with ballast.open("wb", buffering=0) as file:
         file.write(b"\xaa" * max(0, space.f_bavail * space.f_frsize - leaving_nbytes))
+        with suppress(OSError):
+            while leaving_nbytes == 0:
+                file.write(b"\xaa" * 512)
 
 
 def _run(program: str, *args: str) -> bool:
@@ -53,6 +73,6 @@ def _run(program: str, *args: str) -> bool:
     return subprocess.run([found, *args], capture_output=True, check=False).returncode == 0
 
 
-def _require(worked: bool, reason: str) -> None:  # noqa: FBT001
+def _require(worked: bool, reason: str) -> None:
     if not worked:
         pytest.skip(reason)

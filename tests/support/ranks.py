@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 _HOST = "127.0.0.1"
 _FAREWELL_S = 5.0
@@ -73,7 +74,7 @@ def run_processes(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
     # As under torchrun, the store lives outside the ranks and outlasts each of them.
-    store = dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     meeting = _Meeting(size, store.port, timeout_s)
     processes: list[ForkServerProcess] = []
     pipes: list[Connection] = []
@@ -115,7 +116,7 @@ def _collected(
 
 def _result(pipe: Connection, process: ForkServerProcess) -> Any:
     try:
-        return pickle.loads(pipe.recv_bytes())  # noqa: S301 - our own child
+        return pickle.loads(pipe.recv_bytes())
     except (EOFError, ConnectionResetError):
         process.join(_FAREWELL_S)
         return RankDiedError(process.exitcode)
@@ -148,10 +149,8 @@ def _run_rank(
     }
     torch.set_num_threads(1)
     limit = timedelta(seconds=meeting.timeout_s)
-    store = dist.TCPStore(_HOST, meeting.port, is_master=False, timeout=limit)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=meeting.size, timeout=limit
-    )
+    store = TCPStore(_HOST, meeting.port, is_master=False, timeout=limit)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=meeting.size, timeout=limit)
     try:
         pipe.send_bytes(_pickled(_outcome(rank, body, args)))
         _await_the_others(pipe)
@@ -171,7 +170,7 @@ def _outcome(rank: int, body: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 def _pickled(result: Any) -> bytes:
     try:
         content = pickle.dumps(result)
-        pickle.loads(content)  # noqa: S301 - some exceptions pickle, but not back
+        pickle.loads(content)
     except Exception as error:  # noqa: BLE001 - whatever a foreign __reduce__ raises
         return pickle.dumps(TypeError(f"result {result!r} does not pickle: {error!r}"))
     return content

@@ -24,7 +24,12 @@ def store_of(root: Path, engine: Engine) -> ArrayStore:
 
 
 def write_array(
-    root: Path, engine: Engine, values: Values, *, key: str = "w", chunk: tuple[int, ...] | None = None
+    root: Path,
+    engine: Engine,
+    values: Values,
+    *,
+    key: str = "w",
+    chunk: tuple[int, ...] | None = None,
 ) -> ArraySpec:
     """Create an array and write all of it at once."""
     array = array_of(values, chunk, key)

@@ -77,7 +77,5 @@ LAYOUTS: dict[str, Layout] = {
 
 def bits(tensor: torch.Tensor) -> bytes:
     """The bytes of the elements in C order."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    if plain.ndim == 0:
-        plain = plain.reshape(1)
-    return plain.view(torch.uint8).numpy().tobytes()
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg()
+    return plain.flatten().clone().view(torch.uint8).numpy().tobytes()

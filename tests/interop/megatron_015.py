@@ -1,0 +1,172 @@
+"""What Megatron-Core 0.15.3 itself saves and loads. Runs in its own environment, without ours.
+
+    python megatron_015.py load CHECKPOINT EXPECTED     compare, print differences as JSON
+    python megatron_015.py save CHECKPOINT EXPECTED RANK SIZE MEETING_FILE
+
+It runs on the CPU: the old backend calls ``torch.cuda.synchronize``, which does nothing here.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+torch.cuda.synchronize = lambda *_: None
+
+from megatron.core import dist_checkpointing  # noqa: E402
+from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
+from megatron.core.dist_checkpointing.mapping import ShardedObject  # noqa: E402
+from megatron.core.dist_checkpointing.strategies.tensorstore import (  # noqa: E402
+    TensorStoreLoadShardedStrategy,
+)
+from megatron.core.dist_checkpointing.strategies.zarr import (  # noqa: E402
+    ZarrLoadShardedStrategy,
+    ZarrSaveShardedStrategy,
+)
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same(one, other):
+    """Equal shape, dtype and bytes; old bfloat16 goes through float32, which keeps all but NaNs."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.dtype.is_complex:
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    one, other = one.contiguous(), other.contiguous()
+    return torch.equal(one.view(BITS[one.element_size()]), other.view(BITS[one.element_size()]))
+
+
+def halves(key, tensor):
+    """The tensor as two ShardedTensors, cut along its last dim."""
+    extent = tensor.shape[-1] // 2
+    return {
+        f"half {n}": ShardedTensor.from_rank_offsets(
+            key, torch.empty_like(tensor[..., :extent]), (tensor.ndim - 1, n, 2)
+        )
+        for n in range(2)
+    }
+
+
+def load(checkpoint, expected):
+    """Load every array whole, in halves, and in layers, with both old loaders; what differs."""
+    tensors, objects, common = torch.load(expected, weights_only=False)
+    wrong = []
+    for strategy in (ZarrLoadShardedStrategy(), TensorStoreLoadShardedStrategy()):
+        name = type(strategy).__name__
+        wanted = {
+            key: {"whole": ShardedTensor.from_rank_offsets(key, torch.empty_like(tensor))}
+            for key, tensor in tensors.items()
+        }
+        for key, tensor in tensors.items():
+            if tensor.ndim and tensor.shape[-1] % 2 == 0:
+                wanted[key].update(halves(key, tensor))
+            if tensor.ndim > 1:
+                wanted[key]["layer"] = ShardedTensor.from_rank_offsets(
+                    key, torch.empty_like(tensor[0]), (0, 0, tensor.shape[0]), prepend_axis_num=1
+                )
+        grid = {key: values for key, values in objects.items()}
+        wanted["objects"] = {
+            f"{key} {n}": ShardedObject(key, None, (len(values),), (n,))
+            for key, values in grid.items()
+            for n in range(len(values))
+        }
+        got = dist_checkpointing.load(
+            wanted, checkpoint, sharded_strategy=strategy, validate_access_integrity=False
+        )
+        for key, tensor in tensors.items():
+            extent = tensor.shape[-1] // 2 if tensor.ndim else 0
+            parts = {"whole": tensor}
+            if "half 0" in got[key]:
+                parts |= {f"half {n}": tensor[..., n * extent : (n + 1) * extent] for n in range(2)}
+            if "layer" in got[key]:
+                parts["layer"] = tensor[0]
+            wrong += [
+                f"{name}: {key}, {part}"
+                for part, right in parts.items()
+                if not same(got[key][part], right)
+            ]
+        wrong += [
+            f"{name}: object {key} {n}"
+            for key, values in grid.items()
+            for n, value in enumerate(values)
+            if got["objects"][f"{key} {n}"] != value
+        ]
+        wrong += [f"{name}: common {key}" for key in common if got.get(key) != common[key]]
+    metadata = dist_checkpointing.load_tensors_metadata(checkpoint, ZarrLoadShardedStrategy())
+    flat = {key for key in tensors if "/" not in key}
+    if not flat <= set(metadata):
+        wrong.append(f"not in the metadata: {sorted(flat - set(metadata))}")
+    return {"arrays": len(tensors), "wrong": wrong}
+
+
+def values(shape, dtype, seed):
+    """Random bytes as elements; floats without NaNs, which the old writer changed for bfloat16."""
+    rng = np.random.default_rng(seed)
+    if dtype is torch.bool:
+        return torch.from_numpy(rng.integers(0, 2, shape).astype(bool))
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.from_numpy(rng.standard_normal(shape)).to(dtype)
+    return torch.from_numpy(rng.integers(0, 100, shape)).to(dtype)
+
+
+DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+DTYPES += [torch.float16, torch.float32, torch.float64, torch.bfloat16]
+DTYPES += [torch.complex64, torch.complex128]
+
+
+def save(checkpoint, expected, rank, size):
+    """Save arrays of every dtype, cut in rows, in columns, in layers, and replicated."""
+    state, tensors = {}, {}
+    for number, dtype in enumerate(DTYPES):
+        name = str(dtype).removeprefix("torch.")
+        for cut, shape in {
+            "rows": (4 * size, 6),
+            "columns": (5, 2 * size),
+            "layers": (size, 3, 4),
+        }.items():
+            key = f"{name}.{cut}"
+            whole = tensors[key] = values(shape, dtype, number)
+            axis = 1 if cut == "columns" else 0
+            mine = whole.chunk(size, axis)[rank].contiguous()
+            if cut == "layers":
+                state[key] = ShardedTensor.from_rank_offsets(
+                    key, mine[0], (0, rank, size), prepend_axis_num=1
+                )
+            else:
+                state[key] = ShardedTensor.from_rank_offsets(key, mine, (axis, rank, size))
+        key = f"{name}.replicated"
+        tensors[key] = values((3, 3), dtype, number)
+        state[key] = ShardedTensor.from_rank_offsets(key, tensors[key], replica_id=rank)
+    objects = {"rng_state": [{"rank": n, "seed": n * 7} for n in range(size)]}
+    state["object"] = ShardedObject("rng_state", objects["rng_state"][rank], (size,), (rank,))
+    common = {"iteration": 12, "args": {"tp": 2, "names": ["a", "b"]}}
+    state.update(common)
+    if rank == 0:
+        Path(checkpoint).mkdir()
+        torch.save((tensors, objects, common), expected)
+    dist.barrier()
+    dist_checkpointing.save(state, checkpoint, ZarrSaveShardedStrategy("zarr", 1))
+    return {"arrays": len(tensors), "wrong": []}
+
+
+def main():
+    """Meet the other ranks, carry out the command, print what came of it."""
+    command, checkpoint, expected, *place = sys.argv[1:]
+    rank, size, meeting = (
+        (int(place[0]), int(place[1]), place[2]) if place else (0, 1, expected + ".meeting")
+    )
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    result = (
+        load(checkpoint, expected) if command == "load" else save(checkpoint, expected, rank, size)
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Megatron-Core 0.15.3 loads what we save, and we load what it saves, bit for bit.
+
+Its environment has zarr 2.18 and numpy 1 and does not contain this package; ``tox -e interop``
+makes it and names its interpreter in DIST_CKPT_INTEROP_PYTHON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from tests.support.entries import Entry, load, prepare, save
+from tests.support.ranks import run_processes
+
+PYTHON = os.environ.get("DIST_CKPT_INTEROP_PYTHON")
+SCRIPT = Path(__file__).with_name("megatron_015.py")
+SIZE = 4
+TIMEOUT_S = 150
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.timeout(2 * TIMEOUT_S),
+    pytest.mark.skipif(PYTHON is None, reason="needs Megatron-Core 0.15.3: run `tox -e interop`"),
+]
+
+OLD_DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+]
+OBJECTS = {"rng_state": [{"rank": n} for n in range(SIZE)]}
+COMMON = {"iteration": 7, "args": {"tensor_model_parallel_size": 2}}
+
+
+def start(*args: object) -> subprocess.Popen[str]:
+    assert PYTHON is not None
+    command = [PYTHON, str(SCRIPT), *map(str, args)]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, env=environment, **pipes)
+
+
+def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    try:
+        out, err = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err[-4000:]
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    numbers = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    if dtype is torch.bool:
+        return numbers % 3 == 0
+    return (numbers % 251 - 100 if dtype.is_signed else numbers % 251).to(dtype)
+
+
+def full_tensors() -> dict[str, torch.Tensor]:
+    found = {}
+    for dtype in OLD_DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        found[f"rows.{name}"] = values((8, 6), dtype)
+        found[f"columns.{name}"] = values((5, 8), dtype)
+        found[f"layers.{name}"] = values((4, 3, 4), dtype)
+        found[f"replicated.{name}"] = values((3, 5), dtype)
+    found["uneven"] = values((46,), torch.float32)
+    found["uneven.plane"] = values((7, 10), torch.bfloat16)
+    found["zeros"] = torch.zeros(8, 4)
+    return found
+
+
+def irregular(key: str, whole: torch.Tensor, start: int, stop: int) -> Any:
+    part = whole[start:stop].clone()
+    offset = (start, *[0] * (whole.ndim - 1))
+    return ShardedTensor(key, part, part.dtype, tuple(part.shape), tuple(whole.shape), offset, None)
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    state: dict[str, Any] = dict(COMMON)
+    for key, whole in full_tensors().items():
+        cut = key.partition(".")[0]
+        if cut == "layers":
+            part = ShardedTensor.from_rank_offsets(
+                key, whole[rank].clone(), (0, rank, SIZE), prepend_axis_num=1
+            )
+        elif cut == "replicated":
+            part = ShardedTensor.from_rank_offsets(key, whole.clone(), replica_id=rank)
+        elif cut == "uneven":
+            edges = [0, 3, 4, 6, 7] if whole.ndim > 1 else [0, 10, 21, 33, 46]
+            part = irregular(key, whole, edges[rank], edges[rank + 1])
+        else:
+            axis = 1 if cut == "columns" else 0
+            mine = whole.chunk(SIZE, axis)[rank].contiguous()
+            part = ShardedTensor.from_rank_offsets(key, mine, (axis, rank, SIZE))
+        state[key] = part
+    state["object"] = ShardedObject("rng_state", OBJECTS["rng_state"][rank], (SIZE,), (rank,))
+    return state
+
+
+def save_ours(rank: int, entry: Entry, root: Path, engine: str) -> None:
+    prepare(60, engine)
+    save(entry, state_of(rank), root)
+
+
+@pytest.mark.parametrize("engine", ["tensorstore", "zarr"])
+@pytest.mark.parametrize("entry", list(Entry))
+def test_megatron_015_loads_what_we_save(entry: Entry, engine: str, tmp_path: Path) -> None:
+    checkpoint, expected = tmp_path / "checkpoint", tmp_path / "expected.pt"
+    checkpoint.mkdir()
+    run_processes(SIZE, save_ours, entry, checkpoint, engine, timeout_s=TIMEOUT_S)
+    torch.save((full_tensors(), OBJECTS, COMMON), expected)
+
+    found = answer(start("load", checkpoint, expected))
+    assert found == {"arrays": len(full_tensors()), "wrong": []}
+
+
+def load_theirs(rank: int, entry: Entry, root: Path, expected: Path, engine: str) -> list[str]:
+    """Load, on four ranks, what two saved: in quarters, whole, and through what they hold."""
+    prepare(60, engine)
+    tensors, objects, common = torch.load(expected, weights_only=True)
+    wanted: dict[str, Any] = {}
+    for key, tensor in tensors.items():
+        wanted[key] = ShardedTensor.from_rank_offsets(
+            key, torch.empty_like(tensor), replica_id=rank
+        )
+    wanted["object"] = ShardedObject("rng_state", None, (2,), (rank % 2,), replica_id=rank // 2)
+    loaded = load(entry, wanted, root)
+    wrong = [key for key, right in tensors.items() if not torch.equal(loaded[key], right)]
+    wrong += [key for key, right in tensors.items() if loaded[key].dtype != right.dtype]
+    wrong += ["object"] * (loaded["object"] != objects["rng_state"][rank % 2])
+    return wrong + [key for key in common if loaded[key] != common[key]]
+
+
+@pytest.mark.parametrize("engine", ["tensorstore", "zarr"])
+def test_we_load_what_megatron_015_saves(engine: str, tmp_path: Path) -> None:
+    checkpoint, expected = tmp_path / "checkpoint", tmp_path / "expected.pt"
+    meeting = tmp_path / "meeting"
+    writers = [start("save", checkpoint, expected, rank, 2, meeting) for rank in range(2)]
+    assert [answer(writer)["arrays"] for writer in writers] == [48, 48]
+
+    for entry in Entry:
+        found = run_processes(
+            SIZE, load_theirs, entry, checkpoint, expected, engine, timeout_s=TIMEOUT_S
+        )
+        assert found == [[]] * SIZE

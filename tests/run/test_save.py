@@ -1,0 +1,266 @@
+"""Four ranks save whatever they hold of an array, and it is read back whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
+from dist_ckpt_strategies.config import Engine, Options
+from dist_ckpt_strategies.device import host_view
+from dist_ckpt_strategies.errors import CheckpointError, PeerError, StorageError
+from dist_ckpt_strategies.plan.save import build_save_plan
+from dist_ckpt_strategies.run.report import SaveReport
+from dist_ckpt_strategies.run.save import SaveTarget, run_save
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.spec.shard import RankShards, ShardId
+from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+from tests.support.boxes import NUM_RANKS, Split, merged, spec_of, splits
+from tests.support.memory_store import MemoryArrays
+from tests.support.stores import read_array, store_of
+from tests.support.tensors import LAYOUTS, bits, transposed
+
+FRESH = itertools.count()
+PER_EXAMPLE = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+OPTIONS = Options(timeout_s=20.0)
+
+
+def numbered(shape: tuple[int, ...]) -> torch.Tensor:
+    """An array in which every element differs."""
+    numel = int(torch.Size(shape).numel())
+    return torch.arange(1, numel + 1, dtype=torch.int32).reshape(shape)
+
+
+def save(
+    requests: list[RankShards],
+    values: dict[str, torch.Tensor],
+    target: SaveTarget,
+    options: Options = OPTIONS,
+    layout: Callable[[torch.Tensor], torch.Tensor] = transposed,
+) -> list[SaveReport | CheckpointError]:
+    """Each rank saves its part of the arrays; reports or errors by rank."""
+
+    def on_rank(comm: ThreadCommunicator) -> SaveReport | CheckpointError:
+        plan = build_save_plan(requests, max_inflight_bytes=options.max_inflight_bytes)
+        tensors = {
+            shard.id: layout(part_of(values[shard.key], shard.region))
+            for shard in requests[comm.rank].shards
+            if shard.is_main
+        }
+        try:
+            return run_save(plan, tensors, target, comm, options)
+        except CheckpointError as error:
+            return error
+
+    return run_ranks(len(requests), on_rank, timeout_s=20.0)
+
+
+def part_of(values: torch.Tensor, region: Region) -> torch.Tensor:
+    """The region's elements; -1 where it reaches past the end of the array."""
+    found = torch.full(region.shape, -1, dtype=values.dtype)
+    inside = region.intersect(Region.whole(tuple(values.shape)))
+    if inside is not None:
+        found[inside.within(region).slices()] = values[inside.slices()]
+    return found
+
+
+def new_target(tmp_path: Path, engine: Engine) -> SaveTarget:
+    root = tmp_path / f"ckpt{next(FRESH)}"
+    root.mkdir()
+    return SaveTarget(Zarr2Layout(root), store_of(root, engine))
+
+
+@pytest.mark.parametrize("engine", Engine)
+@PER_EXAMPLE
+@given(data=st.data())
+def test_however_an_array_is_cut_and_spread_it_is_stored_whole(
+    data: st.DataObject, engine: Engine, tmp_path: Path
+) -> None:
+    cases = data.draw(
+        st.lists(st.booleans().flatmap(lambda r: splits(regular=r)), min_size=1, max_size=3)
+    )
+    cases = [split for split in cases if split.main or split.copies]
+    requests = merged(
+        *(split.requests(f"w{n}", DType.INT32) for n, split in enumerate(cases)),
+        [RankShards(rank, ()) for rank in range(NUM_RANKS)],
+    )
+    values = {f"w{n}": numbered(split.shape) for n, split in enumerate(cases)}
+    target = new_target(tmp_path, engine)
+    budget = data.draw(st.sampled_from([1, 100, 1 << 20]))
+    layout = data.draw(st.sampled_from([LAYOUTS["dense"], LAYOUTS["at an offset"], transposed]))
+    reports = save(requests, values, target, Options(max_inflight_bytes=budget), layout)
+
+    assert all(isinstance(report, SaveReport) for report in reports)
+    for key, expected in values.items():
+        found = read_array(target.layout.root, engine, key)
+        assert found.tobytes() == host_view(expected).tobytes()
+
+
+@pytest.mark.parametrize("engine", Engine)
+def test_padded_shards_are_stored_up_to_the_end_of_the_array(
+    engine: Engine, tmp_path: Path
+) -> None:
+    boxes = [Region((row, 0), (6, 2)) for row in (0, 6, 12)]
+    requests = [
+        RankShards(rank, (spec_of(box, (8, 2), dtype=DType.INT32, may_mismatch=True),))
+        for rank, box in enumerate(boxes)
+    ]
+    values = numbered((8, 2))
+    target = new_target(tmp_path, engine)
+    reports = save(requests, {"w": values}, target)
+
+    assert all(isinstance(report, SaveReport) for report in reports)
+    assert read_array(target.layout.root, engine).tobytes() == host_view(values).tobytes()
+
+
+@pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.value)
+def test_pieces_that_move_between_ranks_keep_every_bit(dtype: DType, tmp_path: Path) -> None:
+    from tests.run.test_transfer import tensor_of  # noqa: PLC0415
+
+    boxes = [Region((a,), (b - a,)) for a, b in ((0, 3), (3, 4), (4, 9), (9, 11))]
+    split = Split((11,), tuple((n % 3, box) for n, box in enumerate(boxes)))
+    values = tensor_of((11,), dtype)
+    requests = split.requests("w", dtype)
+    target = new_target(tmp_path, Engine.TENSORSTORE)
+    plan = build_save_plan(requests)
+    assert any(write.moves for write in plan.writes)
+    save(requests, {"w": values}, target)
+
+    assert read_array(target.layout.root, Engine.TENSORSTORE).tobytes() == bits(values)
+
+
+def test_the_reports_add_up(tmp_path: Path) -> None:
+    boxes = [Region((a,), (b - a,)) for a, b in ((0, 3), (3, 4), (4, 9), (9, 11))]
+    split = Split((11,), tuple((n % 3, box) for n, box in enumerate(boxes)))
+    requests = merged(split.requests("w", DType.INT32), split.requests("v", DType.INT32))
+    values = {"w": numbered((11,)), "v": numbered((11,))}
+    found = save(requests, values, new_target(tmp_path, Engine.TENSORSTORE))
+    reports = [report for report in found if isinstance(report, SaveReport)]
+    plan = build_save_plan(requests)
+
+    assert len(reports) == NUM_RANKS
+    assert sum(report.num_arrays for report in reports) == 2
+    assert sum(report.num_chunks for report in reports) == len(plan.writes)
+    assert sum(report.nbytes for report in reports) == 2 * 11 * 4
+    moved = sum(move.nbytes for write in plan.writes for move in write.moves)
+    assert sum(report.moved_nbytes for report in reports) == moved > 0
+    assert all(report.seconds > 0 for report in reports)
+
+
+def test_the_tensors_are_left_untouched(tmp_path: Path) -> None:
+    split = Split((5,), ((0, Region((0,), (2,))), (1, Region((2,), (3,)))))
+    requests = split.requests("w", DType.INT32, num_ranks=2)
+    values = numbered((5,))
+    tensors = [values[:2].clone(), values[2:].clone()]
+    target = new_target(tmp_path, Engine.TENSORSTORE)
+
+    def on_rank(comm: ThreadCommunicator) -> None:
+        (shard,) = requests[comm.rank].shards
+        plan = build_save_plan(requests)
+        run_save(plan, {shard.id: tensors[comm.rank]}, target, comm, OPTIONS)
+
+    run_ranks(2, on_rank)
+    assert torch.equal(torch.cat(tensors), values)
+
+
+def test_a_parameter_that_needs_a_gradient_is_saved(tmp_path: Path) -> None:
+    split = Split((5,), ((0, Region((0,), (2,))), (1, Region((2,), (3,)))))
+    values = torch.arange(5.0)
+    target = new_target(tmp_path, Engine.TENSORSTORE)
+    reports = save(
+        split.requests("w", DType.FLOAT32),
+        {"w": values},
+        target,
+        layout=lambda t: torch.nn.Parameter(t.clone()),
+    )
+
+    assert all(isinstance(report, SaveReport) for report in reports)
+    found = read_array(target.layout.root, Engine.TENSORSTORE)
+    assert found.tobytes() == values.numpy().tobytes()
+
+
+# Failures
+
+
+def two_arrays() -> tuple[list[RankShards], dict[str, torch.Tensor]]:
+    """One whose shards are its chunks, one that is put together from pieces."""
+    regular = Split((4, 2), tuple((n, Region((n, 0), (1, 2))) for n in range(NUM_RANKS)))
+    bounds = ((0, 3), (3, 4), (4, 9), (9, 11))
+    pieces = Split((11,), tuple((n, Region((a,), (b - a,))) for n, (a, b) in enumerate(bounds)))
+    requests = merged(
+        regular.requests("regular", DType.INT32), pieces.requests("pieces", DType.INT32)
+    )
+    return requests, {"regular": numbered((4, 2)), "pieces": numbered((11,))}
+
+
+@pytest.mark.parametrize("failing_rank", range(NUM_RANKS))
+def test_a_store_that_fails_on_one_rank_fails_on_all_naming_rank_and_key(
+    failing_rank: int, tmp_path: Path
+) -> None:
+    requests, values = two_arrays()
+    plan = build_save_plan(requests)
+    layout = new_target(tmp_path, Engine.TENSORSTORE).layout
+
+    def on_rank(comm: ThreadCommunicator) -> CheckpointError | None:
+        fails = {"regular"} if comm.rank == failing_rank else set()
+        return error_of_save(comm, SaveTarget(layout, MemoryArrays(fails=fails)))
+
+    def error_of_save(comm: Communicator, target: SaveTarget) -> CheckpointError | None:
+        tensors: dict[ShardId, torch.Tensor] = {
+            shard.id: values[shard.key][shard.region.slices()]
+            for shard in requests[comm.rank].shards
+        }
+        try:
+            run_save(plan, tensors, target, comm, OPTIONS)
+        except CheckpointError as error:
+            return error
+        return None
+
+    errors = run_ranks(NUM_RANKS, on_rank)
+    for rank, error in enumerate(errors):
+        assert isinstance(error, StorageError)
+        assert isinstance(error, PeerError) == (rank != failing_rank)
+        assert str(error) == f"rank {failing_rank}: regular: told to fail"
+        assert error.key == "regular"
+
+
+def test_a_writer_of_pieces_that_fails_fails_on_all(tmp_path: Path) -> None:
+    requests, values = two_arrays()
+    layout = new_target(tmp_path, Engine.TENSORSTORE).layout
+    target = SaveTarget(layout, MemoryArrays(fails={"pieces"}))
+    errors = save(requests, values, target, layout=LAYOUTS["dense"])
+
+    assert all(isinstance(error, StorageError) for error in errors)
+    assert len({str(error) for error in errors if isinstance(error, PeerError)}) <= 1
+
+
+def test_a_tensor_that_is_not_there_fails_on_all(tmp_path: Path) -> None:
+    requests, values = two_arrays()
+    target = new_target(tmp_path, Engine.TENSORSTORE)
+
+    def on_rank(comm: ThreadCommunicator) -> Exception | None:
+        tensors = {
+            shard.id: values[shard.key][shard.region.slices()]
+            for shard in requests[comm.rank].shards
+            if not (comm.rank == 2 and shard.key == "pieces")
+        }
+        try:
+            run_save(build_save_plan(requests), tensors, target, comm, OPTIONS)
+        except (CheckpointError, KeyError) as error:
+            return error
+        return None
+
+    errors = run_ranks(NUM_RANKS, on_rank)
+    assert all(errors)
+    assert {str(error) for error in errors if isinstance(error, PeerError)} == {
+        str(errors[0]),
+    }
+    assert str(errors[0]).startswith("rank 2: KeyError")

@@ -1,0 +1,135 @@
+"""Transfers past the page cache move the same bytes, whatever the offsets and sizes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.storage.direct_io import (
+    BLOCK_NBYTES,
+    BounceBuffers,
+    Bytes,
+    is_cached,
+    read_direct,
+    start_direct,
+    write_direct,
+)
+from dist_ckpt_strategies.storage.file_access import file_access, file_system_type
+from tests.support.disks import tiny_ext4, tiny_tmpfs
+
+PER_EXAMPLE = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+RAW = np.random.default_rng(0).integers(0, 256, 12 * BLOCK_NBYTES, np.uint8)
+
+
+def small_buffer(num_blocks: int) -> Bytes:
+    return np.frombuffer(mmap.mmap(-1, num_blocks * BLOCK_NBYTES), np.uint8)
+
+
+@contextmanager
+def opened_direct(path: Path, flags: int) -> Iterator[int]:
+    handle = os.open(path, flags, 0o666)
+    try:
+        if not start_direct(handle):
+            pytest.skip("no direct transfers on this file system")
+        yield handle
+    finally:
+        os.close(handle)
+
+
+@PER_EXAMPLE
+@given(size=st.integers(0, RAW.size), start=st.integers(0, 64), num_blocks=st.integers(1, 3))
+def test_a_file_of_any_size_is_written_whole(
+    size: int, start: int, num_blocks: int, tmp_path: Path
+) -> None:
+    content = RAW[start : start + size]
+    path = tmp_path / "file"
+    with opened_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as handle:
+        write_direct(handle, content, small_buffer(num_blocks))
+
+    assert path.read_bytes() == content.tobytes()
+
+
+@PER_EXAMPLE
+@given(
+    size=st.integers(0, RAW.size),
+    offset=st.integers(0, RAW.size),
+    length=st.integers(0, RAW.size),
+    num_blocks=st.integers(1, 3),
+)
+def test_any_stretch_of_a_file_is_read_and_its_end_is_noticed(
+    size: int, offset: int, length: int, num_blocks: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(RAW[:size].tobytes())
+    target = np.full(length, 0xEE, np.uint8)
+    with opened_direct(path, os.O_RDONLY) as handle:
+        count = read_direct(handle, offset, target, small_buffer(num_blocks))
+    expected = RAW[:size][offset : offset + length]
+
+    assert count == expected.size
+    assert np.array_equal(target[:count], expected)
+    assert bool((target[count:] == 0xEE).all())
+
+
+def test_a_file_system_without_direct_transfers_is_told_from_one_that_has_them(
+    tmp_path: Path,
+) -> None:
+    with tiny_ext4(tmp_path / "ext4") as directory:
+        assert file_system_type(directory) == "ext4"
+        assert file_access(directory).is_direct
+        assert file_access(directory / "not" / "yet" / "there").is_direct
+    with tiny_tmpfs(tmp_path / "tmpfs") as directory:
+        assert file_system_type(directory) == "tmpfs"
+        assert not file_access(directory).is_direct
+        assert file_access(directory).bounce_buffers() is None
+
+
+def test_a_file_that_is_not_cached_is_known_to_be(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(RAW.tobytes())
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        assert is_cached(file.fileno(), RAW.size)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        is_cold = not is_cached(file.fileno(), RAW.size)
+        file.read()
+        assert is_cached(file.fileno(), RAW.size)
+    if file_access(tmp_path).is_direct:
+        assert is_cold
+
+
+def test_buffers_are_aligned_and_never_shared_between_threads_at_work() -> None:
+    buffers = BounceBuffers()
+    together = threading.Barrier(4, timeout=5.0)
+    addresses: list[int] = []
+
+    def work() -> None:
+        with buffers.borrowed() as buffer:
+            addresses.append(buffer.ctypes.data)
+            together.wait()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert len(set(addresses)) == 4
+    assert all(address % BLOCK_NBYTES == 0 for address in addresses)
+
+
+def test_a_buffer_that_is_given_back_is_used_again() -> None:
+    buffers = BounceBuffers()
+    with buffers.borrowed() as first:
+        pass
+    with buffers.borrowed() as second:
+        assert second is first

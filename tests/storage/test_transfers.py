@@ -1,0 +1,218 @@
+"""Waiting for transfers: all of them, the first failure, and no longer than allowed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
+from dist_ckpt_strategies.storage.transfers import (
+    AllTransfers,
+    Job,
+    Pending,
+    PendingTransfers,
+    run_pooled,
+)
+
+
+def translated(error: Exception) -> CheckpointError:
+    return StorageError(f"translated: {error}")
+
+
+def translated_job(job: Job, error: Exception) -> CheckpointError:
+    return StorageError(f"{job.key}: translated: {error}", key=job.key, path=str(job.path))
+
+
+def pending(name: str, outcome: object = None, *, done: bool = True) -> Pending:
+    future: Future[Any] = Future()
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    elif done:
+        future.set_result(outcome)
+    return Pending(name, future, translated)
+
+
+def job(key: str, run: Callable[[], Any]) -> Job:
+    return Job(key, Path("/ckpt") / key, run)
+
+
+def appending(to: list[int], number: int) -> Job:
+    return job(str(number), partial(to.append, number))
+
+
+def failing(error: Exception) -> Callable[[], None]:
+    def run() -> None:
+        raise error
+
+    return run
+
+
+# Futures
+
+
+def test_nothing_to_wait_for_is_done() -> None:
+    PendingTransfers(()).wait(0.0)
+    PendingTransfers((pending("a"), pending("b"))).wait(0.0)
+
+
+def test_the_first_failure_is_raised_translated_with_its_cause() -> None:
+    causes = [ValueError("one"), ValueError("two")]
+    transfers = PendingTransfers((pending("ok"), *(pending("x", cause) for cause in causes)))
+
+    with pytest.raises(StorageError, match=r"^translated: one$") as caught:
+        transfers.wait(1.0)
+    assert caught.value.__cause__ is causes[0]
+
+
+def test_our_own_errors_are_raised_as_they_are() -> None:
+    ours = CorruptCheckpointError("w: broken", key="w")
+
+    with pytest.raises(CorruptCheckpointError) as caught:
+        PendingTransfers((pending("w", ours),)).wait(1.0)
+    assert caught.value is ours
+
+
+def test_what_does_not_end_is_named_after_the_timeout() -> None:
+    started = time.monotonic()
+
+    with pytest.raises(StorageError, match=r"^slow: storage did not answer within 0\.2 s"):
+        PendingTransfers((pending("slow", done=False), pending("slower", done=False))).wait(0.2)
+    assert time.monotonic() - started < 2.0
+
+
+# Jobs on threads
+
+
+def test_every_job_is_done_once() -> None:
+    done: list[int] = []
+    jobs = [appending(done, number) for number in range(100)]
+    run_pooled(jobs, 3, translated_job).wait(10.0)
+
+    assert sorted(done) == list(range(100))
+
+
+def test_one_thread_keeps_the_order() -> None:
+    done: list[int] = []
+    jobs = [appending(done, number) for number in range(100)]
+    run_pooled(jobs, 1, translated_job).wait(10.0)
+
+    assert done == list(range(100))
+
+
+def test_as_many_jobs_run_at_once_as_there_are_threads() -> None:
+    together = threading.Barrier(4, timeout=5.0)
+    run_pooled([job(str(n), together.wait) for n in range(4)], 4, translated_job).wait(10.0)
+
+
+def test_jobs_are_under_way_before_anybody_waits() -> None:
+    begun = threading.Event()
+    transfer = run_pooled([job("a", begun.set)], 1, translated_job)
+
+    assert begun.wait(5.0)
+    transfer.wait(5.0)
+
+
+def test_no_job_is_no_thread() -> None:
+    before = threading.active_count()
+    run_pooled([], 4, translated_job).wait(0.0)
+
+    assert threading.active_count() == before
+
+
+def test_a_failed_job_is_raised_translated_with_its_cause() -> None:
+    cause = ValueError("broken")
+
+    with pytest.raises(StorageError, match=r"^w: translated: broken$") as caught:
+        run_pooled([job("w", failing(cause))], 2, translated_job).wait(5.0)
+    assert caught.value.__cause__ is cause
+    assert (caught.value.key, caught.value.path) == ("w", "/ckpt/w")
+
+
+def test_our_own_errors_in_jobs_are_raised_as_they_are() -> None:
+    ours = CorruptCheckpointError("w: broken", key="w")
+
+    with pytest.raises(CorruptCheckpointError) as caught:
+        run_pooled([job("w", failing(ours))], 2, translated_job).wait(5.0)
+    assert caught.value is ours
+
+
+def test_after_a_failure_no_further_job_is_started_and_those_under_way_have_ended() -> None:
+    started, ended = [], []
+    released = threading.Event()
+
+    def slow() -> None:
+        started.append("slow")
+        released.set()
+        time.sleep(0.2)
+        ended.append("slow")
+
+    def fails() -> None:
+        released.wait(5.0)
+        raise StorageError("broken")
+
+    jobs = [job("slow", slow), job("fails", fails)]
+    jobs += [job("later", lambda: started.append("later")) for _ in range(50)]
+    with pytest.raises(StorageError, match="broken"):
+        run_pooled(jobs, 2, translated_job).wait(10.0)
+
+    assert ended == ["slow"]
+    time.sleep(0.05)
+    assert started == ["slow"]
+
+
+def test_jobs_that_do_not_end_are_an_error_after_the_timeout_and_no_more_are_started() -> None:
+    release, done = threading.Event(), threading.Event()
+    started: list[str] = []
+
+    def hangs() -> None:
+        release.wait(10.0)
+        done.set()
+
+    jobs = [job("hangs", hangs)] + [job("later", lambda: started.append("later"))] * 5
+    with pytest.raises(StorageError, match=r"did not answer within 0\.2 s"):
+        run_pooled(jobs, 1, translated_job).wait(0.2)
+    release.set()
+
+    assert done.wait(5.0)
+    time.sleep(0.05)
+    assert started == []
+
+
+def test_threads_end_with_their_jobs() -> None:
+    before = threading.active_count()
+    for _ in range(5):
+        run_pooled([job(str(n), lambda: None) for n in range(9)], 4, translated_job).wait(5.0)
+    deadline = time.monotonic() + 5.0
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+    assert threading.active_count() == before
+
+
+# Several as one
+
+
+def test_every_part_is_waited_for_and_the_first_failure_is_raised() -> None:
+    waited: list[str] = []
+
+    class Part:
+        def __init__(self, name: str, error: CheckpointError | None = None) -> None:
+            self.name = name
+            self.error = error
+
+        def wait(self, timeout_s: float) -> None:
+            waited.append(self.name)
+            if self.error:
+                raise self.error
+
+    parts = (Part("a"), Part("b", StorageError("b")), Part("c", StorageError("c")), Part("d"))
+    with pytest.raises(StorageError, match=r"^b$"):
+        AllTransfers(parts).wait(1.0)
+    assert waited == ["a", "b", "c", "d"]

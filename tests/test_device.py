@@ -1,0 +1,180 @@
+"""Views of host memory are the memory itself, and staging happens only where it must."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from dist_ckpt_strategies.device import (
+    copy_into,
+    dtype_of,
+    host_buffer,
+    host_view,
+    is_host_readable,
+    may_overlap,
+    require_plain,
+    staged_nbytes,
+    to_host,
+    torch_dtype,
+)
+from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.spec.dtype import DType
+from tests.support.samples import random_values
+from tests.support.tensors import (
+    LAYOUTS,
+    Layout,
+    bits,
+    lazily_conjugated,
+    lazily_negated,
+    transposed,
+)
+
+EVERY_DTYPE = pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.value)
+EVERY_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+
+
+def tensor_of(dtype: DType, shape: tuple[int, ...] = (4, 6)) -> torch.Tensor:
+    raw = torch.from_numpy(random_values(shape, dtype).view(np.uint8).copy())
+    return raw.view(torch_dtype(dtype))
+
+
+@EVERY_DTYPE
+@EVERY_LAYOUT
+def test_a_view_shows_the_memory_of_the_tensor(dtype: DType, layout: Layout) -> None:
+    tensor = layout(tensor_of(dtype))
+    view = host_view(tensor)
+
+    assert view.dtype == dtype.numpy
+    assert view.shape == tuple(tensor.shape)
+    assert view.__array_interface__["data"][0] == tensor.data_ptr()
+    assert view.tobytes() == bits(tensor)
+
+
+@EVERY_DTYPE
+def test_what_is_written_to_a_view_is_in_the_tensor(dtype: DType) -> None:
+    tensor, values = transposed(tensor_of(dtype)), tensor_of(dtype).flip(0).contiguous()
+    host_view(tensor)[...] = host_view(values)
+
+    assert bits(tensor) == bits(values)
+
+
+@EVERY_DTYPE
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0)])
+def test_scalars_and_empty_tensors_have_views(dtype: DType, shape: tuple[int, ...]) -> None:
+    view = host_view(torch.zeros(shape, dtype=torch_dtype(dtype)))
+
+    assert (view.shape, view.dtype) == (shape, dtype.numpy)
+
+
+@EVERY_DTYPE
+def test_every_type_is_known_by_name(dtype: DType) -> None:
+    assert dtype_of(torch.zeros(1, dtype=torch_dtype(dtype)), key="w") is dtype
+
+
+def test_a_type_that_cannot_be_stored_is_refused_naming_the_key() -> None:
+    with pytest.raises(PlanError, match=r"^w: dtype torch\.bits8"):
+        dtype_of(torch.empty(1, dtype=torch.bits8), key="w")
+
+
+def test_only_what_does_not_lie_in_order_is_copied() -> None:
+    dense = torch.arange(6.0).reshape(2, 3)
+    tensors = [dense, dense[1:], dense.T, dense[:, ::2], torch.nn.Parameter(dense.clone())]
+    hosts = to_host(tensors)
+
+    copied = [
+        host.__array_interface__["data"][0] != tensor.data_ptr()
+        for host, tensor in zip(hosts, tensors, strict=True)
+    ]
+    assert copied == [False, False, True, True, False]
+    assert [bool(staged_nbytes(tensor)) for tensor in tensors] == copied
+    assert all(host.flags.c_contiguous for host in hosts)
+    assert [host.tobytes() for host in hosts] == [bits(tensor) for tensor in tensors]
+
+
+@pytest.mark.parametrize(
+    "lazy",
+    [
+        lazily_conjugated(torch.tensor([[1 + 2j, 3j]])),
+        lazily_conjugated(torch.tensor([[1 + 2j, 3j]])).T,
+        lazily_negated(torch.tensor([[1.0, -2.0]])),
+    ],
+    ids=["conjugated", "conjugated and transposed", "negated"],
+)
+def test_lazy_tensors_are_copied_as_they_are_meant(lazy: torch.Tensor) -> None:
+    (host,) = to_host([lazy])
+
+    assert not is_host_readable(lazy)
+    assert staged_nbytes(lazy) == lazy.numel() * lazy.element_size()
+    assert host.tobytes() == bits(lazy)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "overlaps"),
+    [
+        (torch.zeros(3, 4), False),
+        (torch.zeros(3, 4).T, False),
+        (torch.zeros(3, 4)[::2, 1::3], False),
+        (torch.zeros(()), False),
+        (torch.zeros(0, 4), False),
+        (torch.zeros(1).expand(1, 1), False),
+        (torch.zeros(3, 1).expand(3, 4), True),
+        (torch.zeros(4).expand(3, 4), True),
+        (torch.zeros(5).as_strided((3, 3), (1, 1)), True),
+    ],
+)
+def test_memory_that_two_elements_share_is_noticed(tensor: torch.Tensor, overlaps: bool) -> None:
+    assert may_overlap(tensor) is overlaps
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(2, 2).to_sparse(),
+        torch.empty(2, 2, device="meta"),
+    ],
+    ids=["sparse", "meta"],
+)
+def test_a_tensor_without_memory_of_its_own_is_refused_naming_the_key(
+    tensor: torch.Tensor,
+) -> None:
+    with pytest.raises(PlanError, match=r"^w: expected a dense tensor"):
+        require_plain(tensor, key="w")
+
+
+def test_plain_tensors_are_not_refused() -> None:
+    for layout in LAYOUTS.values():
+        require_plain(layout(torch.zeros(2, 3)), key="w")
+
+
+def test_targets_are_filled_from_their_buffers() -> None:
+    targets = [layout(torch.zeros(2, 3)) for layout in LAYOUTS.values()]
+    buffers = [host_buffer((2, 3), DType.FLOAT32, like=target) for target in targets]
+    for number, buffer in enumerate(buffers):
+        buffer.fill_(number)
+    copy_into([target.detach() for target in targets], buffers)
+
+    assert [float(target.detach().sum()) for target in targets] == [
+        6.0 * number for number in range(len(targets))
+    ]
+
+
+@pytest.mark.gpu
+@EVERY_DTYPE
+def test_cuda_tensors_are_copied_into_pinned_memory(dtype: DType) -> None:
+    tensors = [tensor_of(dtype).cuda(), tensor_of(dtype).cuda().T]
+    hosts = to_host(tensors)
+
+    assert [host.tobytes() for host in hosts] == [bits(tensor) for tensor in tensors]
+    assert host_buffer((2,), dtype, like=tensors[0]).is_pinned()
+
+
+@pytest.mark.gpu
+def test_cuda_targets_are_filled_before_the_copy_returns() -> None:
+    target = torch.zeros(1 << 20, device="cuda")
+    buffer = host_buffer((1 << 20,), DType.FLOAT32, like=target)
+    buffer.fill_(3.0)
+    copy_into([target], [buffer])
+    buffer.fill_(4.0)
+
+    assert bool((target == 3.0).all())
