@@ -158,7 +158,7 @@ class _Attendance:
         self._keys = {rank: f"dist_ckpt/{group.group_name}/{rank}" for rank in global_ranks}
         self._mine = self._keys[dist.get_rank()]
         self._purpose = purpose
-        self._opening = group._get_sequence_number_for_group()  # noqa: SLF001 - no public way
+        self._opening = _num_collectives(group)
         self._count = 0
 
     @property
@@ -219,8 +219,13 @@ class _Attendance:
         opening, _, what = store.get(key).decode().partition(" ")
         purpose, _, number = what.rpartition(_MEETING)
         if int(opening) != self._opening:
-            return int(opening) > self._opening  # it has left this communicator behind
+            return bool(int(opening) > self._opening)  # it has left this communicator behind
         return purpose == self._purpose and int(number) in {self._count, self._count + 1}
+
+
+def _num_collectives(group: Any) -> int:
+    """Collectives that the group has carried out: equal on all ranks between two of them."""
+    return int(group._get_sequence_number_for_group())  # noqa: SLF001 - no public way
 
 
 def _described(absent: list[int] | None) -> str:

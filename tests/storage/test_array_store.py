@@ -282,8 +282,8 @@ def test_a_root_that_tensorstore_would_misread_is_refused_or_used_as_it_is(
     assert list(tmp_path.iterdir()) == [root]
 
 
-def test_a_thousand_arrays_at_once(engine: Engine, tmp_path: Path) -> None:
-    num = 1000
+def test_thousands_of_arrays_are_transferred_at_once(engine: Engine, tmp_path: Path) -> None:
+    num = {Engine.TENSORSTORE: 3000, Engine.ZARR: 300}[engine]  # zarr-python is slower
     store = store_of(tmp_path, engine)
     values = [np.full((2, 2), number, np.int32) for number in range(num)]
     arrays = [array_of(v, (1, 2), f"layer.{n}.w") for n, v in enumerate(values)]

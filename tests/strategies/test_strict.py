@@ -109,4 +109,3 @@ def test_ours_does_what_the_documentation_says(strict: StrictHandling, results: 
 
 @pytest.mark.parametrize("strict", list(StrictHandling), ids=lambda strict: strict.value)
 def test_megatrons_load_gives_the_same(strict: StrictHandling, results: list[Any]) -> None:
-    print(results)
