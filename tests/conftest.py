@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Two shared cores: time says nothing about an example, and a minute is a lot.
-settings.register_profile("suite", deadline=None, max_examples=50)
+settings.register_profile(
+    "suite",
+    deadline=None,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 settings.load_profile("suite")
 
 

@@ -154,9 +154,9 @@ def _translated(array: ArraySpec, directory: Path, error: Exception) -> Checkpoi
     text = str(error)
     named = _FILE_IN_MESSAGE.search(text)
     path = Path(named.group(1)) if named else directory
-    if "NOT_FOUND" in text:
+    if text.startswith("NOT_FOUND"):
         return missing_chunk(array, path)
-    if "RESOURCE_EXHAUSTED" in text or "No space left" in text:
+    if text.startswith("RESOURCE_EXHAUSTED"):
         text = f"no space left; free some, or save elsewhere ({text})"
     kind = CorruptCheckpointError if _is_damage(text) else StorageError
     return kind(f"{array.key}: {path}: {text}", key=array.key, path=str(path))

@@ -147,7 +147,7 @@ def test_a_silent_rank_is_named_within_the_timeout(silent: int, meetings_before:
         assert error.rank == silent
         assert f"ranks [{silent}] did not arrive within 1.5 s" in str(error)
         assert "save of /ckpt/iter_1" in str(error)
-        assert 1.0 < seconds < 2.5
+        assert 1.0 < seconds < 3.0
 
 
 def does_not_come_again(rank: int) -> Any:

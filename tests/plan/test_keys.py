@@ -7,7 +7,7 @@ import uuid
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.errors import PlanError
@@ -100,7 +100,6 @@ def test_the_same_key_may_name_an_array_and_an_object() -> None:
     require("w", objects=("w",))
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12))
 @example("~")
 @example("%2e%2e")

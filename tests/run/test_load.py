@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.config import Engine, Options
@@ -25,7 +25,7 @@ from tests.support.stores import chunk_files, store_of, write_array
 from tests.support.tensors import LAYOUTS, bits
 
 FRESH = itertools.count()
-PER_EXAMPLE = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEWER = settings(max_examples=25)
 OPTIONS = Options(timeout_s=20.0)
 
 
@@ -39,7 +39,7 @@ def load(
 
 
 @pytest.mark.parametrize("engine", Engine)
-@PER_EXAMPLE
+@FEWER
 @given(data=st.data())
 def test_any_boxes_of_any_array_are_loaded_with_any_shape_asked_for(
     data: st.DataObject, engine: Engine, tmp_path: Path

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.comm.base import Communicator
@@ -29,7 +29,7 @@ from tests.support.stores import read_array, store_of
 from tests.support.tensors import LAYOUTS, bits, transposed
 
 FRESH = itertools.count()
-PER_EXAMPLE = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEWER = settings(max_examples=25)
 OPTIONS = Options(timeout_s=20.0)
 
 
@@ -79,7 +79,7 @@ def new_target(tmp_path: Path, engine: Engine) -> SaveTarget:
 
 
 @pytest.mark.parametrize("engine", Engine)
-@PER_EXAMPLE
+@FEWER
 @given(data=st.data())
 def test_however_an_array_is_cut_and_spread_it_is_stored_whole(
     data: st.DataObject, engine: Engine, tmp_path: Path

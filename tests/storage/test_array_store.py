@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.config import Engine
@@ -51,7 +51,7 @@ WITH_NAN_PAYLOADS = [
     d for d in DType if ("float" in d.value and "float8" not in d.value) or "complex" in d.value
 ]
 FRESH = itertools.count()
-PER_EXAMPLE = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEWER = settings(max_examples=25)
 
 
 def new_root(tmp_path: Path) -> Path:
@@ -99,7 +99,7 @@ def test_a_strided_target_receives_every_bit_and_nothing_beside_it_changes(
     assert same_bytes(frame, expected)
 
 
-@PER_EXAMPLE
+@FEWER
 @given(data=st.data())
 def test_any_box_of_any_array_in_any_chunks_is_read_right(
     data: st.DataObject, writer: Engine, reader: Engine, tmp_path: Path
@@ -464,6 +464,16 @@ def test_a_chunk_of_the_wrong_size_is_an_error_that_names_key_and_file(
     assert (caught.value.key, caught.value.path) == ("layer.w", str(bad))
 
 
+def test_what_is_wrong_is_not_told_from_words_in_the_key(engine: Engine, tmp_path: Path) -> None:
+    values = random_values((8, 4), DType.FLOAT32)
+    array = write_array(tmp_path, engine, values, chunk=(2, 4), key="NOT_FOUND.No space left")
+    chunk_files(tmp_path, array)[1].write_bytes(b"short")
+
+    target = np.zeros((8, 8), np.float32)[:, ::2]
+    with pytest.raises(CorruptCheckpointError):
+        read_into(tmp_path, engine, array, whole_of(array), target)
+
+
 @TARGETS
 def test_a_directory_in_the_place_of_a_chunk_is_an_error(
     target: Values, engine: Engine, tmp_path: Path
@@ -515,20 +525,23 @@ def test_an_array_that_is_gone_altogether_is_an_error(engine: Engine, tmp_path: 
 # Disks that do not take what is written
 
 
-def failing_write(root: Path, engine: Engine, num: int = 1) -> CheckpointError:
+def failing_write(
+    root: Path, engine: Engine, num: int = 1, chunk_rows: int = 16
+) -> CheckpointError:
     values = random_values((64, 512), DType.FLOAT32)
-    arrays = [array_of(values, (16, 512), f"layer.{n}") for n in range(num)]
+    arrays = [array_of(values, (chunk_rows, 512), f"layer.{n}") for n in range(num)]
     store = store_of(root, engine)
     with pytest.raises(StorageError) as caught:
         store.begin_writes([ArrayWrite(a, whole_of(a), values) for a in arrays]).wait(TIMEOUT_S)
     return caught.value
 
 
+@pytest.mark.parametrize("chunk_rows", [16, 65], ids=["whole chunks", "padded chunk"])
 def test_a_full_disk_is_an_error_that_names_key_file_and_remedy(
-    engine: Engine, small_disk: Path
+    chunk_rows: int, engine: Engine, small_disk: Path
 ) -> None:
     fill_disk(small_disk, leaving_nbytes=100_000)
-    error = failing_write(small_disk, engine)
+    error = failing_write(small_disk, engine, chunk_rows=chunk_rows)
 
     assert error.key == "layer.0"
     assert str(error).startswith("layer.0: ")
@@ -563,11 +576,12 @@ def test_a_chunk_of_a_failed_write_is_whole_or_has_another_size(
             assert path.read_bytes() == values[start : start + 16].tobytes()
 
 
+@pytest.mark.parametrize("chunk_rows", [16, 65], ids=["whole chunks", "padded chunk"])
 def test_a_read_only_disk_is_an_error_that_names_key_file_and_reason(
-    engine: Engine, small_disk: Path
+    chunk_rows: int, engine: Engine, small_disk: Path
 ) -> None:
     with read_only(small_disk):
-        error = failing_write(small_disk, engine)
+        error = failing_write(small_disk, engine, chunk_rows=chunk_rows)
 
     assert error.key == "layer.0"
     assert str(small_disk / "layer.0") in str(error)
@@ -603,12 +617,13 @@ def test_a_file_in_the_place_of_a_directory_is_an_error(engine: Engine, tmp_path
     assert (tmp_path / "layer.0").read_text() == "in the way"
 
 
+@pytest.mark.parametrize("chunk", [4, 5], ids=["whole chunk", "padded chunk"])
 def test_a_path_too_long_for_the_file_system_is_an_error_that_says_so(
-    engine: Engine, tmp_path: Path
+    chunk: int, engine: Engine, tmp_path: Path
 ) -> None:
     key = "/".join(["y" * 250] * 20)
     values = np.zeros((4,), np.float32)
-    array = array_of(values, key=key)
+    array = array_of(values, (chunk,), key)
     store = store_of(tmp_path, engine)
 
     with pytest.raises(StorageError) as caught:

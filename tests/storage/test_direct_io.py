@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.storage.direct_io import (
@@ -26,7 +26,7 @@ from dist_ckpt_strategies.storage.direct_io import (
 from dist_ckpt_strategies.storage.file_access import file_access, file_system_type
 from tests.support.disks import tiny_ext4, tiny_tmpfs
 
-PER_EXAMPLE = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEWER = settings(max_examples=40)
 RAW = np.random.default_rng(0).integers(0, 256, 12 * BLOCK_NBYTES, np.uint8)
 
 
@@ -45,7 +45,7 @@ def opened_direct(path: Path, flags: int) -> Iterator[int]:
         os.close(handle)
 
 
-@PER_EXAMPLE
+@FEWER
 @given(size=st.integers(0, RAW.size), start=st.integers(0, 64), num_blocks=st.integers(1, 3))
 def test_a_file_of_any_size_is_written_whole(
     size: int, start: int, num_blocks: int, tmp_path: Path
@@ -58,7 +58,7 @@ def test_a_file_of_any_size_is_written_whole(
     assert path.read_bytes() == content.tobytes()
 
 
-@PER_EXAMPLE
+@FEWER
 @given(
     size=st.integers(0, RAW.size),
     offset=st.integers(0, RAW.size),

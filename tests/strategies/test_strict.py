@@ -47,7 +47,8 @@ def described(found: Any) -> Any:
     if isinstance(found, Failure):
         return "raised"
     state, *keys = found if isinstance(found, tuple) else (found,)
-    return sorted(state), [sorted(each) for each in keys], state["o"], state["w #0"].tolist()
+    values = {name.split(" #")[0]: value for name, value in state.items()}
+    return sorted(values), [sorted(each) for each in keys], values["o"], values["w"].tolist()
 
 
 Seen = dict[tuple[str, str, bool, bool], Any]
@@ -90,7 +91,7 @@ def expected(rank: int, strict: StrictHandling, *, unexpected: bool) -> Any:
         StrictHandling.RETURN_UNEXPECTED: [[], own_unexpected],
         StrictHandling.RETURN_ALL: [missing, own_unexpected],
     }
-    return ["o", "w #0"], keys.get(strict, []), *values
+    return ["o", "w"], keys.get(strict, []), *values
 
 
 @pytest.fixture(scope="module")
@@ -108,4 +109,11 @@ def test_ours_does_what_the_documentation_says(strict: StrictHandling, results: 
 
 
 @pytest.mark.parametrize("strict", list(StrictHandling), ids=lambda strict: strict.value)
-def test_megatrons_load_gives_the_same(strict: StrictHandling, results: list[Any]) -> None:
+def test_both_entries_do_what_torch_dist_does(strict: StrictHandling, results: list[Any]) -> None:
+    for rank, seen in enumerate(results):
+        for unexpected in (False, True):
+            theirs = seen[strict.value, Entry.MEGATRON.value, unexpected, True]
+            for entry in Entry:
+                for backend in ("zarr", "torch_dist"):
+                    found = seen[strict.value, entry.value, unexpected, backend == "torch_dist"]
+                    assert found == theirs, (rank, unexpected, entry, backend)
