@@ -1,0 +1,163 @@
+"""A directory holds one finished checkpoint, or counts as incomplete; never a mixture."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+import dist_ckpt_strategies
+from tests.support.entries import Entry, Failure, load, outcome, prepare, save
+from tests.support.ranks import run_processes
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+
+SIZE = 2
+
+
+def state_of(rank: int, value: float, key: str = "w", num_objects: int = SIZE) -> dict[str, Any]:
+    rows = torch.full((2, 3), value)
+    return {
+        "w": ShardedTensor.from_rank_offsets(key, rows, (0, rank, SIZE)),
+        "o": ShardedObject(
+            "o",
+            value,
+            (num_objects,),
+            (min(rank, num_objects - 1),),
+            replica_id=rank // num_objects,
+        ),
+        "value": value,
+    }
+
+
+def with_a_gap(rank: int) -> dict[str, Any]:
+    """Rank 1's half of the array is nobody's main replica."""
+    rows = torch.zeros(2, 3)
+    replica = rank
+    return {"w": ShardedTensor("w", rows, rows.dtype, (2, 3), (4, 3), (2 * rank, 0), None, replica)}
+
+
+def value_in(rank: int, root: Path, entry: Entry = Entry.OURS, key: str = "w") -> Any:
+    """The one value that tensors, object and common state hold; a list where they differ."""
+    found = outcome(partial(load, entry, state_of(rank, -1.0, key), root))
+    if isinstance(found, Failure):
+        return found
+    values = {*found["w"].unique().tolist(), found["o"], found["value"]}
+    return values.pop() if len(values) == 1 else sorted(values)
+
+
+def scenario(rank: int, scratch: Path) -> dict[str, Any]:
+    """Everything that one pair of ranks can show about one directory after the other."""
+    prepare(30)
+    os.chdir(scratch)
+    seen: dict[str, Any] = {}
+    root = scratch / "a" / "b"
+    save(Entry.OURS, state_of(rank, 1.0), root)
+    seen["made"] = value_in(rank, root)
+    seen["again"] = outcome(partial(save, Entry.OURS, state_of(rank, 2.0), root))
+    seen["kept"] = value_in(rank, root)
+    seen["gap"] = outcome(partial(save, Entry.OURS, with_a_gap(rank), scratch / "gap"))
+    seen["gap loaded"] = value_in(rank, scratch / "gap")
+
+    save(Entry.OURS, state_of(rank, 3.0, "new", 1), root, overwrite=True)
+    dist.barrier()
+    seen["files"] = sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
+
+    save(Entry.MEGATRON, state_of(rank, 4.0), root)
+    seen["through megatron"] = value_in(rank, root, Entry.MEGATRON)
+    seen["broken off"] = outcome(partial(save, Entry.MEGATRON, with_a_gap(rank), root))
+    seen["not a mixture"] = value_in(rank, root)
+
+    relative = Path("relative")
+    save(Entry.OURS, state_of(rank, 5.0), relative)
+    seen["relative"] = value_in(rank, relative), value_in(rank, scratch / relative, Entry.MEGATRON)
+    dist.barrier()
+    if rank == 0:
+        (scratch / relative / "metadata.json").write_text('{"sharded_backend": "zarr", "sha')
+    dist.barrier()
+    seen["half a marker"] = value_in(rank, relative)
+    seen["nowhere"] = value_in(rank, scratch / "nowhere")
+    seen["url"] = outcome(
+        partial(dist_ckpt_strategies.save, state_of(rank, 6.0), "s3://bucket/run")
+    )
+    seen["asynchronous"] = outcome(
+        partial(save, Entry.OURS, state_of(rank, 6.0), scratch / "async", async_sharded_save=True)
+    )
+    return seen
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    found = run_processes(SIZE, scenario, tmp_path_factory.mktemp("finished"), timeout_s=100)
+    for seen in found:
+        assert isinstance(seen, dict), seen
+    return found
+
+
+def failures(ranks: list[dict[str, Any]], what: str, kind: str) -> list[Failure]:
+    found = [seen[what] for seen in ranks]
+    for failure in found:
+        assert isinstance(failure, Failure), failure
+        assert kind in failure.kinds
+        assert failure.is_ours
+        assert failure.is_megatrons
+    return found
+
+
+def test_a_save_makes_the_directory_and_what_is_missing_above_it(ranks: list[Any]) -> None:
+    assert [seen["made"] for seen in ranks] == [1.0] * SIZE
+
+
+def test_a_finished_checkpoint_is_refused_everywhere_and_stays_as_it_was(ranks: list[Any]) -> None:
+    for failure in failures(ranks, "again", "CheckpointExistsError"):
+        assert "overwrite=True" in failure.text
+    assert [seen["kept"] for seen in ranks] == [1.0] * SIZE
+
+
+def test_overwriting_leaves_nothing_of_the_old_checkpoint(ranks: list[Any]) -> None:
+    files = ["common.pt", "metadata.json", "new/.zarray", "new/0.0", "new/1.0", "o/shard_0_1.pt"]
+    assert [seen["files"] for seen in ranks] == [files] * SIZE
+
+
+def test_a_gap_is_refused_everywhere_and_leaves_no_finished_checkpoint(ranks: list[Any]) -> None:
+    for failure in failures(ranks, "gap", "CoverageError"):
+        assert failure.key == "w"
+    failures(ranks, "gap loaded", "IncompleteCheckpointError")
+
+
+def test_megatrons_save_over_a_finished_checkpoint_is_that_checkpoint(ranks: list[Any]) -> None:
+    assert [seen["through megatron"] for seen in ranks] == [4.0] * SIZE
+
+
+def test_megatrons_save_that_breaks_off_leaves_no_mixture(ranks: list[Any]) -> None:
+    failures(ranks, "broken off", "CoverageError")
+    for failure in failures(ranks, "not a mixture", "IncompleteCheckpointError"):
+        assert "metadata.json" in failure.text
+        assert "common.pt" in failure.text
+
+
+def test_relative_paths_work(ranks: list[Any]) -> None:
+    assert [seen["relative"] for seen in ranks] == [(5.0, 5.0)] * SIZE
+
+
+def test_half_a_marker_counts_as_none(ranks: list[Any]) -> None:
+    failures(ranks, "half a marker", "IncompleteCheckpointError")
+
+
+def test_a_directory_that_is_not_there_is_said_so(ranks: list[Any]) -> None:
+    for failure in failures(ranks, "nowhere", "CheckpointNotFoundError"):
+        assert "nowhere" in failure.text
+
+
+def test_a_url_and_an_asynchronous_save_are_refused_by_name(ranks: list[Any]) -> None:
+    for failure in failures(ranks, "url", "StrategyError"):
+        assert "s3://bucket/run" in failure.text
+    for failure in failures(ranks, "asynchronous", "StrategyError"):
+        assert "async_sharded_save" in failure.text
