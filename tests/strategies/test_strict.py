@@ -19,6 +19,8 @@ from tests.support.sharding import Cut, Part, on_grid, part_of, sharded, state_o
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
+pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
+
 TORCH_DIST = ("torch_dist", 1)
 
 

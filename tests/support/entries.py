@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from torch.distributed.checkpoint.api import CheckpointException
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import CheckpointError, PeerError
@@ -82,11 +83,11 @@ class Failure:
 
 
 def outcome(action: Callable[[], Any]) -> Any:
-    """What the action returns, or the Failure."""
+    """What the action returns, or the Failure; torch's CheckpointException is no Exception."""
     started = time.monotonic()
     try:
         return action()
-    except Exception as error:  # noqa: BLE001 - the test looks at it
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 - the test looks at it
         return Failure(
             tuple(kind.__name__ for kind in type(error).__mro__),
             isinstance(error, CheckpointError),

@@ -1,0 +1,158 @@
+"""Common state and objects: in Megatron-Core's files, read with an allow-list."""
+
+from __future__ import annotations
+
+import io
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from signal import Signals
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import base
+from megatron.core.enums import ModelType
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer.enums import AttnBackend
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.errors import (
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    UnsafeObjectError,
+)
+from dist_ckpt_strategies.strategies.common import (
+    TorchCommonLoadStrategy,
+    TorchCommonSaveStrategy,
+)
+
+
+class Homemade:
+    """A class of a user's own."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def like_a_megatron_run() -> dict[str, Any]:
+    """What Megatron-LM's training script keeps in the common state."""
+    return {
+        "args": Namespace(
+            attention_backend=AttnBackend.auto,
+            exit_signal=Signals.SIGTERM,
+            params_dtype=torch.bfloat16,
+            save=Path("run") / "ckpt",
+            lr=1e-4,
+        ),
+        "checkpoint_version": 3.0,
+        "iteration": 1200,
+        "model_type": ModelType.encoder_or_decoder,
+        "opt_param_scheduler": {"max_lr": 3e-4, "num_steps": 1200},
+        "optimizer_config": OptimizerConfig(lr=1e-4),
+        "num_floating_point_operations_so_far": 1.5e18,
+        "rng": np.random.default_rng(1).integers(0, 9, 624).astype(np.uint32),
+        "scalar": np.float64(2.5),
+        "extra": SimpleNamespace(step=torch.tensor(7), blob=io.BytesIO(b"abc")),
+        "wandb": None,
+    }
+
+
+def test_the_common_state_of_a_megatron_run_comes_back(tmp_path: Path) -> None:
+    state = like_a_megatron_run()
+    TorchCommonSaveStrategy().save_common(state, tmp_path)
+    found = TorchCommonLoadStrategy().load_common(tmp_path)
+
+    assert list(found) == list(state)
+    assert found["args"] == state["args"]
+    assert found["optimizer_config"] == state["optimizer_config"]
+    np.testing.assert_array_equal(found["rng"], state["rng"])
+    assert found["scalar"] == state["scalar"]
+    assert found["extra"].blob.getvalue() == b"abc"
+    for key in ("model_type", "iteration", "opt_param_scheduler", "checkpoint_version", "wandb"):
+        assert found[key] == state[key]
+
+
+def test_what_torch_saved_we_load_and_what_we_save_torch_loads(tmp_path: Path) -> None:
+    torch.save({"iteration": 3}, tmp_path / "common.pt")
+    assert TorchCommonLoadStrategy().load_common(tmp_path) == {"iteration": 3}
+
+    TorchCommonSaveStrategy().save_common({"iteration": 4}, tmp_path)
+    assert torch.load(tmp_path / "common.pt", weights_only=True) == {"iteration": 4}
+
+
+def test_saving_common_state_removes_the_marker_of_an_older_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    TorchCommonSaveStrategy().save_common({}, tmp_path)
+
+    assert [path.name for path in tmp_path.iterdir()] == ["common.pt"]
+
+
+def test_a_class_that_is_not_allowed_is_named_with_the_remedy(tmp_path: Path) -> None:
+    TorchCommonSaveStrategy().save_common({"mine": Homemade(5)}, tmp_path)
+
+    with pytest.raises(UnsafeObjectError, match=r"Homemade.*allow=") as caught:
+        TorchCommonLoadStrategy().load_common(tmp_path)
+    assert caught.value.path == str(tmp_path / "common.pt")
+    found = TorchCommonLoadStrategy(allow=[Homemade]).load_common(tmp_path)
+    assert found["mine"].value == 5
+
+
+def test_a_missing_and_a_damaged_common_state_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(IncompleteCheckpointError, match=r"common\.pt is missing"):
+        TorchCommonLoadStrategy().load_common(tmp_path)
+    TorchCommonSaveStrategy().save_common({"w": torch.arange(100)}, tmp_path)
+    content = bytearray((tmp_path / "common.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "common.pt").write_bytes(content)
+
+    with pytest.raises(CorruptCheckpointError, match="damaged"):
+        TorchCommonLoadStrategy().load_common(tmp_path)
+
+
+def test_objects_with_slashes_in_their_key_are_saved_found_and_loaded(tmp_path: Path) -> None:
+    objects = {
+        n: ShardedObject("layer/0/extra", {"n": n}, (2, 2), (n // 2, n % 2)) for n in range(4)
+    }
+    TorchCommonSaveStrategy().save_sharded_objects(objects, tmp_path)
+    loader = TorchCommonLoadStrategy()
+
+    assert set(loader.load_sharded_metadata(tmp_path)) == {o.unique_key for o in objects.values()}
+    wanted = {n: ShardedObject("layer/0/extra", None, (2, 2), (n // 2, n % 2)) for n in range(4)}
+    assert loader.load_sharded_objects(wanted, tmp_path) == {n: {"n": n} for n in range(4)}
+
+
+def test_object_names_without_the_last_shape_are_found(tmp_path: Path) -> None:
+    (tmp_path / "rng_state").mkdir()
+    for n in range(2):
+        torch.save({"n": n}, tmp_path / "rng_state" / f"shard_0.{n}_1.pt")
+    wanted = {n: ShardedObject("rng_state", None, (1, 2), (0, n)) for n in range(2)}
+    loader = TorchCommonLoadStrategy()
+
+    assert loader.load_sharded_objects(wanted, tmp_path) == {0: {"n": 0}, 1: {"n": 1}}
+    assert set(loader.load_sharded_metadata(tmp_path)) == {o.unique_key for o in wanted.values()}
+
+
+@pytest.fixture
+def megatrons_registry() -> Iterator[dict[str, dict[Any, Any]]]:
+    """Megatron-Core's own registry, put back as it was afterwards."""
+    before = {action: dict(found) for action, found in base.default_strategies.items()}
+    yield base.default_strategies
+    base.default_strategies.clear()
+    base.default_strategies.update(before)
+
+
+def test_the_common_strategies_of_megatron_stay_unless_they_are_to_be_replaced(
+    megatrons_registry: dict[str, dict[Any, Any]],
+) -> None:
+    key = ("torch", 1)
+    theirs = megatrons_registry["save_common"][key]
+    dist_ckpt_strategies.register()
+    assert megatrons_registry["save_common"][key] is theirs
+
+    dist_ckpt_strategies.register(replace_common=True)
+    assert isinstance(megatrons_registry["save_common"][key], TorchCommonSaveStrategy)
+    assert isinstance(megatrons_registry["load_common"][key], TorchCommonLoadStrategy)
