@@ -36,6 +36,16 @@ def regular_chunk_shape(shape: Extent, regions: Sequence[Region]) -> Extent | No
     return chunk
 
 
+def fills_grid(shape: Extent, chunk: Extent, regions: Sequence[Region]) -> bool:
+    """Whether regions that are each one chunk of a grid are all of its chunks, once each.
+
+    The proof that shards make up an array, for the regular case: no box is compared with another.
+    """
+    indices = {tuple(o // c for o, c in zip(r.offset, chunk, strict=True)) for r in regions}
+    num_chunks = math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
+    return len(indices) == len(regions) == num_chunks
+
+
 def irregular_chunk_shape(shape: Extent, itemsize: int, holdings: Sequence[Holding]) -> Extent:
     """A chunk shape for shards that lie on no regular grid: few files, little traffic.
 

@@ -10,6 +10,7 @@ from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError
 from dist_ckpt_strategies.plan.chunking import (
     MAX_ASSEMBLED_NBYTES,
     chunk_parts,
+    fills_grid,
     irregular_chunk_shape,
     regular_chunk_shape,
 )
@@ -173,12 +174,12 @@ def _array_of(
     """The array that the shards of one key make up, and who holds its main replicas, sorted."""
     first_rank, first = held[0]
     for rank, shard in held:
-        for name in ("array_shape", "dtype"):
+        if shard.array_shape != first.array_shape or shard.dtype != first.dtype:
+            name = "dtype" if shard.array_shape == first.array_shape else "array_shape"
             mine, theirs = getattr(shard, name), getattr(first, name)
-            if mine != theirs:
-                raise PlanError(
-                    f"{key}: {name} {mine} on rank {rank}, {theirs} on rank {first_rank}", key=key
-                )
+            raise PlanError(
+                f"{key}: {name} {mine} on rank {rank}, {theirs} on rank {first_rank}", key=key
+            )
     shape = first.array_shape
     main = sorted(
         (Holding(region, rank), shard.id)
@@ -186,8 +187,10 @@ def _array_of(
         if shard.is_main and (region := _stored_part(shard)) is not None
     )
     holdings = [holding for holding, _ in main]
-    require_partition(key, shape, holdings)
-    chunk = regular_chunk_shape(shape, [holding.region for holding in holdings])
+    regions = [holding.region for holding in holdings]
+    chunk = regular_chunk_shape(shape, regions)
+    if chunk is None or not fills_grid(shape, chunk, regions):
+        require_partition(key, shape, holdings)
     if chunk is None:
         chunk = irregular_chunk_shape(shape, first.dtype.itemsize, holdings)
     return ArraySpec(key, shape, first.dtype, chunk), dict(main)
