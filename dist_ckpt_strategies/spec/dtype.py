@@ -41,7 +41,7 @@ class DType(Enum):
     @property
     def numpy(self) -> np.dtype[np.generic]:
         """The numpy dtype of the same bytes; bfloat16 and float8 come from ml_dtypes."""
-        return np.dtype(getattr(ml_dtypes, self.value, None) or self.value)
+        return _NUMPY[self]
 
     @property
     def itemsize(self) -> int:
@@ -76,4 +76,7 @@ class DType(Enum):
         return cls.named(np.dtype(dtype).name, key=key)
 
 
-_ITEMSIZE = {member: member.numpy.itemsize for member in DType}
+_NUMPY: dict[DType, np.dtype[np.generic]] = {
+    member: np.dtype(getattr(ml_dtypes, member.value, None) or member.value) for member in DType
+}
+_ITEMSIZE = {member: dtype.itemsize for member, dtype in _NUMPY.items()}

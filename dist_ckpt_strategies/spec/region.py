@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 
 Extent = tuple[int, ...]
@@ -33,13 +34,13 @@ class Region:
     @property
     def end(self) -> Extent:
         """First element past the box, in each dim."""
-        return tuple(a + n for a, n in zip(self.offset, self.shape, strict=True))
+        return tuple(map(operator.add, self.offset, self.shape))
 
     def intersect(self, other: Region) -> Region | None:
         """The common box, or None where the two share no element."""
         low = tuple(map(max, self.offset, other.offset))
-        shape = tuple(h - lo for lo, h in zip(low, map(min, self.end, other.end), strict=True))
-        return None if any(n <= 0 for n in shape) else Region(low, shape)
+        shape = tuple(map(operator.sub, map(min, self.end, other.end), low))
+        return Region(low, shape) if min(shape, default=1) > 0 else None
 
     def contains(self, other: Region) -> bool:
         """Whether no element of ``other`` lies outside."""
@@ -50,8 +51,7 @@ class Region:
 
     def within(self, frame: Region) -> Region:
         """The same box, in coordinates relative to ``frame``."""
-        offset = tuple(a - b for a, b in zip(self.offset, frame.offset, strict=True))
-        return Region(offset, self.shape)
+        return Region(tuple(map(operator.sub, self.offset, frame.offset)), self.shape)
 
     def slices(self) -> tuple[slice, ...]:
         """Indexing form of the box."""

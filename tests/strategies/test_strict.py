@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import multiprocessing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from tests.support.entries import Entry, Failure, load, outcome, prepare, save
-from tests.support.ranks import run_processes
+from tests.support.ranks import allow_children, run_processes
 from tests.support.sharding import Cut, Part, on_grid, part_of, sharded, state_of, zeros
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
@@ -32,15 +35,34 @@ def stored(rank: int) -> dict[str, Any]:
     return state
 
 
-def wanted(rank: int, *, unexpected: bool) -> dict[str, Any]:
-    """The array and object; on rank 2 perhaps an array, on rank 3 an object that nobody stored."""
+class Unexpected(StrEnum):
+    """Which ranks ask for keys that nobody stored."""
+
+    NONE = "none"
+    ALL = "all"
+    SOME = "ranks 2 and 3"
+
+
+def unexpected_keys(rank: int, unexpected: Unexpected) -> list[str]:
+    """An array on rank 2, an object on rank 3, or both everywhere."""
+    return {
+        Unexpected.NONE: [],
+        Unexpected.ALL: ["new", "new.o"],
+        Unexpected.SOME: {2: ["new"], 3: ["new.o"]}.get(rank, []),
+    }[unexpected]
+
+
+def wanted(rank: int, unexpected: Unexpected) -> dict[str, Any]:
+    """An array and an object of the checkpoint, and perhaps more."""
     state: dict[str, Any] = state_of(rank, [on_grid("w", (8,), (4,))], zeros)
     state["o"] = ShardedObject("o", None, (4,), (rank,))
-    if unexpected and rank == 2:
-        part = Part(rank, (0,), (4,))
+    keys = unexpected_keys(rank, unexpected)
+    if "new" in keys:
+        part = Part(rank, (0,), (4,), replica=0 if unexpected is Unexpected.SOME else rank)
         state["new"] = sharded(Cut("new", (4,), torch.float32, (part,), (1,)), part, torch.ones(4))
-    if unexpected and rank == 3:
-        state["new o"] = ShardedObject("new.o", "mine", (1,), (0,))
+    if "new.o" in keys:
+        replica = 0 if unexpected is Unexpected.SOME else rank
+        state["new o"] = ShardedObject("new.o", "mine", (1,), (0,), replica)
     return state
 
 
@@ -53,69 +75,72 @@ def described(found: Any) -> Any:
     return sorted(values), [sorted(each) for each in keys], values["o"], values["w"].tolist()
 
 
-Seen = dict[tuple[str, str, bool, bool], Any]
+@dataclass(frozen=True)
+class Case:
+    """One call of ``load``."""
+
+    strict: StrictHandling
+    entry: Entry
+    backend: str
+    unexpected: Unexpected
 
 
-def load_strictly(rank: int, scratch: Path) -> Seen:
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+def cases() -> Iterator[Case]:
+    """All of them, but for what hangs in Megatron-Core: a mismatch that only some ranks raise."""
+    for case in product(StrictHandling, Entry, ("zarr", "torch_dist"), Unexpected):
+        found = Case(*case)
+        ours = (Entry.OURS, "zarr")
+        if found.unexpected is not Unexpected.SOME or (found.entry, found.backend) == ours:
+            yield found
+
+
+def load_strictly(rank: int, scratch: Path) -> dict[Case, Any]:
+    allow_children()
     prepare(60)
-    seen: Seen = {}
+    seen = {}
     # torch_dist synchronises CUDA and asks for its current device, also for tensors on the CPU.
     with cpu_stand_ins():
         save(Entry.MEGATRON, stored(rank), scratch / "torch_dist", sharded_strategy=TORCH_DIST)
         save(Entry.MEGATRON, stored(rank), scratch / "zarr")
-        for backend in ("zarr", "torch_dist"):
-            for entry in Entry:
-                for strict in StrictHandling:
-                    for unexpected in (False, True):
-                        ask = partial(wanted, rank, unexpected=unexpected)
-                        options = {"strict": strict if rank % 2 else strict.value}
-                        found = outcome(partial(load, entry, ask(), scratch / backend, **options))
-                        key = (strict.value, entry.value, unexpected, backend == "torch_dist")
-                        seen[key] = described(found)
-    return seen
+        for case in cases():
+            strict = case.strict if rank % 2 else case.strict.value
+            ask = wanted(rank, case.unexpected)
+            seen[case] = outcome(
+                partial(load, case.entry, ask, scratch / case.backend, strict=strict)
+            )
+    return {case: described(found) for case, found in seen.items()}
 
 
-def expected(rank: int, strict: StrictHandling, *, unexpected: bool) -> Any:
-    """By the documentation of StrictHandling."""
-    own_unexpected = {2: ["new"], 3: ["new.o"]}.get(rank, []) if unexpected else []
-    missing = ["extra", "extra.o"]
-    part = on_grid("w", (8,), (4,)).parts[rank]
-    values = {"x": rank}, part_of(on_grid("w", (8,), (4,)), part).tolist()
+def expected(rank: int, case: Case) -> Any:
+    """What the documentation of StrictHandling says."""
+    missing, unexpected = ["extra", "extra.o"], unexpected_keys(rank, case.unexpected)
     fails = {
-        StrictHandling.ASSUME_OK_UNEXPECTED: unexpected,
-        StrictHandling.RAISE_UNEXPECTED: unexpected,
+        StrictHandling.ASSUME_OK_UNEXPECTED: case.unexpected is not Unexpected.NONE,
+        StrictHandling.RAISE_UNEXPECTED: case.unexpected is not Unexpected.NONE,
         StrictHandling.RAISE_ALL: True,
     }
-    if fails.get(strict):
+    if fails.get(case.strict):
         return "raised"
     keys = {
-        StrictHandling.RETURN_UNEXPECTED: [[], own_unexpected],
-        StrictHandling.RETURN_ALL: [missing, own_unexpected],
+        StrictHandling.RETURN_UNEXPECTED: [[], unexpected],
+        StrictHandling.RETURN_ALL: [missing, unexpected],
     }
-    return ["o", "w"], keys.get(strict, []), *values
+    cut = on_grid("w", (8,), (4,))
+    content = part_of(cut, cut.parts[rank]).tolist()
+    return ["o", "w"], keys.get(case.strict, []), {"x": rank}, content
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_processes(4, load_strictly, tmp_path_factory.mktemp("strict"), timeout_s=150)
+    return run_processes(4, load_strictly, tmp_path_factory.mktemp("strict"), timeout_s=60)
 
 
 @pytest.mark.parametrize("strict", list(StrictHandling), ids=lambda strict: strict.value)
-def test_ours_does_what_the_documentation_says(strict: StrictHandling, results: list[Any]) -> None:
+def test_strict_means_the_same_for_every_entry_and_backend(
+    strict: StrictHandling, results: list[Any]
+) -> None:
     for rank, seen in enumerate(results):
         assert isinstance(seen, dict), seen
-        for unexpected in (False, True):
-            right = expected(rank, strict, unexpected=unexpected)
-            assert seen[strict.value, "ours", unexpected, False] == right, (rank, unexpected)
-
-
-@pytest.mark.parametrize("strict", list(StrictHandling), ids=lambda strict: strict.value)
-def test_both_entries_do_what_torch_dist_does(strict: StrictHandling, results: list[Any]) -> None:
-    for rank, seen in enumerate(results):
-        for unexpected in (False, True):
-            theirs = seen[strict.value, Entry.MEGATRON.value, unexpected, True]
-            for entry in Entry:
-                for backend in ("zarr", "torch_dist"):
-                    found = seen[strict.value, entry.value, unexpected, backend == "torch_dist"]
-                    assert found == theirs, (rank, unexpected, entry, backend)
+        for case, found in seen.items():
+            if case.strict is strict:
+                assert found == expected(rank, case), (rank, case)
