@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,10 @@ _LOOKUP_S = 5.0
 """Longest wait for the job's key-value store, once a collective has failed."""
 
 _LOOKUP_PAUSE_S = 0.05
-_MEETING = ", meeting "
+
+_MEETINGS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""Collectives of each group so far. It belongs to the group, which takes no attributes; torch's
+own sequence number does not serve, it counts messages between single ranks too."""
 
 
 class _Work(Protocol):
@@ -151,6 +155,8 @@ class _Attendance:
 
     A collective that times out does not say which rank it waited for. One small write per
     collective, to a key that every rank has once, lets the others look it up when that happens.
+    What is written is how many collectives of this package the group has had: equal on all ranks,
+    whatever else the job does with the group, and never the same twice.
     """
 
     def __init__(self, group: ProcessGroup, global_ranks: Sequence[int], purpose: str) -> None:
@@ -158,19 +164,21 @@ class _Attendance:
         self._keys = {rank: f"dist_ckpt/{group.group_name}/{rank}" for rank in global_ranks}
         self._mine = self._keys[dist.get_rank()]
         self._purpose = purpose
-        self._opening = _num_collectives(group)
+        self._group = group
         self._count = 0
+        self._total = 0
 
     @property
     def what(self) -> str:
         """The collective under way."""
-        return f"{self._purpose}{_MEETING}{self._count}"
+        return f"{self._purpose}, meeting {self._count}"
 
     def sign(self) -> None:
         """Note that this rank has reached the next collective."""
         self._count += 1
+        self._total = _MEETINGS[self._group] = _MEETINGS.get(self._group, 0) + 1
         try:
-            self._store.set(self._mine, f"{self._opening} {self.what}")
+            self._store.set(self._mine, str(self._total))
         except RuntimeError as error:
             raise PeerLostError(
                 None, f"the job's key-value store does not answer: {self.what}: {error}"
@@ -213,19 +221,8 @@ class _Attendance:
         return [rank for rank, key in self._keys.items() if not self._has_signed(store, key)]
 
     def _has_signed(self, store: Any, key: str) -> bool:
-        """Whether a rank is at this collective, or at the next, where it may be already."""
-        if not store.check([key]):
-            return False
-        opening, _, what = store.get(key).decode().partition(" ")
-        purpose, _, number = what.rpartition(_MEETING)
-        if int(opening) != self._opening:
-            return bool(int(opening) > self._opening)  # it has left this communicator behind
-        return purpose == self._purpose and int(number) in {self._count, self._count + 1}
-
-
-def _num_collectives(group: Any) -> int:
-    """Collectives that the group has carried out: equal on all ranks between two of them."""
-    return int(group._get_sequence_number_for_group())  # noqa: SLF001 - no public way
+        """Whether a rank is at this collective, or past it."""
+        return bool(store.check([key]) and int(store.get(key)) >= self._total)
 
 
 def _described(absent: list[int] | None) -> str:

@@ -97,6 +97,11 @@ def run_processes(
     return results
 
 
+def allow_children() -> None:
+    """Let this rank start processes of its own, which daemons may not; torch_dist does."""
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False
+
+
 def _collected(
     processes: Sequence[ForkServerProcess], pipes: Sequence[Connection], timeout_s: float
 ) -> list[Any]:

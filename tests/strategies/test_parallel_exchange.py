@@ -1,0 +1,187 @@
+"""How Megatron-Core's parallel loader exchanges what our strategy read, in each of its ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.exchange_utils import exchange_loaded_objects_gather_object
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
+from dist_ckpt_strategies.errors import UnsafeObjectError
+from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
+from tests.support.entries import (
+    Entry,
+    load,
+    outcome,
+    prepare,
+    require_failure_everywhere,
+    save,
+)
+from tests.support.ranks import run_processes
+from tests.support.sharding import (
+    Cut,
+    Part,
+    at_random,
+    differences,
+    no_data,
+    on_grid,
+    replicated,
+    same_bits,
+    sharded,
+    state_of,
+    whole,
+    zeros,
+)
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+
+both_entries = pytest.mark.parametrize("entry", list(Entry))
+
+GROUPINGS = {"one group": [[0, 1, 2, 3]], "three and one": [[0, 1, 2], [3]]}
+ALGORITHMS = ("broadcast", "gather_object", "gather_rounds")
+
+
+def cuts() -> list[Cut]:
+    """Arrays that all ranks want, that some want, and that one wants; regular and not."""
+    dtypes = (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.float8_e5m2)
+    shared = [on_grid(f"all.{d}", (8, 4), (2, 1), dtype=d, num_replicas=4) for d in dtypes]
+    return [
+        *shared,
+        on_grid("layers", (4, 6), (4, 1), num_replicas=2, num_prepended=1),
+        on_grid("own", (4, 3), (4, 1)),
+        replicated(at_random("boxes", (12, 9), 5)),
+    ]
+
+
+def group_of(rank: int, grouping: list[list[int]]) -> Any:
+    """The process group of a rank; makes all of them. Collective: world."""
+    made = {tuple(ranks): dist.new_group(ranks) for ranks in grouping}
+    return next(group for ranks, group in made.items() if rank in ranks)
+
+
+def objects(rank: int, *, data: bool) -> dict[str, Any]:
+    """An object that all hold alike, and one for each rank."""
+    return {
+        "own": ShardedObject("o.own", {"rank": rank} if data else None, (4,), (rank,)),
+        "all": ShardedObject("o.all", {"x": 1} if data else None, (1,), (0,), replica_id=rank),
+    }
+
+
+def compensated(action: Callable[[], Any], group: Any, grouping: list[list[int]]) -> Any:
+    """The action, and the world's exchange of objects that the wrapper skips in a group of one."""
+    found = action()
+    if dist.get_world_size(group) == 1 and len(grouping) > 1:
+        exchange_loaded_objects_gather_object({})
+    return found
+
+
+def save_and_exchange(
+    rank: int, entry: Entry, root: Path, grouping: list[list[int]]
+) -> dict[str, Any]:
+    prepare(60)
+    group = group_of(rank, grouping)
+    saver = FullyParallelSaveStrategyWrapper(ZarrSaveShardedStrategy(), group)
+    state = {"tensors": state_of(rank, cuts()), "objects": objects(rank, data=True)}
+    save(entry, state, root, sharded_strategy=saver)
+    seen: dict[str, Any] = {}
+    # The wrapper moves what it exchanges to CUDA and synchronises the device.
+    with cpu_stand_ins():
+        for algorithm in ALGORITHMS:
+            loader = FullyParallelLoadStrategyWrapper(
+                ZarrLoadShardedStrategy(),
+                group,
+                do_cache_distribution=True,
+                exchange_algo=algorithm,
+            )
+            for target in (zeros, no_data, zeros):
+                wanted = {
+                    "tensors": state_of(rank, cuts(), target),
+                    "objects": objects(rank, data=False),
+                }
+                action = partial(load, entry, wanted, root, sharded_strategy=loader)
+                loaded = compensated(action, group, grouping)
+                wrong = differences(rank, cuts(), loaded["tensors"])
+                right = {"own": {"rank": rank}, "all": {"x": 1}}
+                seen.setdefault(algorithm, []).append((wrong, loaded["objects"] == right))
+    return seen
+
+
+@both_entries
+@pytest.mark.parametrize("grouping", list(GROUPINGS.values()), ids=list(GROUPINGS))
+def test_every_algorithm_gives_every_rank_what_it_wants(
+    entry: Entry, grouping: list[list[int]], tmp_path: Path
+) -> None:
+    results = run_processes(4, save_and_exchange, entry, tmp_path / "c", grouping)
+
+    for result in results:
+        assert result == {algorithm: [([], True)] * 3 for algorithm in ALGORITHMS}, result
+
+
+def exchange_other_dtype(rank: int, entry: Entry, root: Path, algorithm: str) -> Any:
+    """Stored in bfloat16, wanted in float32 by every rank; one reads and sends it."""
+    prepare(10)
+    stored = on_grid("w", (8, 4), (1, 1), dtype=torch.bfloat16, num_replicas=4)
+    save(entry, state_of(rank, [stored]), root)
+    part = Part(rank, (0, 0), (8, 4), replica=rank)
+    data = None if algorithm == "gather_object" else torch.zeros(8, 4)
+    wanted = {"w": sharded(stored, part, data, dtype=torch.float32)}
+    loader = FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), exchange_algo=algorithm)
+    with cpu_stand_ins():
+        loaded = outcome(partial(load, entry, wanted, root, sharded_strategy=loader))
+    if not isinstance(loaded, dict):
+        return loaded
+    return same_bits(loaded["w"].bfloat16(), whole(stored))
+
+
+@both_entries
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_array_stored_in_another_dtype_is_exchanged(
+    entry: Entry, algorithm: str, tmp_path: Path
+) -> None:
+    results = run_processes(4, exchange_other_dtype, entry, tmp_path / "c", algorithm, timeout_s=40)
+
+    assert results == [True] * 4
+
+
+class NotAllowed:
+    """A class that no list of classes allows."""
+
+
+def exchange_with_bad_object(rank: int, entry: Entry, root: Path, grouping: Any) -> Any:
+    prepare(20)
+    group = group_of(rank, grouping)
+    state = {"tensors": state_of(rank, cuts()), "objects": objects(rank, data=True)}
+    save(entry, state, root)
+    if rank == 0:
+        torch.save(NotAllowed(), root / "o.own" / "shard_3_4.pt")
+    dist.barrier()
+    wanted = {
+        "tensors": state_of(rank, cuts(), no_data),
+        "objects": objects(rank, data=False),
+    }
+    loader = FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), group)
+    with cpu_stand_ins():
+        return outcome(partial(load, entry, wanted, root, sharded_strategy=loader))
+
+
+@both_entries
+@pytest.mark.parametrize("grouping", list(GROUPINGS.values()), ids=list(GROUPINGS))
+def test_an_object_that_one_rank_may_not_load_fails_on_every_rank(
+    entry: Entry, grouping: list[list[int]], tmp_path: Path
+) -> None:
+    results = run_processes(4, exchange_with_bad_object, entry, tmp_path / "c", grouping)
+
+    names = ("NotAllowed", str(tmp_path / "c" / "o.own" / "shard_3_4.pt"))
+    require_failure_everywhere(results, kind=UnsafeObjectError, culprit=3, names=names)
+    assert all(failure.seconds < 15 for failure in results)
