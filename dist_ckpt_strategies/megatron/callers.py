@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
@@ -21,7 +22,19 @@ def num_expected_meetings(depth: int = 2) -> int:
 
     Source: ``FullyParallelLoadStrategyWrapper.load`` of Megatron-Core 0.16.1.
     """
-    caller = sys._getframe(depth).f_locals.get("self")  # noqa: SLF001 - see above
-    if not isinstance(caller, FullyParallelLoadStrategyWrapper):
-        return 1
-    return 2 if get_pg_size(caller.parallelization_group) <= 1 else 1
+    caller = _parallel_loader(depth + 1)
+    return 2 if caller is not None and get_pg_size(caller.parallelization_group) <= 1 else 1
+
+
+def is_exchanged(depth: int = 2) -> bool:
+    """Whether FullyParallelLoadStrategyWrapper is the caller of the present call of ``load``.
+
+    It sends what one rank loaded to others, which receive into memory of the ShardedTensor's
+    dtype: what is loaded must have that dtype too, or they get garbage.
+    """
+    return _parallel_loader(depth + 1) is not None
+
+
+def _parallel_loader(depth: int) -> Any:
+    caller = sys._getframe(depth).f_locals.get("self")  # noqa: SLF001 - see num_expected_meetings
+    return caller if isinstance(caller, FullyParallelLoadStrategyWrapper) else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -98,12 +99,23 @@ def read_pickle(path: Path, name: str, allow: Allowed) -> Any:
     return load_pickle(content, path, name, allow)
 
 
+@contextmanager
+def allowing(allow: Allowed) -> Iterator[None]:
+    """Within the block these may be unpickled; what was allowed before it stays allowed after it.
+
+    torch's own context manager would take off its list, on leaving, also what others had put there.
+    """
+    present = set(torch.serialization.get_safe_globals())
+    with torch.serialization.safe_globals([found for found in allow if found not in present]):
+        yield
+
+
 def load_pickle(content: bytes, path: Path, name: str, allow: Allowed) -> Any:
     """The object that the bytes of a ``.pt`` file hold; see read_pickle."""
     damage = archive_damage(content)
     if damage:
         raise _corrupt(name, path, damage)
-    with torch.serialization.safe_globals(list(allow)):
+    with allowing(allow):
         try:
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:

@@ -11,7 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
 import xxhash
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
@@ -46,7 +45,7 @@ from dist_ckpt_strategies.megatron.shards import (
     sharded_values,
 )
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.storage.objects import Allowed, dump_object
+from dist_ckpt_strategies.storage.objects import Allowed, allowing, dump_object
 from dist_ckpt_strategies.storage.publication import (
     prepare_directory,
     publish,
@@ -182,7 +181,7 @@ def load(  # noqa: PLR0913 - Megatron's signature
     require_registry("load")
     root = local_root(checkpoint_dir)
     comm = _world(f"load from {root}", timeout_s)
-    with torch.serialization.safe_globals(list(allow)):
+    with allowing(allow):
 
         def begin() -> tuple[Any, Any, StateDict, LoadParts]:
             loaders = _load_strategies(root, sharded_strategy, common_strategy)

@@ -24,7 +24,7 @@ from dist_ckpt_strategies.megatron.bases import (
     SaveShardedStrategy,
     StrategyAction,
 )
-from dist_ckpt_strategies.megatron.callers import num_expected_meetings
+from dist_ckpt_strategies.megatron.callers import is_exchanged, num_expected_meetings
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_tensor
 from dist_ckpt_strategies.spec.array import ArraySpec
@@ -136,7 +136,8 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         Returns:
             A state dict of the same structure. A ShardedTensor whose data has the stored dtype is
             filled in place and gives that tensor; without data it gives a new CPU tensor. Other
-            dtypes give a new tensor of the stored dtype on the data's device.
+            dtypes give a new tensor of the stored dtype on the data's device; of the
+            ShardedTensor's dtype where FullyParallelLoadStrategyWrapper calls.
 
         Raises:
             ShapeMismatchError: another shape is stored, and ``allow_shape_mismatch`` is not set.
@@ -144,12 +145,13 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
             PeerError: the same, on another rank; the message names rank, key and file.
         """
         num_meetings = num_expected_meetings(depth=3)
+        deliver = self._deliver_cast if is_exchanged(depth=3) else self._deliver
         root = Path(checkpoint_dir).absolute()
         comm = open_communicator(
             self._group, timeout_s=self._options.timeout_s, purpose=f"load from {root}"
         )
         loaded, report = load_format1(
-            sharded_state_dict, root, comm, self._options, self._allowed, self._deliver
+            sharded_state_dict, root, comm, self._options, self._allowed, deliver
         )
         logger.info("rank %s: load from %s: %s", comm.global_rank(comm.rank), root, report)
         for _ in range(num_meetings - 1):
@@ -183,6 +185,9 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
 
     def _deliver(self, tensor: Any, loaded: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - a hook
         return loaded
+
+    def _deliver_cast(self, tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
+        return self._deliver(tensor, loaded).to(tensor.dtype)
 
     def _allowed(self) -> Allowed:
         return [*default_allowed(), *self._allow]

@@ -17,6 +17,7 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.storage.objects import allowing
 
 _HERE = Path(__file__).parent / "data"
 _PACKAGED = Path(dist_ckpt_strategies.__file__).parent / "cli" / "data"
@@ -61,7 +62,7 @@ class GoldenSet:
     @cached_property
     def objects(self) -> dict[str, Any]:
         """Every sharded object, by unique key."""
-        with torch.serialization.safe_globals(list(default_allowed())):
+        with allowing(default_allowed()):
             found: dict[str, Any] = torch.load(
                 self.folder / "expected_objects.pt", weights_only=True
             )

@@ -35,15 +35,14 @@ def load_with_optimizer(
 
 
 @pytest.mark.timeout(150)
-@pytest.mark.parametrize("route", [Route.MEGATRON, Route.OURS_WRAPPED])
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "route"),
     [
-        ParallelLayout(tp=1, pp=1, dp=2),
-        ParallelLayout(tp=1, pp=2, dp=1),
-        ParallelLayout(tp=4, pp=1, dp=1),
-        ParallelLayout(tp=2, pp=2, dp=1),
-        ParallelLayout(tp=1, pp=2, dp=2),
+        (ParallelLayout(tp=1, pp=1, dp=2), Route.MEGATRON),
+        (ParallelLayout(tp=1, pp=2, dp=1), Route.OURS),
+        (ParallelLayout(tp=4, pp=1, dp=1), Route.OURS_WRAPPED),
+        (ParallelLayout(tp=2, pp=2, dp=1), Route.MEGATRON),
+        (ParallelLayout(tp=1, pp=2, dp=2), Route.WRAPPED),
     ],
     ids=str,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Mapping
 from typing import Any
 
@@ -123,3 +124,16 @@ def test_the_content_metadata_is_what_the_writer_noted(reshardable: GoldenSet) -
     found = dist_checkpointing.load_content_metadata(reshardable.checkpoint)
 
     assert found["distrib_optim_sharding_type"] == "fully_reshardable"
+
+
+@pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("load", [dist_checkpointing.load, dist_ckpt_strategies.load])
+def test_loading_takes_nothing_off_the_list_of_classes_that_others_allowed(
+    golden: GoldenSet, load: Any
+) -> None:
+    before = set(torch.serialization.get_safe_globals())
+    assert Namespace in before
+
+    load(objects_of(golden), golden.checkpoint, validate_access_integrity=False)
+
+    assert set(torch.serialization.get_safe_globals()) == before

@@ -109,49 +109,43 @@ def load_strictly(golden: GoldenSet, state: Any, route: Route, **options: Any) -
 
 
 def load_with_every_strictness(
-    rank: int, golden: GoldenSet, route: Route, asked: Asked
-) -> dict[tuple[StrictHandling, bool], Outcome]:
+    rank: int, golden: GoldenSet, asked: Asked
+) -> dict[tuple[Route, StrictHandling, bool], Outcome]:
     begin_rank(Engine.TENSORSTORE)
     return {
-        (strict, validates): load_strictly(
+        (route, strict, validates): load_strictly(
             golden,
             state_dict(golden, rank, asked),
             route,
             strict=strict,
             validate_access_integrity=validates,
         )
+        for route in Route
         for strict in StrictHandling
         for validates in (True, False)
     }
 
 
-def every_outcome(
-    golden: GoldenSet, route: Route, asked: Asked
-) -> list[tuple[StrictHandling, Outcome]]:
-    results = run_processes(2, load_with_every_strictness, golden, route, asked)
+def every_outcome(golden: GoldenSet, asked: Asked) -> list[tuple[StrictHandling, Outcome]]:
+    """What each strictness did on every rank, along every route, with and without validation."""
+    results = run_processes(2, load_with_every_strictness, golden, asked)
     return [
         (strict, outcome)
         for result in require_done(results)
-        for (strict, _), outcome in result.items()
+        for (_, strict, _), outcome in result.items()
     ]
 
 
-@pytest.mark.parametrize("route", list(Route))
-def test_a_state_dict_that_fits_loads_whatever_the_strictness(
-    reshardable: GoldenSet, route: Route
-) -> None:
-    for strict, outcome in every_outcome(reshardable, route, FITTING):
+def test_a_state_dict_that_fits_loads_whatever_the_strictness(reshardable: GoldenSet) -> None:
+    for strict, outcome in every_outcome(reshardable, FITTING):
         assert outcome.is_exact, (strict, outcome)
         assert outcome.log == ""
         assert not outcome.missing
         assert not outcome.unexpected
 
 
-@pytest.mark.parametrize("route", list(Route))
-def test_keys_that_only_the_checkpoint_has_matter_to_the_all_values(
-    reshardable: GoldenSet, route: Route
-) -> None:
-    for strict, outcome in every_outcome(reshardable, route, LACKING):
+def test_keys_that_only_the_checkpoint_has_matter_to_the_all_values(reshardable: GoldenSet) -> None:
+    for strict, outcome in every_outcome(reshardable, LACKING):
         if strict is StrictHandling.RAISE_ALL:
             assert "Missing keys" in outcome.error
             assert all(key in outcome.error for key in MISSING)
@@ -168,12 +162,11 @@ def test_keys_that_only_the_checkpoint_has_matter_to_the_all_values(
 
 
 @pytest.mark.parametrize("asked", [ADDING, BOTH], ids=str)
-@pytest.mark.parametrize("route", list(Route))
 def test_keys_that_only_the_caller_has_are_refused_dropped_logged_or_returned(
-    reshardable: GoldenSet, route: Route, asked: Asked
+    reshardable: GoldenSet, asked: Asked
 ) -> None:
     missing = MISSING if asked.lacks else frozenset[str]()
-    for strict, outcome in every_outcome(reshardable, route, asked):
+    for strict, outcome in every_outcome(reshardable, asked):
         is_all = strict.value.endswith("_all")
         if strict is StrictHandling.ASSUME_OK_UNEXPECTED:
             assert outcome.is_not_found, outcome

@@ -40,12 +40,15 @@ def padded_share(
 
 
 def load_padded(
-    rank: int, golden: GoldenSet, engine: Engine, route: Route, num_rows: int
-) -> dict[str, torch.Tensor]:
+    rank: int, golden: GoldenSet, engine: Engine, num_rows: int
+) -> dict[tuple[Route, str], torch.Tensor]:
     _, size = begin_rank(engine)
-    asked = {key: padded_share(golden, key, num_rows, rank, size) for key in padded_keys(golden)}
-    found = load_along(route, {"v": asked}, golden.checkpoint)["v"]
-    return {key: tensor.clone() for key, tensor in found.items()}
+    found = {}
+    for route in Route:
+        asked = {k: padded_share(golden, k, num_rows, rank, size) for k in padded_keys(golden)}
+        loaded = load_along(route, {"v": asked}, golden.checkpoint)["v"]
+        found |= {(route, key): tensor.clone() for key, tensor in loaded.items()}
+    return found
 
 
 def expected_rows(golden: GoldenSet, key: str, num_rows: int) -> torch.Tensor:
@@ -56,7 +59,7 @@ def expected_rows(golden: GoldenSet, key: str, num_rows: int) -> torch.Tensor:
     return expected
 
 
-@pytest.mark.parametrize("route", list(Route))
+@pytest.mark.parametrize("engine_used", list(Engine))
 @pytest.mark.parametrize(
     ("size", "num_rows"),
     [
@@ -67,29 +70,20 @@ def expected_rows(golden: GoldenSet, key: str, num_rows: int) -> torch.Tensor:
 )
 @pytest.mark.parametrize("name", [TP4, RESHARDABLE])
 def test_real_rows_are_exact_and_padding_is_zeros(
-    unpacked: Callable[[str], GoldenSet], name: str, size: int, num_rows: int, route: Route
+    unpacked: Callable[[str], GoldenSet], name: str, size: int, num_rows: int, engine_used: Engine
 ) -> None:
     golden = unpacked(name)
 
-    results = require_done(
-        run_processes(size, load_padded, golden, Engine.TENSORSTORE, route, num_rows)
-    )
+    results = require_done(run_processes(size, load_padded, golden, engine_used, num_rows))
 
     keys = padded_keys(golden)
     assert len(keys) == (2 if name == TP4 else 8)
-    for key in keys:
-        found = torch.cat([result[key] for result in results])
-        assert has_same_bits(found, expected_rows(golden, key, num_rows)), key
-        assert has_same_bits(found[:NUM_REAL_ROWS], golden.tensors[key][:NUM_REAL_ROWS]), key
-
-
-def test_zarr_python_pads_and_clips_alike(tp4: GoldenSet) -> None:
-    args = (tp4, Engine.ZARR, Route.MEGATRON)
-    for size, num_rows in ((2, 104), (4, 256)):
-        results = require_done(run_processes(size, load_padded, *args, num_rows))
-        for key in padded_keys(tp4):
-            found = torch.cat([result[key] for result in results])
-            assert has_same_bits(found, expected_rows(tp4, key, num_rows)), key
+    for route, key in results[0]:
+        found = torch.cat([result[route, key] for result in results])
+        assert has_same_bits(found, expected_rows(golden, key, num_rows)), (route, key)
+        real = golden.tensors[key][:NUM_REAL_ROWS]
+        assert has_same_bits(found[:NUM_REAL_ROWS], real), (route, key)
+    assert len(results[0]) == len(keys) * len(Route)
 
 
 def load_rigid(rank: int, golden: GoldenSet, num_rows: int) -> str:

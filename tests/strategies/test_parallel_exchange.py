@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,13 +30,11 @@ from tests.support.entries import (
 from tests.support.ranks import run_processes
 from tests.support.sharding import (
     Cut,
-    Part,
     at_random,
     differences,
     no_data,
     on_grid,
     replicated,
-    same_bits,
     sharded,
     state_of,
     whole,
@@ -52,12 +49,17 @@ GROUPINGS = {"one group": [[0, 1, 2, 3]], "three and one": [[0, 1, 2], [3]]}
 ALGORITHMS = ("broadcast", "gather_object", "gather_rounds")
 
 
-def cuts() -> list[Cut]:
-    """Arrays that all ranks want, that some want, and that one wants; regular and not."""
-    dtypes = (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.float8_e5m2)
-    shared = [on_grid(f"all.{d}", (8, 4), (2, 1), dtype=d, num_replicas=4) for d in dtypes]
+def cuts(algorithm: str = "broadcast") -> list[Cut]:
+    """Arrays that all ranks want, that some want, and that one wants; regular and not.
+
+    gather_rounds gathers tensors of several sizes at once, which NCCL does and gloo does not: for
+    it, as many arrays of one size as both three and four ranks can share evenly.
+    """
+    if algorithm == "gather_rounds":
+        return [on_grid(f"all.{n}", (8, 4), (1, 1), num_replicas=4) for n in range(12)]
+    dtypes = (torch.float32, torch.bfloat16, torch.bool, torch.int64)
     return [
-        *shared,
+        *(on_grid(f"all.{d}", (8, 4), (2, 1), dtype=d, num_replicas=4) for d in dtypes),
         on_grid("layers", (4, 6), (4, 1), num_replicas=2, num_prepended=1),
         on_grid("own", (4, 3), (4, 1)),
         replicated(at_random("boxes", (12, 9), 5)),
@@ -78,42 +80,42 @@ def objects(rank: int, *, data: bool) -> dict[str, Any]:
     }
 
 
-def compensated(action: Callable[[], Any], group: Any, grouping: list[list[int]]) -> Any:
-    """The action, and the world's exchange of objects that the wrapper skips in a group of one."""
-    found = action()
-    if dist.get_world_size(group) == 1 and len(grouping) > 1:
-        exchange_loaded_objects_gather_object({})
-    return found
+class Loader(FullyParallelLoadStrategyWrapper):  # type: ignore[misc]
+    """Megatron's wrapper without its defect: a group of one skips an exchange of the world."""
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
+        found = super().load(sharded_state_dict, checkpoint_dir)
+        size = dist.get_world_size(self.parallelization_group)
+        if size == 1 < dist.get_world_size():
+            exchange_loaded_objects_gather_object({})
+        return found
 
 
 def save_and_exchange(
-    rank: int, entry: Entry, root: Path, grouping: list[list[int]]
+    rank: int, entry: Entry, scratch: Path, grouping: list[list[int]]
 ) -> dict[str, Any]:
     prepare(60)
     group = group_of(rank, grouping)
     saver = FullyParallelSaveStrategyWrapper(ZarrSaveShardedStrategy(), group)
-    state = {"tensors": state_of(rank, cuts()), "objects": objects(rank, data=True)}
-    save(entry, state, root, sharded_strategy=saver)
     seen: dict[str, Any] = {}
-    # The wrapper moves what it exchanges to CUDA and synchronises the device.
-    with cpu_stand_ins():
-        for algorithm in ALGORITHMS:
-            loader = FullyParallelLoadStrategyWrapper(
-                ZarrLoadShardedStrategy(),
-                group,
-                do_cache_distribution=True,
-                exchange_algo=algorithm,
-            )
-            for target in (zeros, no_data, zeros):
-                wanted = {
-                    "tensors": state_of(rank, cuts(), target),
-                    "objects": objects(rank, data=False),
-                }
-                action = partial(load, entry, wanted, root, sharded_strategy=loader)
-                loaded = compensated(action, group, grouping)
-                wrong = differences(rank, cuts(), loaded["tensors"])
-                right = {"own": {"rank": rank}, "all": {"x": 1}}
-                seen.setdefault(algorithm, []).append((wrong, loaded["objects"] == right))
+    for algorithm in ALGORITHMS:
+        arrays, root = cuts(algorithm), scratch / algorithm
+        state = {"tensors": state_of(rank, arrays), "objects": objects(rank, data=True)}
+        save(entry, state, root, sharded_strategy=saver)
+        loader = Loader(
+            ZarrLoadShardedStrategy(), group, do_cache_distribution=True, exchange_algo=algorithm
+        )
+        for target in (zeros, no_data):
+            wanted = {
+                "tensors": state_of(rank, arrays, target),
+                "objects": objects(rank, data=False),
+            }
+            # The wrapper moves what it exchanges to CUDA and synchronises the device.
+            with cpu_stand_ins():
+                loaded = load(entry, wanted, root, sharded_strategy=loader)
+            wrong = differences(rank, arrays, loaded["tensors"])
+            right = {"own": {"rank": rank}, "all": {"x": 1}}
+            seen.setdefault(algorithm, []).append((wrong, loaded["objects"] == right))
     return seen
 
 
@@ -122,36 +124,47 @@ def save_and_exchange(
 def test_every_algorithm_gives_every_rank_what_it_wants(
     entry: Entry, grouping: list[list[int]], tmp_path: Path
 ) -> None:
-    results = run_processes(4, save_and_exchange, entry, tmp_path / "c", grouping)
+    results = run_processes(4, save_and_exchange, entry, tmp_path, grouping)
 
     for result in results:
-        assert result == {algorithm: [([], True)] * 3 for algorithm in ALGORITHMS}, result
+        assert result == {algorithm: [([], True)] * 2 for algorithm in ALGORITHMS}, result
 
 
-def exchange_other_dtype(rank: int, entry: Entry, root: Path, algorithm: str) -> Any:
-    """Stored in bfloat16, wanted in float32 by every rank; one reads and sends it."""
+def exchange_other_dtype(rank: int, entry: Entry, root: Path) -> Any:
+    """Stored in bfloat16, wanted in float32 by every rank; one reads each and sends it."""
     prepare(10)
-    stored = on_grid("w", (8, 4), (1, 1), dtype=torch.bfloat16, num_replicas=4)
-    save(entry, state_of(rank, [stored]), root)
-    part = Part(rank, (0, 0), (8, 4), replica=rank)
-    data = None if algorithm == "gather_object" else torch.zeros(8, 4)
-    wanted = {"w": sharded(stored, part, data, dtype=torch.float32)}
-    loader = FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), exchange_algo=algorithm)
-    with cpu_stand_ins():
-        loaded = outcome(partial(load, entry, wanted, root, sharded_strategy=loader))
-    if not isinstance(loaded, dict):
-        return loaded
-    return same_bits(loaded["w"].bfloat16(), whole(stored))
+    stored = [
+        on_grid(f"w.{n}", (8, 4), (1, 1), dtype=torch.bfloat16, num_replicas=4) for n in range(4)
+    ]
+    save(entry, state_of(rank, stored), root)
+    wrong = []
+    for algorithm in ALGORITHMS:
+        loader = Loader(ZarrLoadShardedStrategy(), exchange_algo=algorithm)
+        for data in (None, torch.zeros(8, 4)):
+            wanted = {
+                cut.key: sharded(cut, cut.parts[rank], copy(data), dtype=torch.float32)
+                for cut in stored
+            }
+            with cpu_stand_ins():
+                loaded = load(entry, wanted, root, sharded_strategy=loader)
+            for cut in stored:
+                found, right = loaded[cut.key], whole(cut).float()
+                if found.dtype != right.dtype or not torch.equal(
+                    *map(torch.nan_to_num, (found, right))
+                ):
+                    wrong.append((algorithm, data is None, cut.key))
+    return wrong
+
+
+def copy(data: torch.Tensor | None) -> torch.Tensor | None:
+    return None if data is None else data.clone()
 
 
 @both_entries
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_an_array_stored_in_another_dtype_is_exchanged(
-    entry: Entry, algorithm: str, tmp_path: Path
+def test_arrays_stored_in_another_dtype_are_exchanged_in_the_dtype_that_is_wanted(
+    entry: Entry, tmp_path: Path
 ) -> None:
-    results = run_processes(4, exchange_other_dtype, entry, tmp_path / "c", algorithm, timeout_s=40)
-
-    assert results == [True] * 4
+    assert run_processes(4, exchange_other_dtype, entry, tmp_path / "c") == [[]] * 4
 
 
 class NotAllowed:
@@ -170,7 +183,7 @@ def exchange_with_bad_object(rank: int, entry: Entry, root: Path, grouping: Any)
         "tensors": state_of(rank, cuts(), no_data),
         "objects": objects(rank, data=False),
     }
-    loader = FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), group)
+    loader = Loader(ZarrLoadShardedStrategy(), group)
     with cpu_stand_ins():
         return outcome(partial(load, entry, wanted, root, sharded_strategy=loader))
 
