@@ -43,7 +43,7 @@ def load_padded(
     rank: int, golden: GoldenSet, engine: Engine, num_rows: int
 ) -> dict[tuple[Route, str], torch.Tensor]:
     _, size = begin_rank(engine)
-    found = {}
+    found: dict[tuple[Route, str], torch.Tensor] = {}
     for route in Route:
         asked = {k: padded_share(golden, k, num_rows, rank, size) for k in padded_keys(golden)}
         loaded = load_along(route, {"v": asked}, golden.checkpoint)["v"]
