@@ -63,7 +63,7 @@ class ZarrPythonArrays:
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """See ArrayStore."""
         jobs = [
-            Job(r.array.key, self._root / r.array.key, _ReadJob(self._root, r).run) for r in reads
+            Job(r.array.key, _at_fault(self._root, r), _ReadJob(self._root, r).run) for r in reads
         ]
         return run_pooled(jobs, self._num_threads, _translated)
 
@@ -77,7 +77,7 @@ class _WriteJob:
         """Store the region, then flush every file of it."""
         array, directory = self.write.array, self.root / self.write.array.key
         paths = _chunk_paths(self.root, array, self.write.region)
-        with file_errors(array.key, _at_fault(directory, paths)):
+        with file_errors(array.key, _at_fault(self.root, self.write)):
             target = _opened(self.root, array, read_only=False)
             target[self.write.region.slices()] = self.write.source
             for path in paths:
@@ -92,9 +92,9 @@ class _ReadJob:
 
     def run(self) -> None:
         """Check that every chunk file is there and whole, then read the region."""
-        array, directory = self.read.array, self.root / self.read.array.key
+        array = self.read.array
         paths = _chunk_paths(self.root, array, self.read.region)
-        with file_errors(array.key, _at_fault(directory, paths)):
+        with file_errors(array.key, _at_fault(self.root, self.read)):
             for path in paths:
                 _require_chunk(array, path)
         source = _opened(self.root, array, read_only=True)
@@ -116,9 +116,10 @@ def _chunk_paths(root: Path, array: ArraySpec, region: Region) -> list[Path]:
     return [root / array.key / array.chunk_name(index) for index in array.chunks_of(region)]
 
 
-def _at_fault(directory: Path, paths: Sequence[Path]) -> Path:
+def _at_fault(root: Path, transfer: ArrayRead | ArrayWrite) -> Path:
     """What an error is blamed on, which zarr-python does not tell: the file where there is one."""
-    return paths[0] if len(paths) == 1 else directory
+    paths = _chunk_paths(root, transfer.array, transfer.region)
+    return paths[0] if len(paths) == 1 else root / transfer.array.key
 
 
 def _require_chunk(array: ArraySpec, path: Path) -> None:
