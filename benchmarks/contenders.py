@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Divided
 
 from benchmarks.gpt_state import Shard
+from benchmarks.roster import RAW_FLUSHED, RAW_PLAIN
 
 with warnings.catch_warnings():
     # Megatron-Core warns of what it would use on a GPU, once for each module.
@@ -47,28 +47,6 @@ class Contender(Protocol):
 
 
 Make = Callable[[tuple[Shard, ...]], Contender]
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A contender in the table.
-
-    Attributes:
-        make: builds it in a rank process, for this rank's shards.
-        flushes: whether the files are on the disk when its ``save`` returns.
-        loads: whether it takes part in loading.
-        package: what has to be installed for it, if that is not a dependency of ours.
-    """
-
-    make: Make
-    flushes: bool
-    loads: bool = True
-    package: str | None = None
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether its package can be imported."""
-        return self.package is None or importlib.util.find_spec(self.package) is not None
 
 
 class _Megatron:
@@ -222,16 +200,13 @@ def _memory(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
-RAW_FLUSHED: Final = "raw write+fsync"
-RAW_PLAIN: Final = "raw write"
-
-ENTRIES: Final[Mapping[str, Entry]] = {
-    RAW_FLUSHED: Entry(_raw_flushed, flushes=True),
-    RAW_PLAIN: Entry(_raw_plain, flushes=False, loads=False),
-    "zarr 1": Entry(_zarr, flushes=True),
-    "torch_dist": Entry(_torch_dist, flushes=True, package="psutil"),
-    "torch dcp": Entry(_TorchDcp, flushes=True),
-    "torch.save": Entry(_TorchSave, flushes=False),
-    "safetensors": Entry(_Safetensors, flushes=False, package="safetensors"),
+MAKERS: Final[Mapping[str, Make]] = {
+    RAW_FLUSHED: _raw_flushed,
+    RAW_PLAIN: _raw_plain,
+    "zarr 1": _zarr,
+    "torch_dist": _torch_dist,
+    "torch dcp": _TorchDcp,
+    "torch.save": _TorchSave,
+    "safetensors": _Safetensors,
 }
-"""Everyone, floors first: the ratios are to these."""
+"""For each name of the roster, what builds it in a rank process, for this rank's shards."""

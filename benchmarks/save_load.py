@@ -11,6 +11,7 @@ the copy. Every load is checked. The first round of each step is not counted.
 
 from __future__ import annotations
 
+import importlib
 import signal
 import sys
 import tempfile
@@ -24,24 +25,21 @@ from typing import Annotated, NoReturn
 # Run as a script, Python looks for modules beside this file only; the package is one level up.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 import typer
-import xxhash
 from rich.console import Console
 
-from benchmarks.contenders import ENTRIES, RAW_FLUSHED, RAW_PLAIN, Tensors
 from benchmarks.disks import (
     drop_cache,
     file_system,
     fill_cache,
-    flush_share,
     retire,
     touch_memory,
     workspace,
 )
-from benchmarks.gpt_state import GB, GptSize, build_shards, gpt_size
-from benchmarks.harness import RankContext, Ranks, alternate, join_gloo
+from benchmarks.gpt_state import GB, GptSize, gpt_size
+from benchmarks.harness import RankContext, Ranks, alternate
 from benchmarks.records import JsonLines, run_facts
+from benchmarks.roster import ENTRIES, RAW_FLUSHED, RAW_PLAIN
 from benchmarks.timings import Case, Sample, Step, build_table, summarise
 
 _NUM_RANKS = 2
@@ -49,51 +47,9 @@ _TABLE_WIDTH = 100
 _SMOKE = GptSize(num_layers=2, hidden=32, vocabulary=64)
 
 
-class Worker:
-    """One rank: holds the shards, and every contender over these same shards."""
-
-    def __init__(self, size: GptSize, names: Sequence[str], context: RankContext) -> None:
-        join_gloo(context)
-        torch.set_num_threads(1)
-        self._context = context
-        self._shards = build_shards(size, context.global_rank, context.num_ranks)
-        self._digests = {shard.key: _digest(shard.tensor) for shard in self._shards}
-        self._contenders = {name: ENTRIES[name].make(self._shards) for name in names}
-
-    def nbytes(self) -> int:
-        """Of this rank's shards."""
-        return sum(shard.tensor.nbytes for shard in self._shards)
-
-    def save(self, name: str, directory: Path) -> None:
-        """Let the contender save. Timed."""
-        self._contenders[name].save(directory)
-
-    def flush(self, directory: Path) -> None:
-        """Flush this rank's share of the files in ``directory``. Timed."""
-        flush_share(directory, self._context.global_rank, self._context.num_ranks)
-
-    def clear(self) -> None:
-        """Overwrite the shards, so that a load that does nothing is found out."""
-        for shard in self._shards:
-            shard.tensor.zero_()
-
-    def load(self, name: str, directory: Path) -> None:
-        """Let the contender load, and see to it that the data is in the shards. Timed."""
-        loaded: Tensors = self._contenders[name].load(directory)
-        for shard in self._shards:
-            tensor = loaded[shard.key]
-            if tensor.data_ptr() != shard.tensor.data_ptr():
-                shard.tensor.copy_(tensor)
-
-    def check(self, name: str) -> None:
-        """Compare the shards with what was saved.
-
-        Raises:
-            ValueError: a shard differs.
-        """
-        for shard in self._shards:
-            if _digest(shard.tensor) != self._digests[shard.key]:
-                raise ValueError(f"{shard.key}: {name} loaded other values than were saved")
+def make_worker(size: GptSize, names: Sequence[str], context: RankContext) -> object:
+    """The worker of one rank; in the rank's process, the only one that needs Megatron-Core."""
+    return importlib.import_module("benchmarks.worker").Worker(size, names, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +77,7 @@ class Output:
 
 def run_size(size: GptSize, places: Sequence[Path], contest: Contest, output: Output) -> None:
     """Time one size in every place, and report each."""
-    make = partial(Worker, size, contest.names)
+    make = partial(make_worker, size, contest.names)
     with Ranks(_NUM_RANKS, make, timeout_s=contest.timeout_s) as ranks:
         nbytes = sum(ranks.step("nbytes").values)
         for place in places:
@@ -175,10 +131,6 @@ def _time_load(ranks: Ranks, case: Case, target: Path, step: Step, name: str) ->
     seconds = ranks.step("load", name, target).seconds
     ranks.step("check", name)
     return seconds
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
 def _chosen(wanted: Sequence[str], output: Output) -> tuple[str, ...]:

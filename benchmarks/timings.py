@@ -8,9 +8,9 @@ from enum import StrEnum
 
 from rich.table import Table
 
-from benchmarks.contenders import ENTRIES, RAW_FLUSHED, RAW_PLAIN
 from benchmarks.gpt_state import GB
 from benchmarks.harness import median, paired_ratio
+from benchmarks.roster import ENTRIES, RAW_FLUSHED, RAW_PLAIN
 
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 
