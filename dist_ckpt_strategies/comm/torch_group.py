@@ -36,6 +36,11 @@ class _Work(Protocol):
         ...
 
 
+def is_distributed() -> bool:
+    """Whether torch.distributed is initialised; this process is alone where it is not."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def open_communicator(
     group: ProcessGroup | None, *, timeout_s: float, purpose: str
 ) -> Communicator:
@@ -49,7 +54,7 @@ def open_communicator(
         timeout_s: longest wait for a peer in each call.
         purpose: what the ranks do together, for messages: ``save of /ckpt/iter_10``.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_distributed():
         return SoloCommunicator()
     if group is None:
         group = dist.group.WORLD

@@ -20,8 +20,13 @@ from megatron.core.dist_checkpointing.validation import (
     validate_sharding_integrity,
 )
 
-from dist_ckpt_strategies.megatron.bases import ShardedObject, StrictHandling
-from dist_ckpt_strategies.megatron.shards import StateDict, is_empty
+from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.megatron.bases import (
+    CheckpointingException,
+    ShardedObject,
+    StrictHandling,
+)
+from dist_ckpt_strategies.megatron.shards import StateDict, is_empty, mapped_values
 
 CONTENT_METADATA_KEY = "content_metadata"
 
@@ -62,7 +67,7 @@ def take_apart_for_save(
     state_dict: StateDict, content_metadata: dict[str, Any] | None
 ) -> SaveParts:
     """Factories applied, non-persistent values dropped, sharded and common parted. Rank-local."""
-    whole = dict(state_dict)
+    whole = mapped_values(lambda value: value, state_dict)  # factories are replaced in place
     if content_metadata is not None:
         whole[CONTENT_METADATA_KEY] = content_metadata
     sharded, common = save_preprocess(whole, validate_access_integrity=False)
@@ -78,9 +83,15 @@ def require_valid_sharding(everyone: list[list[Any]], common: StateDict | None =
 
     Empty tensors are left out: Megatron-Core 0.16.1 divides by their extent. Where ``common`` is
     given its consistency is checked too, collectively over the world, by a broadcast.
+
+    Raises:
+        PlanError: elements or objects are missing, or held twice.
     """
     checked = [[value for value in values if not is_empty(value)] for values in everyone]
-    validate_sharding_integrity(checked, common_state_dict=common)
+    try:
+        validate_sharding_integrity(checked, common_state_dict=common)
+    except (CheckpointingException, AssertionError) as error:
+        raise PlanError(f"the shards of all ranks do not fit together: {error}") from error
 
 
 def take_apart_for_load(state_dict: StateDict) -> LoadParts:

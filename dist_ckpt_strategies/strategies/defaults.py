@@ -14,7 +14,7 @@ from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,
 )
-from dist_ckpt_strategies.strategies.registration import Default, register_defaults
+from dist_ckpt_strategies.strategies.registration import Default, register_defaults, register_here
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 
 
@@ -47,8 +47,9 @@ def register(
     it once on every rank, at start-up.
 
     Args:
-        replace_common: also take the place of Megatron's ``("torch", 1)`` common strategies, which
-            write ``common.pt`` beside a marker that may still be there, and leave the other ranks
+        replace_common: this package's own save and load use its common strategies in any case;
+            with this they also take the place of Megatron's ``("torch", 1)``, which write
+            ``common.pt`` beside a marker that may still be there, and leave the other ranks
             waiting when rank 0 cannot write.
         replace: replace strategies that somebody else registered under the same keys.
         allow: further classes that objects of a checkpoint may be unpickled to.
@@ -73,8 +74,11 @@ def register(
         ),
     ]
     register_defaults(sharded, replace=replace)
+    commons = common_defaults(options, classes)
     if replace_common:
-        register_defaults(common_defaults(options, classes), replace=True)
+        register_defaults(commons, replace=True)
+    else:
+        register_here(commons, replace=replace)
 
 
 def common_defaults(options: Options | None, allow: tuple[Any, ...]) -> list[Default]:

@@ -15,7 +15,7 @@ import xxhash
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.torch_group import open_communicator
+from dist_ckpt_strategies.comm.torch_group import is_distributed, open_communicator
 from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.megatron.bases import StrategyAction, StrictHandling
@@ -57,7 +57,11 @@ from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,
 )
-from dist_ckpt_strategies.strategies.registry import DEFAULT_REGISTRY, StrategyKey
+from dist_ckpt_strategies.strategies.registry import (
+    DEFAULT_REGISTRY,
+    StrategyKey,
+    strategy_not_found,
+)
 
 StrategyChoice = Any
 """A strategy, a (backend, version) tuple, or None for the default."""
@@ -66,6 +70,8 @@ _OWN: Mapping[StrategyKey, Callable[[], Any]] = MappingProxyType(
     {
         StrategyKey(StrategyAction.SAVE_SHARDED, "zarr", 1): zarr.ZarrSaveShardedStrategy,
         StrategyKey(StrategyAction.LOAD_SHARDED, "zarr", 1): zarr.ZarrLoadShardedStrategy,
+        StrategyKey(StrategyAction.SAVE_COMMON, "torch", 1): TorchCommonSaveStrategy,
+        StrategyKey(StrategyAction.LOAD_COMMON, "torch", 1): TorchCommonLoadStrategy,
     }
 )
 """What ``save`` and ``load`` use without ``register``, which is for Megatron-Core's own."""
@@ -186,10 +192,10 @@ def load(  # noqa: PLR0913 - Megatron's signature
         def begin() -> tuple[Any, Any, StateDict, LoadParts]:
             loaders = _load_strategies(root, sharded_strategy, common_strategy)
             found: StateDict = loaders[1].load_common(root)
-            return *loaders, found, take_apart_for_load(sharded_state_dict)
+            parts = take_apart_for_load(sharded_state_dict)
+            return *loaders, merged(found, parts.nonpersistent), parts
 
         sharded, common_loader, state, parts = agree(comm, begin)
-        merged(state, parts.nonpersistent)
         strictness = agree(comm, lambda: parsed_strict(strict))
         outcome = _check_keys(
             comm,
@@ -199,8 +205,7 @@ def load(  # noqa: PLR0913 - Megatron's signature
             validate_access_integrity,
         )
         loaded = _load_sharded(comm, outcome.sharded, root, sharded, common_loader)
-    merged(state, *loaded)
-    agree(comm, lambda: merge_factories(state, parts.factories))
+    agree(comm, lambda: merge_factories(merged(state, *loaded), parts.factories))
     if returns_keys(strictness):
         return state, outcome.missing, outcome.unexpected
     return state
@@ -225,10 +230,8 @@ def _world(purpose: str, timeout_s: float | None) -> Communicator:
     return open_communicator(None, timeout_s=options.timeout_s, purpose=purpose)
 
 
-def _chosen(action: StrategyAction, choice: StrategyChoice, default: Callable[[], Any]) -> Any:
-    """The strategy that a caller means: an instance, a tuple, or None for the default."""
-    if choice is None:
-        return default()
+def _chosen(action: StrategyAction, choice: StrategyChoice) -> Any:
+    """The strategy that a caller means by an instance or by a tuple."""
     if not isinstance(choice, tuple):
         return choice
     key = StrategyKey(action, *choice)
@@ -241,15 +244,15 @@ def _of_megatron_or_missing(key: StrategyKey) -> Any:
     """A strategy of ours that nobody has registered, or one that Megatron-Core itself has."""
     if key in _OWN:
         return _OWN[key]()
-    if (key.backend, key.version) in {("torch_dist", 1), (common.BACKEND, common.VERSION)}:
+    if (key.backend, key.version) == ("torch_dist", 1):
         return default_strategy(key.action, key.backend, key.version)
-    return DEFAULT_REGISTRY.get(key)
+    raise strategy_not_found(key, dict.fromkeys([*DEFAULT_REGISTRY.keys(), *_OWN]))
 
 
 def _save_strategies(sharded: StrategyChoice, common_choice: StrategyChoice) -> tuple[Any, Any]:
     return (
-        _chosen(StrategyAction.SAVE_SHARDED, sharded, zarr.ZarrSaveShardedStrategy),
-        _chosen(StrategyAction.SAVE_COMMON, common_choice, TorchCommonSaveStrategy),
+        _chosen(StrategyAction.SAVE_SHARDED, sharded or (zarr.BACKEND, zarr.VERSION)),
+        _chosen(StrategyAction.SAVE_COMMON, common_choice or (common.BACKEND, common.VERSION)),
     )
 
 
@@ -259,10 +262,8 @@ def _load_strategies(
     marker = read_marker(root)
     sharded_key = (marker.sharded_backend, marker.sharded_backend_version)
     common_key = (marker.common_backend, marker.common_backend_version)
-    loader = _chosen(StrategyAction.LOAD_SHARDED, sharded or sharded_key, dict)
-    if common_choice is None and common_key == (common.BACKEND, common.VERSION):
-        common_choice = TorchCommonLoadStrategy()
-    common_loader = _chosen(StrategyAction.LOAD_COMMON, common_choice or common_key, dict)
+    loader = _chosen(StrategyAction.LOAD_SHARDED, sharded or sharded_key)
+    common_loader = _chosen(StrategyAction.LOAD_COMMON, common_choice or common_key)
     loader.check_backend_compatibility(marker.sharded_backend)
     loader.check_version_compatibility(marker.sharded_backend_version)
     common_loader.check_backend_compatibility(marker.common_backend)
@@ -283,7 +284,16 @@ def _validate(comm: Communicator, parts: SaveParts, preprocess: Preprocess | Non
     is_equal = len({digest for _, digest in answers}) == 1
     # Bytes that differ may still be equal values: Megatron-Core's own comparison decides, which
     # broadcasts rank 0's state.
-    agree(comm, lambda: require_valid_sharding(everyone, None if is_equal else common_state))
+    agree(comm, lambda: _require_valid(everyone, None if is_equal else common_state))
+
+
+def _require_valid(everyone: list[list[Any]], common_state: StateDict | None = None) -> None:
+    """Megatron-Core's check, which asks torch.distributed who it is: a lone process goes without.
+
+    What is saved is checked again by the plan.
+    """
+    if is_distributed():
+        require_valid_sharding(everyone, common_state)
 
 
 def _wires(state: StateDict) -> list[Any]:
@@ -326,7 +336,7 @@ def _check_keys(
         everyone = [list(map(metadata_from_wire, wires)) for wires in answers]
         local = everyone[comm.rank]
     if validate and everyone is not None:
-        agree(comm, lambda: require_valid_sharding(everyone))
+        agree(comm, lambda: _require_valid(everyone))
     return agree(comm, lambda: apply_strictness(state, strict, local, everyone, stored))
 
 

@@ -43,6 +43,17 @@ def register_defaults(defaults: Iterable[Default], *, replace: bool = False) -> 
             register_strategy(action, backend, version, factory())
 
 
+def register_here(defaults: Iterable[Default], *, replace: bool = False) -> None:
+    """Register each default for this package's own save and load, not in Megatron-Core.
+
+    What somebody else has registered there stays, unless ``replace`` is set.
+    """
+    for action, backend, version, factory in defaults:
+        key = StrategyKey(action, backend, version)
+        if replace or key not in DEFAULT_REGISTRY or _is_replaceable(DEFAULT_REGISTRY.get(key)):
+            DEFAULT_REGISTRY.register(key, factory, replace=True)
+
+
 def _require_free(key: StrategyKey) -> None:
     in_megatron = registered_strategy(key.action, key.backend, key.version)
     in_ours = DEFAULT_REGISTRY.get(key) if key in DEFAULT_REGISTRY else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +68,7 @@ class StrategyRegistry:
         try:
             factory = self._factories[key]
         except KeyError:
-            known = ", ".join(map(str, self.keys())) or "none"
-            raise StrategyNotFoundError(f"no strategy for {key}; registered: {known}") from None
+            raise strategy_not_found(key, self.keys()) from None
         return factory()
 
     def keys(self) -> tuple[StrategyKey, ...]:
@@ -79,6 +78,12 @@ class StrategyRegistry:
     def __contains__(self, key: object) -> bool:
         """Whether a factory is registered under the key."""
         return key in self._factories
+
+
+def strategy_not_found(key: StrategyKey, known: Iterable[StrategyKey]) -> StrategyNotFoundError:
+    """The error for a key without a strategy: says what there is."""
+    names = ", ".join(map(str, known)) or "none"
+    return StrategyNotFoundError(f"no strategy for {key}; registered: {names}")
 
 
 DEFAULT_REGISTRY = StrategyRegistry()

@@ -1,0 +1,577 @@
+"""What this package's own ``save`` and ``load`` do beyond Megatron-Core's, and just as they do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.errors import (
+    CheckpointNotFoundError,
+    DuplicateWriterError,
+    PeerTimeoutError,
+    StorageError,
+    StrategyNotFoundError,
+    UnsafeObjectError,
+)
+from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy
+from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
+from tests.support.entries import (
+    Entry,
+    Failure,
+    load,
+    outcome,
+    prepare,
+    save,
+)
+from tests.support.ranks import allow_children, run_processes
+from tests.support.sharding import (
+    Cut,
+    Part,
+    at_random,
+    differences,
+    no_data,
+    on_grid,
+    part_of,
+    same_bits,
+    state_of,
+    whole,
+    zeros,
+)
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+
+both_entries = pytest.mark.parametrize("entry", list(Entry))
+
+
+class Homemade:
+    """A class of a user's own."""
+
+    def __init__(self) -> None:
+        self.value = 5
+
+
+def cuts() -> list[Cut]:
+    return [on_grid("w", (8, 4), (4, 2)), on_grid("b", (4,), (1,), num_replicas=4)]
+
+
+def halves(key: str, data: torch.Tensor, replica_id: Any, _: Any) -> dict[str, Any]:
+    """Builds the two halves of a fused weight."""
+    top, bottom = data.chunk(2)
+    return {
+        "top": ShardedTensor.from_rank_offsets(f"{key}.top", top, replica_id=replica_id),
+        "bottom": ShardedTensor.from_rank_offsets(f"{key}.bottom", bottom, replica_id=replica_id),
+    }
+
+
+def joined(loaded: dict[str, Any]) -> torch.Tensor:
+    return torch.cat([loaded["top"], loaded["bottom"]])
+
+
+def everything(rank: int, *, empty: bool = False) -> dict[str, Any]:
+    """One of each kind of value that a state dict holds, at several depths."""
+    weight = torch.zeros(4, 2) if empty else torch.arange(8.0).reshape(4, 2) + rank
+    return {
+        "model": {
+            "layers": [
+                {"w": tensor}
+                for tensor in state_of(rank, cuts(), zeros if empty else part_of).values()
+            ],
+            "fused": ShardedTensorFactory(f"fused.{rank}", weight, halves, joined),
+            "extra": ShardedObject("extra/state", None if empty else {"rank": rank}, (4,), (rank,)),
+        },
+        "local": LocalNonpersistentObject(f"of rank {rank}" if empty else "not stored"),
+        **({} if empty else {"iteration": 7, "args": {"lr": 0.1, "betas": (0.9, 0.95)}}),
+    }
+
+
+def load_everything(rank: int, entry: Entry, root: Path) -> list[str]:
+    loaded = load(entry, everything(rank, empty=True), root)
+    stored = everything(rank)
+    checks = {
+        "tensors": all(
+            same_bits(found["w"], tensor["w"].data)
+            for found, tensor in zip(
+                loaded["model"]["layers"], stored["model"]["layers"], strict=True
+            )
+        ),
+        "factory": torch.equal(loaded["model"]["fused"], stored["model"]["fused"].data),
+        "object": loaded["model"]["extra"] == {"rank": rank},
+        "local": loaded["local"] == f"of rank {rank}",
+        "common": (loaded["iteration"], loaded["args"]) == (7, {"lr": 0.1, "betas": (0.9, 0.95)}),
+        "content": loaded["content_metadata"] == {"format": 3},
+    }
+    return [what for what, is_right in checks.items() if not is_right]
+
+
+def save_and_load_everything(rank: int, scratch: Path) -> dict[str, Any]:
+    """Each of the two entries loads what each of them saved."""
+    prepare(60)
+    found: dict[str, Any] = {}
+    for saver in Entry:
+        root = scratch / saver.value
+        save(saver, everything(rank), root, content_metadata={"format": 3, "dp_cp_group": None})
+        for loader in Entry:
+            found[f"{saver} to {loader}"] = load_everything(rank, loader, root)
+        found[f"{saver} content"] = dist_checkpointing.load_content_metadata(str(root))
+    return found
+
+
+def test_each_entry_loads_everything_that_either_saved(tmp_path: Path) -> None:
+    for result in run_processes(4, save_and_load_everything, tmp_path):
+        assert isinstance(result, dict), result
+        for what, found in result.items():
+            assert found == ({"format": 3} if "content" in what else []), result
+
+
+def save_and_look_at_arguments(rank: int, root: Path) -> dict[str, Any]:
+    prepare(60)
+    state = everything(rank)
+    save(Entry.OURS, state, root, content_metadata={"format": 3})
+    fresh = everything(rank)
+    factory = state["model"]["fused"]
+    wanted = everything(rank, empty=True)
+    load(Entry.OURS, wanted, root)
+    return {
+        "keys": list(state) == list(fresh),
+        "factory": isinstance(factory, ShardedTensorFactory),
+        "common": state["args"] == fresh["args"],
+        "local": isinstance(state["local"], LocalNonpersistentObject),
+        "wanted": isinstance(wanted["local"], LocalNonpersistentObject),
+        "wanted factory": isinstance(wanted["model"]["fused"], ShardedTensorFactory),
+    }
+
+
+def test_the_state_dicts_of_the_caller_stay_as_they_are(tmp_path: Path) -> None:
+    for result in run_processes(4, save_and_look_at_arguments, tmp_path / "c"):
+        assert all(result.values()), result
+
+
+def use_without_registering(rank: int, root: Path) -> Any:
+    os.environ["DIST_CKPT_TIMEOUT_S"] = "30"
+    dist_ckpt_strategies.save(state_of(rank, cuts()), root)
+    loaded: Any = dist_ckpt_strategies.load(state_of(rank, cuts(), no_data), root)
+    unknown = outcome(
+        partial(dist_ckpt_strategies.save, state_of(rank, cuts()), root / "x", ("no.such", 3))
+    )
+    return differences(rank, cuts(), loaded), unknown
+
+
+def test_nothing_has_to_be_registered_for_our_entries(tmp_path: Path) -> None:
+    for wrong, unknown in run_processes(4, use_without_registering, tmp_path / "c"):
+        assert wrong == []
+        assert StrategyNotFoundError.__name__ in unknown.kinds
+        assert unknown.is_megatrons
+        assert "('no.such', 3)" in unknown.text or "'no.such', 3" in unknown.text
+        assert "zarr" in unknown.text, "the message does not say what there is"
+
+
+def registered_classes(rank: int, scratch: Path) -> dict[str, Any]:
+    """A class in the common state and in an object, allowed in each of the ways there are."""
+    prepare(60)
+    state = {"mine": Homemade(), "o": ShardedObject("o", Homemade(), (4,), (rank,))}
+    root = scratch / "c"
+    save(Entry.OURS, state, root)
+    wanted = {"o": ShardedObject("o", None, (4,), (rank,))}
+    seen = {
+        "refused": outcome(partial(load, Entry.OURS, wanted, root)),
+        "by argument": outcome(partial(load, Entry.OURS, wanted, root, allow=[Homemade])),
+        "refused again": outcome(partial(load, Entry.OURS, wanted, root)),
+        "refused by strategies": outcome(
+            partial(
+                load,
+                Entry.OURS,
+                wanted,
+                root,
+                sharded_strategy=ZarrLoadShardedStrategy(allow=[Homemade]),
+            )
+        ),
+        "by strategies": outcome(
+            partial(
+                load,
+                Entry.OURS,
+                wanted,
+                root,
+                sharded_strategy=ZarrLoadShardedStrategy(allow=[Homemade]),
+                common_strategy=TorchCommonLoadStrategy(allow=[Homemade]),
+            )
+        ),
+    }
+    dist_ckpt_strategies.register(allow=[Homemade])
+    seen["registered"] = outcome(partial(load, Entry.OURS, wanted, root))
+    dist_ckpt_strategies.register(allow=[Homemade], replace_common=True)
+    seen["registered, through Megatron"] = outcome(partial(load, Entry.MEGATRON, wanted, root))
+    return {name: describe(found) for name, found in seen.items()}
+
+
+def describe(found: Any) -> Any:
+    return found if isinstance(found, Failure) else (found["mine"].value, found["o"].value)
+
+
+def test_a_class_is_allowed_by_argument_by_strategy_or_by_registration(tmp_path: Path) -> None:
+    for result in run_processes(4, registered_classes, tmp_path):
+        assert isinstance(result, dict), result
+        for name, found in result.items():
+            if "refused" in name:
+                assert isinstance(found, Failure), name
+                assert UnsafeObjectError.__name__ in found.kinds
+                assert "test_entry.Homemade" in found.text
+                assert "allow=" in found.text
+            else:
+                assert found == (5, 5), (name, found)
+
+
+def wait_for_options(rank: int, scratch: Path) -> Any:
+    """The timeout that was registered, or given, is what bounds the wait in the strategies."""
+    os.environ["DIST_CKPT_TIMEOUT_S"] = "600"
+    dist_ckpt_strategies.register(options=dist_ckpt_strategies.Options(timeout_s=2))
+    if rank == 3:
+        while not (scratch / "done").exists():
+            pass
+        return "late"
+    options = {"timeout_s": 2.0}
+    seen = outcome(partial(save, Entry.OURS, state_of(rank, cuts()), scratch / "c", **options))
+    (scratch / f"done.{rank}").touch()
+    if rank == 0:
+        while not all((scratch / f"done.{other}").exists() for other in range(3)):
+            pass
+        (scratch / "done").touch()
+    return seen
+
+
+def test_a_timeout_given_to_save_bounds_the_wait(tmp_path: Path) -> None:
+    *others, late = run_processes(4, wait_for_options, tmp_path)
+
+    assert late == "late"
+    for failure in others:
+        assert isinstance(failure, Failure), failure
+        assert "PeerError" in failure.kinds
+        assert failure.global_rank == 3
+        assert failure.seconds < 10
+
+
+def ask_locally(rank: int, root: Path) -> Any:
+    """Reading metadata and removing arrays are for one rank alone; the others do nothing."""
+    prepare(30)
+    state: dict[str, Any] = state_of(rank, [*cuts(), on_grid("w.old", (4,), (4,))])
+    state["o"] = ShardedObject("w.object/of", rank, (4,), (rank,))
+    save(Entry.OURS, state, root)
+    seen = None
+    if rank == 2:
+        path = str(root)
+        tensors = dist_checkpointing.load_tensors_metadata(path)
+        sharded_ = load_sharded_metadata(path)
+        common = dist_checkpointing.load_common_state_dict(path)
+        dist_checkpointing.remove_sharded_tensors(path, "w.o")
+        after = sorted(load_sharded_metadata(path))
+        shapes = {key: (tensor.global_shape, tensor.dtype) for key, tensor in tensors.items()}
+        seen = shapes, sorted(sharded_), common, after
+    dist.barrier()
+    plain = dist_checkpointing.load_plain_tensors(str(root))
+    return seen, {
+        key: same_bits(tensor, whole(cut))
+        for cut in cuts()
+        for key, tensor in plain.items()
+        if key == cut.key
+    }
+
+
+def test_metadata_is_read_and_arrays_are_removed_by_one_rank_alone(tmp_path: Path) -> None:
+    results = run_processes(4, ask_locally, tmp_path / "c")
+
+    objects = [f"w.object/of/shard_{n}_4" for n in range(4)]
+    shapes = {
+        "w": ((8, 4), torch.float32),
+        "b": ((4,), torch.float32),
+        "w.old": ((4,), torch.float32),
+    }
+    assert results[2][0] == (shapes, sorted(["b", "w", "w.old", *objects]), {}, ["b", "w"])
+    for _, plain in results:
+        assert plain == {"w": True, "b": True}
+
+
+def load_plain_alone(rank: int, root: Path) -> Any:
+    """Loading is for all ranks: one that calls alone is told whom it waits for."""
+    prepare(2)
+    save(Entry.OURS, state_of(rank, cuts()), root)
+    seen = None
+    if rank == 1:
+        seen = outcome(partial(dist_checkpointing.load_plain_tensors, str(root)))
+    return seen
+
+
+def test_a_rank_that_loads_alone_is_told_whom_it_waited_for(tmp_path: Path) -> None:
+    failure = run_processes(4, load_plain_alone, tmp_path / "c")[1]
+
+    assert PeerTimeoutError.__name__ in failure.kinds, failure
+    assert "ranks [0, 2, 3] did not arrive within 2 s" in failure.text
+    assert "load from" in failure.text
+
+
+def conflict(rank: int, root: Path) -> Any:
+    """On rank 2 a local value stands where the checkpoint has common state."""
+    prepare(15)
+    save(Entry.OURS, {"iteration": 7, **state_of(rank, cuts())}, root)
+    wanted: dict[str, Any] = state_of(rank, cuts(), no_data)
+    if rank == 2:
+        wanted["iteration"] = LocalNonpersistentObject(8)
+    first = outcome(partial(load, Entry.OURS, wanted, root))
+    wanted.pop("iteration", None)
+    if rank == 2:
+        wanted["iteration"] = wanted.pop(next(iter(wanted)))
+    return first, outcome(partial(load, Entry.OURS, wanted, root))
+
+
+def test_values_that_collide_on_one_rank_fail_on_every_rank(tmp_path: Path) -> None:
+    results = run_processes(4, conflict, tmp_path / "c")
+
+    for rank, failures in enumerate(results):
+        assert isinstance(failures, tuple), failures
+        for failure in failures:
+            assert isinstance(failure, Failure), (rank, failure)
+            assert failure.seconds < 8, (rank, failure)
+            if rank != 2:
+                assert failure.global_rank == 2, failure
+
+
+def save_in_groups(rank: int, scratch: Path) -> dict[str, Any]:
+    """Two halves of the world save a checkpoint each, at the same time; ranks keep their names."""
+    prepare(30)
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half, within = divmod(rank, 2)
+    saver = ZarrSaveShardedStrategy(group=groups[half])
+    loader = ZarrLoadShardedStrategy(group=groups[half])
+    cut = at_random(f"half.{half}", (12, 10), 7, size=2)
+    root = scratch / f"half.{half}"
+    if within == 0:
+        root.mkdir()
+    dist.barrier()
+    saver.save(state_of(within, [cut]), root)
+    loaded = loader.load(state_of(within, [cut], no_data), root)
+    seen: dict[str, Any] = {"wrong": differences(within, [cut], loaded)}
+    bad = Cut("twice", (4,), torch.float32, (Part(0, (0,), (4,)), Part(1, (0,), (4,))))
+    seen["overlap"] = outcome(partial(saver.save, state_of(within, [bad]), root))
+    blocked = {"o": ShardedObject("o", (lambda: 1) if rank == 3 else 1, (2,), (within,))}
+    seen["object"] = outcome(partial(saver.save, blocked, root))
+    return seen
+
+
+def test_groups_save_on_their_own_and_errors_name_global_ranks(tmp_path: Path) -> None:
+    results = run_processes(4, save_in_groups, tmp_path)
+
+    for rank, result in enumerate(results):
+        assert isinstance(result, dict), result
+        assert result["wrong"] == []
+        assert DuplicateWriterError.__name__ in result["overlap"].kinds
+        low, high = (0, 1) if rank < 2 else (2, 3)
+        assert f"on rank {low} " in result["overlap"].text, result["overlap"]
+        assert f"on rank {high} " in result["overlap"].text
+        if rank < 2:
+            assert result["object"] is None
+    for rank in (2, 3):
+        failure = results[rank]["object"]
+        assert StorageError.__name__ in failure.kinds
+        assert failure.text.startswith("rank 3: "), failure
+
+
+def use_torch_dist(rank: int, scratch: Path) -> dict[str, Any]:
+    from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins  # noqa: PLC0415
+
+    allow_children()
+    prepare(60)
+    choice = {"sharded_strategy": ("torch_dist", 1), "content_metadata": {"format": 3}}
+    found: dict[str, Any] = {}
+    # torch_dist synchronises CUDA and asks for its current device, also for tensors on the CPU.
+    with cpu_stand_ins():
+        for saver in Entry:
+            root = scratch / saver.value
+            save(saver, everything(rank), root, **choice)
+            dist.barrier()
+            found[f"{saver} files"] = sorted(path.name for path in root.iterdir())
+            found[f"{saver} marker"] = (root / "metadata.json").read_text()
+            for loader in Entry:
+                found[f"{saver} to {loader}"] = load_everything(rank, loader, root)
+        root = scratch / Entry.OURS.value
+        found["refused"] = outcome(partial(save, Entry.OURS, everything(rank), root, **choice))
+        save(Entry.OURS, everything(rank), root, overwrite=True, content_metadata={"format": 3})
+        dist.barrier()
+        found["zarr in its place"] = load_everything(rank, Entry.MEGATRON, root)
+        found["files of torch_dist"] = [path.name for path in root.glob("*.distcp")]
+    return found
+
+
+def test_torch_dist_through_our_entries_is_torch_dist(tmp_path: Path) -> None:
+    pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
+
+    for result in run_processes(4, use_torch_dist, tmp_path, timeout_s=120):
+        assert isinstance(result, dict), result
+        assert result["ours files"] == result["megatron files"]
+        assert result["ours marker"] == result["megatron marker"]
+        assert "CheckpointExistsError" in result["refused"].kinds
+        assert result["files of torch_dist"] == []
+        for what in ("megatron to ours", "ours to megatron", "ours to ours", "zarr in its place"):
+            assert result[what] == [], (what, result)
+
+
+WITHOUT_REGISTRY = """
+import megatron.core
+from megatron.core.dist_checkpointing.strategies import base
+megatron.core.__version__ = "0.17.0"
+del base.default_strategies, base.register_default_strategy, base.StrategyAction
+import dist_ckpt_strategies
+from dist_ckpt_strategies.errors import StrategyError
+dist_ckpt_strategies.register()
+dist_ckpt_strategies.get_default_strategy(
+    dist_ckpt_strategies.StrategyAction("save_sharded"), "zarr", 1
+)
+for call in (dist_ckpt_strategies.save, dist_ckpt_strategies.load):
+    try:
+        call({}, "nowhere", ("zarr", 1))
+    except StrategyError as error:
+        print(error)
+"""
+
+
+def test_a_megatron_without_a_registry_is_refused_by_name_and_never_replaced_by_torch_dist() -> (
+    None
+):
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", WITHOUT_REGISTRY],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+    lines = found.stdout.splitlines()
+    assert len(lines) == 2, found
+    for name, line in zip(("save", "load"), lines, strict=True):
+        assert line.startswith(f"{name}: Megatron-Core 0.17.0 has no strategy registry")
+        assert "torch_dist" in line
+
+
+ALONE = """
+import torch, sys
+from megatron.core.dist_checkpointing import ShardedTensor, ShardedObject
+import dist_ckpt_strategies
+root = sys.argv[1]
+state = {
+    "w": ShardedTensor.from_rank_offsets("w", torch.arange(6.0)),
+    "o": ShardedObject("o", 1, (1,), (0,)),
+    "c": 2,
+}
+dist_ckpt_strategies.save(state, root)
+wanted = {
+    "w": ShardedTensor.from_rank_offsets("w", torch.zeros(6)),
+    "o": ShardedObject("o", None, (1,), (0,)),
+}
+loaded = dist_ckpt_strategies.load(wanted, root)
+print(loaded["w"].tolist(), loaded["o"], loaded["c"], torch.distributed.is_initialized())
+"""
+
+
+def test_a_single_process_needs_no_process_group(tmp_path: Path) -> None:
+    found = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ALONE, str(tmp_path / "c")],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == "[0.0, 1.0, 2.0, 3.0, 4.0, 5.0] 1 2 False"
+
+
+def ask_for_what_is_not_there(rank: int, scratch: Path) -> dict[str, Any]:
+    prepare(20)
+    (scratch / "file").touch()
+    places: dict[str, Callable[[], Any]] = {
+        "nowhere": partial(load, Entry.OURS, state_of(rank, cuts(), no_data), scratch / "nowhere"),
+        "file": partial(load, Entry.OURS, state_of(rank, cuts(), no_data), scratch / "file"),
+        "below a file": partial(save, Entry.OURS, state_of(rank, cuts()), scratch / "file" / "c"),
+    }
+    return {name: outcome(place) for name, place in places.items()}
+
+
+def test_a_place_that_is_no_directory_is_named(tmp_path: Path) -> None:
+    for result in run_processes(4, ask_for_what_is_not_there, tmp_path):
+        for name in ("nowhere", "file"):
+            assert CheckpointNotFoundError.__name__ in result[name].kinds
+            assert "FileNotFoundError" in result[name].kinds
+            assert str(tmp_path / name) in result[name].text
+        assert StorageError.__name__ in result["below a file"].kinds
+        assert str(tmp_path / "file") in result["below a file"].text
+
+
+def name_objects(rank: int, entry: Entry, root: Path) -> dict[str, Any]:
+    """Keys with slashes, grids of objects, and the names that early releases gave them."""
+    prepare(30)
+    keys = ("rng", "deep/er/key", "dots.and.more")
+    state = {
+        key: ShardedObject(key, {"key": key, "rank": rank}, (2, 2), divmod(rank, 2)) for key in keys
+    }
+    save(entry, state, root)
+    dist.barrier()
+    if rank == 0:
+        for path in sorted((root / "rng").iterdir()):
+            path.rename(path.with_name(path.name.replace("_2.2.pt", "_2.pt")))
+        assert len(list((root / "rng").glob("shard_*_2.pt"))) == 4
+    dist.barrier()
+    wanted = {key: ShardedObject(key, None, (2, 2), divmod(rank, 2)) for key in keys}
+    seen = {"loaded": load(entry, wanted, root, strict="return_all")}
+    seen["metadata"] = sorted(load_sharded_metadata(str(root)))
+    return seen
+
+
+@both_entries
+def test_objects_are_found_under_keys_with_slashes_and_under_older_names(
+    entry: Entry, tmp_path: Path
+) -> None:
+    keys = ("rng", "deep/er/key", "dots.and.more")
+    for rank, result in enumerate(run_processes(4, name_objects, entry, tmp_path / "c")):
+        assert isinstance(result, dict), result
+        loaded, missing, unexpected = result["loaded"]
+        assert loaded == {key: {"key": key, "rank": rank} for key in keys}
+        assert (missing, unexpected) == (set(), set())
+        names = [f"{key}/shard_{n // 2}.{n % 2}_2.2" for key in keys for n in range(4)]
+        assert result["metadata"] == sorted(names)
+
+
+def wrong_objects(rank: int, scratch: Path) -> dict[str, Any]:
+    prepare(20)
+    twice = {"o": ShardedObject("o", rank, (1,), (0,))}
+    gap = {"o": ShardedObject("o", rank, (5,), (rank,))}
+    both = {"o": ShardedObject("w", rank, (4,), (rank,)), **state_of(rank, cuts())}
+    states = {"twice": twice, "gap": gap, "key of an array": both}
+    return {
+        f"{name}, checked: {checked}": outcome(
+            partial(save, Entry.OURS, state, scratch / name, validate_access_integrity=checked)
+        )
+        for name, state in states.items()
+        for checked in (True, False)
+    }
+
+
+def test_objects_that_do_not_add_up_are_refused_on_every_rank(tmp_path: Path) -> None:
+    results = run_processes(4, wrong_objects, tmp_path)
+
+    for name in results[0]:
+        seen = [result[name] for result in results]
+        kinds = {type(found).__name__ for found in seen}
+        assert kinds in ({"Failure"}, {"NoneType"}), (name, seen)
+        if name.startswith("twice") or name == "gap, checked: True":
+            assert kinds == {"Failure"}, (name, seen)
