@@ -90,10 +90,10 @@ class ArrayCreation:
 
 @dataclass(frozen=True, slots=True)
 class SavePlan:
-    """The whole save, the same on every rank; ranks count within the group.
+    """The whole save, the same on every rank. Ranks are global ones.
 
     Attributes:
-        creations: who writes the metadata of each array.
+        creations: who writes the metadata of each array, and flushes its directory.
         writes: every chunk.
         rounds: the chunks among them that are put together from pieces, in groups that bound the
             memory of each rank.
@@ -145,11 +145,17 @@ def build_save_plan(
             by_key[shard.key].append((request.rank, shard))
     require_storable_keys(by_key.keys(), _single_writer_keys(objects))
     load: Counter[int] = Counter()
-    creations, writes = [], []
+    num_created: Counter[int] = Counter()
+    creations: list[ArrayCreation] = []
+    writes: list[ChunkWrite] = []
     for key in sorted(by_key):
-        array, main = _array_of(key, by_key[key])
-        chunk_writes = _chunk_writes(array, main, load)
-        creations.append(ArrayCreation(array, _creator(main, by_key[key])))
+        made = _array_of(key, by_key[key])
+        creator = _creator(made.main, by_key[key], num_created)
+        creations.append(ArrayCreation(made.array, creator))
+        num_created[creator] += 1
+        chunk_writes = _shard_writes(made) if made.is_regular else _chunk_writes(made, load)
+        for write in chunk_writes:
+            load[write.writer] += write.nbytes
         writes.extend(chunk_writes)
     return SavePlan(tuple(creations), tuple(writes), tuple(_rounds(writes, max_inflight_bytes)))
 
@@ -168,10 +174,23 @@ def _single_writer_keys(objects: Iterable[ObjectHolding]) -> frozenset[str]:
     return frozenset(object_id.key for object_id in writers)
 
 
-def _array_of(
-    key: str, held: Sequence[tuple[int, ShardSpec]]
-) -> tuple[ArraySpec, dict[Holding, ShardId]]:
-    """The array that the shards of one key make up, and who holds its main replicas, sorted."""
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """An array, and the shards that make it up.
+
+    Attributes:
+        array: with its chunk grid.
+        main: who holds which main replica, sorted.
+        is_regular: whether each main replica is one chunk.
+    """
+
+    array: ArraySpec
+    main: Mapping[Holding, ShardId]
+    is_regular: bool
+
+
+def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]]) -> _Made:
+    """The array that the shards of one key make up."""
     first_rank, first = held[0]
     for rank, shard in held:
         if shard.array_shape != first.array_shape or shard.dtype != first.dtype:
@@ -191,9 +210,10 @@ def _array_of(
     chunk = regular_chunk_shape(shape, regions)
     if chunk is None or not fills_grid(shape, chunk, regions):
         require_partition(key, shape, holdings)
+    is_regular = chunk is not None
     if chunk is None:
         chunk = irregular_chunk_shape(shape, first.dtype.itemsize, holdings)
-    return ArraySpec(key, shape, first.dtype, chunk), dict(main)
+    return _Made(ArraySpec(key, shape, first.dtype, chunk), dict(main), is_regular)
 
 
 def _stored_part(shard: ShardSpec) -> Region | None:
@@ -203,20 +223,30 @@ def _stored_part(shard: ShardSpec) -> Region | None:
     return shard.region if shard.region.numel else None
 
 
-def _creator(main: Iterable[Holding], held: Sequence[tuple[int, ShardSpec]]) -> int:
-    """The rank with the array's first element; for an empty array the lowest that knows it."""
-    first = next(iter(main), None)
-    return first.rank if first else min(rank for rank, _ in held)
+def _creator(
+    main: Iterable[Holding], held: Sequence[tuple[int, ShardSpec]], num_created: Counter[int]
+) -> int:
+    """A rank that holds a part of the array, or knows an empty one: who has created least."""
+    ranks = {holding.rank for holding in main} or {rank for rank, _ in held}
+    return min(ranks, key=lambda rank: (num_created[rank], rank))
 
 
-def _chunk_writes(
-    array: ArraySpec, main: Mapping[Holding, ShardId], load: Counter[int]
-) -> list[ChunkWrite]:
-    """One write for each chunk of the array; adds what each writer takes on to ``load``."""
+def _shard_writes(made: _Made) -> list[ChunkWrite]:
+    """One write for each shard, which is a chunk; ``_chunk_writes`` would find the same."""
+    return [
+        ChunkWrite(made.array, h.region, h.rank, (Piece(h.rank, shard, h.region),))
+        for h, shard in made.main.items()
+    ]
+
+
+def _chunk_writes(made: _Made, load_before: Counter[int]) -> list[ChunkWrite]:
+    """One write for each chunk of the array, put together from parts of the shards."""
+    array = made.array
     pieces: dict[Extent, list[Piece]] = defaultdict(list)
-    for holding, shard in main.items():
+    for holding, shard in made.main.items():
         for index, part in chunk_parts(array.chunk_shape, holding.region):
             pieces[index].append(Piece(holding.rank, shard, part))
+    load = load_before.copy()
     writes = []
     for index in sorted(pieces):
         region = array.chunk_region(index).intersect(Region.whole(array.shape))

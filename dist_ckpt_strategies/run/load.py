@@ -36,6 +36,7 @@ def run_load(
         if read.is_padded:
             tensor.zero_()
         if read.source is not None and read.target is not None:
-            reads.append(TensorRead(read.array, read.source, tensor[read.target.slices()]))
+            part = tensor[read.target.slices()] if read.is_padded else tensor
+            reads.append(TensorRead(read.array, read.source, part))
     run_reads(store, reads, options)
     return LoadReport(len(plan.reads), plan.nbytes, time.monotonic() - started)

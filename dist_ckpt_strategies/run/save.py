@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,28 +14,19 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import as_bytes, to_host, torch_dtype
 from dist_ckpt_strategies.plan.save import ChunkWrite, Move, Piece, SavePlan
 from dist_ckpt_strategies.run.report import SaveReport
-from dist_ckpt_strategies.run.transfer import TensorWrite, run_writes
+from dist_ckpt_strategies.run.transfer import InFlight, TensorWrite, run_writes
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.spec.shard import ShardId
 from dist_ckpt_strategies.storage.base import ArrayStore
-from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 
 Tensors = Mapping[ShardId, torch.Tensor]
 """This rank's main replicas, each shaped like its region. Left untouched."""
 
 
-@dataclass(frozen=True, slots=True)
-class SaveTarget:
-    """Where the arrays go."""
-
-    layout: Zarr2Layout
-    store: ArrayStore
-
-
 def run_save(
     plan: SavePlan,
     tensors: Tensors,
-    target: SaveTarget,
+    store: ArrayStore,
     comm: Communicator,
     options: Options,
     also: Callable[[], None] = lambda: None,
@@ -49,7 +39,7 @@ def run_save(
     Args:
         plan: what is written by whom.
         tensors: this rank's main replicas.
-        target: layout and store of the checkpoint directory.
+        store: where the arrays go.
         comm: the group that the plan was made for.
         options: timeout and memory budget.
         also: further rank-local writes that belong to this rank's share.
@@ -58,29 +48,26 @@ def run_save(
         StorageError: a write failed here; PeerError of the same class on the other ranks.
     """
     started = time.monotonic()
-    mine = plan.writes_of(comm.rank)
+    me = comm.global_rank(comm.rank)
+    mine = plan.writes_of(me)
+    created = plan.creations_of(me)
     whole = [write for write in mine if write.is_whole_shard]
 
-    def create() -> None:
-        target.store.begin_creates(plan.creations_of(comm.rank)).wait(options.timeout_s)
-
     def write_own() -> None:
-        run_writes(target.store, [_shard_write(write, tensors) for write in whole], options)
-        also()
+        with InFlight(options.timeout_s) as in_flight:
+            in_flight.follow_with(store.begin_creates(created))
+            run_writes(store, [_shard_write(write, tensors) for write in whole], options)
+            also()
 
-    # Metadata first: whatever a killed save leaves behind is then recognised as an array's.
-    agree(comm, create)
     agree(comm, write_own)
     for round_ in plan.rounds:
-        _run_round(round_, tensors, target.store, comm, options)
-    touched = {array.key for array in plan.creations_of(comm.rank)}
-    touched.update(write.array.key for write in mine)
-    agree(comm, lambda: target.layout.sync_directories(touched))
+        _run_round(round_, tensors, store, comm, options)
+    agree(comm, lambda: store.begin_syncs(created).wait(options.timeout_s))
     return SaveReport(
-        num_arrays=len(plan.creations_of(comm.rank)),
+        num_arrays=len(created),
         num_chunks=len(mine),
         nbytes=sum(write.nbytes for write in mine),
-        moved_nbytes=sum(move.nbytes for move in plan.sends_of(comm.rank)),
+        moved_nbytes=sum(move.nbytes for move in plan.sends_of(me)),
         seconds=time.monotonic() - started,
     )
 
@@ -91,6 +78,8 @@ def _shard_write(write: ChunkWrite, tensors: Tensors) -> TensorWrite:
 
 def _piece_tensor(piece: Piece, tensors: Tensors) -> torch.Tensor:
     """The piece's elements, as a view of the tensor that holds them."""
+    if piece.region is piece.shard.region:
+        return tensors[piece.shard]
     return tensors[piece.shard][piece.region.within(piece.shard.region).slices()]
 
 
@@ -105,26 +94,30 @@ def _run_round(
 
     Collective.
     """
+    me = comm.global_rank(comm.rank)
+    in_group = {comm.global_rank(rank): rank for rank in range(comm.size)}
     moves = [move for write in round_ for move in write.moves]
-    incoming = [move for move in moves if move.writer == comm.rank]
+    incoming = [move for move in moves if move.writer == me]
 
     def prepare() -> tuple[list[Send], list[Bytes]]:
-        outgoing = [move for move in moves if move.piece.holder == comm.rank]
+        outgoing = [move for move in moves if move.piece.holder == me]
         hosts = to_host([_piece_tensor(move.piece, tensors) for move in outgoing])
         sends = [
-            Send(move.writer, as_bytes(host)) for move, host in zip(outgoing, hosts, strict=True)
+            Send(in_group[move.writer], as_bytes(host))
+            for move, host in zip(outgoing, hosts, strict=True)
         ]
         return sends, [np.empty(move.nbytes, np.uint8) for move in incoming]
 
     sends, buffers = agree(comm, prepare)
     receives = [
-        Receive(move.piece.holder, buffer) for move, buffer in zip(incoming, buffers, strict=True)
+        Receive(in_group[move.piece.holder], buffer)
+        for move, buffer in zip(incoming, buffers, strict=True)
     ]
     comm.exchange(sends, receives)
     arrived = {
         move.piece: _as_tensor(move, buffer) for move, buffer in zip(incoming, buffers, strict=True)
     }
-    own = [write for write in round_ if write.writer == comm.rank]
+    own = [write for write in round_ if write.writer == me]
 
     def write_chunks() -> None:
         chunks = [TensorWrite(w.array, w.region, _assembled(w, tensors, arrived)) for w in own]

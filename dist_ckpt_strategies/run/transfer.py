@@ -42,7 +42,7 @@ class TensorRead:
     tensor: torch.Tensor
 
 
-class _InFlight(AbstractContextManager["_InFlight"]):
+class InFlight(AbstractContextManager["InFlight"]):
     """At most one transfer beside the one being prepared; leaving waits for the last."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -82,7 +82,7 @@ def run_writes(store: ArrayStore, writes: Sequence[TensorWrite], options: Option
     batches = build_batches(
         [staged_nbytes(write.tensor) for write in writes], options.max_inflight_bytes // 2
     )
-    with _InFlight(options.timeout_s) as in_flight:
+    with InFlight(options.timeout_s) as in_flight:
         for batch in batches:
             hosts = to_host([writes[number].tensor for number in batch])
             requests = [

@@ -53,7 +53,12 @@ class ShardSpec:
 
 @dataclass(frozen=True, slots=True)
 class RankShards:
-    """All the shards a rank holds (save) or wants (load)."""
+    """All the shards a rank holds (save) or wants (load).
+
+    Attributes:
+        rank: the global rank.
+        shards: in any order.
+    """
 
     rank: int
     shards: tuple[ShardSpec, ...]

@@ -37,7 +37,7 @@ class Transfer(Protocol):
     """Reads or writes under way."""
 
     def wait(self, timeout_s: float) -> None:
-        """Return once all are done and, for writes, durable.
+        """Return once all are done.
 
         Raises:
             StorageError: one that failed, naming key and file. Those under way have ended then,
@@ -50,11 +50,22 @@ class ArrayStore(Protocol):
     """Moves boxes of elements between named arrays and memory."""
 
     def begin_creates(self, arrays: Sequence[ArraySpec]) -> Transfer:
-        """Write the metadata of new arrays, durably. Writes to them need not wait for it."""
+        """Write the metadata of new arrays."""
+        ...
+
+    def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:
+        """Make durable all that this store has written, and the metadata of these arrays.
+
+        And the names of all their files, whoever wrote them: call it when every rank has.
+        """
         ...
 
     def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
-        """Issue all writes at once. Each covers whole chunks, no chunk is written twice."""
+        """Issue all writes at once. Each covers whole chunks, no chunk is written twice.
+
+        They need not wait for the array's creation: where its directory is missing, its metadata
+        is written first, so that whatever a killed save leaves is recognised as an array's.
+        """
         ...
 
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:

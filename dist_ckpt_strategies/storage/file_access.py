@@ -16,21 +16,44 @@ class FileAccess:
     Attributes:
         num_read_threads: files read at the same time.
         num_write_threads: files written, and flushed, at the same time.
+        num_metadata_threads: small files made or read at the same time; on a local file system
+            more than one only get in each other's way.
         is_direct: whether large files go past the page cache (direct_io).
+        is_flushed_whole: whether all that was written may be flushed at once (whole_flush).
     """
 
     num_read_threads: int
     num_write_threads: int
+    num_metadata_threads: int
     is_direct: bool
+    is_flushed_whole: bool
 
     def bounce_buffers(self) -> BounceBuffers | None:
         """Buffers for one transfer; None where it goes through the page cache."""
         return BounceBuffers() if self.is_direct else None
 
 
-_LOCAL_DISK = FileAccess(num_read_threads=4, num_write_threads=8, is_direct=True)
-_MEMORY = FileAccess(num_read_threads=1, num_write_threads=1, is_direct=False)
-_OTHER = FileAccess(num_read_threads=8, num_write_threads=16, is_direct=False)
+_LOCAL_DISK = FileAccess(
+    num_read_threads=4,
+    num_write_threads=8,
+    num_metadata_threads=1,
+    is_direct=True,
+    is_flushed_whole=True,
+)
+_MEMORY = FileAccess(
+    num_read_threads=1,
+    num_write_threads=1,
+    num_metadata_threads=1,
+    is_direct=False,
+    is_flushed_whole=False,
+)
+_OTHER = FileAccess(
+    num_read_threads=8,
+    num_write_threads=16,
+    num_metadata_threads=8,
+    is_direct=False,
+    is_flushed_whole=False,
+)
 """Network file systems: each file waits for a server, so that more of them hide more of it."""
 
 _BY_TYPE = {

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from dist_ckpt_strategies.errors import (
     CheckpointError,
+    CheckpointNotFoundError,
     IncompleteCheckpointError,
     StorageError,
 )
@@ -69,6 +70,17 @@ def file_errors(
         raise storage_error(key, path, error, not_found=not_found) from error
 
 
+def require_directory(root: Path) -> None:
+    """Raise unless there is a checkpoint directory, finished or not.
+
+    Raises:
+        CheckpointNotFoundError: it does not exist, or is something else.
+    """
+    if not root.is_dir():
+        what = "is no directory" if root.exists() else "does not exist"
+        raise CheckpointNotFoundError(f"checkpoint directory {root} {what}", path=str(root))
+
+
 def is_elsewhere(directory: os.DirEntry[str]) -> bool:
     """Whether a directory is no part of the checkpoint around it: a link, or another checkpoint."""
     return directory.is_symlink() or Path(directory.path, MARKER_NAME).exists()
@@ -89,12 +101,12 @@ def write_file(path: Path, content: bytes | memoryview) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
+    sync_path(path.parent)
 
 
-def sync_directory(path: Path) -> None:
-    """Make names added to or removed from a directory durable."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync_path(path: Path | str) -> None:
+    """Make the content of a file durable, or the names added to or removed from a directory."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
     finally:

@@ -19,7 +19,7 @@ from dist_ckpt_strategies.storage.files import (
     REMOVED_PREFIX,
     file_errors,
     is_elsewhere,
-    sync_directory,
+    sync_path,
 )
 
 COMMON_NAME = "common.pt"
@@ -70,7 +70,7 @@ def remove_object(root: Path, object_id: ObjectId) -> None:
     path = object_path(root, object_id)
     with file_errors(object_id.key, path):
         path.unlink(missing_ok=True)
-        sync_directory(path.parent)
+        sync_path(path.parent)
 
 
 def _named_ids(directory: Path, prefix: str) -> Iterator[ObjectId]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -18,13 +19,17 @@ from dist_ckpt_strategies.storage.files import (
     REMOVED_PREFIX,
     file_errors,
     is_elsewhere,
-    sync_directory,
+    require_directory,
+    sync_path,
     write_file,
 )
 from dist_ckpt_strategies.storage.object_files import COMMON_NAME, object_ids, object_path
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 
 MARKER_NAME = files.MARKER_NAME
+
+_OF_TORCH_DIST = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+"""What torch.distributed.checkpoint names its files."""
 
 
 def read_marker(root: Path) -> CheckpointMarker:
@@ -34,15 +39,14 @@ def read_marker(root: Path) -> CheckpointMarker:
         CheckpointNotFoundError: the directory does not exist.
         IncompleteCheckpointError: it has no marker, or one that does not parse.
     """
-    if not root.is_dir():
-        raise CheckpointNotFoundError(f"{root} does not exist or is no directory", path=str(root))
+    require_directory(root)
     path = root / MARKER_NAME
     with file_errors(None, path):
         content = path.read_bytes() if path.exists() else None
     if content is None:
         raise IncompleteCheckpointError(
-            f"{root} is incomplete: {MARKER_NAME}, the last file of a save, is missing; "
-            f"{_what_is_there(root)}",
+            f"{root} is not a distributed checkpoint, or is incomplete: {MARKER_NAME}, the last "
+            f"file of a save, is missing; {_what_is_there(root)}",
             path=str(path),
         )
     try:
@@ -94,7 +98,8 @@ def retract(root: Path) -> None:
     """Remove the marker, durably, and then the arrays and objects of an earlier save.
 
     ``common.pt`` stays: Megatron-Core's own save has already written the new one. So do other
-    checkpoints below the directory, what links lead to, and files of any other kind.
+    checkpoints below the directory, what links lead to, and files of any other kind, but not those
+    of an earlier save with torch_dist.
     """
     remove_marker(root)
     with file_errors(None, root):
@@ -103,7 +108,16 @@ def retract(root: Path) -> None:
             layout.remove(key)
         for object_id in list(object_ids(root)):
             object_path(root, object_id).unlink(missing_ok=True)
+        _remove_torch_dist(root)
         _remove_remains(root)
+
+
+def _remove_torch_dist(root: Path) -> None:
+    """Remove the data of a checkpoint of torch_dist, which another marker would orphan."""
+    found = [entry for entry in os.scandir(root) if _OF_TORCH_DIST.fullmatch(entry.name)]
+    for entry in found:
+        if entry.is_file(follow_symlinks=False):
+            os.unlink(entry.path)  # noqa: PTH108 - what scandir gave
 
 
 def _remove_remains(directory: Path) -> None:
@@ -122,7 +136,7 @@ def remove_marker(root: Path) -> None:
     with file_errors(None, root / MARKER_NAME):
         if (root / MARKER_NAME).exists():
             (root / MARKER_NAME).unlink()
-            sync_directory(root)
+            sync_path(root)
 
 
 def _remove(path: Path) -> None:
@@ -141,7 +155,7 @@ def _make_directory(root: Path) -> None:
         path = path.parent
     for new in reversed(missing):
         new.mkdir(exist_ok=True)
-        sync_directory(new.parent)
+        sync_path(new.parent)
 
 
 def _what_is_there(root: Path) -> str:

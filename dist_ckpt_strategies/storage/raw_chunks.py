@@ -33,6 +33,7 @@ from dist_ckpt_strategies.storage.direct_io import (
     write_direct,
 )
 from dist_ckpt_strategies.storage.files import storage_error
+from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 
 _MIN_DIRECT_READ_NBYTES = 256 << 10
 """Below this, asking whether a file is cached costs as much as reading it."""
@@ -48,7 +49,7 @@ class RawRead:
     """Runs of one chunk file and the memory that each of them fills."""
 
     array: ArraySpec
-    path: Path
+    path: str
     runs: tuple[tuple[int, Bytes], ...]
     bounce: BounceBuffers | None
 
@@ -105,15 +106,17 @@ def _read_buffered(handle: int, byte_offset: int, target: Bytes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RawWrite:
-    """The whole content of a new file: a chunk, or the metadata of an array."""
+    """The whole content of one chunk file."""
 
-    key: str
-    path: Path
+    layout: Zarr2Layout
+    array: ArraySpec
+    path: str
     content: Bytes
     bounce: BounceBuffers | None
+    is_flushed: bool
 
     def run(self) -> None:
-        """Make the file and flush it; its directory is flushed by the caller, once for all.
+        """Make the file; flush it, unless the caller flushes all files at once.
 
         A file of that name is unlinked, not written over: a copy made of hard links keeps it.
 
@@ -123,12 +126,13 @@ class RawWrite:
         try:
             handle = self._created()
         except OSError as error:
-            raise storage_error(self.key, self.path, error) from error
+            raise storage_error(self.array.key, self.path, error) from error
         try:
             self._write_to(handle)
-            os.fsync(handle)
+            if self.is_flushed:
+                os.fsync(handle)
         except OSError as error:
-            raise storage_error(self.key, self.path, error) from error
+            raise storage_error(self.array.key, self.path, error) from error
         finally:
             os.close(handle)
 
@@ -136,10 +140,11 @@ class RawWrite:
         try:
             return os.open(self.path, _CREATE, 0o666)
         except FileNotFoundError:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.layout.ensure(self.array)
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)  # noqa: PTH103, PTH120 - a "/"
             return os.open(self.path, _CREATE, 0o666)
         except FileExistsError:
-            self.path.unlink()
+            os.unlink(self.path)  # noqa: PTH108
             return os.open(self.path, _CREATE, 0o666)
 
     def _write_to(self, handle: int) -> None:
@@ -158,7 +163,9 @@ def write_buffered(handle: int, content: Bytes) -> None:
         done += os.write(handle, content[done:].data)
 
 
-def raw_write(root: Path, write: ArrayWrite, bounce: BounceBuffers | None) -> RawWrite | None:
+def raw_write(
+    layout: Zarr2Layout, write: ArrayWrite, bounce: BounceBuffers | None, *, is_flushed: bool
+) -> RawWrite | None:
     """The direct write that stores ``write``; None where it has to go through a chunk writer.
 
     A chunk at the array's edge is one that is padded, and goes the other way.
@@ -171,10 +178,11 @@ def raw_write(root: Path, write: ArrayWrite, bounce: BounceBuffers | None) -> Ra
     if array.chunk_region(index) != region:
         return None
     content = write.source.reshape(-1).view(np.uint8)
-    return RawWrite(array.key, root / array.key / array.chunk_name(index), content, bounce)
+    path = f"{layout.root}/{array.key}/{array.chunk_name(index)}"
+    return RawWrite(layout, array, path, content, bounce, is_flushed)
 
 
-def missing_chunk(array: ArraySpec, path: Path) -> StorageError:
+def missing_chunk(array: ArraySpec, path: Path | str) -> StorageError:
     """The error for a chunk that should be there and is not."""
     return IncompleteCheckpointError(
         f"{array.key}: chunk file {path} is missing; the save was cut short, or the file was "
@@ -184,7 +192,7 @@ def missing_chunk(array: ArraySpec, path: Path) -> StorageError:
     )
 
 
-def wrong_chunk_size(array: ArraySpec, path: Path, found: int) -> StorageError:
+def wrong_chunk_size(array: ArraySpec, path: Path | str, found: int) -> StorageError:
     """The error for a chunk file that is cut short or too long."""
     return CorruptCheckpointError(
         f"{array.key}: chunk file {path} has {found} bytes, expected {array.chunk_nbytes}",
@@ -201,10 +209,10 @@ def raw_reads(root: Path, read: ArrayRead, bounce: BounceBuffers | None) -> list
     if spans is None:
         return None
     memory = read.target.reshape(-1).view(np.uint8)
-    directory = root / read.array.key
+    directory = f"{root}/{read.array.key}"
     reads: list[RawRead] = []
     for chunk in spans:
-        path = directory / read.array.chunk_name(chunk.index)
+        path = f"{directory}/{read.array.chunk_name(chunk.index)}"
         reads.extend(RawRead(read.array, path, runs, bounce) for runs in _shares(chunk, memory))
     return reads
 

@@ -23,6 +23,7 @@ from dist_ckpt_strategies.storage.contents import (
     count_contents,
     read_contents,
 )
+from dist_ckpt_strategies.storage.files import require_directory
 from dist_ckpt_strategies.storage.findings import NO_FILE, Finding, Problem, Watch, unreadable
 from dist_ckpt_strategies.storage.folders import Folder, read_folder, reason
 from dist_ckpt_strategies.storage.object_files import COMMON_NAME
@@ -95,8 +96,7 @@ def survey_checkpoint(root: Path, watch: Watch | None = None) -> Survey:
             holds some.
     """
     root = root.absolute()
-    if not root.is_dir():
-        raise CheckpointNotFoundError(f"{root} does not exist or is no directory", path=str(root))
+    require_directory(root)
     top, marker = read_folder(root, ""), _read_marker(root)
     foreign = isinstance(marker, CheckpointMarker) and not _is_known(marker)
     look = count_contents if foreign else partial(read_contents, root)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tensorstore as ts
 
 from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.storage.array_files import begin_creates, begin_syncs
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, Transfer
 from dist_ckpt_strategies.storage.file_access import file_access
 from dist_ckpt_strategies.storage.raw_chunks import (
@@ -33,7 +33,8 @@ from dist_ckpt_strategies.storage.transfers import (
     PendingTransfers,
     run_pooled,
 )
-from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME, array_metadata, metadata_content
+from dist_ckpt_strategies.storage.whole_flush import WholeFlush, whole_flush
+from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME, Zarr2Layout, array_metadata
 
 _FILE_IN_MESSAGE = re.compile(r'local file "([^"]+)"')
 
@@ -63,6 +64,7 @@ class TensorStoreArrays:
                 "choose engine='zarr'",
                 path=str(self._root),
             )
+        self._layout = Zarr2Layout(self._root)
         self._timeout_s = timeout_s
         self._access = file_access(self._root)
         self._context = ts.Context(
@@ -76,30 +78,37 @@ class TensorStoreArrays:
 
     def begin_creates(self, arrays: Sequence[ArraySpec]) -> Transfer:
         """See ArrayStore."""
-        files = (
-            RawWrite(
-                array.key,
-                self._root / array.key / METADATA_NAME,
-                np.frombuffer(metadata_content(array), np.uint8),
-                None,
-            )
-            for array in arrays
-        )
-        return self._begin_files(files)
+        is_flushed = self._flush is None
+        num_threads = self._access.num_metadata_threads
+        return begin_creates(self._layout, arrays, num_threads, is_flushed=is_flushed)
+
+    def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:
+        """See ArrayStore."""
+        if self._flush is None:
+            return begin_syncs(self._layout, arrays, self._access.num_write_threads)
+        return run_pooled([Job("", self._root, self._flush.run)], 1, _unexpected)
+
+    @cached_property
+    def _flush(self) -> WholeFlush | None:
+        """What makes all writes durable, opened before the first; None for one file at a time."""
+        return whole_flush(self._root) if self._access.is_flushed_whole else None
 
     def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
         """See ArrayStore."""
         bounce = self._access.bounce_buffers()
-        direct = [raw_write(self._root, write, bounce) for write in writes]
+        is_flushed = self._flush is None
+        direct = [raw_write(self._layout, w, bounce, is_flushed=is_flushed) for w in writes]
         encoded = [write for write, raw in zip(writes, direct, strict=True) if raw is None]
         encoding = self._begin_encoded_writes(encoded)
         return AllTransfers((self._begin_files(filter(None, direct)), encoding))
 
     def _begin_files(self, files: Iterable[RawWrite]) -> Transfer:
-        jobs = (Job(file.key, file.path, file.run) for file in files)
+        jobs = (Job(file.array.key, file.path, file.run) for file in files)
         return run_pooled(jobs, self._access.num_write_threads, _unexpected)
 
     def _begin_encoded_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
+        for write in writes:
+            self._layout.ensure(write.array)
         opened = self._open_all([write.array for write in writes])
         pendings = []
         for write, target in zip(writes, opened, strict=True):

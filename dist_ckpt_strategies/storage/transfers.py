@@ -59,7 +59,7 @@ class Job:
     """A blocking transfer of one array's data, to be run on a thread."""
 
     key: str
-    path: Path
+    path: Path | str
     run: Callable[[], None]
 
 

@@ -11,6 +11,7 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from dist_ckpt_strategies.storage.files import (
     REMOVED_PREFIX,
     file_errors,
     is_elsewhere,
-    sync_directory,
+    sync_path,
+    write_file,
 )
 
 METADATA_NAME = ".zarray"
@@ -74,7 +76,7 @@ def _listed(extent: tuple[int, ...]) -> str:
     return f"[\n{numbers}\n    ]" if extent else "[]"
 
 
-def parse_metadata(key: str, path: Path, content: bytes) -> ArraySpec:
+def parse_metadata(key: str, path: Path | str, content: bytes) -> ArraySpec:
     """The array that a ``.zarray`` file describes.
 
     Raises:
@@ -84,7 +86,7 @@ def parse_metadata(key: str, path: Path, content: bytes) -> ArraySpec:
     try:
         fields = json.loads(content)
         spelled = str(fields["dtype"])
-        dtype = DType.from_numpy(_numpy_dtype(spelled), key=key)
+        dtype = _spelled_dtypes().get(spelled) or DType.from_numpy(_numpy_dtype(spelled), key=key)
         raw = (
             fields["compressor"] is None
             and not fields.get("filters")
@@ -114,6 +116,12 @@ def _extent(numbers: Any) -> tuple[int, ...]:
     if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
         raise TypeError(f"{numbers!r}, expected a list of whole numbers")
     return tuple(numbers)
+
+
+@cache
+def _spelled_dtypes() -> Mapping[str, DType]:
+    """Every dtype under the name that this package writes, which saves most of the parsing."""
+    return {dtype_name(dtype): dtype for dtype in DType}
 
 
 def _numpy_dtype(spelled: str) -> np.dtype[np.generic]:
@@ -153,6 +161,28 @@ class Zarr2Layout:
         """The file of one chunk."""
         return self.directory(array.key) / array.chunk_name(index)
 
+    def create(self, array: ArraySpec, *, is_flushed: bool) -> None:
+        """Write the metadata of an array, or replace what is there.
+
+        Metadata that is the same stays: the writer of a chunk may have come first.
+        """
+        path, content = self.metadata_path(array.key), metadata_content(array)
+        with file_errors(array.key, path):
+            if not (_create_file(path, content) or Path(path).read_bytes() == content):
+                write_file(Path(path), content)
+            if is_flushed:
+                sync_path(path)
+
+    def ensure(self, array: ArraySpec) -> None:
+        """Write the metadata of an array, unless it is there. Not flushed."""
+        path = self.metadata_path(array.key)
+        with file_errors(array.key, path):
+            _create_file(path, metadata_content(array))
+
+    def metadata_path(self, key: str) -> str:
+        """The file that describes the array of that key."""
+        return f"{self.root}/{key}/{METADATA_NAME}"
+
     def find(self, key: str) -> ArraySpec:
         """The array of that key.
 
@@ -160,21 +190,26 @@ class Zarr2Layout:
             ArrayNotFoundError: there is none.
             CorruptCheckpointError: its description cannot be read.
         """
-        path = self.directory(key) / METADATA_NAME
-        with file_errors(key, path, not_found=ArrayNotFoundError):
-            content = path.read_bytes()
+        path = self.metadata_path(key)
+        with file_errors(key, path, not_found=ArrayNotFoundError), open(path, "rb", 0) as file:  # noqa: PTH123 - 10,000 times
+            content = file.read()
         return parse_metadata(key, path, content)
 
     def sync_directories(self, keys: Iterable[str]) -> None:
-        """Make new files of these keys durable: flush their directories, and those above."""
-        parents = {parent for key in keys for parent in self._directories(key)}
-        for parent in sorted(parents):
-            with file_errors(None, parent):
-                sync_directory(parent)
+        """Make the names of new files of these keys durable."""
+        for path, key in self.directories(keys).items():
+            with file_errors(key, path):
+                sync_path(path)
 
-    def _directories(self, key: str) -> Iterator[Path]:
-        parts = key.split("/")
-        return (self.root.joinpath(*parts[:depth]) for depth in range(len(parts) + 1))
+    def directories(self, keys: Iterable[str]) -> dict[str, str]:
+        """The directories that hold files of these keys and those above, with a key of each."""
+        found: dict[str, str] = {}
+        for key in keys:
+            path = f"{self.root}/{key}"
+            while path not in found and len(path) >= len(str(self.root)):
+                found[path] = key
+                path = path[: path.rindex("/")]
+        return found
 
     def keys(self) -> Iterator[str]:
         """Keys of all arrays, at any depth, sorted within a directory.
@@ -190,13 +225,31 @@ class Zarr2Layout:
         locks = directory.with_name(directory.name + _LOCKS_SUFFIX)
         with file_errors(key, directory, not_found=ArrayNotFoundError):
             directory.rename(doomed)
-            sync_directory(directory.parent)
+            sync_path(directory.parent)
             if doomed.is_symlink():
                 doomed.unlink()
             else:
                 shutil.rmtree(doomed)
             if _is_lock_directory(str(locks)):
                 shutil.rmtree(locks)
+
+
+def _create_file(path: str, content: bytes) -> bool:
+    """Make a file, and its directory; False where there is one already."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags, 0o666)
+    except FileExistsError:
+        return False
+    except FileNotFoundError:
+        os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - 10,000 times
+        return _create_file(path, content)
+    try:
+        while content:
+            content = content[os.write(handle, content) :]
+    finally:
+        os.close(handle)
+    return True
 
 
 def _array_keys(directory: Path, prefix: str) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +16,16 @@ from zarr.storage import LocalStore, StorePath
 from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.storage.array_files import begin_creates, begin_syncs
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, Transfer
 from dist_ckpt_strategies.storage.files import (
     file_errors,
     storage_error,
-    sync_directory,
-    write_file,
+    sync_path,
 )
 from dist_ckpt_strategies.storage.raw_chunks import missing_chunk, wrong_chunk_size
-from dist_ckpt_strategies.storage.transfers import Job, PendingTransfers, run_pooled
-from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME, array_metadata, metadata_content
+from dist_ckpt_strategies.storage.transfers import Job, run_pooled
+from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout, array_metadata
 from dist_ckpt_strategies.storage.zarr_dtypes import register_extension_dtypes
 
 _MAX_THREADS = 8
@@ -42,16 +41,16 @@ class ZarrPythonArrays:
     def __init__(self, root: Path, io_threads: int) -> None:
         register_extension_dtypes()
         self._root = root.absolute()
+        self._layout = Zarr2Layout(self._root)
         self._num_threads = min(io_threads, _MAX_THREADS)
 
     def begin_creates(self, arrays: Sequence[ArraySpec]) -> Transfer:
         """See ArrayStore."""
-        for array in arrays:
-            path = self._root / array.key / METADATA_NAME
-            with file_errors(array.key, path):
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_file(path, metadata_content(array))
-        return PendingTransfers(())
+        return begin_creates(self._layout, arrays, self._num_threads, is_flushed=True)
+
+    def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:
+        """See ArrayStore."""
+        return begin_syncs(self._layout, arrays, self._num_threads)
 
     def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
         """See ArrayStore."""
@@ -75,14 +74,14 @@ class _WriteJob:
 
     def run(self) -> None:
         """Store the region, then flush every file of it."""
-        array, directory = self.write.array, self.root / self.write.array.key
+        array = self.write.array
+        Zarr2Layout(self.root).ensure(array)
         paths = _chunk_paths(self.root, array, self.write.region)
         with file_errors(array.key, _at_fault(self.root, self.write)):
             target = _opened(self.root, array, read_only=False)
             target[self.write.region.slices()] = self.write.source
             for path in paths:
-                _sync_file(path)
-            sync_directory(directory)
+                sync_path(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +128,6 @@ def _require_chunk(array: ArraySpec, path: Path) -> None:
         raise missing_chunk(array, path) from None
     if array.is_raw and size != array.chunk_nbytes:
         raise wrong_chunk_size(array, path, size)
-
-
-def _sync_file(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _translated(job: Job, error: Exception) -> CheckpointError:

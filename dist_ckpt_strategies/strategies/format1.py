@@ -9,6 +9,7 @@ import difflib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import may_overlap, require_plain, torch_dtype
-from dist_ckpt_strategies.errors import ArrayNotFoundError, CheckpointNotFoundError, StrategyError
+from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
+    StrategyError,
+)
 from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -35,7 +39,7 @@ from dist_ckpt_strategies.plan.load import build_load_plan
 from dist_ckpt_strategies.plan.save import ObjectHolding, build_save_plan
 from dist_ckpt_strategies.run.load import run_load
 from dist_ckpt_strategies.run.report import LoadReport, SaveReport
-from dist_ckpt_strategies.run.save import SaveTarget, run_save
+from dist_ckpt_strategies.run.save import run_save
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.spec.shard import (
@@ -45,6 +49,9 @@ from dist_ckpt_strategies.spec.shard import (
     shard_from_wire,
     shard_to_wire,
 )
+from dist_ckpt_strategies.storage.base import ArrayStore
+from dist_ckpt_strategies.storage.file_access import file_access
+from dist_ckpt_strategies.storage.files import require_directory
 from dist_ckpt_strategies.storage.objects import (
     Allowed,
     object_ids,
@@ -57,7 +64,6 @@ from dist_ckpt_strategies.storage.stores import open_array_store
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 
 _OBJECT_THREADS = 8
-_METADATA_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,36 +86,36 @@ def save_format1(
         PlanError: the main replicas do not make up the arrays.
         StorageError: a write failed here; a PeerError of the same class on the other ranks.
     """
-    held: list[_Holdings] = []
+    held: list[tuple[_Holdings, ArrayStore]] = []
 
     def describe() -> Any:
         if comm.rank == 0:
-            _require_directory(root)
+            require_directory(root)
             retract(root)
         mine = _holdings(state_dict)
-        held.append(mine)
+        held.append((mine, open_array_store(root, options)))
         shards = [shard_to_wire(spec) for spec in mine.specs]
         objects = sorted(object_id(found).unique_key for found in mine.objects)
         return [shards, objects, options.max_inflight_bytes]
 
     answers = agree_and_gather(comm, describe)
     requests = [
-        RankShards(rank, tuple(map(shard_from_wire, shards)))
+        RankShards(comm.global_rank(rank), tuple(map(shard_from_wire, shards)))
         for rank, (shards, _, _) in enumerate(answers)
     ]
     objects = [
-        ObjectHolding(found, rank)
+        ObjectHolding(found, comm.global_rank(rank))
         for rank, (_, names, _) in enumerate(answers)
         for found in map(ObjectId.parse, names)
         if found is not None
     ]
     budget = min(budget for _, _, budget in answers)
     plan = build_save_plan(requests, objects, max_inflight_bytes=budget)
-    mine = held[0]
+    mine, store = held[0]
     return run_save(
         plan,
         mine.tensors,
-        SaveTarget(Zarr2Layout(root), open_array_store(root, options)),
+        store,
         comm,
         options,
         also=lambda: _write_objects(root, mine.objects),
@@ -160,7 +166,7 @@ def stored_metadata(root: Path, *, with_objects: bool) -> StateDict:
         CheckpointNotFoundError: the directory does not exist.
         CorruptCheckpointError: the description of an array cannot be read.
     """
-    _require_directory(root)
+    require_directory(root)
     layout = Zarr2Layout(root)
     found: StateDict = {key: metadata_tensor(layout.find(key)) for key in layout.keys()}
     if with_objects:
@@ -173,7 +179,7 @@ def remove_arrays(root: Path, key_prefix: str) -> int:
 
     Rank-local: one rank calls it.
     """
-    _require_directory(root)
+    require_directory(root)
     layout = Zarr2Layout(root)
     keys = [key for key in layout.keys() if key.startswith(key_prefix)]
     for key in sorted(keys, key=len, reverse=True):
@@ -182,11 +188,6 @@ def remove_arrays(root: Path, key_prefix: str) -> int:
     for name in names:
         remove_object(root, name)
     return len(keys) + len(names)
-
-
-def _require_directory(root: Path) -> None:
-    if not root.is_dir():
-        raise CheckpointNotFoundError(f"{root} does not exist or is no directory", path=str(root))
 
 
 def _holdings(state_dict: StateDict) -> _Holdings:
@@ -246,10 +247,11 @@ def _destination(tensor: Any, array: ArraySpec) -> torch.Tensor:
 
 def _find_all(layout: Zarr2Layout, keys: Iterable[str]) -> dict[str, ArraySpec]:
     names = sorted(keys)
-    shares = [names[n::_METADATA_THREADS] for n in range(_METADATA_THREADS)]
-    with ThreadPoolExecutor(_METADATA_THREADS, thread_name_prefix="dist-ckpt-find") as pool:
-        found = pool.map(lambda share: [(key, _find(layout, key)) for key in share], shares)
-        return dict(pair for pairs in found for pair in pairs)
+    num_threads = file_access(layout.root).num_metadata_threads
+    if num_threads == 1:
+        return {key: _find(layout, key) for key in names}
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="dist-ckpt-find") as pool:
+        return dict(zip(names, pool.map(partial(_find, layout), names), strict=True))
 
 
 def _find(layout: Zarr2Layout, key: str) -> ArraySpec:
@@ -260,7 +262,7 @@ def _find(layout: Zarr2Layout, key: str) -> ArraySpec:
 
 
 def _not_found(layout: Zarr2Layout, key: str) -> ArrayNotFoundError:
-    _require_directory(layout.root)
+    require_directory(layout.root)
     keys = list(layout.keys())
     near = difflib.get_close_matches(key, keys, n=3)
     hint = f"; similar keys: {', '.join(near)}" if near else ""

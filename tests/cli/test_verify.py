@@ -155,4 +155,4 @@ def test_no_checkpoint_is_an_error_of_one_line(tmp_path: Path) -> None:
 
     assert result.exit_code == 1
     assert result.stdout == ""
-    assert result.stderr == f"error: {tmp_path / 'nowhere'} does not exist or is no directory\n"
+    assert result.stderr == f"error: checkpoint directory {tmp_path / 'nowhere'} does not exist\n"

@@ -18,11 +18,11 @@ from dist_ckpt_strategies.device import host_view
 from dist_ckpt_strategies.errors import CheckpointError, PeerError, StorageError
 from dist_ckpt_strategies.plan.save import build_save_plan
 from dist_ckpt_strategies.run.report import SaveReport
-from dist_ckpt_strategies.run.save import SaveTarget, run_save
+from dist_ckpt_strategies.run.save import run_save
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.spec.shard import RankShards, ShardId
-from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.storage.base import ArrayStore
 from tests.support.boxes import NUM_RANKS, Split, merged, spec_of, splits
 from tests.support.memory_store import MemoryArrays
 from tests.support.stores import read_array, store_of
@@ -42,7 +42,7 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
 def save(
     requests: list[RankShards],
     values: dict[str, torch.Tensor],
-    target: SaveTarget,
+    store: ArrayStore,
     options: Options = OPTIONS,
     layout: Callable[[torch.Tensor], torch.Tensor] = transposed,
 ) -> list[SaveReport | CheckpointError]:
@@ -56,7 +56,7 @@ def save(
             if shard.is_main
         }
         try:
-            return run_save(plan, tensors, target, comm, options)
+            return run_save(plan, tensors, store, comm, options)
         except CheckpointError as error:
             return error
 
@@ -72,10 +72,10 @@ def part_of(values: torch.Tensor, region: Region) -> torch.Tensor:
     return found
 
 
-def new_target(tmp_path: Path, engine: Engine) -> SaveTarget:
+def new_root(tmp_path: Path) -> Path:
     root = tmp_path / f"ckpt{next(FRESH)}"
     root.mkdir()
-    return SaveTarget(Zarr2Layout(root), store_of(root, engine))
+    return root
 
 
 @pytest.mark.parametrize("engine", Engine)
@@ -93,14 +93,16 @@ def test_however_an_array_is_cut_and_spread_it_is_stored_whole(
         [RankShards(rank, ()) for rank in range(NUM_RANKS)],
     )
     values = {f"w{n}": numbered(split.shape) for n, split in enumerate(cases)}
-    target = new_target(tmp_path, engine)
+    root = new_root(tmp_path)
     budget = data.draw(st.sampled_from([1, 100, 1 << 20]))
     layout = data.draw(st.sampled_from([LAYOUTS["dense"], LAYOUTS["at an offset"], transposed]))
-    reports = save(requests, values, target, Options(max_inflight_bytes=budget), layout)
+    reports = save(
+        requests, values, store_of(root, engine), Options(max_inflight_bytes=budget), layout
+    )
 
     assert all(isinstance(report, SaveReport) for report in reports)
     for key, expected in values.items():
-        found = read_array(target.layout.root, engine, key)
+        found = read_array(root, engine, key)
         assert found.tobytes() == host_view(expected).tobytes()
 
 
@@ -114,11 +116,11 @@ def test_padded_shards_are_stored_up_to_the_end_of_the_array(
         for rank, box in enumerate(boxes)
     ]
     values = numbered((8, 2))
-    target = new_target(tmp_path, engine)
-    reports = save(requests, {"w": values}, target)
+    root = new_root(tmp_path)
+    reports = save(requests, {"w": values}, store_of(root, engine))
 
     assert all(isinstance(report, SaveReport) for report in reports)
-    assert read_array(target.layout.root, engine).tobytes() == host_view(values).tobytes()
+    assert read_array(root, engine).tobytes() == host_view(values).tobytes()
 
 
 @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.value)
@@ -129,12 +131,12 @@ def test_pieces_that_move_between_ranks_keep_every_bit(dtype: DType, tmp_path: P
     split = Split((11,), tuple((n % 3, box) for n, box in enumerate(boxes)))
     values = tensor_of((11,), dtype)
     requests = split.requests("w", dtype)
-    target = new_target(tmp_path, Engine.TENSORSTORE)
+    root = new_root(tmp_path)
     plan = build_save_plan(requests)
     assert any(write.moves for write in plan.writes)
-    save(requests, {"w": values}, target)
+    save(requests, {"w": values}, store_of(root, Engine.TENSORSTORE))
 
-    assert read_array(target.layout.root, Engine.TENSORSTORE).tobytes() == bits(values)
+    assert read_array(root, Engine.TENSORSTORE).tobytes() == bits(values)
 
 
 def test_the_reports_add_up(tmp_path: Path) -> None:
@@ -142,7 +144,7 @@ def test_the_reports_add_up(tmp_path: Path) -> None:
     split = Split((11,), tuple((n % 3, box) for n, box in enumerate(boxes)))
     requests = merged(split.requests("w", DType.INT32), split.requests("v", DType.INT32))
     values = {"w": numbered((11,)), "v": numbered((11,))}
-    found = save(requests, values, new_target(tmp_path, Engine.TENSORSTORE))
+    found = save(requests, values, store_of(new_root(tmp_path), Engine.TENSORSTORE))
     reports = [report for report in found if isinstance(report, SaveReport)]
     plan = build_save_plan(requests)
 
@@ -160,12 +162,14 @@ def test_the_tensors_are_left_untouched(tmp_path: Path) -> None:
     requests = split.requests("w", DType.INT32, num_ranks=2)
     values = numbered((5,))
     tensors = [values[:2].clone(), values[2:].clone()]
-    target = new_target(tmp_path, Engine.TENSORSTORE)
+    root = new_root(tmp_path)
 
     def on_rank(comm: ThreadCommunicator) -> None:
         (shard,) = requests[comm.rank].shards
         plan = build_save_plan(requests)
-        run_save(plan, {shard.id: tensors[comm.rank]}, target, comm, OPTIONS)
+        run_save(
+            plan, {shard.id: tensors[comm.rank]}, store_of(root, Engine.TENSORSTORE), comm, OPTIONS
+        )
 
     run_ranks(2, on_rank)
     assert torch.equal(torch.cat(tensors), values)
@@ -174,16 +178,16 @@ def test_the_tensors_are_left_untouched(tmp_path: Path) -> None:
 def test_a_parameter_that_needs_a_gradient_is_saved(tmp_path: Path) -> None:
     split = Split((5,), ((0, Region((0,), (2,))), (1, Region((2,), (3,)))))
     values = torch.arange(5.0)
-    target = new_target(tmp_path, Engine.TENSORSTORE)
+    root = new_root(tmp_path)
     reports = save(
         split.requests("w", DType.FLOAT32),
         {"w": values},
-        target,
+        store_of(root, Engine.TENSORSTORE),
         layout=lambda t: torch.nn.Parameter(t.clone()),
     )
 
     assert all(isinstance(report, SaveReport) for report in reports)
-    found = read_array(target.layout.root, Engine.TENSORSTORE)
+    found = read_array(root, Engine.TENSORSTORE)
     assert found.tobytes() == values.numpy().tobytes()
 
 
@@ -207,19 +211,18 @@ def test_a_store_that_fails_on_one_rank_fails_on_all_naming_rank_and_key(
 ) -> None:
     requests, values = two_arrays()
     plan = build_save_plan(requests)
-    layout = new_target(tmp_path, Engine.TENSORSTORE).layout
 
     def on_rank(comm: ThreadCommunicator) -> CheckpointError | None:
         fails = {"regular"} if comm.rank == failing_rank else set()
-        return error_of_save(comm, SaveTarget(layout, MemoryArrays(fails=fails)))
+        return error_of_save(comm, MemoryArrays(fails=fails))
 
-    def error_of_save(comm: Communicator, target: SaveTarget) -> CheckpointError | None:
+    def error_of_save(comm: Communicator, store: ArrayStore) -> CheckpointError | None:
         tensors: dict[ShardId, torch.Tensor] = {
             shard.id: values[shard.key][shard.region.slices()]
             for shard in requests[comm.rank].shards
         }
         try:
-            run_save(plan, tensors, target, comm, OPTIONS)
+            run_save(plan, tensors, store, comm, OPTIONS)
         except CheckpointError as error:
             return error
         return None
@@ -234,9 +237,7 @@ def test_a_store_that_fails_on_one_rank_fails_on_all_naming_rank_and_key(
 
 def test_a_writer_of_pieces_that_fails_fails_on_all(tmp_path: Path) -> None:
     requests, values = two_arrays()
-    layout = new_target(tmp_path, Engine.TENSORSTORE).layout
-    target = SaveTarget(layout, MemoryArrays(fails={"pieces"}))
-    errors = save(requests, values, target, layout=LAYOUTS["dense"])
+    errors = save(requests, values, MemoryArrays(fails={"pieces"}), layout=LAYOUTS["dense"])
 
     assert all(isinstance(error, StorageError) for error in errors)
     assert len({str(error) for error in errors if isinstance(error, PeerError)}) <= 1
@@ -244,7 +245,7 @@ def test_a_writer_of_pieces_that_fails_fails_on_all(tmp_path: Path) -> None:
 
 def test_a_tensor_that_is_not_there_fails_on_all(tmp_path: Path) -> None:
     requests, values = two_arrays()
-    target = new_target(tmp_path, Engine.TENSORSTORE)
+    root = new_root(tmp_path)
 
     def on_rank(comm: ThreadCommunicator) -> Exception | None:
         tensors = {
@@ -253,7 +254,13 @@ def test_a_tensor_that_is_not_there_fails_on_all(tmp_path: Path) -> None:
             if not (comm.rank == 2 and shard.key == "pieces")
         }
         try:
-            run_save(build_save_plan(requests), tensors, target, comm, OPTIONS)
+            run_save(
+                build_save_plan(requests),
+                tensors,
+                store_of(root, Engine.TENSORSTORE),
+                comm,
+                OPTIONS,
+            )
         except (CheckpointError, KeyError) as error:
             return error
         return None

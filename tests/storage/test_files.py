@@ -18,7 +18,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.storage.files import (
     file_errors,
     storage_error,
-    sync_directory,
+    sync_path,
     write_file,
 )
 from tests.support.disks import fill_disk, read_only
@@ -88,12 +88,13 @@ def test_writers_of_one_file_do_not_mix(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_directory_can_be_flushed_and_a_file_in_its_place_cannot(tmp_path: Path) -> None:
-    sync_directory(tmp_path)
+def test_what_is_there_can_be_flushed_and_what_is_not_cannot(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
+    sync_path(tmp_path)
+    sync_path(tmp_path / "file")
 
-    with pytest.raises(NotADirectoryError):
-        sync_directory(tmp_path / "file")
+    with pytest.raises(FileNotFoundError):
+        sync_path(tmp_path / "gone")
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_a_directory_without_marker_is_incomplete_and_the_error_says_what_is_the
     with pytest.raises(IncompleteCheckpointError) as caught:
         read_marker(tmp_path)
     message = str(caught.value)
-    assert f"{tmp_path} is incomplete" in message
+    assert f"{tmp_path} is not a distributed checkpoint, or is incomplete" in message
     assert "metadata.json" in message
     assert "3 arrays and 2 objects" in message
     assert "common.pt is there" in message

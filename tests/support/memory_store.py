@@ -56,6 +56,10 @@ class MemoryArrays:
         """See ArrayStore."""
         return self._begun("create", [array.key for array in arrays], lambda: None)
 
+    def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:
+        """See ArrayStore."""
+        return self._begun("sync", [array.key for array in arrays], lambda: None)
+
     def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
         """See ArrayStore."""
         self.writes.append(list(writes))

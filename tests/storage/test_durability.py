@@ -1,0 +1,203 @@
+"""What a store has written is flushed when ``begin_syncs`` is done, one way or the other."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dist_ckpt_strategies.config import Engine
+from dist_ckpt_strategies.errors import StorageError
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.storage import tensorstore_arrays, whole_flush
+from dist_ckpt_strategies.storage.base import ArrayWrite
+from dist_ckpt_strategies.storage.file_access import FileAccess, file_access
+from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+from tests.support.stores import TIMEOUT_S, store_of
+
+LINUX = sys.platform == "linux"
+
+ARRAYS = (
+    ArraySpec("w", (8, 4), DType.FLOAT32, (4, 4)),
+    ArraySpec("deep/er/w", (300_000,), DType.FLOAT32, (150_000,)),
+    ArraySpec("deep", (5,), DType.BFLOAT16, (5,)),
+    ArraySpec("padded", (7,), DType.INT16, (4,)),
+    ArraySpec("empty", (0,), DType.INT16, (4,)),
+)
+
+
+@pytest.fixture
+def flushed(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
+    """Inodes of the files and directories that were flushed one by one."""
+    inodes: set[int] = set()
+    fsync = os.fsync
+
+    def recorded(handle: int) -> None:
+        fsync(handle)
+        inodes.add(os.fstat(handle).st_ino)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    return inodes
+
+
+def save_all(root: Path, engine: Engine) -> None:
+    """Creations and writes at once, as a save does, then the flush."""
+    store = store_of(root, engine)
+    writes = [
+        ArrayWrite(array, box, np.ones(box.shape, array.dtype.numpy))
+        for array in ARRAYS
+        for index in array.chunk_indices()
+        for box in [array.chunk_region(index).intersect(Region.whole(array.shape))]
+        if box is not None
+    ]
+    creating, writing = store.begin_creates(ARRAYS), store.begin_writes(writes)
+    creating.wait(TIMEOUT_S)
+    writing.wait(TIMEOUT_S)
+    store.begin_syncs(ARRAYS).wait(TIMEOUT_S)
+
+
+def names_of_tensorstore(root: Path) -> set[Path]:
+    """Chunk files that TensorStore encodes, and flushes by itself, out of sight."""
+    return set((root / "padded").glob("[0-9]*"))
+
+
+@pytest.mark.parametrize("engine", Engine)
+def test_one_by_one_every_file_and_every_directory_is_flushed(
+    engine: Engine, tmp_path: Path, flushed: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tensorstore_arrays, "whole_flush", lambda _: None)
+    save_all(tmp_path, engine)
+
+    written = {tmp_path, *tmp_path.rglob("*")}
+    if engine is Engine.TENSORSTORE:
+        written -= names_of_tensorstore(tmp_path)
+    assert len(written) > 10
+    assert {str(path) for path in written if path.stat().st_ino not in flushed} == set()
+
+
+def test_all_at_once_nothing_is_written_after_the_flush_nor_before_it_is_opened(
+    tmp_path: Path, flushed: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, set[Path]]] = []
+
+    def files() -> set[Path]:
+        return {path for path in tmp_path.rglob("*") if path.is_file()}
+
+    def opened(directory: Path) -> whole_flush.WholeFlush:
+        seen.append(("opened", files()))
+        return whole_flush.WholeFlush(directory, run)
+
+    def run(handle: int) -> int:
+        assert os.fstat(handle).st_ino == tmp_path.stat().st_ino
+        seen.append(("run", files()))
+        return 0
+
+    access = file_access(tmp_path)
+    monkeypatch.setattr(tensorstore_arrays, "file_access", lambda _: whole_flushed(access))
+    monkeypatch.setattr(tensorstore_arrays, "whole_flush", opened)
+    save_all(tmp_path, Engine.TENSORSTORE)
+
+    assert [name for name, _ in seen] == ["opened", "run"]
+    assert seen[0][1] == set()
+    assert seen[1][1] == files()
+    assert flushed == set()
+
+
+def whole_flushed(access: FileAccess) -> FileAccess:
+    return replace(access, is_flushed_whole=True)
+
+
+def test_a_flush_that_fails_is_an_error_that_names_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    access = file_access(tmp_path)
+
+    def failing(_: int) -> int:
+        ctypes.set_errno(errno.EIO)
+        return -1
+
+    monkeypatch.setattr(tensorstore_arrays, "file_access", lambda _: whole_flushed(access))
+    monkeypatch.setattr(
+        tensorstore_arrays, "whole_flush", lambda root: whole_flush.WholeFlush(root, failing)
+    )
+    with pytest.raises(StorageError, match="flush of its file system: Input/output") as caught:
+        save_all(tmp_path, Engine.TENSORSTORE)
+    assert caught.value.path == str(tmp_path)
+
+
+@pytest.mark.skipif(not LINUX, reason="syncfs is Linux's")
+def test_the_real_flush_runs_and_leaves_no_open_file(tmp_path: Path) -> None:
+    gc.collect()
+    before = num_open_files()
+    flush = whole_flush.whole_flush(tmp_path)
+    if flush is not None:
+        flush.run()
+    del flush
+    gc.collect()
+
+    assert num_open_files() == before
+
+
+def num_open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+@pytest.mark.skipif(not LINUX, reason="syncfs is Linux's")
+@pytest.mark.parametrize(
+    ("meminfo", "release", "is_whole"),
+    [
+        ("Dirty:   1024 kB\nWriteback:  0 kB\n", "5.8.0-generic", True),
+        ("Dirty: 300000 kB\nWriteback:  0 kB\n", "6.1.0", False),
+        ("Dirty:      0 kB\nWriteback:  300000 kB\n", "6.1.0", False),
+        ("Dirty:   1024 kB\nWritebackTmp:  300000 kB\n", "6.1", True),
+        ("Dirty:   1024 kB\nWriteback:  0 kB\n", "5.7.19", False),
+        ("Dirty:   1024 kB\nWriteback:  0 kB\n", "4.18.0-553.el8", False),
+        (None, "6.1.0", False),
+    ],
+)
+def test_the_whole_file_system_is_flushed_only_where_little_waits_and_errors_are_told(
+    meminfo: str | None,
+    release: str,
+    is_whole: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = tmp_path / "meminfo"
+    if meminfo is not None:
+        path.write_text(meminfo)
+    monkeypatch.setattr(whole_flush, "_MEMINFO", path)
+    monkeypatch.setattr("platform.release", lambda: release)
+
+    assert (whole_flush.whole_flush(tmp_path) is not None) == is_whole
+
+
+def test_metadata_is_there_before_the_first_chunk(tmp_path: Path) -> None:
+    array = ARRAYS[0]
+    box = array.chunk_region((1, 0))
+    write = ArrayWrite(array, box, np.ones(box.shape, np.float32))
+    for engine in Engine:
+        root = tmp_path / engine.value
+        root.mkdir()
+        store_of(root, engine).begin_writes([write]).wait(TIMEOUT_S)
+
+        assert Zarr2Layout(root).find("w") == array
+
+
+@pytest.mark.parametrize("before", [b"", b"{", b"another"])
+def test_metadata_that_is_not_whole_is_replaced(before: bytes, tmp_path: Path) -> None:
+    layout = Zarr2Layout(tmp_path)
+    (tmp_path / "w").mkdir()
+    Path(layout.metadata_path("w")).write_bytes(before)
+    layout.create(ARRAYS[0], is_flushed=False)
+
+    assert layout.find("w") == ARRAYS[0]
