@@ -34,12 +34,19 @@ class Options:
         io_threads: files per rank that the engine's library reads or writes at the same time. What
             is moved without it, whole raw chunks, goes by the kind of file system.
         engine: TensorStore, or zarr-python where TensorStore has no build.
+        direct_io: whether large files on local disks go past the page cache. It saves copying, and
+            leaves the cache to the training data; a load right after the save reads from the disk.
+        whole_flush: whether a save to a local disk may flush the whole file system, once, in place
+            of every file: where little of others' data waits to be written, and Linux is 5.8 or
+            newer.
     """
 
     timeout_s: float = 1800.0
     max_inflight_bytes: int = 512 * MIB
     io_threads: int = 128
     engine: Engine = Engine.TENSORSTORE
+    direct_io: bool = True
+    whole_flush: bool = True
 
     def __post_init__(self) -> None:
         """Refuse values that could only hang or crash later."""
@@ -76,6 +83,8 @@ def options_from_environment(environ: Mapping[str, str] | None = None) -> Option
         "max_inflight_bytes": int,
         "io_threads": int,
         "engine": str,
+        "direct_io": _switch,
+        "whole_flush": _switch,
     }
     changes = {}
     for field in fields(Options):
@@ -91,8 +100,15 @@ def debug_from_environment(environ: Mapping[str, str] | None = None) -> bool:
     return source.get(_PREFIX + "DEBUG", "") not in {"", "0"}
 
 
+def _switch(text: str) -> bool:
+    if text not in {"0", "1"}:
+        raise ValueError(text)
+    return text == "1"
+
+
 def _parsed(name: str, text: str, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(text)
     except ValueError:
-        raise StrategyError(f"{name}: expected {parse.__name__}, found {text!r}") from None
+        expected = "0 or 1" if parse is _switch else parse.__name__
+        raise StrategyError(f"{name}: expected {expected}, found {text!r}") from None

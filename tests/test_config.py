@@ -27,14 +27,17 @@ def test_each_option_has_its_variable() -> None:
             "DIST_CKPT_MAX_INFLIGHT_BYTES": "1048576",
             "DIST_CKPT_IO_THREADS": "7",
             "DIST_CKPT_ENGINE": "zarr",
+            "DIST_CKPT_DIRECT_IO": "0",
+            "DIST_CKPT_WHOLE_FLUSH": "0",
         }
     )
 
-    assert found == Options(60.5, 1 << 20, 7, Engine.ZARR)
+    assert found == Options(60.5, 1 << 20, 7, Engine.ZARR, direct_io=False, whole_flush=False)
+    assert options_from_environment({"DIST_CKPT_DIRECT_IO": "1"}) == Options()
 
 
 @pytest.mark.parametrize("field", [field.name for field in fields(Options)])
-@pytest.mark.parametrize("value", ["", "many", "1 000", "0x10", "-1", "0", "nan", "inf"])
+@pytest.mark.parametrize("value", ["", "many", "1 000", "0x10", "-1", "-0", "nan", "inf"])
 def test_a_variable_that_makes_no_sense_is_refused_naming_the_option(
     field: str, value: str
 ) -> None:

@@ -248,5 +248,7 @@ def test_the_options_are_those_of_the_code() -> None:
         "timeout_s": f"{defaults.timeout_s:g}",
         "max_inflight_bytes": f"{defaults.max_inflight_bytes >> 20} MiB",
         "io_threads": str(defaults.io_threads),
+        "direct_io": str(int(defaults.direct_io)),
+        "whole_flush": str(int(defaults.whole_flush)),
         "engine": defaults.engine,
     }

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.errors import MissingDependencyError
 from dist_ckpt_strategies.storage.base import ArrayStore
+from dist_ckpt_strategies.storage.file_access import file_access
 
 
 def open_array_store(root: Path, options: Options) -> ArrayStore:
@@ -24,7 +26,13 @@ def open_array_store(root: Path, options: Options) -> ArrayStore:
             TensorStoreArrays,
         )
 
-        return TensorStoreArrays(root, options.io_threads, options.timeout_s)
+        access = file_access(root)
+        access = replace(
+            access,
+            is_direct=access.is_direct and options.direct_io,
+            is_flushed_whole=access.is_flushed_whole and options.whole_flush,
+        )
+        return TensorStoreArrays(root, access, options.io_threads, options.timeout_s)
     except ImportError as error:
         other = next(engine for engine in Engine if engine is not options.engine)
         raise MissingDependencyError(

@@ -19,7 +19,7 @@ from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError,
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.storage.array_files import begin_creates, begin_syncs
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, Transfer
-from dist_ckpt_strategies.storage.file_access import file_access
+from dist_ckpt_strategies.storage.file_access import FileAccess
 from dist_ckpt_strategies.storage.raw_chunks import (
     RawWrite,
     missing_chunk,
@@ -56,7 +56,9 @@ class TensorStoreArrays:
     what makes a load as fast as the disk.
     """
 
-    def __init__(self, root: Path, io_threads: int, timeout_s: float = 1800.0) -> None:
+    def __init__(
+        self, root: Path, access: FileAccess, io_threads: int, timeout_s: float = 1800.0
+    ) -> None:
         self._root = root.absolute()
         if "\\" in str(self._root):
             raise StorageError(
@@ -66,7 +68,7 @@ class TensorStoreArrays:
             )
         self._layout = Zarr2Layout(self._root)
         self._timeout_s = timeout_s
-        self._access = file_access(self._root)
+        self._access = access
         self._context = ts.Context(
             {
                 "file_io_concurrency": {"limit": io_threads},

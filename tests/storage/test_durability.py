@@ -7,7 +7,7 @@ import errno
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.region import Region
-from dist_ckpt_strategies.storage import tensorstore_arrays, whole_flush
+from dist_ckpt_strategies.storage import stores, tensorstore_arrays, whole_flush
 from dist_ckpt_strategies.storage.base import ArrayWrite
 from dist_ckpt_strategies.storage.file_access import FileAccess, file_access
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
@@ -37,7 +37,7 @@ ARRAYS = (
 
 
 @pytest.fixture
-def flushed(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
+def flushed(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     """Inodes of the files and directories that were flushed one by one."""
     inodes: set[int] = set()
     fsync = os.fsync
@@ -102,9 +102,7 @@ def test_all_at_once_nothing_is_written_after_the_flush_nor_before_it_is_opened(
         seen.append(("run", files()))
         return 0
 
-    access = file_access(tmp_path)
-    monkeypatch.setattr(tensorstore_arrays, "file_access", lambda _: whole_flushed(access))
-    monkeypatch.setattr(tensorstore_arrays, "whole_flush", opened)
+    flush_whole(monkeypatch, opened)
     save_all(tmp_path, Engine.TENSORSTORE)
 
     assert [name for name, _ in seen] == ["opened", "run"]
@@ -113,23 +111,26 @@ def test_all_at_once_nothing_is_written_after_the_flush_nor_before_it_is_opened(
     assert flushed == set()
 
 
-def whole_flushed(access: FileAccess) -> FileAccess:
-    return replace(access, is_flushed_whole=True)
+def flush_whole(
+    monkeypatch: pytest.MonkeyPatch, opened: Callable[[Path], whole_flush.WholeFlush]
+) -> None:
+    """Have every file system flushed whole, by what ``opened`` gives."""
+
+    def access(root: Path) -> FileAccess:
+        return replace(file_access(root), is_flushed_whole=True)
+
+    monkeypatch.setattr(stores, "file_access", access)
+    monkeypatch.setattr(tensorstore_arrays, "whole_flush", opened)
 
 
 def test_a_flush_that_fails_is_an_error_that_names_the_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    access = file_access(tmp_path)
-
     def failing(_: int) -> int:
         ctypes.set_errno(errno.EIO)
         return -1
 
-    monkeypatch.setattr(tensorstore_arrays, "file_access", lambda _: whole_flushed(access))
-    monkeypatch.setattr(
-        tensorstore_arrays, "whole_flush", lambda root: whole_flush.WholeFlush(root, failing)
-    )
+    flush_whole(monkeypatch, lambda root: whole_flush.WholeFlush(root, failing))
     with pytest.raises(StorageError, match="flush of its file system: Input/output") as caught:
         save_all(tmp_path, Engine.TENSORSTORE)
     assert caught.value.path == str(tmp_path)
