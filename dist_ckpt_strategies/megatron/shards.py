@@ -149,4 +149,4 @@ def is_empty(value: Any) -> bool:
 
 
 def _extent(numbers: Any) -> Extent:
-    return tuple(int(number) for number in numbers)
+    return tuple(map(int, numbers))

@@ -76,7 +76,11 @@ def _shard_read(number: int, want: ShardSpec, array: ArraySpec) -> ShardRead:
         )
     if want.region.numel == 0:
         return ShardRead(number, array, None, None, is_padded=False)
-    if not (want.may_mismatch or Region.whole(array.shape).contains(want.region)):
+    if Region.whole(array.shape).contains(want.region):
+        return ShardRead(
+            number, array, want.region, Region.whole(want.region.shape), is_padded=False
+        )
+    if not want.may_mismatch:
         raise ShapeMismatchError(
             f"{want.key}: {want.region} requested, outside the array's shape {array.shape}",
             key=want.key,

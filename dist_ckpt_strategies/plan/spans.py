@@ -30,10 +30,9 @@ def raw_spans(array: ArraySpec, region: Region) -> tuple[ChunkSpans, ...] | None
     """
     if not array.is_raw:
         return None
-    if region.shape == array.chunk_shape:
-        index = tuple(o // c for o, c in zip(region.offset, array.chunk_shape, strict=True))
-        if array.chunk_region(index) == region:
-            return (ChunkSpans(index, array.chunk_nbytes, ((0, 0),)),)
+    whole = array.chunk_at(region)
+    if whole is not None:
+        return (ChunkSpans(whole, array.chunk_nbytes, ((0, 0),)),)
     found = []
     for index in array.chunks_of(region):
         spans = _chunk_spans(array, index, region)

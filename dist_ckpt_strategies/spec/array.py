@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -55,6 +56,14 @@ class ArraySpec:
         """The chunk's whole box, which may reach past the array's edge."""
         offset = tuple(i * c for i, c in zip(index, self.chunk_shape, strict=True))
         return Region(offset, self.chunk_shape)
+
+    def chunk_at(self, region: Region) -> Extent | None:
+        """The index of the chunk whose whole box is ``region``; None where no chunk's is."""
+        if region.shape != self.chunk_shape:
+            return None
+        index = tuple(map(operator.floordiv, region.offset, self.chunk_shape))
+        exact = tuple(map(operator.mul, index, self.chunk_shape)) == region.offset
+        return index if exact else None
 
     def chunk_indices(self) -> Iterator[Extent]:
         """Every chunk of the grid, in C order."""

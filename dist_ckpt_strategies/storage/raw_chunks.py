@@ -171,11 +171,8 @@ def raw_write(
     A chunk at the array's edge is one that is padded, and goes the other way.
     """
     array, region = write.array, write.region
-    is_whole = region.shape == array.chunk_shape and write.source.flags.c_contiguous
-    if not (array.is_raw and is_whole):
-        return None
-    index = tuple(o // c for o, c in zip(region.offset, array.chunk_shape, strict=True))
-    if array.chunk_region(index) != region:
+    index = array.chunk_at(region)
+    if index is None or not (array.is_raw and write.source.flags.c_contiguous):
         return None
     content = write.source.reshape(-1).view(np.uint8)
     path = f"{layout.root}/{array.key}/{array.chunk_name(index)}"
@@ -219,6 +216,9 @@ def raw_reads(root: Path, read: ArrayRead, bounce: BounceBuffers | None) -> list
 
 def _shares(chunk: ChunkSpans, memory: Bytes) -> Iterator[tuple[tuple[int, Bytes], ...]]:
     """The runs of a chunk, cut and grouped so that one share is about _MAX_PIECE_NBYTES."""
+    if memory.size <= _MAX_PIECE_NBYTES and memory.size == chunk.span_nbytes:
+        yield ((chunk.offsets[0][0], memory),)
+        return
     share: list[tuple[int, Bytes]] = []
     held = 0
     for in_file, in_target in chunk.offsets:
