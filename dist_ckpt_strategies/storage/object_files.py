@@ -66,11 +66,16 @@ def object_path(root: Path, object_id: ObjectId) -> Path:
 
 
 def remove_object(root: Path, object_id: ObjectId) -> None:
-    """Remove one shard of an object, durably."""
+    """Remove one shard of an object, durably; directories that it leaves empty go too."""
     path = object_path(root, object_id)
     with file_errors(object_id.key, path):
         path.unlink(missing_ok=True)
-        sync_path(path.parent)
+        directory = path.parent
+        while directory != root and not (directory.exists() and any(directory.iterdir())):
+            if directory.exists():
+                directory.rmdir()
+            directory = directory.parent
+        sync_path(directory)
 
 
 def _named_ids(directory: Path, prefix: str) -> Iterator[ObjectId]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +51,12 @@ _UNSAFE_GLOBAL = re.compile(r"GLOBAL (\S+)")
 
 Allowed = Sequence[Any]
 """Classes and functions that may be unpickled, or (class, "module.name it was pickled as")."""
+
+
+_ALLOWING = threading.Lock()
+_NUM_USERS: Counter[Any] = Counter()
+_HELD: dict[Any, Any] = {}
+"""What is on torch's list because of us, with the context that takes it off again."""
 
 
 def dump_object(obj: Any, *, name: str) -> bytes:
@@ -103,11 +111,26 @@ def read_pickle(path: Path, name: str, allow: Allowed) -> Any:
 def allowing(allow: Allowed) -> Iterator[None]:
     """Within the block these may be unpickled; what was allowed before it stays allowed after it.
 
-    torch's own context manager would take off its list, on leaving, also what others had put there.
+    torch's list is one for the process. Its own context manager would take off, on leaving, also
+    what others had put there, or another thread still needs.
     """
-    present = set(torch.serialization.get_safe_globals())
-    with torch.serialization.safe_globals([found for found in allow if found not in present]):
+    wanted = set(allow)
+    with _ALLOWING:
+        present = set(torch.serialization.get_safe_globals())
+        for found in wanted.difference(present, _HELD):
+            context: Any = torch.serialization.safe_globals([found])
+            context.__enter__()
+            _HELD[found] = context
+        _NUM_USERS.update(wanted)
+    try:
         yield
+    finally:
+        with _ALLOWING:
+            _NUM_USERS.subtract(wanted)
+            for found in [found for found in wanted if _NUM_USERS[found] == 0]:
+                del _NUM_USERS[found]
+                if found in _HELD:
+                    _HELD.pop(found).__exit__(None, None, None)
 
 
 def load_pickle(content: bytes, path: Path, name: str, allow: Allowed) -> Any:

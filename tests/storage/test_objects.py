@@ -6,6 +6,7 @@ import collections
 import io
 import os
 import pickle
+import threading
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.objects import (
+    allowing,
     dump_object,
     load_pickle,
     object_ids,
@@ -227,6 +229,47 @@ def test_a_removed_object_is_gone(tmp_path: Path) -> None:
     remove_object(tmp_path, NAME)
 
     assert list(object_ids(tmp_path)) == []
+
+
+def test_removed_objects_leave_no_empty_directory_and_take_nothing_else(tmp_path: Path) -> None:
+    names = [ObjectId("a/b", (n,), (2,)) for n in range(2)]
+    for name in names:
+        write_object(tmp_path, name, 1)
+    (tmp_path / "a" / "array").mkdir()
+    remove_object(tmp_path, names[0])
+
+    assert list(object_ids(tmp_path)) == [names[1]]
+    remove_object(tmp_path, names[1])
+    assert not (tmp_path / "a" / "b").exists()
+    assert (tmp_path / "a" / "array").is_dir()
+
+
+def test_what_one_thread_allows_stays_allowed_while_another_leaves() -> None:
+    entered, may_leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with allowing([Fraction]):
+            entered.set()
+            assert may_leave.wait(20)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert entered.wait(20)
+    with allowing([Fraction]):
+        may_leave.set()
+        thread.join(20)
+        assert Fraction in torch.serialization.get_safe_globals()
+        with allowing([Fraction]):
+            pass
+        assert Fraction in torch.serialization.get_safe_globals()
+    assert Fraction not in torch.serialization.get_safe_globals()
+
+
+def test_what_others_allow_stays_allowed() -> None:
+    with torch.serialization.safe_globals([Fraction]):
+        with allowing([Fraction]):
+            pass
+        assert Fraction in torch.serialization.get_safe_globals()
 
 
 # Not trusted
