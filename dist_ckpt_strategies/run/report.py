@@ -48,3 +48,32 @@ class LoadReport:
     def __str__(self) -> str:
         """One line for a log."""
         return f"{self.num_tensors} tensors, {self.nbytes} bytes read in {self.seconds:.3f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastReport:
+    """One rank's share of a load that a group shares.
+
+    Attributes:
+        num_tensors: tensors that were filled.
+        read_nbytes: bytes that this rank read from storage.
+        received_nbytes: bytes that it received from others.
+        reading_s: seconds spent waiting for reads, its own and, in the meetings, those of others.
+        sending_s: seconds spent sending, receiving and copying into place.
+        seconds: wall time.
+    """
+
+    num_tensors: int
+    read_nbytes: int
+    received_nbytes: int
+    reading_s: float
+    sending_s: float
+    seconds: float
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        return (
+            f"{self.num_tensors} tensors, {self.read_nbytes} bytes read, {self.received_nbytes} "
+            f"received in {self.seconds:.3f} s (waiting for reads {self.reading_s:.3f} s, "
+            f"sending {self.sending_s:.3f} s)"
+        )
