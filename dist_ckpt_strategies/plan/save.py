@@ -195,7 +195,7 @@ def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]]) -> _Made:
     for rank, shard in held:
         if shard.array_shape != first.array_shape or shard.dtype != first.dtype:
             name = "dtype" if shard.array_shape == first.array_shape else "array_shape"
-            mine, theirs = getattr(shard, name), getattr(first, name)
+            mine, theirs = (_spoken(getattr(spec, name)) for spec in (shard, first))
             raise PlanError(
                 f"{key}: {name} {mine} on rank {rank}, {theirs} on rank {first_rank}", key=key
             )
@@ -214,6 +214,10 @@ def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]]) -> _Made:
     if chunk is None:
         chunk = irregular_chunk_shape(shape, first.dtype.itemsize, holdings)
     return _Made(ArraySpec(key, shape, first.dtype, chunk), dict(main), is_regular)
+
+
+def _spoken(fact: DType | Extent) -> str:
+    return fact.value if isinstance(fact, DType) else str(fact)
 
 
 def _stored_part(shard: ShardSpec) -> Region | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dist_ckpt_strategies.storage.direct_io import BounceBuffers
@@ -57,7 +57,7 @@ _OTHER = FileAccess(
 """Network file systems: each file waits for a server, so that more of them hide more of it."""
 
 _BY_TYPE = {
-    "ext2": _LOCAL_DISK,
+    "ext2": replace(_LOCAL_DISK, is_flushed_whole=False),  # its own driver leaves the disk's cache
     "ext3": _LOCAL_DISK,
     "ext4": _LOCAL_DISK,
     "xfs": _LOCAL_DISK,

@@ -19,6 +19,8 @@ from dist_ckpt_strategies.errors import (
 MARKER_NAME = "metadata.json"
 """The last file of a checkpoint; a directory below that has one is a checkpoint of its own."""
 
+COMMON_NAME = "common.pt"
+
 REMOVED_PREFIX = ".removed-"
 """Directories on their way out; readers pass over them."""
 
@@ -46,7 +48,8 @@ def storage_error(
     if isinstance(error, FileNotFoundError):
         return not_found(f"{_led(key)}{path} does not exist", key=key, path=str(path))
     number = error.errno if isinstance(error, OSError) else None
-    text = _REMEDY.get(number or 0, str(error))
+    spoken = isinstance(error, OSError) and error.strerror
+    text = _REMEDY.get(number or 0, spoken or str(error))
     return StorageError(f"{_led(key)}{path}: {text}", key=key, path=str(path))
 
 
@@ -82,8 +85,21 @@ def require_directory(root: Path) -> None:
 
 
 def is_elsewhere(directory: os.DirEntry[str]) -> bool:
-    """Whether a directory is no part of the checkpoint around it: a link, or another checkpoint."""
-    return directory.is_symlink() or Path(directory.path, MARKER_NAME).exists()
+    """Whether a directory is no part of the checkpoint around it: a link, or another checkpoint.
+
+    One that was not finished counts too.
+    """
+    names = (MARKER_NAME, COMMON_NAME)
+    return directory.is_symlink() or any(Path(directory.path, name).exists() for name in names)
+
+
+def remove_empty(directory: Path, root: Path) -> None:
+    """Remove a directory and those above it, up to ``root``, as far as nothing is in them."""
+    while directory != root and not (directory.exists() and any(directory.iterdir())):
+        if directory.exists():
+            directory.rmdir()
+        directory = directory.parent
+    sync_path(directory)
 
 
 def write_file(path: Path, content: bytes | memoryview) -> None:

@@ -19,10 +19,9 @@ from dist_ckpt_strategies.storage.files import (
     REMOVED_PREFIX,
     file_errors,
     is_elsewhere,
-    sync_path,
+    remove_empty,
 )
 
-COMMON_NAME = "common.pt"
 OBJECT_SUFFIX = ".pt"
 
 _ENTRY = struct.Struct("<28x3H12x")
@@ -70,12 +69,7 @@ def remove_object(root: Path, object_id: ObjectId) -> None:
     path = object_path(root, object_id)
     with file_errors(object_id.key, path):
         path.unlink(missing_ok=True)
-        directory = path.parent
-        while directory != root and not (directory.exists() and any(directory.iterdir())):
-            if directory.exists():
-                directory.rmdir()
-            directory = directory.parent
-        sync_path(directory)
+        remove_empty(path.parent, root)
 
 
 def _named_ids(directory: Path, prefix: str) -> Iterator[ObjectId]:

@@ -24,7 +24,6 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.files import file_errors, write_file
 from dist_ckpt_strategies.storage.object_files import (
-    COMMON_NAME,
     OBJECT_SUFFIX,
     archive_damage,
     object_ids,
@@ -33,7 +32,6 @@ from dist_ckpt_strategies.storage.object_files import (
 )
 
 __all__ = [
-    "COMMON_NAME",
     "Allowed",
     "archive_damage",
     "dump_object",
@@ -43,6 +41,7 @@ __all__ = [
     "read_object",
     "read_pickle",
     "remove_object",
+    "write_dumped",
     "write_object",
 ]
 
@@ -75,12 +74,17 @@ def dump_object(obj: Any, *, name: str) -> bytes:
 
 def write_object(root: Path, object_id: ObjectId, obj: Any) -> int:
     """Store one shard of an object, durably; returns its size in bytes."""
-    path = root / (object_id.unique_key + OBJECT_SUFFIX)
     content = dump_object(obj, name=object_id.unique_key)
+    write_dumped(root, object_id, content)
+    return len(content)
+
+
+def write_dumped(root: Path, object_id: ObjectId, content: bytes) -> None:
+    """Store what ``dump_object`` made of one shard of an object, durably."""
+    path = root / (object_id.unique_key + OBJECT_SUFFIX)
     with file_errors(object_id.key, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_file(path, content)
-    return len(content)
 
 
 def read_object(root: Path, object_id: ObjectId, allow: Allowed) -> Any:

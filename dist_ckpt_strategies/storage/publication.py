@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
+from collections.abc import Collection
 from pathlib import Path
 
 from dist_ckpt_strategies.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
+    StorageError,
 )
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.storage import files
 from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     file_errors,
@@ -23,10 +27,15 @@ from dist_ckpt_strategies.storage.files import (
     sync_path,
     write_file,
 )
-from dist_ckpt_strategies.storage.object_files import COMMON_NAME, object_ids, object_path
+from dist_ckpt_strategies.storage.object_files import object_ids, object_path
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 
 MARKER_NAME = files.MARKER_NAME
+
+_MAX_NAMED = 5
+_TOKEN_PAUSE_S = 0.02
+_TOKEN_WAIT_S = 30.0
+"""How long a network file system may take to show a new file to another machine."""
 
 _OF_TORCH_DIST = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 """What torch.distributed.checkpoint names its files."""
@@ -86,15 +95,51 @@ def require_unfinished(root: Path) -> None:
         )
 
 
-def prepare_directory(root: Path) -> None:
-    """Make the directory, durably, and clear it of an earlier checkpoint or its remains."""
+def make_directory(root: Path) -> None:
+    """Make the directory, durably; one that is there stays as it is."""
     with file_errors(None, root):
         _make_directory(root)
-        retract(root)
-        (root / COMMON_NAME).unlink(missing_ok=True)
 
 
-def retract(root: Path) -> None:
+def make_way(root: Path, keys: Collection[str], *, is_checkpoint: bool) -> None:
+    """Clear the directory for a checkpoint of these keys.
+
+    A finished checkpoint goes as a whole, its marker first, durably. Of anything else only what an
+    unfinished save has left of the same keys goes: nothing tells the rest apart from somebody's
+    data.
+
+    Args:
+        root: the directory.
+        keys: of the arrays and objects that will be written.
+        is_checkpoint: whether there is a marker, or was until this save removed it.
+
+    Raises:
+        CheckpointExistsError: there was no marker, but there are arrays or objects of other keys.
+    """
+    if not is_checkpoint:
+        _require_no_others(root, keys)
+    retract(root, is_checkpoint=is_checkpoint)
+
+
+def has_marker(root: Path) -> bool:
+    """Whether there is a marker, whole or not: what lies beside it is a checkpoint's."""
+    return (root / MARKER_NAME).exists()
+
+
+def _require_no_others(root: Path, keys: Collection[str]) -> None:
+    found = {*Zarr2Layout(root).keys(), *(object_id.key for object_id in object_ids(root))}
+    others = sorted(found.difference(keys))
+    if others:
+        shown = ", ".join(others[:_MAX_NAMED]) + (", ..." if len(others) > _MAX_NAMED else "")
+        raise CheckpointExistsError(
+            f"{root} holds {len(others)} arrays or objects that this save would not replace and "
+            f"that belong to no finished checkpoint: {shown}; remove them, save elsewhere, or pass "
+            "overwrite=True to dist_ckpt_strategies.save",
+            path=str(root),
+        )
+
+
+def retract(root: Path, *, is_checkpoint: bool = True) -> None:
     """Remove the marker, durably, and then the arrays and objects of an earlier save.
 
     ``common.pt`` stays: Megatron-Core's own save has already written the new one. So do other
@@ -108,8 +153,43 @@ def retract(root: Path) -> None:
             layout.remove(key)
         for object_id in list(object_ids(root)):
             object_path(root, object_id).unlink(missing_ok=True)
-        _remove_torch_dist(root)
+        if is_checkpoint:
+            _remove_torch_dist(root)
         _remove_remains(root)
+
+
+def leave_token(root: Path, token: str) -> None:
+    """Make a file by which others can tell that they see the same directory."""
+    path = _token_path(root, token)
+    with file_errors(None, path):
+        path.touch()
+
+
+def require_token(root: Path, token: str, owner: str, timeout_s: float) -> None:
+    """Wait for the token that another rank has left.
+
+    Raises:
+        StorageError: it does not show up; the directory is not the same one.
+    """
+    path = _token_path(root, token)
+    deadline = time.monotonic() + min(timeout_s / 2, _TOKEN_WAIT_S)
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise StorageError(
+                f"{root}: what {owner} has written there is not seen here; all ranks have to save "
+                "to one directory, on a file system that they share",
+                path=str(root),
+            )
+        time.sleep(_TOKEN_PAUSE_S)
+
+
+def remove_token(root: Path, token: str) -> None:
+    """Remove the file of ``leave_token``."""
+    _token_path(root, token).unlink(missing_ok=True)
+
+
+def _token_path(root: Path, token: str) -> Path:
+    return root / (PARTIAL_PREFIX + token)
 
 
 def _remove_torch_dist(root: Path) -> None:

@@ -23,10 +23,9 @@ from dist_ckpt_strategies.storage.contents import (
     count_contents,
     read_contents,
 )
-from dist_ckpt_strategies.storage.files import require_directory
+from dist_ckpt_strategies.storage.files import COMMON_NAME, require_directory
 from dist_ckpt_strategies.storage.findings import NO_FILE, Finding, Problem, Watch, unreadable
 from dist_ckpt_strategies.storage.folders import Folder, read_folder, reason
-from dist_ckpt_strategies.storage.object_files import COMMON_NAME
 from dist_ckpt_strategies.storage.publication import MARKER_NAME
 from dist_ckpt_strategies.storage.stored_arrays import StoredArray
 from dist_ckpt_strategies.storage.stored_objects import (

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -71,16 +73,13 @@ class PooledTransfers:
     """
 
     jobs: deque[Job]
+    running: dict[int, Job]
     workers: tuple[Future[CheckpointError | None], ...]
-    pool: ThreadPoolExecutor
 
     def wait(self, timeout_s: float) -> None:
         """See Transfer."""
         deadline = time.monotonic() + timeout_s
-        try:
-            found = [self._outcome(worker, deadline, timeout_s) for worker in self.workers]
-        finally:
-            self.pool.shutdown(wait=False, cancel_futures=True)
+        found = [self._outcome(worker, deadline, timeout_s) for worker in self.workers]
         failures = [error for error in found if error is not None]
         if failures:
             raise failures[0]
@@ -92,7 +91,7 @@ class PooledTransfers:
             return worker.result(timeout=max(0.0, deadline - time.monotonic()))
         except FutureTimeoutError:
             self.jobs.clear()
-            return StorageError(f"storage did not answer within {timeout_s:g} s")
+            return _no_answer(list(self.running.values()), timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,24 +123,56 @@ def run_pooled(
     num_workers = min(num_threads, len(queue))
     if num_workers == 0:
         return PendingTransfers(())
-    pool = ThreadPoolExecutor(num_workers, thread_name_prefix="dist-ckpt-io")
-    workers = tuple(pool.submit(_work_off, queue, translate) for _ in range(num_workers))
-    return PooledTransfers(queue, workers, pool)
+    running: dict[int, Job] = {}
+    workers = tuple(
+        _started(partial(_work_off, queue, running, translate)) for _ in range(num_workers)
+    )
+    return PooledTransfers(queue, running, workers)
+
+
+def _started(
+    work: Callable[[], CheckpointError | None],
+) -> Future[CheckpointError | None]:
+    """Run on a thread that does not keep the process from ending: storage may never answer."""
+    future: Future[CheckpointError | None] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="dist-ckpt-io", daemon=True).start()
+    return future
 
 
 def _work_off(
-    jobs: deque[Job], translate: Callable[[Job, Exception], CheckpointError]
+    jobs: deque[Job],
+    running: dict[int, Job],
+    translate: Callable[[Job, Exception], CheckpointError],
 ) -> CheckpointError | None:
     """Take jobs until none is left; the error of the one that failed, if any."""
+    me = threading.get_ident()
     while True:
         try:
-            job = jobs.popleft()
+            job = running[me] = jobs.popleft()
         except IndexError:
             return None
         error = _failure(job, translate)
+        del running[me]
         if error is not None:
             jobs.clear()
             return error
+
+
+def _no_answer(running: Sequence[Job], timeout_s: float) -> StorageError:
+    text = f"storage did not answer within {timeout_s:g} s"
+    if not running:
+        return StorageError(text)
+    job = running[0]
+    more = f" (and {len(running) - 1} more)" if len(running) > 1 else ""
+    lead = f"{job.key}: " if job.key else ""
+    return StorageError(f"{lead}{job.path}{more}: {text}", key=job.key, path=str(job.path))
 
 
 def _failure(

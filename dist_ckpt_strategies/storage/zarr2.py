@@ -24,6 +24,7 @@ from dist_ckpt_strategies.storage.files import (
     REMOVED_PREFIX,
     file_errors,
     is_elsewhere,
+    remove_empty,
     sync_path,
     write_file,
 )
@@ -225,13 +226,13 @@ class Zarr2Layout:
         locks = directory.with_name(directory.name + _LOCKS_SUFFIX)
         with file_errors(key, directory, not_found=ArrayNotFoundError):
             directory.rename(doomed)
-            sync_path(directory.parent)
             if doomed.is_symlink():
                 doomed.unlink()
             else:
                 shutil.rmtree(doomed)
             if _is_lock_directory(str(locks)):
                 shutil.rmtree(locks)
+            remove_empty(directory.parent, self.root)
 
 
 def _create_file(path: str, content: bytes) -> bool:

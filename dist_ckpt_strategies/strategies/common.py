@@ -24,9 +24,8 @@ from dist_ckpt_strategies.megatron.shards import (
     object_id,
     sharded_values,
 )
-from dist_ckpt_strategies.storage.files import file_errors, write_file
+from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, write_file
 from dist_ckpt_strategies.storage.objects import (
-    COMMON_NAME,
     Allowed,
     dump_object,
     object_ids,
@@ -34,7 +33,7 @@ from dist_ckpt_strategies.storage.objects import (
     read_pickle,
     write_object,
 )
-from dist_ckpt_strategies.storage.publication import remove_marker
+from dist_ckpt_strategies.storage.publication import has_marker, retract
 
 BACKEND = "torch"
 VERSION = 1
@@ -176,5 +175,6 @@ def _write_common(root: Path, state: StateDict) -> None:
     content = dump_object(state, name="common state")
     path = root / COMMON_NAME
     with file_errors("common state", path):
-        remove_marker(root)
+        if has_marker(root):
+            retract(root)  # what is left without a marker is nobody's to replace
         write_file(path, content)

@@ -6,7 +6,8 @@ appears whole, after everything else is durable. torch_dist never takes the plac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -47,10 +48,12 @@ from dist_ckpt_strategies.megatron.shards import (
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.objects import Allowed, allowing, dump_object
 from dist_ckpt_strategies.storage.publication import (
-    prepare_directory,
+    has_marker,
+    make_directory,
     publish,
     read_marker,
     require_unfinished,
+    retract,
 )
 from dist_ckpt_strategies.strategies import common, zarr
 from dist_ckpt_strategies.strategies.common import (
@@ -108,12 +111,13 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         preprocess_common_before_consistancy_check: applied to the common state before ranks
             compare it.
         content_metadata: stored in the common state, for ``load_content_metadata``.
-        overwrite: replace a finished checkpoint in the directory. Its marker is removed first,
-            its data after the new state dict has been checked.
+        overwrite: replace a finished checkpoint in the directory, once the new state dict is
+            known to be one that can be saved; its marker goes first. Without a marker, also remove
+            arrays and objects that this save does not replace.
         timeout_s: longest wait for a peer in the steps around the strategies.
 
     Raises:
-        CheckpointExistsError: the directory holds a finished checkpoint.
+        CheckpointExistsError: the directory holds a finished checkpoint, or other arrays.
         PlanError: the main replicas do not make up the arrays.
         StorageError: writing failed on this rank.
         PeerError: another rank failed; it is of the class of that rank's error too, and names
@@ -131,16 +135,24 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
     def check() -> tuple[Any, Any, SaveParts]:
         chosen = _save_strategies(sharded_strategy, common_strategy)
         parts = take_apart_for_save(sharded_state_dict, content_metadata)
-        if comm.rank == 0 and not overwrite:
-            require_unfinished(root)
+        if comm.rank == 0:
+            dump_object(parts.common, name="common state")
+            if not overwrite:
+                require_unfinished(root)
         return *chosen, parts
+
+    def prepare() -> None:
+        make_directory(root)
+        if not _replaces(sharded) or (overwrite and not has_marker(root)):
+            retract(root)
 
     sharded, common_saver, parts = agree(comm, check)
     if validate_access_integrity:
         _validate(comm, parts, preprocess_common_before_consistancy_check)
-    agree_on_first(comm, lambda: prepare_directory(root))
-    agree(comm, lambda: common_saver.save_common(parts.common, root))
+    agree_on_first(comm, prepare)
+    # The sharded part first: its strategy proves that it can be saved before it replaces anything.
     _save_sharded(comm, parts.sharded, root, sharded, common_saver)
+    agree(comm, lambda: common_saver.save_common(parts.common, root))
     marker = CheckpointMarker(
         sharded.backend, sharded.version, common_saver.backend, common_saver.version
     )
@@ -187,16 +199,16 @@ def load(  # noqa: PLR0913 - Megatron's signature
     require_registry("load")
     root = local_root(checkpoint_dir)
     comm = _world(f"load from {root}", timeout_s)
-    with allowing(allow):
+    with ExitStack() as stack:
 
-        def begin() -> tuple[Any, Any, StateDict, LoadParts]:
+        def begin() -> tuple[Any, Any, StateDict, LoadParts, StrictHandling]:
+            stack.enter_context(allowing(_checked_allow(allow)))
             loaders = _load_strategies(root, sharded_strategy, common_strategy)
             found: StateDict = loaders[1].load_common(root)
             parts = take_apart_for_load(sharded_state_dict)
-            return *loaders, merged(found, parts.nonpersistent), parts
+            return *loaders, merged(found, parts.nonpersistent), parts, parsed_strict(strict)
 
-        sharded, common_loader, state, parts = agree(comm, begin)
-        strictness = agree(comm, lambda: parsed_strict(strict))
+        sharded, common_loader, state, parts, strictness = agree(comm, begin)
         outcome = _check_keys(
             comm,
             parts.sharded,
@@ -218,6 +230,8 @@ def local_root(checkpoint_dir: str | Path) -> Path:
         StrategyError: it is a URL; format 1 lives on file systems.
     """
     text = str(checkpoint_dir)
+    if not text:
+        raise StrategyError("checkpoint_dir is empty; name the checkpoint's directory")
     if "://" in text:
         raise StrategyError(
             f"{text}: format ('zarr', 1) needs a directory on a file system, found a URL"
@@ -234,6 +248,8 @@ def _chosen(action: StrategyAction, choice: StrategyChoice) -> Any:
     """The strategy that a caller means by an instance or by a tuple."""
     if not isinstance(choice, tuple):
         return choice
+    if len(choice) != len(("backend", "version")):
+        raise StrategyError(f"expected a strategy or a tuple (backend, version), found {choice!r}")
     key = StrategyKey(action, *choice)
     if key in DEFAULT_REGISTRY:
         return DEFAULT_REGISTRY.get(key)
@@ -254,6 +270,20 @@ def _save_strategies(sharded: StrategyChoice, common_choice: StrategyChoice) -> 
         _chosen(StrategyAction.SAVE_SHARDED, sharded or (zarr.BACKEND, zarr.VERSION)),
         _chosen(StrategyAction.SAVE_COMMON, common_choice or (common.BACKEND, common.VERSION)),
     )
+
+
+def _checked_allow(allow: Allowed) -> Allowed:
+    for found in allow:
+        if not isinstance(found, Hashable):
+            raise StrategyError(
+                f"allow: expected classes, functions or (class, name) tuples, found {found!r}"
+            )
+    return allow
+
+
+def _replaces(sharded: Any) -> bool:
+    """Whether the strategy itself sees to an earlier checkpoint, as late as it can."""
+    return isinstance(sharded, zarr.ZarrSaveShardedStrategy)
 
 
 def _load_strategies(
@@ -306,7 +336,8 @@ def _save_sharded(
     if not sharded.can_handle_sharded_objects:
         objects, state = agree(comm, lambda: split_objects(state))
         agree(comm, lambda: _save_objects(objects, root, sharded, common_saver))
-    agree(comm, lambda: sharded.save(state, root))
+    save_tensors = sharded.replace if _replaces(sharded) else sharded.save
+    agree(comm, lambda: save_tensors(state, root))
 
 
 def _save_objects(objects: StateDict, root: Path, sharded: Any, common_saver: Any) -> None:

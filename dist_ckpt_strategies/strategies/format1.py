@@ -6,8 +6,8 @@ The strategy classes and the entry points share these four functions.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import may_overlap, require_plain, torch_dtype
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
+    StorageError,
     StrategyError,
 )
 from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor
@@ -36,7 +37,7 @@ from dist_ckpt_strategies.megatron.shards import (
     sharded_values,
 )
 from dist_ckpt_strategies.plan.load import build_load_plan
-from dist_ckpt_strategies.plan.save import ObjectHolding, build_save_plan
+from dist_ckpt_strategies.plan.save import ObjectHolding, SavePlan, build_save_plan
 from dist_ckpt_strategies.run.load import run_load
 from dist_ckpt_strategies.run.report import LoadReport, SaveReport
 from dist_ckpt_strategies.run.save import run_save
@@ -51,16 +52,26 @@ from dist_ckpt_strategies.spec.shard import (
 )
 from dist_ckpt_strategies.storage.base import ArrayStore
 from dist_ckpt_strategies.storage.file_access import file_access
-from dist_ckpt_strategies.storage.files import require_directory
+from dist_ckpt_strategies.storage.files import require_directory, storage_error
 from dist_ckpt_strategies.storage.objects import (
     Allowed,
+    dump_object,
     object_ids,
+    object_path,
     read_object,
     remove_object,
-    write_object,
+    write_dumped,
 )
-from dist_ckpt_strategies.storage.publication import retract
+from dist_ckpt_strategies.storage.publication import (
+    has_marker,
+    leave_token,
+    make_way,
+    remove_marker,
+    remove_token,
+    require_token,
+)
 from dist_ckpt_strategies.storage.stores import open_array_store
+from dist_ckpt_strategies.storage.transfers import Job, run_pooled
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 
 _OBJECT_THREADS = 8
@@ -68,58 +79,96 @@ _OBJECT_THREADS = 8
 
 @dataclass(frozen=True, slots=True)
 class _Holdings:
-    """What one rank brings to a save."""
+    """What one rank brings to a save; its objects as the bytes that will be written."""
 
     specs: tuple[ShardSpec, ...]
     tensors: dict[ShardId, torch.Tensor]
-    objects: tuple[Any, ...]
+    objects: dict[ObjectId, bytes]
 
 
 def save_format1(
-    state_dict: StateDict, root: Path, comm: Communicator, options: Options
+    state_dict: StateDict,
+    root: Path,
+    comm: Communicator,
+    options: Options,
+    *,
+    keeps_old: bool = False,
 ) -> SaveReport:
     """Write the sharded part of a checkpoint, durably, but not its marker.
 
     Collective. An earlier checkpoint in the directory loses its marker before anything else.
 
+    Args:
+        state_dict: what to save.
+        root: the checkpoint directory, which exists.
+        comm: ranks that save together.
+        options: timeout and memory budget.
+        keeps_old: leave the earlier checkpoint whole until this one is known to be one that can be
+            saved. Not where the caller has replaced ``common.pt`` already.
+
     Raises:
         PlanError: the main replicas do not make up the arrays.
+        CheckpointExistsError: the directory holds other arrays, and no marker.
         StorageError: a write failed here; a PeerError of the same class on the other ranks.
     """
     held: list[tuple[_Holdings, ArrayStore]] = []
+    is_checkpoint = False
 
     def describe() -> Any:
+        nonlocal is_checkpoint
         if comm.rank == 0:
             require_directory(root)
-            retract(root)
+            is_checkpoint = has_marker(root)
+            if not keeps_old:
+                remove_marker(root)
         mine = _holdings(state_dict)
         held.append((mine, open_array_store(root, options)))
         shards = [shard_to_wire(spec) for spec in mine.specs]
-        objects = sorted(object_id(found).unique_key for found in mine.objects)
-        return [shards, objects, options.max_inflight_bytes]
+        objects = sorted(found.unique_key for found in mine.objects)
+        return [shards, objects, options.max_inflight_bytes, uuid.uuid4().hex]
 
     answers = agree_and_gather(comm, describe)
+    plan, keys = _planned(answers, comm)
+    mine, store = held[0]
+    token = answers[0][-1]
+
+    def clear() -> None:
+        make_way(root, keys, is_checkpoint=is_checkpoint)
+        leave_token(root, token)
+
+    agree_on_first(comm, clear)
+    try:
+        owner = f"rank {comm.global_rank(0)}"
+        agree(comm, lambda: require_token(root, token, owner, options.timeout_s))
+        return run_save(
+            plan,
+            mine.tensors,
+            store,
+            comm,
+            options,
+            also=lambda: _write_objects(root, mine.objects, options),
+        )
+    finally:
+        if comm.rank == 0:
+            remove_token(root, token)
+
+
+def _planned(answers: Sequence[Any], comm: Communicator) -> tuple[SavePlan, set[str]]:
+    """The plan that follows from what all ranks hold, and the keys of its arrays and objects."""
     requests = [
         RankShards(comm.global_rank(rank), tuple(map(shard_from_wire, shards)))
-        for rank, (shards, _, _) in enumerate(answers)
+        for rank, (shards, _, _, _) in enumerate(answers)
     ]
     objects = [
         ObjectHolding(found, comm.global_rank(rank))
-        for rank, (_, names, _) in enumerate(answers)
+        for rank, (_, names, _, _) in enumerate(answers)
         for found in map(ObjectId.parse, names)
         if found is not None
     ]
-    budget = min(budget for _, _, budget in answers)
+    budget = min(budget for _, _, budget, _ in answers)
     plan = build_save_plan(requests, objects, max_inflight_bytes=budget)
-    mine, store = held[0]
-    return run_save(
-        plan,
-        mine.tensors,
-        store,
-        comm,
-        options,
-        also=lambda: _write_objects(root, mine.objects),
-    )
+    keys = {creation.array.key for creation in plan.creations}
+    return plan, keys.union(holding.id.key for holding in objects)
 
 
 def load_format1(
@@ -153,7 +202,7 @@ def load_format1(
         objects = [value for value in values if isinstance(value, ShardedObject)]
         found, report = _read(tensors, root, options)
         loaded = {id(v): deliver(v, t) for v, t in zip(tensors, found, strict=True)}
-        return loaded | _read_objects(objects, root, allowed), report
+        return loaded | _read_objects(objects, root, allowed, options), report
 
     loaded, report = agree(comm, read)
     return mapped_values(lambda value: loaded[id(value)], state_dict), report
@@ -191,11 +240,12 @@ def remove_arrays(root: Path, key_prefix: str) -> int:
 
 
 def _holdings(state_dict: StateDict) -> _Holdings:
-    specs, tensors, objects = [], {}, []
+    specs, tensors, objects = [], {}, {}
     for value in sharded_values(state_dict):
         if isinstance(value, ShardedObject):
             if is_main(value):
-                objects.append(value)
+                name = object_id(value)
+                objects[name] = dump_object(value.data, name=name.unique_key)
             continue
         spec = shard_spec(value)
         specs.append(spec)
@@ -203,17 +253,20 @@ def _holdings(state_dict: StateDict) -> _Holdings:
             if value.data is not None:
                 require_plain(value.data, key=spec.key)
             tensors[spec.id] = shard_data(value)
-    return _Holdings(tuple(specs), tensors, tuple(objects))
+    return _Holdings(tuple(specs), tensors, objects)
 
 
-def _write_objects(root: Path, objects: Sequence[Any]) -> None:
-    with ThreadPoolExecutor(_OBJECT_THREADS, thread_name_prefix="dist-ckpt-objects") as pool:
-        written = [
-            pool.submit(write_object, root, object_id(found), found.data) for found in objects
-        ]
-    for future in written:
-        future.result()
-    Zarr2Layout(root).sync_directories({found.key for found in objects})
+def _write_objects(root: Path, objects: Mapping[ObjectId, bytes], options: Options) -> None:
+    jobs = (
+        Job(name.key, object_path(root, name), partial(write_dumped, root, name, content))
+        for name, content in objects.items()
+    )
+    run_pooled(jobs, _OBJECT_THREADS, _unexpected).wait(options.timeout_s)
+    Zarr2Layout(root).sync_directories({name.key for name in objects})
+
+
+def _unexpected(job: Job, error: Exception) -> StorageError:
+    return storage_error(job.key, job.path, error)
 
 
 def _read(
@@ -221,7 +274,7 @@ def _read(
 ) -> tuple[list[torch.Tensor], LoadReport]:
     """The loaded tensor of each ShardedTensor."""
     layout = Zarr2Layout(root)
-    stored = _find_all(layout, {tensor.key for tensor in tensors})
+    stored = _find_all(layout, {tensor.key for tensor in tensors}, options)
     plan = build_load_plan([shard_spec(tensor) for tensor in tensors], stored)
     results = [_destination(tensor, stored[tensor.key]) for tensor in tensors]
     targets = [
@@ -245,20 +298,19 @@ def _destination(tensor: Any, array: ArraySpec) -> torch.Tensor:
     return torch.empty(tuple(tensor.local_shape), dtype=dtype, device=data.device)
 
 
-def _find_all(layout: Zarr2Layout, keys: Iterable[str]) -> dict[str, ArraySpec]:
-    names = sorted(keys)
+def _find_all(layout: Zarr2Layout, keys: Iterable[str], options: Options) -> dict[str, ArraySpec]:
+    found: dict[str, ArraySpec] = {}
+
+    def find(key: str) -> None:
+        try:
+            found[key] = layout.find(key)
+        except ArrayNotFoundError as error:
+            raise _not_found(layout, key) from error
+
+    jobs = (Job(key, layout.metadata_path(key), partial(find, key)) for key in sorted(keys))
     num_threads = file_access(layout.root).num_metadata_threads
-    if num_threads == 1:
-        return {key: _find(layout, key) for key in names}
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="dist-ckpt-find") as pool:
-        return dict(zip(names, pool.map(partial(_find, layout), names), strict=True))
-
-
-def _find(layout: Zarr2Layout, key: str) -> ArraySpec:
-    try:
-        return layout.find(key)
-    except ArrayNotFoundError as error:
-        raise _not_found(layout, key) from error
+    run_pooled(jobs, num_threads, _unexpected).wait(options.timeout_s)
+    return found
 
 
 def _not_found(layout: Zarr2Layout, key: str) -> ArrayNotFoundError:
@@ -274,12 +326,22 @@ def _not_found(layout: Zarr2Layout, key: str) -> ArrayNotFoundError:
 
 
 def _read_objects(
-    objects: Sequence[Any], root: Path, allowed: Callable[[], Allowed]
+    objects: Sequence[Any], root: Path, allowed: Callable[[], Allowed], options: Options
 ) -> dict[int, Any]:
     if not objects:
         return {}
     allow = allowed()
-    return {id(found): read_object(root, object_id(found), allow) for found in objects}
+    loaded: dict[int, Any] = {}
+
+    def read(wanted: Any) -> None:
+        loaded[id(wanted)] = read_object(root, object_id(wanted), allow)
+
+    jobs = (
+        Job(found.key, object_path(root, object_id(found)), partial(read, found))
+        for found in objects
+    )
+    run_pooled(jobs, 1, _unexpected).wait(options.timeout_s)
+    return loaded
 
 
 def copy_into_own_data(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:

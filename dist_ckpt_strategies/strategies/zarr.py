@@ -90,11 +90,22 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
             StorageError: a write failed on this rank.
             PeerError: it failed on another; the message names rank, key and file.
         """
+        self._save(sharded_state_dict, checkpoint_dir, keeps_old=False)
+
+    @raises_megatron_errors
+    def replace(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
+        """Like ``save``, but an earlier checkpoint stays whole until this one can be saved.
+
+        For callers that have not touched ``common.pt`` yet. Collective, and raises, like ``save``.
+        """
+        self._save(sharded_state_dict, checkpoint_dir, keeps_old=True)
+
+    def _save(self, state_dict: StateDict, checkpoint_dir: str | Path, *, keeps_old: bool) -> None:
         root = Path(checkpoint_dir).absolute()
         comm = open_communicator(
             self._group, timeout_s=self._options.timeout_s, purpose=f"save to {root}"
         )
-        report = save_format1(sharded_state_dict, root, comm, self._options)
+        report = save_format1(state_dict, root, comm, self._options, keeps_old=keeps_old)
         logger.info("rank %s: save to %s: %s", comm.global_rank(comm.rank), root, report)
 
 

@@ -24,10 +24,14 @@ from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.objects import write_object
 from dist_ckpt_strategies.storage.publication import (
     is_finished,
-    prepare_directory,
+    leave_token,
+    make_directory,
+    make_way,
     publish,
     read_marker,
     remove_marker,
+    remove_token,
+    require_token,
     require_unfinished,
     retract,
 )
@@ -58,6 +62,12 @@ def contents(root: Path) -> dict[str, bytes]:
         for path in sorted(root.rglob("*"))
         if path.is_file()
     }
+
+
+def clear(root: Path) -> None:
+    """Remove a checkpoint as a whole, as a save that replaces it does in two steps."""
+    retract(root)
+    (root / "common.pt").unlink(missing_ok=True)
 
 
 # Visible or not
@@ -172,7 +182,7 @@ def test_an_unfinished_one_may_be_overwritten(tmp_path: Path) -> None:
 
 
 def test_a_new_directory_is_made_with_all_above_it(tmp_path: Path) -> None:
-    prepare_directory(tmp_path / "a" / "b" / "iter_1")
+    make_directory(tmp_path / "a" / "b" / "iter_1")
 
     assert list((tmp_path / "a" / "b" / "iter_1").iterdir()) == []
 
@@ -187,19 +197,78 @@ def test_retracting_removes_marker_arrays_and_objects_and_keeps_the_common_state
     assert list(contents(tmp_path)) == ["common.pt"]
 
 
-def test_preparing_removes_the_common_state_too(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    prepare_directory(tmp_path)
-
-    assert contents(tmp_path) == {}
-
-
 def test_retracting_twice_is_fine(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     retract(tmp_path)
     retract(tmp_path)
 
     assert list(contents(tmp_path)) == ["common.pt"]
+
+
+KEYS = {"w", "optimizer/exp_avg.w", "w/below", "rng_state", "a/b/state"}
+
+
+def test_a_finished_checkpoint_makes_way_for_one_of_other_keys(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    make_way(tmp_path, {"x"}, is_checkpoint=True)
+
+    assert list(contents(tmp_path)) == ["common.pt"]
+
+
+def test_what_an_unfinished_save_left_makes_way_for_the_same_keys_and_more(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    remove_marker(tmp_path)
+    make_way(tmp_path, KEYS | {"x"}, is_checkpoint=False)
+
+    assert list(contents(tmp_path)) == ["common.pt"]
+
+
+@pytest.mark.parametrize("missing", sorted(KEYS))
+def test_without_a_marker_what_would_not_be_replaced_is_refused_and_stays(
+    missing: str, tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path)
+    remove_marker(tmp_path)
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointExistsError, match=rf"1 arrays or objects .*: {missing};"):
+        make_way(tmp_path, KEYS - {missing}, is_checkpoint=False)
+
+    assert contents(tmp_path) == before
+
+
+def test_an_unfinished_checkpoint_below_the_directory_is_left_alone(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "iter_0000010")
+    remove_marker(tmp_path / "iter_0000010")
+    before = contents(tmp_path)
+    make_way(tmp_path, {"w"}, is_checkpoint=False)
+
+    assert contents(tmp_path) == before
+
+
+def test_files_of_torch_dist_go_with_their_marker_only(tmp_path: Path) -> None:
+    names = [".metadata", "__0_0.distcp", "__12_3.distcp"]
+    for name in (*names, "mine.distcp"):
+        (tmp_path / name).write_bytes(b"x")
+    make_way(tmp_path, set(), is_checkpoint=False)
+    assert len(contents(tmp_path)) == 4
+
+    publish(tmp_path, CheckpointMarker("torch_dist", 1))
+    make_way(tmp_path, set(), is_checkpoint=True)
+    assert list(contents(tmp_path)) == ["mine.distcp"]
+
+
+def test_a_token_is_seen_in_the_same_directory_only(tmp_path: Path) -> None:
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+    leave_token(tmp_path / "here", "1a")
+    require_token(tmp_path / "here", "1a", "rank 0", timeout_s=1)
+    with pytest.raises(StorageError, match="what rank 0 has written there is not seen") as caught:
+        require_token(tmp_path / "there", "1a", "rank 0", timeout_s=0.2)
+    assert caught.value.path == str(tmp_path / "there")
+    remove_token(tmp_path / "here", "1a")
+    remove_token(tmp_path / "here", "1a")
+
+    assert contents(tmp_path) == {}
 
 
 def test_files_that_are_no_part_of_a_checkpoint_are_left_alone(tmp_path: Path) -> None:
@@ -215,7 +284,7 @@ def test_files_that_are_no_part_of_a_checkpoint_are_left_alone(tmp_path: Path) -
     for name, content in extra.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
-    prepare_directory(tmp_path)
+    clear(tmp_path)
 
     assert contents(tmp_path) == extra
 
@@ -225,7 +294,7 @@ def test_other_checkpoints_below_the_directory_are_left_alone(tmp_path: Path) ->
     make_checkpoint(tmp_path / "iter_0000010")
     make_checkpoint(tmp_path / "runs" / "b")
     before = contents(tmp_path / "iter_0000010"), contents(tmp_path / "runs" / "b")
-    prepare_directory(tmp_path)
+    clear(tmp_path)
 
     after = contents(tmp_path / "iter_0000010"), contents(tmp_path / "runs" / "b")
     assert after == before
@@ -246,7 +315,7 @@ def test_what_a_link_leads_to_is_left_alone(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "here")
     (tmp_path / "here" / "previous").symlink_to(tmp_path / "other")
     (tmp_path / "here" / "linked_array").symlink_to(tmp_path / "other" / "w")
-    prepare_directory(tmp_path / "here")
+    clear(tmp_path / "here")
 
     assert contents(tmp_path / "other") == before
 
@@ -259,7 +328,7 @@ def test_remains_of_a_save_that_was_killed_are_cleared(tmp_path: Path) -> None:
     (tmp_path / "optimizer" / ".removed-exp_avg.w").mkdir()
     (tmp_path / "optimizer" / ".removed-exp_avg.w" / "0.0").write_bytes(b"half")
     (tmp_path / "rng_state" / ".partial-4567").write_bytes(b"half")
-    prepare_directory(tmp_path)
+    clear(tmp_path)
 
     assert contents(tmp_path) == {}
 
@@ -269,7 +338,7 @@ def test_a_checkpoint_with_an_array_whose_metadata_is_broken_can_be_replaced(
 ) -> None:
     make_checkpoint(tmp_path)
     (tmp_path / "w" / ".zarray").write_bytes(b"{")
-    prepare_directory(tmp_path)
+    clear(tmp_path)
 
     assert contents(tmp_path) == {}
 
@@ -279,7 +348,7 @@ def test_the_marker_goes_before_anything_else_does(small_disk: Path) -> None:
     make_checkpoint(small_disk)
     before = contents(small_disk)
     with read_only(small_disk), pytest.raises(StorageError, match="read-only"):
-        prepare_directory(small_disk)
+        clear(small_disk)
 
     assert contents(small_disk) == before
 
@@ -289,7 +358,8 @@ def test_the_marker_goes_before_anything_else_does(small_disk: Path) -> None:
 
 def save_and_die(rank: int, root: str, after: str) -> None:
     directory = Path(root)
-    prepare_directory(directory)
+    make_directory(directory)
+    clear(directory)
     torch.save({"iteration": 8}, directory / "common.pt")
     write_array(directory, Engine.ZARR, VALUES, key="w")
     if after == "arrays":

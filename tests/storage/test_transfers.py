@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -176,13 +178,36 @@ def test_jobs_that_do_not_end_are_an_error_after_the_timeout_and_no_more_are_sta
         done.set()
 
     jobs = [job("hangs", hangs)] + [job("later", lambda: started.append("later"))] * 5
-    with pytest.raises(StorageError, match=r"did not answer within 0\.2 s"):
+    with pytest.raises(
+        StorageError, match=r"hangs: .*: storage did not .* within 0\.2 s"
+    ) as caught:
         run_pooled(jobs, 1, translated_job).wait(0.2)
+    assert caught.value.key == "hangs"
+    assert caught.value.path == str(jobs[0].path)
     release.set()
 
     assert done.wait(5.0)
     time.sleep(0.05)
     assert started == []
+
+
+def test_storage_that_never_answers_does_not_keep_a_process_from_ending() -> None:
+    script = (
+        "import time\n"
+        "from pathlib import Path\n"
+        "from dist_ckpt_strategies.errors import StorageError\n"
+        "from dist_ckpt_strategies.storage.transfers import Job, run_pooled\n"
+        "hangs = Job('w', Path('w/0'), lambda: time.sleep(60))\n"
+        "try:\n"
+        "    run_pooled([hangs], 1, lambda job, error: StorageError(str(error))).wait(0.1)\n"
+        "except StorageError as error:\n"
+        "    print(error)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=30
+    )
+
+    assert "w: w/0: storage did not answer" in found.stdout
 
 
 def test_threads_end_with_their_jobs() -> None:

@@ -365,7 +365,9 @@ def save_in_groups(rank: int, scratch: Path) -> dict[str, Any]:
     bad = Cut("twice", (4,), torch.float32, (Part(0, (0,), (4,)), Part(1, (0,), (4,))))
     seen["overlap"] = outcome(partial(saver.save, state_of(within, [bad]), root))
     blocked = {"o": ShardedObject("o", (lambda: 1) if rank == 3 else 1, (2,), (within,))}
-    seen["object"] = outcome(partial(saver.save, blocked, root))
+    elsewhere = scratch / f"objects.{half}"
+    elsewhere.mkdir(exist_ok=True)
+    seen["object"] = outcome(partial(saver.save, blocked, elsewhere))
     return seen
 
 
@@ -494,6 +496,25 @@ def test_a_single_process_needs_no_process_group(tmp_path: Path) -> None:
 
     assert found.returncode == 0, found.stderr
     assert found.stdout.strip() == "[0.0, 1.0, 2.0, 3.0, 4.0, 5.0] 1 2 False"
+
+
+def save_apart(rank: int, scratch: Path) -> Any:
+    """The ranks have a directory each, under the same name as far as they can tell."""
+    prepare(4)
+    root = scratch / f"node{rank // 2}" / "c"
+    root.mkdir(parents=True, exist_ok=True)
+    return outcome(partial(save, Entry.OURS, state_of(rank, cuts()), root))
+
+
+def test_ranks_that_do_not_share_a_directory_are_told_so(tmp_path: Path) -> None:
+    for rank, failure in enumerate(run_processes(4, save_apart, tmp_path)):
+        assert isinstance(failure, Failure), (rank, failure)
+        assert StorageError.__name__ in failure.kinds
+        assert failure.global_rank in {2, 3}
+        assert "what rank 0 has written there is not seen here" in failure.text
+        assert failure.path == str(tmp_path / "node1" / "c")
+    assert not list(tmp_path.rglob("metadata.json"))
+    assert not list(tmp_path.rglob(".zarray"))
 
 
 def ask_for_what_is_not_there(rank: int, scratch: Path) -> dict[str, Any]:

@@ -63,6 +63,18 @@ def scenario(rank: int, scratch: Path) -> dict[str, Any]:
     seen["made"] = value_in(rank, root)
     seen["again"] = outcome(partial(save, Entry.OURS, state_of(rank, 2.0), root))
     seen["kept"] = value_in(rank, root)
+    seen["gap over it"] = outcome(partial(save, Entry.OURS, with_a_gap(rank), root, overwrite=True))
+    seen["gap over it, unchecked"] = outcome(
+        partial(
+            save,
+            Entry.OURS,
+            with_a_gap(rank),
+            root,
+            overwrite=True,
+            validate_access_integrity=False,
+        )
+    )
+    seen["still kept"] = value_in(rank, root)
     seen["gap"] = outcome(partial(save, Entry.OURS, with_a_gap(rank), scratch / "gap"))
     seen["gap loaded"] = value_in(rank, scratch / "gap")
 
@@ -75,6 +87,12 @@ def scenario(rank: int, scratch: Path) -> dict[str, Any]:
     seen["broken off"] = outcome(partial(save, Entry.MEGATRON, with_a_gap(rank), root))
     seen["not a mixture"] = value_in(rank, root)
 
+    return seen | with_relative_paths(rank, scratch)
+
+
+def with_relative_paths(rank: int, scratch: Path) -> dict[str, Any]:
+    """A directory whose marker is damaged, and then gone; and places that are none."""
+    seen: dict[str, Any] = {}
     relative = Path("relative")
     save(Entry.OURS, state_of(rank, 5.0), relative)
     seen["relative"] = value_in(rank, relative), value_in(rank, scratch / relative, Entry.MEGATRON)
@@ -83,6 +101,14 @@ def scenario(rank: int, scratch: Path) -> dict[str, Any]:
         (scratch / relative / "metadata.json").write_text('{"sharded_backend": "zarr", "sha')
     dist.barrier()
     seen["half a marker"] = value_in(rank, relative)
+    dist.barrier()
+    if rank == 0:
+        (scratch / relative / "metadata.json").unlink()
+    dist.barrier()
+    other = state_of(rank, 7.0, "new")
+    seen["others"] = outcome(partial(save, Entry.OURS, other, relative))
+    save(Entry.OURS, other, relative, overwrite=True)
+    seen["others replaced"] = value_in(rank, relative, key="new")
     seen["nowhere"] = value_in(rank, scratch / "nowhere")
     seen["url"] = outcome(
         partial(dist_ckpt_strategies.save, state_of(rank, 6.0), "s3://bucket/run")
@@ -119,6 +145,22 @@ def test_a_finished_checkpoint_is_refused_everywhere_and_stays_as_it_was(ranks: 
     for failure in failures(ranks, "again", "CheckpointExistsError"):
         assert "overwrite=True" in failure.text
     assert [seen["kept"] for seen in ranks] == [1.0] * SIZE
+
+
+def test_what_cannot_be_saved_replaces_nothing(ranks: list[Any]) -> None:
+    failures(ranks, "gap over it", "PlanError")
+    for failure in failures(ranks, "gap over it, unchecked", "CoverageError"):
+        assert failure.key == "w"
+    assert [seen["still kept"] for seen in ranks] == [1.0] * SIZE
+
+
+def test_arrays_of_an_unfinished_save_are_replaced_and_others_are_refused(
+    ranks: list[Any],
+) -> None:
+    for failure in failures(ranks, "others", "CheckpointExistsError"):
+        assert ": w;" in failure.text
+        assert "overwrite=True" in failure.text
+    assert [seen["others replaced"] for seen in ranks] == [7.0] * SIZE
 
 
 def test_overwriting_leaves_nothing_of_the_old_checkpoint(ranks: list[Any]) -> None:

@@ -24,6 +24,7 @@ from dist_ckpt_strategies.errors import (
     PeerLostError,
     PeerTimeoutError,
 )
+from dist_ckpt_strategies.strategies import format1
 from tests.support.entries import Entry, Failure, load, outcome, prepare, save
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import Cut, at_random, differences, no_data, on_grid, state_of
@@ -45,23 +46,20 @@ def cuts(version: str) -> list[Cut]:
     return [on_grid("both", (8, 8), (2, 4)), at_random("new", (9, 9), 6)]
 
 
-class SignalsItself:
-    """An object in whose pickling its process gets a signal: the middle of a save."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __reduce__(self) -> Any:
-        os.kill(os.getpid(), self.number)
-        return (str, ())
-
-
-def state_with(rank: int, culprit: int, number: int, version: str = "new") -> dict[str, Any]:
+def state_with(rank: int, version: str = "new") -> dict[str, Any]:
     state: dict[str, Any] = state_of(rank, cuts(version))
-    data = SignalsItself(number) if rank == culprit else {"fine": rank}
-    state["object"] = ShardedObject(f"object.{rank}", data, (1,), (0,))
+    state["object"] = ShardedObject(f"object.{rank}", {"fine": rank}, (1,), (0,))
     state["version"] = version
     return state
+
+
+def get_a_signal_when_writing(number: int) -> None:
+    """From now on this process gets the signal when it writes its object: the middle of a save."""
+
+    def write(*_: Any) -> None:
+        os.kill(os.getpid(), number)
+
+    vars(format1).update(write_dumped=write)
 
 
 def survive(rank: int, culprit: int, scratch: Path, action: Callable[[], Any]) -> Any:
@@ -88,7 +86,9 @@ def lose_rank_in_save(
     rank: int, entry: Entry, culprit: int, number: int, scratch: Path, options: dict[str, Any]
 ) -> Any:
     prepare(TIMEOUT_S)
-    state = state_with(rank, culprit, number)
+    state = state_with(rank)
+    if rank == culprit:
+        get_a_signal_when_writing(number)
     return survive(rank, culprit, scratch, partial(save, entry, state, scratch / "c", **options))
 
 
@@ -116,7 +116,7 @@ def look(rank: int, root: Path) -> dict[str, Any]:
         entry.value: outcome(partial(load, entry, state_of(rank, cuts("new"), no_data), root))
         for entry in Entry
     }
-    save(Entry.OURS, state_of(rank, cuts("new")), root)
+    save(Entry.OURS, state_with(rank), root)
     loaded = load(Entry.OURS, state_of(rank, cuts("new"), no_data), root)
     seen["again"] = differences(rank, cuts("new"), loaded)
     seen["remains"] = [path.name for path in root.rglob(".*") if path.name != ".zarray"]
@@ -174,7 +174,9 @@ def lose_rank_over_old(
     root = scratch / "c"
     save(entry, state_of(rank, cuts("old")) | {"version": "old"}, root)
     prepare(TIMEOUT_S)
-    state = state_with(rank, culprit, signal.SIGKILL)
+    state = state_with(rank)
+    if rank == culprit:
+        get_a_signal_when_writing(signal.SIGKILL)
     return survive(rank, culprit, scratch, partial(save, entry, state, root, **options))
 
 
@@ -256,8 +258,9 @@ def stop_host_of_store(rank: int, scratch: Path) -> Any:
             time.sleep(0.01)
         store = make("127.0.0.1", int(port.read_text()), 4, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=limit)
-    state = state_with(rank, 0, signal.SIGSTOP)
-    return survive(rank, 0, scratch, partial(save, Entry.OURS, state, scratch / "c"))
+    if rank == 0:
+        get_a_signal_when_writing(signal.SIGSTOP)
+    return survive(rank, 0, scratch, partial(save, Entry.OURS, state_with(rank), scratch / "c"))
 
 
 def test_a_stopped_rank_that_hosts_the_key_value_store_does_not_hang_the_others(
@@ -300,10 +303,11 @@ def save_after_failure(rank: int, culprit: int, scratch: Path) -> Any:
     """Whoever catches the error and tries again gets another error, at once or in time."""
     prepare(TIMEOUT_S)
 
+    if rank == culprit:
+        get_a_signal_when_writing(signal.SIGSTOP)
+
     def twice() -> Any:
-        first = outcome(
-            partial(save, Entry.OURS, state_with(rank, culprit, signal.SIGSTOP), scratch / "c")
-        )
+        first = outcome(partial(save, Entry.OURS, state_with(rank), scratch / "c"))
         second = outcome(partial(save, Entry.OURS, state_of(rank, cuts("new")), scratch / "d"))
         return first, second
 
