@@ -16,7 +16,7 @@ from dist_ckpt_strategies.spec.region import Region
 MAX_PIECE_NBYTES = 64 << 20
 """A larger box is read and sent in parts, so that several ranks can share the reading."""
 
-MIN_PIECE_NBYTES = 1 << 20
+MIN_PIECE_NBYTES = 64 << 10
 """A box is not cut into smaller parts than this: each costs a read and a message."""
 
 MAX_PACKED_NBYTES = 16 << 20
@@ -176,9 +176,7 @@ class _Piece:
         return self.region.numel * self.array.dtype.itemsize
 
 
-def _pieces(
-    boxes: Iterable[Box], arrays: Mapping[str, ArraySpec], num_ranks: int
-) -> list[_Piece]:
+def _pieces(boxes: Iterable[Box], arrays: Mapping[str, ArraySpec], num_ranks: int) -> list[_Piece]:
     """The boxes, large ones cut, the largest first."""
     total = sum(box.region.numel * arrays[box.key].dtype.itemsize for box in boxes)
     share = total // (num_ranks * _PIECES_PER_RANK)

@@ -13,7 +13,13 @@ import torch
 from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.device import as_bytes, copy_into, host_buffer, host_view, is_host_readable
+from dist_ckpt_strategies.device import (
+    as_bytes,
+    copy_into,
+    host_buffer,
+    host_view,
+    is_host_readable,
+)
 from dist_ckpt_strategies.errors import CheckpointError
 from dist_ckpt_strategies.plan.broadcast import Box, BroadcastPlan, Delivery, Message
 from dist_ckpt_strategies.run.report import BroadcastReport
@@ -95,7 +101,7 @@ def run_broadcast(
             round_ = agree(comm, lambda: _read_round(rounds, options))
             arrived = time.monotonic()
             _exchange(round_, comm)
-            _put_in_place(round_, comm.rank)
+            _put_in_place(round_)
             reading_s += arrived - began
             sending_s += time.monotonic() - arrived
     return BroadcastReport(
@@ -111,9 +117,7 @@ def run_broadcast(
 class _Rounds:
     """This rank's rounds, begun ahead of their use."""
 
-    def __init__(
-        self, plan: BroadcastPlan, targets: Targets, store: ArrayStore, rank: int
-    ) -> None:
+    def __init__(self, plan: BroadcastPlan, targets: Targets, store: ArrayStore, rank: int) -> None:
         self._waiting = deque(plan.rounds)
         self._begun: deque[_Round] = deque()
         self._targets = targets
@@ -223,7 +227,7 @@ def _exchange(round_: _Round, comm: Communicator) -> None:
     comm.exchange(sends, receives)
 
 
-def _put_in_place(round_: _Round, rank: int) -> None:
+def _put_in_place(round_: _Round) -> None:
     """Copy what did not land in its tensor itself."""
     pairs = [
         (tensor, place.memory)

@@ -32,6 +32,36 @@ class SaveReport:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupReport:
+    """All ranks' shares of a load that they shared.
+
+    Attributes:
+        shares: the report of each rank, by rank of the group.
+    """
+
+    shares: tuple[BroadcastReport, ...]
+
+    def __str__(self) -> str:
+        """Largest and mean of each figure, over the ranks."""
+        lines = []
+        for name, unit in _FIGURES.items():
+            values = [float(getattr(share, name)) for share in self.shares]
+            mean = sum(values) / len(values)
+            lines.append(f"{name} max {max(values):.{unit}f} mean {mean:.{unit}f}")
+        return f"{len(self.shares)} ranks: " + ", ".join(lines)
+
+
+_FIGURES = {
+    "read_nbytes": 0,
+    "received_nbytes": 0,
+    "reading_s": 3,
+    "sending_s": 3,
+    "seconds": 3,
+}
+"""What a GroupReport sums up, and with how many decimals."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """One rank's share of a load.
 
