@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -41,8 +42,30 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def new_gloo_groups(
+    group: ProcessGroup, num_groups: int, *, timeout_s: float
+) -> tuple[ProcessGroup, ...]:
+    """Gloo groups of the same ranks as ``group``, for as many streams side by side.
+
+    Collective over the world: every rank calls this, with the group that it is in, and torch makes
+    the groups of all ranks.
+    """
+    world = open_communicator(None, timeout_s=timeout_s, purpose="making of gloo groups")
+    mine = sorted(dist.get_process_group_ranks(group))
+    found: list[ProcessGroup] = []
+    for ranks in sorted({tuple(ranks) for ranks in world.all_gather(mine)}):
+        made = [dist.new_group(list(ranks), backend="gloo") for _ in range(num_groups)]
+        if list(ranks) == mine:
+            found = made
+    return tuple(found)
+
+
 def open_communicator(
-    group: ProcessGroup | None, *, timeout_s: float, purpose: str
+    group: ProcessGroup | None,
+    *,
+    timeout_s: float,
+    purpose: str,
+    channels: Sequence[ProcessGroup] = (),
 ) -> Communicator:
     """A communicator over ``group``, by default over the world; over one rank without torch's.
 
@@ -53,6 +76,8 @@ def open_communicator(
         group: ranks that take part; every one of them opens and uses its communicator alike.
         timeout_s: longest wait for a peer in each call.
         purpose: what the ranks do together, for messages: ``save of /ckpt/iter_10``.
+        channels: groups of the same ranks that ``exchange`` spreads its messages over; by default
+            the group itself.
     """
     if not is_distributed():
         return SoloCommunicator()
@@ -61,7 +86,7 @@ def open_communicator(
     assert group is not None  # noqa: S101 - torch.distributed is initialised
     if dist.get_world_size(group) == 1:
         return SoloCommunicator(dist.get_rank())
-    return TorchCommunicator(group, timeout_s=timeout_s, purpose=purpose)
+    return TorchCommunicator(group, timeout_s=timeout_s, purpose=purpose, channels=channels)
 
 
 class TorchCommunicator:
@@ -71,8 +96,16 @@ class TorchCommunicator:
     buffers.
     """
 
-    def __init__(self, group: ProcessGroup, *, timeout_s: float, purpose: str) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        *,
+        timeout_s: float,
+        purpose: str,
+        channels: Sequence[ProcessGroup] = (),
+    ) -> None:
         self._group = group
+        self._channels = tuple(channels) or (group,)
         self._timeout_s = timeout_s
         self._device = _device_of(group)
         self._global_ranks = dist.get_process_group_ranks(group)
@@ -106,13 +139,15 @@ class TorchCommunicator:
         self._attendance.sign()
         staged = [self._tensor_of(receive.into) for receive in receives]
         works: list[tuple[int, _Work | None]] = []
+        received, sent = _Turns(self._channels), _Turns(self._channels)
         for receive, tensor in zip(receives, staged, strict=True):
             source = self._global_ranks[receive.from_rank]
-            works.append((source, dist.irecv(tensor, src=source, group=self._group)))
+            channel = received.next(source)
+            works.append((source, dist.irecv(tensor, src=source, group=channel)))
         for send in sends:
             peer = self._global_ranks[send.to_rank]
             tensor = self._tensor_of(send.data)
-            works.append((peer, dist.isend(tensor, dst=peer, group=self._group)))
+            works.append((peer, dist.isend(tensor, dst=peer, group=sent.next(peer))))
         deadline = time.monotonic() + self._timeout_s
         for peer, work in works:
             self._wait(work, deadline, peer)
@@ -153,6 +188,20 @@ class TorchCommunicator:
             lost[0] if lost and len(lost) == 1 else None,
             f"lost contact with {_described(lost)}: {what}: {error}",
         )
+
+
+class _Turns:
+    """Which channel the next message to or from a peer takes: the same on both sides."""
+
+    def __init__(self, channels: Sequence[ProcessGroup]) -> None:
+        self._channels = channels
+        self._count: Counter[int] = Counter()
+
+    def next(self, peer: int) -> ProcessGroup:
+        """The channels take turns, separately for each peer."""
+        channel = self._channels[self._count[peer] % len(self._channels)]
+        self._count[peer] += 1
+        return channel
 
 
 class _Attendance:

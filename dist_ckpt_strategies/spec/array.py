@@ -7,9 +7,13 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Any
 
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.region import Extent, Region
+
+Wire = list[Any]
+"""What travels between ranks in place of a spec: JSON types only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +86,28 @@ class ArraySpec:
     def chunk_name(self, index: Extent) -> str:
         """File name of a chunk, below the array's directory; ``0`` for a scalar."""
         return self.separator.join(map(str, index)) if index else "0"
+
+
+def array_to_wire(array: ArraySpec) -> Wire:
+    """The spec as JSON types."""
+    return [
+        array.key,
+        list(array.shape),
+        array.dtype.value,
+        list(array.chunk_shape),
+        array.separator,
+        int(array.is_raw),
+    ]
+
+
+def array_from_wire(wire: Wire) -> ArraySpec:
+    """The spec that ``array_to_wire`` made."""
+    key, shape, dtype, chunk_shape, separator, is_raw = wire
+    return ArraySpec(
+        str(key),
+        tuple(map(int, shape)),
+        DType.named(dtype, key=key),
+        tuple(map(int, chunk_shape)),
+        str(separator),
+        is_raw=bool(is_raw),
+    )

@@ -38,6 +38,7 @@ __all__ = [
     "load_pickle",
     "object_ids",
     "object_path",
+    "read_content",
     "read_object",
     "read_pickle",
     "remove_object",
@@ -97,11 +98,18 @@ def read_object(root: Path, object_id: ObjectId, allow: Allowed) -> Any:
         UnsafeObjectError: it needs a class that is not in ``allow``.
         CorruptCheckpointError: the file is not what ``torch.save`` wrote.
     """
-    path = root / (object_id.unique_key + OBJECT_SUFFIX)
-    if not path.exists():
-        older = root / (object_id.older_key + OBJECT_SUFFIX)
-        path = older if older.exists() else path
-    return read_pickle(path, object_id.unique_key, allow)
+    return read_pickle(object_path(root, object_id), object_id.unique_key, allow)
+
+
+def read_content(root: Path, object_id: ObjectId) -> bytes:
+    """The bytes of the file of one shard of an object, to be loaded by ``load_pickle``.
+
+    Raises:
+        ArrayNotFoundError: there is no such shard.
+    """
+    path = object_path(root, object_id)
+    with file_errors(object_id.unique_key, path, not_found=ArrayNotFoundError):
+        return path.read_bytes()
 
 
 def read_pickle(path: Path, name: str, allow: Allowed) -> Any:

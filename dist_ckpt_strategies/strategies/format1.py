@@ -274,9 +274,9 @@ def _read(
 ) -> tuple[list[torch.Tensor], LoadReport]:
     """The loaded tensor of each ShardedTensor."""
     layout = Zarr2Layout(root)
-    stored = _find_all(layout, {tensor.key for tensor in tensors}, options)
+    stored = find_arrays(layout, {tensor.key for tensor in tensors}, options)
     plan = build_load_plan([shard_spec(tensor) for tensor in tensors], stored)
-    results = [_destination(tensor, stored[tensor.key]) for tensor in tensors]
+    results = [destination(tensor, stored[tensor.key]) for tensor in tensors]
     targets = [
         result.detach()[(None,) * tensor.prepend_axis_num]
         for result, tensor in zip(results, tensors, strict=True)
@@ -285,7 +285,7 @@ def _read(
     return results, report
 
 
-def _destination(tensor: Any, array: ArraySpec) -> torch.Tensor:
+def destination(tensor: Any, array: ArraySpec) -> torch.Tensor:
     """The tensor that will hold the result: the caller's own where it fits."""
     dtype = torch_dtype(array.dtype)
     data: torch.Tensor | None = tensor.data
@@ -298,7 +298,8 @@ def _destination(tensor: Any, array: ArraySpec) -> torch.Tensor:
     return torch.empty(tuple(tensor.local_shape), dtype=dtype, device=data.device)
 
 
-def _find_all(layout: Zarr2Layout, keys: Iterable[str], options: Options) -> dict[str, ArraySpec]:
+def find_arrays(layout: Zarr2Layout, keys: Iterable[str], options: Options) -> dict[str, ArraySpec]:
+    """The arrays of these keys; where one is missing the error names similar ones."""
     found: dict[str, ArraySpec] = {}
 
     def find(key: str) -> None:

@@ -1,0 +1,285 @@
+"""Ranks that share the reading get what each would have read, and fail together."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.errors import (
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    PeerError,
+    ShapeMismatchError,
+)
+from dist_ckpt_strategies.strategies.two_stage import (
+    TwoStageDataParallelLoadShardedStrategy,
+    sharded_tensor_chunk_id,
+    timed,
+    timers,
+)
+from tests.support.entries import (
+    Entry,
+    Failure,
+    outcome,
+    prepare,
+    require_failure_everywhere,
+    save,
+)
+from tests.support.ranks import RankDiedError, run_processes
+from tests.support.sharding import (
+    Cut,
+    at_random,
+    differences,
+    no_data,
+    on_grid,
+    state_of,
+    zeros,
+)
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.complex64, torch.bool)
+
+
+def cuts() -> list[Cut]:
+    """Arrays on grids, irregular ones, replicated ones, and one large enough to be cut."""
+    some = [at_random(f"r{n}", (17, 9), n, dtype=dtype) for n, dtype in enumerate(DTYPES)]
+    return [
+        *some,
+        on_grid("grid", (8, 6), (2, 2)),
+        on_grid("rows", (8, 6), (4, 1)),
+        on_grid("everyone", (600, 1000), (1, 1), num_replicas=4),
+        on_grid("vector", (4,), (1,), num_replicas=4),
+    ]
+
+
+def objects(rank: int, *, empty: bool = False) -> dict[str, Any]:
+    """One object that all ranks want, and one of each rank's own."""
+    return {
+        "shared": ShardedObject(
+            "shared", None if empty else {"of": "all"}, (1,), (0,), replica_id=rank
+        ),
+        "own": ShardedObject("own/state", None if empty else [rank], (4,), (rank,)),
+    }
+
+
+def groups_of(size: int) -> Any:
+    """This rank's group, of the world cut into groups of a size."""
+    made = [
+        dist.new_group(list(range(first, first + size)))
+        for first in range(0, dist.get_world_size(), size)
+    ]
+    return made[dist.get_rank() // size]
+
+
+def load_shared(state: dict[str, Any], root: Path, strategy: Any) -> Any:
+    return dist_checkpointing.load(state, str(root), sharded_strategy=strategy)
+
+
+def load_everything(rank: int, size: int, root: Path) -> dict[str, Any]:
+    prepare(60)
+    save(Entry.OURS, state_of(rank, cuts()) | objects(rank), root)
+    strategy = TwoStageDataParallelLoadShardedStrategy(groups_of(size))
+    seen: dict[str, Any] = {}
+    for name, data in {"new": no_data, "in place": zeros}.items():
+        wanted = state_of(rank, cuts(), data)
+        loaded = load_shared(wanted | objects(rank, empty=True), root, strategy)
+        seen[name] = differences(rank, cuts(), loaded)
+        seen[f"{name}, objects"] = loaded["shared"] == {"of": "all"}, loaded["own"] == [rank]
+    seen["metadata"] = sorted(strategy.load_sharded_metadata(str(root))) == sorted(
+        [
+            *(cut.key for cut in cuts()),
+            "shared/shard_0_1",
+            *(f"own/state/shard_{n}_4" for n in range(4)),
+        ]
+    )
+    return seen
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_rank_gets_what_it_asks_for_however_large_the_group(
+    size: int, tmp_path: Path
+) -> None:
+    for result in run_processes(4, load_everything, size, tmp_path / "c"):
+        assert isinstance(result, dict), result
+        for found in result.values():
+            assert found in ([], (True, True), True), result
+
+
+def replicas(rank: int, *, empty: bool) -> dict[str, Any]:
+    """What ranks that are replicas of each other hold: a few megabytes in many tensors."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(700, 1000), *[(64, 50 + n) for n in range(20)], (5,), ()]
+    state = {}
+    for number, shape in enumerate(shapes):
+        data = torch.randn(shape, generator=generator)
+        if empty:
+            data.zero_()
+        state[f"w{number}"] = ShardedTensor.from_rank_offsets(f"w{number}", data, replica_id=rank)
+    return state
+
+
+def count_reads(rank: int, root: Path) -> Any:
+    prepare(60)
+    save(Entry.OURS, replicas(rank, empty=False), root)
+    strategy = TwoStageDataParallelLoadShardedStrategy(groups_of(4))
+    loaded = load_shared(replicas(rank, empty=True), root, strategy)
+    expected = replicas(rank, empty=False)
+    same = all(torch.equal(loaded[key], value.data) for key, value in expected.items())
+    report = strategy.summarize_load_times()
+    return same, sum(value.data.nbytes for value in expected.values()), report
+
+
+def test_each_byte_is_read_once_and_all_ranks_read_about_the_same(tmp_path: Path) -> None:
+    results = run_processes(4, count_reads, tmp_path / "c")
+
+    for same, nbytes, report in results:
+        assert same
+        assert sum(share.read_nbytes for share in report.shares) == nbytes
+        assert max(share.read_nbytes for share in report.shares) <= 1.1 * nbytes / 4
+        assert report == results[0][2]
+
+
+def make_no_groups_twice(rank: int, root: Path) -> Any:
+    prepare(60)
+    save(Entry.OURS, replicas(rank, empty=False), root)
+    strategy = TwoStageDataParallelLoadShardedStrategy(groups_of(4))
+    strategy.maybe_init_gloo_group()
+    before = dist.distributed_c10d._world.group_count
+    for _ in range(3):
+        load_shared(replicas(rank, empty=True), root, strategy)
+    return dist.distributed_c10d._world.group_count - before
+
+
+def test_loads_make_no_groups(tmp_path: Path) -> None:
+    assert run_processes(4, make_no_groups_twice, tmp_path / "c") == [0] * 4
+
+
+def chunk_of(root: Path, key: str) -> Path:
+    return next(path for path in sorted((root / key).iterdir()) if path.name[0].isdigit())
+
+
+def load_damaged(rank: int, scratch: Path) -> dict[str, Any]:
+    prepare(20)
+    strategy = TwoStageDataParallelLoadShardedStrategy(groups_of(2), options=Options(timeout_s=20))
+    seen = {}
+    for name in ("missing", "short", "shape", "object"):
+        root = scratch / name
+        save(Entry.OURS, replicas(rank, empty=False) | objects(rank), root)
+        dist.barrier()
+        wanted = replicas(rank, empty=True) | objects(rank, empty=True)
+        if rank == 0 and name == "missing":
+            chunk_of(root, "w3").unlink()
+        if rank == 0 and name == "short":
+            os.truncate(chunk_of(root, "w0"), 4096)
+        if rank == 0 and name == "object":
+            next((root / "own" / "state").glob("shard_3_*")).write_bytes(b"broken")
+        if rank == 2 and name == "shape":
+            wrong = torch.zeros(3, 3)
+            wanted["w2"] = ShardedTensor.from_rank_offsets("w2", wrong, replica_id=rank)
+        dist.barrier()
+        seen[name] = outcome(partial(_load_sharded, strategy, wanted, root))
+    return seen
+
+
+def _load_sharded(strategy: Any, wanted: dict[str, Any], root: Path) -> Any:
+    """Past Megatron-Core's own checks, which would find the wrong shape first."""
+    return strategy.load(wanted, str(root))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "names"),
+    [
+        ("missing", IncompleteCheckpointError, ("w3", "0.0")),
+        ("short", CorruptCheckpointError, ("w0", "0.0", "4096")),
+        ("object", CorruptCheckpointError, ("own/state",)),
+        ("shape", ShapeMismatchError, ("w2", "(3, 3)")),
+    ],
+)
+def test_what_one_rank_meets_is_raised_on_every_rank(
+    name: str, kind: type[Exception], names: Sequence[str], damaged: list[dict[str, Any]]
+) -> None:
+    results = [seen[name] for seen in damaged]
+    culprits = {failure.global_rank for failure in results}
+    for failure in results:
+        assert isinstance(failure, Failure), results
+        assert kind.__name__ in failure.kinds
+        assert failure.is_megatrons
+        assert failure.seconds < 15
+        assert all(text in failure.text for text in names), failure
+    if name == "shape":
+        assert culprits == {2}
+        require_failure_everywhere(results, kind=kind, culprit=2, names=names)
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    found = run_processes(4, load_damaged, tmp_path_factory.mktemp("damaged"), timeout_s=120)
+    for seen in found:
+        assert isinstance(seen, dict), seen
+    return found
+
+
+def lose_rank(rank: int, root: Path) -> Any:
+    prepare(4)
+    save(Entry.OURS, replicas(rank, empty=False), root)
+    strategy = TwoStageDataParallelLoadShardedStrategy(groups_of(4))
+    strategy.maybe_init_gloo_group()
+    dist.barrier()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return outcome(partial(strategy.load, replicas(rank, empty=True), str(root)))
+
+
+def test_a_rank_that_dies_is_a_peer_error_in_time(tmp_path: Path) -> None:
+    *survivors, lost = run_processes(4, lose_rank, tmp_path / "c")
+
+    assert isinstance(lost, RankDiedError)
+    for failure in survivors:
+        assert isinstance(failure, Failure), failure
+        assert PeerError.__name__ in failure.kinds
+        assert failure.seconds < 14
+
+
+@dataclass
+class Meta:
+    """An entry as Megatron-Core 0.15 passed them around."""
+
+    sharded_tensor_no_data: Any
+    dist_group_rank: int
+
+
+def use_kept_names(rank: int, root: Path) -> Any:
+    prepare(30)
+    state = replicas(rank, empty=False)
+    save(Entry.OURS, state, root)
+    strategy = TwoStageDataParallelLoadShardedStrategy(groups_of(2))
+    metas = [Meta(state[key], other) for key in ("w3", "w1") for other in (1, 0)]
+    lowest = [
+        (m.sharded_tensor_no_data.key, m.dist_group_rank)
+        for m in strategy.deduplicate_chunks(metas)
+    ]
+    loaded = strategy.load_tensor_from_storage(str(root), metas[0])
+    with_timer = timed(verbose=False)(lambda: 7)
+    with_timer.__wrapped__.__name__ = "seven"  # type: ignore[attr-defined]
+    assert with_timer() == 7
+    return lowest, torch.equal(loaded, state["w3"].data), len(timers["seven"])
+
+
+def test_the_names_of_megatron_core_do_what_they_did(tmp_path: Path) -> None:
+    chunk = sharded_tensor_chunk_id(ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 2)))
+    assert chunk == ("w", (2,))
+    expected = [("w1", 0), ("w3", 0)], True, 1
+    assert run_processes(4, use_kept_names, tmp_path / "c") == [expected] * 4
