@@ -76,11 +76,18 @@ def shard_data(tensor: Any) -> torch.Tensor:
     """The data of a ShardedTensor, shaped like its region; a view, not a copy.
 
     Raises:
-        PlanError: it has no data.
+        PlanError: it has no data, or data of another shape or dtype than it says.
     """
     if tensor.data is None:
         raise PlanError(f"{tensor.key}: the ShardedTensor has no data to save", key=tensor.key)
     data: torch.Tensor = tensor.data.detach()
+    found, expected = (tuple(data.shape), data.dtype), (_extent(tensor.local_shape), tensor.dtype)
+    if found != expected:
+        raise PlanError(
+            f"{tensor.key}: the data is {found[0]} of {found[1]}, but the ShardedTensor says "
+            f"{expected[0]} of {expected[1]}; make it anew from the data",
+            key=tensor.key,
+        )
     return data[(None,) * tensor.prepend_axis_num]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError
+from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
 from dist_ckpt_strategies.plan.chunking import (
     MAX_ASSEMBLED_NBYTES,
     chunk_parts,
@@ -161,7 +162,7 @@ def build_save_plan(
 
 
 def _single_writer_keys(objects: Iterable[ObjectHolding]) -> frozenset[str]:
-    """The keys of the objects, once each shard is known to have one writer."""
+    """The keys of the objects, once each shard of each is known to have one writer."""
     writers: dict[ObjectId, int] = {}
     for holding in sorted(objects):
         if holding.id in writers:
@@ -171,7 +172,28 @@ def _single_writer_keys(objects: Iterable[ObjectHolding]) -> frozenset[str]:
                 key=holding.id.key,
             )
         writers[holding.id] = holding.rank
+    _require_whole_objects(writers)
     return frozenset(object_id.key for object_id in writers)
+
+
+def _require_whole_objects(writers: Mapping[ObjectId, int]) -> None:
+    """Raise unless the shards of each object are all those of one grid."""
+    grids: dict[str, set[Extent]] = defaultdict(set)
+    counts: Counter[str] = Counter()
+    for object_id in writers:
+        grids[object_id.key].add(object_id.shape)
+        counts[object_id.key] += 1
+    for key in sorted(grids):
+        if len(grids[key]) > 1:
+            shown = ", ".join(map(str, sorted(grids[key])))
+            raise PlanError(f"{key}: shards of objects of different grids: {shown}", key=key)
+        (grid,) = grids[key]
+        if counts[key] != math.prod(grid):
+            raise CoverageError(
+                f"{key}: main replicas of {counts[key]} of the {math.prod(grid)} shards of an "
+                "object; each needs one",
+                key=key,
+            )
 
 
 @dataclass(frozen=True, slots=True)

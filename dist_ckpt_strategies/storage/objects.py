@@ -68,8 +68,9 @@ def dump_object(obj: Any, *, name: str) -> bytes:
     buffer = io.BytesIO()
     try:
         torch.save(obj, buffer)
-    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError) as error:
-        raise StorageError(f"{name} cannot be saved: {error}", key=name) from error
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        raise StorageError(f"{name} cannot be saved: {text}", key=name) from error
     return buffer.getvalue()
 
 
