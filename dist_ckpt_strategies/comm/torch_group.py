@@ -53,8 +53,9 @@ def new_gloo_groups(
     world = open_communicator(None, timeout_s=timeout_s, purpose="making of gloo groups")
     mine = sorted(dist.get_process_group_ranks(group))
     found: list[ProcessGroup] = []
-    for ranks in sorted({tuple(ranks) for ranks in world.all_gather(mine)}):
-        made = [dist.new_group(list(ranks), backend="gloo") for _ in range(num_groups)]
+    for ranks in sorted(set(map(tuple, world.all_gather(mine)))):
+        limit = timedelta(seconds=timeout_s)
+        made = [dist.new_group(ranks, limit, backend="gloo") for _ in range(num_groups)]
         if list(ranks) == mine:
             found = made
     return tuple(found)

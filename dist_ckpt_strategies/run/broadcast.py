@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -101,7 +102,7 @@ def run_broadcast(
             round_ = agree(comm, lambda: _read_round(rounds, options))
             arrived = time.monotonic()
             _exchange(round_, comm)
-            _put_in_place(round_)
+            agree(comm, partial(_put_in_place, round_))
             reading_s += arrived - began
             sending_s += time.monotonic() - arrived
     return BroadcastReport(

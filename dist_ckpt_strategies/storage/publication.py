@@ -184,8 +184,10 @@ def require_token(root: Path, token: str, owner: str, timeout_s: float) -> None:
 
 
 def remove_token(root: Path, token: str) -> None:
-    """Remove the file of ``leave_token``."""
-    _token_path(root, token).unlink(missing_ok=True)
+    """Remove the file of ``leave_token``; one that is left is passed over, and goes next time."""
+    path = _token_path(root, token)
+    with file_errors(None, path):
+        path.unlink(missing_ok=True)
 
 
 def _token_path(root: Path, token: str) -> Path:

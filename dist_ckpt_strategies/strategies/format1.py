@@ -136,21 +136,15 @@ def save_format1(
         make_way(root, keys, is_checkpoint=is_checkpoint)
         leave_token(root, token)
 
-    agree_on_first(comm, clear)
-    try:
-        owner = f"rank {comm.global_rank(0)}"
-        agree(comm, lambda: require_token(root, token, owner, options.timeout_s))
-        return run_save(
-            plan,
-            mine.tensors,
-            store,
-            comm,
-            options,
-            also=lambda: _write_objects(root, mine.objects, options),
-        )
-    finally:
+    def write_objects() -> None:
         if comm.rank == 0:
-            remove_token(root, token)
+            remove_token(root, token)  # every rank has seen it
+        _write_objects(root, mine.objects, options)
+
+    agree_on_first(comm, clear)
+    owner = f"rank {comm.global_rank(0)}"
+    agree(comm, lambda: require_token(root, token, owner, options.timeout_s))
+    return run_save(plan, mine.tensors, store, comm, options, also=write_objects)
 
 
 def _planned(answers: Sequence[Any], comm: Communicator) -> tuple[SavePlan, set[str]]:

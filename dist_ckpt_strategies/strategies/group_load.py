@@ -61,10 +61,13 @@ def load_format1_in_group(
         boxes = dict.fromkeys(
             Box(read.array.key, read.source) for read in load_plan.reads if read.source is not None
         )
-        return [[box.key, list(box.region.offset), list(box.region.shape)] for box in boxes]
+        wires = [[box.key, list(box.region.offset), list(box.region.shape)] for box in boxes]
+        return [wires, options.max_inflight_bytes]
 
-    wants = [[_box(*wire) for wire in wires] for wires in agree_and_gather(comm, describe)]
-    plan = build_broadcast_plan(wants, arrays, max_inflight_bytes=options.max_inflight_bytes)
+    answers = agree_and_gather(comm, describe)
+    wants = [[_box(*wire) for wire in wires] for wires, _ in answers]
+    budget = min(budget for _, budget in answers)  # equal facts, an equal plan
+    plan = build_broadcast_plan(wants, arrays, max_inflight_bytes=budget)
     load_plan, results = held[0]
     store = agree(comm, lambda: open_array_store(root, options))
     targets = agree(comm, lambda: _targets(load_plan, tensors, results))
