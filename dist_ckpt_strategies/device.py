@@ -6,9 +6,9 @@ Nothing here touches CUDA unless a tensor at hand is a CUDA tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import torch
 
@@ -74,12 +74,12 @@ def host_view(tensor: torch.Tensor) -> HostArray:
 
 def is_host_readable(tensor: torch.Tensor) -> bool:
     """Whether ``host_view`` shows the tensor's elements in C order."""
-    return (
-        tensor.device.type == "cpu"
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+    return tensor.device.type == "cpu" and is_in_order(tensor)
+
+
+def is_in_order(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory is its elements in C order, and nothing else."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def staged_nbytes(tensor: torch.Tensor) -> int:
@@ -115,10 +115,28 @@ def host_buffer(shape: Sequence[int], dtype: DType, *, like: torch.Tensor) -> to
     return torch.empty(tuple(shape), dtype=torch_dtype(dtype), pin_memory=pinned)
 
 
-def copy_into(targets: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> None:
-    """Fill each target from its host buffer; returns when the copies are done.
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Copies between the host and devices that are under way."""
 
-    Copies to CUDA run on a side stream of their device, and the current stream waits for them.
+    streams: tuple[torch.cuda.Stream, ...]
+
+    def wait(self) -> None:
+        """Return when they are done."""
+        for stream in self.streams:
+            stream.synchronize()
+
+
+def copy_into(targets: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> None:
+    """Fill each target from its buffer; returns when the copies are done."""
+    begin_copies(targets, hosts).wait()
+
+
+def begin_copies(targets: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> Copies:
+    """Begin to fill each target from its buffer, which stays untouched until ``wait``.
+
+    Copies to CUDA run on a side stream of their device, after the work already queued on the
+    current stream. Those to the host are done on return.
     """
     streams: dict[torch.device, torch.cuda.Stream] = {}
     for target, host in zip(targets, hosts, strict=True):
@@ -130,8 +148,7 @@ def copy_into(targets: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) ->
         streams[plain.device] = stream
         with torch.cuda.stream(stream):
             plain.copy_(host, non_blocking=True)
-    for stream in streams.values():
-        stream.synchronize()
+    return Copies(tuple(streams.values()))
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
@@ -149,6 +166,7 @@ def _pinned_copy(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tenso
     return host
 
 
-def as_bytes(array: HostArray) -> npt.NDArray[np.uint8]:
-    """The bytes of a contiguous array, without a copy."""
-    return array.reshape(-1).view(np.uint8)
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, in one dim, without a copy."""
+    plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    return plain.reshape(-1).view(torch.uint8)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy.typing as npt
+import torch
 
 Message = Any
 """What ranks tell each other: JSON types only. Nothing that comes from a peer is unpickled."""
@@ -15,12 +16,16 @@ Bytes = npt.NDArray[Any]
 """A one-dimensional, contiguous array of uint8."""
 
 
+Buffer = Bytes | torch.Tensor
+"""Bytes on the host, or a one-dimensional tensor of uint8 on the communicator's device."""
+
+
 @dataclass(frozen=True, slots=True)
 class Send:
     """Bytes for another rank of the group."""
 
     to_rank: int
-    data: Bytes
+    data: Buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,15 @@ class Receive:
     """Memory for bytes from another rank of the group, of exactly their size."""
 
     from_rank: int
-    into: Bytes
+    into: Buffer
+
+
+class Exchange(Protocol):
+    """Bytes that are travelling; their memory belongs to the exchange until ``wait`` returns."""
+
+    def wait(self) -> None:
+        """Return once this rank's bytes are sent, and those for it have arrived."""
+        ...
 
 
 class Communicator(Protocol):
@@ -49,6 +62,11 @@ class Communicator(Protocol):
         """Ranks in the group."""
         ...
 
+    @property
+    def device(self) -> torch.device:
+        """Where tensors are that travel without a copy to the host or from it."""
+        ...
+
     def global_rank(self, rank: int) -> int:
         """The global rank of a rank of the group."""
         ...
@@ -62,4 +80,8 @@ class Communicator(Protocol):
 
         Between any two ranks, the n-th send meets the n-th receive, and their sizes are equal.
         """
+        ...
+
+    def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
+        """Like ``exchange``, but return at once. Collective; one at a time may be under way."""
         ...

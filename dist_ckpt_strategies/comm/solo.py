@@ -5,9 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from dist_ckpt_strategies.comm.base import Receive, Send
+import numpy as np
+import torch
+
+from dist_ckpt_strategies.comm.base import Exchange, Receive, Send
 
 T = TypeVar("T")
+
+
+class Arrived:
+    """An Exchange that is over."""
+
+    def wait(self) -> None:
+        """See Exchange."""
 
 
 class SoloCommunicator:
@@ -21,6 +31,7 @@ class SoloCommunicator:
         self._global_rank = global_rank
         self.rank = 0
         self.size = 1
+        self.device = torch.device("cpu")
 
     def global_rank(self, rank: int) -> int:  # noqa: ARG002 - there is one
         """See Communicator."""
@@ -33,4 +44,9 @@ class SoloCommunicator:
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
         """See Communicator."""
         for send, receive in zip(sends, receives, strict=True):
-            receive.into[...] = send.data
+            np.asarray(receive.into)[...] = np.asarray(send.data)
+
+    def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
+        """See Communicator."""
+        self.exchange(sends, receives)
+        return Arrived()

@@ -10,7 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from dist_ckpt_strategies.comm.base import Bytes, Message, Receive, Send
+import numpy as np
+import torch
+
+from dist_ckpt_strategies.comm.base import Bytes, Exchange, Message, Receive, Send
 from dist_ckpt_strategies.errors import PeerTimeoutError
 
 T = TypeVar("T")
@@ -34,6 +37,24 @@ class ThreadWorld:
         self.pipes = {(a, b): queue.Queue() for a in ranks for b in ranks}
 
 
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """Bytes for one rank that may be in its pipes already."""
+
+    world: ThreadWorld
+    rank: int
+    receives: tuple[Receive, ...]
+
+    def wait(self) -> None:
+        """See Exchange."""
+        for receive in self.receives:
+            pipe = self.world.pipes[receive.from_rank, self.rank]
+            try:
+                np.asarray(receive.into)[...] = pipe.get(timeout=self.world.timeout_s)
+            except queue.Empty:
+                raise PeerTimeoutError(receive.from_rank, "sent nothing in time") from None
+
+
 class ThreadCommunicator:
     """One rank of a ThreadWorld; see Communicator."""
 
@@ -41,6 +62,7 @@ class ThreadCommunicator:
         self._world = world
         self.rank = rank
         self.size = world.size
+        self.device = torch.device("cpu")
 
     def global_rank(self, rank: int) -> int:
         """See Communicator."""
@@ -56,14 +78,13 @@ class ThreadCommunicator:
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
         """See Communicator."""
+        self.begin_exchange(sends, receives).wait()
+
+    def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
+        """See Communicator."""
         for send in sends:
-            self._world.pipes[self.rank, send.to_rank].put(send.data.copy())
-        for receive in receives:
-            pipe = self._world.pipes[receive.from_rank, self.rank]
-            try:
-                receive.into[...] = pipe.get(timeout=self._world.timeout_s)
-            except queue.Empty:
-                raise PeerTimeoutError(receive.from_rank, "sent nothing in time") from None
+            self._world.pipes[self.rank, send.to_rank].put(np.array(send.data))
+        return _Arriving(self._world, self.rank, tuple(receives))
 
     def _meet(self) -> None:
         try:

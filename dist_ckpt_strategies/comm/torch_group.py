@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from dist_ckpt_strategies.comm.base import Bytes, Communicator, Message, Receive, Send
+from dist_ckpt_strategies.comm.attendance import Attendance, described
+from dist_ckpt_strategies.comm.base import (
+    Buffer,
+    Communicator,
+    Exchange,
+    Message,
+    Receive,
+    Send,
+)
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, PeerTimeoutError
 
 ProcessGroup = dist.ProcessGroup
 """A group of ranks, as torch.distributed makes them."""
 
-_LOOKUP_S = 5.0
-"""Longest wait for the job's key-value store, once a collective has failed."""
-
-_LOOKUP_PAUSE_S = 0.05
-
-_MEETINGS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Collectives of each group so far. It belongs to the group, which takes no attributes; torch's
-own sequence number does not serve, it counts messages between single ranks too."""
+_DEVICE_PAUSE_S = 0.0002
 
 
 class _Work(Protocol):
     def wait(self, timeout: timedelta) -> Any:
         """Block until done."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Whether it is done."""
         ...
 
 
@@ -67,6 +72,7 @@ def open_communicator(
     timeout_s: float,
     purpose: str,
     channels: Sequence[ProcessGroup] = (),
+    payload_device: torch.device | None = None,
 ) -> Communicator:
     """A communicator over ``group``, by default over the world; over one rank without torch's.
 
@@ -79,6 +85,8 @@ def open_communicator(
         purpose: what the ranks do together, for messages: ``save of /ckpt/iter_10``.
         channels: groups of the same ranks that ``exchange`` spreads its messages over; by default
             the group itself.
+        payload_device: where ``exchange`` takes tensors as they are, if the group's backend can
+            send from there; by default the host, or where the group has NCCL alone, the GPU.
     """
     if not is_distributed():
         return SoloCommunicator()
@@ -87,7 +95,13 @@ def open_communicator(
     assert group is not None  # noqa: S101 - torch.distributed is initialised
     if dist.get_world_size(group) == 1:
         return SoloCommunicator(dist.get_rank())
-    return TorchCommunicator(group, timeout_s=timeout_s, purpose=purpose, channels=channels)
+    return TorchCommunicator(
+        group,
+        timeout_s=timeout_s,
+        purpose=purpose,
+        channels=channels,
+        payload_device=payload_device,
+    )
 
 
 class TorchCommunicator:
@@ -104,13 +118,15 @@ class TorchCommunicator:
         timeout_s: float,
         purpose: str,
         channels: Sequence[ProcessGroup] = (),
+        payload_device: torch.device | None = None,
     ) -> None:
         self._group = group
         self._channels = tuple(channels) or (group,)
         self._timeout_s = timeout_s
-        self._device = _device_of(group)
+        self._message_device = _device_of(group)
+        self.device = payload_device or self._message_device
         self._global_ranks = dist.get_process_group_ranks(group)
-        self._attendance = _Attendance(group, self._global_ranks, purpose)
+        self._attendance = Attendance(group, self._global_ranks, purpose)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
@@ -137,40 +153,62 @@ class TorchCommunicator:
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
         """See Communicator."""
+        self.begin_exchange(sends, receives).wait()
+
+    def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
+        """See Communicator."""
         self._attendance.sign()
-        staged = [self._tensor_of(receive.into) for receive in receives]
-        works: list[tuple[int, _Work | None]] = []
+        staged = [self._tensor_of(receive.into, self.device) for receive in receives]
+        data = [self._tensor_of(send.data, self.device) for send in sends]
         received, sent = _Turns(self._channels), _Turns(self._channels)
-        for receive, tensor in zip(receives, staged, strict=True):
-            source = self._global_ranks[receive.from_rank]
-            channel = received.next(source)
-            works.append((source, dist.irecv(tensor, src=source, group=channel)))
-        for send in sends:
-            peer = self._global_ranks[send.to_rank]
-            tensor = self._tensor_of(send.data)
-            works.append((peer, dist.isend(tensor, dst=peer, group=sent.next(peer))))
+        operations = [
+            *(
+                _Operation(dist.irecv, tensor, peer, received.next(peer))
+                for tensor, peer in zip(
+                    staged, self._peers(r.from_rank for r in receives), strict=True
+                )
+            ),
+            *(
+                _Operation(dist.isend, tensor, peer, sent.next(peer))
+                for tensor, peer in zip(data, self._peers(s.to_rank for s in sends), strict=True)
+            ),
+        ]
+        works = _started(operations, is_batched=self.device.type != "cpu")
+        return _Arriving(self, tuple(works), tuple(zip(receives, staged, strict=True)))
+
+    def finish(
+        self, works: Sequence[tuple[int | None, _Work | None]], device: torch.device
+    ) -> None:
+        """Wait for what was started, each with the global rank at its other end if it has one.
+
+        Raises:
+            PeerTimeoutError: it takes longer than this communicator waits.
+            PeerLostError: contact broke off.
+        """
         deadline = time.monotonic() + self._timeout_s
         for peer, work in works:
-            self._wait(work, deadline, peer)
-        for receive, tensor in zip(receives, staged, strict=True):
-            if tensor.device.type != "cpu":
-                torch.from_numpy(receive.into).copy_(tensor)
+            if work is not None:
+                self._wait(work, deadline, peer, device)
+
+    def _peers(self, ranks: Iterable[int]) -> Iterator[int]:
+        return (self._global_ranks[rank] for rank in ranks)
 
     def _gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self._attendance.sign()
-        mine = tensor.to(self._device)
+        mine = tensor.to(self._message_device)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         work = dist.all_gather(found, mine, group=self._group, async_op=True)
-        self._wait(work, time.monotonic() + self._timeout_s, None)
+        self.finish([(None, work)], self._message_device)
         return [t.cpu() for t in found]
 
-    def _tensor_of(self, data: Bytes) -> torch.Tensor:
-        return torch.from_numpy(data).to(self._device)
+    @staticmethod
+    def _tensor_of(data: Buffer, device: torch.device) -> torch.Tensor:
+        return (torch.from_numpy(data) if isinstance(data, np.ndarray) else data).to(device)
 
-    def _wait(self, work: _Work | None, deadline: float, peer: int | None) -> None:
-        if work is None:
-            return
+    def _wait(self, work: _Work, deadline: float, peer: int | None, device: torch.device) -> None:
         try:
+            if device.type != "cpu":
+                _wait_for_device(work, deadline)
             work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
         except RuntimeError as error:
             raise self._peer_error(error, deadline, peer) from error
@@ -182,13 +220,68 @@ class TorchCommunicator:
             absent = [peer] if peer is not None else self._attendance.absent(self._timeout_s)
             return PeerTimeoutError(
                 absent[0] if absent else None,
-                f"{_described(absent)} did not arrive within {self._timeout_s:g} s: {what}",
+                f"{described(absent)} did not arrive within {self._timeout_s:g} s: {what}",
             )
         lost = [peer] if peer is not None else self._attendance.lost(self._timeout_s)
         return PeerLostError(
             lost[0] if lost and len(lost) == 1 else None,
-            f"lost contact with {_described(lost)}: {what}: {error}",
+            f"lost contact with {described(lost)}: {what}: {error}",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Arriving:
+    """Works of one exchange, and the tensors that are received in place of host memory."""
+
+    comm: TorchCommunicator
+    works: tuple[tuple[int | None, _Work | None], ...]
+    received: tuple[tuple[Receive, torch.Tensor], ...]
+
+    def wait(self) -> None:
+        """See Exchange."""
+        self.comm.finish(self.works, self.comm.device)
+        for receive, tensor in self.received:
+            if isinstance(receive.into, np.ndarray) and tensor.device.type != "cpu":
+                torch.from_numpy(receive.into).copy_(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """A send or receive, with the global rank at its other end."""
+
+    kind: Callable[..., Any]
+    tensor: torch.Tensor
+    peer: int
+    channel: ProcessGroup
+
+    def start(self) -> tuple[int | None, _Work | None]:
+        return self.peer, self.kind(self.tensor, self.peer, group=self.channel)
+
+
+def _started(
+    operations: Sequence[_Operation], *, is_batched: bool
+) -> list[tuple[int | None, _Work | None]]:
+    """The works of the operations, each with the rank at its other end where that is known.
+
+    NCCL takes them as a batch: one after the other, two ranks that both receive first would wait
+    for each other for ever.
+    """
+    if not (is_batched and operations):
+        return [operation.start() for operation in operations]
+    batch = [dist.P2POp(o.kind, o.tensor, o.peer, o.channel) for o in operations]
+    return [(None, work) for work in dist.batch_isend_irecv(batch)]
+
+
+def _wait_for_device(work: _Work, deadline: float) -> None:
+    """Return when the device is done. Its own ``wait`` holds up a stream, not the caller.
+
+    Raises:
+        RuntimeError: the deadline has passed.
+    """
+    while not work.is_completed():
+        if time.monotonic() >= deadline:
+            raise RuntimeError("the device is not done in time")
+        time.sleep(_DEVICE_PAUSE_S)
 
 
 class _Turns:
@@ -205,89 +298,15 @@ class _Turns:
         return channel
 
 
-class _Attendance:
-    """Each rank's last sign of life in the job's key-value store, to tell who is missing.
-
-    A collective that times out does not say which rank it waited for. One small write per
-    collective, to a key that every rank has once, lets the others look it up when that happens.
-    What is written is how many collectives of this package the group has had: equal on all ranks,
-    whatever else the job does with the group, and never the same twice.
-    """
-
-    def __init__(self, group: ProcessGroup, global_ranks: Sequence[int], purpose: str) -> None:
-        self._store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no public way
-        self._keys = {rank: f"dist_ckpt/{group.group_name}/{rank}" for rank in global_ranks}
-        self._mine = self._keys[dist.get_rank()]
-        self._purpose = purpose
-        self._group = group
-        self._count = 0
-        self._total = 0
-
-    @property
-    def what(self) -> str:
-        """The collective under way."""
-        return f"{self._purpose}, meeting {self._count}"
-
-    def sign(self) -> None:
-        """Note that this rank has reached the next collective."""
-        self._count += 1
-        self._total = _MEETINGS[self._group] = _MEETINGS.get(self._group, 0) + 1
-        try:
-            self._store.set(self._mine, str(self._total))
-        except RuntimeError as error:
-            raise PeerLostError(
-                None, f"the job's key-value store does not answer: {self.what}: {error}"
-            ) from error
-
-    def absent(self, timeout_s: float) -> list[int] | None:
-        """Global ranks that have not signed for the collective under way; None if unknown.
-
-        The store may be hosted by the very rank that is silent, and a question to it then never
-        returns: it is asked over a connection and on a thread of its own.
-        """
-        return self._looked_up(time.monotonic(), min(timeout_s, _LOOKUP_S))
-
-    def lost(self, timeout_s: float) -> list[int] | None:
-        """Global ranks that have not signed, once those that are merely slower had time to."""
-        limit_s = min(timeout_s, _LOOKUP_S)
-        return self._looked_up(time.monotonic() + limit_s / 2, limit_s)
-
-    def _looked_up(self, deadline: float, limit_s: float) -> list[int] | None:
-        answers: list[list[int]] = []
-        reader = threading.Thread(
-            target=lambda: answers.extend(self._answers(deadline)), daemon=True
-        )
-        reader.start()
-        reader.join(limit_s)
-        return answers[0] if answers else None
-
-    def _answers(self, deadline: float) -> list[list[int]]:
-        """Who has not signed, when at most one is left or the time is up; nothing if unknown."""
-        try:
-            store: Any = self._store
-            store = store.clone()
-            while len(found := self._unsigned(store)) > 1 and time.monotonic() < deadline:
-                time.sleep(_LOOKUP_PAUSE_S)
-        except RuntimeError:
-            return []
-        return [found]
-
-    def _unsigned(self, store: Any) -> list[int]:
-        return [rank for rank, key in self._keys.items() if not self._has_signed(store, key)]
-
-    def _has_signed(self, store: Any, key: str) -> bool:
-        """Whether a rank is at this collective, or past it."""
-        return bool(store.check([key]) and int(store.get(key)) >= self._total)
-
-
-def _described(absent: list[int] | None) -> str:
-    if absent is None:
-        return "a peer (perhaps rank 0: the job's key-value store does not answer)"
-    return f"ranks {absent}" if absent else "a peer"
-
-
 def _device_of(group: ProcessGroup) -> torch.device:
     """Where tensors have to live to travel over the group."""
     if "nccl" in dist.get_backend(group) and "gloo" not in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def payload_device(group: ProcessGroup | None) -> torch.device:
+    """Where tensors are that the group's own backend sends without a detour: the GPU with NCCL."""
+    if is_distributed() and "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

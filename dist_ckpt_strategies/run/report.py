@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,36 +32,6 @@ class SaveReport:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupReport:
-    """All ranks' shares of a load that they shared.
-
-    Attributes:
-        shares: the report of each rank, by rank of the group.
-    """
-
-    shares: tuple[BroadcastReport, ...]
-
-    def __str__(self) -> str:
-        """Largest and mean of each figure, over the ranks."""
-        lines = []
-        for name, unit in _FIGURES.items():
-            values = [float(getattr(share, name)) for share in self.shares]
-            mean = sum(values) / len(values)
-            lines.append(f"{name} max {max(values):.{unit}f} mean {mean:.{unit}f}")
-        return f"{len(self.shares)} ranks: " + ", ".join(lines)
-
-
-_FIGURES = {
-    "read_nbytes": 0,
-    "received_nbytes": 0,
-    "reading_s": 3,
-    "sending_s": 3,
-    "seconds": 3,
-}
-"""What a GroupReport sums up, and with how many decimals."""
-
-
-@dataclass(frozen=True, slots=True)
 class LoadReport:
     """One rank's share of a load.
 
@@ -88,9 +58,11 @@ class BroadcastReport:
         num_tensors: tensors that were filled.
         read_nbytes: bytes that this rank read from storage.
         received_nbytes: bytes that it received from others.
-        reading_s: seconds spent waiting for reads, its own and, in the meetings, those of others.
-        sending_s: seconds spent sending, receiving and copying into place.
-        seconds: wall time.
+        reading_s: seconds spent waiting for its own reads, behind which nothing could hide them.
+        sending_s: seconds spent waiting for bytes that were travelling.
+        copying_s: seconds spent copying into place, and to the device.
+        meeting_s: seconds spent waiting for the other ranks to come as far.
+        seconds: wall time of the transfer, all of these included.
     """
 
     num_tensors: int
@@ -98,12 +70,36 @@ class BroadcastReport:
     received_nbytes: int
     reading_s: float
     sending_s: float
+    copying_s: float
+    meeting_s: float
     seconds: float
 
     def __str__(self) -> str:
         """One line for a log."""
         return (
             f"{self.num_tensors} tensors, {self.read_nbytes} bytes read, {self.received_nbytes} "
-            f"received in {self.seconds:.3f} s (waiting for reads {self.reading_s:.3f} s, "
-            f"sending {self.sending_s:.3f} s)"
+            f"received in {self.seconds:.3f} s (waiting for reads {self.reading_s:.3f} s, for "
+            f"bytes under way {self.sending_s:.3f} s, for copies {self.copying_s:.3f} s, for "
+            f"other ranks {self.meeting_s:.3f} s)"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReport:
+    """All ranks' shares of a load that they shared.
+
+    Attributes:
+        shares: the report of each rank, by rank of the group.
+    """
+
+    shares: tuple[BroadcastReport, ...]
+
+    def __str__(self) -> str:
+        """Largest and mean of each figure, over the ranks."""
+        found = []
+        for field in fields(BroadcastReport):
+            values = [getattr(share, field.name) for share in self.shares]
+            form = ".3f" if isinstance(values[0], float) else ".0f"
+            most, mean = float(max(values)), sum(values) / len(values)
+            found.append(f"{field.name} max {most:{form}} mean {mean:{form}}")
+        return f"{len(self.shares)} ranks: " + ", ".join(found)

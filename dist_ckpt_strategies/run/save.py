@@ -11,7 +11,7 @@ import torch
 from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.device import as_bytes, to_host, torch_dtype
+from dist_ckpt_strategies.device import to_host, torch_dtype
 from dist_ckpt_strategies.plan.save import ChunkWrite, Move, Piece, SavePlan
 from dist_ckpt_strategies.run.report import SaveReport
 from dist_ckpt_strategies.run.transfer import InFlight, TensorWrite, run_writes
@@ -103,7 +103,7 @@ def _run_round(
         outgoing = [move for move in moves if move.piece.holder == me]
         hosts = to_host([_piece_tensor(move.piece, tensors) for move in outgoing])
         sends = [
-            Send(in_group[move.writer], as_bytes(host))
+            Send(in_group[move.writer], host.reshape(-1).view(np.uint8))
             for move, host in zip(outgoing, hosts, strict=True)
         ]
         return sends, [np.empty(move.nbytes, np.uint8) for move in incoming]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 Extent = tuple[int, ...]
@@ -48,6 +49,22 @@ class Region:
             a <= b and f <= e
             for a, b, e, f in zip(self.offset, other.offset, self.end, other.end, strict=True)
         )
+
+    def without(self, other: Region) -> Iterator[Region]:
+        """Boxes that together are this one less ``other``; no two of them share an element."""
+        hole = self.intersect(other)
+        if hole is None:
+            yield self
+            return
+        low, shape = list(self.offset), list(self.shape)
+        for dim in range(self.ndim):
+            below = hole.offset[dim] - low[dim]
+            above = low[dim] + shape[dim] - hole.end[dim]
+            for start, extent in ((low[dim], below), (hole.end[dim], above)):
+                if extent > 0:
+                    offset = (*low[:dim], start, *low[dim + 1 :])
+                    yield Region(offset, (*shape[:dim], extent, *shape[dim + 1 :]))
+            low[dim], shape[dim] = hole.offset[dim], hole.shape[dim]
 
     def within(self, frame: Region) -> Region:
         """The same box, in coordinates relative to ``frame``."""

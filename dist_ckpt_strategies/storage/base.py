@@ -46,7 +46,15 @@ class Transfer(Protocol):
         ...
 
 
-class ArrayStore(Protocol):
+class ArrayReader(Protocol):
+    """Moves boxes of elements from named arrays to memory."""
+
+    def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
+        """Issue all reads at once. A missing chunk is an error, never zeros."""
+        ...
+
+
+class ArrayStore(ArrayReader, Protocol):
     """Moves boxes of elements between named arrays and memory."""
 
     def begin_creates(self, arrays: Sequence[ArraySpec]) -> Transfer:
@@ -66,8 +74,4 @@ class ArrayStore(Protocol):
         They need not wait for the array's creation: where its directory is missing, its metadata
         is written first, so that whatever a killed save leaves is recognised as an array's.
         """
-        ...
-
-    def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
-        """Issue all reads at once. A missing chunk is an error, never zeros."""
         ...

@@ -15,22 +15,22 @@ import torch
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.torch_group import (
     ProcessGroup,
     new_gloo_groups,
     open_communicator,
+    payload_device,
 )
 from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.bases import LoadShardedStrategy
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.run.report import BroadcastReport, GroupReport
 from dist_ckpt_strategies.storage.objects import Allowed
-from dist_ckpt_strategies.strategies.format1 import load_format1, stored_metadata
-from dist_ckpt_strategies.strategies.group_load import load_format1_in_group
-from dist_ckpt_strategies.strategies.zarr import BACKEND, VERSION, require_format1
+from dist_ckpt_strategies.strategies.group_base import request_in_group, share_in_group
+from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -41,27 +41,32 @@ _NUM_CHANNELS = 2
 """Gloo moves twice as much over two groups side by side."""
 
 
-timers: dict[str, list[float]] = {}
-"""Seconds of each call of a function under ``timed``, by the function's name."""
-
-
 def sharded_tensor_chunk_id(sharded_tensor: Any) -> tuple[str, tuple[int, ...]]:
     """What tells the shards of a checkpoint apart: key, and offset in elements."""
     return sharded_tensor.key, tuple(sharded_tensor.global_offset)
 
 
 def timed(verbose: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:  # noqa: FBT001, FBT002 - Megatron's signature
-    """Decorate a function so that the seconds of each call go to ``timers``, and to the log."""
+    """Decorate a method so that the seconds of each call are noted, and logged.
+
+    They are noted in the object's ``call_times``, where it has such a dict: lists of seconds by
+    the method's name.
+
+    Args:
+        verbose: also log each call, at level debug.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            started = time.monotonic()
+            began = time.monotonic()
             try:
                 return function(*args, **kwargs)
             finally:
-                seconds = time.monotonic() - started
-                timers.setdefault(function.__name__, []).append(seconds)
+                seconds = time.monotonic() - began
+                noted = getattr(args[0], "call_times", None) if args else None
+                if noted is not None:
+                    noted.setdefault(function.__name__, []).append(seconds)
                 if verbose:
                     logger.debug("%s took %.3f s", function.__name__, seconds)
 
@@ -75,9 +80,19 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
     Args:
         data_parallel_group: ranks that share the reading.
-        cpu_transfer: send over gloo, on the host; False sends over the group's own backend.
-        options: timeout and memory bound; by default what the environment says.
+        cpu_transfer: send over gloo, on the host; False sends over the group's own backend, with
+            NCCL from GPU to GPU.
+        base_strategy: reads the storage. A ZarrLoadShardedStrategy, by default, reads boxes, each
+            rank an even share of the bytes, straight into the tensors. Any other load strategy,
+            such as Megatron-Core's for ``torch_dist``, is called once on every rank, with the
+            whole shards that are this rank's to read; what it loads is in memory at once.
+        max_inflight_bytes: bound, per rank, on memory for what is on its way; by default that of
+            the base strategy, or what the environment says.
+        timeout_s: longest wait for a peer, by default the same.
         allow: further classes that ShardedObjects may be unpickled to.
+
+    Attributes:
+        call_times: seconds of each call of ``load`` and ``load_tensor_from_storage``.
     """
 
     @raises_megatron_errors
@@ -86,22 +101,28 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         data_parallel_group: ProcessGroup,
         cpu_transfer: bool = True,  # noqa: FBT001, FBT002 - Megatron's signature
         *,
-        options: Options | None = None,
+        base_strategy: Any = None,
+        max_inflight_bytes: int | None = None,
+        timeout_s: float | None = None,
         allow: Allowed = (),
     ) -> None:
         super().__init__()
         self.cpu_transfer = cpu_transfer
         self.data_parallel_group_orig = data_parallel_group
         self.data_parallel_group = None if cpu_transfer else data_parallel_group
+        self.base_strategy = _checked_base(base_strategy, allow)
+        self.call_times: dict[str, list[float]] = {}
         self._channels: tuple[ProcessGroup, ...] = ()
-        self._options = options or options_from_environment()
+        self._options = _options_of(self.base_strategy).with_changes(
+            max_inflight_bytes=max_inflight_bytes, timeout_s=timeout_s
+        )
         self._allow = tuple(allow)
         self._report: BroadcastReport | None = None
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """ShardedObjects are read once per group too."""
-        return True
+        """Whether the base strategy reads ShardedObjects; they are read once per group too."""
+        return bool(self.base_strategy.can_handle_sharded_objects)
 
     @raises_megatron_errors
     def maybe_init_gloo_group(self) -> None:
@@ -116,11 +137,12 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         )
         self.data_parallel_group = self._channels[0]
 
+    @timed()
     @raises_megatron_errors
     def load(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> StateDict:
         """Read what the state dict asks for. Collective over the world.
 
-        Peak memory beside the tensors: ``max_inflight_bytes``, or the largest shard.
+        Peak memory beside the tensors: ``max_inflight_bytes``, and the largest shard.
 
         Returns:
             A state dict of the same structure; see ``ZarrLoadShardedStrategy.load``.
@@ -135,14 +157,14 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         purpose = f"load from {root}"
         world = open_communicator(None, timeout_s=self._options.timeout_s, purpose=purpose)
         group = self._group(purpose)
-        loaded, report = agree(
-            world,
-            lambda: load_format1_in_group(
-                sharded_state_dict, root, group, self._options, self._allowed
-            ),
-        )
-        self._report = report
-        logger.info("rank %s: load from %s: %s", world.global_rank(world.rank), root, report)
+        base = self.base_strategy
+        if isinstance(base, ZarrLoadShardedStrategy):
+            loaded, self._report = agree(
+                world, lambda: base.load_in_group(sharded_state_dict, root, group, self._options)
+            )
+        else:
+            loaded, self._report = self._load_through(sharded_state_dict, root, world, group)
+        logger.info("rank %s: load from %s: %s", world.global_rank(world.rank), root, self._report)
         return loaded
 
     @raises_megatron_errors
@@ -161,29 +183,30 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             logger.info("%s", summary)
         return summary
 
-    @raises_megatron_errors
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """A ShardedTensor without data, by key, for each stored array. Rank-local."""
-        return stored_metadata(Path(checkpoint_dir).absolute(), with_objects=False)
+        found: StateDict = self.base_strategy.load_tensors_metadata(Path(checkpoint_dir).absolute())
+        return found
 
-    @raises_megatron_errors
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """Like ``load_tensors_metadata``, with ShardedObjects by unique key. Rank-local."""
-        return stored_metadata(Path(checkpoint_dir).absolute(), with_objects=True)
+        found: StateDict = self.base_strategy.load_sharded_metadata(Path(checkpoint_dir).absolute())
+        return found
 
-    @raises_megatron_errors
     def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise IncompatibleVersionError unless the backend is ``"zarr"``."""
-        require_format1(loaded_backend, VERSION)
+        """Raise unless the base strategy reads this backend."""
+        self.base_strategy.check_backend_compatibility(loaded_backend)
 
-    @raises_megatron_errors
     def check_version_compatibility(self, loaded_version: int) -> None:
-        """Raise IncompatibleVersionError unless the version is 1."""
-        require_format1(BACKEND, loaded_version)
+        """Raise unless the base strategy reads this version."""
+        self.base_strategy.check_version_compatibility(loaded_version)
 
+    @timed()
     @raises_megatron_errors
     def load_tensor_from_storage(self, checkpoint_dir: str | Path, ten_meta: Any) -> torch.Tensor:
-        """One tensor, read by this rank alone: a new CPU tensor of the stored dtype. Rank-local.
+        """One tensor, read by this rank alone: a new CPU tensor.
+
+        Rank-local over a ZarrLoadShardedStrategy; otherwise as collective as the base's ``load``.
 
         Args:
             checkpoint_dir: the checkpoint.
@@ -191,10 +214,9 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         """
         root = Path(checkpoint_dir).absolute()
         wanted = {"tensor": ten_meta.sharded_tensor_no_data.without_data()}
-        loaded, _ = load_format1(
-            wanted, root, SoloCommunicator(), self._options, self._allowed, lambda _, found: found
-        )
-        tensor: torch.Tensor = loaded["tensor"]
+        base = self.base_strategy
+        read = base.load_alone if isinstance(base, ZarrLoadShardedStrategy) else base.load
+        tensor: torch.Tensor = read(wanted, root)["tensor"]
         return tensor
 
     def deduplicate_chunks(self, ten_metas: Iterable[Any]) -> list[Any]:
@@ -212,13 +234,40 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
                 lowest[chunk] = meta
         return [meta for _, meta in sorted(lowest.items(), key=itemgetter(0))]
 
+    def _load_through(
+        self, state_dict: StateDict, root: Path, world: Communicator, group: Communicator
+    ) -> tuple[StateDict, BroadcastReport]:
+        """Load through a base strategy whose ``load`` is collective over the world. Collective."""
+        request = agree(world, lambda: request_in_group(state_dict, group, self._options))
+        loaded = agree(world, lambda: self.base_strategy.load(request.own, root))
+        return agree(
+            world,
+            lambda: share_in_group(request, loaded, root, group, self._options, self._allowed),
+        )
+
     def _group(self, purpose: str) -> Communicator:
+        group = self.data_parallel_group
         return open_communicator(
-            self.data_parallel_group,
+            group,
             timeout_s=self._options.timeout_s,
             purpose=purpose,
             channels=self._channels,
+            payload_device=None if self.cpu_transfer else payload_device(group),
         )
 
     def _allowed(self) -> list[Any]:
         return [*default_allowed(), *self._allow]
+
+
+def _checked_base(base: Any, allow: Allowed) -> Any:
+    if base is None:
+        return ZarrLoadShardedStrategy(allow=allow)
+    if not isinstance(base, LoadShardedStrategy):
+        raise StrategyError(f"base_strategy: expected a sharded load strategy, found {base!r}")
+    return base
+
+
+def _options_of(base: Any) -> Options:
+    if isinstance(base, ZarrLoadShardedStrategy):
+        return base.options
+    return options_from_environment()

@@ -12,6 +12,8 @@ import numpy.typing as npt
 import torch
 
 from dist_ckpt_strategies.comm.agree import agree
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import (
@@ -27,6 +29,7 @@ from dist_ckpt_strategies.megatron.bases import (
 from dist_ckpt_strategies.megatron.callers import is_exchanged, num_expected_meetings
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_tensor
+from dist_ckpt_strategies.run.report import BroadcastReport
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.storage.objects import Allowed
@@ -37,6 +40,7 @@ from dist_ckpt_strategies.strategies.format1 import (
     save_format1,
     stored_metadata,
 )
+from dist_ckpt_strategies.strategies.group_load import load_format1_in_group
 from dist_ckpt_strategies.strategies.registration import register_defaults
 
 logger = logging.getLogger(__name__)
@@ -168,6 +172,44 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         for _ in range(num_meetings - 1):
             agree(comm, lambda: None)
         return loaded
+
+    def load_in_group(
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: Path,
+        comm: Communicator,
+        options: Options,
+    ) -> tuple[StateDict, BroadcastReport]:
+        """Like ``load``, by a group of ranks: each reads a share, and sends it to the others.
+
+        Collective over the group. Errors as in ``load``.
+
+        Args:
+            sharded_state_dict: what this rank wants; the others may want the same, or other parts.
+            checkpoint_dir: the checkpoint.
+            comm: the group.
+            options: in place of the strategy's own.
+        """
+        return load_format1_in_group(
+            sharded_state_dict, checkpoint_dir, comm, options, self._allowed, self._deliver
+        )
+
+    def load_alone(self, sharded_state_dict: StateDict, checkpoint_dir: Path) -> StateDict:
+        """Like ``load``, by this rank without any other. Rank-local."""
+        loaded, _ = load_format1(
+            sharded_state_dict,
+            checkpoint_dir,
+            SoloCommunicator(),
+            self._options,
+            self._allowed,
+            self._deliver,
+        )
+        return loaded
+
+    @property
+    def options(self) -> Options:
+        """How loads are carried out."""
+        return self._options
 
     @raises_megatron_errors
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:

@@ -73,3 +73,13 @@ def test_an_empty_box_shares_no_element_with_anything() -> None:
 def test_boxes_are_written_as_python_indexes_them() -> None:
     assert str(Region((0, 8), (4, 8))) == "[0:4, 8:16]"
     assert str(Region.whole(())) == "[]"
+
+
+@given(two_boxes())
+def test_what_is_left_without_a_box_is_the_rest_in_boxes_that_share_nothing(
+    case: tuple[tuple[int, ...], Region, Region],
+) -> None:
+    shape, one, other = case
+    rest = (times_covered(shape, [one]) == 1) & (times_covered(shape, [other]) == 0)
+
+    assert np.array_equal(times_covered(shape, list(one.without(other))), rest.astype(int))

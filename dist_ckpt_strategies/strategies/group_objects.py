@@ -1,0 +1,112 @@
+"""ShardedObjects that a group of ranks reads once and shares out."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
+from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
+from dist_ckpt_strategies.megatron.shards import object_id
+from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.storage.objects import Allowed, load_pickle, object_path
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectShares:
+    """Who reads which objects, and who wants them.
+
+    Attributes:
+        wanted_by: the ranks that want each object, by its unique key.
+        reader: the rank that reads it.
+    """
+
+    wanted_by: Mapping[str, tuple[int, ...]]
+    reader: Mapping[str, int]
+
+    def read_by(self, rank: int) -> list[str]:
+        """What one rank reads, sorted."""
+        return [key for key, reader in self.reader.items() if reader == rank]
+
+    def sent_to(self, rank: int) -> list[str]:
+        """What one rank gets from others, sorted."""
+        return [
+            key for key, by in self.wanted_by.items() if rank in by and self.reader[key] != rank
+        ]
+
+
+def share_objects(objects: Iterable[Any], comm: Communicator) -> ObjectShares:
+    """Deal the objects that any rank wants out to the ranks in turn. Collective."""
+    names = sorted({object_id(found).unique_key for found in objects})
+    wanted_by: dict[str, list[int]] = defaultdict(list)
+    for rank, found in enumerate(agree_and_gather(comm, lambda: names)):
+        for unique_key in found:
+            wanted_by[unique_key].append(rank)
+    order = sorted(wanted_by)
+    return ObjectShares(
+        {key: tuple(wanted_by[key]) for key in order},
+        {key: number % comm.size for number, key in enumerate(order)},
+    )
+
+
+def send_objects(
+    shares: ObjectShares, comm: Communicator, read: Callable[[], Mapping[str, bytes]]
+) -> dict[str, bytes]:
+    """The pickled form of each object that this rank reads or wants, by unique key.
+
+    Collective.
+
+    Args:
+        shares: equal on every rank.
+        comm: the group that shares.
+        read: gives the pickled form of each object that this rank reads.
+    """
+    if not shares.reader:
+        return {}
+    mine: dict[str, bytes] = {}
+
+    def describe() -> list[int]:
+        mine.update(read())
+        return [len(mine[key]) for key in shares.read_by(comm.rank)]
+
+    answers = agree_and_gather(comm, describe)
+    nbytes = {
+        key: size
+        for rank, sizes in enumerate(answers)
+        for key, size in zip(shares.read_by(rank), sizes, strict=True)
+    }
+    sends = [
+        Send(rank, np.frombuffer(bytearray(mine[key]), np.uint8))
+        for key in shares.read_by(comm.rank)
+        for rank in shares.wanted_by[key]
+        if rank != comm.rank
+    ]
+    arrived = {key: np.empty(nbytes[key], np.uint8) for key in shares.sent_to(comm.rank)}
+    comm.exchange(sends, [Receive(shares.reader[key], into) for key, into in arrived.items()])
+    return mine | {key: into.tobytes() for key, into in arrived.items()}
+
+
+def unpickled(
+    objects: Sequence[Any],
+    contents: Mapping[str, bytes],
+    root: Path,
+    comm: Communicator,
+    allowed: Callable[[], Allowed],
+) -> dict[int, Any]:
+    """What was loaded for each ShardedObject, by its identity. Collective."""
+
+    def unpickle() -> dict[int, Any]:
+        allow = allowed()
+        return {id(found): _object(object_id(found), contents, root, allow) for found in objects}
+
+    return agree(comm, unpickle)
+
+
+def _object(name: ObjectId, contents: Mapping[str, bytes], root: Path, allow: Allowed) -> Any:
+    path = object_path(root, name)
+    return load_pickle(contents[name.unique_key], path, name.unique_key, allow)
