@@ -168,5 +168,6 @@ def _pinned_copy(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tenso
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, in one dim, without a copy."""
-    plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    return plain.reshape(-1).view(torch.uint8)
+    plain = tensor.detach().as_strided((tensor.numel(),), (1,))  # dims of extent 1 have any stride
+    real = torch.view_as_real(plain).reshape(-1) if plain.is_complex() else plain
+    return real.view(torch.uint8)

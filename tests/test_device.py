@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dist_ckpt_strategies.device import (
+    as_bytes,
     copy_into,
     dtype_of,
     host_buffer,
@@ -178,3 +179,13 @@ def test_cuda_targets_are_filled_before_the_copy_returns() -> None:
     buffer.fill_(4.0)
 
     assert bool((target == 3.0).all())
+
+
+@EVERY_DTYPE
+def test_bytes_are_the_memory_whatever_the_strides_of_dims_of_one(dtype: DType) -> None:
+    tensor = tensor_of(dtype).t()[:1, :1].squeeze(0)  # one element, stride 6
+
+    assert tensor.is_contiguous()
+    assert as_bytes(tensor).numpy().tobytes() == host_view(tensor).tobytes()
+    assert as_bytes(tensor).data_ptr() == tensor.data_ptr()
+    assert as_bytes(tensor[0]).numel() == dtype.itemsize

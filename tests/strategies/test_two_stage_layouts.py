@@ -1,0 +1,170 @@
+"""Whatever ranks ask for, reading together gives each of them what it would have read alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.dist_checkpointing import ShardedTensor
+
+from dist_ckpt_strategies.comm.solo import SoloCommunicator
+from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.strategies.format1 import save_format1
+from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
+from tests.support.entries import prepare
+from tests.support.ranks import run_processes
+from tests.support.sharding import (
+    ALL_DTYPES,
+    Cut,
+    Part,
+    at_random,
+    on_grid,
+    replicated,
+    same_bits,
+    sharded,
+    state_of,
+)
+
+OPTIONS = Options(timeout_s=20, max_inflight_bytes=20_000)
+"""So little memory that a few kilobytes take several rounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """A box that a rank asks for, and the memory it has for it."""
+
+    cut: Cut
+    part: Part
+    layout: str
+
+    def data(self) -> torch.Tensor | None:
+        """New memory, none, or memory that needs a copy."""
+        shape = self.part.shape
+        if self.layout == "none":
+            return None
+        if self.layout == "transposed":
+            return torch.zeros(shape[::-1], dtype=self.cut.dtype).permute(
+                tuple(range(len(shape)))[::-1]
+            )
+        return torch.zeros(shape, dtype=self.cut.dtype)
+
+
+def random_cuts(chance: random.Random) -> list[Cut]:
+    """Arrays that were saved on grids or in random boxes, of any dtype, small and larger ones."""
+    found = [Cut("scalar", (), torch.float32, (Part(0, (), ()),), ())]
+    for number in range(chance.randint(1, 5)):
+        shape = tuple(chance.choice([1, 2, 6, 12, 60]) for _ in range(chance.randint(1, 3)))
+        dtype = chance.choice(ALL_DTYPES)
+        if chance.random() < 0.5:
+            grid = tuple(chance.choice([g for g in (1, 2, 3) if n % g == 0]) for n in shape)
+            found.append(on_grid(f"g{number}", shape, grid, size=1, dtype=dtype))
+        else:
+            parts = chance.randint(1, 5)
+            found.append(
+                at_random(
+                    f"r{number}", shape, parts, size=1, dtype=dtype, seed=chance.randrange(99)
+                )
+            )
+    return found
+
+
+def random_wishes(cuts: list[Cut], num_ranks: int, chance: random.Random) -> list[list[Wish]]:
+    """Each array either cut anew, replicated or not, or in boxes that overlap as they please."""
+    wishes: list[list[Wish]] = [[] for _ in range(num_ranks)]
+    for cut in cuts:
+        for rank, part in wanted_parts(cut, num_ranks, chance):
+            layout = chance.choice(["own", "none", "transposed"])
+            wishes[rank].append(Wish(cut, part, layout))
+    return wishes
+
+
+def wanted_parts(cut: Cut, num_ranks: int, chance: random.Random) -> Iterator[tuple[int, Part]]:
+    way = chance.choice(["all", "parts", "replicated parts", "boxes"])
+    if way == "all" or not cut.shape:
+        for rank in range(num_ranks):
+            yield rank, Part(rank, (0,) * len(cut.shape), cut.shape, rank)
+    elif way == "boxes":
+        for rank in range(num_ranks):
+            for _ in range(chance.randint(0, 2)):
+                offset = tuple(chance.randrange(extent) for extent in cut.shape)
+                shape = tuple(
+                    chance.randint(1, n - o) for n, o in zip(cut.shape, offset, strict=True)
+                )
+                yield rank, Part(rank, offset, shape)
+    else:
+        seed = chance.randrange(99)
+        parts = at_random(cut.key, cut.shape, num_ranks, size=num_ranks, seed=seed)
+        for part in (replicated(parts, size=num_ranks) if "repl" in way else parts).parts:
+            yield part.rank, part
+
+
+def asked(wishes: list[Wish]) -> dict[str, ShardedTensor]:
+    return {
+        f"{n}": sharded(Cut(w.cut.key, w.cut.shape, w.cut.dtype, ()), w.part, w.data())
+        for n, w in enumerate(wishes)
+    }
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1 << 30), st.sampled_from([1, 2, 3, 4, 8]))
+def test_a_group_gets_bit_for_bit_what_each_rank_reads_alone(seed: int, num_ranks: int) -> None:
+    chance = random.Random(seed)
+    cuts = random_cuts(chance)
+    wishes = random_wishes(cuts, num_ranks, chance)
+    strategy = ZarrLoadShardedStrategy(options=OPTIONS)
+    with TemporaryDirectory() as folder:
+        root = Path(folder)
+        save_format1(state_of(0, cuts), root, SoloCommunicator(), OPTIONS)
+
+        def together(comm: ThreadCommunicator) -> Any:
+            return strategy.load_in_group(asked(wishes[comm.rank]), root, comm, OPTIONS)
+
+        results = run_ranks(num_ranks, together, timeout_s=20)
+        for own, (loaded, _) in zip(wishes, results, strict=True):
+            alone = strategy.load_alone(asked(own), root)
+            assert all(same_bits(loaded[name], alone[name]) for name in alone)
+            assert list(loaded) == list(alone)
+
+
+def load_random_layouts(rank: int, root: Path, seeds: list[int]) -> list[str]:
+    """Names of what the group did not get as each rank gets it alone. Collective: world."""
+    prepare(60)
+    size = dist.get_world_size()
+    strategy = TwoStageDataParallelLoadShardedStrategy(dist.group.WORLD, max_inflight_bytes=20_000)
+    alone = ZarrLoadShardedStrategy()
+    wrong = []
+    for seed in seeds:
+        chance = random.Random(seed)
+        cuts = random_cuts(chance)
+        directory = root / str(seed)
+        if rank == 0:
+            directory.mkdir()
+            save_format1(state_of(0, cuts), directory, SoloCommunicator(), OPTIONS)
+        dist.barrier()
+        wishes = random_wishes(cuts, size, chance)[rank]
+        loaded = strategy.load(asked(wishes), directory)
+        expected = alone.load_alone(asked(wishes), directory)
+        wrong += [f"{seed}: {k}" for k, v in expected.items() if not same_bits(loaded[k], v)]
+    return wrong
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_so_do_ranks_that_are_processes(num_ranks: int, tmp_path: Path) -> None:
+    seeds = list(range(1000 * num_ranks, 1000 * num_ranks + 12))
+
+    results = run_processes(num_ranks, load_random_layouts, tmp_path, seeds, timeout_s=150)
+
+    assert results == [[]] * num_ranks
