@@ -48,13 +48,23 @@ class Contender(Protocol):
 
 Make = Callable[[tuple[Shard, ...]], Contender]
 
+ZARR: Final = ("zarr", 1)
+TORCH_DIST: Final = ("torch_dist", 1)
 
-class _Megatron:
-    """``dist_checkpointing.save`` and ``load`` with a backend chosen by its tuple."""
 
-    def __init__(self, shards: tuple[Shard, ...], backend: tuple[str, int]) -> None:
+class Megatron:
+    """``dist_checkpointing.save`` and ``load`` with a backend chosen by its tuple.
+
+    Ranks beyond the parts of an array hold replicas of them. The loader is the backend's own where
+    none is given.
+    """
+
+    def __init__(
+        self, shards: tuple[Shard, ...], backend: tuple[str, int], loader: Any = None
+    ) -> None:
         self._shards = shards
         self._backend = backend
+        self._loader = loader
 
     def save(self, directory: Path) -> None:
         """See Contender."""
@@ -63,33 +73,41 @@ class _Megatron:
 
     def load(self, directory: Path) -> Tensors:
         """See Contender."""
-        loaded = dist_checkpointing.load(self._sharded(), str(directory))
+        loaded = dist_checkpointing.load(self._sharded(), str(directory), self._loader)
         return {shard.key: loaded[shard.key] for shard in self._shards}
 
     def _sharded(self) -> dict[str, Any]:
-        rank, size = dist.get_rank(), dist.get_world_size()
         return {
             shard.key: ShardedTensor.from_rank_offsets(
-                shard.key, shard.tensor, (shard.axis, rank, size)
+                shard.key,
+                shard.tensor,
+                (shard.axis, shard.part, shard.num_parts),
+                replica_id=dist.get_rank() // shard.num_parts,
             )
             for shard in self._shards
         }
 
 
-def _zarr(shards: tuple[Shard, ...]) -> Contender:
+def zarr(shards: tuple[Shard, ...]) -> Contender:
+    """This package's backend, made known to Megatron-Core."""
     dist_ckpt_strategies.register()
-    return _Megatron(shards, ("zarr", 1))
+    return Megatron(shards, ZARR)
 
 
-def _torch_dist(shards: tuple[Shard, ...]) -> Contender:
-    """Megatron's own backend, with CPU forms of the two CUDA calls it makes without asking.
+def torch_dist(shards: tuple[Shard, ...]) -> Contender:
+    """Megatron's own backend."""
+    stand_in_for_cuda()
+    return Megatron(shards, TORCH_DIST)
+
+
+def stand_in_for_cuda() -> None:
+    """Give CPU forms to the two CUDA calls that Megatron's own backend makes without asking.
 
     Both are harmless here: nothing runs beside the CPU, so there is nothing to wait for.
     """
     warnings.filterwarnings("ignore", category=FutureWarning, module="megatron")
     for name, stand_in in (("synchronize", _synchronize), ("current_device", _current_device)):
         setattr(torch.cuda, name, stand_in)
-    return _Megatron(shards, ("torch_dist", 1))
 
 
 def _synchronize(_device: object = None) -> None:
@@ -155,7 +173,7 @@ class _Safetensors:
         return loaded
 
 
-class _Raw:
+class Raw:
     """The floor: the same bytes through one plain stream per rank."""
 
     def __init__(self, shards: tuple[Shard, ...], *, flushes: bool) -> None:
@@ -185,11 +203,11 @@ class _Raw:
 
 
 def _raw_flushed(shards: tuple[Shard, ...]) -> Contender:
-    return _Raw(shards, flushes=True)
+    return Raw(shards, flushes=True)
 
 
 def _raw_plain(shards: tuple[Shard, ...]) -> Contender:
-    return _Raw(shards, flushes=False)
+    return Raw(shards, flushes=False)
 
 
 def _own_file(directory: Path, suffix: str) -> Path:
@@ -203,8 +221,8 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 MAKERS: Final[Mapping[str, Make]] = {
     RAW_FLUSHED: _raw_flushed,
     RAW_PLAIN: _raw_plain,
-    "zarr 1": _zarr,
-    "torch_dist": _torch_dist,
+    "zarr 1": zarr,
+    "torch_dist": torch_dist,
     "torch dcp": _TorchDcp,
     "torch.save": _TorchSave,
     "safetensors": _Safetensors,

@@ -1,4 +1,4 @@
-"""A state dict like a GPT's: many small vectors, some matrices, two dtypes, tensor parallel."""
+"""A state dict like a GPT's: many small vectors, some matrices, two dtypes, in parts or whole."""
 
 from __future__ import annotations
 
@@ -34,37 +34,41 @@ class GptSize:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """This rank's part of one array.
+    """One part of an array, or all of it.
 
     Attributes:
         key: name of the array.
-        axis: dim along which the array is divided evenly over the ranks.
+        axis: dim along which the array is divided evenly.
+        part: which part this is; counting starts at 0.
+        num_parts: how many there are.
         tensor: the part.
     """
 
     key: str
     axis: int
+    part: int
+    num_parts: int
     tensor: torch.Tensor
 
 
 def gpt_size(nbytes: int) -> GptSize:
-    """A model of 24 layers, 291 arrays, whose state takes about ``nbytes`` over all ranks."""
+    """A model of 24 layers, 291 arrays, whose state takes about ``nbytes``, all parts together."""
     sizes = [GptSize(24, hidden, 8192) for hidden in range(_GRANULE, 8192, _GRANULE)]
     return min(sizes, key=lambda size: abs(_matrix_nbytes(size) - nbytes))
 
 
-def build_shards(size: GptSize, group_rank: int, num_ranks: int) -> tuple[Shard, ...]:
-    """This rank's shards, with values of its own.
+def build_shards(size: GptSize, part: int, num_parts: int) -> tuple[Shard, ...]:
+    """One part of every array, with values of its own, the same in every process.
 
     Half of the layers are float32 and half bfloat16, as main parameters and weights would be.
     """
-    generator = torch.Generator().manual_seed(group_rank)
+    generator = torch.Generator().manual_seed(part)
     shards = []
     for key, shape, axis, dtype in _arrays(size):
         local = list(shape)
-        local[axis] //= num_ranks
-        tensor = torch.empty(local, dtype=dtype)
-        shards.append(Shard(key, axis, tensor.normal_(generator=generator)))
+        local[axis] //= num_parts
+        tensor = torch.empty(local, dtype=dtype).normal_(generator=generator)
+        shards.append(Shard(key, axis, part, num_parts, tensor))
     return tuple(shards)
 
 

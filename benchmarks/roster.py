@@ -1,16 +1,17 @@
-"""Who takes part in the comparison of saves and loads; light to import, unlike the contenders."""
+"""Who takes part in the comparisons; light to import, unlike the contenders."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A contender, as the table knows it.
+    """A contender in saves and loads, as the table knows it.
 
     Attributes:
         flushes: whether the files are on the disk when its ``save`` returns.
@@ -21,11 +22,6 @@ class Entry:
     flushes: bool
     loads: bool = True
     package: str | None = None
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether its package can be imported."""
-        return self.package is None or importlib.util.find_spec(self.package) is not None
 
 
 RAW_FLUSHED: Final = "raw write+fsync"
@@ -40,4 +36,59 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     "torch.save": Entry(flushes=False),
     "safetensors": Entry(flushes=False, package="safetensors"),
 }
-"""Everyone, floors first: the ratios are to these."""
+"""Everyone who saves and loads, floors first: the ratios are to these."""
+
+
+class Role(StrEnum):
+    """What a contender is there for, where replicas load."""
+
+    FLOOR = "floor"
+    OURS = "ours"
+    PEER = "peer"
+    PLAIN = "plain"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEntry:
+    """A contender where replicas load.
+
+    Attributes:
+        role: what it is there for.
+        stored: the directory that it reads; the first contender of the same one saves into it.
+        package: as in Entry.
+    """
+
+    role: Role
+    stored: str
+    package: str | None = None
+
+
+READ_SHARES: Final = "raw read"
+SEND_SHARES: Final = "gloo exchange"
+TWO_STAGE_ZARR: Final = "two-stage, zarr 1"
+TWO_STAGE_TORCH_DIST: Final = "two-stage, torch_dist"
+PARALLEL: Final = "fully parallel"
+PARALLEL_IN_PLACE: Final = "fully parallel, in place"
+PLAIN_ZARR: Final = "plain, zarr 1"
+
+_RAW: Final = "raw"
+_ZARR: Final = "zarr 1"
+_TORCH_DIST: Final = "torch_dist"
+
+GROUP_ENTRIES: Final[Mapping[str, GroupEntry]] = {
+    READ_SHARES: GroupEntry(Role.FLOOR, _RAW),
+    SEND_SHARES: GroupEntry(Role.FLOOR, _RAW),
+    TWO_STAGE_ZARR: GroupEntry(Role.OURS, _ZARR),
+    TWO_STAGE_TORCH_DIST: GroupEntry(Role.OURS, _TORCH_DIST, "psutil"),
+    PARALLEL: GroupEntry(Role.PEER, _TORCH_DIST, "psutil"),
+    PARALLEL_IN_PLACE: GroupEntry(Role.PEER, _TORCH_DIST, "psutil"),
+    PLAIN_ZARR: GroupEntry(Role.PLAIN, _ZARR),
+}
+"""Everyone who loads what all ranks want whole, the two parts of the floor first."""
+
+
+def missing_package(package: str | None) -> str | None:
+    """What a contender lacks, as a sentence; None where its package can be imported."""
+    if package is None or importlib.util.find_spec(package) is not None:
+        return None
+    return f"{package} is not installed"

@@ -12,85 +12,57 @@ the copy. Every load is checked. The first round of each step is not counted.
 from __future__ import annotations
 
 import importlib
-import signal
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
 
 # Run as a script, Python looks for modules beside this file only; the package is one level up.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import typer
-from rich.console import Console
 
-from benchmarks.disks import (
-    drop_cache,
-    file_system,
-    fill_cache,
-    retire,
-    touch_memory,
-    workspace,
+from benchmarks.command_line import (
+    Contest,
+    Directories,
+    Names,
+    Out,
+    Output,
+    Repetitions,
+    Sizes,
+    Smoke,
+    TimeoutS,
+    chosen_names,
+    chosen_places,
+    chosen_sizes,
+    open_output,
 )
-from benchmarks.gpt_state import GB, GptSize, gpt_size
+from benchmarks.disks import file_system, retire, touch_memory, workspace
+from benchmarks.gpt_state import GptSize
 from benchmarks.harness import RankContext, Ranks, alternate
-from benchmarks.records import JsonLines, run_facts
-from benchmarks.roster import ENTRIES, RAW_FLUSHED, RAW_PLAIN
+from benchmarks.roster import ENTRIES, RAW_FLUSHED, RAW_PLAIN, missing_package
+from benchmarks.rounds import load_rounds
 from benchmarks.timings import Case, Sample, Step, build_table, summarise
 
 _NUM_RANKS = 2
-_TABLE_WIDTH = 100
-_SMOKE = GptSize(num_layers=2, hidden=32, vocabulary=64)
 
 
 def make_worker(size: GptSize, names: Sequence[str], context: RankContext) -> object:
     """The worker of one rank; in the rank's process, the only one that needs Megatron-Core."""
-    return importlib.import_module("benchmarks.worker").Worker(size, names, context)
+    return importlib.import_module("benchmarks.worker").build_worker(size, names, context)
 
 
-@dataclass(frozen=True, slots=True)
-class Contest:
-    """Who runs, and how often.
-
-    Attributes:
-        names: contenders, floors among them.
-        repetitions: rounds that count.
-        timeout_s: longest wait for one step.
-    """
-
-    names: tuple[str, ...]
-    repetitions: int
-    timeout_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Where the results go."""
-
-    lines: JsonLines
-    console: Console
-
-
-def run_size(size: GptSize, places: Sequence[Path], contest: Contest, output: Output) -> None:
+def run_size(size: GptSize, contest: Contest, output: Output) -> None:
     """Time one size in every place, and report each."""
     make = partial(make_worker, size, contest.names)
     with Ranks(_NUM_RANKS, make, timeout_s=contest.timeout_s) as ranks:
         nbytes = sum(ranks.step("nbytes").values)
-        for place in places:
+        for place in contest.places:
             case = Case(file_system(place), nbytes, size.num_arrays, _NUM_RANKS)
-            samples = []
             with workspace(place) as directory:
-                for sample in _run_case(ranks, case, directory, contest):
-                    output.lines.write("sample", sample, case=case)
-                    samples.append(sample)
+                samples = output.write_samples(case, _run_case(ranks, case, directory, contest))
             summaries = summarise(samples)
-            for summary in summaries:
-                output.lines.write("summary", summary, case=case)
-            output.console.print(build_table(case, summaries))
+            output.write_summaries(case, summaries, build_table(case, summaries))
 
 
 def _run_case(ranks: Ranks, case: Case, directory: Path, contest: Contest) -> Iterator[Sample]:
@@ -99,12 +71,9 @@ def _run_case(ranks: Ranks, case: Case, directory: Path, contest: Contest) -> It
         seconds, durable = _time_save(ranks, case, directory, name)
         if repetition > 0:
             yield Sample(Step.SAVE, name, repetition, seconds, durable)
-    loading = [name for name in contest.names if ENTRIES[name].loads]
+    stored = {name: directory / name for name in contest.names if ENTRIES[name].loads}
     for step in case.loads:
-        for repetition, name in alternate(loading, contest.repetitions + 1):
-            seconds = _time_load(ranks, case, directory / name, step, name)
-            if repetition > 0:
-                yield Sample(step, name, repetition, seconds, None)
+        yield from load_rounds(ranks, case, step, stored, contest.repetitions)
 
 
 def _time_save(ranks: Ranks, case: Case, directory: Path, name: str) -> tuple[float, float | None]:
@@ -113,7 +82,7 @@ def _time_save(ranks: Ranks, case: Case, directory: Path, name: str) -> tuple[fl
     if target.exists():
         retire(target, directory / "attic")
     target.mkdir()
-    touch_memory(case.nbytes)
+    touch_memory(case.held_nbytes)
     seconds = ranks.step("save", name, target).seconds
     flushing = ranks.step("flush", target).seconds
     if ENTRIES[name].flushes:
@@ -121,69 +90,28 @@ def _time_save(ranks: Ranks, case: Case, directory: Path, name: str) -> tuple[fl
     return seconds, None if name == RAW_PLAIN else seconds + flushing
 
 
-def _time_load(ranks: Ranks, case: Case, target: Path, step: Step, name: str) -> float:
-    ranks.step("clear")
-    touch_memory(case.nbytes)
-    if step is Step.LOAD_COLD:
-        drop_cache(target)
-    else:
-        fill_cache(target)
-    seconds = ranks.step("load", name, target).seconds
-    ranks.step("check", name)
-    return seconds
-
-
-def _chosen(wanted: Sequence[str], output: Output) -> tuple[str, ...]:
-    """The wanted contenders that are installed, and the floors, in the order of the table."""
-    unknown = sorted(set(wanted) - set(ENTRIES))
-    if unknown:
-        raise typer.BadParameter(f"contender {unknown[0]!r}: expected one of {list(ENTRIES)}")
-    names = [n for n in ENTRIES if not wanted or n in {*wanted, RAW_FLUSHED, RAW_PLAIN}]
-    for name in names:
-        if not ENTRIES[name].is_installed:
-            note = f"{ENTRIES[name].package} is not installed"
-            output.lines.write("skipped", {"contender": name, "reason": note})
-            output.console.print(f"{name}: skipped, {note}")
-    return tuple(name for name in names if ENTRIES[name].is_installed)
-
-
-def _stop(signal_number: int, _frame: object) -> NoReturn:
-    """Leave through every ``finally``, so that nothing stays behind."""
-    raise SystemExit(128 + signal_number)
-
-
 def main(  # noqa: PLR0913 - one parameter for each option
     *,
-    size: Annotated[
-        list[float] | None, typer.Option(help="GB over all ranks. [default: 0.5 and 1]")
-    ] = None,
-    directory: Annotated[
-        list[Path] | None,
-        typer.Option(help="Where to write. [default: the temporary directory and /dev/shm]"),
-    ] = None,
-    contender: Annotated[
-        list[str] | None, typer.Option(help="Only these, beside the floors.")
-    ] = None,
-    repetitions: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 7,
-    out: Annotated[Path, typer.Option(help="JSON lines go here.")] = Path("/dev/null"),
-    smoke: Annotated[
-        bool, typer.Option("--smoke/--no-smoke", help="Toy size: does it all run?")
-    ] = False,
-    timeout_s: Annotated[float, typer.Option(help="Longest wait for one step.")] = 300.0,
+    size: Sizes = None,
+    directory: Directories = None,
+    contender: Names = None,
+    repetitions: Repetitions = 7,
+    out: Out = Path("/dev/null"),
+    smoke: Smoke = False,
+    timeout_s: TimeoutS = 300.0,
 ) -> None:
     """Save and load one GPT-like state with every contender in turn."""
-    signal.signal(signal.SIGTERM, _stop)
-    places = directory or [Path(tempfile.gettempdir()), Path("/dev/shm")]  # noqa: S108 - a tmpfs
-    with ExitStack() as stack:
-        console = Console()
-        console.width = max(console.width, _TABLE_WIDTH)
-        output = Output(JsonLines(stack.enter_context(out.open("w"))), console)
-        output.lines.write("run", run_facts(["python", "benchmarks/save_load.py", *sys.argv[1:]]))
-        names = _chosen(contender or [], output)
-        contest = Contest(names, 1 if smoke else repetitions, timeout_s)
-        sizes = [_SMOKE] if smoke else [gpt_size(int(gb * GB)) for gb in size or [0.5, 1.0]]
-        for one in sizes:
-            run_size(one, places, contest, output)
+    with open_output(out, "save_load.py") as output:
+        lacks = {name: missing_package(entry.package) for name, entry in ENTRIES.items()}
+        contest = Contest(
+            chosen_sizes(size, smoke=smoke),
+            chosen_places(directory),
+            chosen_names(contender, lacks, (RAW_FLUSHED, RAW_PLAIN), output),
+            1 if smoke else repetitions,
+            timeout_s,
+        )
+        for one in contest.sizes:
+            run_size(one, contest, output)
 
 
 if __name__ == "__main__":

@@ -29,15 +29,29 @@ class Case:
 
     Attributes:
         file_system: its type.
-        nbytes: of all shards together.
+        nbytes: of the state dict, all parts together, once.
         num_arrays: in the state dict.
-        num_ranks: how many processes share it.
+        num_ranks: how many processes there are.
+        num_replicas: how often they hold the state dict between them.
     """
 
     file_system: str
     nbytes: int
     num_arrays: int
     num_ranks: int
+    num_replicas: int = 1
+
+    def __str__(self) -> str:
+        """For the title of a table."""
+        return (
+            f"{self.nbytes / GB:.2g} GB, {self.num_arrays} arrays, {self.num_ranks} ranks, "
+            f"{self.file_system}"
+        )
+
+    @property
+    def held_nbytes(self) -> int:
+        """What all ranks hold together."""
+        return self.nbytes * self.num_replicas
 
     @property
     def loads(self) -> tuple[Step, ...]:
@@ -100,10 +114,7 @@ def summarise(samples: Sequence[Sample]) -> list[Summary]:
 
 def build_table(case: Case, summaries: Sequence[Summary]) -> Table:
     """The case as a table: seconds, and the ratio to the floor of the same step."""
-    table = Table(
-        title=f"{case.nbytes / GB:.2g} GB, {case.num_arrays} arrays, {case.num_ranks} ranks, "
-        f"{case.file_system}: median seconds (ratio to one stream per rank)"
-    )
+    table = Table(title=f"{case}: median seconds (ratio to one stream per rank)")
     table.add_column("contender")
     for title in ("save", "durable save", *case.loads):
         table.add_column(title, justify="right")

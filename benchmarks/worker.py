@@ -1,64 +1,103 @@
-"""What a rank does in the comparison of saves and loads."""
+"""What a rank does: it saves, and loads into tensors that are there already."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import xxhash
 
-from benchmarks.contenders import MAKERS, Tensors
+from benchmarks.contenders import MAKERS, Contender, Tensors
 from benchmarks.disks import flush_share
 from benchmarks.gpt_state import GptSize, build_shards
 from benchmarks.harness import RankContext, join_gloo
 
 
-class Worker:
-    """One rank: holds the shards, and every contender over these same shards."""
+class Target:
+    """Tensors that loads fill, and what they are to be filled with: what they hold now."""
 
-    def __init__(self, size: GptSize, names: Sequence[str], context: RankContext) -> None:
-        join_gloo(context)
-        torch.set_num_threads(1)
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+        self._digests = {key: _digest(tensor) for key, tensor in tensors.items()}
+
+    def clear(self) -> None:
+        """Overwrite the tensors, so that a load that does nothing is found out."""
+        for tensor in self._tensors.values():
+            tensor.zero_()
+
+    def accept(self, loaded: Tensors) -> None:
+        """Copy from tensors that are not these themselves."""
+        for key, tensor in self._tensors.items():
+            if loaded[key].data_ptr() != tensor.data_ptr():
+                tensor.copy_(loaded[key])
+
+    def check(self, name: str) -> None:
+        """Compare the tensors with what they are to hold.
+
+        Raises:
+            ValueError: one differs.
+        """
+        for key, tensor in self._tensors.items():
+            if _digest(tensor) != self._digests[key]:
+                raise ValueError(f"{key}: {name} loaded other values than were saved")
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """A contender, and what its loads fill."""
+
+    contender: Contender
+    target: Target
+
+
+class Worker:
+    """One rank: every contender over the same shards."""
+
+    def __init__(self, context: RankContext, nbytes: int, entrants: Mapping[str, Entrant]) -> None:
         self._context = context
-        self._shards = build_shards(size, context.global_rank, context.num_ranks)
-        self._digests = {shard.key: _digest(shard.tensor) for shard in self._shards}
-        self._contenders = {name: MAKERS[name](self._shards) for name in names}
+        self._nbytes = nbytes
+        self._entrants = entrants
 
     def nbytes(self) -> int:
         """Of this rank's shards."""
-        return sum(shard.tensor.nbytes for shard in self._shards)
+        return self._nbytes
 
     def save(self, name: str, directory: Path) -> None:
         """Let the contender save. Timed."""
-        self._contenders[name].save(directory)
+        self._entrants[name].contender.save(directory)
 
     def flush(self, directory: Path) -> None:
         """Flush this rank's share of the files in ``directory``. Timed."""
         flush_share(directory, self._context.global_rank, self._context.num_ranks)
 
-    def clear(self) -> None:
-        """Overwrite the shards, so that a load that does nothing is found out."""
-        for shard in self._shards:
-            shard.tensor.zero_()
+    def clear(self, name: str) -> None:
+        """Overwrite what the contender is about to load."""
+        self._entrants[name].target.clear()
 
     def load(self, name: str, directory: Path) -> None:
-        """Let the contender load, and see to it that the data is in the shards. Timed."""
-        loaded: Tensors = self._contenders[name].load(directory)
-        for shard in self._shards:
-            tensor = loaded[shard.key]
-            if tensor.data_ptr() != shard.tensor.data_ptr():
-                shard.tensor.copy_(tensor)
+        """Let the contender load, and see to it that the data is in its target. Timed."""
+        entrant = self._entrants[name]
+        entrant.target.accept(entrant.contender.load(directory))
 
     def check(self, name: str) -> None:
-        """Compare the shards with what was saved.
+        """Compare what the contender has loaded with what was saved.
 
         Raises:
-            ValueError: a shard differs.
+            ValueError: a tensor differs.
         """
-        for shard in self._shards:
-            if _digest(shard.tensor) != self._digests[shard.key]:
-                raise ValueError(f"{shard.key}: {name} loaded other values than were saved")
+        self._entrants[name].target.check(name)
+
+
+def build_worker(size: GptSize, names: Sequence[str], context: RankContext) -> Worker:
+    """One of the ranks that hold the state in equal parts. Collective."""
+    join_gloo(context)
+    torch.set_num_threads(1)
+    shards = build_shards(size, context.global_rank, context.num_ranks)
+    target = Target({shard.key: shard.tensor for shard in shards})
+    entrants = {name: Entrant(MAKERS[name](shards), target) for name in names}
+    return Worker(context, sum(shard.tensor.nbytes for shard in shards), entrants)
 
 
 def _digest(tensor: torch.Tensor) -> int:

@@ -1,0 +1,135 @@
+"""Load one GPT-like state on every rank of a group, read once or by each, beside the floor.
+
+    python benchmarks/two_stage.py --out two_stage.jsonl
+    python benchmarks/two_stage.py --smoke
+
+All ranks want the whole state, as data-parallel replicas do. Alternating contenders, medians; from
+a memory file system, and from a disk whose files the page cache has forgotten. A load fills
+tensors that are already there and have been used: a contender that returns new ones pays for the
+copy. Every load is checked. The first round is not counted.
+
+The floor of a round is the longer of two things: each rank reads its share of the bytes from a file
+of its own, in one stream; each rank sends its share to all others, over two gloo groups.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+import warnings
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+# Run as a script, Python looks for modules beside this file only; the package is one level up.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import typer
+
+from benchmarks.command_line import (
+    Contest,
+    Directories,
+    Names,
+    Out,
+    Output,
+    Repetitions,
+    Sizes,
+    Smoke,
+    TimeoutS,
+    chosen_names,
+    chosen_places,
+    chosen_sizes,
+    open_output,
+)
+from benchmarks.disks import file_system, workspace
+from benchmarks.gpt_state import GptSize
+from benchmarks.group_timings import build_group_table, summarise_group
+from benchmarks.harness import RankContext, Ranks
+from benchmarks.roster import (
+    GROUP_ENTRIES,
+    READ_SHARES,
+    SEND_SHARES,
+    TWO_STAGE_TORCH_DIST,
+    missing_package,
+)
+from benchmarks.rounds import load_rounds
+from benchmarks.timings import Case
+
+
+def make_worker(size: GptSize, names: Sequence[str], context: RankContext) -> object:
+    """The worker of one rank, made in its process."""
+    contenders = importlib.import_module("benchmarks.group_contenders")
+    return contenders.build_group_worker(size, names, context)
+
+
+def run_group(size: GptSize, num_ranks: int, contest: Contest, output: Output) -> None:
+    """Time one size and one number of ranks in every place, and report each."""
+    make = partial(make_worker, size, contest.names)
+    with Ranks(num_ranks, make, timeout_s=contest.timeout_s) as ranks:
+        nbytes = ranks.step("nbytes").values[0]
+        for place in contest.places:
+            case = Case(file_system(place), nbytes, size.num_arrays, num_ranks, num_ranks)
+            with workspace(place) as directory:
+                stored = _save_all(ranks, contest.names, directory)
+                step = case.loads[-1]  # cold, where there is such a thing
+                rounds = load_rounds(ranks, case, step, stored, contest.repetitions)
+                samples = output.write_samples(case, rounds)
+            summaries = summarise_group(samples)
+            output.write_summaries(case, summaries, build_group_table(case, summaries))
+
+
+def _save_all(ranks: Ranks, names: Sequence[str], directory: Path) -> dict[str, Path]:
+    """Store the state once in each of the forms that are loaded; where each contender finds it."""
+    stored = {name: directory / GROUP_ENTRIES[name].stored for name in names}
+    for target in dict.fromkeys(stored.values()):
+        target.mkdir()
+        saver = next(name for name in names if stored[name] == target)
+        ranks.step("save", saver, target)
+        ranks.step("flush", target)
+    return stored
+
+
+def _lacks(name: str) -> str | None:
+    """What a contender lacks here, as a sentence."""
+    if name == TWO_STAGE_TORCH_DIST:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # as in contenders.py
+            module = importlib.import_module("dist_ckpt_strategies.strategies.two_stage")
+        takes = inspect.signature(module.TwoStageDataParallelLoadShardedStrategy).parameters
+        if "base_strategy" not in takes:
+            return "the strategy takes no base_strategy yet"
+    return missing_package(GROUP_ENTRIES[name].package)
+
+
+def main(  # noqa: PLR0913 - one parameter for each option
+    *,
+    size: Sizes = None,
+    ranks: Annotated[
+        list[int] | None, typer.Option(min=2, help="Replicas. [default: 2 and 4]")
+    ] = None,
+    directory: Directories = None,
+    contender: Names = None,
+    repetitions: Repetitions = 7,
+    out: Out = Path("/dev/null"),
+    smoke: Smoke = False,
+    timeout_s: TimeoutS = 300.0,
+) -> None:
+    """Load one GPT-like state on every rank of a group with every contender in turn."""
+    with open_output(out, "two_stage.py") as output:
+        lacks = {name: _lacks(name) for name in GROUP_ENTRIES}
+        contest = Contest(
+            chosen_sizes(size, smoke=smoke),
+            chosen_places(directory),
+            chosen_names(contender, lacks, (READ_SHARES, SEND_SHARES), output),
+            1 if smoke else repetitions,
+            timeout_s,
+        )
+        for one in contest.sizes:
+            for num_ranks in ranks or (2, 4):
+                run_group(one, num_ranks, contest, output)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,50 @@
+"""Run a benchmark's script at toy size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@dataclass(frozen=True)
+class Results:
+    """The lines that a run wrote, and what it left behind where it worked."""
+
+    lines: list[dict[str, Any]]
+    left: list[Path]
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["kind"] == kind]
+
+
+def command(script: str, directory: Path, *options: str) -> list[str]:
+    place = ("--directory", str(directory))
+    return [sys.executable, str(_BENCHMARKS / script), "--smoke", *place, *options]
+
+
+def run_script(
+    script: str, directory: Path, *options: str, limit_s: float = 150
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(script, directory, *options),
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+
+
+def results_of(script: str, directory: Path, *options: str) -> Results:
+    """Of a run that works in one new directory below ``directory``, and writes to another."""
+    place, out = directory / "place", directory / "results.jsonl"
+    place.mkdir()
+    done = run_script(script, place, "--out", str(out), *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    texts = out.read_text(encoding="utf-8").splitlines()
+    return Results([json.loads(text) for text in texts], list(place.iterdir()))
