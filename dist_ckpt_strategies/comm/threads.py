@@ -10,13 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-import numpy as np
 import torch
 
-from dist_ckpt_strategies.comm.base import Bytes, Exchange, Message, Receive, Send
+from dist_ckpt_strategies.comm.base import Exchange, Message, Receive, Send
 from dist_ckpt_strategies.errors import PeerTimeoutError
 
 T = TypeVar("T")
+
+_HOST = torch.device("cpu")
 
 
 @dataclass
@@ -25,9 +26,10 @@ class ThreadWorld:
 
     size: int
     timeout_s: float
+    device: torch.device = _HOST
     board: list[str] = field(init=False)
     barrier: threading.Barrier = field(init=False)
-    pipes: dict[tuple[int, int], queue.Queue[Bytes]] = field(init=False)
+    pipes: dict[tuple[int, int], queue.Queue[torch.Tensor]] = field(init=False)
 
     def __post_init__(self) -> None:
         """Set up the shared parts."""
@@ -50,9 +52,10 @@ class _Arriving:
         for receive in self.receives:
             pipe = self.world.pipes[receive.from_rank, self.rank]
             try:
-                np.asarray(receive.into)[...] = pipe.get(timeout=self.world.timeout_s)
+                found = pipe.get(timeout=self.world.timeout_s)
             except queue.Empty:
                 raise PeerTimeoutError(receive.from_rank, "sent nothing in time") from None
+            torch.as_tensor(receive.into).copy_(found)
 
 
 class ThreadCommunicator:
@@ -62,7 +65,7 @@ class ThreadCommunicator:
         self._world = world
         self.rank = rank
         self.size = world.size
-        self.device = torch.device("cpu")
+        self.device = world.device
 
     def global_rank(self, rank: int) -> int:
         """See Communicator."""
@@ -83,7 +86,7 @@ class ThreadCommunicator:
     def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
         """See Communicator."""
         for send in sends:
-            self._world.pipes[self.rank, send.to_rank].put(np.array(send.data))
+            self._world.pipes[self.rank, send.to_rank].put(torch.as_tensor(send.data).clone())
         return _Arriving(self._world, self.rank, tuple(receives))
 
     def _meet(self) -> None:
@@ -94,9 +97,19 @@ class ThreadCommunicator:
 
 
 def run_ranks(
-    size: int, body: Callable[[ThreadCommunicator], T], timeout_s: float = 10.0
+    size: int,
+    body: Callable[[ThreadCommunicator], T],
+    timeout_s: float = 10.0,
+    device: torch.device = _HOST,
 ) -> list[T]:
-    """Call ``body`` on every rank at once and return the results by rank."""
-    world = ThreadWorld(size, timeout_s)
+    """Call ``body`` on every rank at once and return the results by rank.
+
+    Args:
+        size: number of ranks.
+        body: what each of them does.
+        timeout_s: longest wait for another rank.
+        device: where tensors are that they send each other as they are.
+    """
+    world = ThreadWorld(size, timeout_s, device)
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(lambda rank: body(ThreadCommunicator(world, rank)), range(size)))

@@ -48,7 +48,7 @@ def is_distributed() -> bool:
 
 
 def new_gloo_groups(
-    group: ProcessGroup, num_groups: int, *, timeout_s: float
+    group: ProcessGroup | None, num_groups: int, *, timeout_s: float
 ) -> tuple[ProcessGroup, ...]:
     """Gloo groups of the same ranks as ``group``, for as many streams side by side.
 

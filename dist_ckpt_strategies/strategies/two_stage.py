@@ -79,7 +79,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
     """Reads every shard once within a data-parallel group, and sends it to whom it is missing.
 
     Args:
-        data_parallel_group: ranks that share the reading.
+        data_parallel_group: ranks that share the reading; None for the world.
         cpu_transfer: send over gloo, on the host; False sends over the group's own backend, with
             NCCL from GPU to GPU.
         base_strategy: reads the storage. A ZarrLoadShardedStrategy, by default, reads boxes, each
@@ -98,7 +98,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
     @raises_megatron_errors
     def __init__(
         self,
-        data_parallel_group: ProcessGroup,
+        data_parallel_group: ProcessGroup | None,
         cpu_transfer: bool = True,  # noqa: FBT001, FBT002 - Megatron's signature
         *,
         base_strategy: Any = None,

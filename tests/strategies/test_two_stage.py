@@ -251,6 +251,62 @@ def test_a_rank_that_dies_is_a_peer_error_in_time(tmp_path: Path) -> None:
         assert failure.seconds < 14
 
 
+MIB = 1 << 20
+LARGE = {"w0": (24, MIB), "w1": (16, MIB), "w2": (4, MIB)}
+"""176 MiB of float32; the largest shard has 96, which is never in memory a second time."""
+
+
+def large(rank: int, *, is_transposed: bool) -> dict[str, Any]:
+    """Replicas of a few large arrays; transposed ones have to be put in place by a copy."""
+    state = {}
+    for number, (key, shape) in enumerate(LARGE.items()):
+        data = torch.full(shape, float(number + 1))
+        if is_transposed:
+            data = torch.zeros(shape[::-1]).T
+        state[key] = ShardedTensor.from_rank_offsets(key, data, replica_id=rank)
+    return state
+
+
+def peak_nbytes() -> int:
+    """The most resident memory that this process has had since it was last asked to forget."""
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(text.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def resident_nbytes() -> int:
+    text = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(text.split("VmRSS:")[1].split()[0]) * 1024
+
+
+def measure_memory(rank: int, root: Path) -> dict[str, Any]:
+    prepare(60)
+    save(Entry.OURS, large(rank, is_transposed=False), root)
+    seen = {}
+    for budget in (8 * MIB, 96 * MIB):
+        strategy = TwoStageDataParallelLoadShardedStrategy(
+            dist.group.WORLD, max_inflight_bytes=budget
+        )
+        for is_transposed in (False, True):
+            wanted = large(rank, is_transposed=is_transposed)
+            strategy.load(large(rank, is_transposed=False), root)  # what a first load keeps
+            before = resident_nbytes()
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            loaded = strategy.load(wanted, root)
+            extra = peak_nbytes() - before
+            right = [bool((loaded[key] == n + 1).all()) for n, key in enumerate(LARGE)]
+            seen[f"{budget} {is_transposed}"] = budget, all(right), extra
+    return seen
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's /proc")
+def test_memory_beside_the_tensors_is_bounded(tmp_path: Path) -> None:
+    for seen in run_processes(2, measure_memory, tmp_path / "c", timeout_s=120):
+        assert isinstance(seen, dict), seen
+        for budget, is_right, extra in seen.values():
+            assert is_right
+            assert extra <= budget + 8 * MIB, seen
+
+
 @dataclass
 class Meta:
     """An entry as Megatron-Core 0.15 passed them around."""
