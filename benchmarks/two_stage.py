@@ -15,9 +15,7 @@ of its own, in one stream; each rank sends its share to all others, over two glo
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -51,7 +49,6 @@ from benchmarks.roster import (
     GROUP_ENTRIES,
     READ_SHARES,
     SEND_SHARES,
-    TWO_STAGE_TORCH_DIST,
     missing_package,
 )
 from benchmarks.rounds import load_rounds
@@ -91,18 +88,6 @@ def _save_all(ranks: Ranks, names: Sequence[str], directory: Path) -> dict[str, 
     return stored
 
 
-def _lacks(name: str) -> str | None:
-    """What a contender lacks here, as a sentence."""
-    if name == TWO_STAGE_TORCH_DIST:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # as in contenders.py
-            module = importlib.import_module("dist_ckpt_strategies.strategies.two_stage")
-        takes = inspect.signature(module.TwoStageDataParallelLoadShardedStrategy).parameters
-        if "base_strategy" not in takes:
-            return "the strategy takes no base_strategy yet"
-    return missing_package(GROUP_ENTRIES[name].package)
-
-
 def main(  # noqa: PLR0913 - one parameter for each option
     *,
     size: Sizes = None,
@@ -118,7 +103,7 @@ def main(  # noqa: PLR0913 - one parameter for each option
 ) -> None:
     """Load one GPT-like state on every rank of a group with every contender in turn."""
     with open_output(out, "two_stage.py") as output:
-        lacks = {name: _lacks(name) for name in GROUP_ENTRIES}
+        lacks = {name: missing_package(entry.package) for name, entry in GROUP_ENTRIES.items()}
         contest = Contest(
             chosen_sizes(size, smoke=smoke),
             chosen_places(directory),

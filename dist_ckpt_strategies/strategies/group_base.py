@@ -52,7 +52,8 @@ class SharedRequest:
         state_dict: what this rank wants.
         tensors: the ShardedTensors in it, by their descriptions.
         arrays: one for each description that the group wants, by number.
-        own: this rank's part: the ShardedTensors that it reads, by number, and the objects.
+        own: this rank's part: the ShardedTensors that it reads, by number, and the ShardedObjects,
+            by unique key. Flat: torch_dist loses dicts that are empty.
         plan: who sends what to whom.
         objects: who reads which objects.
     """
@@ -103,13 +104,11 @@ def request_in_group(state_dict: StateDict, comm: Communicator, options: Options
     shares = share_objects(objects, comm)
     by_number = {numbers[line]: found for line, found in wanted.items()}
     read = {box.array for box in plan.read_by(comm.rank)}
-    own = {
-        "tensors": {
-            number: by_number[number][0] if number in by_number else shards[number]
-            for number in sorted(read)
-        },
-        "objects": _own_objects(objects, shares, comm.rank),
+    own: StateDict = {
+        number: by_number[number][0] if number in by_number else shards[number]
+        for number in sorted(read)
     }
+    own |= _own_objects(objects, shares, comm.rank)
     return SharedRequest(state_dict, by_number, arrays, own, plan, shares)
 
 
@@ -139,13 +138,14 @@ def share_in_group(
     results: dict[int, Any] = {}
 
     def prepare() -> tuple[list[BoxTarget], LoadedBoxes]:
-        return _targets(request, results), LoadedBoxes(_boxes(request, loaded["tensors"]))
+        return _targets(request, results), LoadedBoxes(_boxes(request, loaded))
 
     targets, boxes = agree(comm, prepare)
     report = run_broadcast(request.plan, request.arrays, targets, boxes, comm, options)
 
     def dumped() -> dict[str, bytes]:
-        return {name: dump_object(obj, name=name) for name, obj in loaded["objects"].items()}
+        names = request.objects.read_by(comm.rank)
+        return {name: dump_object(loaded[name], name=name) for name in names}
 
     contents = send_objects(request.objects, comm, dumped)
     objects = [v for v in sharded_values(request.state_dict) if isinstance(v, ShardedObject)]
@@ -174,7 +174,7 @@ def _as_box(number: int, shard: Any) -> Box | None:
     return Box(number, spec.dtype.itemsize, spec.region) if spec.region.numel else None
 
 
-def _own_objects(objects: Sequence[Any], shares: ObjectShares, rank: int) -> dict[str, Any]:
+def _own_objects(objects: Sequence[Any], shares: ObjectShares, rank: int) -> StateDict:
     own = {object_id(found).unique_key: found for found in objects}
     return {
         name: own.get(name) or ShardedObject.empty_from_unique_key(name)
@@ -182,13 +182,12 @@ def _own_objects(objects: Sequence[Any], shares: ObjectShares, rank: int) -> dic
     }
 
 
-def _boxes(
-    request: SharedRequest, loaded: Mapping[int, torch.Tensor]
-) -> dict[tuple[ArraySpec, Any], HostArray]:
+def _boxes(request: SharedRequest, loaded: StateDict) -> dict[tuple[ArraySpec, Any], HostArray]:
     """What this rank has loaded, in the shape and dtype of its boxes."""
     boxes = {box.array: box for box in request.plan.boxes}
     found = {}
-    for number, tensor in loaded.items():
+    for number in (number for number in request.own if isinstance(number, int)):
+        tensor: torch.Tensor = loaded[number]
         array, region = request.arrays[number], boxes[number].region
         if tensor.numel() != region.numel:
             raise PlanError(

@@ -48,7 +48,7 @@ class Recorded(LoadShardedStrategy):  # type: ignore[misc]
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
         """See LoadShardedStrategy."""
-        shards = [*sharded_state_dict["tensors"].values(), *sharded_state_dict["objects"].values()]
+        shards = sharded_state_dict.values()
         self.asked.append([(shard.key, tuple(shard.global_offset)) for shard in shards])
         if dist.get_rank() in self.fails_on:
             raise OSError("no such luck")
@@ -136,6 +136,27 @@ def test_each_shard_and_object_is_asked_of_torch_dist_by_one_rank_of_the_group(
         for pair in (results[:2], results[2:]):
             of_two = [shard for seen in pair for shard in seen[f"2 {data} calls"][0]]
             assert len(of_two) == len(set(of_two))
+
+
+def load_little(rank: int, root: Path) -> Any:
+    allow_children()
+    prepare(60)
+    with cpu_stand_ins():
+        state = state_of(rank, cuts()[:2])
+        save(Entry.MEGATRON, state, root, sharded_strategy=TORCH_DIST)
+        base = Recorded(TorchDistLoadShardedStrategy())
+        strategy = TwoStageDataParallelLoadShardedStrategy(None, base_strategy=base)
+        wanted = state_of(rank, cuts()[:2], zeros)
+        loaded = dist_checkpointing.load(wanted, str(root), sharded_strategy=strategy)
+    return differences(rank, cuts()[:2], loaded), [len(asked) for asked in base.asked]
+
+
+def test_ranks_without_anything_to_read_call_torch_dist_too(tmp_path: Path) -> None:
+    pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
+    (tmp_path / "c").mkdir()
+    results = run_processes(4, load_little, tmp_path / "c", timeout_s=150)
+
+    assert sorted(results) == [([], [0]), ([], [0]), ([], [0]), ([], [2])]
 
 
 def load_with_faults(rank: int, root: Path) -> dict[str, Any]:
