@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.plan.bundles import Bundle, build_bundles
@@ -45,13 +44,18 @@ class Delivery:
         array: the stored array.
         box: what is read.
         reader: the rank that reads it, counted in the group.
-        receivers: the ranks that it is sent to, sorted; the reader is never among them.
+        audience: the ranks that want it, sorted; the reader may be one of them.
     """
 
     array: ArraySpec
     box: Box
     reader: int
-    receivers: tuple[int, ...]
+    audience: tuple[int, ...]
+
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """The ranks that it is sent to, sorted."""
+        return tuple(rank for rank in self.audience if rank != self.reader)
 
     @property
     def region(self) -> Region:
@@ -143,24 +147,17 @@ class BroadcastPlan:
             PlanError: a box that some rank asks for does not lie inside its array.
         """
         wanting = [_has(audience, rank) for audience in self.audiences]
-        receivers = cache(self._receivers)
         rounds: list[list[Message]] = [[] for _ in range(self.num_rounds)]
         for bundle in self.bundles:
             if bundle.reader == rank or wanting[bundle.audience]:
-                others = receivers(bundle.audience, bundle.reader)
-                rounds[bundle.round].extend(_messages(self._deliveries(bundle, arrays, others)))
+                rounds[bundle.round].extend(_messages(self._deliveries(bundle, arrays)))
         return tuple(map(tuple, rounds))
 
-    def _receivers(self, audience: int, reader: int) -> tuple[int, ...]:
-        return tuple(rank for rank in self.audiences[audience] if rank != reader)
-
-    def _deliveries(
-        self, bundle: Bundle, arrays: Sequence[ArraySpec], receivers: tuple[int, ...]
-    ) -> Iterator[Delivery]:
+    def _deliveries(self, bundle: Bundle, arrays: Sequence[ArraySpec]) -> Iterator[Delivery]:
         for box in self.boxes.at(slice(bundle.first, bundle.stop)):
             array = arrays[box.array]
             _require_inside(box, array)
-            yield Delivery(array, box, bundle.reader, receivers)
+            yield Delivery(array, box, bundle.reader, self.audiences[bundle.audience])
 
     def _content(self) -> tuple[object, ...]:
         return self.boxes.to_bytes(), self.audiences, self.bundles, self.num_ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,18 +85,36 @@ def _runs(boxes: BoxTable, audience: Table, limit_nbytes: int) -> list[_Run]:
 def _readers(runs: Sequence[_Run], audiences: Audiences, num_ranks: int) -> list[int]:
     """Who reads each run."""
     read = np.zeros(num_ranks, np.int64)
+    least = [(0, rank) for rank in range(num_ranks)]
     share = -(-sum(run.nbytes for run in runs) // num_ranks)
-    members = [np.array(audience) for audience in audiences]
+    members = _members(audiences, num_ranks)
     found = [0] * len(runs)
     for number in sorted(range(len(runs)), key=lambda n: (-runs[n].nbytes, n)):
-        run = runs[number]
-        wanting = members[run.audience]
-        reader = int(wanting[read[wanting].argmin()])
-        if read[reader] + run.nbytes > share:
-            reader = int(read.argmin())
-        read[reader] += run.nbytes
+        nbytes, wanting = runs[number].nbytes, members[runs[number].audience]
+        reader = _least_loaded(least, read) if wanting is None else _least_of(wanting, read)
+        if wanting is not None and read[reader] + nbytes > share:
+            reader = _least_loaded(least, read)
+        read[reader] += nbytes
+        heapq.heappush(least, (int(read[reader]), reader))
         found[number] = reader
     return found
+
+
+def _members(audiences: Audiences, num_ranks: int) -> list[Table | None]:
+    """The ranks of each audience; None for all of the group, which are not worth counting out."""
+    return [np.array(a) if len(a) < num_ranks else None for a in audiences]
+
+
+def _least_of(ranks: Table, read: Table) -> int:
+    """The first of the ranks that has read least of them."""
+    return int(ranks[read[ranks].argmin()])
+
+
+def _least_loaded(least: list[tuple[int, int]], read: Table) -> int:
+    """The rank that has read least; entries of the heap that are out of date are dropped."""
+    while read[least[0][1]] != least[0][0]:
+        heapq.heappop(least)
+    return least[0][1]
 
 
 def _in_rounds(
@@ -110,39 +129,53 @@ def _in_rounds(
     Readers take turns, each in the order of the table, which is the order of the files. A round
     ends where a rank would read and receive more than the limit.
     """
-    concerned = _Concerned(audiences)
-    per_rank = np.zeros(num_ranks, np.int64)
+    members = _members(audiences, num_ranks)
+    whole = _Held(num_ranks)
     for run, reader in zip(runs, readers, strict=True):
-        per_rank[concerned.by(run.audience, reader)] += run.nbytes
-    limit = min(limit_nbytes, -(-int(per_rank.max(initial=0)) // _MIN_ROUNDS))
+        whole.add(run.nbytes, members[run.audience], reader)
+    limit = min(limit_nbytes, -(-whole.most() // _MIN_ROUNDS))
     found: list[Bundle] = []
-    held, number = np.zeros(num_ranks, np.int64), 0
+    held, number = _Held(num_ranks), 0
     for position in _in_turns(readers):
         run, reader = runs[position], readers[position]
-        ranks = concerned.by(run.audience, reader)
-        most = int(held[ranks].max())
+        most = held.most_of(members[run.audience], reader)
         if most and most + run.nbytes > limit:
-            held[:] = 0
+            held = _Held(num_ranks)
             number += 1
-        held[ranks] += run.nbytes
+        held.add(run.nbytes, members[run.audience], reader)
         found.append(Bundle(number, reader, run.first, run.stop, run.nbytes, run.audience))
     return found
 
 
-class _Concerned:
-    """The ranks that read or receive what an audience wants."""
+class _Held:
+    """Bytes that each rank reads or receives; what all of them do is counted once."""
 
-    def __init__(self, audiences: Audiences) -> None:
-        self._members = [np.array(audience) for audience in audiences]
-        self._found: dict[tuple[int, int], Table] = {}
+    def __init__(self, num_ranks: int) -> None:
+        self._by_all = 0
+        self._by_rank = np.zeros(num_ranks, np.int64)
+        self._most_by_one = 0
 
-    def by(self, audience: int, reader: int) -> Table:
-        """The audience, and the reader if it is none of them."""
-        found = self._found.get((audience, reader))
-        if found is None:
-            found = np.union1d(self._members[audience], [reader])
-            self._found[audience, reader] = found
-        return found
+    def add(self, nbytes: int, members: Table | None, reader: int) -> None:
+        """Count what an audience gets, None for all ranks, and the reader if it is none of them."""
+        if members is None:
+            self._by_all += nbytes
+            return
+        before = self._by_rank[reader]
+        self._by_rank[members] += nbytes
+        self._by_rank[reader] = before + nbytes
+        most = max(int(self._by_rank[members].max()), int(self._by_rank[reader]))
+        self._most_by_one = max(self._most_by_one, most)
+
+    def most(self) -> int:
+        """The most that a rank holds."""
+        return self._by_all + self._most_by_one
+
+    def most_of(self, members: Table | None, reader: int) -> int:
+        """The most that one of these ranks holds; of all ranks, where ``members`` is None."""
+        if members is None:
+            return self.most()
+        own = max(int(self._by_rank[members].max()), int(self._by_rank[reader]))
+        return self._by_all + own
 
 
 def _in_turns(readers: Sequence[int]) -> list[int]:

@@ -43,9 +43,11 @@ def distinct_pieces(wants: Sequence[BoxTable]) -> Pieces:
 
     Ranks with equal tables are looked at once: replicas ask for the same.
     """
+    distinct = {id(table): table for table in wants}
+    contents = {name: table.to_bytes() for name, table in distinct.items()}
     ranks_with: dict[bytes, list[int]] = defaultdict(list)
     for rank, table in enumerate(wants):
-        ranks_with[table.to_bytes()].append(rank)
+        ranks_with[contents[id(table)]].append(rank)
     groups = list(ranks_with.values())
     tables = [wants[ranks[0]] for ranks in groups]
     every = concatenated(tables)

@@ -124,7 +124,7 @@ def run_broadcast(
     return BroadcastReport(
         num_tensors=len(targets),
         read_nbytes=sum(d.nbytes for d in own if d.reader == comm.rank),
-        received_nbytes=sum(d.nbytes for d in own if comm.rank in d.receivers),
+        received_nbytes=sum(d.nbytes for d in own if d.reader != comm.rank),
         reading_s=clock.seconds["reading"],
         sending_s=clock.seconds["sending"],
         copying_s=clock.seconds["copying"],

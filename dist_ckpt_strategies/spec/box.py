@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -57,9 +57,9 @@ class BoxTable:
     @classmethod
     def of(cls, boxes: Iterable[Box]) -> Self:
         """The table of these boxes."""
-        chosen = sorted(set(boxes))
+        chosen = list(boxes)
         num_dims = max((box.region.ndim for box in chosen), default=0)
-        rows = [_row(box, num_dims) for box in chosen]
+        rows = sorted({_row(box, num_dims) for box in chosen})
         return cls(np.array(rows, np.int64).reshape(len(rows), _NUM_FIXED + 2 * num_dims))
 
     @property
@@ -132,10 +132,7 @@ def concatenated(tables: Sequence[BoxTable]) -> BoxTable:
     return BoxTable(np.vstack([empty, *(table.with_dims(num_dims).rows for table in tables)]))
 
 
-def _row(box: Box, num_dims: int) -> list[Any]:
-    missing = num_dims - box.region.ndim
-    return [
-        *(box.array, box.itemsize, box.region.ndim),
-        *(*box.region.offset, *(0,) * missing),
-        *(*box.region.shape, *(1,) * missing),
-    ]
+def _row(box: Box, num_dims: int) -> tuple[int, ...]:
+    region, missing = box.region, num_dims - box.region.ndim
+    fixed = (box.array, box.itemsize, region.ndim)
+    return (*fixed, *region.offset, *(0,) * missing, *region.shape, *(1,) * missing)
