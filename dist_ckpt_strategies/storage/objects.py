@@ -19,6 +19,7 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
     StorageError,
+    StrategyError,
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.spec.object import ObjectId
@@ -122,16 +123,18 @@ def read_pickle(path: Path, name: str, allow: Allowed) -> Any:
 
 @contextmanager
 def allowing(allow: Allowed) -> Iterator[None]:
-    """Within the block these may be unpickled; what was allowed before it stays allowed after it.
+    """Within the block these may be unpickled; what others allow stays allowed after it.
 
-    torch's list is one for the process. Its own context manager would take off, on leaving, also
-    what others had put there, or another thread still needs.
+    torch's list is one for the process, and its own context manager takes off, on leaving, also
+    what others have put there meanwhile, or another thread still needs.
+
+    Raises:
+        StrategyError: something in it is neither a class, a function, nor such a tuple.
     """
-    wanted = set(allow)
+    wanted = {_by_name(found) for found in allow}
     with _ALLOWING:
-        present = set(torch.serialization.get_safe_globals())
-        for found in wanted.difference(present, _HELD):
-            context: Any = torch.serialization.safe_globals([found])
+        for found in wanted.difference(_HELD):
+            context: Any = torch.serialization.safe_globals([_Entry(found)])
             context.__enter__()
             _HELD[found] = context
         _NUM_USERS.update(wanted)
@@ -142,8 +145,33 @@ def allowing(allow: Allowed) -> Iterator[None]:
             _NUM_USERS.subtract(wanted)
             for found in [found for found in wanted if _NUM_USERS[found] == 0]:
                 del _NUM_USERS[found]
-                if found in _HELD:
-                    _HELD.pop(found).__exit__(None, None, None)
+                _HELD.pop(found).__exit__(None, None, None)
+
+
+class _Entry(tuple[Any, str]):
+    """An entry of ours in torch's list: equal to no other, so that it goes without taking one."""
+
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+def _by_name(found: Any) -> tuple[Any, str]:
+    """What may be unpickled, and the name under which a pickle asks for it."""
+    if isinstance(found, tuple) and list(map(type, found[1:])) == [str]:
+        found, name = found
+    else:
+        name = _name_of(found)
+    if not callable(found) or name is None:
+        raise StrategyError(
+            f"allow: expected classes, functions or (class, name) tuples, found {found!r}"
+        )
+    return found, name
+
+
+def _name_of(found: Any) -> str | None:
+    parts = [getattr(found, field, None) for field in ("__module__", "__qualname__")]
+    return ".".join(map(str, parts)) if None not in parts else None
 
 
 def load_pickle(content: bytes, path: Path, name: str, allow: Allowed) -> Any:

@@ -25,7 +25,6 @@ from dist_ckpt_strategies.cli.demo.task import ParallelLayout
 from dist_ckpt_strategies.cli.text import bytes_text
 
 
-
 @dataclass(slots=True)
 class StartRecord:
     """What one start of the ranks has reported so far.
