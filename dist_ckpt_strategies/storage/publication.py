@@ -32,6 +32,9 @@ from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 
 MARKER_NAME = files.MARKER_NAME
 
+_WITHDRAWN_NAME = REMOVED_PREFIX + MARKER_NAME
+"""The marker of a checkpoint that is being replaced, until its arrays have been removed."""
+
 _MAX_NAMED = 5
 _TOKEN_PAUSE_S = 0.02
 _TOKEN_WAIT_S = 30.0
@@ -111,7 +114,7 @@ def make_way(root: Path, keys: Collection[str], *, is_checkpoint: bool) -> None:
     Args:
         root: the directory.
         keys: of the arrays and objects that will be written.
-        is_checkpoint: whether there is a marker, or was until this save removed it.
+        is_checkpoint: whether there is a marker, or was until this save withdrew it.
 
     Raises:
         CheckpointExistsError: there was no marker, but there are arrays or objects of other keys.
@@ -121,9 +124,21 @@ def make_way(root: Path, keys: Collection[str], *, is_checkpoint: bool) -> None:
     retract(root, is_checkpoint=is_checkpoint)
 
 
-def has_marker(root: Path) -> bool:
-    """Whether there is a marker, whole or not: what lies beside it is a checkpoint's."""
-    return (root / MARKER_NAME).exists()
+def withdraw_marker(root: Path) -> None:
+    """Make the directory count as incomplete, durably, before anything of it changes.
+
+    That it has held a checkpoint is still known afterwards: see has_withdrawn_marker.
+    """
+    path = root / MARKER_NAME
+    with file_errors(None, path):
+        if path.exists():
+            path.replace(root / _WITHDRAWN_NAME)
+            sync_path(root)
+
+
+def has_withdrawn_marker(root: Path) -> bool:
+    """Whether a save has begun to replace a checkpoint, and has not removed its arrays yet."""
+    return (root / _WITHDRAWN_NAME).exists()
 
 
 def _require_no_others(root: Path, keys: Collection[str]) -> None:

@@ -33,14 +33,14 @@ from dist_ckpt_strategies.storage.objects import (
     read_pickle,
     write_object,
 )
-from dist_ckpt_strategies.storage.publication import has_marker, retract
+from dist_ckpt_strategies.storage.publication import withdraw_marker
 
 BACKEND = "torch"
 VERSION = 1
 
 
 class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
-    """Writes ``common.pt`` so that it is whole or not there, and removes an old marker first.
+    """Writes ``common.pt`` so that it is whole or not there, and withdraws an old marker first.
 
     Args:
         backend: ``"torch"``.
@@ -175,6 +175,5 @@ def _write_common(root: Path, state: StateDict) -> None:
     content = dump_object(state, name="common state")
     path = root / COMMON_NAME
     with file_errors("common state", path):
-        if has_marker(root):
-            retract(root)  # what is left without a marker is nobody's to replace
+        withdraw_marker(root)
         write_file(path, content)

@@ -48,7 +48,7 @@ from dist_ckpt_strategies.megatron.shards import (
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.objects import Allowed, allowing, dump_object
 from dist_ckpt_strategies.storage.publication import (
-    has_marker,
+    is_finished,
     make_directory,
     publish,
     read_marker,
@@ -143,7 +143,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
 
     def prepare() -> None:
         make_directory(root)
-        if not _replaces(sharded) or (overwrite and not has_marker(root)):
+        if not _replaces(sharded) or (overwrite and not is_finished(root)):
             retract(root)
 
     sharded, common_saver, parts = agree(comm, check)

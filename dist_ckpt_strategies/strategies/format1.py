@@ -63,12 +63,13 @@ from dist_ckpt_strategies.storage.objects import (
     write_dumped,
 )
 from dist_ckpt_strategies.storage.publication import (
-    has_marker,
+    has_withdrawn_marker,
+    is_finished,
     leave_token,
     make_way,
-    remove_marker,
     remove_token,
     require_token,
+    withdraw_marker,
 )
 from dist_ckpt_strategies.storage.stores import open_array_store
 from dist_ckpt_strategies.storage.transfers import Job, run_pooled
@@ -118,9 +119,9 @@ def save_format1(
         nonlocal is_checkpoint
         if comm.rank == 0:
             require_directory(root)
-            is_checkpoint = has_marker(root)
             if not keeps_old:
-                remove_marker(root)
+                withdraw_marker(root)
+            is_checkpoint = is_finished(root) if keeps_old else has_withdrawn_marker(root)
         mine = _holdings(state_dict)
         held.append((mine, open_array_store(root, options)))
         shards = [shard_to_wire(spec) for spec in mine.specs]
