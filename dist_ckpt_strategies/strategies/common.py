@@ -24,6 +24,7 @@ from dist_ckpt_strategies.megatron.shards import (
     object_id,
     sharded_values,
 )
+from dist_ckpt_strategies.plan.keys import require_storable_keys
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, write_file
 from dist_ckpt_strategies.storage.objects import (
     Allowed,
@@ -86,11 +87,17 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
     def save_sharded_objects(
         self, sharded_objects_state_dict: StateDict, checkpoint_dir: str | Path
     ) -> None:
-        """Write the main replicas of ShardedObjects. Rank-local."""
+        """Write the main replicas of ShardedObjects. Rank-local.
+
+        Raises:
+            PlanError: a key names no directory below the checkpoint.
+            StorageError: one cannot be pickled or written.
+        """
         root = Path(checkpoint_dir).absolute()
-        for value in sharded_values(sharded_objects_state_dict):
-            if is_main(value):
-                write_object(root, object_id(value), value.data)
+        objects = list(filter(is_main, sharded_values(sharded_objects_state_dict)))
+        require_storable_keys((), {object_id(value).key for value in objects})
+        for value in objects:
+            write_object(root, object_id(value), value.data)
 
 
 class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]

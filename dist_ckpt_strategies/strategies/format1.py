@@ -125,7 +125,7 @@ def save_format1(
         mine = _holdings(state_dict)
         held.append((mine, open_array_store(root, options)))
         shards = [shard_to_wire(spec) for spec in mine.specs]
-        objects = sorted(found.unique_key for found in mine.objects)
+        objects = [(found.key, found.offset, found.shape) for found in sorted(mine.objects)]
         return [shards, objects, options.max_inflight_bytes, uuid.uuid4().hex]
 
     answers = agree_and_gather(comm, describe)
@@ -154,16 +154,15 @@ def _planned(answers: Sequence[Any], comm: Communicator) -> tuple[SavePlan, set[
         RankShards(comm.global_rank(rank), tuple(map(shard_from_wire, shards)))
         for rank, (shards, _, _, _) in enumerate(answers)
     ]
-    objects = [
-        ObjectHolding(found, comm.global_rank(rank))
-        for rank, (_, names, _, _) in enumerate(answers)
-        for found in map(ObjectId.parse, names)
-        if found is not None
+    holdings = [
+        ObjectHolding(ObjectId(key, tuple(offset), tuple(shape)), comm.global_rank(rank))
+        for rank, (_, objects, _, _) in enumerate(answers)
+        for key, offset, shape in objects
     ]
     budget = min(budget for _, _, budget, _ in answers)
-    plan = build_save_plan(requests, objects, max_inflight_bytes=budget)
+    plan = build_save_plan(requests, holdings, max_inflight_bytes=budget)
     keys = {creation.array.key for creation in plan.creations}
-    return plan, keys.union(holding.id.key for holding in objects)
+    return plan, keys.union(holding.id.key for holding in holdings)
 
 
 def load_format1(
