@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
@@ -14,6 +16,7 @@ from megatron.core.dist_checkpointing.utils import (
     force_all_tensors_to_non_fp8,
 )
 from megatron.core.dist_checkpointing.validation import (
+    maybe_report_missing_and_unexpected_keys,
     parse_strict_flag,
     validate_integrity_and_strict_load,
     validate_sharded_objects_handling,
@@ -24,11 +27,20 @@ from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.megatron.bases import (
     CheckpointingException,
     ShardedObject,
+    ShardedTensor,
     StrictHandling,
 )
 from dist_ckpt_strategies.megatron.shards import StateDict, is_empty, mapped_values
 
 CONTENT_METADATA_KEY = "content_metadata"
+
+_RETURNING: Mapping[StrictHandling, StrictHandling] = MappingProxyType(
+    {
+        StrictHandling.RAISE_UNEXPECTED: StrictHandling.RETURN_UNEXPECTED,
+        StrictHandling.RAISE_ALL: StrictHandling.RETURN_ALL,
+    }
+)
+"""What tells the keys for which these raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +93,54 @@ def take_apart_for_save(
 def require_valid_sharding(everyone: list[list[Any]], common: StateDict | None = None) -> None:
     """Megatron-Core's check, on rank 0, that the main replicas make up every array and object.
 
-    Empty tensors are left out: Megatron-Core 0.16.1 divides by their extent. Where ``common`` is
+    Empty tensors are left out: Megatron-Core 0.16.1 divides by their extent. Arrays and objects
+    are checked apart: it takes the values of one key for all of one kind. Where ``common`` is
     given its consistency is checked too, collectively over the world, by a broadcast.
 
     Raises:
-        PlanError: elements or objects are missing, or held twice.
+        PlanError: elements or objects are missing, or held twice; names the key.
     """
-    checked = [[value for value in values if not is_empty(value)] for values in everyone]
+    tensors = _chosen(
+        everyone, lambda value: isinstance(value, ShardedTensor) and not is_empty(value)
+    )
+    objects = _chosen(everyone, lambda value: isinstance(value, ShardedObject))
+    validate_sharding_integrity([], common_state_dict=common)
+    for chosen in (tensors, objects):
+        error = _sharding_error(chosen)
+        if error is not None:
+            key = _key_at_fault(chosen)
+            raise PlanError(
+                f"{key}: the shards of all ranks do not fit together: {error}", key=key
+            ) from error
+
+
+def _chosen(everyone: list[list[Any]], is_chosen: Callable[[Any], bool]) -> list[list[Any]]:
+    return [list(filter(is_chosen, values)) for values in everyone]
+
+
+def _sharding_error(everyone: list[list[Any]]) -> Exception | None:
+    """What Megatron-Core's check raises; of what lies outside its grid that can be anything."""
     try:
-        validate_sharding_integrity(checked, common_state_dict=common)
-    except (CheckpointingException, AssertionError) as error:
-        raise PlanError(f"the shards of all ranks do not fit together: {error}") from error
+        validate_sharding_integrity(everyone)
+    except (
+        CheckpointingException,
+        AssertionError,
+        ArithmeticError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        return error
+    return None
+
+
+def _key_at_fault(everyone: list[list[Any]]) -> str | None:
+    """The first key that the check does not pass alone."""
+    keys = sorted({value.key for values in everyone for value in values})
+    alone = (_chosen(everyone, lambda value, key=key: value.key == key) for key in keys)
+    failed = (_sharding_error(chosen) is not None for chosen in alone)
+    return next((key for key, has_failed in zip(keys, failed, strict=True) if has_failed), None)
 
 
 def take_apart_for_load(state_dict: StateDict) -> LoadParts:
@@ -125,9 +174,26 @@ def returns_keys(strict: StrictHandling) -> bool:
 def apply_strictness(
     sharded: StateDict, strict: StrictHandling, local: Any, everyone: Any, stored: Any
 ) -> StrictOutcome:
-    """Megatron-Core's comparison of wanted and stored keys. Rank-local."""
-    found = validate_integrity_and_strict_load(sharded, strict, False, local, everyone, stored)  # noqa: FBT003 - theirs
-    return StrictOutcome(*found)
+    """Megatron-Core's comparison of wanted and stored keys. Rank-local.
+
+    Raises:
+        PlanError: there are keys that ``strict`` does not allow; names the first.
+    """
+    compared = _RETURNING.get(strict, strict)
+    outcome = StrictOutcome(
+        *validate_integrity_and_strict_load(sharded, compared, False, local, everyone, stored)  # noqa: FBT003 - theirs
+    )
+    if compared is not strict:
+        _require_no_mismatch(outcome)
+    return outcome
+
+
+def _require_no_mismatch(outcome: StrictOutcome) -> None:
+    try:
+        maybe_report_missing_and_unexpected_keys(outcome.missing, outcome.unexpected)
+    except CheckpointingException as error:
+        key = min(outcome.unexpected or outcome.missing)
+        raise PlanError(f"{key}: {error}", key=key) from error
 
 
 def split_objects(sharded: StateDict) -> tuple[StateDict, StateDict]:

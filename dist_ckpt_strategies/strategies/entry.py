@@ -12,11 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import xxhash
-
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
+from dist_ckpt_strategies.comm.agree import agree, agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.torch_group import is_distributed, open_communicator
+from dist_ckpt_strategies.comm.torch_group import open_communicator
 from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.megatron.bases import StrategyAction, StrictHandling
@@ -24,15 +22,10 @@ from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.flow import (
     LoadParts,
     SaveParts,
-    StrictOutcome,
-    apply_strictness,
     merge_factories,
     merged,
-    needs_global_keys,
-    needs_stored_keys,
     parsed_strict,
     require_objects_handled,
-    require_valid_sharding,
     returns_keys,
     split_objects,
     take_apart_for_load,
@@ -41,9 +34,6 @@ from dist_ckpt_strategies.megatron.flow import (
 from dist_ckpt_strategies.megatron.registry import default_strategy, require_registry
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
-    metadata_from_wire,
-    metadata_to_wire,
-    sharded_values,
 )
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.objects import Allowed, allowing, dump_object
@@ -56,6 +46,7 @@ from dist_ckpt_strategies.storage.publication import (
     retract,
 )
 from dist_ckpt_strategies.strategies import common, zarr
+from dist_ckpt_strategies.strategies.checks import Preprocess, check_load, check_save
 from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,
@@ -78,8 +69,6 @@ _OWN: Mapping[StrategyKey, Callable[[], Any]] = MappingProxyType(
     }
 )
 """What ``save`` and ``load`` use without ``register``, which is for Megatron-Core's own."""
-
-Preprocess = Callable[[StateDict], StateDict]
 
 
 @raises_megatron_errors
@@ -148,7 +137,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
 
     sharded, common_saver, parts = agree(comm, check)
     if validate_access_integrity:
-        _validate(comm, parts, preprocess_common_before_consistancy_check)
+        check_save(comm, parts, preprocess_common_before_consistancy_check)
     agree_on_first(comm, prepare)
     # The sharded part first: its strategy proves that it can be saved before it replaces anything.
     _save_sharded(comm, parts.sharded, root, sharded, common_saver)
@@ -209,7 +198,7 @@ def load(  # noqa: PLR0913 - Megatron's signature
             return *loaders, merged(found, parts.nonpersistent), parts, parsed_strict(strict)
 
         sharded, common_loader, state, parts, strictness = agree(comm, begin)
-        outcome = _check_keys(
+        outcome = check_load(
             comm,
             parts.sharded,
             strictness,
@@ -292,35 +281,6 @@ def _load_strategies(
     return loader, common_loader
 
 
-def _validate(comm: Communicator, parts: SaveParts, preprocess: Preprocess | None) -> None:
-    """Check the sharding, and that all ranks hold the same common state."""
-    common_state = agree(comm, lambda: preprocess(parts.common) if preprocess else parts.common)
-
-    def describe() -> list[Any]:
-        content = dump_object(common_state, name="common state")
-        return [_wires(parts.sharded), xxhash.xxh3_64_hexdigest(content)]
-
-    answers = agree_and_gather(comm, describe)
-    everyone = [list(map(metadata_from_wire, wires)) for wires, _ in answers]
-    is_equal = len({digest for _, digest in answers}) == 1
-    # Bytes that differ may still be equal values: Megatron-Core's own comparison decides, which
-    # broadcasts rank 0's state.
-    agree(comm, lambda: _require_valid(everyone, None if is_equal else common_state))
-
-
-def _require_valid(everyone: list[list[Any]], common_state: StateDict | None = None) -> None:
-    """Megatron-Core's check, which asks torch.distributed who it is: a lone process goes without.
-
-    What is saved is checked again by the plan.
-    """
-    if is_distributed():
-        require_valid_sharding(everyone, common_state)
-
-
-def _wires(state: StateDict) -> list[Any]:
-    return [metadata_to_wire(value) for value in sharded_values(state)]
-
-
 def _save_sharded(
     comm: Communicator, state: StateDict, root: Path, sharded: Any, common_saver: Any
 ) -> None:
@@ -341,25 +301,6 @@ def _stored_keys(root: Path, sharded: Any, common_loader: Any) -> StateDict:
     if not sharded.can_handle_sharded_objects:
         found = merged(found, common_loader.load_sharded_metadata(root))
     return found
-
-
-def _check_keys(
-    comm: Communicator,
-    state: StateDict,
-    strict: StrictHandling,
-    stored_keys: Callable[[], StateDict],
-    validate: bool,  # noqa: FBT001
-) -> StrictOutcome:
-    """Compare what is wanted with what is stored, and what all ranks want among each other."""
-    stored = agree(comm, lambda: stored_keys() if needs_stored_keys(strict) else None)
-    everyone, local = None, None
-    if validate or needs_global_keys(strict):
-        answers = agree_and_gather(comm, lambda: _wires(state))
-        everyone = [list(map(metadata_from_wire, wires)) for wires in answers]
-        local = everyone[comm.rank]
-    if validate and everyone is not None:
-        agree(comm, lambda: _require_valid(everyone))
-    return agree(comm, lambda: apply_strictness(state, strict, local, everyone, stored))
 
 
 def _load_sharded(

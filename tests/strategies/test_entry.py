@@ -17,6 +17,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+from megatron.core.dist_checkpointing.validation import StrictHandling
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import (
@@ -572,6 +573,9 @@ def test_objects_are_found_under_keys_with_slashes_and_under_older_names(
         assert result["metadata"] == sorted(names)
 
 
+DATA = torch.ones(2)
+
+
 class Unpicklable:
     """Something whose own code fails when it is pickled."""
 
@@ -602,6 +606,13 @@ def wrong_values(rank: int, scratch: Path) -> dict[str, Any]:
         "gap": {"o": ShardedObject("o", rank, (5,), (rank,))},
         "no main replica": {"o": ShardedObject("o", rank, (4,), (rank % 2,), replica_id=1)},
         "grids": {"o": ShardedObject("o", rank, grid, place, replica_id=replica)},
+        "nowhere": {"o": ShardedObject("", rank, (4,), (rank,))},
+        "before": {"o": ShardedObject("o", rank, (4,), (-1 if rank == 1 else rank,))},
+        "beyond": {"o": ShardedObject("o", rank, (4,), (5 if rank == 1 else rank,))},
+        "no grid": {"o": ShardedObject("o", rank, (), (), replica_id=rank)},
+        "number": {"o": ShardedObject(5, rank, (4,), (rank,))},
+        "before w": {"w": ShardedTensor("w", DATA, DATA.dtype, (2,), (8,), (2 * rank - 2,), (4,))},
+        "beyond w": {"w": ShardedTensor("w", DATA, DATA.dtype, (2,), (8,), (2 * rank + 2,), (4,))},
     }
     seen: dict[str, Any] = {}
     for entry in Entry:
@@ -626,9 +637,61 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_never_finished(tmp_path:
             assert not (root / "metadata.json").exists(), name
             if "ours" in name or "checked: False" in name:
                 assert found.is_ours, (name, found)
-            if "unpicklable" in name:
-                assert "o/shard_1_4 cannot be saved: ValueError: nope" in found.text
-                assert found.global_rank == 1
-            if name.split(", ")[1] in {"shape", "dtype", "same size"}:
-                assert "but the ShardedTensor says" in found.text, name
-                assert (found.key, found.global_rank) == ("w", 1)
+            require_words(name.split(", ")[1], found)
+
+
+def require_words(state: str, found: Failure) -> None:
+    """What the message has to say of one of the states of ``wrong_values``."""
+    if state == "unpicklable":
+        assert "o/shard_1_4 cannot be saved: ValueError: nope" in found.text
+        assert found.global_rank == 1
+    if state in {"shape", "dtype", "same size"}:
+        assert "but the ShardedTensor says" in found.text
+        assert (found.key, found.global_rank) == ("w", 1)
+    if state in {"twice", "gap", "no main replica", "grids"}:
+        assert found.key == "o", (state, found)
+    if state in {"twice", "gap", "grids"}:
+        assert " on rank 1" in found.text or " and rank 1 " in found.text, (state, found)
+    if state in {"before w", "beyond w"}:
+        assert "w: rank " in found.text, (state, found)
+        assert found.key == "w"
+
+
+def same_key(rank: int, scratch: Path) -> dict[str, Any]:
+    """An array and an object under one key; keys that only one side has, and ``strict``."""
+    prepare(30)
+    seen: dict[str, Any] = {}
+    for entry in Entry:
+        # Megatron-Core's own check takes all values of a key for arrays, or all for objects.
+        options = {"validate_access_integrity": entry is Entry.OURS}
+        root = scratch / entry
+        cut = on_grid("w", (8, 4), (4, 1))
+        both: dict[str, Any] = state_of(rank, [cut])
+        both["o"] = ShardedObject("w", {"of": rank}, (4,), (rank,))
+        save(entry, both, root, **options)
+        wanted: dict[str, Any] = state_of(rank, [cut], no_data)
+        wanted["o"] = ShardedObject("w", None, (4,), (rank,))
+        for strict in StrictHandling:
+            loaded = load(entry, dict(wanted), root, strict=strict, **options)
+            loaded = loaded[0] if isinstance(loaded, tuple) else loaded
+            seen[f"{entry}, {strict}"] = differences(rank, [cut], loaded), loaded["o"]
+    if rank == 2:
+        wanted["new"] = ShardedObject("new", None, (1,), (0,))
+    for strict in (StrictHandling.RAISE_UNEXPECTED, StrictHandling.RAISE_ALL):
+        options = {"strict": strict, "validate_access_integrity": rank < 0}
+        seen[f"raised, {strict}"] = outcome(partial(load, Entry.OURS, wanted, root, **options))
+    return seen
+
+
+def test_an_array_and_an_object_may_have_one_key_and_strict_names_the_key_that_is_not_there(
+    tmp_path: Path,
+) -> None:
+    for rank, result in enumerate(run_processes(4, same_key, tmp_path)):
+        assert isinstance(result, dict), result
+        for name, found in result.items():
+            if name.startswith("raised"):
+                assert isinstance(found, Failure), (name, found)
+                assert (found.is_ours, found.is_megatrons) == (True, True), (rank, name, found)
+                assert (found.key, found.global_rank) == ("new", 2), (rank, name, found)
+            else:
+                assert found == ([], {"of": rank}), name
