@@ -138,9 +138,11 @@ def _sharding_error(everyone: list[list[Any]]) -> Exception | None:
 def _key_at_fault(everyone: list[list[Any]]) -> str | None:
     """The first key that the check does not pass alone."""
     keys = sorted({value.key for values in everyone for value in values})
-    alone = (_chosen(everyone, lambda value, key=key: value.key == key) for key in keys)
-    failed = (_sharding_error(chosen) is not None for chosen in alone)
-    return next((key for key, has_failed in zip(keys, failed, strict=True) if has_failed), None)
+    return next((key for key in keys if _sharding_error(_of_key(everyone, key))), None)
+
+
+def _of_key(everyone: list[list[Any]], key: str) -> list[list[Any]]:
+    return _chosen(everyone, lambda value: value.key == key)
 
 
 def take_apart_for_load(state_dict: StateDict) -> LoadParts:

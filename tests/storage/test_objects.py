@@ -249,7 +249,7 @@ def may_be_read() -> bool:
     """Whether a Fraction may be unpickled at the moment."""
     content = dump_object(Fraction(1, 2), name="half")
     try:
-        return load_pickle(content, Path("half"), "half", ()) == Fraction(1, 2)
+        return bool(load_pickle(content, Path("half"), "half", ()) == Fraction(1, 2))
     except UnsafeObjectError:
         return False
 
