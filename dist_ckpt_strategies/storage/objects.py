@@ -23,7 +23,7 @@ from dist_ckpt_strategies.errors import (
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.files import file_errors, write_file
+from dist_ckpt_strategies.storage.files import file_errors, read_file, write_file
 from dist_ckpt_strategies.storage.object_files import (
     OBJECT_SUFFIX,
     archive_damage,
@@ -111,13 +111,13 @@ def read_content(root: Path, object_id: ObjectId) -> bytes:
     """
     path = object_path(root, object_id)
     with file_errors(object_id.unique_key, path, not_found=ArrayNotFoundError):
-        return path.read_bytes()
+        return read_file(path)
 
 
 def read_pickle(path: Path, name: str, allow: Allowed) -> Any:
     """Load a ``.pt`` file with ``weights_only=True``, the allow-list, and tensors on the CPU."""
     with file_errors(name, path, not_found=ArrayNotFoundError):
-        content = path.read_bytes()
+        content = read_file(path)
     return load_pickle(content, path, name, allow)
 
 

@@ -22,13 +22,15 @@ from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     file_errors,
+    is_directory,
     is_elsewhere,
+    read_file,
     require_directory,
     sync_path,
     write_file,
 )
 from dist_ckpt_strategies.storage.object_files import object_ids, object_path
-from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.storage.zarr2 import MAX_JSON_NBYTES, Zarr2Layout
 
 MARKER_NAME = files.MARKER_NAME
 
@@ -54,7 +56,7 @@ def read_marker(root: Path) -> CheckpointMarker:
     require_directory(root)
     path = root / MARKER_NAME
     with file_errors(None, path):
-        content = path.read_bytes() if path.exists() else None
+        content = read_file(path, MAX_JSON_NBYTES) if path.exists() else None
     if content is None:
         raise IncompleteCheckpointError(
             f"{root} is not a distributed checkpoint, or is incomplete: {MARKER_NAME}, the last "
@@ -224,7 +226,7 @@ def _remove_remains(directory: Path) -> None:
     for entry in entries:
         if entry.name.startswith((REMOVED_PREFIX, PARTIAL_PREFIX)):
             _remove(Path(entry.path))
-        elif entry.is_dir() and not is_elsewhere(entry):
+        elif is_directory(entry) and not is_elsewhere(entry):
             _remove_remains(Path(entry.path))
 
 

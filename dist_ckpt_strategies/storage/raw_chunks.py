@@ -38,6 +38,7 @@ from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 _MIN_DIRECT_READ_NBYTES = 256 << 10
 """Below this, asking whether a file is cached costs as much as reading it."""
 
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its writer
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 _MAX_PIECE_NBYTES = 16 << 20
@@ -62,7 +63,7 @@ class RawRead:
             StorageError: the file cannot be read.
         """
         try:
-            handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            handle = os.open(self.path, _READ)
         except FileNotFoundError:
             raise missing_chunk(self.array, self.path) from None
         except OSError as error:

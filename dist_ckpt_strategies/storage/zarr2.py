@@ -23,7 +23,9 @@ from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.storage.files import (
     REMOVED_PREFIX,
     file_errors,
+    is_directory,
     is_elsewhere,
+    read_file,
     remove_empty,
     sync_path,
     write_file,
@@ -31,6 +33,9 @@ from dist_ckpt_strategies.storage.files import (
 
 METADATA_NAME = ".zarray"
 _LOCKS_SUFFIX = ".sync"
+
+MAX_JSON_NBYTES = 1 << 20
+"""A metadata file has a few hundred bytes; of a longer one no more than this is read."""
 
 
 def dtype_name(dtype: DType) -> str:
@@ -169,7 +174,7 @@ class Zarr2Layout:
         """
         path, content = self.metadata_path(array.key), metadata_content(array)
         with file_errors(array.key, path):
-            if not (_create_file(path, content) or Path(path).read_bytes() == content):
+            if not (_create_file(path, content) or read_file(path) == content):
                 write_file(Path(path), content)
             if is_flushed:
                 sync_path(path)
@@ -192,8 +197,8 @@ class Zarr2Layout:
             CorruptCheckpointError: its description cannot be read.
         """
         path = self.metadata_path(key)
-        with file_errors(key, path, not_found=ArrayNotFoundError), open(path, "rb", 0) as file:  # noqa: PTH123 - 10,000 times
-            content = file.read()
+        with file_errors(key, path, not_found=ArrayNotFoundError):
+            content = read_file(path, MAX_JSON_NBYTES)
         return parse_metadata(key, path, content)
 
     def sync_directories(self, keys: Iterable[str]) -> None:
@@ -257,7 +262,7 @@ def _array_keys(directory: Path, prefix: str) -> Iterator[str]:
     with file_errors(prefix, directory):
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     for entry in entries:
-        if entry.name.startswith(REMOVED_PREFIX) or not entry.is_dir(follow_symlinks=True):
+        if entry.name.startswith(REMOVED_PREFIX) or not is_directory(entry):
             continue
         if _is_lock_directory(entry.path):
             continue

@@ -488,6 +488,18 @@ def test_a_directory_in_the_place_of_a_chunk_is_an_error(
     assert caught.value.key == "layer.w"
 
 
+@pytest.mark.timeout(20)
+def test_a_pipe_in_the_place_of_a_chunk_is_an_error_and_not_waited_for(
+    engine: Engine, tmp_path: Path
+) -> None:
+    bad = chunk_files(tmp_path, four_chunks(tmp_path, engine))[1]
+    bad.unlink()
+    os.mkfifo(bad)
+
+    with pytest.raises(CorruptCheckpointError, match="has 0 bytes, expected 32"):
+        read_array(tmp_path, engine, "layer.w")
+
+
 def test_chunks_that_are_not_asked_for_may_be_missing(engine: Engine, tmp_path: Path) -> None:
     array = four_chunks(tmp_path, engine)
     chunk_files(tmp_path, array)[3].unlink()
