@@ -199,6 +199,22 @@ def wrong_chunk_size(array: ArraySpec, path: Path | str, found: int) -> StorageE
     )
 
 
+def require_chunk(array: ArraySpec, path: Path) -> None:
+    """Raise unless the file of a chunk is there and, where it is raw, of the right size.
+
+    Raises:
+        IncompleteCheckpointError: it is missing.
+        CorruptCheckpointError: it has another size.
+        OSError: it cannot be looked at.
+    """
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise missing_chunk(array, path) from None
+    if array.is_raw and size != array.chunk_nbytes:
+        raise wrong_chunk_size(array, path, size)
+
+
 def raw_reads(root: Path, read: ArrayRead, bounce: BounceBuffers | None) -> list[RawRead] | None:
     """The direct reads that fill ``read``; None where it has to go through a chunk reader."""
     if not (read.target.flags.c_contiguous and read.target.flags.writeable):

@@ -7,6 +7,7 @@ as zeros; ``fill_value`` null in the metadata, so that all-zero chunks are store
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
@@ -20,11 +21,13 @@ from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.storage.array_files import begin_creates, begin_syncs
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, Transfer
 from dist_ckpt_strategies.storage.file_access import FileAccess
+from dist_ckpt_strategies.storage.files import file_errors
 from dist_ckpt_strategies.storage.raw_chunks import (
     RawWrite,
     missing_chunk,
     raw_reads,
     raw_write,
+    require_chunk,
 )
 from dist_ckpt_strategies.storage.transfers import (
     AllTransfers,
@@ -35,6 +38,9 @@ from dist_ckpt_strategies.storage.transfers import (
 )
 from dist_ckpt_strategies.storage.whole_flush import WholeFlush, whole_flush
 from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME, Zarr2Layout, array_metadata
+
+_MAX_TRUSTED_NBYTES = 1 << 30
+"""Chunks stated to be larger are looked at before they are read."""
 
 _FILE_IN_MESSAGE = re.compile(r'local file "([^"]+)"')
 
@@ -132,6 +138,9 @@ class TensorStoreArrays:
         )
 
     def _begin_decoded_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
+        for read in reads:
+            if read.array.chunk_nbytes > _MAX_TRUSTED_NBYTES:
+                self._require_plausible(read)
         opened = self._open_all([read.array for read in reads])
         pendings = []
         for read, stored in zip(reads, opened, strict=True):
@@ -139,6 +148,25 @@ class TensorStoreArrays:
             target = ts.array(read.target, copy=False, write=True)
             pendings.append(self._pending(read.array, target.write(source.translate_to[0]).commit))
         return PendingTransfers(tuple(pendings))
+
+    def _require_plausible(self, read: ArrayRead) -> None:
+        """Raise where the metadata states chunks for which TensorStore would run out of memory.
+
+        It then ends the process. A raw chunk has its size on disk, too.
+        """
+        array = read.array
+        for index in array.chunks_of(read.region):
+            path = self._layout.chunk_path(array, index)
+            with file_errors(array.key, path):
+                require_chunk(array, path)
+        if array.chunk_nbytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            path = self._layout.metadata_path(array.key)
+            raise StorageError(
+                f"{array.key}: {path} states chunks of {array.chunk_nbytes} bytes, more than this "
+                "machine has memory to decode",
+                key=array.key,
+                path=path,
+            )
 
     def _open_all(self, arrays: Sequence[ArraySpec]) -> list[Any]:
         """Every array, all opened at once, before anything is transferred."""

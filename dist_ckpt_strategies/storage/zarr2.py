@@ -131,11 +131,10 @@ def _spelled_dtypes() -> Mapping[str, DType]:
 
 
 def _numpy_dtype(spelled: str) -> np.dtype[np.generic]:
-    """Numpy's dtype of a spelling; extension types go by their plain name."""
-    try:
-        return DType(spelled).numpy
-    except ValueError:
-        return np.dtype(spelled)
+    """Numpy's dtype of a spelling that begins with its byte order."""
+    if spelled[:1] not in set("<>|"):
+        raise ValueError(f"dtype {spelled!r}, expected one such as '<f4'")
+    return np.dtype(spelled)
 
 
 def _require_consistent(array: ArraySpec, fields: Mapping[str, Any]) -> None:
@@ -145,8 +144,18 @@ def _require_consistent(array: ArraySpec, fields: Mapping[str, Any]) -> None:
         raise ValueError(f"shape {array.shape} with chunks {array.chunk_shape}")
     if min(array.chunk_shape, default=1) < 1:
         raise ValueError(f"chunks {array.chunk_shape}")
+    if fields["order"] not in {"C", "F"}:
+        raise ValueError(f"order {fields['order']!r}, expected 'C' or 'F'")
+    if not _is_codec(fields["compressor"]):
+        raise ValueError(f"compressor {fields['compressor']!r}, expected null or one with an id")
+    if not all(map(_is_codec, fields.get("filters") or ())):
+        raise ValueError(f"filters {fields['filters']!r}, expected null or a list of them")
     if array.separator not in {".", "/"}:
         raise ValueError(f"dimension_separator {array.separator!r}, expected '.' or '/'")
+
+
+def _is_codec(found: Any) -> bool:
+    return found is None or (isinstance(found, dict) and isinstance(found.get("id"), str))
 
 
 @dataclass(frozen=True, slots=True)
