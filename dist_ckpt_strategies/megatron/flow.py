@@ -34,6 +34,8 @@ from dist_ckpt_strategies.megatron.shards import StateDict, is_empty, mapped_val
 
 CONTENT_METADATA_KEY = "content_metadata"
 
+_MAX_QUOTED = 400
+
 _RETURNING: Mapping[StrictHandling, StrictHandling] = MappingProxyType(
     {
         StrictHandling.RAISE_UNEXPECTED: StrictHandling.RETURN_UNEXPECTED,
@@ -212,9 +214,23 @@ def require_objects_handled(sharded_strategy: Any, common_strategy: Any) -> None
 
 
 def merged(base: StateDict, *others: StateDict) -> StateDict:
-    """``base`` with the others merged into it; ``base`` itself is changed and returned."""
-    for other in others:
-        merge(base, other)
+    """``base`` with the others merged into it; ``base`` itself is changed and returned.
+
+    Raises:
+        PlanError: two of them hold something at one place, such as common state of the checkpoint
+            where a ShardedTensor is wanted.
+    """
+    try:
+        for other in others:
+            merge(base, other)
+    except ValueError as error:
+        text = str(error)
+        if len(text) > _MAX_QUOTED:  # it holds the values, which may be tensors
+            text = f"{text[: _MAX_QUOTED // 2]} ... {text[-_MAX_QUOTED // 2 :]}"
+        raise PlanError(
+            "what was loaded does not fit together; common state of the checkpoint may stand where "
+            f"the sharded state dict has something else: {text}"
+        ) from error
     return base
 
 

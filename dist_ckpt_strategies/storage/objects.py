@@ -50,6 +50,9 @@ __all__ = [
 _UNSAFE_GLOBAL = re.compile(r"GLOBAL (\S+)")
 """In torch's message; of a file in the older form torch lists no more than the first."""
 
+_UNPICKLER_SAYS = re.compile(r"WeightsUnpickler error: (.*)")
+"""In torch's message; what stands before it advises to unpickle freely."""
+
 Allowed = Sequence[Any]
 """Classes and functions that may be unpickled, or (class, "module.name it was pickled as")."""
 
@@ -197,7 +200,8 @@ def _load_error(error: Exception, content: bytes, path: Path, name: str) -> Chec
             key=name,
             path=str(path),
         )
-    return _corrupt(name, path, str(error))
+    said = _UNPICKLER_SAYS.search(str(error))
+    return _corrupt(name, path, (said[1] if said else str(error)) or "it cannot be unpickled")
 
 
 def _unsafe_globals(content: bytes) -> list[str]:

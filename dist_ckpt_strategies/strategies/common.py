@@ -10,6 +10,7 @@ from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicato
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
+    CorruptCheckpointError,
     IncompatibleVersionError,
     IncompleteCheckpointError,
 )
@@ -129,11 +130,16 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
         """
         path = Path(checkpoint_dir).absolute() / COMMON_NAME
         try:
-            found: StateDict = read_pickle(path, "common state", self._allowed())
+            found: Any = read_pickle(path, "common state", self._allowed())
         except ArrayNotFoundError as error:
             raise IncompleteCheckpointError(
                 f"common state: {path} is missing", path=str(path)
             ) from error
+        if not isinstance(found, dict):
+            raise CorruptCheckpointError(
+                f"common state: {path} holds a {type(found).__name__}, expected a dict",
+                path=str(path),
+            )
         return found
 
     @raises_megatron_errors

@@ -406,6 +406,17 @@ def test_a_file_cut_short_anywhere_is_damaged() -> None:
 
 
 @pytest.mark.parametrize(
+    "content", [pickle.dumps({"c": 1}), b"\x80\x02" + b"(" * 100_000, b"\x80\x02]q\0(h\0l."]
+)
+def test_what_cannot_be_unpickled_is_damaged_without_advice_to_unpickle_it_freely(
+    content: bytes,
+) -> None:
+    with pytest.raises(CorruptCheckpointError, match=r"^x: x\.pt is damaged: \w+") as caught:
+        load_pickle(content, Path("x.pt"), "x", ())
+    assert "weights_only" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "content", [b"", b"P", b"PK", b"PK\x03\x04", b"\x80", b"\x80\x02", b"hello", b"\0" * 1000]
 )
 def test_what_is_no_file_of_torch_save_is_damaged(content: bytes) -> None:

@@ -116,6 +116,14 @@ def test_a_missing_and_a_damaged_common_state_are_told_apart(tmp_path: Path) -> 
         TorchCommonLoadStrategy().load_common(tmp_path)
 
 
+@pytest.mark.parametrize("content", [[1], 5, None, torch.ones(2)], ids=str)
+def test_common_state_that_is_no_dict_is_damaged(content: Any, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "common.pt")
+
+    with pytest.raises(CorruptCheckpointError, match="expected a dict"):
+        TorchCommonLoadStrategy().load_common(tmp_path)
+
+
 def test_objects_with_slashes_in_their_key_are_saved_found_and_loaded(tmp_path: Path) -> None:
     objects = {
         n: ShardedObject("layer/0/extra", {"n": n}, (2, 2), (n // 2, n % 2)) for n in range(4)

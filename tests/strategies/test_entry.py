@@ -344,6 +344,9 @@ def test_values_that_collide_on_one_rank_fail_on_every_rank(tmp_path: Path) -> N
         for failure in failures:
             assert isinstance(failure, Failure), (rank, failure)
             assert failure.seconds < 8, (rank, failure)
+            assert failure.is_ours
+            assert "PlanError" in failure.kinds, failure
+            assert "does not fit together" in failure.text, failure
             if rank != 2:
                 assert failure.global_rank == 2, failure
 
