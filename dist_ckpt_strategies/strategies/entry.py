@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,6 +36,7 @@ from dist_ckpt_strategies.megatron.registry import default_strategy, require_reg
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
 )
+from dist_ckpt_strategies.megatron.wrappers import parallel_base, spread_main_replicas
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.objects import Allowed, allowing, dump_object
 from dist_ckpt_strategies.storage.publication import (
@@ -132,7 +134,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
 
     def prepare() -> None:
         make_directory(root)
-        if not _replaces(sharded) or (overwrite and not is_finished(root)):
+        if overwrite and not (_replaces(sharded) and is_finished(root)):
             retract(root)
 
     sharded, common_saver, parts = agree(comm, check)
@@ -263,7 +265,15 @@ def _save_strategies(sharded: StrategyChoice, common_choice: StrategyChoice) -> 
 
 def _replaces(sharded: Any) -> bool:
     """Whether the strategy itself sees to an earlier checkpoint, as late as it can."""
-    return isinstance(sharded, zarr.ZarrSaveShardedStrategy)
+    base = parallel_base(sharded) or sharded
+    return isinstance(base, zarr.ZarrSaveShardedStrategy)
+
+
+def _replace(sharded: Any, state: StateDict, root: Path) -> None:
+    base = parallel_base(sharded)
+    if base is not None:
+        spread_main_replicas(sharded, state)
+    (base or sharded).replace(state, root)
 
 
 def _load_strategies(
@@ -287,7 +297,7 @@ def _save_sharded(
     if not sharded.can_handle_sharded_objects:
         objects, state = agree(comm, lambda: split_objects(state))
         agree(comm, lambda: _save_objects(objects, root, sharded, common_saver))
-    save_tensors = sharded.replace if _replaces(sharded) else sharded.save
+    save_tensors = partial(_replace, sharded) if _replaces(sharded) else sharded.save
     agree(comm, lambda: save_tensors(state, root))
 
 

@@ -12,8 +12,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
 from tests.support.entries import Entry, Failure, load, outcome, prepare, save
 from tests.support.ranks import run_processes
 
@@ -230,6 +235,57 @@ def test_a_save_that_breaks_off_in_planning_removes_no_arrays_with_our_common_st
         assert "IncompleteCheckpointError" in loaded.kinds, loaded
         assert new == 2.0
         assert replaced == sorted(name.replace("w/", "new/") for name in before)
+
+
+class Foreign(SaveShardedStrategy):  # type: ignore[misc]
+    """A strategy of a user's own, which leaves one file."""
+
+    def __init__(self) -> None:
+        super().__init__("foreign", 1)
+
+    can_handle_sharded_objects = True
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        del sharded_state_dict
+        Path(checkpoint_dir, "foreign").touch()
+
+
+def save_with_others(rank: int, scratch: Path) -> dict[str, Any]:
+    """Strategies that are not ours, or wrapped, where arrays of somebody lie."""
+    prepare(30)
+    wrapped = FullyParallelSaveStrategyWrapper(ZarrSaveShardedStrategy())
+    root = scratch / "c"
+    save(Entry.OURS, state_of(rank, 1.0), root)
+    over = partial(save, Entry.OURS, root=root, sharded_strategy=wrapped, overwrite=True)
+    seen = {
+        "gap": outcome(partial(over, with_a_gap(rank), validate_access_integrity=False)),
+        "kept": value_in(rank, root),
+        "over": outcome(partial(over, state_of(rank, 2.0, "new"))),
+        "replaced": value_in(rank, root, key="new"),
+    }
+    dist.barrier()
+    if rank == 0:
+        (root / "metadata.json").unlink()
+    dist.barrier()
+    before = files_in(root)
+    dist.barrier()
+    without = partial(save, Entry.OURS, state_of(rank, 3.0), root)
+    seen["wrapped"] = outcome(partial(without, sharded_strategy=wrapped))
+    seen["foreign"] = outcome(partial(without, sharded_strategy=Foreign()))
+    dist.barrier()
+    seen["lost"] = sorted(set(before).difference(files_in(root)))
+    return seen
+
+
+def test_strategies_of_others_and_wrapped_ones_remove_nothing_unasked(tmp_path: Path) -> None:
+    ranks = run_processes(SIZE, save_with_others, tmp_path)
+
+    failures(ranks, "gap", "CoverageError")
+    failures(ranks, "wrapped", "CheckpointExistsError")
+    for seen in ranks:
+        assert (seen["kept"], seen["over"], seen["replaced"]) == (1.0, None, 2.0)
+        assert seen["foreign"] is None
+        assert seen["lost"] == []
 
 
 def test_relative_paths_work(ranks: list[Any]) -> None:
