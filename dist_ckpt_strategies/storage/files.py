@@ -109,14 +109,14 @@ def is_directory(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def is_elsewhere(directory: os.DirEntry[str]) -> bool:
+def is_elsewhere(directory: os.DirEntry[str] | Path) -> bool:
     """Whether a directory is no part of the checkpoint around it: a link, or another checkpoint.
 
     One that was not finished counts too.
     """
     names = (MARKER_NAME, COMMON_NAME)
     return directory.is_symlink() or any(
-        os.path.exists(os.path.join(directory.path, name))  # noqa: PTH110, PTH118 - never raises
+        os.path.exists(os.path.join(directory, name))  # noqa: PTH110, PTH118 - never raises
         for name in names
     )
 

@@ -119,11 +119,14 @@ def make_way(root: Path, keys: Collection[str], *, is_checkpoint: bool) -> None:
         is_checkpoint: whether there is a marker, or was until this save withdrew it.
 
     Raises:
-        CheckpointExistsError: there was no marker, but there are arrays or objects of other keys.
+        CheckpointExistsError: there was no marker, but there are arrays or objects of other keys;
+            or a key leads into another checkpoint, or through a link.
     """
     if not is_checkpoint:
         _require_no_others(root, keys)
     retract(root, is_checkpoint=is_checkpoint)
+    with file_errors(None, root):
+        _require_nothing_in_the_way(root, keys)
 
 
 def withdraw_marker(root: Path) -> None:
@@ -156,14 +159,31 @@ def _require_no_others(root: Path, keys: Collection[str]) -> None:
         )
 
 
+def _require_nothing_in_the_way(root: Path, keys: Collection[str]) -> None:
+    """Raise where what is written under a key would become a part of something else."""
+    with os.scandir(root) as scan:
+        present = {entry.name for entry in scan if is_directory(entry)}
+    for key in sorted(key for key in keys if key.partition("/")[0] in present):
+        parts = key.split("/")
+        for depth in range(len(parts)):
+            inner = root.joinpath(*parts[: depth + 1])
+            if is_elsewhere(inner):
+                raise CheckpointExistsError(
+                    f"{key}: {inner} is a link or another checkpoint, of which this key would "
+                    "become a part; save elsewhere",
+                    key=key,
+                    path=str(inner),
+                )
+
+
 def retract(root: Path, *, is_checkpoint: bool = True) -> None:
-    """Remove the marker, durably, and then the arrays and objects of an earlier save.
+    """Withdraw the marker, durably, then remove the arrays and objects of an earlier save, then it.
 
     ``common.pt`` stays: Megatron-Core's own save has already written the new one. So do other
     checkpoints below the directory, what links lead to, and files of any other kind, but not those
     of an earlier save with torch_dist.
     """
-    remove_marker(root)
+    withdraw_marker(root)
     with file_errors(None, root):
         layout = Zarr2Layout(root)
         for key in sorted(layout.keys(), key=len, reverse=True):
@@ -228,14 +248,6 @@ def _remove_remains(directory: Path) -> None:
             _remove(Path(entry.path))
         elif is_directory(entry) and not is_elsewhere(entry):
             _remove_remains(Path(entry.path))
-
-
-def remove_marker(root: Path) -> None:
-    """Make the directory count as incomplete, durably, before anything of it changes."""
-    with file_errors(None, root / MARKER_NAME):
-        if (root / MARKER_NAME).exists():
-            (root / MARKER_NAME).unlink()
-            sync_path(root)
 
 
 def _remove(path: Path) -> None:
