@@ -78,7 +78,7 @@ def _read(key: str, path: str) -> Folder:
                 others.append(entry.name)
             else:
                 files[entry.name] = nbytes
-    return Folder(key, files, *(tuple(sorted(names)) for names in (folders, links, others)))
+    return Folder(key, files, tuple(sorted(folders)), tuple(sorted(links)), tuple(sorted(others)))
 
 
 def _file_nbytes(entry: os.DirEntry[str]) -> int | None:

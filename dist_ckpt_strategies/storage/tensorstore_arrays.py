@@ -160,12 +160,12 @@ class TensorStoreArrays:
             with file_errors(array.key, path):
                 require_chunk(array, path)
         if array.chunk_nbytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-            path = self._layout.metadata_path(array.key)
+            metadata = self._layout.metadata_path(array.key)
             raise StorageError(
-                f"{array.key}: {path} states chunks of {array.chunk_nbytes} bytes, more than this "
-                "machine has memory to decode",
+                f"{array.key}: {metadata} states chunks of {array.chunk_nbytes} bytes, more than "
+                "this machine has memory to decode",
                 key=array.key,
-                path=path,
+                path=metadata,
             )
 
     def _open_all(self, arrays: Sequence[ArraySpec]) -> list[Any]:

@@ -21,6 +21,7 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import may_overlap, require_plain, torch_dtype
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
+    DuplicateWriterError,
     StorageError,
     StrategyError,
 )
@@ -234,11 +235,14 @@ def remove_arrays(root: Path, key_prefix: str) -> int:
 
 
 def _holdings(state_dict: StateDict) -> _Holdings:
-    specs, tensors, objects = [], {}, {}
+    specs: list[ShardSpec] = []
+    tensors: dict[ShardId, torch.Tensor] = {}
+    objects: dict[ObjectId, bytes] = {}
     for value in sharded_values(state_dict):
         if isinstance(value, ShardedObject):
             if is_main(value):
                 name = object_id(value)
+                _require_new(name, objects)
                 objects[name] = dump_object(value.data, name=name.unique_key)
             continue
         spec = shard_spec(value)
@@ -248,6 +252,15 @@ def _holdings(state_dict: StateDict) -> _Holdings:
                 require_plain(value.data, key=spec.key)
             tensors[spec.id] = shard_data(value)
     return _Holdings(tuple(specs), tensors, objects)
+
+
+def _require_new(name: ObjectId, objects: Mapping[ObjectId, bytes]) -> None:
+    if name in objects:
+        raise DuplicateWriterError(
+            f"{name.unique_key}: two main replicas on this rank; give one of them another "
+            "replica_id",
+            key=name.key,
+        )
 
 
 def _write_objects(root: Path, objects: Mapping[ObjectId, bytes], options: Options) -> None:

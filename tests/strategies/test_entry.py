@@ -609,6 +609,10 @@ def wrong_values(rank: int, scratch: Path) -> dict[str, Any]:
         "gap": {"o": ShardedObject("o", rank, (5,), (rank,))},
         "no main replica": {"o": ShardedObject("o", rank, (4,), (rank % 2,), replica_id=1)},
         "grids": {"o": ShardedObject("o", rank, grid, place, replica_id=replica)},
+        "twice on 1": {
+            "a": ShardedObject("o", rank, (4,), (rank,)),
+            "b": ShardedObject("o", rank, (4,), (rank,), replica_id=int(rank != 1)),
+        },
         "nowhere": {"o": ShardedObject("", rank, (4,), (rank,))},
         "before": {"o": ShardedObject("o", rank, (4,), (-1 if rank == 1 else rank,))},
         "beyond": {"o": ShardedObject("o", rank, (4,), (5 if rank == 1 else rank,))},
@@ -655,6 +659,9 @@ def require_words(state: str, found: Failure) -> None:
         assert found.key == "o", (state, found)
     if state in {"twice", "gap", "grids"}:
         assert " on rank 1" in found.text or " and rank 1 " in found.text, (state, found)
+    if state == "twice on 1":
+        assert "DuplicateWriterError" in found.kinds, found
+        assert found.key == "o"
     if state in {"before w", "beyond w"}:
         assert "w: rank " in found.text, (state, found)
         assert found.key == "w"
