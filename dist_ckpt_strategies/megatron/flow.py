@@ -80,7 +80,12 @@ class StrictOutcome:
 def take_apart_for_save(
     state_dict: StateDict, content_metadata: dict[str, Any] | None
 ) -> SaveParts:
-    """Factories applied, non-persistent values dropped, sharded and common parted. Rank-local."""
+    """Factories applied, non-persistent values dropped, sharded and common parted. Rank-local.
+
+    Raises:
+        PlanError: it is no dict.
+    """
+    _require_dict(state_dict)
     whole = mapped_values(lambda value: value, state_dict)  # factories are replaced in place
     if content_metadata is not None:
         whole[CONTENT_METADATA_KEY] = content_metadata
@@ -148,11 +153,23 @@ def _of_key(everyone: list[list[Any]], key: str) -> list[list[Any]]:
 
 
 def take_apart_for_load(state_dict: StateDict) -> LoadParts:
-    """Factories applied, non-persistent values kept apart. Rank-local."""
+    """Factories applied, non-persistent values kept apart. Rank-local.
+
+    Raises:
+        PlanError: it is no dict.
+    """
+    _require_dict(state_dict)
     force_all_tensors_to_non_fp8(state_dict)
     sharded, nonpersistent, factories = load_preprocess(state_dict)
     sharded, _ = extract_sharded_base(sharded)
     return LoadParts(sharded, nonpersistent, factories)
+
+
+def _require_dict(state_dict: Any) -> None:
+    if not isinstance(state_dict, dict):
+        raise PlanError(
+            f"expected a dict as sharded state dict, found a {type(state_dict).__name__}"
+        )
 
 
 def parsed_strict(strict: str | StrictHandling) -> StrictHandling:

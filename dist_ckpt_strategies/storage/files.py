@@ -80,8 +80,10 @@ def require_directory(root: Path) -> None:
     Raises:
         CheckpointNotFoundError: it does not exist, or is something else.
     """
-    if not root.is_dir():
-        what = "is no directory" if root.exists() else "does not exist"
+    with file_errors(None, root):
+        is_there, is_dir = root.exists(), root.is_dir()
+    if not is_dir:
+        what = "is no directory" if is_there else "does not exist"
         raise CheckpointNotFoundError(f"checkpoint directory {root} {what}", path=str(root))
 
 

@@ -18,7 +18,14 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.torch_group import open_communicator
 from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.megatron.bases import StrategyAction, StrictHandling
+from dist_ckpt_strategies.megatron.bases import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
+    StrategyAction,
+    StrictHandling,
+)
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.flow import (
     LoadParts,
@@ -57,6 +64,15 @@ from dist_ckpt_strategies.strategies.registry import (
     DEFAULT_REGISTRY,
     StrategyKey,
     strategy_not_found,
+)
+
+_KINDS: Mapping[StrategyAction, Any] = MappingProxyType(
+    {
+        StrategyAction.SAVE_SHARDED: SaveShardedStrategy,
+        StrategyAction.LOAD_SHARDED: LoadShardedStrategy,
+        StrategyAction.SAVE_COMMON: SaveCommonStrategy,
+        StrategyAction.LOAD_COMMON: LoadCommonStrategy,
+    }
 )
 
 StrategyChoice = Any
@@ -120,24 +136,24 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
             "async_sharded_save: format ('zarr', 1) saves synchronously; pass False"
         )
     require_registry("save")
-    root = local_root(checkpoint_dir)
-    comm = _world(f"save to {root}", timeout_s)
+    comm = _world(f"save to {checkpoint_dir}", timeout_s)
 
-    def check() -> tuple[Any, Any, SaveParts]:
+    def check() -> tuple[Path, Any, Any, SaveParts]:
+        root = local_root(checkpoint_dir)
         chosen = _save_strategies(sharded_strategy, common_strategy)
         parts = take_apart_for_save(sharded_state_dict, content_metadata)
         if comm.rank == 0:
             dump_object(parts.common, name="common state")
             if not overwrite:
                 require_unfinished(root)
-        return *chosen, parts
+        return root, *chosen, parts
 
     def prepare() -> None:
         make_directory(root)
         if overwrite and not (_replaces(sharded) and is_finished(root)):
             retract(root)
 
-    sharded, common_saver, parts = agree(comm, check)
+    root, sharded, common_saver, parts = agree(comm, check)
     if validate_access_integrity:
         check_save(comm, parts, preprocess_common_before_consistancy_check)
     agree_on_first(comm, prepare)
@@ -188,18 +204,19 @@ def load(  # noqa: PLR0913 - Megatron's signature
         PeerError: another rank failed; it is of the class of that rank's error too.
     """
     require_registry("load")
-    root = local_root(checkpoint_dir)
-    comm = _world(f"load from {root}", timeout_s)
+    comm = _world(f"load from {checkpoint_dir}", timeout_s)
     with ExitStack() as stack:
 
-        def begin() -> tuple[Any, Any, StateDict, LoadParts, StrictHandling]:
+        def begin() -> tuple[Path, Any, Any, StateDict, LoadParts, StrictHandling]:
+            root = local_root(checkpoint_dir)
             stack.enter_context(allowing(allow))
             loaders = _load_strategies(root, sharded_strategy, common_strategy)
             found: StateDict = loaders[1].load_common(root)
             parts = take_apart_for_load(sharded_state_dict)
-            return *loaders, merged(found, parts.nonpersistent), parts, parsed_strict(strict)
+            state = merged(found, parts.nonpersistent)
+            return root, *loaders, state, parts, parsed_strict(strict)
 
-        sharded, common_loader, state, parts, strictness = agree(comm, begin)
+        root, sharded, common_loader, state, parts, strictness = agree(comm, begin)
         outcome = check_load(
             comm,
             parts.sharded,
@@ -237,8 +254,12 @@ def _world(purpose: str, timeout_s: float | None) -> Communicator:
 
 def _chosen(action: StrategyAction, choice: StrategyChoice) -> Any:
     """The strategy that a caller means by an instance or by a tuple."""
-    if not isinstance(choice, tuple):
+    if isinstance(choice, _KINDS[action]):
         return choice
+    if not isinstance(choice, tuple):
+        raise StrategyError(
+            f"expected a {_KINDS[action].__name__} or a tuple (backend, version), found {choice!r}"
+        )
     if len(choice) != len(("backend", "version")):
         raise StrategyError(f"expected a strategy or a tuple (backend, version), found {choice!r}")
     key = StrategyKey(action, *choice)

@@ -297,7 +297,7 @@ def destination(tensor: Any, array: ArraySpec) -> torch.Tensor:
     dtype = torch_dtype(array.dtype)
     data: torch.Tensor | None = tensor.data
     if data is None:
-        return torch.empty(tuple(tensor.local_shape), dtype=dtype)
+        return torch.empty(tuple(tensor.local_shape), dtype=dtype, device="cpu")
     require_plain(data, key=tensor.key)
     fits = data.dtype == dtype and data.shape == tuple(tensor.local_shape)
     if fits and not may_overlap(data):

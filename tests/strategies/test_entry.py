@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -521,6 +521,21 @@ def test_ranks_that_do_not_share_a_directory_are_told_so(tmp_path: Path) -> None
     assert not list(tmp_path.rglob(".zarray"))
 
 
+def with_a_default_device(rank: int, root: Path) -> Any:
+    """As after ``torch.set_default_device("cuda")``, which training scripts may call."""
+    prepare(20)
+    moving = at_random("moving", (12, 10), 9)
+    state = state_of(rank, [*cuts(), moving])
+    with torch.device("meta"):
+        save(Entry.OURS, state, root)
+        loaded = load(Entry.OURS, state_of(rank, [*cuts(), moving], no_data), root)
+    return differences(rank, [*cuts(), moving], loaded)
+
+
+def test_the_default_device_makes_no_difference(tmp_path: Path) -> None:
+    assert run_processes(4, with_a_default_device, tmp_path / "c") == [[]] * 4
+
+
 def ask_for_what_is_not_there(rank: int, scratch: Path) -> dict[str, Any]:
     prepare(20)
     (scratch / "file").touch()
@@ -529,7 +544,16 @@ def ask_for_what_is_not_there(rank: int, scratch: Path) -> dict[str, Any]:
         "file": partial(load, Entry.OURS, state_of(rank, cuts(), no_data), scratch / "file"),
         "below a file": partial(save, Entry.OURS, state_of(rank, cuts()), scratch / "file" / "c"),
     }
-    return {name: outcome(place) for name, place in places.items()}
+    state = partial(state_of, rank, cuts())
+    requests: dict[str, Callable[[], Any]] = {
+        "a name": partial(save, Entry.OURS, state(), scratch / "c", sharded_strategy="zarr"),
+        "a loader": partial(
+            save, Entry.OURS, state(), scratch / "c", sharded_strategy=ZarrLoadShardedStrategy()
+        ),
+        "a list": partial(dist_ckpt_strategies.save, cast("Any", [state()]), scratch / "c"),
+        "too long": partial(save, Entry.OURS, state(), scratch / ("x" * 300)),
+    }
+    return {name: outcome(call) for name, call in (places | requests).items()}
 
 
 def test_a_place_that_is_no_directory_is_named(tmp_path: Path) -> None:
@@ -538,6 +562,15 @@ def test_a_place_that_is_no_directory_is_named(tmp_path: Path) -> None:
             assert CheckpointNotFoundError.__name__ in result[name].kinds
             assert "FileNotFoundError" in result[name].kinds
             assert str(tmp_path / name) in result[name].text
+        kinds = {
+            "a name": ("StrategyError", "expected a SaveShardedStrategy or a tuple"),
+            "a loader": ("StrategyError", "expected a SaveShardedStrategy or a tuple"),
+            "a list": ("PlanError", "expected a dict"),
+            "too long": ("StorageError", "name is too long"),
+        }
+        for name, (kind, words) in kinds.items():
+            assert kind in result[name].kinds, result[name]
+            assert words in result[name].text, result[name]
         assert StorageError.__name__ in result["below a file"].kinds
         assert str(tmp_path / "file") in result["below a file"].text
 
