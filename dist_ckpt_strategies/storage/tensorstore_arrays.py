@@ -49,10 +49,18 @@ def array_store_spec(path: Path) -> dict[str, Any]:
     """The TensorStore spec of an existing format 1 array, for readers without our code too."""
     return {
         "driver": "zarr",
-        "kvstore": {"driver": "file", "path": str(path.absolute())},
+        "kvstore": {"driver": "file", "path": str(_plain_path(path))},
         "metadata_key": METADATA_NAME,
         "fill_missing_data_reads": False,
     }
+
+
+def _plain_path(path: Path) -> Path:
+    """The path as TensorStore takes it: absolute, without ``..`` and with one leading slash."""
+    found = path.absolute()
+    if ".." in found.parts:
+        found = found.resolve()
+    return Path("/", *found.parts[1:])
 
 
 class TensorStoreArrays:
@@ -65,7 +73,7 @@ class TensorStoreArrays:
     def __init__(
         self, root: Path, access: FileAccess, io_threads: int, timeout_s: float = 1800.0
     ) -> None:
-        self._root = root.absolute()
+        self._root = _plain_path(root)
         if "\\" in str(self._root):
             raise StorageError(
                 f"{self._root}: TensorStore takes the backslash for '/'; rename the directory, or "

@@ -267,6 +267,23 @@ def test_a_relative_root_is_the_working_directory_of_the_moment(
     assert same_bytes(read_array(tmp_path / "ckpt", engine), values)
 
 
+@pytest.mark.parametrize("root", ["there/../c", "there/./c", "there//c/", "link/../d/c"])
+def test_a_root_may_be_written_in_any_way_that_the_system_takes(
+    root: str, engine: Engine, tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "elsewhere" / "d").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "e").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "e")
+    values = random_values((5, 3), DType.FLOAT32)
+    for prefix in (str(tmp_path), f"/{tmp_path}"):
+        place = Path(f"{prefix}/{root}")
+        place.mkdir(exist_ok=True)
+        write_array(place, engine, values, chunk=(2, 3))
+        assert same_bytes(read_array(place, engine), values)
+        assert (place / "w" / ".zarray").exists()
+
+
 def test_a_root_that_tensorstore_would_misread_is_refused_or_used_as_it_is(
     engine: Engine, tmp_path: Path
 ) -> None:

@@ -109,7 +109,10 @@ def with_relative_paths(rank: int, scratch: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     relative = Path("relative")
     save(Entry.OURS, state_of(rank, 5.0), relative)
-    seen["relative"] = value_in(rank, relative), value_in(rank, scratch / relative, Entry.MEGATRON)
+    around = scratch / "a" / ".." / relative
+    seen["relative"] = tuple(
+        value_in(rank, place, entry) for place in (relative, around) for entry in Entry
+    )
     dist.barrier()
     if rank == 0:
         (scratch / relative / "metadata.json").write_text('{"sharded_backend": "zarr", "sha')
@@ -289,7 +292,7 @@ def test_strategies_of_others_and_wrapped_ones_remove_nothing_unasked(tmp_path: 
 
 
 def test_relative_paths_work(ranks: list[Any]) -> None:
-    assert [seen["relative"] for seen in ranks] == [(5.0, 5.0)] * SIZE
+    assert [seen["relative"] for seen in ranks] == [(5.0,) * 4] * SIZE
 
 
 def test_half_a_marker_counts_as_none(ranks: list[Any]) -> None:
