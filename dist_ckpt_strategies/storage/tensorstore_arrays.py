@@ -189,7 +189,10 @@ class TensorStoreArrays:
         if array.is_raw:
             metadata = array_metadata(array) | {"dimension_separator": array.separator}
             spec |= {"metadata": metadata, "assume_metadata": True}
-        return ts.open(spec, context=self._context, read=True, write=array.is_raw)
+        try:
+            return ts.open(spec, context=self._context, read=True, write=array.is_raw)
+        except ValueError as error:  # what it refuses without looking at the files
+            raise _translated(array, self._root / array.key, error) from error
 
     def _pending(self, array: ArraySpec, future: Any) -> Pending:
         directory = self._root / array.key

@@ -62,6 +62,15 @@ def test_chunks_that_no_memory_could_hold_are_an_error_and_not_the_end_of_the_pr
     assert caught.value.key == "w"
 
 
+def test_a_key_that_tensorstore_refuses_is_an_error_that_names_it(tmp_path: Path) -> None:
+    write_metadata(tmp_path / "w.__lock", order="F")
+    (tmp_path / "w.__lock" / "0").write_bytes(bytes(16))
+
+    with pytest.raises(StorageError, match=r"w\.__lock: ") as caught:
+        read_array(tmp_path, Engine.TENSORSTORE, "w.__lock")
+    assert caught.value.key == "w.__lock"
+
+
 def write_foreign(root: Path, values: Values, way: dict[str, Any], key: str = "layer.w") -> None:
     options: dict[str, Any] = {"dtype": values.dtype, "fill_value": None} | way
     array = zarr.create_array(
