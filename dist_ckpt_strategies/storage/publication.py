@@ -42,6 +42,9 @@ _TOKEN_PAUSE_S = 0.02
 _TOKEN_WAIT_S = 30.0
 """How long a network file system may take to show a new file to another machine."""
 
+_ENDS = re.compile(r"(?=/|\Z)")
+"""Where the path of a directory above a key, or of its own, ends within it."""
+
 _OF_TORCH_DIST = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 """What torch.distributed.checkpoint names its files."""
 
@@ -124,9 +127,9 @@ def make_way(root: Path, keys: Collection[str], *, is_checkpoint: bool) -> None:
     """
     if not is_checkpoint:
         _require_no_others(root, keys)
-    retract(root, is_checkpoint=is_checkpoint)
     with file_errors(None, root):
         _require_nothing_in_the_way(root, keys)
+    retract(root, is_checkpoint=is_checkpoint)
 
 
 def withdraw_marker(root: Path) -> None:
@@ -163,17 +166,20 @@ def _require_nothing_in_the_way(root: Path, keys: Collection[str]) -> None:
     """Raise where what is written under a key would become a part of something else."""
     with os.scandir(root) as scan:
         present = {entry.name for entry in scan if is_directory(entry)}
-    for key in sorted(key for key in keys if key.partition("/")[0] in present):
-        parts = key.split("/")
-        for depth in range(len(parts)):
-            inner = root.joinpath(*parts[: depth + 1])
-            if is_elsewhere(inner):
-                raise CheckpointExistsError(
-                    f"{key}: {inner} is a link or another checkpoint, of which this key would "
-                    "become a part; save elsewhere",
-                    key=key,
-                    path=str(inner),
-                )
+    inside = sorted(key for key in keys if key.partition("/")[0] in present)
+    above = {key[: match.start()]: key for key in inside for match in _ENDS.finditer(key)}
+    found = {inner: key for inner, key in above.items() if is_elsewhere(root / inner)}
+    if not found:
+        return
+    going = set(Zarr2Layout(root).keys())  # an array may be a link, which goes
+    for inner, key in found.items():
+        if inner not in going:
+            raise CheckpointExistsError(
+                f"{key}: {root / inner} is a link or another checkpoint, of which this key would "
+                "become a part; save elsewhere",
+                key=key,
+                path=str(root / inner),
+            )
 
 
 def retract(root: Path, *, is_checkpoint: bool = True) -> None:

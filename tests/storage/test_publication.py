@@ -242,14 +242,26 @@ def test_a_key_that_leads_into_something_else_is_refused(key: str, tmp_path: Pat
     root = tmp_path / "root"
     for inner in (root / "inner", root / "a" / "inner", tmp_path / "elsewhere"):
         make_checkpoint(inner)
+    make_checkpoint(root)
     (root / "linked").symlink_to(tmp_path / "elsewhere")
     before = contents(tmp_path)
 
     with pytest.raises(CheckpointExistsError, match=f"^{key}: .* would become a part") as caught:
-        make_way(root, {"w", key}, is_checkpoint=False)
+        make_way(root, {"w", key}, is_checkpoint=True)
     assert caught.value.key == key
     assert contents(tmp_path) == before
-    make_way(root, {"w", "innermost"}, is_checkpoint=False)
+    make_way(root, {"w", "innermost"}, is_checkpoint=True)
+
+
+def test_an_array_that_is_a_link_makes_way_for_one_that_is_none(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    make_checkpoint(root)
+    (root / "w").rename(tmp_path / "elsewhere")
+    (root / "w").symlink_to(tmp_path / "elsewhere")
+    make_way(root, {"w"}, is_checkpoint=True)
+
+    assert not (root / "w").exists()
+    assert (tmp_path / "elsewhere" / ".zarray").exists()
 
 
 def test_a_checkpoint_half_removed_is_still_known_to_be_one(tmp_path: Path) -> None:
