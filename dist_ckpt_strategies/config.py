@@ -7,12 +7,22 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
+from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any
 
 from dist_ckpt_strategies.errors import StrategyError
 
 MIB = 1 << 20
 _PREFIX = "DIST_CKPT_"
+
+_RANGES: Mapping[str, tuple[type[Any], float]] = MappingProxyType(
+    {
+        "timeout_s": (Real, 1e9),  # some 30 years; what waits for longer overflows somewhere
+        "max_inflight_bytes": (Real, math.inf),
+        "io_threads": (Integral, math.inf),
+    }
+)
 
 
 class Engine(StrEnum):
@@ -51,10 +61,12 @@ class Options:
     def __post_init__(self) -> None:
         """Refuse values that could only hang or crash later."""
         object.__setattr__(self, "engine", _engine(self.engine))
-        for name in ("timeout_s", "max_inflight_bytes", "io_threads"):
+        for name, (kind, limit) in _RANGES.items():
             value = getattr(self, name)
-            if not 0 < value < math.inf:  # refuses NaN too
-                raise StrategyError(f"option {name}: expected a number > 0, found {value}")
+            if not (isinstance(value, kind) and 0 < value < limit):  # refuses NaN too
+                raise StrategyError(
+                    f"option {name}: expected a number > 0 and < {limit:g}, found {value!r}"
+                )
 
     def with_changes(self, **changes: Any) -> Options:
         """A copy with the given fields changed; None leaves a field as it is."""

@@ -1,6 +1,7 @@
 """Where tensors live: views of host memory without a copy, and staging where there is none.
 
-Nothing here touches CUDA unless a tensor at hand is a CUDA tensor.
+Nothing here touches CUDA unless a tensor at hand is a CUDA tensor. The default device, which a
+training script may have set, is never used.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.spec.dtype import DType
 
 HostArray = npt.NDArray[Any]
+
+_HOST = torch.device("cpu")
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -112,7 +115,7 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[HostArray]:
 def host_buffer(shape: Sequence[int], dtype: DType, *, like: torch.Tensor) -> torch.Tensor:
     """Uninitialised host memory from which ``like`` will be filled; pinned for a CUDA tensor."""
     pinned = like.device.type == "cuda"
-    return torch.empty(tuple(shape), dtype=torch_dtype(dtype), pin_memory=pinned)
+    return torch.empty(tuple(shape), dtype=torch_dtype(dtype), pin_memory=pinned, device=_HOST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +163,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def _pinned_copy(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
     with torch.cuda.stream(stream):
         source = tensor.resolve_conj().resolve_neg()
-        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True, device=_HOST)
         host.copy_(source, non_blocking=True)
         source.record_stream(stream)
     return host

@@ -137,11 +137,11 @@ class TorchCommunicator:
     def all_gather(self, item: Message) -> list[Message]:
         """See Communicator."""
         content = b"" if item is None else json.dumps(item).encode()
-        sizes = self._gathered(torch.tensor([len(content)], dtype=torch.int64))
+        sizes = self._gathered(torch.tensor([len(content)], dtype=torch.int64, device="cpu"))
         longest = max(int(size) for size in sizes)
         if longest == 0:
             return [None] * self.size
-        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         padded[: len(content)] = torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8)[
             : len(content)
         ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
@@ -14,6 +16,7 @@ from megatron.core.dist_checkpointing.utils import (
     force_all_tensors_to_non_fp8,
 )
 from megatron.core.dist_checkpointing.validation import (
+    maybe_report_missing_and_unexpected_keys,
     parse_strict_flag,
     validate_integrity_and_strict_load,
     validate_sharded_objects_handling,
@@ -24,11 +27,22 @@ from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.megatron.bases import (
     CheckpointingException,
     ShardedObject,
+    ShardedTensor,
     StrictHandling,
 )
 from dist_ckpt_strategies.megatron.shards import StateDict, is_empty, mapped_values
 
 CONTENT_METADATA_KEY = "content_metadata"
+
+_MAX_QUOTED = 400
+
+_RETURNING: Mapping[StrictHandling, StrictHandling] = MappingProxyType(
+    {
+        StrictHandling.RAISE_UNEXPECTED: StrictHandling.RETURN_UNEXPECTED,
+        StrictHandling.RAISE_ALL: StrictHandling.RETURN_ALL,
+    }
+)
+"""What tells the keys for which these raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +80,12 @@ class StrictOutcome:
 def take_apart_for_save(
     state_dict: StateDict, content_metadata: dict[str, Any] | None
 ) -> SaveParts:
-    """Factories applied, non-persistent values dropped, sharded and common parted. Rank-local."""
+    """Factories applied, non-persistent values dropped, sharded and common parted. Rank-local.
+
+    Raises:
+        PlanError: it is no dict.
+    """
+    _require_dict(state_dict)
     whole = mapped_values(lambda value: value, state_dict)  # factories are replaced in place
     if content_metadata is not None:
         whole[CONTENT_METADATA_KEY] = content_metadata
@@ -81,25 +100,76 @@ def take_apart_for_save(
 def require_valid_sharding(everyone: list[list[Any]], common: StateDict | None = None) -> None:
     """Megatron-Core's check, on rank 0, that the main replicas make up every array and object.
 
-    Empty tensors are left out: Megatron-Core 0.16.1 divides by their extent. Where ``common`` is
+    Empty tensors are left out: Megatron-Core 0.16.1 divides by their extent. Arrays and objects
+    are checked apart: it takes the values of one key for all of one kind. Where ``common`` is
     given its consistency is checked too, collectively over the world, by a broadcast.
 
     Raises:
-        PlanError: elements or objects are missing, or held twice.
+        PlanError: elements or objects are missing, or held twice; names the key.
     """
-    checked = [[value for value in values if not is_empty(value)] for values in everyone]
+    tensors = _chosen(
+        everyone, lambda value: isinstance(value, ShardedTensor) and not is_empty(value)
+    )
+    objects = _chosen(everyone, lambda value: isinstance(value, ShardedObject))
+    validate_sharding_integrity([], common_state_dict=common)
+    for chosen in (tensors, objects):
+        error = _sharding_error(chosen)
+        if error is not None:
+            key = _key_at_fault(chosen)
+            raise PlanError(
+                f"{key}: the shards of all ranks do not fit together: {error}", key=key
+            ) from error
+
+
+def _chosen(everyone: list[list[Any]], is_chosen: Callable[[Any], bool]) -> list[list[Any]]:
+    return [list(filter(is_chosen, values)) for values in everyone]
+
+
+def _sharding_error(everyone: list[list[Any]]) -> Exception | None:
+    """What Megatron-Core's check raises; of what lies outside its grid that can be anything."""
     try:
-        validate_sharding_integrity(checked, common_state_dict=common)
-    except (CheckpointingException, AssertionError) as error:
-        raise PlanError(f"the shards of all ranks do not fit together: {error}") from error
+        validate_sharding_integrity(everyone)
+    except (
+        CheckpointingException,
+        AssertionError,
+        ArithmeticError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        return error
+    return None
+
+
+def _key_at_fault(everyone: list[list[Any]]) -> str | None:
+    """The first key that the check does not pass alone."""
+    keys = sorted({value.key for values in everyone for value in values})
+    return next((key for key in keys if _sharding_error(_of_key(everyone, key))), None)
+
+
+def _of_key(everyone: list[list[Any]], key: str) -> list[list[Any]]:
+    return _chosen(everyone, lambda value: value.key == key)
 
 
 def take_apart_for_load(state_dict: StateDict) -> LoadParts:
-    """Factories applied, non-persistent values kept apart. Rank-local."""
+    """Factories applied, non-persistent values kept apart. Rank-local.
+
+    Raises:
+        PlanError: it is no dict.
+    """
+    _require_dict(state_dict)
     force_all_tensors_to_non_fp8(state_dict)
     sharded, nonpersistent, factories = load_preprocess(state_dict)
     sharded, _ = extract_sharded_base(sharded)
     return LoadParts(sharded, nonpersistent, factories)
+
+
+def _require_dict(state_dict: Any) -> None:
+    if not isinstance(state_dict, dict):
+        raise PlanError(
+            f"expected a dict as sharded state dict, found a {type(state_dict).__name__}"
+        )
 
 
 def parsed_strict(strict: str | StrictHandling) -> StrictHandling:
@@ -125,9 +195,26 @@ def returns_keys(strict: StrictHandling) -> bool:
 def apply_strictness(
     sharded: StateDict, strict: StrictHandling, local: Any, everyone: Any, stored: Any
 ) -> StrictOutcome:
-    """Megatron-Core's comparison of wanted and stored keys. Rank-local."""
-    found = validate_integrity_and_strict_load(sharded, strict, False, local, everyone, stored)  # noqa: FBT003 - theirs
-    return StrictOutcome(*found)
+    """Megatron-Core's comparison of wanted and stored keys. Rank-local.
+
+    Raises:
+        PlanError: there are keys that ``strict`` does not allow; names the first.
+    """
+    compared = _RETURNING.get(strict, strict)
+    outcome = StrictOutcome(
+        *validate_integrity_and_strict_load(sharded, compared, False, local, everyone, stored)  # noqa: FBT003 - theirs
+    )
+    if compared is not strict:
+        _require_no_mismatch(outcome)
+    return outcome
+
+
+def _require_no_mismatch(outcome: StrictOutcome) -> None:
+    try:
+        maybe_report_missing_and_unexpected_keys(outcome.missing, outcome.unexpected)
+    except CheckpointingException as error:
+        key = min(outcome.unexpected or outcome.missing)
+        raise PlanError(f"{key}: {error}", key=key) from error
 
 
 def split_objects(sharded: StateDict) -> tuple[StateDict, StateDict]:
@@ -144,9 +231,23 @@ def require_objects_handled(sharded_strategy: Any, common_strategy: Any) -> None
 
 
 def merged(base: StateDict, *others: StateDict) -> StateDict:
-    """``base`` with the others merged into it; ``base`` itself is changed and returned."""
-    for other in others:
-        merge(base, other)
+    """``base`` with the others merged into it; ``base`` itself is changed and returned.
+
+    Raises:
+        PlanError: two of them hold something at one place, such as common state of the checkpoint
+            where a ShardedTensor is wanted.
+    """
+    try:
+        for other in others:
+            merge(base, other)
+    except ValueError as error:
+        text = str(error)
+        if len(text) > _MAX_QUOTED:  # it holds the values, which may be tensors
+            text = f"{text[: _MAX_QUOTED // 2]} ... {text[-_MAX_QUOTED // 2 :]}"
+        raise PlanError(
+            "what was loaded does not fit together; common state of the checkpoint may stand where "
+            f"the sharded state dict has something else: {text}"
+        ) from error
     return base
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,8 @@ def shard_spec(tensor: Any) -> ShardSpec:
     """The spec of a ShardedTensor; prepended axes become dims of extent 1.
 
     Raises:
-        PlanError: it has a flattened range, or a dtype that cannot be stored.
+        PlanError: it has a flattened range, a dtype that cannot be stored, or a key that is no
+            text.
     """
     if getattr(tensor, "flattened_range", None) is not None:
         raise PlanError(
@@ -59,7 +60,7 @@ def shard_spec(tensor: Any) -> ShardSpec:
         )
     region = Region(_extent(tensor.global_offset), region_shape(tensor))
     return ShardSpec(
-        ShardId(tensor.key, region),
+        ShardId(_key(tensor), region),
         _extent(tensor.global_shape),
         DType.named(str(tensor.dtype), key=tensor.key),
         is_main=is_main(tensor),
@@ -92,9 +93,13 @@ def shard_data(tensor: Any) -> torch.Tensor:
 
 
 def object_id(sharded_object: Any) -> ObjectId:
-    """The name of a ShardedObject."""
+    """The name of a ShardedObject.
+
+    Raises:
+        PlanError: its key is no text.
+    """
     return ObjectId(
-        sharded_object.key,
+        _key(sharded_object),
         _extent(sharded_object.global_offset),
         _extent(sharded_object.global_shape),
     )
@@ -114,18 +119,28 @@ def metadata_object(found: ObjectId) -> Any:
 
 
 def metadata_to_wire(value: Any) -> list[Any]:
-    """A ShardedTensor or ShardedObject without its data, as JSON types."""
-    where = [value.key, list(value.global_shape), list(value.global_offset), value.replica_id]
+    """A ShardedTensor or ShardedObject without its data, as JSON types.
+
+    Raises:
+        PlanError: its key is no text.
+    """
+    replica = value.replica_id
+    where = [
+        _key(value),
+        _extent(value.global_shape),
+        _extent(value.global_offset),
+        _extent(replica) if isinstance(replica, Sequence) else int(replica),
+    ]
     if isinstance(value, ShardedObject):
         return where
     fragments = value.axis_fragmentations
     return [
         *where,
         str(value.dtype).removeprefix("torch."),
-        list(value.local_shape),
-        None if fragments is None else list(fragments),
-        value.prepend_axis_num,
-        value.allow_shape_mismatch,
+        _extent(value.local_shape),
+        None if fragments is None else _extent(fragments),
+        int(value.prepend_axis_num),
+        bool(value.allow_shape_mismatch),
     ]
 
 
@@ -153,6 +168,12 @@ def metadata_from_wire(wire: list[Any]) -> Any:
 def is_empty(value: Any) -> bool:
     """Whether this is a ShardedTensor without elements, which Megatron-Core's checks trip over."""
     return isinstance(value, ShardedTensor) and 0 in value.local_shape
+
+
+def _key(value: Any) -> str:
+    if not isinstance(value.key, str):
+        raise PlanError(f"expected text as key of a {type(value).__name__}, found {value.key!r}")
+    return value.key
 
 
 def _extent(numbers: Any) -> Extent:

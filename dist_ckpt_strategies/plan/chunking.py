@@ -31,7 +31,7 @@ def regular_chunk_shape(shape: Extent, regions: Sequence[Region]) -> Extent | No
         for offset, extent, size, dim in zip(
             region.offset, region.shape, chunk, shape, strict=True
         ):
-            if offset % size or extent != min(size, dim - offset):
+            if offset < 0 or offset % size or extent != min(size, dim - offset):
                 return None
     return chunk
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError
@@ -18,11 +18,19 @@ class Holding:
     rank: int
 
 
-def require_partition(key: str, shape: Extent, holdings: Sequence[Holding]) -> None:
+def require_partition(
+    key: str, shape: Extent, holdings: Sequence[Holding], copies: Iterable[Holding] = ()
+) -> None:
     """Raise unless the (non-empty) holdings cover the array exactly once.
 
     Disjoint boxes inside the array that add up to its number of elements leave no gap, so the
     proof is: inside, disjoint, and the sum.
+
+    Args:
+        key: of the array.
+        shape: of the array, in elements.
+        holdings: the main replicas.
+        copies: the other replicas, to say who holds what the main ones leave out.
 
     Raises:
         CoverageError: elements are missing, or a region reaches outside the array.
@@ -46,9 +54,10 @@ def require_partition(key: str, shape: Extent, holdings: Sequence[Holding]) -> N
         )
     held = sum(holding.region.numel for holding in holdings)
     if held != math.prod(shape):
+        gap = _first_gap(whole, holdings)
         raise CoverageError(
             f"{key}: main replicas cover {held} of {math.prod(shape)} elements of shape {shape}; "
-            f"first element not covered: {_first_gap(whole, holdings)}",
+            f"first element not covered: {gap}, {_held_by(gap, copies)}",
             key=key,
         )
 
@@ -70,12 +79,22 @@ def _first_overlap(holdings: Sequence[Holding]) -> tuple[Holding, Holding] | Non
     return None
 
 
-def _first_gap(whole: Region, holdings: Sequence[Holding]) -> Extent | None:
+def _first_gap(whole: Region, holdings: Sequence[Holding]) -> Extent:
     """Lowest corner of what is left of ``whole`` once every holding is cut away."""
     rest = [whole]
     for holding in sorted(holdings):
         rest = [piece for box in rest for piece in _cut(box, holding.region)]
-    return min((box.offset for box in rest), default=None)
+    return min(box.offset for box in rest)
+
+
+def _held_by(element: Extent, copies: Iterable[Holding]) -> str:
+    """Who has a copy of the element, in words."""
+    box = Region(element, (1,) * len(element))
+    ranks = sorted({copy.rank for copy in copies if copy.region.contains(box)})
+    if not ranks:
+        return "which no rank holds"
+    spoken = ", ".join(map(str, ranks))
+    return f"which only copies hold (rank {spoken}); one of them needs replica_id 0"
 
 
 def _cut(box: Region, hole: Region) -> list[Region]:

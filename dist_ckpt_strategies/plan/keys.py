@@ -10,7 +10,7 @@ from dist_ckpt_strategies.errors import PlanError
 RESERVED_NAMES = frozenset({"common.pt", "metadata.json"})
 _MAX_COMPONENT_NBYTES = 255
 _FILES_OF_AN_ARRAY = re.compile(r"\.zarray|\.zattrs|\.zgroup|\d+(\.\d+)*")
-_READERS_NAMES = re.compile(r"\.zarray|metadata\.json|shard_\d+(\.\d+)*_\d+(\.\d+)*\.pt")
+_READERS_NAMES = re.compile(r"\.zarray|metadata\.json|common\.pt|shard_\d+(\.\d+)*_\d+(\.\d+)*\.pt")
 """A directory of such a name would be taken for the file that marks an array, a checkpoint, an
 object."""
 _LEAVING_PREFIXES = (".removed-", ".partial-")

@@ -23,6 +23,8 @@ from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.spec.region import Extent, Region
 from dist_ckpt_strategies.spec.shard import RankShards, ShardId, ShardSpec
 
+_MAX_SPOKEN = 8
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -178,22 +180,42 @@ def _single_writer_keys(objects: Iterable[ObjectHolding]) -> frozenset[str]:
 
 def _require_whole_objects(writers: Mapping[ObjectId, int]) -> None:
     """Raise unless the shards of each object are all those of one grid."""
-    grids: dict[str, set[Extent]] = defaultdict(set)
-    counts: Counter[str] = Counter()
-    for object_id in writers:
-        grids[object_id.key].add(object_id.shape)
-        counts[object_id.key] += 1
-    for key in sorted(grids):
-        if len(grids[key]) > 1:
-            shown = ", ".join(map(str, sorted(grids[key])))
+    by_key: dict[str, dict[ObjectId, int]] = defaultdict(dict)
+    for object_id in sorted(writers):
+        by_key[object_id.key][object_id] = writers[object_id]
+    for key, of_key in by_key.items():
+        ranks = {object_id.shape: rank for object_id, rank in reversed(of_key.items())}
+        if len(ranks) > 1:
+            shown = ", ".join(f"{shape} on rank {ranks[shape]}" for shape in sorted(ranks))
             raise PlanError(f"{key}: shards of objects of different grids: {shown}", key=key)
-        (grid,) = grids[key]
-        if counts[key] != math.prod(grid):
+        (grid,) = ranks
+        for object_id, rank in of_key.items():
+            _require_in_grid(object_id, rank)
+        if len(of_key) != math.prod(grid):
             raise CoverageError(
-                f"{key}: main replicas of {counts[key]} of the {math.prod(grid)} shards of an "
-                "object; each needs one",
+                f"{key}: main replicas of {len(of_key)} of the {math.prod(grid)} shards of an "
+                f"object; each needs one; there are {_spoken_shards(of_key)}",
                 key=key,
             )
+
+
+def _require_in_grid(object_id: ObjectId, rank: int) -> None:
+    offset, grid = object_id.offset, object_id.shape
+    is_inside = len(offset) == len(grid) and all(
+        0 <= o < n for o, n in zip(offset, grid, strict=True)
+    )
+    if not grid or not is_inside:
+        raise PlanError(
+            f"{object_id.key}: rank {rank} holds shard {offset} of an object whose grid is {grid}; "
+            "a grid has at least one dim, and its shards count from 0",
+            key=object_id.key,
+        )
+
+
+def _spoken_shards(writers: Mapping[ObjectId, int]) -> str:
+    shown = [f"{object_id.offset} on rank {rank}" for object_id, rank in writers.items()]
+    more = ", ..." if len(shown) > _MAX_SPOKEN else ""
+    return ", ".join(shown[:_MAX_SPOKEN]) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +253,8 @@ def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]]) -> _Made:
     regions = [holding.region for holding in holdings]
     chunk = regular_chunk_shape(shape, regions)
     if chunk is None or not fills_grid(shape, chunk, regions):
-        require_partition(key, shape, holdings)
+        copies = [Holding(shard.region, rank) for rank, shard in held if not shard.is_main]
+        require_partition(key, shape, holdings, copies)
     is_regular = chunk is not None
     if chunk is None:
         chunk = irregular_chunk_shape(shape, first.dtype.itemsize, holdings)

@@ -135,7 +135,7 @@ def _assembled(
     write: ChunkWrite, tensors: Tensors, arrived: Mapping[Piece, torch.Tensor]
 ) -> torch.Tensor:
     """The chunk, put together from own and received pieces, which cover it exactly."""
-    chunk = torch.empty(write.region.shape, dtype=torch_dtype(write.array.dtype))
+    chunk = torch.empty(write.region.shape, dtype=torch_dtype(write.array.dtype), device="cpu")
     for piece in write.pieces:
         part = arrived[piece] if piece in arrived else _piece_tensor(piece, tensors)
         _place(chunk, piece.region, write.region, part)

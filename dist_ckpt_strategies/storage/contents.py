@@ -9,15 +9,17 @@ from pathlib import Path
 
 from dist_ckpt_strategies.errors import CheckpointError
 from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.storage.files import MARKER_NAME, PARTIAL_PREFIX, REMOVED_PREFIX
+from dist_ckpt_strategies.storage.files import (
+    MARKER_NAME,
+    PARTIAL_PREFIX,
+    REMOVED_PREFIX,
+    read_file,
+)
 from dist_ckpt_strategies.storage.findings import Finding, Problem, unreadable
 from dist_ckpt_strategies.storage.folders import Folder, folders_below, reason
 from dist_ckpt_strategies.storage.stored_arrays import StoredArray, check_chunks, chunk_index
 from dist_ckpt_strategies.storage.stored_objects import StoredShard
-from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME, parse_metadata
-
-MAX_JSON_NBYTES = 1 << 20
-"""A metadata file has a few hundred bytes; of a longer one no more than this is read."""
+from dist_ckpt_strategies.storage.zarr2 import MAX_JSON_NBYTES, METADATA_NAME, parse_metadata
 
 _CHUNK_NAME = re.compile(r"\d+(?:[./]\d+)*", re.ASCII)
 _LOCKS_SUFFIX = ".sync"
@@ -110,7 +112,7 @@ def read_contents(root: Path, folder: Folder) -> FolderContents:
         shards=_shards(folder),
         num_orphans=0 if array else len(named),
         leftovers=_partial_files(folder),
-        findings=contents.findings + findings,
+        findings=contents.findings + findings + _check_shard_names(folder),
     )
 
 
@@ -153,11 +155,21 @@ def _shards(folder: Folder) -> tuple[StoredShard, ...]:
     return tuple(shard for shard in parsed if shard is not None)
 
 
+def _check_shard_names(folder: Folder) -> tuple[Finding, ...]:
+    """Findings about what has the name of an object's file, and is none."""
+    names = (*folder.folders, *folder.links, *folder.others)
+    paths = (folder.path_of(name) for name in names)
+    found = "a directory, or something else that is no file"
+    return tuple(
+        unreadable(folder.key, path, found) for path in paths if StoredShard.parse(path, 0)
+    )
+
+
 def _read_metadata(root: Path, folder: Folder) -> ArraySpec | Finding:
     path = folder.path_of(METADATA_NAME)
     try:
-        with open(f"{root}/{path}", "rb") as file:  # noqa: PTH123 - 10,000 times
-            return parse_metadata(folder.key, Path(path), file.read(MAX_JSON_NBYTES))
+        content = read_file(f"{root}/{path}", MAX_JSON_NBYTES)
+        return parse_metadata(folder.key, Path(path), content)
     except OSError as error:
         return unreadable(folder.key, path, reason(error))
     except CheckpointError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,18 +80,47 @@ def require_directory(root: Path) -> None:
     Raises:
         CheckpointNotFoundError: it does not exist, or is something else.
     """
-    if not root.is_dir():
-        what = "is no directory" if root.exists() else "does not exist"
+    with file_errors(None, root):
+        is_there, is_dir = root.exists(), root.is_dir()
+    if not is_dir:
+        what = "is no directory" if is_there else "does not exist"
         raise CheckpointNotFoundError(f"checkpoint directory {root} {what}", path=str(root))
 
 
-def is_elsewhere(directory: os.DirEntry[str]) -> bool:
+def read_file(path: Path | str, max_nbytes: int = -1) -> bytes:
+    """The content of a file, or its first bytes.
+
+    Raises:
+        OSError: it is no regular file, for one, such as a pipe, which could keep us waiting.
+    """
+    with open(path, "rb", 0, opener=_open_at_once) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", str(path))
+        return file.read(max_nbytes)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def is_directory(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a directory, or a link to one; a link in a circle is none."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def is_elsewhere(directory: os.DirEntry[str] | Path) -> bool:
     """Whether a directory is no part of the checkpoint around it: a link, or another checkpoint.
 
     One that was not finished counts too.
     """
     names = (MARKER_NAME, COMMON_NAME)
-    return directory.is_symlink() or any(Path(directory.path, name).exists() for name in names)
+    return directory.is_symlink() or any(
+        os.path.exists(os.path.join(directory, name))  # noqa: PTH110, PTH118 - never raises
+        for name in names
+    )
 
 
 def remove_empty(directory: Path, root: Path) -> None:

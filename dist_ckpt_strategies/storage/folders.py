@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from dist_ckpt_strategies.storage.files import is_directory
+
 
 @dataclass(frozen=True, slots=True)
 class Folder:
@@ -18,6 +20,7 @@ class Folder:
         files: size in bytes of each regular file in it, by name.
         folders: names of the directories in it, sorted.
         links: names of links to directories in it, sorted.
+        others: names of what is none of these, such as pipes and links to nothing, sorted.
         failure: why it could not be read; None where it could.
     """
 
@@ -25,6 +28,7 @@ class Folder:
     files: dict[str, int]
     folders: tuple[str, ...] = ()
     links: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
     failure: str | None = None
 
     @property
@@ -65,11 +69,21 @@ def _read(key: str, path: str) -> Folder:
     files: dict[str, int] = {}
     folders: list[str] = []
     links: list[str] = []
+    others: list[str] = []
     with os.scandir(path) as entries:
         for entry in entries:
-            if entry.is_dir():
+            if is_directory(entry):
                 (links if entry.is_symlink() else folders).append(entry.name)
-            elif entry.is_file():
-                with suppress(FileNotFoundError):  # a save may be going on
-                    files[entry.name] = entry.stat().st_size
-    return Folder(key, files, tuple(sorted(folders)), tuple(sorted(links)))
+            elif (nbytes := _file_nbytes(entry)) is None:
+                others.append(entry.name)
+            else:
+                files[entry.name] = nbytes
+    return Folder(key, files, tuple(sorted(folders)), tuple(sorted(links)), tuple(sorted(others)))
+
+
+def _file_nbytes(entry: os.DirEntry[str]) -> int | None:
+    """The size of a regular file; None for anything else, and where it has gone meanwhile."""
+    with suppress(OSError):
+        if entry.is_file():
+            return entry.stat().st_size
+    return None

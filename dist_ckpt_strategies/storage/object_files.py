@@ -18,6 +18,7 @@ from dist_ckpt_strategies.spec.object import UNKNOWN, ObjectId
 from dist_ckpt_strategies.storage.files import (
     REMOVED_PREFIX,
     file_errors,
+    is_directory,
     is_elsewhere,
     remove_empty,
 )
@@ -82,7 +83,7 @@ def _named_ids(directory: Path, prefix: str) -> Iterator[ObjectId]:
             found = ObjectId.parse(prefix + entry.name.removesuffix(OBJECT_SUFFIX))
             if found is not None:
                 yield found
-        elif entry.is_dir() and not is_elsewhere(entry):
+        elif is_directory(entry) and not is_elsewhere(entry):
             yield from _named_ids(Path(entry.path), f"{prefix}{entry.name}/")
 
 

@@ -19,10 +19,11 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
     StorageError,
+    StrategyError,
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.files import file_errors, write_file
+from dist_ckpt_strategies.storage.files import file_errors, read_file, write_file
 from dist_ckpt_strategies.storage.object_files import (
     OBJECT_SUFFIX,
     archive_damage,
@@ -48,6 +49,9 @@ __all__ = [
 
 _UNSAFE_GLOBAL = re.compile(r"GLOBAL (\S+)")
 """In torch's message; of a file in the older form torch lists no more than the first."""
+
+_UNPICKLER_SAYS = re.compile(r"WeightsUnpickler error: (.*)")
+"""In torch's message; what stands before it advises to unpickle freely."""
 
 Allowed = Sequence[Any]
 """Classes and functions that may be unpickled, or (class, "module.name it was pickled as")."""
@@ -110,28 +114,30 @@ def read_content(root: Path, object_id: ObjectId) -> bytes:
     """
     path = object_path(root, object_id)
     with file_errors(object_id.unique_key, path, not_found=ArrayNotFoundError):
-        return path.read_bytes()
+        return read_file(path)
 
 
 def read_pickle(path: Path, name: str, allow: Allowed) -> Any:
     """Load a ``.pt`` file with ``weights_only=True``, the allow-list, and tensors on the CPU."""
     with file_errors(name, path, not_found=ArrayNotFoundError):
-        content = path.read_bytes()
+        content = read_file(path)
     return load_pickle(content, path, name, allow)
 
 
 @contextmanager
 def allowing(allow: Allowed) -> Iterator[None]:
-    """Within the block these may be unpickled; what was allowed before it stays allowed after it.
+    """Within the block these may be unpickled; what others allow stays allowed after it.
 
-    torch's list is one for the process. Its own context manager would take off, on leaving, also
-    what others had put there, or another thread still needs.
+    torch's list is one for the process, and its own context manager takes off, on leaving, also
+    what others have put there meanwhile, or another thread still needs.
+
+    Raises:
+        StrategyError: something in it is neither a class, a function, nor such a tuple.
     """
-    wanted = set(allow)
+    wanted = {_by_name(found) for found in allow}
     with _ALLOWING:
-        present = set(torch.serialization.get_safe_globals())
-        for found in wanted.difference(present, _HELD):
-            context: Any = torch.serialization.safe_globals([found])
+        for found in wanted.difference(_HELD):
+            context: Any = torch.serialization.safe_globals([_Entry(found)])
             context.__enter__()
             _HELD[found] = context
         _NUM_USERS.update(wanted)
@@ -142,8 +148,33 @@ def allowing(allow: Allowed) -> Iterator[None]:
             _NUM_USERS.subtract(wanted)
             for found in [found for found in wanted if _NUM_USERS[found] == 0]:
                 del _NUM_USERS[found]
-                if found in _HELD:
-                    _HELD.pop(found).__exit__(None, None, None)
+                _HELD.pop(found).__exit__(None, None, None)
+
+
+class _Entry(tuple[Any, str]):
+    """An entry of ours in torch's list: equal to no other, so that it goes without taking one."""
+
+    __slots__ = ()
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
+
+def _by_name(found: Any) -> tuple[Any, str]:
+    """What may be unpickled, and the name under which a pickle asks for it."""
+    if isinstance(found, tuple) and list(map(type, found[1:])) == [str]:
+        found, name = found
+    else:
+        name = _name_of(found)
+    if not callable(found) or name is None:
+        raise StrategyError(
+            f"allow: expected classes, functions or (class, name) tuples, found {found!r}"
+        )
+    return found, name
+
+
+def _name_of(found: Any) -> str | None:
+    parts = [getattr(found, field, None) for field in ("__module__", "__qualname__")]
+    return ".".join(map(str, parts)) if None not in parts else None
 
 
 def load_pickle(content: bytes, path: Path, name: str, allow: Allowed) -> Any:
@@ -169,7 +200,8 @@ def _load_error(error: Exception, content: bytes, path: Path, name: str) -> Chec
             key=name,
             path=str(path),
         )
-    return _corrupt(name, path, str(error))
+    said = _UNPICKLER_SAYS.search(str(error))
+    return _corrupt(name, path, (said[1] if said else str(error)) or "it cannot be unpickled")
 
 
 def _unsafe_globals(content: bytes) -> list[str]:

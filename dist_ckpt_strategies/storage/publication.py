@@ -22,20 +22,28 @@ from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     file_errors,
+    is_directory,
     is_elsewhere,
+    read_file,
     require_directory,
     sync_path,
     write_file,
 )
 from dist_ckpt_strategies.storage.object_files import object_ids, object_path
-from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.storage.zarr2 import MAX_JSON_NBYTES, Zarr2Layout
 
 MARKER_NAME = files.MARKER_NAME
+
+_WITHDRAWN_NAME = REMOVED_PREFIX + MARKER_NAME
+"""The marker of a checkpoint that is being replaced, until its arrays have been removed."""
 
 _MAX_NAMED = 5
 _TOKEN_PAUSE_S = 0.02
 _TOKEN_WAIT_S = 30.0
 """How long a network file system may take to show a new file to another machine."""
+
+_ENDS = re.compile(r"(?=/|\Z)")
+"""Where the path of a directory above a key, or of its own, ends within it."""
 
 _OF_TORCH_DIST = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 """What torch.distributed.checkpoint names its files."""
@@ -51,7 +59,7 @@ def read_marker(root: Path) -> CheckpointMarker:
     require_directory(root)
     path = root / MARKER_NAME
     with file_errors(None, path):
-        content = path.read_bytes() if path.exists() else None
+        content = read_file(path, MAX_JSON_NBYTES) if path.exists() else None
     if content is None:
         raise IncompleteCheckpointError(
             f"{root} is not a distributed checkpoint, or is incomplete: {MARKER_NAME}, the last "
@@ -111,19 +119,34 @@ def make_way(root: Path, keys: Collection[str], *, is_checkpoint: bool) -> None:
     Args:
         root: the directory.
         keys: of the arrays and objects that will be written.
-        is_checkpoint: whether there is a marker, or was until this save removed it.
+        is_checkpoint: whether there is a marker, or was until this save withdrew it.
 
     Raises:
-        CheckpointExistsError: there was no marker, but there are arrays or objects of other keys.
+        CheckpointExistsError: there was no marker, but there are arrays or objects of other keys;
+            or a key leads into another checkpoint, or through a link.
     """
     if not is_checkpoint:
         _require_no_others(root, keys)
+    with file_errors(None, root):
+        _require_nothing_in_the_way(root, keys)
     retract(root, is_checkpoint=is_checkpoint)
 
 
-def has_marker(root: Path) -> bool:
-    """Whether there is a marker, whole or not: what lies beside it is a checkpoint's."""
-    return (root / MARKER_NAME).exists()
+def withdraw_marker(root: Path) -> None:
+    """Make the directory count as incomplete, durably, before anything of it changes.
+
+    That it has held a checkpoint is still known afterwards: see has_withdrawn_marker.
+    """
+    path = root / MARKER_NAME
+    with file_errors(None, path):
+        if path.exists():
+            path.replace(root / _WITHDRAWN_NAME)
+            sync_path(root)
+
+
+def has_withdrawn_marker(root: Path) -> bool:
+    """Whether a save has begun to replace a checkpoint, and has not removed its arrays yet."""
+    return (root / _WITHDRAWN_NAME).exists()
 
 
 def _require_no_others(root: Path, keys: Collection[str]) -> None:
@@ -139,14 +162,34 @@ def _require_no_others(root: Path, keys: Collection[str]) -> None:
         )
 
 
+def _require_nothing_in_the_way(root: Path, keys: Collection[str]) -> None:
+    """Raise where what is written under a key would become a part of something else."""
+    with os.scandir(root) as scan:
+        present = {entry.name for entry in scan if is_directory(entry)}
+    inside = sorted(key for key in keys if key.partition("/")[0] in present)
+    above = {key[: match.start()]: key for key in inside for match in _ENDS.finditer(key)}
+    found = {inner: key for inner, key in above.items() if is_elsewhere(root / inner)}
+    if not found:
+        return
+    going = set(Zarr2Layout(root).keys())  # an array may be a link, which goes
+    for inner, key in found.items():
+        if inner not in going:
+            raise CheckpointExistsError(
+                f"{key}: {root / inner} is a link or another checkpoint, of which this key would "
+                "become a part; save elsewhere",
+                key=key,
+                path=str(root / inner),
+            )
+
+
 def retract(root: Path, *, is_checkpoint: bool = True) -> None:
-    """Remove the marker, durably, and then the arrays and objects of an earlier save.
+    """Withdraw the marker, durably, then remove the arrays and objects of an earlier save, then it.
 
     ``common.pt`` stays: Megatron-Core's own save has already written the new one. So do other
     checkpoints below the directory, what links lead to, and files of any other kind, but not those
     of an earlier save with torch_dist.
     """
-    remove_marker(root)
+    withdraw_marker(root)
     with file_errors(None, root):
         layout = Zarr2Layout(root)
         for key in sorted(layout.keys(), key=len, reverse=True):
@@ -209,16 +252,8 @@ def _remove_remains(directory: Path) -> None:
     for entry in entries:
         if entry.name.startswith((REMOVED_PREFIX, PARTIAL_PREFIX)):
             _remove(Path(entry.path))
-        elif entry.is_dir() and not is_elsewhere(entry):
+        elif is_directory(entry) and not is_elsewhere(entry):
             _remove_remains(Path(entry.path))
-
-
-def remove_marker(root: Path) -> None:
-    """Make the directory count as incomplete, durably, before anything of it changes."""
-    with file_errors(None, root / MARKER_NAME):
-        if (root / MARKER_NAME).exists():
-            (root / MARKER_NAME).unlink()
-            sync_path(root)
 
 
 def _remove(path: Path) -> None:

@@ -38,6 +38,7 @@ from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 _MIN_DIRECT_READ_NBYTES = 256 << 10
 """Below this, asking whether a file is cached costs as much as reading it."""
 
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its writer
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 _MAX_PIECE_NBYTES = 16 << 20
@@ -62,7 +63,7 @@ class RawRead:
             StorageError: the file cannot be read.
         """
         try:
-            handle = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            handle = os.open(self.path, _READ)
         except FileNotFoundError:
             raise missing_chunk(self.array, self.path) from None
         except OSError as error:
@@ -196,6 +197,22 @@ def wrong_chunk_size(array: ArraySpec, path: Path | str, found: int) -> StorageE
         key=array.key,
         path=str(path),
     )
+
+
+def require_chunk(array: ArraySpec, path: Path) -> None:
+    """Raise unless the file of a chunk is there and, where it is raw, of the right size.
+
+    Raises:
+        IncompleteCheckpointError: it is missing.
+        CorruptCheckpointError: it has another size.
+        OSError: it cannot be looked at.
+    """
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise missing_chunk(array, path) from None
+    if array.is_raw and size != array.chunk_nbytes:
+        raise wrong_chunk_size(array, path, size)
 
 
 def raw_reads(root: Path, read: ArrayRead, bounce: BounceBuffers | None) -> list[RawRead] | None:

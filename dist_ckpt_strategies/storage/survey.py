@@ -17,13 +17,12 @@ from pathlib import Path
 from dist_ckpt_strategies.errors import CheckpointNotFoundError
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.contents import (
-    MAX_JSON_NBYTES,
     FolderContents,
     Leftover,
     count_contents,
     read_contents,
 )
-from dist_ckpt_strategies.storage.files import COMMON_NAME, require_directory
+from dist_ckpt_strategies.storage.files import COMMON_NAME, read_file, require_directory
 from dist_ckpt_strategies.storage.findings import NO_FILE, Finding, Problem, Watch, unreadable
 from dist_ckpt_strategies.storage.folders import Folder, read_folder, reason
 from dist_ckpt_strategies.storage.publication import MARKER_NAME
@@ -35,7 +34,7 @@ from dist_ckpt_strategies.storage.stored_objects import (
     check_shards,
     stored_objects,
 )
-from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME
+from dist_ckpt_strategies.storage.zarr2 import MAX_JSON_NBYTES, METADATA_NAME
 
 _SHARDED_BACKENDS = (("zarr", 1),)
 _COMMON_BACKENDS = (("torch", 1),)
@@ -161,8 +160,7 @@ def _look_at_all(
 
 def _read_marker(root: Path) -> CheckpointMarker | Finding:
     try:
-        with (root / MARKER_NAME).open("rb") as file:
-            return CheckpointMarker.from_json(file.read(MAX_JSON_NBYTES))
+        return CheckpointMarker.from_json(read_file(root / MARKER_NAME, MAX_JSON_NBYTES))
     except FileNotFoundError:
         expected = "the last file that a save writes"
         return Finding(Problem.MISSING_MARKER, None, MARKER_NAME, expected, NO_FILE)

@@ -7,6 +7,7 @@ as zeros; ``fill_value`` null in the metadata, so that all-zero chunks are store
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
@@ -20,11 +21,13 @@ from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.storage.array_files import begin_creates, begin_syncs
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, Transfer
 from dist_ckpt_strategies.storage.file_access import FileAccess
+from dist_ckpt_strategies.storage.files import file_errors
 from dist_ckpt_strategies.storage.raw_chunks import (
     RawWrite,
     missing_chunk,
     raw_reads,
     raw_write,
+    require_chunk,
 )
 from dist_ckpt_strategies.storage.transfers import (
     AllTransfers,
@@ -36,6 +39,9 @@ from dist_ckpt_strategies.storage.transfers import (
 from dist_ckpt_strategies.storage.whole_flush import WholeFlush, whole_flush
 from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME, Zarr2Layout, array_metadata
 
+_MAX_TRUSTED_NBYTES = 1 << 30
+"""Chunks stated to be larger are looked at before they are read."""
+
 _FILE_IN_MESSAGE = re.compile(r'local file "([^"]+)"')
 
 
@@ -43,10 +49,18 @@ def array_store_spec(path: Path) -> dict[str, Any]:
     """The TensorStore spec of an existing format 1 array, for readers without our code too."""
     return {
         "driver": "zarr",
-        "kvstore": {"driver": "file", "path": str(path.absolute())},
+        "kvstore": {"driver": "file", "path": str(_plain_path(path))},
         "metadata_key": METADATA_NAME,
         "fill_missing_data_reads": False,
     }
+
+
+def _plain_path(path: Path) -> Path:
+    """The path as TensorStore takes it: absolute, without ``..`` and with one leading slash."""
+    found = path.absolute()
+    if ".." in found.parts:
+        found = found.resolve()
+    return Path("/", *found.parts[1:])
 
 
 class TensorStoreArrays:
@@ -59,7 +73,7 @@ class TensorStoreArrays:
     def __init__(
         self, root: Path, access: FileAccess, io_threads: int, timeout_s: float = 1800.0
     ) -> None:
-        self._root = root.absolute()
+        self._root = _plain_path(root)
         if "\\" in str(self._root):
             raise StorageError(
                 f"{self._root}: TensorStore takes the backslash for '/'; rename the directory, or "
@@ -132,6 +146,9 @@ class TensorStoreArrays:
         )
 
     def _begin_decoded_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
+        for read in reads:
+            if read.array.chunk_nbytes > _MAX_TRUSTED_NBYTES:
+                self._require_plausible(read)
         opened = self._open_all([read.array for read in reads])
         pendings = []
         for read, stored in zip(reads, opened, strict=True):
@@ -139,6 +156,25 @@ class TensorStoreArrays:
             target = ts.array(read.target, copy=False, write=True)
             pendings.append(self._pending(read.array, target.write(source.translate_to[0]).commit))
         return PendingTransfers(tuple(pendings))
+
+    def _require_plausible(self, read: ArrayRead) -> None:
+        """Raise where the metadata states chunks for which TensorStore would run out of memory.
+
+        It then ends the process. A raw chunk has its size on disk, too.
+        """
+        array = read.array
+        for index in array.chunks_of(read.region):
+            path = self._layout.chunk_path(array, index)
+            with file_errors(array.key, path):
+                require_chunk(array, path)
+        if array.chunk_nbytes > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+            metadata = self._layout.metadata_path(array.key)
+            raise StorageError(
+                f"{array.key}: {metadata} states chunks of {array.chunk_nbytes} bytes, more than "
+                "this machine has memory to decode",
+                key=array.key,
+                path=metadata,
+            )
 
     def _open_all(self, arrays: Sequence[ArraySpec]) -> list[Any]:
         """Every array, all opened at once, before anything is transferred."""
@@ -153,7 +189,10 @@ class TensorStoreArrays:
         if array.is_raw:
             metadata = array_metadata(array) | {"dimension_separator": array.separator}
             spec |= {"metadata": metadata, "assume_metadata": True}
-        return ts.open(spec, context=self._context, read=True, write=array.is_raw)
+        try:
+            return ts.open(spec, context=self._context, read=True, write=array.is_raw)
+        except ValueError as error:  # what it refuses without looking at the files
+            raise _translated(array, self._root / array.key, error) from error
 
     def _pending(self, array: ArraySpec, future: Any) -> Pending:
         directory = self._root / array.key

@@ -23,7 +23,9 @@ from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.storage.files import (
     REMOVED_PREFIX,
     file_errors,
+    is_directory,
     is_elsewhere,
+    read_file,
     remove_empty,
     sync_path,
     write_file,
@@ -31,6 +33,9 @@ from dist_ckpt_strategies.storage.files import (
 
 METADATA_NAME = ".zarray"
 _LOCKS_SUFFIX = ".sync"
+
+MAX_JSON_NBYTES = 1 << 20
+"""A metadata file has a few hundred bytes; of a longer one no more than this is read."""
 
 
 def dtype_name(dtype: DType) -> str:
@@ -126,11 +131,10 @@ def _spelled_dtypes() -> Mapping[str, DType]:
 
 
 def _numpy_dtype(spelled: str) -> np.dtype[np.generic]:
-    """Numpy's dtype of a spelling; extension types go by their plain name."""
-    try:
-        return DType(spelled).numpy
-    except ValueError:
-        return np.dtype(spelled)
+    """Numpy's dtype of a spelling that begins with its byte order."""
+    if spelled[:1] not in set("<>|"):
+        raise ValueError(f"dtype {spelled!r}, expected one such as '<f4'")
+    return np.dtype(spelled)
 
 
 def _require_consistent(array: ArraySpec, fields: Mapping[str, Any]) -> None:
@@ -140,8 +144,18 @@ def _require_consistent(array: ArraySpec, fields: Mapping[str, Any]) -> None:
         raise ValueError(f"shape {array.shape} with chunks {array.chunk_shape}")
     if min(array.chunk_shape, default=1) < 1:
         raise ValueError(f"chunks {array.chunk_shape}")
+    if fields["order"] not in {"C", "F"}:
+        raise ValueError(f"order {fields['order']!r}, expected 'C' or 'F'")
+    if not _is_codec(fields["compressor"]):
+        raise ValueError(f"compressor {fields['compressor']!r}, expected null or one with an id")
+    if not all(map(_is_codec, fields.get("filters") or ())):
+        raise ValueError(f"filters {fields['filters']!r}, expected null or a list of them")
     if array.separator not in {".", "/"}:
         raise ValueError(f"dimension_separator {array.separator!r}, expected '.' or '/'")
+
+
+def _is_codec(found: Any) -> bool:
+    return found is None or (isinstance(found, dict) and isinstance(found.get("id"), str))
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +183,7 @@ class Zarr2Layout:
         """
         path, content = self.metadata_path(array.key), metadata_content(array)
         with file_errors(array.key, path):
-            if not (_create_file(path, content) or Path(path).read_bytes() == content):
+            if not (_create_file(path, content) or read_file(path) == content):
                 write_file(Path(path), content)
             if is_flushed:
                 sync_path(path)
@@ -192,8 +206,8 @@ class Zarr2Layout:
             CorruptCheckpointError: its description cannot be read.
         """
         path = self.metadata_path(key)
-        with file_errors(key, path, not_found=ArrayNotFoundError), open(path, "rb", 0) as file:  # noqa: PTH123 - 10,000 times
-            content = file.read()
+        with file_errors(key, path, not_found=ArrayNotFoundError):
+            content = read_file(path, MAX_JSON_NBYTES)
         return parse_metadata(key, path, content)
 
     def sync_directories(self, keys: Iterable[str]) -> None:
@@ -257,7 +271,7 @@ def _array_keys(directory: Path, prefix: str) -> Iterator[str]:
     with file_errors(prefix, directory):
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     for entry in entries:
-        if entry.name.startswith(REMOVED_PREFIX) or not entry.is_dir(follow_symlinks=True):
+        if entry.name.startswith(REMOVED_PREFIX) or not is_directory(entry):
             continue
         if _is_lock_directory(entry.path):
             continue

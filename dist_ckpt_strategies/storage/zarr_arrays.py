@@ -23,7 +23,7 @@ from dist_ckpt_strategies.storage.files import (
     storage_error,
     sync_path,
 )
-from dist_ckpt_strategies.storage.raw_chunks import missing_chunk, wrong_chunk_size
+from dist_ckpt_strategies.storage.raw_chunks import require_chunk
 from dist_ckpt_strategies.storage.transfers import Job, run_pooled
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout, array_metadata
 from dist_ckpt_strategies.storage.zarr_dtypes import register_extension_dtypes
@@ -95,7 +95,7 @@ class _ReadJob:
         paths = _chunk_paths(self.root, array, self.read.region)
         with file_errors(array.key, _at_fault(self.root, self.read)):
             for path in paths:
-                _require_chunk(array, path)
+                require_chunk(array, path)
         source = _opened(self.root, array, read_only=True)
         self.read.target[...] = source[self.read.region.slices()]
 
@@ -119,15 +119,6 @@ def _at_fault(root: Path, transfer: ArrayRead | ArrayWrite) -> Path:
     """What an error is blamed on, which zarr-python does not tell: the file where there is one."""
     paths = _chunk_paths(root, transfer.array, transfer.region)
     return paths[0] if len(paths) == 1 else root / transfer.array.key
-
-
-def _require_chunk(array: ArraySpec, path: Path) -> None:
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError:
-        raise missing_chunk(array, path) from None
-    if array.is_raw and size != array.chunk_nbytes:
-        raise wrong_chunk_size(array, path, size)
 
 
 def _translated(job: Job, error: Exception) -> CheckpointError:

@@ -10,6 +10,7 @@ from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicato
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
+    CorruptCheckpointError,
     IncompatibleVersionError,
     IncompleteCheckpointError,
 )
@@ -24,6 +25,7 @@ from dist_ckpt_strategies.megatron.shards import (
     object_id,
     sharded_values,
 )
+from dist_ckpt_strategies.plan.keys import require_storable_keys
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, write_file
 from dist_ckpt_strategies.storage.objects import (
     Allowed,
@@ -33,14 +35,14 @@ from dist_ckpt_strategies.storage.objects import (
     read_pickle,
     write_object,
 )
-from dist_ckpt_strategies.storage.publication import has_marker, retract
+from dist_ckpt_strategies.storage.publication import withdraw_marker
 
 BACKEND = "torch"
 VERSION = 1
 
 
 class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
-    """Writes ``common.pt`` so that it is whole or not there, and removes an old marker first.
+    """Writes ``common.pt`` so that it is whole or not there, and withdraws an old marker first.
 
     Args:
         backend: ``"torch"``.
@@ -86,11 +88,17 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
     def save_sharded_objects(
         self, sharded_objects_state_dict: StateDict, checkpoint_dir: str | Path
     ) -> None:
-        """Write the main replicas of ShardedObjects. Rank-local."""
+        """Write the main replicas of ShardedObjects. Rank-local.
+
+        Raises:
+            PlanError: a key names no directory below the checkpoint.
+            StorageError: one cannot be pickled or written.
+        """
         root = Path(checkpoint_dir).absolute()
-        for value in sharded_values(sharded_objects_state_dict):
-            if is_main(value):
-                write_object(root, object_id(value), value.data)
+        objects = list(filter(is_main, sharded_values(sharded_objects_state_dict)))
+        require_storable_keys((), {object_id(value).key for value in objects})
+        for value in objects:
+            write_object(root, object_id(value), value.data)
 
 
 class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
@@ -122,11 +130,16 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
         """
         path = Path(checkpoint_dir).absolute() / COMMON_NAME
         try:
-            found: StateDict = read_pickle(path, "common state", self._allowed())
+            found: Any = read_pickle(path, "common state", self._allowed())
         except ArrayNotFoundError as error:
             raise IncompleteCheckpointError(
                 f"common state: {path} is missing", path=str(path)
             ) from error
+        if not isinstance(found, dict):
+            raise CorruptCheckpointError(
+                f"common state: {path} holds a {type(found).__name__}, expected a dict",
+                path=str(path),
+            )
         return found
 
     @raises_megatron_errors
@@ -175,6 +188,5 @@ def _write_common(root: Path, state: StateDict) -> None:
     content = dump_object(state, name="common state")
     path = root / COMMON_NAME
     with file_errors("common state", path):
-        if has_marker(root):
-            retract(root)  # what is left without a marker is nobody's to replace
+        withdraw_marker(root)
         write_file(path, content)

@@ -6,33 +6,34 @@ appears whole, after everything else is durable. torch_dist never takes the plac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import xxhash
-
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
+from dist_ckpt_strategies.comm.agree import agree, agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.torch_group import is_distributed, open_communicator
+from dist_ckpt_strategies.comm.torch_group import open_communicator
 from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.megatron.bases import StrategyAction, StrictHandling
+from dist_ckpt_strategies.megatron.bases import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
+    StrategyAction,
+    StrictHandling,
+)
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.flow import (
     LoadParts,
     SaveParts,
-    StrictOutcome,
-    apply_strictness,
     merge_factories,
     merged,
-    needs_global_keys,
-    needs_stored_keys,
     parsed_strict,
     require_objects_handled,
-    require_valid_sharding,
     returns_keys,
     split_objects,
     take_apart_for_load,
@@ -41,14 +42,12 @@ from dist_ckpt_strategies.megatron.flow import (
 from dist_ckpt_strategies.megatron.registry import default_strategy, require_registry
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
-    metadata_from_wire,
-    metadata_to_wire,
-    sharded_values,
 )
+from dist_ckpt_strategies.megatron.wrappers import parallel_base, spread_main_replicas
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.objects import Allowed, allowing, dump_object
 from dist_ckpt_strategies.storage.publication import (
-    has_marker,
+    is_finished,
     make_directory,
     publish,
     read_marker,
@@ -56,6 +55,7 @@ from dist_ckpt_strategies.storage.publication import (
     retract,
 )
 from dist_ckpt_strategies.strategies import common, zarr
+from dist_ckpt_strategies.strategies.checks import Preprocess, check_load, check_save
 from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,
@@ -64,6 +64,15 @@ from dist_ckpt_strategies.strategies.registry import (
     DEFAULT_REGISTRY,
     StrategyKey,
     strategy_not_found,
+)
+
+_KINDS: Mapping[StrategyAction, Any] = MappingProxyType(
+    {
+        StrategyAction.SAVE_SHARDED: SaveShardedStrategy,
+        StrategyAction.LOAD_SHARDED: LoadShardedStrategy,
+        StrategyAction.SAVE_COMMON: SaveCommonStrategy,
+        StrategyAction.LOAD_COMMON: LoadCommonStrategy,
+    }
 )
 
 StrategyChoice = Any
@@ -78,8 +87,6 @@ _OWN: Mapping[StrategyKey, Callable[[], Any]] = MappingProxyType(
     }
 )
 """What ``save`` and ``load`` use without ``register``, which is for Megatron-Core's own."""
-
-Preprocess = Callable[[StateDict], StateDict]
 
 
 @raises_megatron_errors
@@ -129,26 +136,26 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
             "async_sharded_save: format ('zarr', 1) saves synchronously; pass False"
         )
     require_registry("save")
-    root = local_root(checkpoint_dir)
-    comm = _world(f"save to {root}", timeout_s)
+    comm = _world(f"save to {checkpoint_dir}", timeout_s)
 
-    def check() -> tuple[Any, Any, SaveParts]:
+    def check() -> tuple[Path, Any, Any, SaveParts]:
+        root = local_root(checkpoint_dir)
         chosen = _save_strategies(sharded_strategy, common_strategy)
         parts = take_apart_for_save(sharded_state_dict, content_metadata)
         if comm.rank == 0:
             dump_object(parts.common, name="common state")
             if not overwrite:
                 require_unfinished(root)
-        return *chosen, parts
+        return root, *chosen, parts
 
     def prepare() -> None:
         make_directory(root)
-        if not _replaces(sharded) or (overwrite and not has_marker(root)):
+        if overwrite and not (_replaces(sharded) and is_finished(root)):
             retract(root)
 
-    sharded, common_saver, parts = agree(comm, check)
+    root, sharded, common_saver, parts = agree(comm, check)
     if validate_access_integrity:
-        _validate(comm, parts, preprocess_common_before_consistancy_check)
+        check_save(comm, parts, preprocess_common_before_consistancy_check)
     agree_on_first(comm, prepare)
     # The sharded part first: its strategy proves that it can be saved before it replaces anything.
     _save_sharded(comm, parts.sharded, root, sharded, common_saver)
@@ -197,19 +204,20 @@ def load(  # noqa: PLR0913 - Megatron's signature
         PeerError: another rank failed; it is of the class of that rank's error too.
     """
     require_registry("load")
-    root = local_root(checkpoint_dir)
-    comm = _world(f"load from {root}", timeout_s)
+    comm = _world(f"load from {checkpoint_dir}", timeout_s)
     with ExitStack() as stack:
 
-        def begin() -> tuple[Any, Any, StateDict, LoadParts, StrictHandling]:
-            stack.enter_context(allowing(_checked_allow(allow)))
+        def begin() -> tuple[Path, Any, Any, StateDict, LoadParts, StrictHandling]:
+            root = local_root(checkpoint_dir)
+            stack.enter_context(allowing(allow))
             loaders = _load_strategies(root, sharded_strategy, common_strategy)
             found: StateDict = loaders[1].load_common(root)
             parts = take_apart_for_load(sharded_state_dict)
-            return *loaders, merged(found, parts.nonpersistent), parts, parsed_strict(strict)
+            state = merged(found, parts.nonpersistent)
+            return root, *loaders, state, parts, parsed_strict(strict)
 
-        sharded, common_loader, state, parts, strictness = agree(comm, begin)
-        outcome = _check_keys(
+        root, sharded, common_loader, state, parts, strictness = agree(comm, begin)
+        outcome = check_load(
             comm,
             parts.sharded,
             strictness,
@@ -246,8 +254,12 @@ def _world(purpose: str, timeout_s: float | None) -> Communicator:
 
 def _chosen(action: StrategyAction, choice: StrategyChoice) -> Any:
     """The strategy that a caller means by an instance or by a tuple."""
-    if not isinstance(choice, tuple):
+    if isinstance(choice, _KINDS[action]):
         return choice
+    if not isinstance(choice, tuple):
+        raise StrategyError(
+            f"expected a {_KINDS[action].__name__} or a tuple (backend, version), found {choice!r}"
+        )
     if len(choice) != len(("backend", "version")):
         raise StrategyError(f"expected a strategy or a tuple (backend, version), found {choice!r}")
     key = StrategyKey(action, *choice)
@@ -272,18 +284,17 @@ def _save_strategies(sharded: StrategyChoice, common_choice: StrategyChoice) -> 
     )
 
 
-def _checked_allow(allow: Allowed) -> Allowed:
-    for found in allow:
-        if not isinstance(found, Hashable):
-            raise StrategyError(
-                f"allow: expected classes, functions or (class, name) tuples, found {found!r}"
-            )
-    return allow
-
-
 def _replaces(sharded: Any) -> bool:
     """Whether the strategy itself sees to an earlier checkpoint, as late as it can."""
-    return isinstance(sharded, zarr.ZarrSaveShardedStrategy)
+    base = parallel_base(sharded) or sharded
+    return isinstance(base, zarr.ZarrSaveShardedStrategy)
+
+
+def _replace(sharded: Any, state: StateDict, root: Path) -> None:
+    base = parallel_base(sharded)
+    if base is not None:
+        spread_main_replicas(sharded, state)
+    (base or sharded).replace(state, root)
 
 
 def _load_strategies(
@@ -301,42 +312,13 @@ def _load_strategies(
     return loader, common_loader
 
 
-def _validate(comm: Communicator, parts: SaveParts, preprocess: Preprocess | None) -> None:
-    """Check the sharding, and that all ranks hold the same common state."""
-    common_state = agree(comm, lambda: preprocess(parts.common) if preprocess else parts.common)
-
-    def describe() -> list[Any]:
-        content = dump_object(common_state, name="common state")
-        return [_wires(parts.sharded), xxhash.xxh3_64_hexdigest(content)]
-
-    answers = agree_and_gather(comm, describe)
-    everyone = [list(map(metadata_from_wire, wires)) for wires, _ in answers]
-    is_equal = len({digest for _, digest in answers}) == 1
-    # Bytes that differ may still be equal values: Megatron-Core's own comparison decides, which
-    # broadcasts rank 0's state.
-    agree(comm, lambda: _require_valid(everyone, None if is_equal else common_state))
-
-
-def _require_valid(everyone: list[list[Any]], common_state: StateDict | None = None) -> None:
-    """Megatron-Core's check, which asks torch.distributed who it is: a lone process goes without.
-
-    What is saved is checked again by the plan.
-    """
-    if is_distributed():
-        require_valid_sharding(everyone, common_state)
-
-
-def _wires(state: StateDict) -> list[Any]:
-    return [metadata_to_wire(value) for value in sharded_values(state)]
-
-
 def _save_sharded(
     comm: Communicator, state: StateDict, root: Path, sharded: Any, common_saver: Any
 ) -> None:
     if not sharded.can_handle_sharded_objects:
         objects, state = agree(comm, lambda: split_objects(state))
         agree(comm, lambda: _save_objects(objects, root, sharded, common_saver))
-    save_tensors = sharded.replace if _replaces(sharded) else sharded.save
+    save_tensors = partial(_replace, sharded) if _replaces(sharded) else sharded.save
     agree(comm, lambda: save_tensors(state, root))
 
 
@@ -350,25 +332,6 @@ def _stored_keys(root: Path, sharded: Any, common_loader: Any) -> StateDict:
     if not sharded.can_handle_sharded_objects:
         found = merged(found, common_loader.load_sharded_metadata(root))
     return found
-
-
-def _check_keys(
-    comm: Communicator,
-    state: StateDict,
-    strict: StrictHandling,
-    stored_keys: Callable[[], StateDict],
-    validate: bool,  # noqa: FBT001
-) -> StrictOutcome:
-    """Compare what is wanted with what is stored, and what all ranks want among each other."""
-    stored = agree(comm, lambda: stored_keys() if needs_stored_keys(strict) else None)
-    everyone, local = None, None
-    if validate or needs_global_keys(strict):
-        answers = agree_and_gather(comm, lambda: _wires(state))
-        everyone = [list(map(metadata_from_wire, wires)) for wires in answers]
-        local = everyone[comm.rank]
-    if validate and everyone is not None:
-        agree(comm, lambda: _require_valid(everyone))
-    return agree(comm, lambda: apply_strictness(state, strict, local, everyone, stored))
 
 
 def _load_sharded(

@@ -21,6 +21,7 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import may_overlap, require_plain, torch_dtype
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
+    DuplicateWriterError,
     StorageError,
     StrategyError,
 )
@@ -63,12 +64,13 @@ from dist_ckpt_strategies.storage.objects import (
     write_dumped,
 )
 from dist_ckpt_strategies.storage.publication import (
-    has_marker,
+    has_withdrawn_marker,
+    is_finished,
     leave_token,
     make_way,
-    remove_marker,
     remove_token,
     require_token,
+    withdraw_marker,
 )
 from dist_ckpt_strategies.storage.stores import open_array_store
 from dist_ckpt_strategies.storage.transfers import Job, run_pooled
@@ -118,13 +120,13 @@ def save_format1(
         nonlocal is_checkpoint
         if comm.rank == 0:
             require_directory(root)
-            is_checkpoint = has_marker(root)
             if not keeps_old:
-                remove_marker(root)
+                withdraw_marker(root)
+            is_checkpoint = is_finished(root) if keeps_old else has_withdrawn_marker(root)
         mine = _holdings(state_dict)
         held.append((mine, open_array_store(root, options)))
         shards = [shard_to_wire(spec) for spec in mine.specs]
-        objects = sorted(found.unique_key for found in mine.objects)
+        objects = [(found.key, found.offset, found.shape) for found in sorted(mine.objects)]
         return [shards, objects, options.max_inflight_bytes, uuid.uuid4().hex]
 
     answers = agree_and_gather(comm, describe)
@@ -153,16 +155,15 @@ def _planned(answers: Sequence[Any], comm: Communicator) -> tuple[SavePlan, set[
         RankShards(comm.global_rank(rank), tuple(map(shard_from_wire, shards)))
         for rank, (shards, _, _, _) in enumerate(answers)
     ]
-    objects = [
-        ObjectHolding(found, comm.global_rank(rank))
-        for rank, (_, names, _, _) in enumerate(answers)
-        for found in map(ObjectId.parse, names)
-        if found is not None
+    holdings = [
+        ObjectHolding(ObjectId(key, tuple(offset), tuple(shape)), comm.global_rank(rank))
+        for rank, (_, objects, _, _) in enumerate(answers)
+        for key, offset, shape in objects
     ]
     budget = min(budget for _, _, budget, _ in answers)
-    plan = build_save_plan(requests, objects, max_inflight_bytes=budget)
+    plan = build_save_plan(requests, holdings, max_inflight_bytes=budget)
     keys = {creation.array.key for creation in plan.creations}
-    return plan, keys.union(holding.id.key for holding in objects)
+    return plan, keys.union(holding.id.key for holding in holdings)
 
 
 def load_format1(
@@ -234,11 +235,14 @@ def remove_arrays(root: Path, key_prefix: str) -> int:
 
 
 def _holdings(state_dict: StateDict) -> _Holdings:
-    specs, tensors, objects = [], {}, {}
+    specs: list[ShardSpec] = []
+    tensors: dict[ShardId, torch.Tensor] = {}
+    objects: dict[ObjectId, bytes] = {}
     for value in sharded_values(state_dict):
         if isinstance(value, ShardedObject):
             if is_main(value):
                 name = object_id(value)
+                _require_new(name, objects)
                 objects[name] = dump_object(value.data, name=name.unique_key)
             continue
         spec = shard_spec(value)
@@ -248,6 +252,15 @@ def _holdings(state_dict: StateDict) -> _Holdings:
                 require_plain(value.data, key=spec.key)
             tensors[spec.id] = shard_data(value)
     return _Holdings(tuple(specs), tensors, objects)
+
+
+def _require_new(name: ObjectId, objects: Mapping[ObjectId, bytes]) -> None:
+    if name in objects:
+        raise DuplicateWriterError(
+            f"{name.unique_key}: two main replicas on this rank; give one of them another "
+            "replica_id",
+            key=name.key,
+        )
 
 
 def _write_objects(root: Path, objects: Mapping[ObjectId, bytes], options: Options) -> None:
@@ -284,7 +297,7 @@ def destination(tensor: Any, array: ArraySpec) -> torch.Tensor:
     dtype = torch_dtype(array.dtype)
     data: torch.Tensor | None = tensor.data
     if data is None:
-        return torch.empty(tuple(tensor.local_shape), dtype=dtype)
+        return torch.empty(tuple(tensor.local_shape), dtype=dtype, device="cpu")
     require_plain(data, key=tensor.key)
     fits = data.dtype == dtype and data.shape == tuple(tensor.local_shape)
     if fits and not may_overlap(data):

@@ -92,6 +92,17 @@ def test_a_box_that_reaches_outside_is_refused_naming_its_rank(
         require_partition("w", split.shape, [*holdings_of(split), outside])
 
 
+def test_a_gap_is_refused_naming_the_ranks_that_hold_copies_of_it() -> None:
+    main = [Holding(Region((0,), (4,)), 3)]
+    copies = [Holding(Region((4,), (2,)), rank) for rank in (7, 5)]
+    beside = Holding(Region((5,), (3,)), 6)
+
+    with pytest.raises(CoverageError, match=r"\(4,\), which only copies hold \(rank 5, 7\)"):
+        require_partition("w", (8,), main, [*copies, beside])
+    with pytest.raises(CoverageError, match=r"\(4,\), which no rank holds"):
+        require_partition("w", (8,), main, [beside])
+
+
 def test_boxes_around_a_hole_are_a_partition_only_with_what_fills_it() -> None:
     ring = [
         Region((0, 0), (1, 2)),

@@ -216,7 +216,7 @@ def test_an_overlap_is_always_refused_naming_the_key_and_ranks(
 def test_an_array_of_which_every_replica_is_a_copy_is_a_gap() -> None:
     whole = Region.whole((4,))
 
-    with pytest.raises(CoverageError, match="cover 0 of 4"):
+    with pytest.raises(CoverageError, match=r"cover 0 of 4 .*only copies hold \(rank 0, 1\)"):
         build_save_plan(Split((4,), (), ((0, whole), (1, whole))).requests())
 
 
@@ -285,6 +285,37 @@ def test_two_main_replicas_of_an_object_shard_are_refused_naming_it_and_both_ran
 
     with pytest.raises(DuplicateWriterError, match=r"rng_state/shard_0\.1_2\.2: rank 1 .* rank 3"):
         build_save_plan([], [ObjectHolding(name, 3), ObjectHolding(name, 1)])
+
+
+def test_an_object_with_a_gap_is_refused_naming_who_holds_what() -> None:
+    held = [ObjectHolding(ObjectId("rng", (n,), (3,)), n + 4) for n in (0, 2)]
+
+    with pytest.raises(CoverageError, match=r"^rng: .* 2 of the 3 .*\(0,\) on rank 4, \(2,\) on"):
+        build_save_plan([], held)
+
+
+def test_an_object_in_two_grids_is_refused_naming_a_rank_of_each() -> None:
+    held = [ObjectHolding(ObjectId("rng", (0,), (n,)), n + 4) for n in (1, 2)]
+
+    with pytest.raises(PlanError, match=r"^rng: .*\(1,\) on rank 5, \(2,\) on rank 6"):
+        build_save_plan([], held)
+
+
+@pytest.mark.parametrize(
+    ("offset", "grid"), [((-1,), (1,)), ((3,), (1,)), ((), ()), ((0, 0), (1,))]
+)
+def test_an_object_outside_of_its_grid_is_refused_naming_its_rank(
+    offset: tuple[int, ...], grid: tuple[int, ...]
+) -> None:
+    with pytest.raises(PlanError, match=r"^rng: rank 3 holds shard"):
+        build_save_plan([], [ObjectHolding(ObjectId("rng", offset, grid), 3)])
+
+
+def test_a_shard_that_begins_before_its_array_is_refused_naming_its_rank() -> None:
+    before = spec_of(Region((-2,), (2,)), (2,))
+
+    with pytest.raises(CoverageError, match=r"^w: rank 3 holds \[-2:0\], outside"):
+        build_save_plan([RankShards(3, (before,))])
 
 
 def test_shards_of_one_object_on_several_ranks_are_fine() -> None:

@@ -267,6 +267,23 @@ def test_a_relative_root_is_the_working_directory_of_the_moment(
     assert same_bytes(read_array(tmp_path / "ckpt", engine), values)
 
 
+@pytest.mark.parametrize("root", ["there/../c", "there/./c", "there//c/", "link/../d/c"])
+def test_a_root_may_be_written_in_any_way_that_the_system_takes(
+    root: str, engine: Engine, tmp_path: Path
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "elsewhere" / "d").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "e").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "e")
+    values = random_values((5, 3), DType.FLOAT32)
+    for prefix in (str(tmp_path), f"/{tmp_path}"):
+        place = Path(f"{prefix}/{root}")
+        place.mkdir(exist_ok=True)
+        write_array(place, engine, values, chunk=(2, 3))
+        assert same_bytes(read_array(place, engine), values)
+        assert (place / "w" / ".zarray").exists()
+
+
 def test_a_root_that_tensorstore_would_misread_is_refused_or_used_as_it_is(
     engine: Engine, tmp_path: Path
 ) -> None:
@@ -486,6 +503,18 @@ def test_a_directory_in_the_place_of_a_chunk_is_an_error(
     with pytest.raises(StorageError, match=r"^layer\.w: ") as caught:
         read_into(tmp_path, engine, array, whole_of(array), target)
     assert caught.value.key == "layer.w"
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_in_the_place_of_a_chunk_is_an_error_and_not_waited_for(
+    engine: Engine, tmp_path: Path
+) -> None:
+    bad = chunk_files(tmp_path, four_chunks(tmp_path, engine))[1]
+    bad.unlink()
+    os.mkfifo(bad)
+
+    with pytest.raises(CorruptCheckpointError, match="has 0 bytes, expected 32"):
+        read_array(tmp_path, engine, "layer.w")
 
 
 def test_chunks_that_are_not_asked_for_may_be_missing(engine: Engine, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.storage.files import (
     file_errors,
+    read_file,
     storage_error,
     sync_path,
     write_file,
@@ -71,6 +73,32 @@ def test_a_directory_in_the_files_place_stays_and_nothing_is_left(tmp_path: Path
     with pytest.raises(IsADirectoryError):
         write_file(tmp_path / "file", b"x")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_is_read_whole_or_as_far_as_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"content")
+
+    assert read_file(tmp_path / "f") == b"content"
+    assert read_file(str(tmp_path / "f"), 3) == b"con"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (os.mkfifo, "is no regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "is no regular file"),
+        (lambda path: path.symlink_to(path.name), "Too many levels"),
+        (Path.mkdir, "Is a directory"),
+    ],
+)
+def test_what_is_no_file_is_an_error_and_not_waited_for(
+    make: Callable[[Path], None], words: str, tmp_path: Path
+) -> None:
+    make(tmp_path / "f")
+
+    with pytest.raises(OSError, match=words):
+        read_file(tmp_path / "f")
 
 
 def test_writers_of_one_file_do_not_mix(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+from tests.support.checkpoints import write_metadata
 from tests.support.samples import Values, random_values, same_bytes
 from tests.support.stores import chunk_files, read_array, read_into
 
@@ -42,6 +44,31 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 EVERY_WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+IN_BYTES = {"raw": None, "zlib": {"id": "zlib", "level": 1}}
+
+
+@pytest.mark.parametrize("compressor", IN_BYTES.values(), ids=IN_BYTES)
+@pytest.mark.parametrize("engine", Engine)
+def test_chunks_that_no_memory_could_hold_are_an_error_and_not_the_end_of_the_process(
+    engine: Engine, compressor: Any, tmp_path: Path
+) -> None:
+    write_metadata(tmp_path / "w", chunks=[10**13], compressor=compressor)
+    (tmp_path / "w" / "0").write_bytes(zlib.compress(bytes(16)) if compressor else bytes(16))
+
+    with pytest.raises(StorageError, match="w: ") as caught:
+        read_array(tmp_path, engine)
+    assert caught.value.key == "w"
+
+
+def test_a_key_that_tensorstore_refuses_is_an_error_that_names_it(tmp_path: Path) -> None:
+    write_metadata(tmp_path / "w.__lock", order="F")
+    (tmp_path / "w.__lock" / "0").write_bytes(bytes(16))
+
+    with pytest.raises(StorageError, match=r"w\.__lock: ") as caught:
+        read_array(tmp_path, Engine.TENSORSTORE, "w.__lock")
+    assert caught.value.key == "w.__lock"
 
 
 def write_foreign(root: Path, values: Values, way: dict[str, Any], key: str = "layer.w") -> None:

@@ -24,6 +24,7 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
     StorageError,
+    StrategyError,
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.spec.object import ObjectId
@@ -244,6 +245,15 @@ def test_removed_objects_leave_no_empty_directory_and_take_nothing_else(tmp_path
     assert (tmp_path / "a" / "array").is_dir()
 
 
+def may_be_read() -> bool:
+    """Whether a Fraction may be unpickled at the moment."""
+    content = dump_object(Fraction(1, 2), name="half")
+    try:
+        return bool(load_pickle(content, Path("half"), "half", ()) == Fraction(1, 2))
+    except UnsafeObjectError:
+        return False
+
+
 def test_what_one_thread_allows_stays_allowed_while_another_leaves() -> None:
     entered, may_leave = threading.Event(), threading.Event()
 
@@ -258,18 +268,36 @@ def test_what_one_thread_allows_stays_allowed_while_another_leaves() -> None:
     with allowing([Fraction]):
         may_leave.set()
         thread.join(20)
-        assert Fraction in torch.serialization.get_safe_globals()
+        assert may_be_read()
         with allowing([Fraction]):
             pass
-        assert Fraction in torch.serialization.get_safe_globals()
-    assert Fraction not in torch.serialization.get_safe_globals()
+        assert may_be_read()
+    assert not may_be_read()
 
 
 def test_what_others_allow_stays_allowed() -> None:
     with torch.serialization.safe_globals([Fraction]):
         with allowing([Fraction]):
             pass
-        assert Fraction in torch.serialization.get_safe_globals()
+        assert may_be_read()
+    assert not may_be_read()
+
+
+def test_what_others_allow_or_no_longer_allow_meanwhile_is_theirs_alone() -> None:
+    with allowing([Fraction]):
+        torch.serialization.add_safe_globals([Fraction])
+    assert Fraction in torch.serialization.get_safe_globals()
+    with allowing([Fraction]):
+        with torch.serialization.safe_globals([Fraction]):
+            pass
+        assert may_be_read()
+    assert not may_be_read()
+
+
+@pytest.mark.parametrize("wrong", ["os.system", 5, (Fraction,), (Fraction, 5), ["list"], None])
+def test_what_is_no_class_cannot_be_allowed(wrong: Any) -> None:
+    with pytest.raises(StrategyError, match="allow: expected classes"), allowing([wrong]):
+        pytest.fail("it was allowed")
 
 
 # Not trusted
@@ -375,6 +403,17 @@ def test_a_file_cut_short_anywhere_is_damaged() -> None:
     for size in range(0, len(CONTENT), 7):
         found = load_or_error(CONTENT[:size])
         assert isinstance(found, CorruptCheckpointError), (size, found)
+
+
+@pytest.mark.parametrize(
+    "content", [pickle.dumps({"c": 1}), b"\x80\x02" + b"(" * 100_000, b"\x80\x02]q\0(h\0l."]
+)
+def test_what_cannot_be_unpickled_is_damaged_without_advice_to_unpickle_it_freely(
+    content: bytes,
+) -> None:
+    with pytest.raises(CorruptCheckpointError, match=r"^x: x\.pt is damaged: \w+") as caught:
+        load_pickle(content, Path("x.pt"), "x", ())
+    assert "weights_only" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

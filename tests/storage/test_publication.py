@@ -23,17 +23,18 @@ from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.objects import write_object
 from dist_ckpt_strategies.storage.publication import (
+    has_withdrawn_marker,
     is_finished,
     leave_token,
     make_directory,
     make_way,
     publish,
     read_marker,
-    remove_marker,
     remove_token,
     require_token,
     require_unfinished,
     retract,
+    withdraw_marker,
 )
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 from tests.support.disks import fill_disk, read_only
@@ -93,7 +94,7 @@ def test_a_directory_without_marker_is_incomplete_and_the_error_says_what_is_the
     tmp_path: Path,
 ) -> None:
     make_checkpoint(tmp_path)
-    remove_marker(tmp_path)
+    (tmp_path / "metadata.json").unlink()
 
     with pytest.raises(IncompleteCheckpointError) as caught:
         read_marker(tmp_path)
@@ -170,7 +171,7 @@ def test_a_finished_checkpoint_is_not_overwritten_unasked(tmp_path: Path) -> Non
 
 def test_an_unfinished_one_may_be_overwritten(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
-    remove_marker(tmp_path)
+    (tmp_path / "metadata.json").unlink()
     before = contents(tmp_path)
 
     require_unfinished(tmp_path)
@@ -217,7 +218,7 @@ def test_a_finished_checkpoint_makes_way_for_one_of_other_keys(tmp_path: Path) -
 
 def test_what_an_unfinished_save_left_makes_way_for_the_same_keys_and_more(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
-    remove_marker(tmp_path)
+    (tmp_path / "metadata.json").unlink()
     make_way(tmp_path, KEYS | {"x"}, is_checkpoint=False)
 
     assert list(contents(tmp_path)) == ["common.pt"]
@@ -228,7 +229,7 @@ def test_without_a_marker_what_would_not_be_replaced_is_refused_and_stays(
     missing: str, tmp_path: Path
 ) -> None:
     make_checkpoint(tmp_path)
-    remove_marker(tmp_path)
+    (tmp_path / "metadata.json").unlink()
     before = contents(tmp_path)
     with pytest.raises(CheckpointExistsError, match=rf"1 arrays or objects .*: {missing};"):
         make_way(tmp_path, KEYS - {missing}, is_checkpoint=False)
@@ -236,9 +237,47 @@ def test_without_a_marker_what_would_not_be_replaced_is_refused_and_stays(
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("key", ["inner", "inner/w", "linked/w", "a/inner/x"])
+def test_a_key_that_leads_into_something_else_is_refused(key: str, tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for inner in (root / "inner", root / "a" / "inner", tmp_path / "elsewhere"):
+        make_checkpoint(inner)
+    make_checkpoint(root)
+    (root / "linked").symlink_to(tmp_path / "elsewhere")
+    before = contents(tmp_path)
+
+    with pytest.raises(CheckpointExistsError, match=f"^{key}: .* would become a part") as caught:
+        make_way(root, {"w", key}, is_checkpoint=True)
+    assert caught.value.key == key
+    assert contents(tmp_path) == before
+    make_way(root, {"w", "innermost"}, is_checkpoint=True)
+
+
+def test_an_array_that_is_a_link_makes_way_for_one_that_is_none(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    make_checkpoint(root)
+    (root / "w").rename(tmp_path / "elsewhere")
+    (root / "w").symlink_to(tmp_path / "elsewhere")
+    make_way(root, {"w"}, is_checkpoint=True)
+
+    assert not (root / "w").exists()
+    assert (tmp_path / "elsewhere" / ".zarray").exists()
+
+
+def test_a_checkpoint_half_removed_is_still_known_to_be_one(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path)
+    withdraw_marker(tmp_path)
+    assert has_withdrawn_marker(tmp_path)
+    assert not is_finished(tmp_path)
+
+    make_way(tmp_path, {"x"}, is_checkpoint=True)
+    assert not has_withdrawn_marker(tmp_path)
+    assert list(contents(tmp_path)) == ["common.pt"]
+
+
 def test_an_unfinished_checkpoint_below_the_directory_is_left_alone(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "iter_0000010")
-    remove_marker(tmp_path / "iter_0000010")
+    (tmp_path / "iter_0000010" / "metadata.json").unlink()
     before = contents(tmp_path)
     make_way(tmp_path, {"w"}, is_checkpoint=False)
 
@@ -310,7 +349,7 @@ def test_arrays_of_other_checkpoints_below_the_directory_are_not_counted_as_its_
 
 def test_what_a_link_leads_to_is_left_alone(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "other")
-    remove_marker(tmp_path / "other")  # looks like a directory of arrays
+    (tmp_path / "other" / "metadata.json").unlink()  # looks like a directory of arrays
     before = contents(tmp_path / "other")
     make_checkpoint(tmp_path / "here")
     (tmp_path / "here" / "previous").symlink_to(tmp_path / "other")

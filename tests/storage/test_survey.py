@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -54,6 +55,16 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkpoint(written: Path, tmp_path: Path) -> Path:
     """A whole checkpoint, to be damaged."""
     return copied(written, tmp_path / "ckpt")
+
+
+def replace(path: Path, make: Callable[[Path], object]) -> None:
+    """Put something else in the place of a file."""
+    path.unlink()
+    make(path)
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
 
 
 def summary(findings: tuple[Finding, ...]) -> list[tuple[Problem, str | None, str]]:
@@ -165,6 +176,26 @@ DAMAGES: dict[str, tuple[Damage, list[tuple[Problem, str | None, str]]]] = {
     "an emptied object": (
         lambda root: (root / RNG / "shard_1.1_2.2.pt").write_bytes(b""),
         [(Problem.DAMAGED_ARCHIVE, RNG, f"{RNG}/shard_1.1_2.2.pt")],
+    ),
+    "a directory in the place of an object": (
+        lambda root: replace(root / WEIGHT / "shard_0_1.pt", Path.mkdir),
+        [(Problem.UNREADABLE, WEIGHT, f"{WEIGHT}/shard_0_1.pt")],
+    ),
+    "a link in a circle in the place of an object": (
+        lambda root: replace(root / WEIGHT / "shard_0_1.pt", link_to_itself),
+        [(Problem.UNREADABLE, WEIGHT, f"{WEIGHT}/shard_0_1.pt")],
+    ),
+    "a pipe in the place of a chunk": (
+        lambda root: replace(root / SCALAR / "0", os.mkfifo),
+        [(Problem.MISSING_CHUNK, SCALAR, f"{SCALAR}/0")],
+    ),
+    "a link in a circle in the place of a chunk": (
+        lambda root: replace(root / SCALAR / "0", link_to_itself),
+        [(Problem.MISSING_CHUNK, SCALAR, f"{SCALAR}/0")],
+    ),
+    "a pipe in the place of the marker": (
+        lambda root: replace(root / "metadata.json", os.mkfifo),
+        [(Problem.UNREADABLE, None, "metadata.json")],
     ),
     "missing common state": (
         lambda root: (root / "common.pt").unlink(),

@@ -22,6 +22,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.storage.object_files import object_ids
 from dist_ckpt_strategies.storage.zarr2 import (
     Zarr2Layout,
     array_metadata,
@@ -147,6 +148,14 @@ def test_the_separator_is_a_dot_unless_stated() -> None:
         fields(dtype=""),
         fields(dtype="<f5"),
         fields(dtype=7),
+        fields(dtype="f4"),
+        fields(dtype="=f4"),
+        fields(dtype="float32"),
+        fields(order="X"),
+        fields(order=None),
+        fields(compressor={}),
+        fields(compressor="zlib"),
+        fields(filters=[[]]),
         fields(dimension_separator="x"),
         fields(dimension_separator=""),
         fields(dimension_separator=None),
@@ -223,6 +232,15 @@ def test_a_link_back_up_is_not_followed_for_ever(tmp_path: Path) -> None:
     (tmp_path / "a" / "loop").symlink_to(tmp_path)
 
     assert list(Zarr2Layout(tmp_path).keys()) == ["a/x"]
+
+
+def test_a_link_in_a_circle_is_passed_over(tmp_path: Path) -> None:
+    make_array(tmp_path, "w")
+    for directory in (tmp_path, tmp_path / "w"):
+        (directory / "circle").symlink_to("circle")
+
+    assert list(Zarr2Layout(tmp_path).keys()) == ["w"]
+    assert list(object_ids(tmp_path)) == []
 
 
 @pytest.mark.parametrize("key", ["w", "a/b.c", "x" * 255])

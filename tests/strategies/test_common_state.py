@@ -25,6 +25,8 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     UnsafeObjectError,
 )
+from dist_ckpt_strategies.spec.marker import CheckpointMarker
+from dist_ckpt_strategies.storage.publication import has_withdrawn_marker, is_finished, publish
 from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,
@@ -84,11 +86,12 @@ def test_what_torch_saved_we_load_and_what_we_save_torch_loads(tmp_path: Path) -
     assert torch.load(tmp_path / "common.pt", weights_only=True) == {"iteration": 4}
 
 
-def test_saving_common_state_removes_the_marker_of_an_older_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+def test_saving_common_state_withdraws_the_marker_of_an_older_checkpoint(tmp_path: Path) -> None:
+    publish(tmp_path, CheckpointMarker("zarr"))
     TorchCommonSaveStrategy().save_common({}, tmp_path)
 
-    assert [path.name for path in tmp_path.iterdir()] == ["common.pt"]
+    assert not is_finished(tmp_path)
+    assert has_withdrawn_marker(tmp_path)
 
 
 def test_a_class_that_is_not_allowed_is_named_with_the_remedy(tmp_path: Path) -> None:
@@ -110,6 +113,14 @@ def test_a_missing_and_a_damaged_common_state_are_told_apart(tmp_path: Path) -> 
     (tmp_path / "common.pt").write_bytes(content)
 
     with pytest.raises(CorruptCheckpointError, match="damaged"):
+        TorchCommonLoadStrategy().load_common(tmp_path)
+
+
+@pytest.mark.parametrize("content", [[1], 5, None, torch.ones(2)], ids=str)
+def test_common_state_that_is_no_dict_is_damaged(content: Any, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "common.pt")
+
+    with pytest.raises(CorruptCheckpointError, match="expected a dict"):
         TorchCommonLoadStrategy().load_common(tmp_path)
 
 

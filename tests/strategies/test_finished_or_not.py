@@ -12,8 +12,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
 from tests.support.entries import Entry, Failure, load, outcome, prepare, save
 from tests.support.ranks import run_processes
 
@@ -53,6 +58,10 @@ def value_in(rank: int, root: Path, entry: Entry = Entry.OURS, key: str = "w") -
     return values.pop() if len(values) == 1 else sorted(values)
 
 
+def files_in(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
 def scenario(rank: int, scratch: Path) -> dict[str, Any]:
     """Everything that one pair of ranks can show about one directory after the other."""
     prepare(30)
@@ -80,12 +89,17 @@ def scenario(rank: int, scratch: Path) -> dict[str, Any]:
 
     save(Entry.OURS, state_of(rank, 3.0, "new", 1), root, overwrite=True)
     dist.barrier()
-    seen["files"] = sorted(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
+    seen["files"] = files_in(root)
 
     save(Entry.MEGATRON, state_of(rank, 4.0), root)
     seen["through megatron"] = value_in(rank, root, Entry.MEGATRON)
     seen["broken off"] = outcome(partial(save, Entry.MEGATRON, with_a_gap(rank), root))
     seen["not a mixture"] = value_in(rank, root)
+    seen["half replaced"] = outcome(partial(save, Entry.OURS, state_of(rank, 6.0, "third"), root))
+    save(Entry.MEGATRON, state_of(rank, 6.0, "third"), root)
+    seen["replaced after all"] = value_in(rank, root, key="third")
+    dist.barrier()
+    seen["files after all"] = files_in(root)
 
     return seen | with_relative_paths(rank, scratch)
 
@@ -95,17 +109,21 @@ def with_relative_paths(rank: int, scratch: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     relative = Path("relative")
     save(Entry.OURS, state_of(rank, 5.0), relative)
-    seen["relative"] = value_in(rank, relative), value_in(rank, scratch / relative, Entry.MEGATRON)
+    around = scratch / "a" / ".." / relative
+    seen["relative"] = tuple(
+        value_in(rank, place, entry) for place in (relative, around) for entry in Entry
+    )
     dist.barrier()
     if rank == 0:
         (scratch / relative / "metadata.json").write_text('{"sharded_backend": "zarr", "sha')
     dist.barrier()
     seen["half a marker"] = value_in(rank, relative)
+    other = state_of(rank, 7.0, "new")
+    seen["others over half a marker"] = outcome(partial(save, Entry.OURS, other, relative))
     dist.barrier()
     if rank == 0:
         (scratch / relative / "metadata.json").unlink()
     dist.barrier()
-    other = state_of(rank, 7.0, "new")
     seen["others"] = outcome(partial(save, Entry.OURS, other, relative))
     save(Entry.OURS, other, relative, overwrite=True)
     seen["others replaced"] = value_in(rank, relative, key="new")
@@ -157,9 +175,10 @@ def test_what_cannot_be_saved_replaces_nothing(ranks: list[Any]) -> None:
 def test_arrays_of_an_unfinished_save_are_replaced_and_others_are_refused(
     ranks: list[Any],
 ) -> None:
-    for failure in failures(ranks, "others", "CheckpointExistsError"):
-        assert ": w;" in failure.text
-        assert "overwrite=True" in failure.text
+    for what in ("others", "others over half a marker", "half replaced"):
+        for failure in failures(ranks, what, "CheckpointExistsError"):
+            assert ": w;" in failure.text
+            assert "overwrite=True" in failure.text
     assert [seen["others replaced"] for seen in ranks] == [7.0] * SIZE
 
 
@@ -185,8 +204,95 @@ def test_megatrons_save_that_breaks_off_leaves_no_mixture(ranks: list[Any]) -> N
         assert "common.pt" in failure.text
 
 
+def test_megatrons_save_over_one_that_broke_off_may_have_other_keys(ranks: list[Any]) -> None:
+    assert [seen["replaced after all"] for seen in ranks] == [6.0] * SIZE
+    objects = ["o/shard_0_2.pt", "o/shard_1_2.pt"]
+    arrays = ["third/.zarray", "third/0.0", "third/1.0"]
+    files = ["common.pt", "metadata.json", *objects, *arrays]
+    assert [seen["files after all"] for seen in ranks] == [files] * SIZE
+
+
+def break_off_with_our_common(rank: int, root: Path) -> Any:
+    """Megatron-Core's save, which has our common strategy write first, then fails in planning."""
+    prepare(30, replace_common=True)
+    save(Entry.MEGATRON, state_of(rank, 1.0), root)
+    dist.barrier()
+    before = files_in(root)
+    failure = outcome(partial(save, Entry.MEGATRON, with_a_gap(rank), root))
+    dist.barrier()
+    after = files_in(root)
+    loaded = value_in(rank, root)
+    save(Entry.MEGATRON, state_of(rank, 2.0, "new"), root)
+    dist.barrier()
+    return before, failure, after, loaded, value_in(rank, root, key="new"), files_in(root)
+
+
+def test_a_save_that_breaks_off_in_planning_removes_no_arrays_with_our_common_strategy_either(
+    tmp_path: Path,
+) -> None:
+    for found in run_processes(SIZE, break_off_with_our_common, tmp_path / "c"):
+        assert isinstance(found, tuple), found
+        before, failure, after, loaded, new, replaced = found
+        assert "CoverageError" in failure.kinds, failure
+        assert set(before).difference(after) == {"metadata.json"}
+        assert "IncompleteCheckpointError" in loaded.kinds, loaded
+        assert new == 2.0
+        assert replaced == sorted(name.replace("w/", "new/") for name in before)
+
+
+class Foreign(SaveShardedStrategy):  # type: ignore[misc]
+    """A strategy of a user's own, which leaves one file."""
+
+    def __init__(self) -> None:
+        super().__init__("foreign", 1)
+
+    can_handle_sharded_objects = True
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        del sharded_state_dict
+        Path(checkpoint_dir, "foreign").touch()
+
+
+def save_with_others(rank: int, scratch: Path) -> dict[str, Any]:
+    """Strategies that are not ours, or wrapped, where arrays of somebody lie."""
+    prepare(30)
+    wrapped = FullyParallelSaveStrategyWrapper(ZarrSaveShardedStrategy())
+    root = scratch / "c"
+    save(Entry.OURS, state_of(rank, 1.0), root)
+    over = partial(save, Entry.OURS, root=root, sharded_strategy=wrapped, overwrite=True)
+    seen = {
+        "gap": outcome(partial(over, with_a_gap(rank), validate_access_integrity=False)),
+        "kept": value_in(rank, root),
+        "over": outcome(partial(over, state_of(rank, 2.0, "new"))),
+        "replaced": value_in(rank, root, key="new"),
+    }
+    dist.barrier()
+    if rank == 0:
+        (root / "metadata.json").unlink()
+    dist.barrier()
+    before = files_in(root)
+    dist.barrier()
+    without = partial(save, Entry.OURS, state_of(rank, 3.0), root)
+    seen["wrapped"] = outcome(partial(without, sharded_strategy=wrapped))
+    seen["foreign"] = outcome(partial(without, sharded_strategy=Foreign()))
+    dist.barrier()
+    seen["lost"] = sorted(set(before).difference(files_in(root)))
+    return seen
+
+
+def test_strategies_of_others_and_wrapped_ones_remove_nothing_unasked(tmp_path: Path) -> None:
+    ranks = run_processes(SIZE, save_with_others, tmp_path)
+
+    failures(ranks, "gap", "CoverageError")
+    failures(ranks, "wrapped", "CheckpointExistsError")
+    for seen in ranks:
+        assert (seen["kept"], seen["over"], seen["replaced"]) == (1.0, None, 2.0)
+        assert seen["foreign"] is None
+        assert seen["lost"] == []
+
+
 def test_relative_paths_work(ranks: list[Any]) -> None:
-    assert [seen["relative"] for seen in ranks] == [(5.0, 5.0)] * SIZE
+    assert [seen["relative"] for seen in ranks] == [(5.0,) * 4] * SIZE
 
 
 def test_half_a_marker_counts_as_none(ranks: list[Any]) -> None:

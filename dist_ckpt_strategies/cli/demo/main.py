@@ -38,7 +38,6 @@ from dist_ckpt_strategies.cli.demo.report import (
     Step,
     build_comparison_table,
     build_step_table,
-    format_bytes,
     largest_difference,
 )
 from dist_ckpt_strategies.cli.demo.task import (
@@ -48,6 +47,7 @@ from dist_ckpt_strategies.cli.demo.task import (
     Role,
     Training,
 )
+from dist_ckpt_strategies.cli.text import bytes_text
 
 _TRAIN_LAYOUT = ParallelLayout(tp=2, dp=2)
 _RESUME_LAYOUTS = (ParallelLayout(tp=4, dp=1), ParallelLayout(tp=1, dp=2, pp=2))
@@ -224,7 +224,7 @@ class _Demo:
         console.print(build_step_table(self._steps, seconds))
         console.print(build_comparison_table(self._comparisons))
         if self._keep is not None:
-            size = format_bytes(_size(self._checkpoint))
+            size = bytes_text(_size(self._checkpoint))
             console.print(f"The checkpoint stays in {self._checkpoint} ({size}).", markup=False)
 
 

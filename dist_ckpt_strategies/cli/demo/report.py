@@ -22,9 +22,7 @@ from dist_ckpt_strategies.cli.demo.events import (
     PhaseEnded,
 )
 from dist_ckpt_strategies.cli.demo.task import ParallelLayout
-
-_UNIT = 1000
-_UNITS = ("B", "kB", "MB", "GB")
+from dist_ckpt_strategies.cli.text import bytes_text
 
 
 @dataclass(slots=True)
@@ -194,7 +192,7 @@ def build_step_table(steps: Sequence[Step], seconds: float) -> Table:
             f"{step.losses[0][0]}-{step.losses[-1][0]}" if step.losses else "",
             f"{step.seconds:.1f}",
             _loss_change([loss for _, loss in step.losses]),
-            format_bytes(step.nbytes) if step.nbytes is not None else "",
+            bytes_text(step.nbytes) if step.nbytes is not None else "",
         )
     return table
 
@@ -226,16 +224,6 @@ def build_comparison_table(comparisons: Sequence[Comparison]) -> Table:
             "" if difference is None else f"{difference:.4f}",
         )
     return table
-
-
-def format_bytes(nbytes: int) -> str:
-    """Such as ``38.1 MB``, in powers of ten."""
-    amount = float(nbytes)
-    for unit in _UNITS[:-1]:
-        if amount < _UNIT:
-            return f"{amount:.3g} {unit}"
-        amount /= _UNIT
-    return f"{amount:.3g} {_UNITS[-1]}"
 
 
 def _answer(agreement: Agreement) -> str:
