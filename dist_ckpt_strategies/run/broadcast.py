@@ -123,6 +123,7 @@ def run_broadcast(
     own = [delivery for messages in rounds for m in messages for delivery in m.deliveries]
     return BroadcastReport(
         num_tensors=len(targets),
+        filled_nbytes=sum(target.box.nbytes for target in targets),
         read_nbytes=sum(d.nbytes for d in own if d.reader == comm.rank),
         received_nbytes=sum(d.nbytes for d in own if d.reader != comm.rank),
         reading_s=clock.seconds["reading"],
@@ -267,7 +268,9 @@ def _parcel(message: Message, targets: Targets, rank: int, device: torch.device)
             for delivery, start in zip(message.deliveries, message.starts, strict=True)
         ]
     is_staged = message.reader == rank and content.device.type != "cpu"
-    host = torch.empty(content.shape, dtype=torch.uint8, pin_memory=True) if is_staged else content
+    host = content
+    if is_staged:
+        host = torch.empty(content.shape, dtype=torch.uint8, pin_memory=True, device="cpu")
     return _Parcel(message, content, tuple(places), host)
 
 

@@ -56,6 +56,7 @@ class BroadcastReport:
 
     Attributes:
         num_tensors: tensors that were filled.
+        filled_nbytes: their bytes, as far as storage has something for them.
         read_nbytes: bytes that this rank read from storage.
         received_nbytes: bytes that it received from others.
         reading_s: seconds spent waiting for its own reads, behind which nothing could hide them.
@@ -66,6 +67,7 @@ class BroadcastReport:
     """
 
     num_tensors: int
+    filled_nbytes: int
     read_nbytes: int
     received_nbytes: int
     reading_s: float

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -108,12 +109,14 @@ def test_the_demo_ends_well_and_says_that_everything_is_bit_identical(tmp_path: 
     status, text = run_captured(tmp_path / "kept", SMALL)
 
     assert status == 0, text
-    for layout in ("TP2 x DP2", "TP4 x DP1", "TP1 x DP2 x PP2"):
+    for layout in ("TP2 x DP2", "TP4 x DP1", "TP1 x DP2 x PP2", "TP1 x DP4"):
         assert layout in text
-    # Two layouts with weights, master weights and two moments each, and the golden checkpoint.
-    assert text.count("yes 17/17") == 2 * 4 + 1
+    # Three layouts with weights, master weights and two moments each, and the golden checkpoint.
+    assert text.count("yes 17/17") == 3 * 4 + 1
     assert text.count("yes 1/1 ") == 1
     assert "NO " not in text
+    assert "Two-stage load at TP1 x DP4: read once, sent on" in text
+    assert re.search(r"read from storage +[\d.]+ kB +[\d.]+ kB +[\d.]+ kB +[\d.]+ kB", text)
     assert (tmp_path / "kept" / "metadata.json").exists()
     assert (tmp_path / "kept" / "decoder.layers.mlp.linear_fc2.weight" / ".zarray").exists()
 
@@ -173,7 +176,7 @@ def test_a_rank_killed_by_a_signal_is_named_before_those_that_miss_it(tmp_path: 
 def test_ranks_that_do_not_end_are_stopped_when_the_time_is_up(tmp_path: Path) -> None:
     commands = [waiting_command(tmp_path, 0), [sys.executable, "-c", ""]]
 
-    with pytest.raises(DemoError, match=r"rank\(s\) 0 still running after 4 s"):
+    with pytest.raises(DemoError, match=r"rank\(s\) 0 still running, but nothing happened for 4 s"):
         run_rank_processes(commands, tmp_path, print, 4.0)
 
     assert_gone(tmp_path / "pid0")

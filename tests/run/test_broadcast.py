@@ -98,6 +98,7 @@ def test_each_byte_is_read_once_by_the_group_and_evenly(num_ranks: int) -> None:
     for rank, (tensors, report) in enumerate(run_ranks(num_ranks, group.load)):
         assert group.wrong(rank, tensors) == []
         assert report.read_nbytes == group.num_read(rank)
+        assert report.filled_nbytes == sum(t.nbytes for t in tensors)
         assert report.read_nbytes + report.received_nbytes == sum(t.nbytes for t in tensors)
     read = [group.num_read(rank) for rank in range(num_ranks)]
 
@@ -199,8 +200,8 @@ def caught(action: Callable[[], Any]) -> Exception | None:
 
 
 def test_a_summary_shows_the_largest_and_the_mean_of_each_figure() -> None:
-    one = BroadcastReport(2, 100, 50, 0.5, 0.25, 0.125, 0.0, 1.0)
-    other = BroadcastReport(2, 300, 50, 0.0, 0.25, 0.125, 0.0, 1.0)
+    one = BroadcastReport(2, 150, 100, 50, 0.5, 0.25, 0.125, 0.0, 1.0)
+    other = BroadcastReport(2, 350, 300, 50, 0.0, 0.25, 0.125, 0.0, 1.0)
     text = str(GroupReport((one, other)))
 
     assert text.startswith("2 ranks: ")

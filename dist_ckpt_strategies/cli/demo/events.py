@@ -72,11 +72,27 @@ class GoldenCompared:
     differing: tuple[str, ...]
 
 
-Event = PhaseBegun | PhaseEnded | IterationDone | DigestsTaken | GoldenCompared
+@dataclass(frozen=True, slots=True)
+class ReadingShared:
+    """The ranks of a data-parallel group have loaded together.
+
+    Attributes:
+        read_nbytes: bytes that each of them read from storage.
+        filled_nbytes: bytes that each of them now has of the checkpoint.
+    """
+
+    read_nbytes: tuple[int, ...]
+    filled_nbytes: tuple[int, ...]
+
+
+Event = PhaseBegun | PhaseEnded | IterationDone | DigestsTaken | GoldenCompared | ReadingShared
 
 _CLASSES: Mapping[str, Callable[..., Event]] = {
     known.__name__: known
-    for known in (PhaseBegun, PhaseEnded, IterationDone, DigestsTaken, GoldenCompared)
+    for known in (
+        *(PhaseBegun, PhaseEnded, IterationDone),
+        *(DigestsTaken, GoldenCompared, ReadingShared),
+    )
 }
 
 

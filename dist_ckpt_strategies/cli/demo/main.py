@@ -29,6 +29,7 @@ from dist_ckpt_strategies.cli.demo.events import (
     IterationDone,
     PhaseBegun,
     PhaseEnded,
+    ReadingShared,
 )
 from dist_ckpt_strategies.cli.demo.ranks import run_task
 from dist_ckpt_strategies.cli.demo.report import (
@@ -37,11 +38,13 @@ from dist_ckpt_strategies.cli.demo.report import (
     StartRecord,
     Step,
     build_comparison_table,
+    build_reading_table,
     build_step_table,
     largest_difference,
 )
 from dist_ckpt_strategies.cli.demo.task import (
     DemoError,
+    Loading,
     ParallelLayout,
     RankTask,
     Role,
@@ -51,6 +54,7 @@ from dist_ckpt_strategies.cli.text import bytes_text
 
 _TRAIN_LAYOUT = ParallelLayout(tp=2, dp=2)
 _RESUME_LAYOUTS = (ParallelLayout(tp=4, dp=1), ParallelLayout(tp=1, dp=2, pp=2))
+_SHARING_LAYOUT = ParallelLayout(tp=1, dp=4)
 _GOLDEN_NAME = "m0123_tp4_modelonly"
 _ARRAY_KEY = "decoder.layers.mlp.linear_fc2.weight"
 _TENSORSTORE = "tensorstore"
@@ -97,6 +101,7 @@ class _Demo:
         self._steps: list[Step] = []
         self._comparisons: list[Comparison] = []
         self._findings: list[str] = []
+        self._reading: ReadingShared | None = None
 
     def run(self) -> None:
         """All steps, then the tables.
@@ -113,6 +118,7 @@ class _Demo:
                 # One of the starts is enough for the golden checkpoint: the last.
                 last = layout is _RESUME_LAYOUTS[-1]
                 self._resume(layout, reference, golden if last else None)
+            self._resume(_SHARING_LAYOUT, reference, None, Loading.TWO_STAGE)
             view = self._read_one_array(reference)
         self._show(view, time.monotonic() - began)
         if self._findings:
@@ -134,9 +140,15 @@ class _Demo:
             self._findings.append(f"the loss did not fall in {num_before} iterations")
         return record
 
-    def _resume(self, layout: ParallelLayout, reference: StartRecord, golden: Path | None) -> None:
+    def _resume(
+        self,
+        layout: ParallelLayout,
+        reference: StartRecord,
+        golden: Path | None,
+        loading: Loading = Loading.EACH,
+    ) -> None:
         """Load in new processes and another layout, compare, and train on."""
-        record = self._start(Role.RESUME, layout, golden)
+        record = self._start(Role.RESUME, layout, golden, loading)
         who, seconds = str(layout), record.seconds
         losses = tuple(sorted(record.losses.items()))
         self._steps += [
@@ -146,6 +158,7 @@ class _Demo:
         agreements = compare_digests(reference.digests, record.digests)
         difference = largest_difference(reference.losses, record.losses)
         self._compare(Comparison(who, agreements, difference))
+        self._reading = record.reading or self._reading
         if record.golden is not None:
             self._steps.append(Step(GOLDEN, who, seconds[GOLDEN]))
             found = Agreement(WEIGHTS, record.golden.num_arrays, record.golden.differing)
@@ -180,7 +193,13 @@ class _Demo:
         self._compare(Comparison("plain tensorstore", (found,)))
         return view
 
-    def _start(self, role: Role, layout: ParallelLayout, golden: Path | None) -> StartRecord:
+    def _start(
+        self,
+        role: Role,
+        layout: ParallelLayout,
+        golden: Path | None,
+        loading: Loading = Loading.EACH,
+    ) -> StartRecord:
         """Start the ranks afresh and wait until all have ended; what they reported.
 
         Raises:
@@ -188,7 +207,15 @@ class _Demo:
         """
         scratch = self._scratch / f"{role}-{layout.tp}-{layout.dp}-{layout.pp}"
         scratch.mkdir()
-        task = RankTask(role, layout, self._training, self._checkpoint, scratch, golden=golden)
+        task = RankTask(
+            role,
+            layout,
+            self._training,
+            self._checkpoint,
+            scratch,
+            loading=loading,
+            golden=golden,
+        )
         record = StartRecord(layout)
         self._display.begin(str(layout), f"start {layout.num_ranks} processes")
         try:
@@ -223,6 +250,8 @@ class _Demo:
         console.print()
         console.print(build_step_table(self._steps, seconds))
         console.print(build_comparison_table(self._comparisons))
+        if self._reading is not None:
+            console.print(build_reading_table(_SHARING_LAYOUT, self._reading))
         if self._keep is not None:
             size = bytes_text(_size(self._checkpoint))
             console.print(f"The checkpoint stays in {self._checkpoint} ({size}).", markup=False)

@@ -66,26 +66,30 @@ def run_rank_processes(
         commands: for each rank, the program and its arguments.
         scratch: directory for their output; they write events and failures there too.
         on_event: called with every event, in order, in this thread.
-        timeout_s: longest time for all of them together, in seconds.
+        timeout_s: longest time without an event, in seconds; a slow machine may take its time.
 
     Raises:
-        DemoError: a rank failed (the first one is named, with the end of its output), or the time
-            is up.
+        DemoError: a rank failed (the first one is named, with the end of its output), or nothing
+            happens any more.
     """
     reader = EventReader(scratch / EVENTS_NAME)
-    deadline = time.monotonic() + timeout_s
+    last_event = time.monotonic()
     with _started(commands, scratch) as processes:
         while any(code is None for code in _exit_codes(processes, scratch)):
-            _pass_on(reader, on_event)
-            if time.monotonic() > deadline:
+            if _pass_on(reader, on_event):
+                last_event = time.monotonic()
+            if time.monotonic() > last_event + timeout_s:
                 raise DemoError(_timeout_message(processes, scratch, timeout_s))
             time.sleep(_POLL_S)
     _pass_on(reader, on_event)
 
 
-def _pass_on(reader: EventReader, on_event: Callable[[Event], None]) -> None:
-    for event in reader.read():
+def _pass_on(reader: EventReader, on_event: Callable[[Event], None]) -> int:
+    """How many events there were."""
+    events = list(reader.read())
+    for event in events:
         on_event(event)
+    return len(events)
 
 
 @contextmanager
@@ -183,7 +187,10 @@ def _timeout_message(processes: Sequence[RankProcess], scratch: Path, timeout_s:
     running = [rank for rank, process in enumerate(processes) if process.poll() is None]
     names = ", ".join(str(rank) for rank in running)
     tail = _tail(_log_path(scratch, running[0])) if running else ""
-    return f"rank(s) {names} still running after {timeout_s:g} s; the end of the output:\n{tail}"
+    return (
+        f"rank(s) {names} still running, but nothing happened for {timeout_s:g} s; the end of the "
+        f"output:\n{tail}"
+    )
 
 
 def _log_path(scratch: Path, global_rank: int) -> Path:

@@ -20,6 +20,7 @@ from dist_ckpt_strategies.cli.demo.events import (
     IterationDone,
     PhaseBegun,
     PhaseEnded,
+    ReadingShared,
 )
 from dist_ckpt_strategies.cli.demo.task import ParallelLayout
 from dist_ckpt_strategies.cli.text import bytes_text
@@ -35,6 +36,7 @@ class StartRecord:
         losses: by iteration.
         digests: of the state saved or loaded, by key.
         golden: the comparison with the golden checkpoint, where there was one.
+        reading: who read how much, where the ranks shared the reading.
     """
 
     layout: ParallelLayout
@@ -42,6 +44,7 @@ class StartRecord:
     losses: dict[int, float] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     golden: GoldenCompared | None = None
+    reading: ReadingShared | None = None
 
     def losses_between(self, first: int, end: int) -> tuple[tuple[int, float], ...]:
         """(iteration, loss) from ``first`` to before ``end``, in order."""
@@ -58,6 +61,8 @@ class StartRecord:
                 self.digests = digests
             case GoldenCompared():
                 self.golden = event
+            case ReadingShared():
+                self.reading = event
             case PhaseBegun():
                 pass
 
@@ -194,6 +199,32 @@ def build_step_table(steps: Sequence[Step], seconds: float) -> Table:
             _loss_change([loss for _, loss in step.losses]),
             bytes_text(step.nbytes) if step.nbytes is not None else "",
         )
+    return table
+
+
+def build_reading_table(layout: ParallelLayout, reading: ReadingShared) -> Table:
+    """What each rank of a data-parallel group read from storage, and what it has got.
+
+    Args:
+        layout: the parallel layout of these ranks.
+        reading: bytes by rank.
+    """
+    num_ranks, total = len(reading.read_nbytes), sum(reading.read_nbytes)
+    table = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        title=f"Two-stage load at {layout}: read once, sent on",
+    )
+    table.caption = (
+        f"{bytes_text(total)} read by all {num_ranks} ranks together; each for itself, they would "
+        f"have read {bytes_text(sum(reading.filled_nbytes))}"
+    )
+    table.add_column("bytes", no_wrap=True)
+    for rank in range(num_ranks):
+        table.add_column(f"rank {rank}", justify="right", no_wrap=True)
+    table.add_row("read from storage", *map(bytes_text, reading.read_nbytes))
+    table.add_row("loaded", *map(bytes_text, reading.filled_nbytes))
     return table
 
 

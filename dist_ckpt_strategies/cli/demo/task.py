@@ -25,6 +25,13 @@ class Role(StrEnum):
     RESUME = "resume"
 
 
+class Loading(StrEnum):
+    """Who reads the checkpoint."""
+
+    EACH = "every rank reads what it needs"
+    TWO_STAGE = "a data-parallel group reads each byte once"
+
+
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
     """Sizes of the tensor-, data- and pipeline-parallel groups; their product is all ranks."""
@@ -89,6 +96,7 @@ class RankTask:
         backend: the checkpoint's backend and version.
         checkpoint: the directory that is saved to or loaded from.
         scratch: a directory of this start alone: rendezvous, events and failures.
+        loading: who reads the checkpoint, where it is loaded.
         golden: the unpacked golden checkpoint, where this start is to load it too.
         timeout_s: longest wait for a peer, in seconds.
     """
@@ -99,6 +107,7 @@ class RankTask:
     checkpoint: Path
     scratch: Path
     backend: tuple[str, int] = ZARR
+    loading: Loading = Loading.EACH
     golden: Path | None = None
     timeout_s: float = 120.0
 
@@ -118,6 +127,7 @@ class RankTask:
             checkpoint=Path(found["checkpoint"]),
             scratch=Path(found["scratch"]),
             backend=(str(found["backend"][0]), int(found["backend"][1])),
+            loading=Loading(found["loading"]),
             golden=Path(found["golden"]) if found["golden"] else None,
             timeout_s=float(found["timeout_s"]),
         )

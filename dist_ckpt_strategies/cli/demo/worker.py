@@ -32,12 +32,20 @@ from dist_ckpt_strategies.cli.demo.events import (
     IterationDone,
     PhaseBegun,
     PhaseEnded,
+    ReadingShared,
 )
 from dist_ckpt_strategies.cli.demo.model import Trainer, build_model
 from dist_ckpt_strategies.cli.demo.ranks import end_with_parent, write_failure
 from dist_ckpt_strategies.cli.demo.state import gather_global_digests
-from dist_ckpt_strategies.cli.demo.task import FULLY_RESHARDABLE, ModelSize, RankTask, Role
+from dist_ckpt_strategies.cli.demo.task import (
+    FULLY_RESHARDABLE,
+    Loading,
+    ModelSize,
+    RankTask,
+    Role,
+)
 from dist_ckpt_strategies.storage.objects import read_pickle
+from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 
 _GOLDEN_SIZE = ModelSize(
     num_layers=4,
@@ -84,14 +92,27 @@ class _Rank:
         self._iterate(trainer, TRAIN_ON, num_before, num_before + num_after)
 
     def _resume(self, trainer: Trainer) -> None:
+        shared = None
+        if self._task.loading is Loading.TWO_STAGE:
+            group = parallel_state.get_data_parallel_group()
+            shared = TwoStageDataParallelLoadShardedStrategy(group)
         with self._phase(LOAD):
             state = dist_checkpointing.load(
-                trainer.sharded_state_dict(is_loading=True), str(self._task.checkpoint)
+                trainer.sharded_state_dict(is_loading=True), str(self._task.checkpoint), shared
             )
             trainer.load_state_dict(state)
+        self._report_reading(shared)
         self._report_digests(trainer)
         first = int(state["iteration"])
         self._iterate(trainer, RESUME, first, first + self._task.training.num_after_save)
+
+    def _report_reading(self, shared: TwoStageDataParallelLoadShardedStrategy | None) -> None:
+        """Report who read how much, where the ranks shared the reading."""
+        summary = shared.summarize_load_times() if shared is not None else None
+        if summary is not None:
+            read = tuple(share.read_nbytes for share in summary.shares)
+            filled = tuple(share.filled_nbytes for share in summary.shares)
+            self._events.write(ReadingShared(read, filled))
 
     def _iterate(self, trainer: Trainer, phase: str, first: int, end: int) -> None:
         with self._phase(phase, end - first):
