@@ -118,7 +118,8 @@ def run_broadcast(
         sent = _Sent((), None)
         for _ in range(plan.num_rounds):
             parcels = clock.meeting(comm, partial(_turn, begun, sent, clock, options))
-            sent = _send(parcels, comm)
+            with clock.on("sending"):
+                sent = _send(parcels, comm)
         clock.meeting(comm, partial(sent.finish, clock))
     own = [delivery for messages in rounds for m in messages for delivery in m.deliveries]
     return BroadcastReport(

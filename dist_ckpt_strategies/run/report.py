@@ -60,7 +60,7 @@ class BroadcastReport:
         read_nbytes: bytes that this rank read from storage.
         received_nbytes: bytes that it received from others.
         reading_s: seconds spent waiting for its own reads, behind which nothing could hide them.
-        sending_s: seconds spent waiting for bytes that were travelling.
+        sending_s: seconds spent handing bytes over to the network, and waiting for them.
         copying_s: seconds spent copying into place, and to the device.
         meeting_s: seconds spent waiting for the other ranks to come as far.
         seconds: wall time of the transfer, all of these included.

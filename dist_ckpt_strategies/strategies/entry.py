@@ -16,7 +16,7 @@ from typing import Any
 from dist_ckpt_strategies.comm.agree import agree, agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.torch_group import open_communicator
-from dist_ckpt_strategies.config import options_from_environment
+from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.megatron.bases import (
     LoadCommonStrategy,
@@ -139,6 +139,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
     comm = _world(f"save to {checkpoint_dir}", timeout_s)
 
     def check() -> tuple[Path, Any, Any, SaveParts]:
+        _options(timeout_s)
         root = local_root(checkpoint_dir)
         chosen = _save_strategies(sharded_strategy, common_strategy)
         parts = take_apart_for_save(sharded_state_dict, content_metadata)
@@ -208,6 +209,7 @@ def load(  # noqa: PLR0913 - Megatron's signature
     with ExitStack() as stack:
 
         def begin() -> tuple[Path, Any, Any, StateDict, LoadParts, StrictHandling]:
+            _options(timeout_s)
             root = local_root(checkpoint_dir)
             stack.enter_context(allowing(allow))
             loaders = _load_strategies(root, sharded_strategy, common_strategy)
@@ -248,8 +250,16 @@ def local_root(checkpoint_dir: str | Path) -> Path:
 
 
 def _world(purpose: str, timeout_s: float | None) -> Communicator:
-    options = options_from_environment().with_changes(timeout_s=timeout_s)
-    return open_communicator(None, timeout_s=options.timeout_s, purpose=purpose)
+    """All ranks. Options that this rank cannot make are for the first agreed step to raise."""
+    try:
+        limit_s = _options(timeout_s).timeout_s
+    except StrategyError:
+        limit_s = Options().timeout_s
+    return open_communicator(None, timeout_s=limit_s, purpose=purpose)
+
+
+def _options(timeout_s: float | None) -> Options:
+    return options_from_environment().with_changes(timeout_s=timeout_s)
 
 
 def _chosen(action: StrategyAction, choice: StrategyChoice) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -182,3 +183,26 @@ def require_words(state: str, found: Failure) -> None:
     if state in {"before w", "beyond w"}:
         assert "w: rank " in found.text, (state, found)
         assert found.key == "w"
+
+
+def set_options_badly(rank: int, root: Path) -> Any:
+    """Rank 1 has an environment of its own."""
+    prepare(15)
+    state = state_of(rank, cuts())
+    save(Entry.OURS, state, root)
+    if rank == 1:
+        os.environ["DIST_CKPT_IO_THREADS"] = "many"
+    return outcome(partial(save, Entry.OURS, state, root, overwrite=True)), outcome(
+        partial(load, Entry.OURS, state_of(rank, cuts(), no_data), root)
+    )
+
+
+def test_an_option_that_one_rank_cannot_read_fails_on_every_rank(tmp_path: Path) -> None:
+    for rank, failures in enumerate(run_processes(4, set_options_badly, tmp_path / "c")):
+        assert isinstance(failures, tuple), failures
+        for failure in failures:
+            assert isinstance(failure, Failure), (rank, failure)
+            assert failure.seconds < 8, (rank, failure)
+            assert "StrategyError" in failure.kinds, failure
+            assert "DIST_CKPT_IO_THREADS: expected int, found 'many'" in failure.text, failure
+            assert failure.global_rank == 1, failure
