@@ -17,6 +17,7 @@ from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.torch_group import (
     ProcessGroup,
+    is_distributed,
     new_gloo_groups,
     open_communicator,
     payload_device,
@@ -130,7 +131,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
         Collective over the world the first time; ``load`` calls it.
         """
-        if not self.cpu_transfer or self._channels:
+        if not self.cpu_transfer or self._channels or not is_distributed():
             return
         self._channels = new_gloo_groups(
             self.data_parallel_group_orig, _NUM_CHANNELS, timeout_s=self._options.timeout_s

@@ -335,3 +335,16 @@ def test_the_names_of_megatron_core_do_what_they_did(tmp_path: Path) -> None:
     assert chunk == ("w", (2,))
     expected = [("w1", 0), ("w3", 0)], True, ["load_tensor_from_storage"]
     assert run_processes(4, use_kept_names, tmp_path / "c") == [expected] * 4
+
+
+@pytest.mark.parametrize("cpu_transfer", [True, False])
+def test_a_process_alone_needs_no_process_group(cpu_transfer: bool, tmp_path: Path) -> None:
+    save(Entry.OURS, replicas(0, empty=False), tmp_path / "c")
+    strategy = TwoStageDataParallelLoadShardedStrategy(None, cpu_transfer)
+    assert strategy.summarize_load_times() is None
+    loaded = strategy.load(replicas(0, empty=True), tmp_path / "c")
+    summary = strategy.summarize_load_times()
+
+    assert all(torch.equal(loaded[k], v.data) for k, v in replicas(0, empty=False).items())
+    assert summary is not None
+    assert [share.received_nbytes for share in summary.shares] == [0]
