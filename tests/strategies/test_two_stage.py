@@ -35,6 +35,7 @@ from tests.support.entries import (
     require_failure_everywhere,
     save,
 )
+from tests.support.groups import group_of_size
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import (
     Cut,
@@ -73,15 +74,6 @@ def objects(rank: int, *, empty: bool = False) -> dict[str, Any]:
     }
 
 
-def groups_of(size: int) -> Any:
-    """This rank's group, of the world cut into groups of a size."""
-    made = [
-        dist.new_group(list(range(first, first + size)))
-        for first in range(0, dist.get_world_size(), size)
-    ]
-    return made[dist.get_rank() // size]
-
-
 def load_shared(state: dict[str, Any], root: Path, strategy: Any) -> Any:
     return dist_checkpointing.load(state, str(root), sharded_strategy=strategy)
 
@@ -89,7 +81,7 @@ def load_shared(state: dict[str, Any], root: Path, strategy: Any) -> Any:
 def load_everything(rank: int, size: int, root: Path) -> dict[str, Any]:
     prepare(60)
     save(Entry.OURS, state_of(rank, cuts()) | objects(rank), root)
-    strategy = TwoStageDataParallelLoadShardedStrategy(groups_of(size))
+    strategy = TwoStageDataParallelLoadShardedStrategy(group_of_size(size))
     seen: dict[str, Any] = {}
     for name, data in {"new": no_data, "in place": zeros}.items():
         wanted = state_of(rank, cuts(), data)
@@ -132,7 +124,7 @@ def replicas(rank: int, *, empty: bool) -> dict[str, Any]:
 def count_reads(rank: int, root: Path) -> Any:
     prepare(60)
     save(Entry.OURS, replicas(rank, empty=False), root)
-    strategy = TwoStageDataParallelLoadShardedStrategy(groups_of(4))
+    strategy = TwoStageDataParallelLoadShardedStrategy(group_of_size(4))
     loaded = load_shared(replicas(rank, empty=True), root, strategy)
     expected = replicas(rank, empty=False)
     same = all(torch.equal(loaded[key], value.data) for key, value in expected.items())
@@ -153,7 +145,7 @@ def test_each_byte_is_read_once_and_all_ranks_read_about_the_same(tmp_path: Path
 def make_no_groups_twice(rank: int, root: Path) -> Any:
     prepare(60)
     save(Entry.OURS, replicas(rank, empty=False), root)
-    strategy = TwoStageDataParallelLoadShardedStrategy(groups_of(4))
+    strategy = TwoStageDataParallelLoadShardedStrategy(group_of_size(4))
     strategy.maybe_init_gloo_group()
     before = dist.distributed_c10d._world.group_count
     for _ in range(3):
@@ -171,7 +163,7 @@ def chunk_of(root: Path, key: str) -> Path:
 
 def load_damaged(rank: int, scratch: Path) -> dict[str, Any]:
     prepare(20)
-    strategy = TwoStageDataParallelLoadShardedStrategy(groups_of(2), timeout_s=20)
+    strategy = TwoStageDataParallelLoadShardedStrategy(group_of_size(2), timeout_s=20)
     seen = {}
     for name in ("missing", "short", "shape", "object"):
         root = scratch / name
@@ -233,7 +225,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def lose_rank(rank: int, root: Path) -> Any:
     prepare(4)
     save(Entry.OURS, replicas(rank, empty=False), root)
-    strategy = TwoStageDataParallelLoadShardedStrategy(groups_of(4))
+    strategy = TwoStageDataParallelLoadShardedStrategy(group_of_size(4))
     strategy.maybe_init_gloo_group()
     dist.barrier()
     if rank == 3:
@@ -319,7 +311,7 @@ def use_kept_names(rank: int, root: Path) -> Any:
     prepare(30)
     state = replicas(rank, empty=False)
     save(Entry.OURS, state, root)
-    strategy = TwoStageDataParallelLoadShardedStrategy(groups_of(2))
+    strategy = TwoStageDataParallelLoadShardedStrategy(group_of_size(2))
     metas = [Meta(state[key], other) for key in ("w3", "w1") for other in (1, 0)]
     lowest = [
         (m.sharded_tensor_no_data.key, m.dist_group_rank)

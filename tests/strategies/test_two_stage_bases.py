@@ -19,6 +19,7 @@ from dist_ckpt_strategies.errors import PeerError, PlanError, StrategyError
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 from tests.support.entries import Entry, Failure, outcome, prepare, save
+from tests.support.groups import group_of_size
 from tests.support.ranks import allow_children, run_processes
 from tests.support.sharding import (
     Cut,
@@ -87,15 +88,6 @@ def objects(rank: int, *, empty: bool = False) -> dict[str, Any]:
     }
 
 
-def groups_of(size: int) -> Any:
-    """This rank's group, of the world cut into groups of a size."""
-    made = [
-        dist.new_group(list(range(first, first + size)))
-        for first in range(0, dist.get_world_size(), size)
-    ]
-    return made[dist.get_rank() // size]
-
-
 def load_through_torch_dist(rank: int, root: Path) -> dict[str, Any]:
     allow_children()
     prepare(60)
@@ -107,7 +99,7 @@ def load_through_torch_dist(rank: int, root: Path) -> dict[str, Any]:
         for size in (1, 2, 4):
             for data in (zeros, no_data):
                 base = Recorded(TorchDistLoadShardedStrategy())
-                group = groups_of(size)
+                group = group_of_size(size)
                 strategy = TwoStageDataParallelLoadShardedStrategy(group, base_strategy=base)
                 wanted = state_of(rank, cuts(), data) | objects(rank, empty=True)
                 loaded = dist_checkpointing.load(wanted, str(root), sharded_strategy=strategy)
@@ -162,7 +154,7 @@ def test_ranks_without_anything_to_read_call_torch_dist_too(tmp_path: Path) -> N
 def load_with_faults(rank: int, root: Path) -> dict[str, Any]:
     prepare(20)
     save(Entry.OURS, state_of(rank, cuts()) | objects(rank), root)
-    group = groups_of(2)
+    group = group_of_size(2)
     seen = {}
     for fails_on in ((), (2,)):
         # Any strategy will do; it must not be one of ours, which are not called this way.

@@ -249,9 +249,9 @@ class _Demo:
         console.print(f"first values: {view.first_values}", markup=False)
         console.print()
         console.print(build_step_table(self._steps, seconds))
-        console.print(build_comparison_table(self._comparisons))
         if self._reading is not None:
             console.print(build_reading_table(_SHARING_LAYOUT, self._reading))
+        console.print(build_comparison_table(self._comparisons))
         if self._keep is not None:
             size = bytes_text(_size(self._checkpoint))
             console.print(f"The checkpoint stays in {self._checkpoint} ({size}).", markup=False)
