@@ -106,7 +106,7 @@ def test_all_at_once_nothing_is_written_after_the_flush_nor_before_it_is_opened(
         return 0
 
     flush_whole(monkeypatch, opened)
-    # Metadata that a writer of chunks has begun and not finished is replaced, and flushed by itself.
+    # Metadata that a writer of chunks has begun is replaced, and flushed by itself.
     save_all(tmp_path, Engine.TENSORSTORE, are_creates_first=True)
 
     assert [name for name, _ in seen] == ["opened", "run"]

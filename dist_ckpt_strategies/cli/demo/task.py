@@ -79,8 +79,8 @@ class Training:
 
     size: ModelSize = field(default_factory=ModelSize)
     global_batch: int = 16
-    num_before_save: int = 25
-    num_after_save: int = 6
+    num_before_save: int = 50
+    num_after_save: int = 10
     peak_learning_rate: float = 3e-3
     sharding_type: str = FULLY_RESHARDABLE
 
