@@ -114,10 +114,24 @@ class SavePlan:
         """Chunks that ``rank`` writes."""
         return tuple(w for w in self.writes if w.writer == rank)
 
+    def share_of(self, rank: int) -> SavePlan:
+        """The plan without what does not concern ``rank``; as many rounds as before."""
+        return SavePlan(
+            tuple(c for c in self.creations if c.creator == rank),
+            self.writes_of(rank),
+            tuple(
+                tuple(write for write in round_ if _concerns(write, rank)) for round_ in self.rounds
+            ),
+        )
+
     def sends_of(self, rank: int) -> tuple[Move, ...]:
         """Pieces that ``rank`` gives away."""
         moves = (move for round_ in self.rounds for write in round_ for move in write.moves)
         return tuple(move for move in moves if move.piece.holder == rank)
+
+
+def _concerns(write: ChunkWrite, rank: int) -> bool:
+    return write.writer == rank or any(move.piece.holder == rank for move in write.moves)
 
 
 def build_save_plan(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,
 )
+from dist_ckpt_strategies.strategies.format1 import PlanMemory
 from dist_ckpt_strategies.strategies.registration import Default, register_defaults, register_here
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 
@@ -23,13 +25,10 @@ class _Made:
     """Makes strategies of one class with the options that ``register`` was given."""
 
     cls: Any
-    options: Options | None
-    allow: tuple[Any, ...] | None = None
+    arguments: Mapping[str, Any]
 
     def __call__(self) -> Any:
-        if self.allow is None:
-            return self.cls(options=self.options)
-        return self.cls(options=self.options, allow=self.allow)
+        return self.cls(**self.arguments)
 
 
 @raises_megatron_errors
@@ -64,13 +63,13 @@ def register(
             StrategyAction.SAVE_SHARDED,
             zarr.BACKEND,
             zarr.VERSION,
-            _Made(ZarrSaveShardedStrategy, options),
+            _Made(ZarrSaveShardedStrategy, {"options": options, "plan_memory": PlanMemory()}),
         ),
         (
             StrategyAction.LOAD_SHARDED,
             zarr.BACKEND,
             zarr.VERSION,
-            _Made(ZarrLoadShardedStrategy, options, classes),
+            _Made(ZarrLoadShardedStrategy, {"options": options, "allow": classes}),
         ),
     ]
     register_defaults(sharded, replace=replace)
@@ -85,6 +84,10 @@ def common_defaults(options: Options | None, allow: tuple[Any, ...]) -> list[Def
     """The common strategies under Megatron's own key."""
     key = (common.BACKEND, common.VERSION)
     return [
-        (StrategyAction.SAVE_COMMON, *key, _Made(TorchCommonSaveStrategy, options)),
-        (StrategyAction.LOAD_COMMON, *key, _Made(TorchCommonLoadStrategy, options, allow)),
+        (StrategyAction.SAVE_COMMON, *key, _Made(TorchCommonSaveStrategy, {"options": options})),
+        (
+            StrategyAction.LOAD_COMMON,
+            *key,
+            _Made(TorchCommonLoadStrategy, {"options": options, "allow": allow}),
+        ),
     ]

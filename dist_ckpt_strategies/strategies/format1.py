@@ -6,6 +6,7 @@ The strategy classes and the entry points share these four functions.
 from __future__ import annotations
 
 import difflib
+import json
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator
@@ -88,11 +90,41 @@ class _Holdings:
     objects: dict[ObjectId, bytes]
 
 
+_Facts = list[Any]
+"""What a rank holds, as far as the plan depends on it, of JSON types."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """One rank's share of a plan, and what it followed from.
+
+    Attributes:
+        facts: digest of what all ranks hold.
+        plan: this rank's share.
+        keys: of all arrays and objects.
+    """
+
+    facts: str
+    plan: SavePlan
+    keys: frozenset[str]
+
+
+class PlanMemory:
+    """Keeps the last plan, because a training run saves the same shards again and again.
+
+    One to each strategy. It holds no tensor.
+    """
+
+    def __init__(self) -> None:
+        self.last: _Planned | None = None
+
+
 def save_format1(
     state_dict: StateDict,
     root: Path,
     comm: Communicator,
     options: Options,
+    memory: PlanMemory,
     *,
     keeps_old: bool = False,
 ) -> SaveReport:
@@ -105,6 +137,7 @@ def save_format1(
         root: the checkpoint directory, which exists.
         comm: ranks that save together.
         options: timeout and memory budget.
+        memory: the plan is taken from here if every rank holds what it held at the last save.
         keeps_old: leave the earlier checkpoint whole until this one is known to be one that can be
             saved. Not where the caller has replaced ``common.pt`` already.
 
@@ -113,7 +146,7 @@ def save_format1(
         CheckpointExistsError: the directory holds other arrays, and no marker.
         StorageError: a write failed here; a PeerError of the same class on the other ranks.
     """
-    held: list[tuple[_Holdings, ArrayStore]] = []
+    held: list[tuple[_Holdings, ArrayStore, _Facts]] = []
     is_checkpoint = False
 
     def describe() -> Any:
@@ -124,18 +157,17 @@ def save_format1(
                 withdraw_marker(root)
             is_checkpoint = is_finished(root) if keeps_old else has_withdrawn_marker(root)
         mine = _holdings(state_dict)
-        held.append((mine, open_array_store(root, options)))
-        shards = [shard_to_wire(spec) for spec in mine.specs]
-        objects = [(found.key, found.offset, found.shape) for found in sorted(mine.objects)]
-        return [shards, objects, options.max_inflight_bytes, uuid.uuid4().hex]
+        facts = _facts(mine, options)
+        held.append((mine, open_array_store(root, options), facts))
+        return [_digest(facts), memory.last and memory.last.facts, uuid.uuid4().hex]
 
     answers = agree_and_gather(comm, describe)
-    plan, keys = _planned(answers, comm)
-    mine, store = held[0]
+    mine, store, facts = held[0]
     token = answers[0][-1]
+    planned = _planned(comm, facts, [(digest, last) for digest, last, _ in answers], memory)
 
     def clear() -> None:
-        make_way(root, keys, is_checkpoint=is_checkpoint)
+        make_way(root, planned.keys, is_checkpoint=is_checkpoint)
         leave_token(root, token)
 
     def write_objects() -> None:
@@ -146,24 +178,62 @@ def save_format1(
     agree_on_first(comm, clear)
     owner = f"rank {comm.global_rank(0)}"
     agree(comm, lambda: require_token(root, token, owner, options.timeout_s))
-    return run_save(plan, mine.tensors, store, comm, options, also=write_objects)
+    return run_save(planned.plan, mine.tensors, store, comm, options, also=write_objects)
 
 
-def _planned(answers: Sequence[Any], comm: Communicator) -> tuple[SavePlan, set[str]]:
-    """The plan that follows from what all ranks hold, and the keys of its arrays and objects."""
-    requests = [
-        RankShards(comm.global_rank(rank), tuple(map(shard_from_wire, shards)))
-        for rank, (shards, _, _, _) in enumerate(answers)
-    ]
-    holdings = [
-        ObjectHolding(ObjectId(key, tuple(offset), tuple(shape)), comm.global_rank(rank))
-        for rank, (_, objects, _, _) in enumerate(answers)
-        for key, offset, shape in objects
-    ]
-    budget = min(budget for _, _, budget, _ in answers)
+def _facts(mine: _Holdings, options: Options) -> _Facts:
+    shards = [shard_to_wire(spec) for spec in mine.specs]
+    objects = [(found.key, found.offset, found.shape) for found in sorted(mine.objects)]
+    return [shards, objects, options.max_inflight_bytes]
+
+
+def _digest(facts: Any) -> str:
+    return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
+
+
+def _planned(
+    comm: Communicator,
+    own: _Facts,
+    described: Sequence[tuple[str, str | None]],
+    memory: PlanMemory,
+) -> _Planned:
+    """The last plan, if all ranks have one that follows from what they hold now; else a new one.
+
+    Collective.
+
+    Args:
+        comm: ranks that save together.
+        own: what this rank holds.
+        described: for each rank the digest of that, and what its last plan followed from.
+        memory: this rank's last plan.
+    """
+    digest = _digest([mine for mine, _ in described])
+    if memory.last is not None and all(last == digest for _, last in described):
+        return memory.last
+    everyone = comm.all_gather(own)
+    memory.last = None
+    memory.last = agree(comm, lambda: _new_plan(comm, digest, everyone))
+    return memory.last
+
+
+def _new_plan(comm: Communicator, digest: str, everyone: Sequence[_Facts]) -> _Planned:
+    requests: list[RankShards] = []
+    holdings: list[ObjectHolding] = []
+    for rank, (shards, objects, _) in enumerate(everyone):
+        global_rank = comm.global_rank(rank)
+        requests.append(RankShards(global_rank, tuple(map(shard_from_wire, shards))))
+        holdings += [
+            ObjectHolding(ObjectId(key, tuple(offset), tuple(shape)), global_rank)
+            for key, offset, shape in objects
+        ]
+    budget = min(budget for _, _, budget in everyone)
     plan = build_save_plan(requests, holdings, max_inflight_bytes=budget)
     keys = {creation.array.key for creation in plan.creations}
-    return plan, keys.union(holding.id.key for holding in holdings)
+    return _Planned(
+        digest,
+        plan.share_of(comm.global_rank(comm.rank)),
+        frozenset(keys.union(holding.id.key for holding in holdings)),
+    )
 
 
 def load_format1(

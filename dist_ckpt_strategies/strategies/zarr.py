@@ -35,6 +35,7 @@ from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.storage.objects import Allowed
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.strategies.format1 import (
+    PlanMemory,
     load_format1,
     remove_arrays,
     save_format1,
@@ -58,6 +59,8 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         engine: ``"tensorstore"`` or ``"zarr"``; by default what the environment says.
         group: ranks that save together; the world by default.
         options: timeouts and memory bounds; by default what the environment says.
+        plan_memory: shared with other strategies that save the same state; each keeps the last
+            plan, and takes it again where every rank saves the same shards as before.
 
     Source: layout of Megatron-Core <= 0.15.3, which loads what this saves.
     """
@@ -71,9 +74,11 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         engine: str | None = None,
         group: ProcessGroup | None = None,
         options: Options | None = None,
+        plan_memory: PlanMemory | None = None,
     ) -> None:
         require_format1(backend, version)
         super().__init__(backend, version)
+        self._memory = plan_memory or PlanMemory()
         self._group = group
         self._options = (options or options_from_environment()).with_changes(engine=engine)
 
@@ -109,7 +114,9 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         comm = open_communicator(
             self._group, timeout_s=self._options.timeout_s, purpose=f"save to {root}"
         )
-        report = save_format1(state_dict, root, comm, self._options, keeps_old=keeps_old)
+        report = save_format1(
+            state_dict, root, comm, self._options, self._memory, keeps_old=keeps_old
+        )
         logger.info("rank %s: save to %s: %s", comm.global_rank(comm.rank), root, report)
 
 

@@ -124,7 +124,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **named)
 
 
-class _ProductsInFloat32(TorchDispatchMode):
+class _ProductsInFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Products of bfloat16 matrices are taken in float32 and rounded, in backward passes too.
 
     Processors without instructions for bfloat16 take 10 to 60 times as long otherwise (measured
@@ -212,5 +212,5 @@ def cpu_stand_ins() -> Iterator[None]:
         for owner, name, value in _stand_ins():
             stack.enter_context(_replaced(owner, name, value))
         stack.enter_context(_CudaMeansCpu())
-        stack.enter_context(_ProductsInFloat32())
+        stack.enter_context(_ProductsInFloat32())  # type: ignore[no-untyped-call]
         yield
