@@ -105,3 +105,51 @@ class GroupReport:
             most, mean = float(max(values)), sum(values) / len(values)
             found.append(f"{field.name} max {most:{form}} mean {mean:{form}}")
         return f"{len(self.shares)} ranks: " + ", ".join(found)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicationReport:
+    """One rank's share of a local save.
+
+    Attributes:
+        num_parts: parts that this rank has written: its own and those of its peers.
+        own_nbytes: size of its own part's file.
+        received_nbytes: sizes of its peers' files.
+        seconds: wall time, waiting for peers included.
+    """
+
+    num_parts: int
+    own_nbytes: int
+    received_nbytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        return (
+            f"{self.num_parts} parts written, {self.own_nbytes} bytes of its own and "
+            f"{self.received_nbytes} of peers, in {self.seconds:.3f} s"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievalReport:
+    """One rank's share of a local load.
+
+    Attributes:
+        num_parts: parts that it wanted and got.
+        read_nbytes: bytes that it read from its node's disk, for itself and for others.
+        received_nbytes: sizes of the parts that came from other ranks.
+        seconds: wall time, waiting for peers included.
+    """
+
+    num_parts: int
+    read_nbytes: int
+    received_nbytes: int
+    seconds: float
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        return (
+            f"{self.num_parts} parts, {self.read_nbytes} bytes read and {self.received_nbytes} "
+            f"received in {self.seconds:.3f} s"
+        )

@@ -1,0 +1,151 @@
+"""Where each rank gets the parts that it wants from."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dist_ckpt_strategies.errors import NoReplicasAvailableError, PlanError
+from dist_ckpt_strategies.spec.part import PartId, SaveId
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One part, from a rank that can read it to one that wants it; both may be the same."""
+
+    part_id: str
+    sender: int
+    receiver: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangePlan:
+    """Who reads which part for whom, and when.
+
+    Attributes:
+        transfers: all of them, sorted by receiver, then by id.
+        steps: those between two ranks, in an order without circles of waiting: in each step a rank
+            sends one part at most, and receives one at most.
+    """
+
+    transfers: tuple[Transfer, ...]
+    steps: tuple[tuple[Transfer, ...], ...]
+
+    def received_by(self, rank: int) -> tuple[Transfer, ...]:
+        """What this rank gets, from itself too."""
+        return tuple(t for t in self.transfers if t.receiver == rank)
+
+    def without(self, excluded: Collection[Transfer]) -> ExchangePlan:
+        """The plan without some of its transfers."""
+        return _plan_of(t for t in self.transfers if t not in excluded)
+
+
+def build_exchange_plan(
+    available: Mapping[int, Collection[str]], wanted: Mapping[int, Sequence[str]]
+) -> ExchangePlan:
+    """Let every rank read what it can, and spread the rest over those who can.
+
+    Args:
+        available: for each rank the ids of the parts that it can read.
+        wanted: for each rank the ids that it wants.
+
+    Raises:
+        NoReplicasAvailableError: nobody can read one of them; names it and who wants it.
+    """
+    holders: defaultdict[str, list[int]] = defaultdict(list)
+    for rank in sorted(available):
+        for part_id in set(available[rank]):
+            holders[part_id].append(rank)
+    transfers: list[Transfer] = []
+    load: Counter[int] = Counter()
+    for receiver in sorted(wanted):
+        for part_id in sorted(set(wanted[receiver])):
+            sender = _sender(receiver, part_id, holders.get(part_id, ()), load)
+            load[sender] += 1
+            transfers.append(Transfer(part_id, sender, receiver))
+    return _plan_of(transfers)
+
+
+def _plan_of(transfers: Iterable[Transfer]) -> ExchangePlan:
+    found = tuple(transfers)
+    steps: list[dict[tuple[str, int], Transfer]] = []
+    for transfer in found:
+        if transfer.sender == transfer.receiver:
+            continue
+        ends = ("sends", transfer.sender), ("receives", transfer.receiver)
+        step = next((one for one in steps if not any(end in one for end in ends)), None)
+        if step is None:
+            steps.append(step := {})
+        step.update(dict.fromkeys(ends, transfer))
+    return ExchangePlan(found, tuple(tuple(dict.fromkeys(one.values())) for one in steps))
+
+
+def _sender(receiver: int, part_id: str, holders: Sequence[int], load: Mapping[int, int]) -> int:
+    if not holders:
+        raise NoReplicasAvailableError(
+            None, f"no rank has a copy of {part_id}, which rank {receiver} wants", key=part_id
+        )
+    if receiver in holders:
+        return receiver
+    return min(holders, key=lambda rank: (load[rank], rank))
+
+
+@dataclass(frozen=True, slots=True)
+class Completeness:
+    """What there is of one save.
+
+    Attributes:
+        save: the save.
+        world_size: ranks that took part in it.
+        missing: ranks whose parts nobody can read.
+    """
+
+    save: SaveId
+    world_size: int
+    missing: tuple[int, ...]
+
+
+def build_survey(found: Iterable[tuple[PartId, int]]) -> tuple[Completeness, ...]:
+    """What there is of each save, the newest first.
+
+    Args:
+        found: every part that some rank can read, with the world size that it states.
+
+    Raises:
+        PlanError: the parts of one save state different world sizes.
+    """
+    ranks: defaultdict[SaveId, set[int]] = defaultdict(set)
+    sizes: dict[SaveId, int] = {}
+    for part_id, world_size in sorted(set(found)):
+        if sizes.setdefault(part_id.save, world_size) != world_size:
+            raise PlanError(
+                f"{part_id} was saved by {world_size} ranks, and another part of the same save by "
+                f"{sizes[part_id.save]}"
+            )
+        ranks[part_id.save].add(part_id.global_rank)
+    return tuple(
+        Completeness(
+            save, sizes[save], tuple(r for r in range(sizes[save]) if r not in ranks[save])
+        )
+        for save in sorted(sizes, reverse=True)
+    )
+
+
+def spread_parts(
+    save: SaveId, old_size: int, available: Mapping[int, Collection[str]]
+) -> dict[int, tuple[str, ...]]:
+    """Which ranks take over the parts of a world of another size: few each, readable if possible.
+
+    Args:
+        save: whose parts.
+        old_size: ranks that took part in the save.
+        available: for each rank of today the ids of the parts that it can read.
+    """
+    taken: dict[int, list[str]] = {rank: [] for rank in sorted(available)}
+    for old_rank in range(old_size):
+        part_id = str(PartId(save, old_rank))
+        readers = [rank for rank in taken if part_id in available[rank]] or list(taken)
+        chosen = min(readers, key=lambda rank: (len(taken[rank]), rank))
+        taken[chosen].append(part_id)
+    return {rank: tuple(ids) for rank, ids in taken.items()}

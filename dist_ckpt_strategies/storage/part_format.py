@@ -1,0 +1,205 @@
+"""The file of one part: a header that describes it and every buffer's digest, then the buffers.
+
+    bytes 0-7     ``DCKPART1``
+    bytes 8-15    size of the description in bytes, little-endian
+    bytes 16-31   xxh3_128 of what stands before and of the description
+    from 32       the description: JSON in UTF-8, then zeros up to a multiple of 4096
+    then          the buffers, in order, zeros between them: large ones begin at multiples of
+                  4096, others at multiples of 64. The file ends with the last buffer.
+
+Nothing in it is a pickle, and nothing in it is believed before its digest has been compared. The
+size of the header does not depend on the digests, which are written last.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from dist_ckpt_strategies.errors import CorruptCheckpointError
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.part import BufferSpec, Part, PartId
+
+MAGIC = b"DCKPART1"
+PREFIX_NBYTES = 32
+BLOCK_NBYTES = 4096
+
+_SMALL_ALIGNMENT = 64
+_LARGE_NBYTES = 64 << 10
+_FORMAT = "dist_ckpt_strategies part"
+_NUM_DIGITS = 16
+_MAX_DESCRIPTION_NBYTES = 1 << 30
+
+Digest = int
+"""xxh3_64 of a buffer's bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartLayout:
+    """Where everything of a part is in its file.
+
+    Attributes:
+        header_nbytes: bytes before the first buffer.
+        byte_offsets: where each buffer begins, in bytes from the start of the file.
+        nbytes: size of the file.
+    """
+
+    header_nbytes: int
+    byte_offsets: tuple[int, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A part as its header describes it.
+
+    Attributes:
+        part: the part without its bytes.
+        digests: of each buffer.
+        layout: where the buffers are.
+    """
+
+    part: Part
+    digests: tuple[Digest, ...]
+    layout: PartLayout
+
+
+def part_layout(part: Part) -> PartLayout:
+    """Where everything of a part goes."""
+    return _layout(part.buffers, len(part_to_wire(part)))
+
+
+def _layout(buffers: Sequence[BufferSpec], description_nbytes: int) -> PartLayout:
+    header_nbytes = _up(PREFIX_NBYTES + description_nbytes, BLOCK_NBYTES)
+    offsets: list[int] = []
+    end = header_nbytes
+    for buffer in buffers:
+        large = buffer.nbytes >= _LARGE_NBYTES
+        start = _up(end, BLOCK_NBYTES if large else _SMALL_ALIGNMENT)
+        offsets.append(start)
+        end = start + buffer.nbytes
+    return PartLayout(header_nbytes, tuple(offsets), end)
+
+
+def encode_header(part: Part, digests: Sequence[Digest]) -> bytes:
+    """The bytes before the first buffer."""
+    description = _description(part, digests)
+    start = MAGIC + struct.pack("<Q", len(description))
+    digest = xxhash.xxh3_128_digest(start + description)
+    used = PREFIX_NBYTES + len(description)
+    return start + digest + description + bytes(_up(used, BLOCK_NBYTES) - used)
+
+
+def description_nbytes(prefix: bytes) -> int:
+    """Size of the description, from the first 32 bytes of a file.
+
+    Raises:
+        CorruptCheckpointError: they are not those of a part.
+    """
+    if len(prefix) < PREFIX_NBYTES or not prefix.startswith(MAGIC):
+        raise CorruptCheckpointError(
+            f"expected a local checkpoint, which starts with {MAGIC!r}, found {prefix[:8]!r}"
+        )
+    (found,) = struct.unpack("<Q", prefix[8:16])
+    if found > _MAX_DESCRIPTION_NBYTES:
+        raise CorruptCheckpointError(f"its header states a description of {found} bytes")
+    return int(found)
+
+
+def decode_header(content: bytes) -> StoredPart:
+    """What the first bytes of a file describe.
+
+    Args:
+        content: the 32 bytes and the description, and nothing else.
+
+    Raises:
+        CorruptCheckpointError: its digest is another, or it is not what ``encode_header`` makes.
+    """
+    description = content[PREFIX_NBYTES:]
+    found = xxhash.xxh3_128_digest(content[:16] + description)
+    if found != content[16:PREFIX_NBYTES] or len(description) != description_nbytes(content):
+        raise CorruptCheckpointError(
+            f"its header has digest {found.hex()}, expected {content[16:PREFIX_NBYTES].hex()}"
+        )
+    try:
+        return _stored(json.loads(description), len(description))
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"its header cannot be read: {type(error).__name__}: {error}"
+        ) from error
+
+
+def part_to_wire(part: Part) -> bytes:
+    """The description without digests, for a peer."""
+    return _description(part, (0,) * len(part.buffers))
+
+
+def part_from_wire(content: bytes) -> Part:
+    """The part that ``part_to_wire`` described.
+
+    Raises:
+        CorruptCheckpointError: it cannot be read.
+    """
+    try:
+        return _stored(json.loads(content), len(content)).part
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"a peer's description of its part cannot be read: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _description(part: Part, digests: Sequence[Digest]) -> bytes:
+    buffers = [
+        [b.name, b.dtype.value, list(b.shape), b.device, f"{digest:0{_NUM_DIGITS}x}"]
+        for b, digest in zip(part.buffers, digests, strict=True)
+    ]
+    fields = {
+        "format": _FORMAT,
+        "version": 1,
+        "id": str(part.part_id),
+        "world_size": part.world_size,
+        "session": part.session_id,
+        "kind": part.kind,
+        "buffers": buffers,
+        "content": part.content,
+    }
+    return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _stored(fields: Any, description_nbytes: int) -> StoredPart:
+    if fields["format"] != _FORMAT or fields["version"] != 1:
+        raise ValueError(
+            f"format {fields['format']!r} version {fields['version']!r}, expected {_FORMAT!r} 1"
+        )
+    part_id = PartId.parse(fields["id"])
+    if part_id is None:
+        raise ValueError(f"id {fields['id']!r}")
+    buffers = tuple(
+        BufferSpec(str(name), DType(dtype), tuple(map(_extent, shape)), str(device))
+        for name, dtype, shape, device, _ in fields["buffers"]
+    )
+    part = Part(
+        part_id,
+        _extent(fields["world_size"]),
+        str(fields["session"]),
+        str(fields["kind"]),
+        fields["content"],
+        buffers,
+    )
+    digests = tuple(int(digest, 16) for *_, digest in fields["buffers"])
+    return StoredPart(part, digests, _layout(buffers, description_nbytes))
+
+
+def _extent(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"expected a number of elements, found {number!r}")
+    return number
+
+
+def _up(number: int, alignment: int) -> int:
+    return -(-number // alignment) * alignment
