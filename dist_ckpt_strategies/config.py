@@ -112,6 +112,22 @@ def debug_from_environment(environ: Mapping[str, str] | None = None) -> bool:
     return source.get(_PREFIX + "DEBUG", "") not in {"", "0"}
 
 
+def local_world_size(environ: Mapping[str, str] | None = None) -> int:
+    """Ranks of this node, as launchers say in ``LOCAL_WORLD_SIZE``.
+
+    Raises:
+        StrategyError: it is not set, or is no number.
+    """
+    source = os.environ if environ is None else environ
+    text = source.get("LOCAL_WORLD_SIZE", "")
+    if not text.isdecimal() or int(text) == 0:
+        raise StrategyError(
+            f"LOCAL_WORLD_SIZE: expected the number of ranks of this node, found {text!r}; set it, "
+            "or give replication_jump"
+        )
+    return int(text)
+
+
 def _switch(text: str) -> bool:
     if text not in {"0", "1"}:
         raise ValueError(text)

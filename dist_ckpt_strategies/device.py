@@ -6,6 +6,8 @@ training script may have set, is never used.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -174,3 +176,39 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.detach().as_strided((tensor.numel(),), (1,))  # dims of extent 1 have any stride
     real = torch.view_as_real(plain).reshape(-1) if plain.is_complex() else plain
     return real.view(torch.uint8)
+
+
+def host_memory(nbytes: int, *, is_pinned: bool) -> torch.Tensor:
+    """Uninitialised bytes on the host, in large pages where the system has them."""
+    if is_pinned:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device=_HOST)
+    memory = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return (
+        torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
+        if nbytes
+        else torch.empty(0, dtype=torch.uint8, device=_HOST)
+    )
+
+
+def copy_to_host(hosts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy each tensor to its place on the host; returns when the copies are done.
+
+    Copies from CUDA run side by side on a stream of their device, after the work already queued
+    on the current one.
+    """
+    streams: dict[torch.device, torch.cuda.Stream] = {}
+    for host, tensor in zip(hosts, tensors, strict=True):
+        plain = tensor.detach()
+        if plain.device.type != "cuda":
+            host.copy_(plain)
+            continue
+        stream = streams.get(plain.device) or _side_stream(plain.device)
+        streams[plain.device] = stream
+        with torch.cuda.stream(stream):
+            host.copy_(plain, non_blocking=True)
+            plain.record_stream(stream)
+    for stream in streams.values():
+        stream.synchronize()

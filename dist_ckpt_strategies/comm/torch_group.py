@@ -66,6 +66,30 @@ def new_gloo_groups(
     return tuple(found)
 
 
+def new_group_of(
+    groups: Sequence[Sequence[int]], *, backend: str, timeout_s: float
+) -> ProcessGroup | None:
+    """Make a process group for each list of global ranks; the one that this rank is in.
+
+    Collective over the world, with equal arguments. None without torch.distributed.
+    """
+    if not is_distributed():
+        return None
+    mine: ProcessGroup | None = None
+    for ranks in groups:
+        made = dist.new_group(list(ranks), timedelta(seconds=timeout_s), backend=backend)
+        if dist.get_rank() in ranks:
+            mine = made
+    return mine
+
+
+def group_ranks(group: ProcessGroup | None) -> tuple[int, ...]:
+    """The global ranks of a group; of the world if there is none, or of this process alone."""
+    if not is_distributed():
+        return (0,)
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
 def open_communicator(
     group: ProcessGroup | None,
     *,

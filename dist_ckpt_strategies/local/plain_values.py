@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import datetime
+import datetime as dt
 import io
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,13 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_ckpt_strategies.device import dtype_of, require_plain, torch_dtype
+from dist_ckpt_strategies.device import dtype_of, host_view, require_plain, torch_dtype
 from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError, UnsafeObjectError
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.part import BufferSpec
-
-Payload = torch.Tensor | npt.NDArray[Any]
-"""The elements of a buffer: a tensor of the state, or an array of its other content."""
 
 _KIND = "$"
 """The key that marks a JSON object as something else than a dict with texts as keys."""
@@ -68,12 +65,12 @@ class Packed:
     Attributes:
         tree: of JSON types.
         buffers: what is in each buffer.
-        payloads: the elements of each: the tensors and arrays themselves, not copies.
+        payloads: the elements of each: the tensors themselves, not copies, and arrays as tensors.
     """
 
     tree: Any
     buffers: tuple[BufferSpec, ...]
-    payloads: tuple[Payload, ...]
+    payloads: tuple[torch.Tensor, ...]
 
 
 def pack(value: Any, allowed: Mapping[str, Any], extensions: Sequence[Extension] = ()) -> Packed:
@@ -99,7 +96,7 @@ def pack(value: Any, allowed: Mapping[str, Any], extensions: Sequence[Extension]
 
 def unpack(
     tree: Any,
-    payloads: Sequence[Payload],
+    payloads: Sequence[torch.Tensor],
     allowed: Mapping[str, Any],
     extensions: Sequence[Extension] = (),
 ) -> Any:
@@ -107,7 +104,7 @@ def unpack(
 
     Args:
         tree: as it was read.
-        payloads: for each buffer a tensor, or for arrays and bytes an array.
+        payloads: the elements of each buffer, on the host. Arrays share memory with them.
         allowed: as in ``pack``.
         extensions: as in ``pack``.
 
@@ -129,7 +126,7 @@ class _Packer:
     names: Mapping[int, str]
     extensions: tuple[Extension, ...]
     buffers: list[BufferSpec] = field(default_factory=list)
-    payloads: list[Payload] = field(default_factory=list)
+    payloads: list[torch.Tensor] = field(default_factory=list)
 
     def packed(self, value: Any, where: str) -> Any:
         """The tree of a value; ``where`` it stands is for messages."""
@@ -188,16 +185,18 @@ class _Packer:
             return {_KIND: "tensor", "buffer": self._add(spec, value.detach())}
         if type(value) is np.ndarray:
             dtype = DType.from_numpy(value.dtype, key=where)
-            native = np.ascontiguousarray(value, dtype.numpy).reshape(value.shape)
-            return {_KIND: "array", "buffer": self._add(BufferSpec(where, dtype, value.shape), native)}
-        for kind, name in _BYTES.items():
-            if type(value) is kind:
-                content = value.getvalue() if isinstance(value, io.BytesIO) else value
-                data = np.frombuffer(bytes(content), np.uint8)
-                return {_KIND: name, "buffer": self._add(BufferSpec(where, DType.UINT8, data.shape), data)}
-        return _NOTHING
+            native = np.ascontiguousarray(value, dtype.numpy)
+            spec = BufferSpec(where, dtype, value.shape, _NO_DEVICE)
+            return {_KIND: "array", "buffer": self._add(spec, _as_tensor(native))}
+        name = _BYTES.get(type(value))
+        if name is None:
+            return _NOTHING
+        content: bytes = value.getvalue() if isinstance(value, io.BytesIO) else value
+        data = torch.frombuffer(bytearray(content or b"0"), dtype=torch.uint8)[: len(content)]
+        spec = BufferSpec(where, DType.UINT8, tuple(data.shape), _NO_DEVICE)
+        return {_KIND: name, "buffer": self._add(spec, data)}
 
-    def _add(self, spec: BufferSpec, payload: Payload) -> int:
+    def _add(self, spec: BufferSpec, payload: torch.Tensor) -> int:
         self.buffers.append(spec)
         self.payloads.append(payload)
         return len(self.buffers) - 1
@@ -220,7 +219,7 @@ class _Packer:
 
 @dataclass(frozen=True, slots=True)
 class _Unpacker:
-    payloads: tuple[Payload, ...]
+    payloads: tuple[torch.Tensor, ...]
     allowed: Mapping[str, Any]
     extensions: Mapping[str, Extension]
 
@@ -254,13 +253,13 @@ class _Unpacker:
         return np.frombuffer(bytes.fromhex(tree["hex"]), dtype)[0]
 
     def _tensor(self, tree: Any) -> Any:
-        return torch.as_tensor(self.payloads[tree["buffer"]])
+        return self.payloads[tree["buffer"]]
 
     def _array(self, tree: Any) -> Any:
-        return np.asarray(self.payloads[tree["buffer"]])
+        return host_view(self.payloads[tree["buffer"]])
 
     def _content(self, tree: Any) -> Any:
-        content = np.asarray(self.payloads[tree["buffer"]]).tobytes()
+        content = self.payloads[tree["buffer"]].numpy().tobytes()
         return {"bytes": bytes, "bytearray": bytearray, "bytesio": io.BytesIO}[tree[_KIND]](content)
 
     def _extension(self, tree: Any) -> Any:
@@ -317,12 +316,12 @@ def _dtype_of_text(text: str) -> torch.dtype:
     return found
 
 
-def _seconds_text(value: datetime.timedelta) -> str:
+def _seconds_text(value: dt.timedelta) -> str:
     return f"{value.days} {value.seconds} {value.microseconds}"
 
 
-def _seconds_of(text: str) -> datetime.timedelta:
-    return datetime.timedelta(*map(int, text.split()))
+def _seconds_of(text: str) -> dt.timedelta:
+    return dt.timedelta(*map(int, text.split()))
 
 
 _SCALARS: Mapping[type, _Scalar] = MappingProxyType(
@@ -333,15 +332,12 @@ _SCALARS: Mapping[type, _Scalar] = MappingProxyType(
         pathlib.PosixPath: _Scalar("path", str, pathlib.Path),
         pathlib.PurePosixPath: _Scalar("pure path", str, pathlib.PurePosixPath),
         np.str_: _Scalar("numpy text", str, np.str_),
-        datetime.datetime: _Scalar(
-            "datetime", datetime.datetime.isoformat, datetime.datetime.fromisoformat
-        ),
-        datetime.timedelta: _Scalar("timedelta", _seconds_text, _seconds_of),
+        dt.datetime: _Scalar("datetime", dt.datetime.isoformat, dt.datetime.fromisoformat),
+        dt.timedelta: _Scalar("timedelta", _seconds_text, _seconds_of),
     }
 )
 _TEXTS: Mapping[str, _Scalar] = MappingProxyType(
-    {scalar.name: scalar for scalar in _SCALARS.values()}
-    | {"float": _Scalar("float", repr, float)}
+    {scalar.name: scalar for scalar in _SCALARS.values()} | {"float": _Scalar("float", repr, float)}
 )
 _BYTES: Mapping[type, str] = MappingProxyType(
     {bytes: "bytes", bytearray: "bytearray", io.BytesIO: "bytesio"}
@@ -367,11 +363,14 @@ _UNPACKERS: Mapping[str, Callable[[_Unpacker, Any], Any]] = MappingProxyType(
 _STORED = frozenset(dtype.numpy.name for dtype in DType)
 _NOTHING = object()
 
+_NO_DEVICE = ""
+"""Where arrays and bytes are: they are no tensors, and move nowhere."""
+
 
 def _fields(value: Any) -> Iterable[tuple[str, Any]]:
     """The names and values that make up an object."""
     if hasattr(value, "__dict__"):
-        return vars(value).items()
+        return list(vars(value).items())
     if dataclasses.is_dataclass(value):
         return [(one.name, getattr(value, one.name)) for one in dataclasses.fields(value)]
     names = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
@@ -391,6 +390,8 @@ def _name_of(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def empty_payload(spec: BufferSpec) -> torch.Tensor:
-    """Uninitialised host memory for the elements of a buffer."""
-    return torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device="cpu")
+def _as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+    """A tensor that shares the memory of an array, of the same shape and type."""
+    dtype = torch_dtype(DType.from_numpy(array.dtype, key=""))
+    content = np.require(array.reshape(-1).view(np.uint8), requirements="W")
+    return torch.from_numpy(content).view(dtype).reshape(array.shape)

@@ -14,7 +14,7 @@ from dist_ckpt_strategies.spec.part import PartId, SaveId
 class Transfer:
     """One part, from a rank that can read it to one that wants it; both may be the same."""
 
-    part_id: str
+    id_: str
     sender: int
     receiver: int
 
@@ -32,9 +32,32 @@ class ExchangePlan:
     transfers: tuple[Transfer, ...]
     steps: tuple[tuple[Transfer, ...], ...]
 
+    @property
+    def entries(self) -> tuple[Transfer, ...]:
+        """All transfers, under the name that users of NVRx know."""
+        return self.transfers
+
+    def required_ids(self, rank: int) -> set[str]:
+        """Ids of the parts that a rank has to have, for itself or for others."""
+        return {t.id_ for t in self.transfers if t.sender == rank}
+
     def received_by(self, rank: int) -> tuple[Transfer, ...]:
         """What this rank gets, from itself too."""
         return tuple(t for t in self.transfers if t.receiver == rank)
+
+    def renumbered(self, numbers: Mapping[int, int]) -> ExchangePlan:
+        """The plan with other numbers for its ranks.
+
+        Raises:
+            PlanError: a rank of the plan has no other number.
+        """
+        for t in self.transfers:
+            for rank in (t.sender, t.receiver):
+                if rank not in numbers:
+                    raise PlanError(f"{t.id_}: rank {rank} is not one of {sorted(numbers)}")
+        return _plan_of(
+            Transfer(t.id_, numbers[t.sender], numbers[t.receiver]) for t in self.transfers
+        )
 
     def without(self, excluded: Collection[Transfer]) -> ExchangePlan:
         """The plan without some of its transfers."""

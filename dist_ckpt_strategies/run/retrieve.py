@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-import xxhash
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
-from dist_ckpt_strategies.device import as_bytes, torch_dtype
-from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError
 from dist_ckpt_strategies.plan.messages import Message, build_messages
 from dist_ckpt_strategies.plan.retrieve import ExchangePlan, Transfer
+from dist_ckpt_strategies.run.part_streams import MemorySink, PartSource
 from dist_ckpt_strategies.run.report import RetrievalReport
 from dist_ckpt_strategies.spec.part import Part
-from dist_ckpt_strategies.storage.part_files import PartReader
 from dist_ckpt_strategies.storage.part_format import StoredPart, decode_header
 
 _NUM_READERS = 4
@@ -75,19 +71,19 @@ class Retrieval:
 def run_retrieve(
     comm: Communicator,
     plan: ExchangePlan,
-    paths: Mapping[str, Path],
+    open_source: Callable[[str], PartSource],
     *,
     message_nbytes: int,
 ) -> Retrieval:
     """Carry out a plan: read, send, receive, and compare every digest.
 
-    Collective: every rank of ``comm`` calls this with an equal plan. Three meetings and the
+    Collective: every rank of ``comm`` calls this with an equal plan. Five meetings and the
     exchanges. A copy that is damaged or cannot be read is no error: it is listed on every rank.
 
     Args:
         comm: the ranks that the plan was made for.
         plan: who reads what for whom.
-        paths: this rank's files, by id of the part.
+        open_source: this rank's copy of a part that the plan has it read.
         message_nbytes: bound on a message, equal on all ranks. Beside what it wants, a rank takes
             three times this much memory.
 
@@ -96,21 +92,24 @@ def run_retrieve(
     """
     started = time.monotonic()
     with ExitStack() as stack:
-        sources = {
-            part_id: stack.enter_context(_Source(part_id, paths.get(part_id)))
-            for part_id in sorted({t.part_id for t in plan.transfers if t.sender == comm.rank})
-        }
+
+        def begin() -> dict[str, PartSource]:
+            found = {}
+            for part_id in sorted({t.id_ for t in plan.transfers if t.sender == comm.rank}):
+                found[part_id] = open_source(part_id)
+                stack.callback(found[part_id].close)
+            return found
+
+        sources = agree(comm, begin)
         plan, headers = _exchange_headers(comm, plan, sources)
-        arrivals = agree(
-            comm, lambda: {t: _Arrival(t, headers[t]) for t in plan.received_by(comm.rank)}
-        )
+        arrivals = agree(comm, lambda: _make_room(plan.received_by(comm.rank), headers))
         _exchange_content(comm, plan, sources, arrivals, headers, message_nbytes)
         bad = _findings(comm, sources, arrivals)
     unusable = {(one.rank, one.part_id) for one in bad}
     parts = {
-        t.part_id: arrival.retrieved()
+        t.id_: RetrievedPart(arrival.stored.part, arrival.sink.tensors)
         for t, arrival in arrivals.items()
-        if (t.sender, t.part_id) not in unusable
+        if (t.sender, t.id_) not in unusable
     }
     report = RetrievalReport(
         num_parts=len(parts),
@@ -123,121 +122,59 @@ def run_retrieve(
     return Retrieval(parts, bad, report)
 
 
-class _Source:
-    """A copy on this rank's disk. Once something is wrong with it, it yields zeros."""
-
-    def __init__(self, part_id: str, path: Path | None) -> None:
-        self.part_id = part_id
-        self.reader: PartReader | None = None
-        self.failure: CheckpointError | None = None
-        self.read_nbytes = 0
-        try:
-            if path is None:
-                raise CorruptCheckpointError(f"{part_id}: this rank has no copy of it")
-            self.reader = PartReader(path)
-        except CheckpointError as error:
-            self.failure = error
-
-    def __enter__(self) -> _Source:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.reader is not None:
-            self.reader.__exit__()
-
-    def read(self, byte_offset: int, target: Bytes) -> None:
-        """Fill ``target``; never raises, because peers wait for what comes next."""
-        try:
-            if self.failure is None and self.reader is not None:
-                self.reader.read(byte_offset, target)
-                self.read_nbytes += target.size
-                return
-        except CheckpointError as error:
-            self.failure = error
-        target[:] = 0
+def _make_room(
+    transfers: Sequence[Transfer], headers: Mapping[Transfer, StoredPart]
+) -> dict[Transfer, _Arrival]:
+    return {
+        t: _Arrival(t, headers[t], MemorySink(headers[t].part, headers[t].layout))
+        for t in transfers
+    }
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Arrival:
     """A part on its way into this rank's memory."""
 
     transfer: Transfer
     stored: StoredPart
-    tensors: tuple[torch.Tensor, ...] = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Make room for it."""
-        self.tensors = tuple(
-            torch.empty(buffer.shape, dtype=torch_dtype(buffer.dtype), device="cpu")
-            for buffer in self.stored.part.buffers
-        )
+    sink: MemorySink
 
     def memory(self, message: Message) -> Bytes:
-        """Where a message lands: the tensor itself if it is of one, else memory beside it."""
-        if len(message.slices) == 1:
-            (piece,) = message.slices
-            return self._bytes(piece.buffer)[piece.start : piece.start + piece.nbytes]
-        return np.empty(message.nbytes, np.uint8)
-
-    def take(self, message: Message, content: Bytes) -> None:
-        """Put what landed beside the tensors into them."""
-        if len(message.slices) == 1:
-            return
-        for piece in message.slices:
-            start = self.stored.layout.byte_offsets[piece.buffer] - message.byte_offset
-            self._bytes(piece.buffer)[:] = content[start : start + piece.nbytes]
-
-    def damage(self) -> str | None:
-        """What did not arrive as it was saved."""
-        digests = zip(self.stored.part.buffers, self.stored.digests, strict=True)
-        for number, (buffer, expected) in enumerate(digests):
-            found = xxhash.xxh3_64_intdigest(self._bytes(number).data)
-            if found != expected:
-                return (
-                    f"{buffer.name}: {self.transfer.part_id} has digest {found:016x}, expected "
-                    f"{expected:016x}"
-                )
-        return None
-
-    def retrieved(self) -> RetrievedPart:
-        """The part, all of it there."""
-        return RetrievedPart(self.stored.part, self.tensors)
-
-    def _bytes(self, number: int) -> Bytes:
-        content: Bytes = as_bytes(self.tensors[number]).numpy()
-        return content
+        """Where a message lands."""
+        direct = self.sink.memory(message)
+        return np.empty(message.nbytes, np.uint8) if direct is None else direct
 
 
 def _exchange_headers(
-    comm: Communicator, plan: ExchangePlan, sources: Mapping[str, _Source]
+    comm: Communicator, plan: ExchangePlan, sources: Mapping[str, PartSource]
 ) -> tuple[ExchangePlan, dict[Transfer, StoredPart]]:
     """What is left of the plan without copies that cannot be opened, and this rank's headers."""
-    mine = {i: s.reader.header for i, s in sources.items() if s.reader is not None}
+    mine = {part_id: s.header for part_id, s in sources.items() if s.header is not None}
     sizes = agree_and_gather(comm, lambda: {part_id: len(h) for part_id, h in mine.items()})
-    good = plan.without([t for t in plan.transfers if t.part_id not in sizes[t.sender]])
+    good = plan.without([t for t in plan.transfers if t.id_ not in sizes[t.sender]])
     headers = {
-        t: np.frombuffer(bytearray(mine[t.part_id]), np.uint8)
+        t: np.frombuffer(bytearray(mine[t.id_]), np.uint8)
         for t in good.transfers
         if t.sender == comm.rank
     }
     for step in good.steps:
         into = {
-            t: np.empty(sizes[t.sender][t.part_id], np.uint8)
-            for t in step
-            if t.receiver == comm.rank
+            t: np.empty(sizes[t.sender][t.id_], np.uint8) for t in step if t.receiver == comm.rank
         }
         comm.exchange(
             [Send(t.receiver, headers[t]) for t in step if t.sender == comm.rank],
             [Receive(t.sender, memory) for t, memory in into.items()],
         )
         headers |= into
-    return good, {t: decode_header(memory.tobytes()) for t, memory in headers.items()}
+    return good, agree(
+        comm, lambda: {t: decode_header(memory.tobytes()) for t, memory in headers.items()}
+    )
 
 
 def _exchange_content(
     comm: Communicator,
     plan: ExchangePlan,
-    sources: Mapping[str, _Source],
+    sources: Mapping[str, PartSource],
     arrivals: Mapping[Transfer, _Arrival],
     headers: Mapping[Transfer, StoredPart],
     nbytes: int,
@@ -245,7 +182,7 @@ def _exchange_content(
     """Read own parts, and meanwhile send and receive the others, message by message."""
     with ThreadPoolExecutor(_NUM_READERS, "part-reader") as pool:
         reading = [
-            pool.submit(_read_own, arrival, sources[t.part_id], message)
+            pool.submit(_read_own, arrival, sources[t.id_], message)
             for t, arrival in arrivals.items()
             if t.sender == comm.rank
             for message in _messages(headers[t], nbytes)
@@ -255,8 +192,8 @@ def _exchange_content(
             incoming = _mine(step, comm.rank, sending=False)
             _run_step(
                 comm,
-                outgoing and _Outgoing(outgoing, sources, headers, nbytes, pool),
-                incoming and arrivals[incoming],
+                _Outgoing(outgoing, sources, headers, nbytes, pool) if outgoing else None,
+                arrivals[incoming] if incoming else None,
                 nbytes,
             )
         for done in reading:
@@ -279,7 +216,7 @@ def _run_step(
             receives = [Receive(incoming.transfer.sender, memory)]
         comm.exchange(sends, receives)
         if incoming is not None and message is not None:
-            incoming.take(message, memory)
+            incoming.sink.take(message, memory)
 
 
 class _Outgoing:
@@ -288,13 +225,13 @@ class _Outgoing:
     def __init__(
         self,
         transfer: Transfer,
-        sources: Mapping[str, _Source],
+        sources: Mapping[str, PartSource],
         headers: Mapping[Transfer, StoredPart],
         nbytes: int,
         pool: ThreadPoolExecutor,
     ) -> None:
         self._receiver = transfer.receiver
-        self._source = sources[transfer.part_id]
+        self._source = sources[transfer.id_]
         self._messages = iter(_messages(headers[transfer], nbytes))
         self._memory = [np.empty(0, np.uint8) for _ in range(_NUM_BUCKETS)]
         self._turn = 0
@@ -318,14 +255,14 @@ class _Outgoing:
         if self._memory[place].size < message.nbytes:
             self._memory[place] = np.empty(message.nbytes, np.uint8)
         content = self._memory[place][: message.nbytes]
-        self._source.read(message.byte_offset, content)
+        self._source.read_into(message, content)
         return content
 
 
-def _read_own(arrival: _Arrival, source: _Source, message: Message) -> None:
+def _read_own(arrival: _Arrival, source: PartSource, message: Message) -> None:
     memory = arrival.memory(message)
-    source.read(message.byte_offset, memory)
-    arrival.take(message, memory)
+    source.read_into(message, memory)
+    arrival.sink.take(message, memory)
 
 
 def _messages(stored: StoredPart, max_nbytes: int) -> tuple[Message, ...]:
@@ -339,7 +276,7 @@ def _mine(step: Sequence[Transfer], rank: int, *, sending: bool) -> Transfer | N
 
 
 def _findings(
-    comm: Communicator, sources: Mapping[str, _Source], arrivals: Mapping[Transfer, _Arrival]
+    comm: Communicator, sources: Mapping[str, PartSource], arrivals: Mapping[Transfer, _Arrival]
 ) -> tuple[BadCopy, ...]:
     """Every copy that cannot be used, the same on every rank."""
 
@@ -350,9 +287,9 @@ def _findings(
             if source.failure is not None
         ]
         arrived = [
-            [t.sender, t.part_id, damage]
+            [t.sender, t.id_, damage]
             for t, arrival in arrivals.items()
-            if (damage := arrival.damage()) is not None
+            if (damage := arrival.sink.damage(arrival.stored)) is not None
         ]
         return own + arrived
 

@@ -76,7 +76,8 @@ class BufferSpec:
         name: where it stands in the state, for messages.
         dtype: type of its elements.
         shape: in elements.
-        device: the kind of device that it was on: ``cpu``, ``cuda``.
+        device: the kind of device that a tensor was on, ``cpu`` or ``cuda``; empty for what is
+            no tensor.
     """
 
     name: str

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,6 @@ from dist_ckpt_strategies.storage.files import (
 from dist_ckpt_strategies.storage.part_format import (
     PREFIX_NBYTES,
     PartLayout,
-    StoredPart,
     decode_header,
     description_nbytes,
 )
@@ -47,6 +46,11 @@ class FoundPart:
 
     part_id: PartId
     path: Path
+
+    @property
+    def holder(self) -> int:
+        """The global rank that keeps it."""
+        return int(self.path.parent.name)
 
 
 class PartDirectory:
@@ -242,10 +246,16 @@ class PartReader:
                 os.close(self._handle)
                 raise
 
-    def __enter__(self) -> PartReader:
+    def __enter__(self) -> Self:
+        """The reader itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the file."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
         os.close(self._handle)
 
     def read(self, byte_offset: int, target: Bytes) -> None:
@@ -267,9 +277,7 @@ class PartReader:
         size = os.fstat(self._handle).st_size
         prefix = os.pread(self._handle, PREFIX_NBYTES, 0)
         try:
-            nbytes = description_nbytes(prefix)
-            if nbytes > size:
-                raise CorruptCheckpointError(f"its header states a description of {nbytes} bytes")
+            nbytes = min(description_nbytes(prefix), size)
             header = prefix + os.pread(self._handle, nbytes, PREFIX_NBYTES)
             self.stored = decode_header(header)
         except CorruptCheckpointError as error:

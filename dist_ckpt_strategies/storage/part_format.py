@@ -88,11 +88,15 @@ def _layout(buffers: Sequence[BufferSpec], description_nbytes: int) -> PartLayou
 
 def encode_header(part: Part, digests: Sequence[Digest]) -> bytes:
     """The bytes before the first buffer."""
+    found = encode_description(part, digests)
+    return found + bytes(_up(len(found), BLOCK_NBYTES) - len(found))
+
+
+def encode_description(part: Part, digests: Sequence[Digest]) -> bytes:
+    """The header without the zeros at its end; what ``decode_header`` takes."""
     description = _description(part, digests)
     start = MAGIC + struct.pack("<Q", len(description))
-    digest = xxhash.xxh3_128_digest(start + description)
-    used = PREFIX_NBYTES + len(description)
-    return start + digest + description + bytes(_up(used, BLOCK_NBYTES) - used)
+    return start + xxhash.xxh3_128_digest(start + description) + description
 
 
 def description_nbytes(prefix: bytes) -> int:

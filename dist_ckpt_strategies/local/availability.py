@@ -1,0 +1,133 @@
+"""Which parts there are in the world, and who can read them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dist_ckpt_strategies.comm.agree import agree
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
+from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
+from dist_ckpt_strategies.plan.retrieve import Completeness, build_survey
+from dist_ckpt_strategies.spec.part import PartId
+from dist_ckpt_strategies.storage.part_files import FoundPart, PartDirectory, read_headers
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A file that holds a part.
+
+    Attributes:
+        node: tells the node's directory from every other.
+        path: the file, below that directory.
+    """
+
+    node: str
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Availability:
+    """What all ranks together have.
+
+    Attributes:
+        nodes: for each rank what tells its node's directory from every other.
+        parts: for each rank, the parts that it can read and a copy of each.
+        world_sizes: the world size that each part states.
+        kinds: how the state of each part is encoded.
+    """
+
+    nodes: tuple[str, ...]
+    parts: Mapping[int, Mapping[str, Copy]]
+    world_sizes: Mapping[str, int]
+    kinds: Mapping[str, str]
+
+    def ids(self, rank: int) -> Collection[str]:
+        """The parts that a rank can read."""
+        return self.parts[rank].keys()
+
+    def neighbours(self, rank: int) -> list[int]:
+        """The ranks that see the same directory, this one too."""
+        return [other for other, node in enumerate(self.nodes) if node == self.nodes[rank]]
+
+    def survey(self) -> tuple[Completeness, ...]:
+        """What there is of each save, the newest first."""
+        return build_survey(
+            (PartId.require(part_id), size) for part_id, size in self.world_sizes.items()
+        )
+
+
+def gather_availability(
+    comm: Communicator,
+    directory: PartDirectory,
+    session_id: str,
+    excluded: Collection[Copy],
+) -> Availability:
+    """What there is, by the headers of the files; what has none that is good is passed over.
+
+    Collective. Ranks that see one directory send one list.
+
+    Args:
+        comm: all ranks.
+        directory: this rank's node.
+        session_id: parts of other sessions are passed over.
+        excluded: copies that are known to be damaged; equal on all ranks.
+    """
+
+    def listing() -> bytes:
+        rows = []
+        for found, part in read_headers(_found(directory)):
+            if isinstance(part, CheckpointError) or part.session_id != session_id:
+                continue
+            path = str(found.path.relative_to(directory.root))
+            rows.append([str(found.part_id), path, part.world_size, part.kind])
+        return json.dumps([directory.name(), rows]).encode()
+
+    everyone = agree_and_gather_bytes(comm, listing)
+    return agree(comm, lambda: _availability(everyone, frozenset(excluded)))
+
+
+def _found(directory: PartDirectory) -> list[FoundPart]:
+    """The files of this node; a disk that cannot be listed has none, others have the copies."""
+    try:
+        return directory.find()
+    except StorageError as error:
+        logger.warning("no local checkpoints from %s: %s", directory, error)
+        return []
+
+
+def _availability(everyone: list[bytes], excluded: frozenset[Copy]) -> Availability:
+    parts: dict[int, dict[str, Copy]] = {}
+    world_sizes: dict[str, int] = {}
+    kinds: dict[str, str] = {}
+    parsed: dict[bytes, dict[str, Copy]] = {}
+    nodes: dict[bytes, str] = {}
+    for rank, text in enumerate(everyone):
+        if text not in parsed:
+            parsed[text] = {}
+            node, rows = json.loads(text)
+            nodes[text] = node
+            for part_id, path, world_size, kind in rows:
+                copy = Copy(node, path)
+                if copy in excluded:
+                    continue
+                if world_sizes.setdefault(part_id, world_size) != world_size:
+                    raise CorruptCheckpointError(
+                        f"{part_id}: {path} states {world_size} ranks, another copy "
+                        f"{world_sizes[part_id]}"
+                    )
+                kinds[part_id] = kind
+                parsed[text].setdefault(part_id, copy)
+        parts[rank] = parsed[text]
+    return Availability(tuple(nodes[text] for text in everyone), parts, world_sizes, kinds)
+
+
+def path_of(directory: PartDirectory, copy: Copy) -> Path:
+    """The file of a copy on this rank's node."""
+    return directory.root / copy.path

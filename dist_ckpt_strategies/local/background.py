@@ -1,0 +1,94 @@
+"""A save that goes on behind training, and the requests that checkpoint queues take."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from dist_ckpt_strategies.errors import PeerTimeoutError
+
+T = TypeVar("T")
+
+_PAUSE_S = 0.02
+
+
+class BackgroundWork(Generic[T]):
+    """Work on a thread of its own, whose end other processes can see.
+
+    Args:
+        work: what to do.
+        name: for the thread.
+    """
+
+    def __init__(self, work: Callable[[], T], name: str) -> None:
+        self._work = work
+        self._results: list[T] = []
+        self._errors: list[BaseException] = []
+        self.end_mark = Path(tempfile.mkdtemp(prefix="dist_ckpt-")) / "ended"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when it has ended, well or not.
+
+        Raises:
+            PeerTimeoutError: it goes on for longer.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise PeerTimeoutError(None, f"the save is not done after {timeout_s:g} s")
+
+    def result(self) -> T:
+        """What came out, once it has ended; raises what it raised."""
+        for error in self._errors:
+            raise error
+        return self._results[0]
+
+    def forget_mark(self) -> None:
+        """Remove what tells other processes of its end."""
+        self.end_mark.unlink(missing_ok=True)
+        if self.end_mark.parent.exists():
+            self.end_mark.parent.rmdir()
+
+    def _run(self) -> None:
+        try:
+            self._results.append(self._work())
+        except BaseException as error:  # noqa: BLE001 - raised again by ``result``
+            self._errors.append(error)
+        finally:
+            self.end_mark.touch()
+
+
+def wait_for_mark(end_mark: str, pid: int) -> None:
+    """Return when the work of process ``pid`` has ended, or the process has.
+
+    This is what the worker process of a checkpoint queue runs: it lasts as long as the save, and
+    does nothing that could fail. How the save ended is for the finalisation to tell.
+
+    Args:
+        end_mark: a file that is there once the work has ended; gone again after finalisation,
+            with its directory.
+        pid: the process whose thread does the work.
+    """
+    path = Path(end_mark)
+    while path.parent.exists() and not path.exists() and _is_alive(pid):
+        time.sleep(_PAUSE_S)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,104 @@
+"""State dicts of nested containers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
+from dist_ckpt_strategies.local.tensor_slots import TensorSlots
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """The place of a tensor."""
+
+    number: int
+
+
+class BasicTensorAwareStateDict(TensorAwareStateDict):
+    """Any nested dicts, lists and tuples; their tensors may be on the CPU and on devices.
+
+    The caller's containers are left as they are: what is taken out and put in concerns this
+    object alone. The tensors themselves are shared until ``copy_tensors_to_cpu``.
+
+    Args:
+        state_dict: the state.
+        devices: the kind of device that each tensor belongs to, in order; by default the one
+            that it is on.
+    """
+
+    def __init__(self, state_dict: Any, *, devices: Sequence[str] | None = None) -> None:
+        found: list[torch.Tensor] = []
+
+        def take(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            found.append(value)
+            return _Slot(len(found) - 1)
+
+        self._frame = _mapped(take, state_dict)
+        self._slots = TensorSlots(found, devices)
+
+    @property
+    def state_dict(self) -> Any:
+        """The state with its tensors in their places; new containers each time."""
+        tensors = self._slots.require_tensors()
+        return _mapped(lambda v: tensors[v.number] if isinstance(v, _Slot) else v, self._frame)
+
+    @property
+    def devices(self) -> list[str]:
+        """The kind of device that each tensor belongs to."""
+        return self._slots.devices
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """See TensorAwareStateDict."""
+        return iter(self._slots.require_tensors())
+
+    @property
+    def is_hollow(self) -> bool:
+        """See TensorAwareStateDict."""
+        return self._slots.is_hollow
+
+    def pop_tensors(self) -> Sequence[torch.Tensor]:
+        """See TensorAwareStateDict."""
+        return self._slots.pop()
+
+    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
+        """See TensorAwareStateDict."""
+        self._slots.insert(tensor_data)
+
+    def init_tensors(self) -> None:
+        """See TensorAwareStateDict."""
+        self._slots.init()
+
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002
+        """See TensorAwareStateDict."""
+        self._slots.copy_to_cpu(non_blocking=non_blocking)
+
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
+        """See TensorAwareStateDict."""
+        self._slots.move_home(non_blocking=non_blocking)
+
+
+def _mapped(convert: Callable[[Any], Any], value: Any) -> Any:
+    """The same containers with every other value converted."""
+    if isinstance(value, dict):
+        items = {key: _mapped(convert, held) for key, held in value.items()}
+        return items if type(value) is dict else _like(value, items)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_mapped(convert, held) for held in value))
+    if type(value) in {list, tuple}:
+        return type(value)(_mapped(convert, held) for held in value)
+    return convert(value)
+
+
+def _like(value: Any, items: dict[Any, Any]) -> Any:
+    """A dict of the same class with these items."""
+    made = value.copy()
+    made.update(items)
+    return made

@@ -1,0 +1,27 @@
+"""What may be in a state, and which state dicts are known, unless a caller says more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dist_ckpt_strategies.local.state_codecs import StateCodecs, basic_codec
+from dist_ckpt_strategies.megatron.allowed import default_allowed
+from dist_ckpt_strategies.storage.objects import names_of
+
+
+def default_codecs() -> StateCodecs:
+    """The codecs of this package's own state dicts."""
+    return StateCodecs([basic_codec()])
+
+
+def default_allowed_names(allow: Sequence[Any] = ()) -> Mapping[str, Any]:
+    """Classes and functions that a state may hold, by name.
+
+    Args:
+        allow: further ones.
+
+    Raises:
+        StrategyError: something in it is neither a class nor a function.
+    """
+    return names_of([*default_allowed(), *allow])

@@ -1,0 +1,132 @@
+"""Find the newest save that can be put together, and bring its parts to the ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dist_ckpt_strategies.comm.agree import agree
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.errors import (
+    CheckpointNotFoundError,
+    NoReplicasAvailableError,
+    PlanError,
+)
+from dist_ckpt_strategies.local.availability import (
+    Availability,
+    Copy,
+    gather_availability,
+    path_of,
+)
+from dist_ckpt_strategies.plan.retrieve import (
+    Completeness,
+    ExchangePlan,
+    build_exchange_plan,
+)
+from dist_ckpt_strategies.run.part_streams import FileSource
+from dist_ckpt_strategies.run.retrieve import RetrievedPart, run_retrieve
+from dist_ckpt_strategies.spec.part import PartId
+from dist_ckpt_strategies.storage.part_files import PartDirectory
+
+logger = logging.getLogger(__name__)
+
+_MAX_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class LocalParts:
+    """The parts that the ranks of a node can read.
+
+    Attributes:
+        directory: the node's.
+        session_id: parts of other sessions are passed over.
+        message_nbytes: bound on what travels at once.
+    """
+
+    directory: PartDirectory
+    session_id: str
+    message_nbytes: int
+
+
+def find_newest(comm: Communicator, local: LocalParts) -> Completeness | None:
+    """The newest save of which every part is somewhere, by the headers. Collective."""
+    found = gather_availability(comm, local.directory, local.session_id, frozenset())
+    return next((one for one in agree(comm, found.survey) if not one.missing), None)
+
+
+def load_newest(comm: Communicator, local: LocalParts) -> RetrievedPart:
+    """This rank's part of the newest save whose parts can all be read undamaged.
+
+    Collective. Copies that turn out to be damaged are left out, and the search begins anew.
+
+    Raises:
+        CheckpointNotFoundError: there is no local checkpoint at all.
+        NoReplicasAvailableError: of each save some part is lost; says which.
+        PlanError: it was saved by another number of ranks.
+    """
+    excluded: frozenset[Copy] = frozenset()
+    reasons: tuple[str, ...] = ()
+    while True:
+        found = gather_availability(comm, local.directory, local.session_id, excluded)
+        part, bad = _attempt(comm, local, found, reasons)
+        if part is not None:
+            return part
+        excluded |= bad.keys()
+        reasons += tuple(bad.values())
+
+
+def _attempt(
+    comm: Communicator, local: LocalParts, found: Availability, reasons: Sequence[str]
+) -> tuple[RetrievedPart | None, dict[Copy, str]]:
+    """This rank's part, or the copies that turned out to be damaged. Collective."""
+    target = agree(comm, lambda: _target(comm, found, reasons, local.directory))
+    plan = agree(comm, lambda: _plan(comm, found, target))
+    own = {part_id: path_of(local.directory, c) for part_id, c in found.parts[comm.rank].items()}
+    retrieval = run_retrieve(
+        comm,
+        plan,
+        lambda part_id: FileSource(part_id, own.get(part_id)),
+        message_nbytes=local.message_nbytes,
+    )
+    if retrieval.bad:
+        return None, {found.parts[bad.rank][bad.part_id]: bad.reason for bad in retrieval.bad}
+    logger.debug("rank %s: %s", comm.global_rank(comm.rank), retrieval.report)
+    (part,) = retrieval.parts.values()
+    return part, {}
+
+
+def _target(
+    comm: Communicator, found: Availability, reasons: Sequence[str], directory: PartDirectory
+) -> Completeness:
+    """The save to load."""
+    survey = found.survey()
+    target = next((one for one in survey if not one.missing), None)
+    if target is None:
+        lost = [
+            f"iteration {one.save.iteration}: nobody has the parts of ranks {_few(one.missing)}"
+            for one in survey
+        ]
+        if not survey and not reasons:
+            raise CheckpointNotFoundError(
+                f"no local checkpoint below {directory} on any node", path=str(directory)
+            )
+        why = "; ".join([*lost, *reasons])
+        raise NoReplicasAvailableError(None, f"no local checkpoint is complete: {why}")
+    if target.world_size != comm.size:
+        raise PlanError(
+            f"iteration {target.save.iteration} was saved by {target.world_size} ranks, and "
+            f"{comm.size} load it; its parts fit the number of ranks that saved them"
+        )
+    return target
+
+
+def _few(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:_MAX_SHOWN]))
+    return shown if len(ranks) <= _MAX_SHOWN else f"{shown} and {len(ranks) - _MAX_SHOWN} more"
+
+
+def _plan(comm: Communicator, found: Availability, target: Completeness) -> ExchangePlan:
+    available = {rank: found.ids(rank) for rank in range(comm.size)}
+    wanted = {rank: [str(PartId(target.save, comm.global_rank(rank)))] for rank in range(comm.size)}
+    return build_exchange_plan(available, wanted)

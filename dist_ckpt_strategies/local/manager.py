@@ -1,0 +1,302 @@
+"""Checkpoints on the nodes' own disks, kept by the ranks for each other."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.solo import SoloCommunicator
+from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
+from dist_ckpt_strategies.config import options_from_environment
+from dist_ckpt_strategies.errors import PlanError, StrategyError
+from dist_ckpt_strategies.local.availability import gather_availability
+from dist_ckpt_strategies.local.background import BackgroundWork
+from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
+from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
+from dist_ckpt_strategies.local.loading import LocalParts, find_newest, load_newest
+from dist_ckpt_strategies.local.replication import (
+    DEFAULT_BUCKET_NBYTES,
+    CliqueReplicationStrategy,
+    LazyReplicationStrategyBuilder,
+    ReplicationStrategy,
+)
+from dist_ckpt_strategies.local.requests import LocalSaveRequest
+from dist_ckpt_strategies.local.saving import Intent, remove_outdated, require_possible
+from dist_ckpt_strategies.local.snapshot import HostSnapshot
+from dist_ckpt_strategies.local.state_codecs import (
+    EncodedState,
+    StateCodecs,
+    decode_state,
+    encode_state,
+)
+from dist_ckpt_strategies.run.part_streams import FileSink
+from dist_ckpt_strategies.run.replicate import run_replicate
+from dist_ckpt_strategies.run.report import ReplicationReport
+from dist_ckpt_strategies.spec.part import Part, PartId, SaveId
+from dist_ckpt_strategies.storage.objects import Allowed
+from dist_ckpt_strategies.storage.part_files import PartDirectory
+from dist_ckpt_strategies.storage.part_format import PartLayout, part_layout
+
+logger = logging.getLogger(__name__)
+
+_NO_ITERATION = -1
+_TOKEN_DIGITS = 20
+
+
+class LocalCheckpointManager:
+    """Saves every rank's state to its node, and loads the newest that can be put together.
+
+    Each rank writes its own part and those of its clique below
+    ``<root_local_ckpt_dir>/<session_id>/<its global rank>``. A part that is lost or damaged is
+    taken from any rank that has a copy, whatever cliques there were at the save.
+
+    All ranks make a manager alike, and call its methods together.
+
+    Args:
+        root_local_ckpt_dir: a directory of this node, with room for two saves of all parts that
+            its ranks keep. A relative path is one from the current directory.
+        session_id: tells the checkpoints of one training from those of others.
+        repl_strategy: who keeps copies for whom; without one, nobody does. At a load, copies are
+            found and used with or without it.
+        keep: saves to keep, the newest included.
+        group: all ranks; the world by default.
+        timeout_s: longest wait for a peer, in seconds; by default what the environment says.
+        max_bucket_bytes: bound, in bytes, on what travels at once where there is no strategy.
+        allow: further classes that the state may hold objects of.
+        codecs: how classes of state dicts are taken apart; by default those of this package.
+    """
+
+    def __init__(  # noqa: PLR0913 - NVRx's three, and options by name
+        self,
+        root_local_ckpt_dir: str | Path,
+        session_id: str = "",
+        repl_strategy: ReplicationStrategy | None = None,
+        *,
+        keep: int = 1,
+        group: ProcessGroup | None = None,
+        timeout_s: float | None = None,
+        max_bucket_bytes: int = DEFAULT_BUCKET_NBYTES,
+        allow: Allowed = (),
+        codecs: StateCodecs | None = None,
+    ) -> None:
+        if keep < 1:
+            raise PlanError(f"keep: expected 1 or more saves, found {keep}")
+        _require_plain_name(session_id)
+        self.root_local_ckpt_dir = Path(root_local_ckpt_dir).absolute()
+        self.session_id = session_id
+        self.repl_strategy = repl_strategy
+        self._directory = PartDirectory(self.root_local_ckpt_dir / session_id)
+        self._parts = LocalParts(self._directory, session_id, max_bucket_bytes)
+        self._keep = keep
+        self._group = group
+        self._timeout_s = options_from_environment().with_changes(timeout_s=timeout_s).timeout_s
+        self._max_bucket_nbytes = max_bucket_bytes
+        self._allowed: Mapping[str, Any] = default_allowed_names(allow)
+        self._codecs = codecs or default_codecs()
+        self._snapshot = HostSnapshot()
+        self._running: BackgroundWork[ReplicationReport] | None = None
+
+    @property
+    def local_ckpt_dir(self) -> Path:
+        """Where this rank keeps its own part and its copies of others'."""
+        comm = self._world("directory")
+        return self._directory.holder_directory(comm.global_rank(comm.rank))
+
+    def save(
+        self,
+        state_dict: TensorAwareStateDict,
+        iteration: int,
+        is_async: bool = False,  # noqa: FBT001, FBT002 - the signature of NVRx
+    ) -> LocalSaveRequest | None:
+        """Save every rank's state, and remove what is not to be kept any longer.
+
+        Collective. The state is left as it is. Either the parts of all ranks are there then,
+        durably, or an error is raised on every rank, and the saves before are untouched.
+
+        Args:
+            state_dict: this rank's state.
+            iteration: the training iteration; equal on all ranks.
+            is_async: return when the tensors have been copied to host memory, and do the rest
+                behind training. The copy's memory is kept for the next save. The save counts once
+                the request has been finalised.
+
+        Returns:
+            With ``is_async``, a request for a checkpoint queue, which is also complete in itself:
+            ``request.wait(timeout_s)`` finalises it without a queue.
+
+        Raises:
+            PlanError: ranks differ in the iteration, or a tensor cannot be stored.
+            UnsafeObjectError: the state holds an object of a class that is not allowed.
+            StorageError: there is no room for it, or a part cannot be written.
+            PeerError: the same on another rank.
+        """
+        self._let_finish()
+        comm = self._world(f"local save of iteration {iteration}")
+        strategy = self._strategy()
+        encoded = self._prepare(comm, state_dict, iteration, strategy)
+        save = encoded.part.part_id.save
+        clique = (
+            strategy.communicator(f"local save of iteration {iteration}")
+            if strategy
+            else SoloCommunicator(comm.global_rank(comm.rank))
+        )
+        if not is_async:
+            report = agree(comm, lambda: self._store(clique, encoded))
+            self._complete(comm, save, report)
+            return None
+        copied = agree(comm, lambda: self._copied(encoded))
+        work = BackgroundWork(lambda: self._store(clique, copied), "local-save")
+        self._running = work
+        return LocalSaveRequest.of(work, lambda: self._finalise(comm, save, work), self._timeout_s)
+
+    def find_latest(self) -> int:
+        """The newest iteration whose parts are all there somewhere, or -1.
+
+        Collective. Headers are checked, tensors are not: ``load`` may have to fall back.
+        """
+        self._let_finish()
+        newest = find_newest(self._world("search for local checkpoints"), self._parts)
+        return newest.save.iteration if newest else _NO_ITERATION
+
+    def load(self) -> tuple[Any, str]:
+        """The newest state that can be put together, and the id of this rank's part.
+
+        Collective. Every tensor's digest is compared. Where a copy is damaged another one is
+        used, and where there is none, the save before.
+
+        Returns:
+            The state, with its tensors on the CPU (``restore_tensor_device`` moves them), and an
+            id such as ``iter_0000100_3_local_18f2…``.
+
+        Raises:
+            CheckpointNotFoundError: there are no local checkpoints at all.
+            NoReplicasAvailableError: of each save some part is lost; says which.
+            PlanError: it was saved by another number of ranks.
+        """
+        self._let_finish()
+        comm = self._world("load of a local checkpoint")
+        part = load_newest(comm, self._parts)
+        state = agree(comm, lambda: decode_state(part, codecs=self._codecs, allowed=self._allowed))
+        logger.info("rank %s: loaded %s", comm.global_rank(comm.rank), part.part.part_id)
+        return state, str(part.part.part_id)
+
+    def _world(self, purpose: str) -> Communicator:
+        return open_communicator(
+            self._group,
+            timeout_s=self._timeout_s,
+            purpose=f"{purpose} below {self.root_local_ckpt_dir}",
+        )
+
+    def _strategy(self) -> CliqueReplicationStrategy | None:
+        """The strategy itself. Making it, the first time, is collective over the world."""
+        found = self.repl_strategy
+        if isinstance(found, LazyReplicationStrategyBuilder):
+            found = found.replication_strategy
+        if found is None or isinstance(found, CliqueReplicationStrategy):
+            return found
+        raise StrategyError(
+            f"repl_strategy: a {type(found).__qualname__} cannot say which ranks keep copies; "
+            "derive it from CliqueReplicationStrategy"
+        )
+
+    def _let_finish(self) -> None:
+        """A save that is still running uses the memory and the groups that the next one needs."""
+        if self._running is not None:
+            self._running.wait(self._timeout_s)
+            self._running = None
+
+    def _prepare(
+        self,
+        comm: Communicator,
+        state: Any,
+        iteration: int,
+        strategy: CliqueReplicationStrategy | None,
+    ) -> EncodedState:
+        """Take the state apart, once all ranks know of the save and have room. Collective."""
+        me = comm.global_rank(comm.rank)
+        held: list[EncodedState] = []
+
+        def describe() -> list[Any]:
+            placeholder = PartId(SaveId(iteration, "0" * _TOKEN_DIGITS), me)
+            encoded = encode_state(
+                state,
+                placeholder,
+                world_size=comm.size,
+                session_id=self.session_id,
+                codecs=self._codecs,
+                allowed=self._allowed,
+            )
+            held.append(encoded)
+            freed = self._directory.remove_leftovers(me)
+            logger.debug("rank %s: %s bytes of a save that was cut short removed", me, freed)
+            return [
+                iteration,
+                part_layout(encoded.part).nbytes,
+                strategy.global_ranks if strategy else (me,),
+                self._directory.device_name(),
+                self._directory.free_nbytes(),
+                f"{time.time_ns():016x}{os.urandom(2).hex()}",
+            ]
+
+        answers = agree_and_gather(comm, describe)
+        intents = {
+            comm.global_rank(rank): Intent(number, nbytes, tuple(members), device, free)
+            for rank, (number, nbytes, members, device, free, _) in enumerate(answers)
+        }
+        agree(comm, lambda: require_possible(intents, self._directory))
+        save = SaveId(iteration, answers[0][-1])
+        part = replace(held[0].part, part_id=PartId(save, me))
+        return EncodedState(part, held[0].payloads)
+
+    def _copied(self, encoded: EncodedState) -> EncodedState:
+        return EncodedState(encoded.part, self._snapshot.take(encoded.payloads))
+
+    def _store(self, clique: Communicator, encoded: EncodedState) -> ReplicationReport:
+        """Write this rank's part and those of its clique. Collective over the clique."""
+        holder = clique.global_rank(clique.rank)
+
+        def open_sink(part: Part, layout: PartLayout) -> FileSink:
+            return FileSink(part, self._directory.create(part.part_id, holder, layout))
+
+        return run_replicate(
+            clique,
+            encoded.part,
+            encoded.payloads,
+            open_sink,
+            max_bucket_nbytes=self._max_bucket_nbytes,
+        )
+
+    def _finalise(
+        self, comm: Communicator, save: SaveId, work: BackgroundWork[ReplicationReport]
+    ) -> None:
+        """Raise on every rank if a part is missing; else remove what is not kept. Collective."""
+
+        def outcome() -> ReplicationReport:
+            work.wait(self._timeout_s)
+            return work.result()
+
+        try:
+            report = agree(comm, outcome)
+        finally:
+            work.forget_mark()
+        if self._running is work:
+            self._running = None
+        self._complete(comm, save, report)
+
+    def _complete(self, comm: Communicator, save: SaveId, report: ReplicationReport) -> None:
+        me = comm.global_rank(comm.rank)
+        logger.info("rank %s: local save of iteration %s: %s", me, save.iteration, report)
+        found = gather_availability(comm, self._directory, self.session_id, frozenset())
+        agree(comm, lambda: remove_outdated(comm, self._directory, found, save, self._keep))
+
+
+def _require_plain_name(session_id: str) -> None:
+    if session_id and Path(session_id).name != session_id:
+        raise PlanError(f"session_id: expected a name that is no path, found {session_id!r}")

@@ -1,0 +1,365 @@
+"""Strategies that keep copies of a rank's state at other ranks, under the names of NVRx."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.torch_group import (
+    ProcessGroup,
+    group_ranks,
+    new_group_of,
+    open_communicator,
+    payload_device,
+)
+from dist_ckpt_strategies.config import MIB, local_world_size, options_from_environment
+from dist_ckpt_strategies.errors import PlanError, StrategyError
+from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
+from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
+from dist_ckpt_strategies.local.state_codecs import decode_state, encode_state
+from dist_ckpt_strategies.plan.cliques import build_cliques
+from dist_ckpt_strategies.plan.retrieve import ExchangePlan, build_exchange_plan
+from dist_ckpt_strategies.run.part_streams import MemorySink, MemorySource
+from dist_ckpt_strategies.run.replicate import run_replicate
+from dist_ckpt_strategies.run.retrieve import RetrievedPart, run_retrieve
+from dist_ckpt_strategies.spec.part import Part, PartId, SaveId
+from dist_ckpt_strategies.storage.part_format import PartLayout
+
+DEFAULT_BUCKET_NBYTES = 64 * MIB
+
+_IN_MEMORY = SaveId(0, "0")
+"""What parts belong to that are only exchanged, not saved."""
+
+
+class ReplicationStrategy(ABC):
+    """How copies of states get to other ranks and back. Every method is collective."""
+
+    @abstractmethod
+    def replicate(
+        self, local_ckpt: TensorAwareStateDict, id_: str
+    ) -> tuple[list[TensorAwareStateDict], list[str]]:
+        """The states of all ranks that keep copies for each other, and their ids.
+
+        Args:
+            local_ckpt: this rank's state; it is left as it is.
+            id_: its id.
+        """
+
+    @abstractmethod
+    def retrieve_plan(
+        self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]
+    ) -> ExchangePlan:
+        """Plan how every rank gets the states that it wants.
+
+        Args:
+            globally_available_ids: for each global rank the ids of the states that it has.
+            wanted: what this rank wants.
+
+        Raises:
+            NoReplicasAvailableError: nobody has one of them.
+        """
+
+    @abstractmethod
+    def retrieve_execute(self, *args: Any, **kwargs: Any) -> Any:
+        """Carry out a plan."""
+
+
+class CliqueReplicationStrategy(ReplicationStrategy):
+    """All ranks of a group keep copies for each other.
+
+    Args:
+        local_group: the clique's process group.
+        target_device: where the bytes travel: ``cpu``, or ``cuda`` over a group with NCCL.
+        max_bucket_bytes: bound, in bytes, on what travels at once in each direction.
+        timeout_s: longest wait for a peer, in seconds; by default what the environment says.
+    """
+
+    def __init__(
+        self,
+        local_group: ProcessGroup | None,
+        target_device: str = "cpu",
+        *,
+        max_bucket_bytes: int = DEFAULT_BUCKET_NBYTES,
+        timeout_s: float | None = None,
+    ) -> None:
+        self._group: ProcessGroup | None = getattr(local_group, "group", local_group)
+        self.target_device = target_device
+        self.max_bucket_bytes = max_bucket_bytes
+        self._timeout_s = options_from_environment().with_changes(timeout_s=timeout_s).timeout_s
+
+    @classmethod
+    def from_replication_params(
+        cls,
+        replication_jump: int = 0,
+        replication_factor: int = 2,
+        *,
+        allow_uneven: bool = False,
+        target_device: str = "cpu",
+        max_bucket_bytes: int = DEFAULT_BUCKET_NBYTES,
+        timeout_s: float | None = None,
+    ) -> CliqueReplicationStrategy:
+        """Make the process groups of all cliques; see ``build_cliques``.
+
+        Collective over the world. Call it once, not for every save.
+
+        Args:
+            replication_jump: ranks between a copy and the next, those that fail together; 0 means
+                the ranks of a node, as the environment's LOCAL_WORLD_SIZE says.
+            replication_factor: copies of each part, its owner's among them.
+            allow_uneven: make some cliques larger where the numbers do not fit.
+            target_device: ``cpu`` makes gloo groups, ``cuda`` NCCL ones.
+            max_bucket_bytes: as for the class.
+            timeout_s: as for the class.
+
+        Raises:
+            PlanError: the numbers do not fit the world.
+            StrategyError: ``replication_jump`` is 0 and LOCAL_WORLD_SIZE is not set.
+        """
+        limit_s = options_from_environment().with_changes(timeout_s=timeout_s).timeout_s
+        world = open_communicator(None, timeout_s=limit_s, purpose="making of cliques")
+
+        def plan() -> list[list[int]]:
+            jump = replication_jump or local_world_size()
+            found = build_cliques(world.size, jump, replication_factor, allow_uneven=allow_uneven)
+            return [list(clique) for clique in found]
+
+        plans = agree_and_gather(world, plan)
+        agree(world, lambda: _require_equal(world, plans))
+        backend = "nccl" if target_device.startswith("cuda") else "gloo"
+        group = new_group_of(plans[0], backend=backend, timeout_s=limit_s)
+        return cls(group, target_device, max_bucket_bytes=max_bucket_bytes, timeout_s=timeout_s)
+
+    @property
+    def local_group(self) -> ProcessGroup | None:
+        """The clique's process group."""
+        return self._group
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """The members, ascending."""
+        return group_ranks(self._group)
+
+    def communicator(self, purpose: str) -> Communicator:
+        """The clique, for one save or load.
+
+        Args:
+            purpose: for messages.
+        """
+        device = payload_device(self._group) if self.target_device.startswith("cuda") else None
+        return open_communicator(
+            self._group, timeout_s=self._timeout_s, purpose=purpose, payload_device=device
+        )
+
+    def replicate(
+        self, local_ckpt: TensorAwareStateDict, id_: str
+    ) -> tuple[list[TensorAwareStateDict], list[str]]:
+        """The states of the clique's members, in the order of their ranks, and their ids.
+
+        Collective over the clique. Takes the memory of the peers' states, and two buckets. Those
+        states are on the CPU; ``restore_tensor_device`` moves them to their devices.
+        """
+        comm = self.communicator(f"replication of {id_}")
+        codecs, allowed = default_codecs(), default_allowed_names()
+        sinks: dict[int, MemorySink] = {}
+
+        def begin() -> list[Any]:
+            encoded = encode_state(
+                local_ckpt,
+                PartId(_IN_MEMORY, comm.global_rank(comm.rank)),
+                world_size=1,
+                session_id="",
+                codecs=codecs,
+                allowed=allowed,
+            )
+            return [encoded]
+
+        (encoded,) = agree(comm, begin)
+        ids = agree_and_gather(comm, lambda: str(id_))
+
+        def open_sink(part: Part, layout: PartLayout) -> MemorySink | None:
+            if part.part_id == encoded.part.part_id:
+                return None
+            sink = sinks[part.part_id.global_rank] = MemorySink(part, layout)
+            return sink
+
+        run_replicate(
+            comm,
+            encoded.part,
+            encoded.payloads,
+            open_sink,
+            max_bucket_nbytes=self.max_bucket_bytes,
+        )
+
+        def decode() -> list[TensorAwareStateDict]:
+            states = []
+            for rank in range(comm.size):
+                sink = sinks.get(comm.global_rank(rank))
+                states.append(
+                    local_ckpt
+                    if sink is None
+                    else decode_state(
+                        RetrievedPart(sink.part, sink.tensors), codecs=codecs, allowed=allowed
+                    )
+                )
+            return states
+
+        return agree(comm, decode), ids
+
+    def retrieve_plan(
+        self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]
+    ) -> ExchangePlan:
+        """Plan how every member gets the states that it wants, in global ranks.
+
+        Collective over the clique. See ReplicationStrategy.
+        """
+        comm = self.communicator("plan of a retrieval")
+        everyone = agree_and_gather(comm, lambda: [str(id_) for id_ in wanted])
+        members = [comm.global_rank(rank) for rank in range(comm.size)]
+        available = {r: list(map(str, globally_available_ids.get(r, ()))) for r in members}
+        return agree(
+            comm,
+            lambda: build_exchange_plan(available, dict(zip(members, everyone, strict=True))),
+        )
+
+    def retrieve_execute(
+        self, plan: ExchangePlan, my_data: Mapping[str, TensorAwareStateDict]
+    ) -> dict[str, TensorAwareStateDict]:
+        """Send and receive the states of a plan.
+
+        Collective over the clique.
+
+        Args:
+            plan: what ``retrieve_plan`` made.
+            my_data: the states that the plan has this rank send, by id.
+
+        Returns:
+            What this rank wanted, by id.
+
+        Raises:
+            PlanError: ``my_data`` lacks one of them.
+            CorruptCheckpointError: one arrived damaged.
+        """
+        comm = self.communicator("retrieval")
+        me = comm.global_rank(comm.rank)
+        codecs, allowed = default_codecs(), default_allowed_names()
+
+        def open_source(id_: str) -> MemorySource:
+            if id_ not in my_data:
+                raise PlanError(f"the plan has this rank send {id_}, which my_data does not hold")
+            encoded = encode_state(
+                my_data[id_],
+                PartId(_IN_MEMORY, me),
+                world_size=1,
+                session_id="",
+                codecs=codecs,
+                allowed=allowed,
+            )
+            return MemorySource(encoded.part, encoded.payloads)
+
+        local = agree(comm, lambda: _in_group(plan, comm))
+        found = run_retrieve(comm, local, open_source, message_nbytes=self.max_bucket_bytes)
+
+        def decode() -> dict[str, TensorAwareStateDict]:
+            if found.bad:
+                raise StrategyError("; ".join(bad.reason for bad in found.bad))
+            return {
+                id_: my_data[id_]
+                if _is_own(plan, id_, me)
+                else decode_state(part, codecs=codecs, allowed=allowed)
+                for id_, part in found.parts.items()
+            }
+
+        return agree(comm, decode)
+
+
+def _require_equal(world: Communicator, plans: Sequence[Any]) -> None:
+    for rank, plan in enumerate(plans):
+        if plan != plans[0]:
+            raise PlanError(
+                f"rank {world.global_rank(rank)} asks for other cliques than rank "
+                f"{world.global_rank(0)}: give replication_jump and replication_factor alike"
+            )
+
+
+def _in_group(plan: ExchangePlan, comm: Communicator) -> ExchangePlan:
+    numbers = {comm.global_rank(rank): rank for rank in range(comm.size)}
+    return plan.renumbered(numbers)
+
+
+def _is_own(plan: ExchangePlan, id_: str, me: int) -> bool:
+    return any(t.id_ == id_ and t.sender == t.receiver == me for t in plan.transfers)
+
+
+EagerT = TypeVar("EagerT", bound=ReplicationStrategy)
+
+
+class LazyReplicationStrategyBuilder(ReplicationStrategy, ABC, Generic[EagerT]):
+    """Makes its strategy when it is first needed, once the process groups can be made."""
+
+    def __init__(self) -> None:
+        self._strategy: EagerT | None = None
+
+    @property
+    def replication_strategy(self) -> EagerT:
+        """The strategy itself; making it is collective over the world."""
+        if self._strategy is None:
+            self._strategy = self._eager_build()
+        return self._strategy
+
+    def replicate(
+        self, local_ckpt: TensorAwareStateDict, id_: str
+    ) -> tuple[list[TensorAwareStateDict], list[str]]:
+        """See ReplicationStrategy."""
+        return self.replication_strategy.replicate(local_ckpt, id_)
+
+    def retrieve_plan(
+        self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]
+    ) -> ExchangePlan:
+        """See ReplicationStrategy."""
+        return self.replication_strategy.retrieve_plan(globally_available_ids, wanted)
+
+    def retrieve_execute(self, *args: Any, **kwargs: Any) -> Any:
+        """See ReplicationStrategy."""
+        return self.replication_strategy.retrieve_execute(*args, **kwargs)
+
+    @abstractmethod
+    def _eager_build(self) -> EagerT:
+        """Make the strategy."""
+
+
+class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder[CliqueReplicationStrategy]):
+    """Cliques whose process groups are made when they are first needed.
+
+    Args:
+        replication_jump: as in ``CliqueReplicationStrategy.from_replication_params``, and so on.
+        replication_factor: copies of each part.
+        allow_uneven: make some cliques larger where the numbers do not fit.
+        target_device: ``cpu`` or ``cuda``.
+        max_bucket_bytes: bound, in bytes, on what travels at once.
+        timeout_s: longest wait for a peer, in seconds.
+    """
+
+    def __init__(
+        self,
+        replication_jump: int = 0,
+        replication_factor: int = 2,
+        *,
+        allow_uneven: bool = False,
+        target_device: str = "cpu",
+        max_bucket_bytes: int = DEFAULT_BUCKET_NBYTES,
+        timeout_s: float | None = None,
+    ) -> None:
+        super().__init__()
+        self._numbers = (replication_jump, replication_factor)
+        self._how: dict[str, Any] = {
+            "allow_uneven": allow_uneven,
+            "target_device": target_device,
+            "max_bucket_bytes": max_bucket_bytes,
+            "timeout_s": timeout_s,
+        }
+
+    def _eager_build(self) -> CliqueReplicationStrategy:
+        return CliqueReplicationStrategy.from_replication_params(*self._numbers, **self._how)

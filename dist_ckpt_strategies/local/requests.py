@@ -1,0 +1,73 @@
+"""What an asynchronous local save returns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from dist_ckpt_strategies.local.background import BackgroundWork, wait_for_mark
+from dist_ckpt_strategies.megatron.requests import AsyncRequest
+
+
+class _Finalisation:
+    """Ends a save, once, however often it is called."""
+
+    def __init__(
+        self, work: BackgroundWork[Any], finalise: Callable[[], None], timeout_s: float
+    ) -> None:
+        self.work = work
+        self.timeout_s = timeout_s
+        self._finalise = finalise
+        self._is_called = False
+
+    def __call__(self) -> None:
+        """End the save. Collective."""
+        if not self._is_called:
+            self._is_called = True
+            self._finalise()
+
+
+class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
+    """A save that goes on behind training; Megatron-Core's queues take it as a request of theirs.
+
+    It works without a queue too: ``done()`` and ``wait()``. It is finalised once, by a queue or by
+    ``wait``; if the save has failed on any rank, that raises on every rank.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def of(
+        cls, work: BackgroundWork[Any], finalise: Callable[[], None], timeout_s: float
+    ) -> LocalSaveRequest:
+        """The request of a save.
+
+        Args:
+            work: what goes on behind training.
+            finalise: called by every rank once that has ended on all of them.
+            timeout_s: longest wait for it, in seconds.
+        """
+        end = _Finalisation(work, finalise, timeout_s)
+        return cls(wait_for_mark, (str(work.end_mark), os.getpid()), [end], {})
+
+    def done(self) -> bool:
+        """Whether this rank's share of the save has ended, well or not. Rank-local."""
+        return bool(self.finalize_fns[0].work.is_done())
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Finalise the save: every rank's part is there then, or every rank raises.
+
+        Collective over all ranks of the manager.
+
+        Args:
+            timeout_s: longest wait for this rank's share, in seconds; by default the manager's.
+
+        Raises:
+            StorageError: a part could not be written.
+            PeerError: the same on another rank; or it takes too long.
+        """
+        end = self.finalize_fns[0]
+        end.work.wait(end.timeout_s if timeout_s is None else timeout_s)
+        for finalize in self.finalize_fns:
+            finalize()

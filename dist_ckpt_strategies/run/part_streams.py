@@ -1,0 +1,253 @@
+"""Where the bytes of parts come from and go to: tensors, and files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+import xxhash
+
+from dist_ckpt_strategies.comm.base import Bytes
+from dist_ckpt_strategies.device import as_bytes, is_in_order, to_host, torch_dtype
+from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError
+from dist_ckpt_strategies.plan.messages import Message
+from dist_ckpt_strategies.spec.part import Part
+from dist_ckpt_strategies.storage.part_files import PartReader, PartWriter
+from dist_ckpt_strategies.storage.part_format import (
+    PartLayout,
+    StoredPart,
+    encode_description,
+    encode_header,
+    part_layout,
+)
+
+
+class TensorSource:
+    """The bytes of a part whose tensors are at hand.
+
+    What lies in order on the host is taken from where it is. The rest is copied message by
+    message; of tensors that are not in order, one whole copy at a time is held.
+
+    Args:
+        part: describes the tensors.
+        payloads: the elements of its buffers; they must not change while they are read.
+    """
+
+    def __init__(self, part: Part, payloads: Sequence[torch.Tensor]) -> None:
+        self.part = part
+        self.layout = part_layout(part)
+        self._payloads = tuple(payloads)
+        self._ordered: tuple[int, torch.Tensor] | None = None
+
+    def content(self, message: Message) -> Bytes:
+        """The bytes of a message, on the host."""
+        hosts = to_host(
+            [self._bytes(s.buffer)[s.start : s.start + s.nbytes] for s in message.slices]
+        )
+        if len(hosts) == 1:
+            return hosts[0]
+        content = np.zeros(message.nbytes, np.uint8)
+        for piece, host in zip(message.slices, hosts, strict=True):
+            start = self.layout.byte_offsets[piece.buffer] + piece.start - message.byte_offset
+            content[start : start + piece.nbytes] = host
+        return content
+
+    def header(self) -> bytes:
+        """The description with the digests of the tensors as they are; reads all of them."""
+        digests = [
+            xxhash.xxh3_64_intdigest(to_host([self._bytes(number)])[0].data)
+            for number in range(len(self._payloads))
+        ]
+        return encode_description(self.part, digests)
+
+    def _bytes(self, buffer: int) -> torch.Tensor:
+        """The bytes of a buffer in order, wherever it is; the last copy made for that is kept."""
+        tensor = self._payloads[buffer].detach()
+        if is_in_order(tensor):
+            return as_bytes(tensor)
+        if self._ordered is None or self._ordered[0] != buffer:
+            self._ordered = (buffer, tensor.resolve_conj().resolve_neg().contiguous())
+        return as_bytes(self._ordered[1])
+
+
+class PartSource(Protocol):
+    """A copy of a part that other ranks may get. Nothing but making it raises.
+
+    Attributes:
+        header: its description, digests and all; None if it cannot be used.
+        failure: what is wrong with it, once that is known.
+        read_nbytes: bytes read from storage so far.
+    """
+
+    header: bytes | None
+    failure: CheckpointError | None
+    read_nbytes: int
+
+    def read_into(self, message: Message, target: Bytes) -> None:
+        """Fill ``target`` with a message; with zeros once something is wrong."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the file."""
+        ...
+
+
+class FileSource:
+    """A copy in a file; see PartSource."""
+
+    def __init__(self, part_id: str, path: Path | None) -> None:
+        self.header: bytes | None = None
+        self.failure: CheckpointError | None = None
+        self.read_nbytes = 0
+        self._reader: PartReader | None = None
+        try:
+            if path is None:
+                raise CorruptCheckpointError(f"{part_id}: this rank has no copy of it")
+            self._reader = PartReader(path)
+            self.header = self._reader.header
+        except CheckpointError as error:
+            self.failure = error
+
+    def read_into(self, message: Message, target: Bytes) -> None:
+        """See PartSource."""
+        try:
+            if self.failure is None and self._reader is not None:
+                self._reader.read(message.byte_offset, target)
+                self.read_nbytes += target.size
+                return
+        except CheckpointError as error:
+            self.failure = error
+        target[:] = 0
+
+    def close(self) -> None:
+        """See PartSource."""
+        if self._reader is not None:
+            self._reader.close()
+
+
+class MemorySource:
+    """A copy in this process; see PartSource."""
+
+    def __init__(self, part: Part, payloads: Sequence[torch.Tensor]) -> None:
+        self._tensors = TensorSource(part, payloads)
+        self.header: bytes | None = self._tensors.header()
+        self.failure: CheckpointError | None = None
+        self.read_nbytes = 0
+
+    def read_into(self, message: Message, target: Bytes) -> None:
+        """See PartSource."""
+        target[:] = self._tensors.content(message)
+
+    def close(self) -> None:
+        """See PartSource."""
+
+
+class PartSink(Protocol):
+    """What becomes of a part whose bytes arrive message by message."""
+
+    def memory(self, message: Message) -> Bytes | None:
+        """Where the message is to land; None if anywhere will do."""
+        ...
+
+    def take(self, message: Message, content: Bytes) -> None:
+        """Store a message that has landed. Called in the order of the file.
+
+        Raises:
+            StorageError: it cannot be stored.
+        """
+        ...
+
+    def finish(self, digests: Sequence[int]) -> None:
+        """All is there, and has these digests.
+
+        Raises:
+            StorageError: it cannot be made to last.
+        """
+        ...
+
+    def abandon(self) -> None:
+        """Leave nothing behind, if it is not finished."""
+        ...
+
+
+class FileSink:
+    """Writes a part; see PartSink."""
+
+    def __init__(self, part: Part, writer: PartWriter) -> None:
+        self._part = part
+        self._writer = writer
+
+    def memory(self, message: Message) -> Bytes | None:  # noqa: ARG002 - any memory will do
+        """See PartSink."""
+        return None
+
+    def take(self, message: Message, content: Bytes) -> None:
+        """See PartSink."""
+        self._writer.write(message.byte_offset, content)
+
+    def finish(self, digests: Sequence[int]) -> None:
+        """See PartSink."""
+        self._writer.finish(encode_header(self._part, digests))
+
+    def abandon(self) -> None:
+        """See PartSink."""
+        self._writer.abandon()
+
+
+class MemorySink:
+    """Fills new tensors on the host; see PartSink.
+
+    Attributes:
+        part: what they are.
+        tensors: one for each buffer.
+    """
+
+    def __init__(self, part: Part, layout: PartLayout) -> None:
+        self.part = part
+        self._layout = layout
+        self.tensors = tuple(
+            torch.empty(buffer.shape, dtype=torch_dtype(buffer.dtype), device="cpu")
+            for buffer in part.buffers
+        )
+
+    def memory(self, message: Message) -> Bytes | None:
+        """See PartSink."""
+        if len(message.slices) > 1:
+            return None
+        (piece,) = message.slices
+        return self.bytes_of(piece.buffer)[piece.start : piece.start + piece.nbytes]
+
+    def take(self, message: Message, content: Bytes) -> None:
+        """See PartSink."""
+        if len(message.slices) == 1:
+            return
+        for piece in message.slices:
+            start = self._layout.byte_offsets[piece.buffer] - message.byte_offset
+            self.bytes_of(piece.buffer)[:] = content[start : start + piece.nbytes]
+
+    def finish(self, digests: Sequence[int]) -> None:
+        """See PartSink."""
+
+    def abandon(self) -> None:
+        """See PartSink."""
+
+    def bytes_of(self, buffer: int) -> Bytes:
+        """The bytes of a buffer."""
+        content: Bytes = as_bytes(self.tensors[buffer]).numpy()
+        return content
+
+    def damage(self, stored: StoredPart) -> str | None:
+        """What is not as its digest says; takes a look at every byte."""
+        for number, (buffer, expected) in enumerate(
+            zip(stored.part.buffers, stored.digests, strict=True)
+        ):
+            found = xxhash.xxh3_64_intdigest(self.bytes_of(number).data)
+            if found != expected:
+                return (
+                    f"{buffer.name}: {stored.part.part_id} has digest {found:016x}, expected "
+                    f"{expected:016x}"
+                )
+        return None

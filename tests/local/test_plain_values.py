@@ -1,0 +1,209 @@
+"""What is packed is unpacked equal, and nothing else is made or run."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import datetime as dt
+import io
+import json
+import os
+import pathlib
+import random
+import signal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError, UnsafeObjectError
+from dist_ckpt_strategies.local.defaults import default_allowed_names
+from dist_ckpt_strategies.local.plain_values import Packed, pack, unpack
+
+ALLOWED = default_allowed_names()
+
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(),
+    st.complex_numbers(),
+)  # fmt: skip
+KEYS = st.one_of(st.text(), st.integers(), st.none(), st.tuples(st.integers(), st.text()))
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(
+        st.lists(inner), st.tuples(inner, inner), st.dictionaries(KEYS, inner),
+        st.dictionaries(st.text(), inner),
+    ),
+    max_leaves=20,
+)  # fmt: skip
+
+
+def through_json(packed: Packed, allowed: Any = ALLOWED) -> Any:
+    tree = json.loads(json.dumps(packed.tree, allow_nan=False))
+    payloads = [payload.clone() for payload in packed.payloads]
+    return unpack(tree, payloads, allowed)
+
+
+def round_trip(value: Any) -> Any:
+    return through_json(pack(value, ALLOWED))
+
+
+@given(VALUES)
+def test_nested_values_come_back_equal_and_of_the_same_types(value: Any) -> None:
+    assert repr(round_trip(value)) == repr(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$": "tuple", "items": []},
+        {1: "a", "1": "b", (1, 2): "c"},
+        collections.OrderedDict([("b", 1), ("a", 2)]),
+        {1, 2, 3},
+        frozenset({"x"}),
+        torch.Size([2, 3]),
+        slice(1, None, 2),
+        torch.bfloat16,
+        torch.device("cuda", 1),
+        pathlib.PosixPath("/a/b"),
+        dt.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=dt.UTC),
+        dt.timedelta(days=-1, microseconds=7),
+        np.float64(0.1),
+        np.int8(-3),
+        np.bool_(1),
+        np.str_("text"),
+        1 << 80,
+        -(1 << 63),
+        float("nan"),
+        float("-inf"),
+        -0.0,
+        bytearray(b"abc"),
+        b"",
+        signal.Signals.SIGTERM,
+        argparse.Namespace(lr=0.1, layers=[1, 2], path=pathlib.PosixPath("/x")),
+        random.Random(7).getstate(),
+    ],
+)
+def test_it_comes_back_equal_and_of_the_same_type(value: Any) -> None:
+    found = round_trip(value)
+
+    assert type(found) is type(value)
+    assert repr(found) == repr(value)
+
+
+def test_a_number_of_many_digits_comes_back() -> None:
+    assert round_trip(-(10**5000)) == -(10**5000)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["bool", "uint8", "int16", "int64", "float16", "bfloat16", "float64", "complex64",
+     "float8_e4m3fn"],
+)  # fmt: skip
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3)])
+def test_tensors_come_back_bit_for_bit(dtype: str, shape: tuple[int, ...]) -> None:
+    count = int(np.prod(shape))
+    kind = getattr(torch, dtype)
+    content = torch.randint(0, 2, (count * kind.itemsize,), dtype=torch.uint8)
+    tensor = content.view(kind).reshape(shape) if count else torch.empty(shape, dtype=kind)
+    found = round_trip({"a": [tensor]})["a"][0]
+
+    assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
+    assert found.reshape(-1).view(torch.uint8).equal(content)
+
+
+@pytest.mark.parametrize("dtype", ["<f8", ">f8", "i4", "?", "u2", "c16"])
+def test_arrays_come_back_equal(dtype: str) -> None:
+    array = np.arange(6).astype(dtype).reshape(2, 3)
+    found = round_trip((array, array.T, array[:, :0]))
+
+    for before, after in zip((array, array.T, array[:, :0]), found, strict=True):
+        assert after.dtype == before.dtype.newbyteorder("=")
+        np.testing.assert_array_equal(after, before)
+
+
+def test_a_stream_comes_back_with_its_content() -> None:
+    assert round_trip(io.BytesIO(b"state")).getvalue() == b"state"
+
+
+def test_tensors_are_numbered_in_the_order_of_the_value() -> None:
+    tensors = [torch.full((n,), n) for n in range(4)]
+    packed = pack({"b": tensors[0], "a": [tensors[1], (tensors[2],)], "c": tensors[3]}, ALLOWED)
+
+    assert [p.data_ptr() for p in packed.payloads] == [t.data_ptr() for t in tensors]
+    assert [b.name for b in packed.buffers] == ["b", "a.0", "a.1.0", "c"]
+
+
+class Foreign:
+    """A class that nobody has allowed."""
+
+    weight: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "value", [Foreign(), Foreign, len, open, os.system, lambda: None, iter([])]
+)
+def test_what_is_not_allowed_is_refused_with_its_place_and_class(value: Any) -> None:
+    with pytest.raises(UnsafeObjectError, match=r"^a\.1: an object of .* cannot be stored") as info:
+        pack({"a": [0, value]}, ALLOWED)
+    assert info.value.key == "a.1"
+
+
+def test_an_allowed_class_comes_back_with_its_fields() -> None:
+    allowed = default_allowed_names([Foreign])
+    value = Foreign()
+    value.weight = torch.arange(3)
+    found = through_json(pack([value, Foreign], allowed), allowed)
+
+    assert type(found[0]) is Foreign
+    assert torch.equal(found[0].weight, value.weight)
+    assert found[1] is Foreign
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"$": "global", "name": "os.system"},
+        {"$": "object", "class": "subprocess.Popen", "fields": {"args": "true"}},
+        {"$": "enum", "class": "builtins.eval", "name": "1"},
+    ],
+)
+def test_a_name_that_is_not_allowed_is_not_looked_up(tree: Any) -> None:
+    with pytest.raises(UnsafeObjectError, match="does not hold"):
+        unpack(tree, [], ALLOWED)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"$": "strange"},
+        {"$": []},
+        {"$": "tensor", "buffer": 3},
+        {"$": "tensor"},
+        {"$": "dict", "items": [1]},
+        {"$": "dict", "items": [[[], 1]]},
+        {"$": "dtype", "text": "torch.load"},
+        {"$": "numpy", "dtype": "float64", "hex": "00"},
+        {"$": "numpy", "dtype": "object", "hex": "00"},
+        {"$": "enum", "class": "argparse.Namespace", "name": "x"},
+        {"$": "int", "hex": "x"},
+        {"$": "tuple", "items": 5},
+    ],
+)
+def test_a_tree_that_pack_does_not_make_is_an_error_of_ours(tree: Any) -> None:
+    with pytest.raises(CorruptCheckpointError, match="description is damaged"):
+        unpack(tree, [], ALLOWED)
+
+
+def test_what_holds_itself_is_refused() -> None:
+    value: list[Any] = []
+    value.append(value)
+    with pytest.raises(PlanError, match="holds itself"):
+        pack(value, ALLOWED)
+
+
+def test_a_sparse_tensor_is_refused_by_its_place() -> None:
+    with pytest.raises(PlanError, match=r"^a: expected a dense tensor"):
+        pack({"a": torch.eye(3).to_sparse()}, ALLOWED)

@@ -1,0 +1,94 @@
+"""Every rank gets what it wants from one that has it, evenly, and nobody waits in a circle."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.errors import NoReplicasAvailableError, PlanError
+from dist_ckpt_strategies.plan.retrieve import (
+    Completeness,
+    build_exchange_plan,
+    build_survey,
+    spread_parts,
+)
+from dist_ckpt_strategies.spec.part import PartId, SaveId
+
+WORLDS = st.integers(1, 8).flatmap(
+    lambda size: st.tuples(
+        st.lists(st.sets(st.integers(0, size - 1)), min_size=size, max_size=size),
+        st.permutations(range(size)),
+    )
+)
+
+
+@given(WORLDS)
+def test_everybody_gets_what_somebody_has(world: tuple[list[set[int]], list[int]]) -> None:
+    held, wishes = world
+    available = {rank: [str(part) for part in parts] for rank, parts in enumerate(held)}
+    wanted = {rank: [str(wish)] for rank, wish in enumerate(wishes)}
+    there = set().union(*held)
+    if set(wishes) - there:
+        with pytest.raises(NoReplicasAvailableError, match="no rank has a copy"):
+            build_exchange_plan(available, wanted)
+        return
+    plan = build_exchange_plan(available, wanted)
+
+    assert {(t.receiver, t.id_) for t in plan.transfers} == {(r, w[0]) for r, w in wanted.items()}
+    for transfer in plan.transfers:
+        assert transfer.id_ in available[transfer.sender]
+        if transfer.id_ in available[transfer.receiver]:
+            assert transfer.sender == transfer.receiver
+    between = [t for t in plan.transfers if t.sender != t.receiver]
+    assert sorted(map(str, (t for step in plan.steps for t in step))) == sorted(map(str, between))
+    for step in plan.steps:
+        assert max(Counter(t.sender for t in step).values()) == 1
+        assert max(Counter(t.receiver for t in step).values()) == 1
+
+
+def test_holders_share_the_load() -> None:
+    available = {0: ["a", "b", "c", "d"], 1: ["a", "b", "c", "d"], 2: [], 3: [], 4: [], 5: []}
+    plan = build_exchange_plan(available, {2: ["a"], 3: ["b"], 4: ["c"], 5: ["d"]})
+
+    assert Counter(t.sender for t in plan.transfers) == {0: 2, 1: 2}
+
+
+def test_a_plan_can_be_renumbered_and_says_which_rank_is_strange() -> None:
+    plan = build_exchange_plan({4: ["a"], 6: []}, {6: ["a"]})
+
+    (transfer,) = plan.renumbered({4: 0, 6: 1}).transfers
+    assert (transfer.sender, transfer.receiver) == (0, 1)
+    assert plan.required_ids(4) == {"a"}
+    with pytest.raises(PlanError, match=r"rank 6 is not one of \[4\]"):
+        plan.renumbered({4: 0})
+
+
+def test_a_survey_lists_the_newest_save_first_and_what_is_missing() -> None:
+    old, new = SaveId(5, "a"), SaveId(9, "b")
+    found = [(PartId(old, 0), 2), (PartId(old, 1), 2), (PartId(new, 1), 2), (PartId(new, 1), 2)]
+
+    assert build_survey(found) == (Completeness(new, 2, (0,)), Completeness(old, 2, ()))
+
+
+def test_two_saves_of_one_iteration_do_not_mix() -> None:
+    first, second = SaveId(5, "a"), SaveId(5, "b")
+    survey = build_survey([(PartId(first, 0), 2), (PartId(second, 1), 2)])
+
+    assert [one.missing for one in survey] == [(0,), (1,)]
+
+
+def test_parts_of_one_save_that_disagree_on_its_size_are_refused() -> None:
+    save = SaveId(5, "a")
+    with pytest.raises(PlanError, match="saved by 3 ranks"):
+        build_survey([(PartId(save, 0), 2), (PartId(save, 1), 3)])
+
+
+def test_parts_of_a_larger_world_are_taken_by_ranks_that_have_them() -> None:
+    save = SaveId(5, "a")
+    ids = [str(PartId(save, rank)) for rank in range(4)]
+    taken = spread_parts(save, 4, {0: ids[:2], 1: ids[2:]})
+
+    assert taken == {0: tuple(ids[:2]), 1: tuple(ids[2:])}

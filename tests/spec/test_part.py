@@ -1,0 +1,43 @@
+"""Ids of parts are text that reads back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.part import BufferSpec, PartId, SaveId
+
+IDS = st.builds(
+    PartId,
+    st.builds(SaveId, st.integers(0, 10**9), st.text("0123456789abcdef", min_size=1, max_size=64)),
+    st.integers(0, 10**6),
+)
+
+
+@given(IDS)
+def test_an_id_is_read_back_from_its_text(part_id: PartId) -> None:
+    assert PartId.parse(str(part_id)) == part_id
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "iter_5_3_local_a", "iter_0000005_03_local_a", "iter_0000005_3_local_", "x",
+     "iter_0000005_3_local_a.part", "iter_00000005_3_local_a"],
+)  # fmt: skip
+def test_other_text_is_no_id(text: str) -> None:
+    assert PartId.parse(text) is None
+    with pytest.raises(PlanError, match="expected the id of a part"):
+        PartId.require(text)
+
+
+def test_the_newest_save_sorts_last() -> None:
+    assert SaveId(5, "b") < SaveId(9, "a") < SaveId(9, "b")
+
+
+def test_a_buffer_knows_its_size() -> None:
+    assert BufferSpec("w", DType.BFLOAT16, (3, 5)).nbytes == 30
+    assert BufferSpec("w", DType.INT64, ()).nbytes == 8
+    assert BufferSpec("w", DType.INT64, (0, 9)).nbytes == 0
