@@ -6,6 +6,10 @@ from dist_ckpt_strategies.errors import NoReplicasAvailableError
 from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
 from dist_ckpt_strategies.local.basic_state_dict import BasicTensorAwareStateDict
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
+from dist_ckpt_strategies.local.mcore_state_dict import (
+    MCoreTensorAwareStateDict,
+    ShardDistribution,
+)
 from dist_ckpt_strategies.local.replication import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
@@ -24,8 +28,10 @@ __all__ = [
     "LazyReplicationStrategyBuilder",
     "LocalCheckpointManager",
     "LocalSaveRequest",
+    "MCoreTensorAwareStateDict",
     "NoReplicasAvailableError",
     "ReplicationStrategy",
+    "ShardDistribution",
     "StateCodec",
     "StateCodecs",
     "TensorAwareStateDict",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt_strategies.comm.agree import agree
@@ -23,6 +23,7 @@ from dist_ckpt_strategies.plan.retrieve import (
     Completeness,
     ExchangePlan,
     build_exchange_plan,
+    spread_parts,
 )
 from dist_ckpt_strategies.run.part_streams import FileSource
 from dist_ckpt_strategies.run.retrieve import RetrievedPart, run_retrieve
@@ -55,10 +56,18 @@ def find_newest(comm: Communicator, local: LocalParts) -> Completeness | None:
     return next((one for one in agree(comm, found.survey) if not one.missing), None)
 
 
-def load_newest(comm: Communicator, local: LocalParts) -> RetrievedPart:
+def load_newest(
+    comm: Communicator, local: LocalParts, resharded: Collection[str]
+) -> tuple[RetrievedPart, ...]:
     """This rank's part of the newest save whose parts can all be read undamaged.
 
     Collective. Copies that turn out to be damaged are left out, and the search begins anew.
+
+    Args:
+        comm: all ranks.
+        local: this rank's node.
+        resharded: kinds of state that another number of ranks can use; each rank gets some of the
+            parts then.
 
     Raises:
         CheckpointNotFoundError: there is no local checkpoint at all.
@@ -69,18 +78,22 @@ def load_newest(comm: Communicator, local: LocalParts) -> RetrievedPart:
     reasons: tuple[str, ...] = ()
     while True:
         found = gather_availability(comm, local.directory, local.session_id, excluded)
-        part, bad = _attempt(comm, local, found, reasons)
-        if part is not None:
-            return part
+        parts, bad = _attempt(comm, local, found, reasons, resharded)
+        if not bad:
+            return parts
         excluded |= bad.keys()
         reasons += tuple(bad.values())
 
 
 def _attempt(
-    comm: Communicator, local: LocalParts, found: Availability, reasons: Sequence[str]
-) -> tuple[RetrievedPart | None, dict[Copy, str]]:
-    """This rank's part, or the copies that turned out to be damaged. Collective."""
-    target = agree(comm, lambda: _target(comm, found, reasons, local.directory))
+    comm: Communicator,
+    local: LocalParts,
+    found: Availability,
+    reasons: Sequence[str],
+    resharded: Collection[str],
+) -> tuple[tuple[RetrievedPart, ...], dict[Copy, str]]:
+    """This rank's parts, or the copies that turned out to be damaged. Collective."""
+    target = agree(comm, lambda: _target(comm, found, reasons, local.directory, resharded))
     plan = agree(comm, lambda: _plan(comm, found, target))
     own = {part_id: path_of(local.directory, c) for part_id, c in found.parts[comm.rank].items()}
     retrieval = run_retrieve(
@@ -90,14 +103,17 @@ def _attempt(
         message_nbytes=local.message_nbytes,
     )
     if retrieval.bad:
-        return None, {found.parts[bad.rank][bad.part_id]: bad.reason for bad in retrieval.bad}
+        return (), {found.parts[bad.rank][bad.part_id]: bad.reason for bad in retrieval.bad}
     logger.debug("rank %s: %s", comm.global_rank(comm.rank), retrieval.report)
-    (part,) = retrieval.parts.values()
-    return part, {}
+    return tuple(retrieval.parts.values()), {}
 
 
 def _target(
-    comm: Communicator, found: Availability, reasons: Sequence[str], directory: PartDirectory
+    comm: Communicator,
+    found: Availability,
+    reasons: Sequence[str],
+    directory: PartDirectory,
+    resharded: Collection[str],
 ) -> Completeness:
     """The save to load."""
     survey = found.survey()
@@ -113,10 +129,12 @@ def _target(
             )
         why = "; ".join([*lost, *reasons])
         raise NoReplicasAvailableError(None, f"no local checkpoint is complete: {why}")
-    if target.world_size != comm.size:
+    kinds = {found.kinds[str(PartId(target.save, rank))] for rank in range(target.world_size)}
+    if target.world_size != comm.size and not kinds.issubset(resharded):
         raise PlanError(
             f"iteration {target.save.iteration} was saved by {target.world_size} ranks, and "
-            f"{comm.size} load it; its parts fit the number of ranks that saved them"
+            f"{comm.size} load it; parts of kind {', '.join(sorted(kinds))} fit the "
+            "number of ranks that saved them; MCoreTensorAwareStateDict fits any"
         )
     return target
 
@@ -128,5 +146,8 @@ def _few(ranks: Sequence[int]) -> str:
 
 def _plan(comm: Communicator, found: Availability, target: Completeness) -> ExchangePlan:
     available = {rank: found.ids(rank) for rank in range(comm.size)}
+    if target.world_size != comm.size:
+        shares = spread_parts(target.save, target.world_size, available)
+        return build_exchange_plan(available, shares)
     wanted = {rank: [str(PartId(target.save, comm.global_rank(rank)))] for rank in range(comm.size)}
     return build_exchange_plan(available, wanted)

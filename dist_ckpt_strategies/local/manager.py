@@ -33,7 +33,7 @@ from dist_ckpt_strategies.local.snapshot import HostSnapshot
 from dist_ckpt_strategies.local.state_codecs import (
     EncodedState,
     StateCodecs,
-    decode_state,
+    decode_parts,
     encode_state,
 )
 from dist_ckpt_strategies.run.part_streams import FileSink
@@ -178,14 +178,15 @@ class LocalCheckpointManager:
         Raises:
             CheckpointNotFoundError: there are no local checkpoints at all.
             NoReplicasAvailableError: of each save some part is lost; says which.
-            PlanError: it was saved by another number of ranks.
+            PlanError: it was saved by another number of ranks, and is no MCoreTensorAwareStateDict.
         """
         self._let_finish()
         comm = self._world("load of a local checkpoint")
-        part = load_newest(comm, self._parts)
-        state = agree(comm, lambda: decode_state(part, codecs=self._codecs, allowed=self._allowed))
-        logger.info("rank %s: loaded %s", comm.global_rank(comm.rank), part.part.part_id)
-        return state, str(part.part.part_id)
+        parts = load_newest(comm, self._parts, self._codecs.resharded_kinds())
+        state = agree(comm, lambda: decode_parts(parts, codecs=self._codecs, allowed=self._allowed))
+        own = PartId(parts[0].part.part_id.save, comm.global_rank(comm.rank))
+        logger.info("rank %s: loaded %s", own.global_rank, own)
+        return state, str(own)
 
     def _world(self, purpose: str) -> Communicator:
         return open_communicator(

@@ -11,7 +11,10 @@ import collections
 import dataclasses
 import datetime as dt
 import io
+import json
+import math
 import pathlib
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -22,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_ckpt_strategies.device import dtype_of, host_view, require_plain, torch_dtype
+from dist_ckpt_strategies.device import as_bytes, dtype_of, host_view, require_plain, torch_dtype
 from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError, UnsafeObjectError
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.part import BufferSpec
@@ -119,6 +122,33 @@ def unpack(
         raise CorruptCheckpointError(
             f"the state's description is damaged: {type(error).__name__}: {error}"
         ) from error
+
+
+def dump_value(value: Any, allowed: Mapping[str, Any]) -> bytes:
+    """A value and the bytes of its buffers in one piece; errors as in ``pack``."""
+    packed = pack(value, allowed)
+    contents = [as_bytes(host.contiguous()) for host in map(torch.Tensor.cpu, packed.payloads)]
+    buffers = [[spec.dtype.value, list(spec.shape)] for spec in packed.buffers]
+    head = json.dumps([packed.tree, buffers], allow_nan=False).encode()
+    return b"".join([struct.pack("<Q", len(head)), head, *(c.numpy().tobytes() for c in contents)])
+
+
+def load_value(content: bytes, allowed: Mapping[str, Any]) -> Any:
+    """The value that ``dump_value`` put in; errors as in ``unpack``."""
+    try:
+        (size,) = struct.unpack_from("<Q", content)
+        start = 8 + size
+        tree, buffers = json.loads(content[8:start])
+        payloads = []
+        for name, shape in buffers:
+            spec = BufferSpec("", DType(name), tuple(map(int, shape)))
+            data = bytearray(content[start : start + spec.nbytes])
+            flat = torch.frombuffer(data or bytearray(16), dtype=torch_dtype(spec.dtype))
+            payloads.append(flat[: math.prod(spec.shape)].reshape(spec.shape))
+            start += spec.nbytes
+    except (ValueError, TypeError, struct.error, RuntimeError) as error:
+        raise CorruptCheckpointError(f"a value from a peer is damaged: {error}") from error
+    return unpack(tree, payloads, allowed)
 
 
 @dataclass(slots=True)

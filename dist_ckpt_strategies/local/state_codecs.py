@@ -26,6 +26,8 @@ class StateCodec:
             state come before any other, in the order of ``state.tensors``.
         from_value: the state again, from that and the kind of device of each tensor.
         extensions: further classes that the values may be of.
+        from_several: one state that holds what several parts of a save hold, for another number
+            of ranks; None where a part fits its own rank alone.
     """
 
     kind: str
@@ -33,6 +35,7 @@ class StateCodec:
     to_value: Callable[[Any], Any]
     from_value: Callable[[Any, Sequence[str]], Any]
     extensions: tuple[Extension, ...] = ()
+    from_several: Callable[[Sequence[Any]], Any] | None = None
 
 
 class StateCodecs:
@@ -70,6 +73,10 @@ class StateCodecs:
             f"no codec for a {type(state).__qualname__}, only for {known}; "
             "wrap the state in BasicTensorAwareStateDict, or add a StateCodec"
         )
+
+    def resharded_kinds(self) -> frozenset[str]:
+        """Kinds whose parts another number of ranks can use."""
+        return frozenset(codec.kind for codec in self._codecs if codec.from_several)
 
     def of_kind(self, kind: str) -> StateCodec:
         """The codec of that name.
@@ -163,3 +170,12 @@ def decode_state(
         raise CorruptCheckpointError(
             f"{part.part_id}: the state's description is damaged: {error}"
         ) from error
+
+
+def decode_parts(
+    retrieved: Sequence[RetrievedPart], *, codecs: StateCodecs, allowed: Mapping[str, Any]
+) -> Any:
+    """The state of one part, or of several of one save; errors as in ``decode_state``."""
+    states = [decode_state(part, codecs=codecs, allowed=allowed) for part in retrieved]
+    join = codecs.of_kind(retrieved[0].part.kind).from_several
+    return states[0] if join is None or len(states) == 1 else join(states)

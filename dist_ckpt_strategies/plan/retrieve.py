@@ -160,6 +160,8 @@ def spread_parts(
 ) -> dict[int, tuple[str, ...]]:
     """Which ranks take over the parts of a world of another size: few each, readable if possible.
 
+    Every rank gets one at least; where there are more ranks than parts, some parts go to several.
+
     Args:
         save: whose parts.
         old_size: ranks that took part in the save.
@@ -171,4 +173,7 @@ def spread_parts(
         readers = [rank for rank in taken if part_id in available[rank]] or list(taken)
         chosen = min(readers, key=lambda rank: (len(taken[rank]), rank))
         taken[chosen].append(part_id)
+    for place, rank in enumerate(taken):
+        if not taken[rank]:
+            taken[rank].append(str(PartId(save, place % old_size)))
     return {rank: tuple(ids) for rank, ids in taken.items()}

@@ -14,6 +14,8 @@ size of the header does not depend on the digests, which are written last.
 from __future__ import annotations
 
 import json
+import math
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +36,10 @@ _LARGE_NBYTES = 64 << 10
 _FORMAT = "dist_ckpt_strategies part"
 _NUM_DIGITS = 16
 _MAX_DESCRIPTION_NBYTES = 1 << 30
+_MAX_WORLD_SIZE = 1 << 24
+_MAX_NDIM = 64
+_MAX_ELEMENTS = 1 << 58
+_DIGEST = re.compile(rf"[0-9a-f]{{{_NUM_DIGITS}}}")
 
 Digest = int
 """xxh3_64 of a buffer's bytes."""
@@ -184,18 +190,18 @@ def _stored(fields: Any, description_nbytes: int) -> StoredPart:
     if part_id is None:
         raise ValueError(f"id {fields['id']!r}")
     buffers = tuple(
-        BufferSpec(str(name), DType(dtype), tuple(map(_extent, shape)), str(device))
+        BufferSpec(str(name), DType(dtype), _shape(shape), str(device))
         for name, dtype, shape, device, _ in fields["buffers"]
     )
     part = Part(
         part_id,
-        _extent(fields["world_size"]),
+        _world_size(fields["world_size"]),
         str(fields["session"]),
         str(fields["kind"]),
         fields["content"],
         buffers,
     )
-    digests = tuple(int(digest, 16) for *_, digest in fields["buffers"])
+    digests = tuple(_digest(digest) for *_, digest in fields["buffers"])
     return StoredPart(part, digests, _layout(buffers, description_nbytes))
 
 
@@ -203,6 +209,26 @@ def _extent(number: Any) -> int:
     if type(number) is not int or number < 0:
         raise ValueError(f"expected a number of elements, found {number!r}")
     return number
+
+
+def _shape(extents: Any) -> tuple[int, ...]:
+    """A shape that memory could be asked for; extents next to a 0 are bounded too."""
+    found = tuple(map(_extent, extents))
+    if len(found) > _MAX_NDIM or math.prod(extent or 1 for extent in found) > _MAX_ELEMENTS:
+        raise ValueError(f"expected a shape that fits in memory, found {len(found)} dims")
+    return found
+
+
+def _world_size(number: Any) -> int:
+    if not 1 <= _extent(number) <= _MAX_WORLD_SIZE:
+        raise ValueError("expected a number of ranks")
+    return int(number)
+
+
+def _digest(text: Any) -> Digest:
+    if _DIGEST.fullmatch(text) is None:
+        raise ValueError(f"expected a digest of {_NUM_DIGITS} digits")
+    return int(text, 16)
 
 
 def _up(number: int, alignment: int) -> int:

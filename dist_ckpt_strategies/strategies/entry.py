@@ -44,6 +44,7 @@ from dist_ckpt_strategies.megatron.shards import (
     StateDict,
 )
 from dist_ckpt_strategies.megatron.wrappers import parallel_base, spread_main_replicas
+from dist_ckpt_strategies.run.checks import Preprocess, check_load, check_save
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.objects import Allowed, allowing, dump_object
 from dist_ckpt_strategies.storage.publication import (
@@ -55,7 +56,6 @@ from dist_ckpt_strategies.storage.publication import (
     retract,
 )
 from dist_ckpt_strategies.strategies import common, zarr
-from dist_ckpt_strategies.strategies.checks import Preprocess, check_load, check_save
 from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,

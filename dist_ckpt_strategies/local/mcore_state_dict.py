@@ -1,0 +1,516 @@
+"""Sharded state dicts of Megatron-Core in local checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
+from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
+from dist_ckpt_strategies.config import options_from_environment
+from dist_ckpt_strategies.device import torch_dtype
+from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError
+from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
+from dist_ckpt_strategies.local.plain_values import Extension, dump_value, load_value
+from dist_ckpt_strategies.local.state_codecs import StateCodec
+from dist_ckpt_strategies.local.tensor_slots import TensorSlots
+from dist_ckpt_strategies.megatron.allowed import default_allowed
+from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor, StrictHandling
+from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.megatron.flow import (
+    SaveParts,
+    merge_factories,
+    merged,
+    needs_stored_keys,
+    parsed_strict,
+    take_apart_for_load,
+    take_apart_for_save,
+)
+from dist_ckpt_strategies.megatron.shards import (
+    StateDict,
+    mapped_values,
+    metadata_from_wire,
+    metadata_to_wire,
+    object_id,
+    shard_spec,
+    sharded_values,
+)
+from dist_ckpt_strategies.plan.reshard import ReshardPlan, build_reshard_plan
+from dist_ckpt_strategies.plan.spread import build_spread
+from dist_ckpt_strategies.run.checks import check_load, check_save
+from dist_ckpt_strategies.run.reshard import run_reshard
+from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.spec.shard import (
+    ShardId,
+    ShardSpec,
+    shard_from_wire,
+    shard_to_wire,
+)
+from dist_ckpt_strategies.storage.objects import names_of
+
+_ALGORITHMS = ("atomic", "fully_parallel")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardDistribution:
+    """Which rank of a group keeps each shard; valid as long as the sharding is the same.
+
+    Attributes:
+        keepers: rank within the group, by shard.
+    """
+
+    keepers: Mapping[ShardId, int]
+
+
+class MCoreTensorAwareStateDict(TensorAwareStateDict):
+    """A sharded state dict: ShardedTensors and ShardedObjects, and the common state beside them.
+
+    Made by ``from_state_dict``; what was loaded becomes a state dict again by ``to_state_dict``,
+    in the parallel layout that it was saved in or in another one.
+
+    Args:
+        common: what every rank holds alike.
+        sharded: nested dict of ShardedTensors and ShardedObjects; a tensor without data is one
+            that another rank keeps.
+        devices: the kind of device that each tensor belongs to; by default the one it is on.
+    """
+
+    def __init__(
+        self, common: StateDict, sharded: StateDict, *, devices: Sequence[str] | None = None
+    ) -> None:
+        tensors: list[torch.Tensor] = []
+        self._places: dict[int, int] = {}
+
+        def take(value: Any) -> Any:
+            if not (isinstance(value, ShardedTensor) and value.data is not None):
+                return value
+            bare = value.without_data()
+            self._places[id(bare)] = len(tensors)
+            tensors.append(value.data.detach())
+            return bare
+
+        self._frame = mapped_values(take, sharded)
+        self._slots = TensorSlots(tensors, devices)
+        self.common_state_dict = common
+
+    @classmethod
+    @raises_megatron_errors
+    def from_state_dict(
+        cls,
+        sharded_state_dict: StateDict,
+        algo: str = "fully_parallel",
+        parallelization_group: ProcessGroup | None = None,
+        cached_metadata: ShardDistribution | None = None,
+    ) -> tuple[MCoreTensorAwareStateDict, ShardDistribution | None]:
+        """The state, and how its shards are dealt out, for the next call.
+
+        Collective over the world, and over the group. Without ``cached_metadata`` Megatron-Core's
+        checks of the sharding are run. The caller's state dict is left as it is.
+
+        Args:
+            sharded_state_dict: as for ``dist_checkpointing.save``.
+            algo: ``"atomic"`` keeps all shards on every rank; ``"fully_parallel"`` lets one of
+                the ranks of the group that hold a shard keep it.
+            parallelization_group: the ranks that deal them out; the world by default.
+            cached_metadata: what an earlier call returned, if the sharding has not changed.
+
+        Raises:
+            PlanError: the algorithm is unknown, or the shards of all ranks do not fit together.
+        """
+        world = _communicator(None, "taking a state apart")
+        parts = agree(world, lambda: _taken_apart(sharded_state_dict, algo))
+        if cached_metadata is None:
+            check_save(world, parts, None)
+        if algo == "atomic":
+            return cls(parts.common, parts.sharded), None
+        group = _communicator(parallelization_group, "dealing out of shards")
+        distribution = cached_metadata or _distribution(group, parts.sharded)
+        kept = agree(group, lambda: _only_kept(parts.sharded, distribution, group.rank))
+        return cls(parts.common, kept), distribution
+
+    @raises_megatron_errors
+    def to_state_dict(  # noqa: PLR0913, PLR0917 - Megatron's signature
+        self,
+        sharded_state_dict: StateDict,
+        algo: str = "atomic",
+        exchange_algo: str = "broadcast",
+        validate_access_integrity: bool = True,  # noqa: FBT001, FBT002
+        parallelization_group: ProcessGroup | None = None,
+        strict: str | StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED,
+        return_mismatch_keys: bool = False,  # noqa: FBT001, FBT002
+    ) -> Any:
+        """The state dict that a training script loads, in the layout of ``sharded_state_dict``.
+
+        Collective over the world. What this rank does not hold comes from the ranks that do,
+        whatever the layout was at the save. Takes memory for that, and ``max_inflight_bytes`` at
+        most for what travels.
+
+        Args:
+            sharded_state_dict: what is wanted; left as it is. Empty gives the common state.
+            algo: accepted for Megatron's sake; what is missing is looked for in any case.
+            exchange_algo: accepted for Megatron's sake; only what is wanted is sent.
+            validate_access_integrity: also run Megatron-Core's checks of what is wanted.
+            parallelization_group: accepted for Megatron's sake; all ranks may have what is wanted.
+            strict: what to do about keys that only one side has.
+            return_mismatch_keys: return missing and unexpected keys, too.
+
+        Raises:
+            CoverageError: nobody holds a part of something that is wanted.
+            ShapeMismatchError: an array was saved with another shape.
+            ArrayNotFoundError: nobody holds an object that is wanted.
+        """
+        del exchange_algo, parallelization_group
+        comm = _communicator(None, "making of a state dict")
+
+        def begin() -> tuple[StateDict, Any]:
+            _require_algorithm(algo)
+            self._slots.require_tensors()
+            parts = take_apart_for_load(mapped_values(copy.copy, sharded_state_dict))
+            return mapped_values(lambda value: value, self.common_state_dict), parts
+
+        state, parts = agree(comm, begin)
+        if not sharded_state_dict:
+            return state
+        strictness = agree(comm, lambda: parsed_strict(strict))
+        stored = _stored_keys(comm, self._frame) if needs_stored_keys(strictness) else {}
+        outcome = check_load(
+            comm, parts.sharded, strictness, lambda: stored, validate_access_integrity
+        )
+        loaded = self._loaded(comm, outcome.sharded)
+        agree(
+            comm,
+            lambda: merge_factories(merged(state, parts.nonpersistent, loaded), parts.factories),
+        )
+        if return_mismatch_keys:
+            return state, outcome.missing, outcome.unexpected
+        return state
+
+    @property
+    def sharded_state_dict(self) -> StateDict:
+        """The ShardedTensors, with their data, and ShardedObjects; new ones each time."""
+        tensors = self._slots.require_tensors()
+
+        def give(value: Any) -> Any:
+            place = self._places.get(id(value))
+            if place is None:
+                return value
+            full = copy.copy(value)
+            full.data = tensors[place]
+            return full
+
+        return mapped_values(give, self._frame)
+
+    @property
+    def state_dict(self) -> StateDict:
+        """The common state, with the sharded values in their places."""
+        return merged(
+            mapped_values(lambda value: value, self.common_state_dict), self.sharded_state_dict
+        )
+
+    @property
+    def devices(self) -> list[str]:
+        """The kind of device that each tensor belongs to."""
+        return self._slots.devices
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """See TensorAwareStateDict."""
+        return iter(self._slots.require_tensors())
+
+    @property
+    def is_hollow(self) -> bool:
+        """See TensorAwareStateDict."""
+        return self._slots.is_hollow
+
+    def pop_tensors(self) -> Sequence[torch.Tensor]:
+        """See TensorAwareStateDict."""
+        return self._slots.pop()
+
+    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
+        """See TensorAwareStateDict."""
+        self._slots.insert(tensor_data)
+
+    def init_tensors(self) -> None:
+        """See TensorAwareStateDict."""
+        self._slots.init()
+
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002
+        """See TensorAwareStateDict."""
+        self._slots.copy_to_cpu(non_blocking=non_blocking)
+
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
+        """See TensorAwareStateDict."""
+        self._slots.move_home(non_blocking=non_blocking)
+
+    def _loaded(self, comm: Communicator, wanted: StateDict) -> StateDict:
+        """The wanted state dict with tensors and objects in it. Collective."""
+        held = _shards(self.sharded_state_dict)
+        objects = _objects(self._frame)
+        at_hand = {spec.id: tensor for spec, tensor in held.items()}
+
+        def describe() -> list[Any]:
+            values = list(sharded_values(wanted))
+            specs = (shard_spec(value) for value in values if isinstance(value, ShardedTensor))
+            names = (object_id(value) for value in values if isinstance(value, ShardedObject))
+            return [
+                [shard_to_wire(spec) for spec in specs if spec.id not in at_hand],
+                sorted([n.key, n.offset, n.shape] for n in names if n not in objects),
+            ]
+
+        answers = agree_and_gather(comm, describe)
+        objects |= _fetched(comm, objects, [lost for _, lost in answers])
+        missing = [list(map(shard_from_wire, wires)) for wires, _ in answers]
+        if any(missing):
+            at_hand |= _moved(comm, held, missing)
+
+        def give(value: Any) -> Any:
+            if isinstance(value, ShardedObject):
+                return objects[object_id(value)]
+            return at_hand[shard_spec(value).id].reshape(tuple(value.local_shape))
+
+        return agree(comm, lambda: mapped_values(give, wanted))
+
+    def placed(self) -> StateDict:
+        """The sharded values, each ShardedTensor with the number of its tensor."""
+
+        def place(value: Any) -> Any:
+            if not isinstance(value, ShardedTensor):
+                return value
+            return _Placed(value, self._places.get(id(value)))
+
+        return mapped_values(place, self._frame)
+
+
+def _communicator(group: ProcessGroup | None, purpose: str) -> Communicator:
+    options = options_from_environment()
+    return open_communicator(group, timeout_s=options.timeout_s, purpose=purpose)
+
+
+def _require_algorithm(algo: str) -> None:
+    if algo not in _ALGORITHMS:
+        raise PlanError(f"algo: expected one of {', '.join(_ALGORITHMS)}, found {algo!r}")
+
+
+def _taken_apart(sharded_state_dict: StateDict, algo: str) -> SaveParts:
+    _require_algorithm(algo)
+    return take_apart_for_save(sharded_state_dict, None)
+
+
+def _distribution(comm: Communicator, sharded: StateDict) -> ShardDistribution:
+    """Deal the shards out among the ranks of a group. Collective over it."""
+
+    def describe() -> list[Any]:
+        values = (v for v in sharded_values(sharded) if isinstance(v, ShardedTensor))
+        return [shard_to_wire(shard_spec(value)) for value in values]
+
+    everyone = agree_and_gather(comm, describe)
+
+    def deal() -> ShardDistribution:
+        holders: dict[ShardId, list[int]] = {}
+        nbytes: dict[ShardId, int] = {}
+        for rank, wires in enumerate(everyone):
+            for spec in map(shard_from_wire, wires):
+                nbytes[spec.id] = spec.nbytes
+                if rank not in holders.setdefault(spec.id, []):
+                    holders[spec.id].append(rank)
+        return ShardDistribution(build_spread(holders, nbytes))
+
+    return agree(comm, deal)
+
+
+def _only_kept(sharded: StateDict, distribution: ShardDistribution, rank: int) -> StateDict:
+    """The state dict without the data of tensors that other ranks keep."""
+
+    def keep(value: Any) -> Any:
+        if not isinstance(value, ShardedTensor):
+            return value
+        keeper = distribution.keepers.get(shard_spec(value).id)
+        if keeper is None:
+            raise PlanError(
+                f"{value.key}: cached_metadata does not know this shard; leave it out after the "
+                "sharding has changed",
+                key=value.key,
+            )
+        return value if keeper == rank else value.without_data()
+
+    return mapped_values(keep, sharded)
+
+
+def _shards(sharded: StateDict) -> dict[ShardSpec, torch.Tensor]:
+    """Tensors at hand, each shaped like its region."""
+    found: dict[ShardSpec, torch.Tensor] = {}
+    for value in sharded_values(sharded):
+        if isinstance(value, ShardedTensor) and value.data is not None:
+            spec = shard_spec(value)
+            found[spec] = value.data.detach().reshape(spec.region.shape)
+    return found
+
+
+def _stored_keys(comm: Communicator, sharded: StateDict) -> StateDict:
+    """A sharded value, without data, for every key that the parts of all ranks hold. Collective."""
+
+    def describe() -> list[Any]:
+        first = {value.key: value for value in reversed(list(sharded_values(sharded)))}
+        return [metadata_to_wire(value) for value in first.values()]
+
+    everyone = agree_and_gather(comm, describe)
+    found = (metadata_from_wire(wire) for wires in everyone for wire in wires)
+    return {value.key: value for value in found}
+
+
+def _objects(sharded: StateDict) -> dict[ObjectId, Any]:
+    return {
+        object_id(value): value.data
+        for value in sharded_values(sharded)
+        if isinstance(value, ShardedObject)
+    }
+
+
+def _fetched(
+    comm: Communicator, objects: Mapping[ObjectId, Any], lost: Sequence[Sequence[Any]]
+) -> dict[ObjectId, Any]:
+    """Objects that some rank wants and does not hold, from the first rank that does. Collective.
+
+    Raises:
+        ArrayNotFoundError: nobody holds one of them.
+    """
+    wanted = {
+        ObjectId(key, tuple(offset), tuple(shape)): rank
+        for rank, names in reversed(list(enumerate(lost)))
+        for key, offset, shape in names
+    }
+    if not wanted:
+        return {}
+    names = sorted(wanted)
+    holding = agree_and_gather(comm, lambda: [name in objects for name in names])
+    allowed = names_of(default_allowed())
+
+    def senders() -> dict[ObjectId, int]:
+        found = {}
+        for number, name in enumerate(names):
+            able = [rank for rank, held in enumerate(holding) if held[number]]
+            if not able:
+                raise ArrayNotFoundError(
+                    f"{name.unique_key}: rank {comm.global_rank(wanted[name])} wants this object, "
+                    "which no part of the checkpoint holds",
+                    key=name.key,
+                )
+            found[name] = able[0]
+        return found
+
+    planned = agree(comm, senders)
+    mine = [name for name, rank in planned.items() if rank == comm.rank]
+    contents = agree_and_gather_bytes(
+        comm, lambda: dump_value([objects[name] for name in mine], allowed)
+    )
+
+    def take() -> dict[ObjectId, Any]:
+        found: dict[ObjectId, Any] = {}
+        for rank, content in enumerate(contents):
+            sent = [name for name, sender in planned.items() if sender == rank]
+            found.update(zip(sent, load_value(content, allowed), strict=True))
+        return found
+
+    return agree(comm, take)
+
+
+def _moved(
+    comm: Communicator,
+    held: Mapping[ShardSpec, torch.Tensor],
+    missing: Sequence[Sequence[ShardSpec]],
+) -> dict[ShardId, torch.Tensor]:
+    """What this rank lacks, from the ranks that hold it. Collective."""
+    options = options_from_environment()
+    everyone = agree_and_gather(comm, lambda: [shard_to_wire(spec) for spec in held])
+
+    def plan() -> ReshardPlan:
+        found = [list(map(shard_from_wire, wires)) for wires in everyone]
+        return build_reshard_plan(found, missing, max_inflight_bytes=options.max_inflight_bytes)
+
+    planned = agree(comm, plan)
+    device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
+    targets = agree(
+        comm,
+        lambda: {
+            spec.id: torch.empty(
+                spec.region.shape, dtype=torch_dtype(planned.dtypes[spec.key]), device=device
+            )
+            for spec in missing[comm.rank]
+        },
+    )
+    run_reshard(planned, {spec.id: tensor for spec, tensor in held.items()}, targets, comm)
+    return targets
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A ShardedTensor without data, and the number of the tensor that is its data."""
+
+    bare: Any
+    place: int | None
+
+
+def _placed_from(content: Sequence[Any]) -> _Placed:
+    wire, place = content
+    return _Placed(metadata_from_wire(wire), place)
+
+
+def _object_from(content: Sequence[Any]) -> Any:
+    wire, data = content
+    made = metadata_from_wire(wire)
+    made.data = data
+    return made
+
+
+_EXTENSIONS = (
+    Extension(
+        "sharded tensor", _Placed, lambda p: [metadata_to_wire(p.bare), p.place], _placed_from
+    ),
+    Extension(
+        "sharded object", ShardedObject, lambda o: [metadata_to_wire(o), o.data], _object_from
+    ),
+)
+
+
+def _to_value(state: MCoreTensorAwareStateDict) -> dict[str, Any]:
+    return {
+        "tensors": list(state.tensors),
+        "sharded": state.placed(),
+        "common": state.common_state_dict,
+    }
+
+
+def _from_value(value: Mapping[str, Any], devices: Sequence[str]) -> MCoreTensorAwareStateDict:
+    tensors = value["tensors"]
+
+    def fill(found: Any) -> Any:
+        if not isinstance(found, _Placed):
+            return found
+        found.bare.data = None if found.place is None else tensors[found.place]
+        return found.bare
+
+    return MCoreTensorAwareStateDict(
+        value["common"], mapped_values(fill, value["sharded"]), devices=devices[: len(tensors)]
+    )
+
+
+def _joined(states: Sequence[MCoreTensorAwareStateDict]) -> MCoreTensorAwareStateDict:
+    """A state that holds what all of these do."""
+    return MCoreTensorAwareStateDict(
+        states[0].common_state_dict,
+        {str(number): state.sharded_state_dict for number, state in enumerate(states)},
+        devices=[device for state in states for device in state.devices],
+    )
+
+
+def mcore_codec() -> StateCodec:
+    """The codec of MCoreTensorAwareStateDict."""
+    return StateCodec(
+        "mcore", MCoreTensorAwareStateDict, _to_value, _from_value, _EXTENSIONS, _joined
+    )

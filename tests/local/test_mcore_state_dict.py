@@ -1,0 +1,169 @@
+"""Sharded state dicts through local checkpoints, at the same layout and at others."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from dist_ckpt_strategies.errors import CoverageError, PlanError
+from dist_ckpt_strategies.local import (
+    LazyCliqueReplicationStrategy,
+    LocalCheckpointManager,
+    MCoreTensorAwareStateDict,
+)
+from tests.support.ranks import run_processes
+
+pytestmark = pytest.mark.multiprocess
+
+ROWS, COLUMNS = 24, 6
+
+
+def whole(key: str, iteration: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(hash_of(key) + iteration)
+    return torch.randn(ROWS, COLUMNS, generator=generator)
+
+
+def hash_of(key: str) -> int:
+    return sum(map(ord, key))
+
+
+def state_of(tp: int, iteration: int, *, is_filled: bool = True) -> dict[str, Any]:
+    """This rank's shards where ``tp`` neighbours divide the rows, and others are replicas."""
+    rank = dist.get_rank()
+    part, replica = rank % tp, rank // tp
+    state: dict[str, Any] = {"args": argparse.Namespace(lr=0.5), "iteration": iteration}
+    for key in ("a", "b.c", "bf"):
+        data = whole(key, iteration).chunk(tp)[part].contiguous()
+        data = data.bfloat16() if key == "bf" else data
+        data = data if is_filled else torch.full_like(data, -1)
+        state[key] = ShardedTensor.from_rank_offsets(key, data, (0, part, tp), replica_id=replica)
+    content = {"part": part, "extra": torch.tensor([part, iteration])} if is_filled else None
+    state["rng"] = ShardedObject("rng", content, (tp,), (part,), replica_id=replica)
+    return state
+
+
+def require_equal(found: dict[str, Any], tp: int, iteration: int) -> None:
+    part = dist.get_rank() % tp
+    for key in ("a", "b.c", "bf"):
+        expected = whole(key, iteration).chunk(tp)[part]
+        expected = expected.bfloat16() if key == "bf" else expected
+        assert torch.equal(found[key], expected), key
+    assert found["rng"]["part"] == part
+    assert found["rng"]["extra"].tolist() == [part, iteration]
+    assert (found["args"].lr, found["iteration"]) == (0.5, iteration)
+
+
+def manager_of(root: str) -> LocalCheckpointManager:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return LocalCheckpointManager(
+        Path(root) / f"node{rank % 2}",
+        repl_strategy=LazyCliqueReplicationStrategy(1, 2 if size > 1 else 1, timeout_s=30),
+        timeout_s=30,
+    )
+
+
+def saved_and_loaded(rank: int, root: str, algo: str) -> int:
+    """Save at TP2, lose a node, and load at TP2, at TP4 and at TP1."""
+    before = state_of(2, 7)
+    kept = before["a"].data
+    state, distribution = MCoreTensorAwareStateDict.from_state_dict(before, algo)
+    again, _ = MCoreTensorAwareStateDict.from_state_dict(before, algo, cached_metadata=distribution)
+    assert before["a"].data is kept
+    num_tensors = len(list(state.tensors))
+    assert len(list(again.tensors)) == num_tensors
+    manager = manager_of(root)
+    manager.save(state, 7)
+    if rank == 1:
+        shutil.rmtree(Path(root) / "node1")
+    dist.barrier()
+    assert manager.find_latest() == 7
+    loaded, name = manager.load()
+    assert name.startswith(f"iter_0000007_{rank}_local_")
+    for tp in (2, 4, 1):
+        wanted = state_of(tp, 7, is_filled=False)
+        if tp != 2:
+            del wanted["rng"]
+        found = loaded.to_state_dict(wanted, algo=algo)
+        if tp != 2:
+            found["rng"] = {"part": rank % tp, "extra": torch.tensor([rank % tp, 7])}
+        require_equal(found, tp, 7)
+        assert torch.equal(wanted["a"].data, torch.full_like(wanted["a"].data, -1))
+    return num_tensors
+
+
+@pytest.mark.parametrize("algo", ["atomic", "fully_parallel"])
+def test_a_state_comes_back_in_its_own_layout_and_in_others(algo: str, tmp_path: Path) -> None:
+    numbers = run_processes(4, saved_and_loaded, str(tmp_path), algo)
+
+    if algo == "atomic":
+        assert numbers == [3] * 4
+    else:
+        assert sum(numbers) == 6
+        assert max(numbers) < 3
+
+
+def save_at(rank: int, root: str, tp: int) -> None:
+    state, _ = MCoreTensorAwareStateDict.from_state_dict(state_of(tp, 9), "fully_parallel")
+    manager_of(root).save(state, 9)
+
+
+def load_at(rank: int, root: str, tp: int) -> None:
+    loaded, _ = manager_of(root).load()
+    require_equal(loaded.to_state_dict(state_of(tp, 9, is_filled=False)), tp, 9)
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4)])
+def test_another_number_of_ranks_loads_it(old: int, new: int, tmp_path: Path) -> None:
+    assert run_processes(old, save_at, str(tmp_path), 2) == [None] * old
+
+    assert run_processes(new, load_at, str(tmp_path), 2) == [None] * new
+
+
+def wrong_wishes(rank: int, root: str) -> list[str]:
+    state, _ = MCoreTensorAwareStateDict.from_state_dict(state_of(2, 3), "atomic")
+    errors = []
+    strange = ShardedTensor.from_rank_offsets("x", torch.zeros(2), (0, rank, 2))
+    wishes: list[tuple[type[Exception], dict[str, Any], dict[str, Any]]] = [
+        (CoverageError, {"x": strange}, {}),
+        (PlanError, {"x": strange}, {"strict": "raise_unexpected"}),
+        (PlanError, {}, {"algo": "magic"}),
+    ]
+    for kind, wanted, how in wishes:
+        with pytest.raises(kind) as info:
+            state.to_state_dict(wanted, **how)
+        errors.append(str(info.value))
+    return errors
+
+
+def test_what_cannot_be_had_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    found = run_processes(2, wrong_wishes, str(tmp_path))
+
+    for errors in found:
+        assert "x: rank 0 wants" in errors[0]
+        assert "x" in errors[1]
+        assert "expected one of atomic, fully_parallel" in errors[2]
+
+
+def test_a_hollow_state_is_filled_again() -> None:
+    state, _ = run_alone()
+    before = [tensor.clone() for tensor in state.tensors]
+    state.insert_tensors(state.pop_tensors())
+    state.copy_tensors_to_cpu()
+    state.restore_tensor_device()
+
+    assert all(map(torch.equal, state.tensors, before))
+    assert set(state.state_dict) == {"a", "iteration"}
+    assert next(iter(state.values())) == 5
+
+
+def run_alone() -> tuple[MCoreTensorAwareStateDict, Any]:
+    tensor = ShardedTensor.from_rank_offsets("a", torch.arange(4.0))
+    return MCoreTensorAwareStateDict.from_state_dict({"a": tensor, "iteration": 5}, "atomic")

@@ -1,0 +1,81 @@
+"""Wanted shards are made up of held ones, exactly, and from the rank itself where it can be."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.errors import CoverageError, ShapeMismatchError
+from dist_ckpt_strategies.plan.reshard import build_reshard_plan
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.spec.shard import ShardId, ShardSpec
+
+ROWS = 12
+
+
+def spec(start: int, stop: int, key: str = "w", rows: int = ROWS) -> ShardSpec:
+    region = Region((start, 0), (stop - start, 3))
+    return ShardSpec(ShardId(key, region), (rows, 3), DType.INT16)
+
+
+def cut(num_parts: int) -> list[ShardSpec]:
+    bounds = [ROWS * n // num_parts for n in range(num_parts + 1)]
+    return [spec(a, b) for a, b in itertools.pairwise(bounds)]
+
+
+@given(
+    st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 2, 3, 5, 12]),
+    st.integers(1, 4), st.integers(1, 200),
+)  # fmt: skip
+def test_any_layout_is_made_from_any_other(old: int, new: int, size: int, bound: int) -> None:
+    held = [cut(old)[rank::size] for rank in range(size)]
+    wanted = [[cut(new)[rank % new]] for rank in range(size)]
+    plan = build_reshard_plan(held, wanted, max_inflight_bytes=bound)
+    pieces = [*plan.local, *(piece for round_ in plan.rounds for piece in round_)]
+
+    for rank, (want,) in enumerate(wanted):
+        rows = sorted(
+            row
+            for piece in pieces
+            if piece.receiver == rank
+            for row in range(piece.region.offset[0], piece.region.end[0])
+        )
+        assert rows == list(range(want.region.offset[0], want.region.end[0]))
+    for piece in pieces:
+        assert piece.source in [one.id for one in held[piece.sender]]
+        if any(one.id == piece.source for one in held[piece.receiver]):
+            assert piece.sender == piece.receiver
+    for round_ in plan.rounds:
+        for rank in range(size):
+            for share in ("sender", "receiver"):
+                sizes = [piece.nbytes for piece in round_ if getattr(piece, share) == rank]
+                assert sum(sizes) <= bound or len(round_) == 1
+
+
+def test_replicas_share_the_sending() -> None:
+    plan = build_reshard_plan(
+        [cut(2), cut(2), [], []], [[], [], cut(2), cut(2)], max_inflight_bytes=1 << 20
+    )
+
+    senders = [piece.sender for round_ in plan.rounds for piece in round_]
+    assert sorted(senders) == [0, 0, 1, 1]
+
+
+def test_a_gap_is_named_with_rank_and_key() -> None:
+    with pytest.raises(CoverageError, match=r"w: rank 1 wants .* hold 18 of them") as info:
+        build_reshard_plan([[spec(0, 6)], []], [[], [spec(0, 12)]], max_inflight_bytes=1 << 20)
+    assert info.value.key == "w"
+
+
+def test_an_unknown_array_is_named() -> None:
+    with pytest.raises(CoverageError, match="x: rank 0 wants"):
+        build_reshard_plan([[spec(0, 12)]], [[spec(0, 12, key="x")]], max_inflight_bytes=1)
+
+
+def test_another_shape_is_refused() -> None:
+    with pytest.raises(ShapeMismatchError, match=r"shape \(12, 3\) .* \(16, 3\) requested"):
+        build_reshard_plan([[spec(0, 12)]], [[spec(0, 16, rows=16)]], max_inflight_bytes=1)
