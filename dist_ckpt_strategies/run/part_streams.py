@@ -169,7 +169,11 @@ class PartSink(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Leave nothing behind, if it is not finished."""
+        """Leave nothing behind, finished or not.
+
+        Raises:
+            StorageError: something cannot be removed.
+        """
         ...
 
 

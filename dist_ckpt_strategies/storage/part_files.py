@@ -145,12 +145,13 @@ class PartDirectory:
     def name(self) -> str:
         """The same for all ranks that see this directory, and for no other.
 
-        A directory is told by its device and number, on the machine that has started once.
+        A directory is told by its device and number, on the machine that has started once; one
+        that is not there, or cannot be looked at, by its path.
         """
-        with file_errors(None, self.root):
-            if not self.root.exists():
-                return f"{_boot_id()}:{self.root}"
+        try:
             found = self.root.stat()
+        except OSError:
+            return f"{_boot_id()}:{self.root}"
         return f"{_boot_id()}:{found.st_dev}:{found.st_ino}"
 
 
@@ -164,6 +165,7 @@ class PartWriter:
     def __init__(self, path: Path, layout: PartLayout) -> None:
         self.path = path
         self._layout = layout
+        self._has_appeared = False
         self._partial = path.with_name(PARTIAL_PREFIX + uuid.uuid4().hex)
         with file_errors(None, path):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,14 +206,20 @@ class PartWriter:
             os.fsync(handle)
             self._close()
             self._partial.replace(self.path)
+            self._has_appeared = True
             sync_path(self.path.parent)
             sync_path(self.path.parent.parent)
 
     def abandon(self) -> None:
-        """Remove what was written, unless the part has appeared."""
+        """Remove what was written, the part too if it has appeared.
+
+        Raises:
+            StorageError: it cannot be removed.
+        """
         self._close()
-        with file_errors(None, self._partial):
-            self._partial.unlink(missing_ok=True)
+        written = self.path if self._has_appeared else self._partial
+        with file_errors(None, written):
+            written.unlink(missing_ok=True)
 
     def _open_handle(self) -> int:
         if self._handle is None:

@@ -1,0 +1,240 @@
+"""Parts on a disk: there when they are whole, refused when they are not, and never half of one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    StorageError,
+)
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.part import BufferSpec, Part, PartId, SaveId
+from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
+from dist_ckpt_strategies.storage.part_files import (
+    PartDirectory,
+    PartReader,
+    PartWriter,
+    read_headers,
+)
+from dist_ckpt_strategies.storage.part_format import encode_header, part_layout
+
+PART = Part(
+    PartId(SaveId(7, "a1"), 1), 2, "run", "basic", None, (BufferSpec("w", DType.UINT8, (5000,)),)
+)
+CONTENT = np.arange(5000).astype(np.uint8)
+
+
+def begun(directory: PartDirectory, holder: int = 1) -> PartWriter:
+    writer = directory.create(PART.part_id, holder, part_layout(PART))
+    writer.write(part_layout(PART).byte_offsets[0], CONTENT)
+    return writer
+
+
+def written(directory: PartDirectory, holder: int = 1) -> Path:
+    """The file of a finished part."""
+    writer = begun(directory, holder)
+    writer.finish(encode_header(PART, [5]))
+    return writer.path
+
+
+def files_below(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if not path.is_dir())
+
+
+def test_a_part_appears_when_it_is_finished_and_not_before(tmp_path: Path) -> None:
+    directory = PartDirectory(tmp_path / "root")
+    before = directory.find()
+    writer = begun(directory)
+    writer.flush()
+    between = directory.find()
+    writer.finish(encode_header(PART, [5]))
+
+    assert (before, between) == ([], [])
+    assert [(one.part_id, one.holder) for one in directory.find()] == [(PART.part_id, 1)]
+    assert files_below(tmp_path) == [f"root/1/{PART.part_id}.part"]
+
+
+def test_a_finished_part_is_read_back(tmp_path: Path) -> None:
+    path = written(PartDirectory(tmp_path))
+    found = np.zeros(5000, np.uint8)
+    with PartReader(path) as reader:
+        reader.read(reader.stored.layout.byte_offsets[0], found)
+        with pytest.raises(CorruptCheckpointError, match=r"ends at byte 9096"):
+            reader.read(reader.stored.layout.byte_offsets[0], np.zeros(5001, np.uint8))
+
+    assert reader.stored.part == PART
+    assert found.tobytes() == CONTENT.tobytes()
+
+
+def test_an_abandoned_part_leaves_nothing(tmp_path: Path) -> None:
+    writer = begun(PartDirectory(tmp_path))
+    writer.abandon()
+    writer.abandon()
+
+    assert files_below(tmp_path) == []
+    with pytest.raises(StorageError, match="closed"):
+        writer.write(0, CONTENT)
+
+
+def test_a_part_that_has_appeared_is_gone_again_when_it_is_abandoned(tmp_path: Path) -> None:
+    directory = PartDirectory(tmp_path)
+    writer = begun(directory)
+    writer.finish(encode_header(PART, [5]))
+    writer.abandon()
+
+    assert files_below(tmp_path) == []
+
+
+@pytest.mark.parametrize("call", ["pwrite", "ftruncate", "fsync"])
+def test_a_part_that_cannot_be_finished_does_not_appear(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = PartDirectory(tmp_path)
+    writer = begun(directory)
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(StorageError, match="no space left"):
+        writer.finish(encode_header(PART, [5]))
+
+    assert directory.find() == []
+    writer.abandon()
+    assert files_below(tmp_path) == []
+
+
+def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
+    path = written(PartDirectory(tmp_path))
+    whole = path.read_bytes()
+    for nbytes in (0, 1, 31, 32, 100, 4095, 4096, len(whole) - 1):
+        path.write_bytes(whole[:nbytes])
+        with pytest.raises(CorruptCheckpointError, match=str(path)):
+            PartReader(path)
+    path.write_bytes(whole + b"\0")
+    with pytest.raises(CorruptCheckpointError, match="has 9097 bytes, expected 9096"):
+        PartReader(path)
+
+
+def test_a_renamed_file_is_refused(tmp_path: Path) -> None:
+    path = written(PartDirectory(tmp_path))
+    for other in (
+        PartId(SaveId(8, "a1"), 1),
+        PartId(SaveId(7, "a2"), 1),
+        PartId(SaveId(7, "a1"), 0),
+    ):
+        path = path.rename(path.with_name(f"{other}.part"))
+        with pytest.raises(CorruptCheckpointError, match=f"holds {PART.part_id}"):
+            PartReader(path)
+
+
+def test_a_missing_file_is_refused_as_missing(tmp_path: Path) -> None:
+    with pytest.raises(IncompleteCheckpointError):
+        PartReader(tmp_path / f"{PART.part_id}.part")
+
+
+@pytest.mark.parametrize("kind", ["directory", "pipe", "device", "loop", "dangling"])
+def test_what_is_no_file_is_refused_without_waiting(kind: str, tmp_path: Path) -> None:
+    directory = PartDirectory(tmp_path)
+    path = directory.holder_directory(1) / f"{PART.part_id}.part"
+    path.parent.mkdir()
+    if kind == "directory":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to({"device": "/dev/zero", "loop": path.name, "dangling": "nowhere"}[kind])
+    started = time.monotonic()
+    ((_, found),) = read_headers(directory.find())
+
+    assert isinstance(found, CheckpointError)
+    assert time.monotonic() - started < 5
+
+
+def test_only_names_of_parts_below_names_of_ranks_are_found(tmp_path: Path) -> None:
+    directory = PartDirectory(tmp_path)
+    path = written(directory)
+    content = path.read_bytes()
+    for name in ("01", "-1", "x", "1.5", "٣", "12/3"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / path.name).write_bytes(content)
+    (tmp_path / "7").write_bytes(content)
+    (tmp_path / path.name).write_bytes(content)
+    for name in (f"{PARTIAL_PREFIX}0", path.name + ".part", path.stem, "iter_7_1_local_a1.part"):
+        path.with_name(name).write_bytes(content)
+
+    assert [found.path for found in directory.find()] == [path]
+    assert directory.holders() == [1, 12]
+
+
+def test_what_a_killed_writer_leaves_is_never_listed_and_is_removed(tmp_path: Path) -> None:
+    directory = PartDirectory(tmp_path)
+    kept = written(directory, holder=1)
+    script = (
+        "import sys, time; from pathlib import Path\n"
+        "from tests.storage.test_part_files import begun, PartDirectory\n"
+        "writer = begun(PartDirectory(Path(sys.argv[1])))\n"
+        "writer.flush(); print('there', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "there\n"
+        process.send_signal(signal.SIGKILL)
+    left = [path for path in files_below(tmp_path) if PARTIAL_PREFIX in path]
+
+    assert len(left) == 1
+    assert [found.path for found in directory.find()] == [kept]
+    assert directory.remove_leftovers(2) == 0
+    assert directory.remove_leftovers(1) == 9096
+    assert files_below(tmp_path) == [str(kept.relative_to(tmp_path))]
+
+
+def test_a_removed_part_may_be_removed_again(tmp_path: Path) -> None:
+    directory = PartDirectory(tmp_path)
+    written(directory)
+    (found,) = directory.find()
+    directory.remove(found)
+    directory.remove(found)
+
+    assert directory.find() == []
+
+
+def test_a_directory_has_one_name_however_it_is_reached(tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    one.mkdir()
+    other.mkdir()
+    (tmp_path / "link").symlink_to("one")
+
+    assert PartDirectory(tmp_path / "link").name() == PartDirectory(one).name()
+    assert PartDirectory(one).name() != PartDirectory(other).name()
+
+
+def test_a_directory_that_cannot_be_looked_at_has_a_name_of_its_own(tmp_path: Path) -> None:
+    one, other = (PartDirectory(tmp_path / (letter * 300)) for letter in "ab")
+
+    assert one.name() != other.name()
+    with pytest.raises(StorageError):
+        one.find()
+
+
+def test_a_full_disk_or_a_file_in_the_way_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "1").write_text("in the way")
+    directory = PartDirectory(tmp_path)
+    with pytest.raises(StorageError):
+        begun(directory)
+    with pytest.raises(StorageError):
+        directory.remove_leftovers(1)

@@ -1,0 +1,234 @@
+"""Headers of parts: read back as they were written, and refused when they were not."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.errors import CorruptCheckpointError
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.part import BufferSpec, Part, PartId, SaveId
+from dist_ckpt_strategies.storage.part_format import (
+    BLOCK_NBYTES,
+    MAGIC,
+    PREFIX_NBYTES,
+    decode_header,
+    description_nbytes,
+    encode_description,
+    encode_header,
+    part_from_wire,
+    part_layout,
+    part_to_wire,
+)
+
+TEXTS = st.text(max_size=20)
+BUFFERS = st.builds(
+    BufferSpec,
+    TEXTS,
+    st.sampled_from(DType),
+    st.lists(st.integers(0, 2000), max_size=3).map(tuple),
+    st.sampled_from(["cpu", "cuda", ""]),
+)
+TREES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), 1 << 63)
+    | TEXTS
+    | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=10,
+)
+PARTS = st.builds(
+    Part,
+    st.builds(
+        PartId,
+        st.builds(SaveId, st.integers(0, 10**9), st.text("0123456789abcdef", min_size=1)),
+        st.integers(0, 10**5),
+    ).filter(lambda part_id: len(part_id.save.token) <= 64),
+    st.integers(1, 10**6),
+    TEXTS,
+    TEXTS,
+    TREES,
+    st.lists(BUFFERS, max_size=6).map(tuple),
+)
+
+
+def digests_of(part: Part) -> list[int]:
+    """Some digests, the smallest and the largest among them."""
+    return [(0, (1 << 64) - 1, 0xABC)[number % 3] for number in range(len(part.buffers))]
+
+
+@given(PARTS)
+def test_a_header_is_read_back_as_it_was_written(part: Part) -> None:
+    stored = decode_header(encode_description(part, digests_of(part)))
+
+    assert stored.part == part
+    assert list(stored.digests) == digests_of(part)
+    assert stored.layout == part_layout(part)
+
+
+@given(PARTS)
+def test_a_peer_reads_the_same_part_and_lays_it_out_alike(part: Part) -> None:
+    found = part_from_wire(part_to_wire(part))
+
+    assert found == part
+    assert part_layout(found) == part_layout(part)
+
+
+@given(PARTS)
+def test_buffers_lie_behind_the_header_in_order_and_apart(part: Part) -> None:
+    layout = part_layout(part)
+    header = encode_header(part, digests_of(part))
+    end = layout.header_nbytes
+
+    assert len(header) == layout.header_nbytes
+    assert layout.header_nbytes % BLOCK_NBYTES == 0
+    for buffer, start in zip(part.buffers, layout.byte_offsets, strict=True):
+        assert start >= end
+        assert start % (BLOCK_NBYTES if buffer.nbytes >= 64 << 10 else 64) == 0
+        end = start + buffer.nbytes
+    assert layout.nbytes == end
+
+
+def sample() -> Part:
+    buffers = (BufferSpec("w", DType.FLOAT32, (4, 3)), BufferSpec("b", DType.BFLOAT16, ()))
+    tree = {"w": {"$": "tensor", "buffer": 0}, "b": {"$": "tensor", "buffer": 1}}
+    return Part(PartId(SaveId(7, "a1"), 1), 2, "run", "basic", tree, buffers)
+
+
+def test_every_flipped_bit_of_a_header_is_refused() -> None:
+    content = encode_description(sample(), [1, 2])
+    for place in range(len(content)):
+        for bit in range(8):
+            damaged = bytearray(content)
+            damaged[place] ^= 1 << bit
+            with pytest.raises(CorruptCheckpointError):
+                decode_header(bytes(damaged))
+
+
+def test_every_shorter_and_every_longer_header_is_refused() -> None:
+    content = encode_description(sample(), [1, 2])
+    for nbytes in range(len(content)):
+        with pytest.raises(CorruptCheckpointError):
+            decode_header(content[:nbytes])
+    for more in (b"\0", b" ", content):
+        with pytest.raises(CorruptCheckpointError):
+            decode_header(content + more)
+
+
+@given(st.binary(max_size=200))
+def test_noise_is_refused(noise: bytes) -> None:
+    for content in (noise, MAGIC + noise, with_digest(noise)):
+        with pytest.raises(CorruptCheckpointError):
+            decode_header(content)
+
+
+def with_digest(description: bytes) -> bytes:
+    """A header whose digest is right, whatever it describes."""
+    start = MAGIC + struct.pack("<Q", len(description))
+    return start + xxhash.xxh3_128_digest(start + description) + description
+
+
+def crafted(**changes: Any) -> bytes:
+    """A header with other fields."""
+    fields = json.loads(part_to_wire(sample())) | changes
+    return with_digest(json.dumps(fields).encode())
+
+
+def buffer_row(**changes: Any) -> list[list[Any]]:
+    """The row of one buffer, changed."""
+    row = {"name": "w", "dtype": "float32", "shape": [4], "device": "cpu", "digest": "0" * 16}
+    return [list((row | changes).values())]
+
+
+def test_the_header_that_the_crafted_ones_differ_from_is_good() -> None:
+    assert decode_header(crafted()).part == sample()
+    assert decode_header(crafted(buffers=buffer_row())).part.buffers[0].shape == (4,)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"format": "another"},
+        {"version": 2},
+        {"version": None},
+        {"id": "iter_7_1_local_a1"},
+        {"id": "iter_0000007_1_local_../../etc"},
+        {"id": "iter_0000007_01_local_a1"},
+        {"id": "iter_0000007_1_local_a1\n"},
+        {"id": "iter_" + "9" * 5000 + "_1_local_a1"},
+        {"id": "iter_" + "\u0660" * 7 + "_1_local_a1"},
+        {"id": 7},
+        {"id": None},
+        {"world_size": -1},
+        {"world_size": 0},
+        {"world_size": 2.0},
+        {"world_size": True},
+        {"world_size": "2"},
+        {"world_size": 10**12},
+        {"world_size": 10**300},
+        {"buffers": None},
+        {"buffers": 5},
+        {"buffers": [[]]},
+        {"buffers": ["four of"]},
+        {"buffers": buffer_row(dtype="object")},
+        {"buffers": buffer_row(dtype=["float32"])},
+        {"buffers": buffer_row(dtype=None)},
+        {"buffers": buffer_row(shape=5)},
+        {"buffers": buffer_row(shape=[-1])},
+        {"buffers": buffer_row(shape=[1.5])},
+        {"buffers": buffer_row(shape=["4"])},
+        {"buffers": buffer_row(shape=[None])},
+        {"buffers": buffer_row(shape=[[4]])},
+        {"buffers": buffer_row(shape=[1 << 62])},
+        {"buffers": buffer_row(shape=[1 << 31, 1 << 31, 1 << 31])},
+        {"buffers": buffer_row(shape=[0, 10**30])},
+        {"buffers": buffer_row(shape=[0, 1 << 62, 4])},
+        {"buffers": buffer_row(shape=[1] * 1000)},
+        {"buffers": buffer_row(digest="x")},
+        {"buffers": buffer_row(digest=5)},
+        {"buffers": buffer_row(digest=None)},
+        {"buffers": buffer_row(digest="-1")},
+        {"buffers": buffer_row(digest="f" * 17)},
+        {"buffers": buffer_row() * 2 + [["w"]]},
+    ],
+)
+def test_a_header_that_makes_no_sense_is_refused_though_its_digest_is_right(
+    changes: dict[str, Any],
+) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        decode_header(crafted(**changes))
+
+
+@pytest.mark.parametrize(
+    "description",
+    [b"", b"null", b"[]", b"5", b'"text"', b"{}", b"\xff\xfe", b"{", b"[" * 100_000,
+     b'{"format": ' + b"9" * 5000 + b"}"],
+)  # fmt: skip
+def test_a_description_that_is_none_is_refused_from_files_and_peers(description: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        decode_header(with_digest(description))
+    with pytest.raises(CorruptCheckpointError):
+        part_from_wire(description)
+
+
+@pytest.mark.parametrize("missing", ["format", "version", "id", "world_size", "session", "kind",
+                                     "buffers", "content"])  # fmt: skip
+def test_a_header_without_one_of_its_fields_is_refused(missing: str) -> None:
+    fields = json.loads(part_to_wire(sample()))
+    del fields[missing]
+    with pytest.raises(CorruptCheckpointError):
+        decode_header(with_digest(json.dumps(fields).encode()))
+
+
+@pytest.mark.parametrize("nbytes", [1 << 31, 1 << 63, (1 << 64) - 1])
+def test_an_absurd_size_of_the_description_is_refused_before_it_is_read(nbytes: int) -> None:
+    with pytest.raises(CorruptCheckpointError, match="states a description of"):
+        description_nbytes(MAGIC + struct.pack("<Q", nbytes) + bytes(16))
+    assert PREFIX_NBYTES == 32
