@@ -77,7 +77,7 @@ class StoredPart:
 
 def part_layout(part: Part) -> PartLayout:
     """Where everything of a part goes."""
-    return _layout(part.buffers, len(part_to_wire(part)))
+    return _layout(part.buffers, len(_description(part, _no_digests(part))))
 
 
 def _layout(buffers: Sequence[BufferSpec], description_nbytes: int) -> PartLayout:
@@ -145,22 +145,26 @@ def decode_header(content: bytes) -> StoredPart:
 
 
 def part_to_wire(part: Part) -> bytes:
-    """The description without digests, for a peer."""
-    return _description(part, (0,) * len(part.buffers))
+    """The header without digests of the buffers, for a peer."""
+    return encode_description(part, _no_digests(part))
 
 
 def part_from_wire(content: bytes) -> Part:
     """The part that ``part_to_wire`` described.
 
     Raises:
-        CorruptCheckpointError: it cannot be read.
+        CorruptCheckpointError: it did not arrive as it was, or cannot be read.
     """
     try:
-        return _stored(json.loads(content), len(content)).part
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        return decode_header(content).part
+    except CorruptCheckpointError as error:
         raise CorruptCheckpointError(
-            f"a peer's description of its part cannot be read: {type(error).__name__}: {error}"
+            f"a peer's description of its part cannot be used: {error.message}"
         ) from error
+
+
+def _no_digests(part: Part) -> Sequence[Digest]:
+    return (0,) * len(part.buffers)
 
 
 def _description(part: Part, digests: Sequence[Digest]) -> bytes:

@@ -1,0 +1,395 @@
+"""Parts of a clique: what every member holds afterwards, and what a failure leaves."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.comm.base import Bytes, Communicator, Exchange, Receive, Send
+from dist_ckpt_strategies.comm.solo import SoloCommunicator
+from dist_ckpt_strategies.comm.threads import run_ranks
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    PeerError,
+    PlanError,
+    StorageError,
+)
+from dist_ckpt_strategies.plan.messages import Message
+from dist_ckpt_strategies.run.part_streams import FileSink, MemorySink, PartSink
+from dist_ckpt_strategies.run.replicate import OpenSink, run_replicate
+from dist_ckpt_strategies.run.report import ReplicationReport
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.part import BufferSpec, Part, PartId, SaveId
+from dist_ckpt_strategies.storage.part_files import PartDirectory, PartReader
+from dist_ckpt_strategies.storage.part_format import PartLayout, part_to_wire
+
+SAVE = SaveId(7, "a1")
+
+Tensors = Sequence[torch.Tensor]
+
+
+def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + nbytes)
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
+
+
+def part_of(rank: int, tensors: Tensors, save: SaveId = SAVE) -> Part:
+    """A part of these tensors."""
+    buffers = tuple(
+        BufferSpec(f"t{n}", DType(str(t.dtype).removeprefix("torch.")), tuple(t.shape))
+        for n, t in enumerate(tensors)
+    )
+    return Part(PartId(save, rank), 4, "", "basic", None, buffers)
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    plain = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+
+
+@dataclass
+class Clique:
+    """What each member saves, and the memory and files that it ends up with."""
+
+    states: list[Tensors]
+    max_bucket_nbytes: int = 64 << 10
+    root: Path | None = None
+    memory: dict[tuple[int, int], MemorySink] = field(default_factory=dict)
+
+    def directory(self, rank: int) -> PartDirectory:
+        """Where a member keeps its files."""
+        assert self.root is not None
+        return PartDirectory(self.root / f"node{rank}")
+
+    def sinks(self, rank: int) -> OpenSink:
+        """Files, if there is a place for them; else memory for the others' parts."""
+
+        def in_memory(part: Part, layout: PartLayout) -> PartSink | None:
+            peer = part.part_id.global_rank
+            if peer == rank:
+                return None
+            self.memory[rank, peer] = MemorySink(part, layout)
+            return self.memory[rank, peer]
+
+        def in_files(part: Part, layout: PartLayout) -> PartSink | None:
+            writer = self.directory(rank).create(part.part_id, rank, layout)
+            return FileSink(part, writer)
+
+        return in_files if self.root else in_memory
+
+    def save(
+        self, comm: Communicator, sinks: OpenSink | None = None, save: SaveId = SAVE
+    ) -> ReplicationReport:
+        """Replicate one member's state. Collective."""
+        tensors = self.states[comm.rank]
+        return run_replicate(
+            comm,
+            part_of(comm.rank, tensors, save),
+            tensors,
+            sinks or self.sinks(comm.rank),
+            max_bucket_nbytes=self.max_bucket_nbytes,
+        )
+
+    def wrong_memory(self) -> list[tuple[int, int]]:
+        """The pairs of a member and a peer whose state it does not hold bit for bit."""
+        ranks = range(len(self.states))
+        return [
+            (rank, peer)
+            for rank in ranks
+            for peer in ranks
+            if rank != peer
+            and [sink_bytes(self.memory[rank, peer], n) for n in range(len(self.states[peer]))]
+            != [bytes_of(tensor) for tensor in self.states[peer]]
+        ]
+
+    def files(self) -> list[str]:
+        """All files of all members."""
+        assert self.root is not None
+        return sorted(str(p.relative_to(self.root)) for p in self.root.rglob("*") if p.is_file())
+
+
+def sink_bytes(sink: MemorySink, number: int) -> bytes:
+    return bytes_of(sink.tensors[number])
+
+
+def caught(action: Callable[[], Any]) -> Exception | None:
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return error
+    return None
+
+
+def require_all_raise(seen: Sequence[Exception | None], kind: type[Exception], rank: int) -> None:
+    """Every rank raises that kind of error and names that rank."""
+    for place, error in enumerate(seen):
+        assert isinstance(error, kind), seen
+        assert isinstance(error, CheckpointError)
+        assert error.global_rank == rank
+        assert isinstance(error, PeerError) == (place != rank)
+
+
+def mixed() -> list[Tensors]:
+    """States of unequal sizes: empty, of no dims, in no order, and of odd types."""
+    base = noise(6 * 7 * 8 * 4, 1).view(torch.float32).reshape(6, 7, 8)
+    numbers = noise(640, 2).view(torch.complex64)
+    return [
+        [base.permute(2, 0, 1), base[:, ::2], torch.empty(0, 5), torch.tensor(3.5)],
+        [numbers.conj(), numbers.conj().imag, noise(300_000, 3), noise(1, 4).view(torch.bool)[:0]],
+        [
+            noise(50, 5).view(torch.bfloat16).expand(3, 25),
+            torch.tensor([True, False]),
+            noise(65_537),
+        ],
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("bucket", [1 << 30, 4096, 501])
+def test_every_member_holds_every_part_bit_for_bit(size: int, bucket: int) -> None:
+    clique = Clique(mixed()[:size], bucket)
+    reports = run_ranks(size, clique.save)
+
+    assert clique.wrong_memory() == []
+    assert {report.num_parts for report in reports} == {size}
+    assert sum(r.received_nbytes for r in reports) == (size - 1) * sum(
+        r.own_nbytes for r in reports
+    )
+
+
+def test_a_bucket_of_one_byte_makes_a_round_of_each_byte() -> None:
+    clique = Clique([[noise(40, 1), noise(3, 2)], [noise(5, 3)], []], max_bucket_nbytes=1)
+    run_ranks(3, clique.save)
+
+    assert clique.wrong_memory() == []
+
+
+SIZES = st.lists(st.sampled_from([0, 1, 63, 64, 65, 999, 4096, 5000, 65_536, 70_000]), max_size=5)
+
+
+@settings(max_examples=25)
+@given(st.lists(SIZES, min_size=1, max_size=3), st.sampled_from([256, 3000, 20_000, 1 << 20]))
+def test_buffers_of_any_sizes_arrive_bit_for_bit(sizes: list[list[int]], bucket: int) -> None:
+    states = [[noise(n, rank) for n in of_rank] for rank, of_rank in enumerate(sizes)]
+    clique = Clique(states, bucket)
+    run_ranks(len(states), clique.save)
+
+    assert clique.wrong_memory() == []
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_every_member_has_a_file_of_every_part(size: int, tmp_path: Path) -> None:
+    clique = Clique(mixed()[:size], 4096, tmp_path)
+    run_ranks(size, clique.save)
+    for rank in range(size):
+        for found in clique.directory(rank).find():
+            tensors = clique.states[found.part_id.global_rank]
+            with PartReader(found.path) as reader:
+                for number, tensor in enumerate(tensors):
+                    target = noise(tensor.numel() * tensor.element_size()).numpy()
+                    reader.read(reader.stored.layout.byte_offsets[number], target)
+                    assert target.tobytes() == bytes_of(tensor)
+    assert len(clique.files()) == size * size
+
+
+def test_copies_of_a_part_are_equal_files(tmp_path: Path) -> None:
+    clique = Clique(mixed(), 4096, tmp_path)
+    run_ranks(3, clique.save)
+    contents: dict[str, set[bytes]] = {}
+    for name in clique.files():
+        contents.setdefault(Path(name).name, set()).add((tmp_path / name).read_bytes())
+
+    assert [len(found) for found in contents.values()] == [1, 1, 1]
+
+
+def test_a_member_alone_needs_no_group(tmp_path: Path) -> None:
+    clique = Clique(mixed()[:1], 4096, tmp_path)
+    clique.save(SoloCommunicator(0))
+
+    assert clique.files() == [f"node0/0/{PartId(SAVE, 0)}.part"]
+
+
+def test_the_state_that_is_saved_is_left_as_it_was() -> None:
+    states = mixed()
+    before = [[bytes_of(t) for t in tensors] for tensors in states]
+    run_ranks(3, Clique(states, 999).save)
+
+    assert [[bytes_of(t) for t in tensors] for tensors in states] == before
+
+
+@dataclass
+class FailingSink:
+    """A sink whose disk is full from some point on."""
+
+    inner: PartSink
+    fails_at: str
+    num_taken: int = 0
+
+    def memory(self, message: Message) -> Bytes | None:
+        """See PartSink."""
+        return self.inner.memory(message)
+
+    def take(self, message: Message, content: Bytes) -> None:
+        """See PartSink."""
+        self.num_taken += 1
+        if self.fails_at == "take" and self.num_taken > 2:
+            raise StorageError("no space left", key="t0", path="disk")
+        self.inner.take(message, content)
+
+    def finish(self, digests: Sequence[int]) -> None:
+        """See PartSink."""
+        if self.fails_at == "finish":
+            raise StorageError("no space left", key="t0", path="disk")
+        self.inner.finish(digests)
+
+    def abandon(self) -> None:
+        """See PartSink."""
+        self.inner.abandon()
+
+
+@pytest.mark.parametrize("fails_at", ["open", "take", "finish"])
+@pytest.mark.parametrize("member", [0, 2])
+@pytest.mark.parametrize("owner", [0, 1, 2])
+def test_a_full_disk_is_raised_on_every_rank_and_leaves_no_part(
+    fails_at: str, member: int, owner: int, tmp_path: Path
+) -> None:
+    clique = Clique([[noise(30_000, rank)] for rank in range(3)], 4096, tmp_path)
+
+    def save(comm: Communicator) -> Exception | None:
+        good = clique.sinks(comm.rank)
+
+        def open_sink(part: Part, layout: PartLayout) -> PartSink | None:
+            sink = good(part, layout)
+            if comm.rank != member or part.part_id.global_rank != owner or sink is None:
+                return sink
+            if fails_at == "open":
+                sink.abandon()
+                raise StorageError("no space left", key="t0", path="disk")
+            return FailingSink(sink, fails_at)
+
+        return caught(lambda: clique.save(comm, open_sink))
+
+    require_all_raise(run_ranks(3, save), StorageError, member)
+    assert clique.files() == []
+
+
+def test_a_failed_system_call_leaves_no_part_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clique = Clique([[noise(30_000, rank)] for rank in range(2)], 4096, tmp_path)
+    rename = os.replace
+
+    def replace(old: Any, new: Any, **options: Any) -> None:
+        if "node1" in str(new) and "_0_local" in str(new):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(old, new, **options)
+
+    monkeypatch.setattr(os, "replace", replace)
+    seen = run_ranks(2, lambda comm: caught(lambda: clique.save(comm)))
+
+    require_all_raise(seen, StorageError, 1)
+    assert clique.files() == []
+
+
+@dataclass
+class Flipping:
+    """A communicator over which one byte of what this rank receives is flipped."""
+
+    inner: Communicator
+    from_rank: int
+    number: int
+    place: int = 0
+    num_received: int = 0
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the other communicator's."""
+        return getattr(self.inner, name)
+
+    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
+        """See Communicator."""
+        self.inner.exchange(sends, receives)
+        for receive in receives:
+            if receive.from_rank != self.from_rank:
+                continue
+            if self.num_received == self.number:
+                torch.as_tensor(receive.into)[self.place] ^= 0x10
+            self.num_received += 1
+
+    def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
+        """See Communicator."""
+        return self.inner.begin_exchange(sends, receives)
+
+
+@pytest.mark.parametrize("number", [1, 2, 8])
+@pytest.mark.parametrize("is_in_files", [True, False])
+def test_a_byte_that_changes_on_the_way_is_noticed(
+    number: int, is_in_files: bool, tmp_path: Path
+) -> None:
+    states = [[noise(30_000, rank)] for rank in range(3)]
+    clique = Clique(states, 8192, tmp_path if is_in_files else None)
+
+    def save(comm: Any) -> Exception | None:
+        carrier = Flipping(comm, from_rank=0, number=number, place=17) if comm.rank == 2 else comm
+        return caught(lambda: clique.save(carrier))
+
+    seen = run_ranks(3, save)
+    require_all_raise(seen, CorruptCheckpointError, 2)
+    assert "rank 0 sent" in str(seen[1])
+    assert not is_in_files or clique.files() == []
+
+
+def test_a_description_that_changes_on_the_way_is_noticed_wherever_it_does(tmp_path: Path) -> None:
+    clique = Clique([[noise(900, rank)] for rank in range(2)], 4096, tmp_path)
+
+    def save(comm: Any, place: int) -> Exception | None:
+        carrier = Flipping(comm, from_rank=0, number=0, place=place) if comm.rank else comm
+        return caught(lambda: clique.save(carrier))
+
+    for place in range(len(part_to_wire(part_of(0, clique.states[0])))):
+        seen = run_ranks(2, lambda comm, place=place: save(comm, place), timeout_s=3)
+        require_all_raise(seen, CorruptCheckpointError, 1)
+    assert clique.files() == []
+
+
+def test_members_of_different_saves_are_refused_on_all(tmp_path: Path) -> None:
+    clique = Clique([[noise(9000, rank)] for rank in range(3)], 4096, tmp_path)
+
+    def save(comm: Communicator) -> Exception | None:
+        other = SaveId(7, "b2") if comm.rank == 1 else SAVE
+        return caught(lambda: clique.save(comm, save=other))
+
+    seen = run_ranks(3, save)
+    assert all(isinstance(error, PlanError) for error in seen), seen
+    assert clique.files() == []
+
+
+def test_tensors_that_are_not_what_the_part_says_are_refused_on_all(tmp_path: Path) -> None:
+    clique = Clique([[noise(9000, rank)] for rank in range(2)], 4096, tmp_path)
+
+    def save(comm: Communicator) -> ReplicationReport:
+        part = part_of(comm.rank, clique.states[comm.rank])
+        given_tensors = [noise(8999)] if comm.rank == 1 else clique.states[comm.rank]
+        sinks = clique.sinks(comm.rank)
+        return run_replicate(comm, part, given_tensors, sinks, max_bucket_nbytes=4096)
+
+    require_all_raise(run_ranks(2, lambda c: caught(lambda: save(c))), PlanError, 1)
+    assert clique.files() == []
+
+
+def test_no_thread_and_no_open_file_is_left(tmp_path: Path) -> None:
+    clique = Clique(mixed(), 4096, tmp_path)
+    before = (threading.active_count(), len(list(Path("/proc/self/fd").iterdir())))
+    run_ranks(3, clique.save)
+
+    assert (threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))) == before
