@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 class Clique:
     """What each member saves, and the memory and files that it ends up with."""
 
-    states: list[Tensors]
+    states: Sequence[Tensors]
     max_bucket_nbytes: int = 64 << 10
     root: Path | None = None
     memory: dict[tuple[int, int], MemorySink] = field(default_factory=dict)
@@ -352,12 +353,12 @@ def test_a_byte_that_changes_on_the_way_is_noticed(
 def test_a_description_that_changes_on_the_way_is_noticed_wherever_it_does(tmp_path: Path) -> None:
     clique = Clique([[noise(900, rank)] for rank in range(2)], 4096, tmp_path)
 
-    def save(comm: Any, place: int) -> Exception | None:
+    def save(place: int, comm: Any) -> Exception | None:
         carrier = Flipping(comm, from_rank=0, number=0, place=place) if comm.rank else comm
         return caught(lambda: clique.save(carrier))
 
     for place in range(len(part_to_wire(part_of(0, clique.states[0])))):
-        seen = run_ranks(2, lambda comm, place=place: save(comm, place), timeout_s=3)
+        seen = run_ranks(2, partial(save, place), timeout_s=3)
         require_all_raise(seen, CorruptCheckpointError, 1)
     assert clique.files() == []
 

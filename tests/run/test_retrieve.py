@@ -1,0 +1,309 @@
+"""Parts on their way to who wants them: from files and memory, whole or reported as bad."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.solo import SoloCommunicator
+from dist_ckpt_strategies.comm.threads import run_ranks
+from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, PlanError
+from dist_ckpt_strategies.plan.retrieve import ExchangePlan, build_exchange_plan
+from dist_ckpt_strategies.run.part_streams import FileSink, FileSource, MemorySource, PartSource
+from dist_ckpt_strategies.run.replicate import run_replicate
+from dist_ckpt_strategies.run.retrieve import Retrieval, run_retrieve
+from dist_ckpt_strategies.spec.part import Part, PartId
+from dist_ckpt_strategies.storage.part_files import PartDirectory
+from dist_ckpt_strategies.storage.part_format import PartLayout, decode_header
+from tests.run.test_replicate import (
+    SAVE,
+    Flipping,
+    Tensors,
+    bytes_of,
+    caught,
+    mixed,
+    noise,
+    part_of,
+)
+
+
+@dataclass
+class Disks:
+    """The files of every rank, each with the parts that it keeps."""
+
+    root: Path
+    states: Sequence[Tensors]
+    held: list[set[int]]
+    message_nbytes: int = 4096
+    paths: dict[tuple[int, int], Path] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Write the files."""
+        for rank, owners in enumerate(self.held):
+            for owner in owners:
+                self.paths[rank, owner] = self._write(rank, owner)
+
+    def _write(self, rank: int, owner: int) -> Path:
+        directory = PartDirectory(self.root / f"node{rank}")
+
+        def open_sink(part: Part, layout: PartLayout) -> FileSink:
+            return FileSink(part, directory.create(part.part_id, rank, layout))
+
+        tensors = self.states[owner]
+        run_replicate(
+            SoloCommunicator(rank), part_of(owner, tensors), tensors, open_sink,
+            max_bucket_nbytes=1 << 20,
+        )  # fmt: skip
+        return directory.holder_directory(rank) / f"{PartId(SAVE, owner)}.part"
+
+    def plan(self, wanted: Mapping[int, Sequence[int]]) -> ExchangePlan:
+        """Who gets what from whom."""
+        available = {
+            rank: [str(PartId(SAVE, owner)) for owner in owners]
+            for rank, owners in enumerate(self.held)
+        }
+        named = {rank: [str(PartId(SAVE, o)) for o in wanted.get(rank, ())] for rank in available}
+        return build_exchange_plan(available, named)
+
+    def retrieve(self, comm: Communicator, plan: ExchangePlan) -> Retrieval:
+        """Carry it out. Collective."""
+
+        def open_source(part_id: str) -> PartSource:
+            return FileSource(part_id, self.paths.get((comm.rank, owner_of(part_id))))
+
+        return run_retrieve(comm, plan, open_source, message_nbytes=self.message_nbytes)
+
+    def run(self, wanted: Mapping[int, Sequence[int]]) -> list[Retrieval]:
+        """Carry it out on all ranks."""
+        plan = self.plan(wanted)
+        return run_ranks(len(self.held), lambda comm: self.retrieve(comm, plan))
+
+    def require_whole(self, found: Retrieval, owners: Sequence[int]) -> None:
+        """Raise unless these parts are there, bit for bit, and no others."""
+        assert set(found.parts) == {str(PartId(SAVE, owner)) for owner in owners}
+        for part_id, retrieved in found.parts.items():
+            tensors = self.states[owner_of(part_id)]
+            assert retrieved.part == part_of(owner_of(part_id), tensors)
+            assert list(map(bytes_of, retrieved.payloads)) == list(map(bytes_of, tensors))
+            assert [(t.dtype, t.shape) for t in retrieved.payloads] == [
+                (t.dtype, t.shape) for t in tensors
+            ]
+
+
+def owner_of(part_id: str) -> int:
+    return PartId.require(part_id).global_rank
+
+
+def flip(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("message_nbytes", [1 << 30, 4096, 77])
+def test_parts_that_all_lie_at_the_next_rank_travel_in_a_circle(
+    message_nbytes: int, tmp_path: Path
+) -> None:
+    disks = Disks(tmp_path, mixed(), [{2}, {0}, {1}], message_nbytes)
+    results = disks.run({rank: [rank] for rank in range(3)})
+    for rank, found in enumerate(results):
+        disks.require_whole(found, [rank])
+        assert found.bad == ()
+        assert found.report.received_nbytes > 0
+
+
+def test_own_copies_do_not_travel(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, mixed(), [{0, 1, 2}] * 3)
+    for rank, found in enumerate(disks.run({rank: [rank] for rank in range(3)})):
+        disks.require_whole(found, [rank])
+        assert found.report.received_nbytes == 0
+
+
+def test_one_holder_serves_all(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [*mixed(), []], [set(), set(), {0, 1, 2, 3}, set()])
+    for rank, found in enumerate(disks.run({rank: [rank] for rank in range(4)})):
+        disks.require_whole(found, [rank])
+        assert (found.report.read_nbytes > 0) == (rank == 2)
+
+
+def test_many_want_the_same_part(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, mixed(), [{1}, set(), {1}, set()])
+    for found in disks.run({rank: [1] for rank in range(4)}):
+        disks.require_whole(found, [1])
+
+
+def test_a_rank_that_wants_nothing_gets_nothing(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, mixed(), [{0, 1, 2}, set()])
+    first, second = disks.run({1: [0, 1, 2]})
+
+    disks.require_whole(first, [])
+    disks.require_whole(second, [0, 1, 2])
+
+
+WORLDS = st.integers(1, 4).flatmap(
+    lambda size: st.tuples(
+        st.lists(st.sets(st.integers(0, 2)), min_size=size, max_size=size),
+        st.lists(st.sets(st.integers(0, 2)), min_size=size, max_size=size),
+        st.sampled_from([100, 4096, 1 << 20]),
+    )
+)
+
+
+@settings(max_examples=25)
+@given(WORLDS)
+def test_whoever_has_it_whoever_wants_it_gets_it(
+    tmp_path_factory: pytest.TempPathFactory, world: tuple[list[set[int]], list[set[int]], int]
+) -> None:
+    held, wishes, message_nbytes = world
+    held[0] |= {0, 1, 2}
+    states = [[noise(n, n) for n in sizes] for sizes in ([7, 0, 5000], [9000], [])]
+    disks = Disks(tmp_path_factory.mktemp("disks"), states, held, message_nbytes)
+    results = disks.run({rank: sorted(wish) for rank, wish in enumerate(wishes)})
+    for wish, found in zip(wishes, results, strict=True):
+        disks.require_whole(found, sorted(wish))
+
+
+@pytest.mark.parametrize(
+    "damage", ["flipped", "truncated", "emptied", "missing", "renamed", "pipe"]
+)
+@pytest.mark.parametrize("sender", [0, 1])
+def test_a_bad_copy_is_reported_on_every_rank_and_not_returned(
+    damage: str, sender: int, tmp_path: Path
+) -> None:
+    held: list[set[int]] = [set(), {0, 1}, {2}, set()]
+    held[sender] |= {0}
+    disks = Disks(tmp_path, [[noise(30_000, n)] for n in range(3)], held)
+    path = disks.paths[sender, 0]
+    if damage == "flipped":
+        flip(path, 20_000)
+    elif damage in {"truncated", "emptied"}:
+        os.truncate(path, 20_000 if damage == "truncated" else 0)
+    else:
+        path.unlink()
+    if damage == "renamed":
+        path.write_bytes(disks.paths[1, 1].read_bytes())
+    elif damage == "pipe":
+        os.mkfifo(path)
+    results = disks.run({0: [0], 1: [1], 2: [2], 3: [1]})
+
+    for found, owners in zip(results, ([], [1], [2], [1]), strict=True):
+        assert [(bad.rank, bad.part_id) for bad in found.bad] == [(sender, str(PartId(SAVE, 0)))]
+        assert found.bad == results[0].bad
+        disks.require_whole(found, owners)
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_reported(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [[noise(30_000)]], [{0}, set()])
+    plan = disks.plan({0: [0], 1: [0]})
+
+    def retrieve(comm: Communicator) -> Retrieval:
+        def open_source(part_id: str) -> PartSource:
+            source = FileSource(part_id, disks.paths[0, 0])
+            os.truncate(disks.paths[0, 0], 20_000)
+            return source
+
+        return run_retrieve(comm, plan, open_source, message_nbytes=4096)
+
+    for found in run_ranks(2, retrieve):
+        assert [bad.rank for bad in found.bad] == [0]
+        assert found.parts == {}
+
+
+def test_every_bad_copy_is_reported_at_once(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [[noise(30_000, n)] for n in range(3)], [{1}, {2}, {0}])
+    for path in disks.paths.values():
+        flip(path, 20_000)
+    for found in disks.run({rank: [rank] for rank in range(3)}):
+        assert [(bad.rank, owner_of(bad.part_id)) for bad in found.bad] == [(0, 1), (1, 2), (2, 0)]
+        assert found.parts == {}
+
+
+def test_a_rank_that_was_to_have_a_copy_and_has_none_is_reported(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, mixed(), [{0}, set()])
+    plan = disks.plan({1: [0]})
+    del disks.paths[0, 0]
+    for found in run_ranks(2, lambda comm: disks.retrieve(comm, plan)):
+        assert [bad.rank for bad in found.bad] == [0]
+        assert "has no copy" in found.bad[0].reason
+
+
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_a_byte_that_changes_on_the_way_never_gets_in(number: int, tmp_path: Path) -> None:
+    disks = Disks(tmp_path, [[noise(30_000)]], [{0}, set(), set()])
+    plan = disks.plan({1: [0], 2: [0]})
+
+    def retrieve(comm: Any) -> Any:
+        carrier = Flipping(comm, from_rank=0, number=number, place=99) if comm.rank == 2 else comm
+        try:
+            return disks.retrieve(carrier, plan)
+        except CheckpointError as error:
+            return error
+
+    for found in run_ranks(3, retrieve):
+        if number == 0:  # the header
+            assert isinstance(found, CorruptCheckpointError)
+            assert found.global_rank == 2
+        else:
+            assert [bad.rank for bad in found.bad] == [0]
+            assert found.parts == {}
+
+
+def test_what_is_in_memory_is_sent_as_it_is() -> None:
+    states = mixed()
+    ids = [str(PartId(SAVE, owner)) for owner in range(3)]
+    plan = build_exchange_plan({0: ids, 1: [], 2: ids[:1]}, {0: [], 1: ids, 2: ids[:2]})
+
+    def retrieve(comm: Communicator) -> Retrieval:
+        def open_source(part_id: str) -> PartSource:
+            tensors = states[owner_of(part_id)]
+            return MemorySource(part_of(owner_of(part_id), tensors), tensors)
+
+        return run_retrieve(comm, plan, open_source, message_nbytes=500)
+
+    _, second, third = run_ranks(3, retrieve)
+    for part_id, found in [*second.parts.items(), *third.parts.items()]:
+        assert list(map(bytes_of, found.payloads)) == list(map(bytes_of, states[owner_of(part_id)]))
+    assert list(second.parts) == ids
+    assert list(third.parts) == ids[:2]
+
+
+def test_a_source_in_memory_describes_its_tensors_as_a_file_would(tmp_path: Path) -> None:
+    states = mixed()
+    disks = Disks(tmp_path, states, [{0, 1, 2}])
+    for owner, tensors in enumerate(states):
+        header = MemorySource(part_of(owner, tensors), tensors).header
+        from_file = FileSource("", disks.paths[0, owner])
+        from_file.close()
+        assert header is not None
+        assert from_file.header == header
+        assert decode_header(header).part == part_of(owner, tensors)
+
+
+def test_a_source_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, mixed(), [{0}, set()])
+    plan = disks.plan({1: [0]})
+
+    def open_source(part_id: str) -> PartSource:
+        raise PlanError(f"{part_id}: nothing of that name")
+
+    seen = run_ranks(
+        2, lambda c: caught(lambda: run_retrieve(c, plan, open_source, message_nbytes=99))
+    )
+    assert all(isinstance(error, PlanError) for error in seen), seen
+
+
+def test_no_thread_and_no_open_file_is_left(tmp_path: Path) -> None:
+    disks = Disks(tmp_path, mixed(), [{0, 1, 2}, set(), set()])
+    before = (threading.active_count(), len(list(Path("/proc/self/fd").iterdir())))
+    disks.run({rank: [rank] for rank in range(3)})
+
+    assert (threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))) == before
