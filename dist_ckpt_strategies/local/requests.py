@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from dist_ckpt_strategies.errors import MissingDependencyError
 from dist_ckpt_strategies.local.background import BackgroundWork, wait_for_mark
 from dist_ckpt_strategies.megatron.requests import AsyncRequest
 
@@ -50,6 +51,25 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
         """
         end = _Finalisation(work, finalise, timeout_s)
         return cls(wait_for_mark, (str(work.end_mark), os.getpid()), [end], {})
+
+    def for_nvrx(self) -> Any:
+        """The same request in the class of NVRx, whose queue passes over requests of others.
+
+        Raises:
+            MissingDependencyError: nvidia-resiliency-ext is not installed.
+        """
+        try:
+            from nvidia_resiliency_ext.checkpointing.async_ckpt import (  # noqa: PLC0415
+                core as nvrx,
+            )
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"NVRx's queue needs a package that does not import here ({error}); install "
+                "nvidia-resiliency-ext, or use Megatron-Core's queue"
+            ) from error
+        return nvrx.AsyncRequest(
+            self.async_fn, self.async_fn_args, self.finalize_fns, self.async_fn_kwargs
+        )
 
     def done(self) -> bool:
         """Whether this rank's share of the save has ended, well or not. Rank-local."""
