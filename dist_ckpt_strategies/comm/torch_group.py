@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +30,8 @@ ProcessGroup = dist.ProcessGroup
 """A group of ranks, as torch.distributed makes them."""
 
 _DEVICE_PAUSE_S = 0.0002
+
+T = TypeVar("T")
 
 
 class _Work(Protocol):
@@ -197,7 +199,8 @@ class TorchCommunicator:
                 for tensor, peer in zip(data, self._peers(s.to_rank for s in sends), strict=True)
             ),
         ]
-        works = _started(operations, is_batched=self.device.type != "cpu")
+        is_batched = self.device.type != "cpu"
+        works = self._begun(lambda: _started(operations, is_batched=is_batched))
         return _Arriving(self, tuple(works), tuple(zip(receives, staged, strict=True)))
 
     def finish(
@@ -221,13 +224,20 @@ class TorchCommunicator:
         self._attendance.sign()
         mine = tensor.to(self._message_device)
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        work = dist.all_gather(found, mine, group=self._group, async_op=True)
+        work = self._begun(lambda: dist.all_gather(found, mine, group=self._group, async_op=True))
         self.finish([(None, work)], self._message_device)
         return [t.cpu() for t in found]
 
     @staticmethod
     def _tensor_of(data: Buffer, device: torch.device) -> torch.Tensor:
         return (torch.from_numpy(data) if isinstance(data, np.ndarray) else data).to(device)
+
+    def _begun(self, start: Callable[[], T]) -> T:
+        """What was started; a connection that had broken off before shows here."""
+        try:
+            return start()
+        except RuntimeError as error:
+            raise self._peer_error(error, time.monotonic() + self._timeout_s, None) from error
 
     def _wait(self, work: _Work, deadline: float, peer: int | None, device: torch.device) -> None:
         try:
