@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,13 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
 from dist_ckpt_strategies.config import options_from_environment
-from dist_ckpt_strategies.errors import PlanError, StrategyError
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    PeerLostError,
+    PeerTimeoutError,
+    PlanError,
+    StrategyError,
+)
 from dist_ckpt_strategies.local.availability import gather_availability
 from dist_ckpt_strategies.local.background import BackgroundWork
 from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
@@ -28,7 +34,13 @@ from dist_ckpt_strategies.local.replication import (
     ReplicationStrategy,
 )
 from dist_ckpt_strategies.local.requests import LocalSaveRequest
-from dist_ckpt_strategies.local.saving import Intent, remove_outdated, require_possible
+from dist_ckpt_strategies.local.saving import (
+    Intent,
+    remove_outdated,
+    remove_save,
+    require_complete,
+    require_possible,
+)
 from dist_ckpt_strategies.local.snapshot import HostSnapshot
 from dist_ckpt_strategies.local.state_codecs import (
     EncodedState,
@@ -66,9 +78,10 @@ class LocalCheckpointManager:
         repl_strategy: who keeps copies for whom; without one, nobody does. At a load, copies are
             found and used with or without it.
         keep: saves to keep, the newest included.
-        group: all ranks; the world by default.
+        group: all ranks, or the first ones of the world; the world by default.
         timeout_s: longest wait for a peer, in seconds; by default what the environment says.
-        max_bucket_bytes: bound, in bytes, on what travels at once where there is no strategy.
+        max_bucket_bytes: bound, in bytes, on what travels at once in a load. In a save the
+            strategy's holds.
         allow: further classes that the state may hold objects of.
         codecs: how classes of state dicts are taken apart; by default those of this package.
     """
@@ -102,6 +115,7 @@ class LocalCheckpointManager:
         self._codecs = codecs or default_codecs()
         self._snapshot = HostSnapshot()
         self._running: BackgroundWork[ReplicationReport] | None = None
+        self._newest: SaveId | None = None
 
     @property
     def local_ckpt_dir(self) -> Path:
@@ -142,17 +156,17 @@ class LocalCheckpointManager:
         strategy = self._strategy()
         encoded = self._prepare(comm, state_dict, iteration, strategy)
         save = encoded.part.part_id.save
-        clique = (
-            strategy.communicator(f"local save of iteration {iteration}")
-            if strategy
-            else SoloCommunicator(comm.global_rank(comm.rank))
-        )
+        clique: Communicator = SoloCommunicator(comm.global_rank(comm.rank))
+        bound = self._max_bucket_nbytes
+        if strategy is not None:
+            clique = strategy.communicator(f"local save of iteration {iteration}")
+            bound = strategy.max_bucket_bytes
         if not is_async:
-            report = agree(comm, lambda: self._store(clique, encoded))
+            report = self._stored(comm, save, lambda: self._store(clique, encoded, bound))
             self._complete(comm, save, report)
             return None
         copied = agree(comm, lambda: self._copied(encoded))
-        work = BackgroundWork(lambda: self._store(clique, copied), "local-save")
+        work = BackgroundWork(lambda: self._store(clique, copied, bound), "local-save")
         self._running = work
         return LocalSaveRequest.of(work, lambda: self._finalise(comm, save, work), self._timeout_s)
 
@@ -189,11 +203,20 @@ class LocalCheckpointManager:
         return state, str(own)
 
     def _world(self, purpose: str) -> Communicator:
-        return open_communicator(
+        """All ranks.
+
+        Raises:
+            PlanError: the group lacks one of the world's first ranks, by whose numbers parts go.
+        """
+        comm = open_communicator(
             self._group,
             timeout_s=self._timeout_s,
             purpose=f"{purpose} below {self.root_local_ckpt_dir}",
         )
+        found = [comm.global_rank(rank) for rank in range(comm.size)]
+        if found != list(range(comm.size)):
+            raise PlanError(f"group: expected ranks 0 to {comm.size - 1} in order, found {found}")
+        return comm
 
     def _strategy(self) -> CliqueReplicationStrategy | None:
         """The strategy itself. Making it, the first time, is collective over the world."""
@@ -235,8 +258,6 @@ class LocalCheckpointManager:
                 allowed=self._allowed,
             )
             held.append(encoded)
-            freed = self._directory.remove_leftovers(me)
-            logger.debug("rank %s: %s bytes of a save that was cut short removed", me, freed)
             return [
                 iteration,
                 part_layout(encoded.part).nbytes,
@@ -246,20 +267,25 @@ class LocalCheckpointManager:
                 f"{time.time_ns():016x}{os.urandom(2).hex()}",
             ]
 
+        # All of them before any measures the room: they may share a file system.
+        freed = agree(comm, lambda: self._directory.remove_leftovers(me))
+        logger.debug("rank %s: %s bytes of a save that was cut short removed", me, freed)
         answers = agree_and_gather(comm, describe)
         intents = {
             comm.global_rank(rank): Intent(number, nbytes, tuple(members), device, free)
             for rank, (number, nbytes, members, device, free, _) in enumerate(answers)
         }
         agree(comm, lambda: require_possible(intents, self._directory))
-        save = SaveId(iteration, answers[0][-1])
+        save = self._newest = SaveId(iteration, answers[0][-1])
         part = replace(held[0].part, part_id=PartId(save, me))
         return EncodedState(part, held[0].payloads)
 
     def _copied(self, encoded: EncodedState) -> EncodedState:
         return EncodedState(encoded.part, self._snapshot.take(encoded.payloads))
 
-    def _store(self, clique: Communicator, encoded: EncodedState) -> ReplicationReport:
+    def _store(
+        self, clique: Communicator, encoded: EncodedState, max_bucket_nbytes: int
+    ) -> ReplicationReport:
         """Write this rank's part and those of its clique. Collective over the clique."""
         holder = clique.global_rank(clique.rank)
 
@@ -271,8 +297,24 @@ class LocalCheckpointManager:
             encoded.part,
             encoded.payloads,
             open_sink,
-            max_bucket_nbytes=self._max_bucket_nbytes,
+            max_bucket_nbytes=max_bucket_nbytes,
         )
+
+    def _stored(
+        self, comm: Communicator, save: SaveId, store: Callable[[], ReplicationReport]
+    ) -> ReplicationReport:
+        """What ``store`` returns; if it fails on any rank, no rank keeps its parts. Collective.
+
+        Out of contact with a peer nobody knows how it went there: the parts stay, and count if
+        all are there.
+        """
+        try:
+            return agree(comm, store)
+        except (PeerLostError, PeerTimeoutError):
+            raise
+        except CheckpointError:
+            remove_save(self._directory, comm.global_rank(comm.rank), save)
+            raise
 
     def _finalise(
         self, comm: Communicator, save: SaveId, work: BackgroundWork[ReplicationReport]
@@ -284,7 +326,7 @@ class LocalCheckpointManager:
             return work.result()
 
         try:
-            report = agree(comm, outcome)
+            report = self._stored(comm, save, outcome)
         finally:
             work.forget_mark()
         if self._running is work:
@@ -292,12 +334,17 @@ class LocalCheckpointManager:
         self._complete(comm, save, report)
 
     def _complete(self, comm: Communicator, save: SaveId, report: ReplicationReport) -> None:
+        """Remove what is not kept, unless a later save is under way, which will. Collective."""
         me = comm.global_rank(comm.rank)
         logger.info("rank %s: local save of iteration %s: %s", me, save.iteration, report)
+        if save != self._newest:
+            return
         found = gather_availability(comm, self._directory, self.session_id, frozenset())
+        agree(comm, lambda: require_complete(found, save))
         agree(comm, lambda: remove_outdated(comm, self._directory, found, save, self._keep))
 
 
 def _require_plain_name(session_id: str) -> None:
-    if session_id and Path(session_id).name != session_id:
+    is_plain = Path(session_id).name == session_id != ".." and "\0" not in session_id
+    if not is_plain:
         raise PlanError(f"session_id: expected a name that is no path, found {session_id!r}")

@@ -16,7 +16,7 @@ from dist_ckpt_strategies.comm.torch_group import (
     payload_device,
 )
 from dist_ckpt_strategies.config import MIB, local_world_size, options_from_environment
-from dist_ckpt_strategies.errors import PlanError, StrategyError
+from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
 from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
 from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
 from dist_ckpt_strategies.local.state_codecs import decode_state, encode_state
@@ -264,7 +264,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
         def decode() -> dict[str, TensorAwareStateDict]:
             if found.bad:
-                raise StrategyError("; ".join(bad.reason for bad in found.bad))
+                raise CorruptCheckpointError("; ".join(bad.reason for bad in found.bad))
             return {
                 id_: my_data[id_]
                 if _is_own(plan, id_, me)

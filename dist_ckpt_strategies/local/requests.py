@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from dist_ckpt_strategies.errors import MissingDependencyError
+from dist_ckpt_strategies.errors import CheckpointError, MissingDependencyError
 from dist_ckpt_strategies.local.background import BackgroundWork, wait_for_mark
 from dist_ckpt_strategies.megatron.requests import AsyncRequest
 
 
 class _Finalisation:
-    """Ends a save, once, however often it is called."""
+    """Ends a save, once, however often it is called; if that fails, every call raises the same."""
 
     def __init__(
         self, work: BackgroundWork[Any], finalise: Callable[[], None], timeout_s: float
@@ -21,12 +21,20 @@ class _Finalisation:
         self.timeout_s = timeout_s
         self._finalise = finalise
         self._is_called = False
+        self._error: CheckpointError | None = None
 
     def __call__(self) -> None:
         """End the save. Collective."""
-        if not self._is_called:
-            self._is_called = True
+        if self._error is not None:
+            raise self._error
+        if self._is_called:
+            return
+        self._is_called = True
+        try:
             self._finalise()
+        except CheckpointError as error:
+            self._error = error
+            raise
 
 
 class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]

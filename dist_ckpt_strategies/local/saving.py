@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dist_ckpt_strategies.comm.base import Communicator
@@ -12,7 +12,7 @@ from dist_ckpt_strategies.errors import PlanError, StorageError
 from dist_ckpt_strategies.local.availability import Availability
 from dist_ckpt_strategies.plan.retention import build_retention, outdated
 from dist_ckpt_strategies.spec.part import SaveId
-from dist_ckpt_strategies.storage.part_files import PartDirectory
+from dist_ckpt_strategies.storage.part_files import FoundPart, PartDirectory
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,41 @@ def require_possible(intents: Mapping[int, Intent], directory: PartDirectory) ->
             )
 
 
+def require_complete(found: Availability, save: SaveId) -> None:
+    """Raise unless some rank can read each part of a save.
+
+    Args:
+        found: what all ranks have.
+        save: the save.
+
+    Raises:
+        StorageError: parts that were written are gone, or cannot be read; says whose.
+    """
+    of_save = next((one for one in found.survey() if one.save == save), None)
+    if of_save is None or of_save.missing:
+        whose = ", ".join(map(str, of_save.missing)) if of_save else "all"
+        raise StorageError(
+            f"the local save of iteration {save.iteration} is not whole: nobody can read any more "
+            f"what was written of ranks {whose}"
+        )
+
+
+def remove_save(directory: PartDirectory, holder: int, save: SaveId) -> None:
+    """Remove what a rank keeps of a save that has failed. Rank-local; a failure is logged.
+
+    Args:
+        directory: this rank's node.
+        holder: this rank, counted globally.
+        save: the save.
+    """
+    try:
+        parts = directory.find()
+    except StorageError as error:
+        logger.warning("parts of a save that failed are still there: %s", error)
+        return
+    _remove(directory, (p for p in parts if p.holder == holder and p.part_id.save == save))
+
+
 def remove_outdated(
     comm: Communicator,
     directory: PartDirectory,
@@ -80,7 +115,8 @@ def remove_outdated(
     """Remove the parts of saves that are not kept, in this rank's directory. Rank-local.
 
     On each node the first rank also does so where ranks kept parts that are on other nodes now,
-    or gone. A failure is logged: the save itself is complete.
+    or gone, and removes what killed saves have left there. A failure is logged: the save itself
+    is complete.
 
     Args:
         comm: all ranks.
@@ -93,13 +129,22 @@ def remove_outdated(
     kept = build_retention(complete, newest, num_kept)
     try:
         holders = _responsible(comm, directory, found)
+        for holder in holders:
+            directory.remove_leftovers(holder)
         parts = directory.find()
-        doomed = set(outdated([one.part_id for one in parts], kept))
-        for one in parts:
-            if one.part_id in doomed and one.holder in holders:
-                directory.remove(one)
     except StorageError as error:
         logger.warning("old local checkpoints are still there: %s", error)
+        return
+    doomed = set(outdated([one.part_id for one in parts], kept))
+    _remove(directory, (p for p in parts if p.part_id in doomed and p.holder in holders))
+
+
+def _remove(directory: PartDirectory, parts: Iterable[FoundPart]) -> None:
+    for part in parts:
+        try:
+            directory.remove(part)
+        except StorageError as error:
+            logger.warning("%s is still there: %s", part.part_id, error)
 
 
 def _responsible(

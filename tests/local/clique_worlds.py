@@ -1,0 +1,190 @@
+"""Ranks on nodes with disks of their own, states with every kind of tensor, and losses."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dist_ckpt_strategies.errors import CheckpointError, kind_of
+from dist_ckpt_strategies.local import (
+    BasicTensorAwareStateDict,
+    CliqueReplicationStrategy,
+    LocalCheckpointManager,
+)
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.part import PartId
+from dist_ckpt_strategies.storage.part_files import PartDirectory
+
+RANKS_PER_NODE = 2
+TIMEOUT_S = 20.0
+
+Outcome = tuple[str, str]
+"""What an action came to: ``ok`` and the text of its result, or an error's kind and message.
+
+An error that is none of ours is raised."""
+
+
+def cliques(factor: int = 2, jump: int = RANKS_PER_NODE, **options: Any) -> Any:
+    """A strategy. Collective."""
+    return CliqueReplicationStrategy.from_replication_params(
+        jump, factor, timeout_s=TIMEOUT_S, max_bucket_bytes=4096, **options
+    )
+
+
+def manager_of(
+    rank: int, root: str, strategy: Any = None, *, node: int | None = None, **options: Any
+) -> LocalCheckpointManager:
+    """A manager whose root is the directory of a node, by default the rank's own."""
+    directory = node_directory(root, rank // RANKS_PER_NODE if node is None else node)
+    options = {"timeout_s": TIMEOUT_S, "max_bucket_bytes": 3000} | options
+    return LocalCheckpointManager(directory, repl_strategy=strategy, **options)
+
+
+def node_directory(root: str, node: int) -> Path:
+    """The disk of a node."""
+    return Path(root) / f"node{node}"
+
+
+def holder_directory(root: str, rank: int) -> Path:
+    """Where a rank keeps its parts."""
+    return node_directory(root, rank // RANKS_PER_NODE) / str(rank)
+
+
+def bits(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A tensor of any bit patterns."""
+    generator = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    high = 2 if dtype is torch.bool else 256
+    content = torch.randint(0, high, (count,), dtype=torch.uint8, generator=generator)
+    return content.view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+
+
+def values_of(rank: int, iteration: int) -> dict[str, Any]:
+    """What a rank has at an iteration; another number of tensors on each rank."""
+    seed = 1000 * iteration + 17 * rank
+    base = bits((40, 30), torch.float32, seed)
+    return {
+        "iteration": iteration,
+        "model": {
+            dtype.value: bits((3, 5 + rank), getattr(torch, dtype.value), seed + number)
+            for number, dtype in enumerate(DType)
+        },
+        "views": [base, base.T, base[::2, 1:], base.expand(2, 40, 30)],
+        "empty": (torch.empty(0, 3), torch.empty(4, 0, dtype=torch.int64), None),
+        "scalar": torch.tensor(0.5 + rank, dtype=torch.float64),
+        "optimizer": OrderedDict(
+            (
+                number,
+                {"step": 1.5 * number, "exp_avg": bits((rank + 1, 1000), torch.bfloat16, seed)},
+            )
+            for number in range(rank + 1)
+        ),
+        "rng": bits((5000,), torch.uint8, seed),
+        "raw": bytes(range(256)) * (rank + 1),
+        "text": "ü\0\ud800",
+        "numbers": [1 << 70, -0.0, 1e-320, True],
+    }
+
+
+def state_of(rank: int, iteration: int) -> BasicTensorAwareStateDict:
+    """The same, for a save."""
+    return BasicTensorAwareStateDict(values_of(rank, iteration))
+
+
+def described(value: Any) -> Any:
+    """The same value with what ``==`` can compare in place of tensors."""
+    if isinstance(value, torch.Tensor):
+        content = value.contiguous().reshape(-1)
+        raw = content.view(torch.uint8).numpy().tobytes() if content.numel() else b""
+        return str(value.dtype), tuple(value.shape), raw
+    if isinstance(value, dict):
+        return type(value).__name__, [(key, described(held)) for key, held in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [described(held) for held in value]
+    return type(value).__name__, repr(value)
+
+
+def outcome(action: Callable[[], Any]) -> Outcome:
+    """What it came to."""
+    try:
+        return "ok", str(action())
+    except CheckpointError as error:
+        return kind_of(error), str(error)
+
+
+def loaded(manager: LocalCheckpointManager, rank: int) -> str:
+    """The iteration that is loaded, if the state is the one that was saved bit for bit."""
+    state, part_id = manager.load()
+    part = PartId.require(part_id)
+    if described(state.state_dict) != described(values_of(rank, part.save.iteration)):
+        return f"{part_id} differs"
+    return str(part.save.iteration) if part.global_rank == rank else f"{part_id} is another's"
+
+
+def load(manager: LocalCheckpointManager, rank: int) -> Outcome:
+    """What a load comes to. Collective."""
+    return outcome(lambda: loaded(manager, rank))
+
+
+def save(manager: LocalCheckpointManager, rank: int, iteration: int) -> Outcome:
+    """What a save comes to. Collective."""
+    return outcome(lambda: manager.save(state_of(rank, iteration), iteration))
+
+
+def once(rank: int, action: Callable[[], Any]) -> None:
+    """Do it on rank 0, while no other does anything. Collective."""
+    dist.barrier()
+    if rank == 0:
+        action()
+    dist.barrier()
+
+
+def parts_in(root: str, *, iteration: int | None = None, owner: int | None = None) -> list[Path]:
+    """The files of all nodes, or those of an iteration, or of a rank's state."""
+    return [
+        found.path
+        for node in sorted(Path(root).glob("node*"))
+        for found in PartDirectory(node).find()
+        if iteration in {None, found.part_id.save.iteration}
+        and owner in {None, found.part_id.global_rank}
+    ]
+
+
+def iterations_in(root: str) -> list[int]:
+    """The iterations of which there is any file."""
+    return sorted({PartId.require(path.stem).save.iteration for path in parts_in(root)})
+
+
+def partials_in(root: str) -> list[str]:
+    """What killed saves have left."""
+    return sorted(str(path.relative_to(root)) for path in Path(root).rglob(".partial-*"))
+
+
+def remove(paths: Sequence[Path]) -> None:
+    """Lose files and directories."""
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def flip(*paths: Path) -> None:
+    """Flip a bit of the last buffer of each file."""
+    for path in paths:
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 4
+        path.write_bytes(content)
+
+
+def cut(paths: Sequence[Path], nbytes: int) -> None:
+    """Leave but the first bytes of each file."""
+    for path in paths:
+        os.truncate(path, nbytes)
