@@ -21,9 +21,13 @@ from dist_ckpt_strategies.local import (
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.part import PartId
 from dist_ckpt_strategies.storage.part_files import PartDirectory
+from tests.support.ranks import run_processes
 
 RANKS_PER_NODE = 2
 TIMEOUT_S = 20.0
+
+SAVED = ("ok", "None")
+"""The outcome of a save that worked."""
 
 Outcome = tuple[str, str]
 """What an action came to: ``ok`` and the text of its result, or an error's kind and message.
@@ -188,3 +192,12 @@ def cut(paths: Sequence[Path], nbytes: int) -> None:
     """Leave but the first bytes of each file."""
     for path in paths:
         os.truncate(path, nbytes)
+
+
+def run(size: int, body: Callable[..., Any], root: Path) -> list[Any]:
+    """What every rank returns; raises what one of them raised."""
+    results = run_processes(size, body, str(root), timeout_s=60)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import pickle
 import shutil
-import signal
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -26,6 +21,7 @@ from dist_ckpt_strategies.local import (
     LocalCheckpointManager,
 )
 from tests.local.clique_worlds import (
+    SAVED,
     Outcome,
     cliques,
     cut,
@@ -40,23 +36,11 @@ from tests.local.clique_worlds import (
     partials_in,
     parts_in,
     remove,
+    run,
     save,
-    state_of,
 )
-from tests.support.ranks import RankDiedError, run_processes
 
 pytestmark = pytest.mark.multiprocess
-
-SAVED = ("ok", "None")
-
-
-def run(size: int, body: Callable[..., Any], root: Path) -> list[Any]:
-    """What every rank returns; raises what one of them raised."""
-    results = run_processes(size, body, str(root), timeout_s=60)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
 
 
 def lose_copies(rank: int, root: str) -> list[Outcome]:
@@ -211,199 +195,6 @@ def test_as_many_saves_are_kept_as_asked_for_and_no_leftovers(tmp_path: Path) ->
         assert seen["leftovers"] == ([], [4, 6], ("ok", "6"))
 
 
-class Unknown:
-    """A class that nobody has allowed."""
-
-
-class Patch(NamedTuple):
-    """Something of the operating system that is another on one rank."""
-
-    module: Any
-    name: str
-    value: Any
-
-
-def with_patch(patch: Patch | None, action: Callable[[], Outcome]) -> Outcome:
-    """What it comes to meanwhile."""
-    with pytest.MonkeyPatch.context() as changes:
-        if patch is not None:
-            changes.setattr(*patch)
-        return action()
-
-
-def no_space(*_: Any, **__: Any) -> Any:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def fail(rank: int, root: str) -> dict[str, Any]:
-    manager = manager_of(rank, root, cliques())
-    state = state_of(rank, 1)
-    hollow = state_of(rank, 1)
-    hollow.pop_tensors()
-    unknown = BasicTensorAwareStateDict({"a": [Unknown()]})
-    save(manager, rank, 1)
-    seen: dict[str, Any] = {
-        "iterations": outcome(lambda: manager.save(state, 2 + rank // 3)),
-        "negative": save(manager, rank, -2),
-        "class": outcome(lambda: manager.save(unknown if rank == 3 else state, 2)),
-        "hollow": outcome(lambda: manager.save(hollow if rank == 3 else state, 2)),
-        "no state": outcome(lambda: manager.save({} if rank == 3 else state, 2)),  # type: ignore[arg-type]
-    }
-    usage = shutil.disk_usage(root)._replace(free=1000)
-    rename = os.replace
-
-    def replace(old: Any, new: Any, **options: Any) -> None:
-        if "_1_local" in str(new):  # of the two parts of a clique, one has been finished
-            no_space()
-        rename(old, new, **options)
-
-    patches = {
-        "room": Patch(shutil, "disk_usage", lambda _: usage),
-        "write": Patch(os, "pwrite", no_space),
-        "sync": Patch(os, "fsync", no_space),
-        "rename": Patch(os, "replace", replace),
-    }
-    for name, patch in patches.items():
-        on_rank = patch if rank == 3 else None
-        seen[name] = with_patch(on_rank, lambda: save(manager, rank, 3))
-        dist.barrier()
-        seen[f"left by {name}"] = (iterations_in(root), partials_in(root))
-        dist.barrier()
-    seen["after"] = load(manager, rank)
-    alone = manager_of(rank, root)
-    on_rank = patches["write"] if rank == 3 else None
-    seen["alone"] = with_patch(on_rank, lambda: save(alone, rank, 4))
-    dist.barrier()
-    seen["left alone"] = (iterations_in(root), partials_in(root))
-    seen["in the end"] = (load(alone, rank), save(alone, rank, 5), load(alone, rank))
-    return seen
-
-
-def test_what_fails_on_one_rank_fails_on_all_and_the_save_before_stays(tmp_path: Path) -> None:
-    kinds = {
-        "iterations": "PlanError",
-        "negative": "PlanError",
-        "class": "UnsafeObjectError",
-        "hollow": "PlanError",
-        "no state": "StrategyError",
-        "room": "StorageError",
-        "write": "StorageError",
-        "sync": "StorageError",
-        "rename": "StorageError",
-        "alone": "StorageError",
-    }
-    for seen in run(4, fail, tmp_path):
-        assert {name: seen[name][0] for name in kinds} == kinds
-        assert "rank 3 saves iteration 3, rank 0 saves 2" in seen["iterations"][1]
-        assert "which has 1000 left" in seen["room"][1]
-        for name in ("write", "sync", "rename"):
-            assert "rank 3" in seen[name][1]
-        for name in ("room", "write", "sync", "rename"):
-            assert seen[f"left by {name}"] == ([1], []), name
-        assert seen["after"] == ("ok", "1")
-        assert seen["left alone"] == ([1], [])
-        assert seen["in the end"] == (("ok", "1"), SAVED, ("ok", "5"))
-
-
-def run_behind(rank: int, root: str) -> dict[str, Any]:
-    manager = manager_of(rank, root, cliques())
-    seen: dict[str, Any] = {}
-    state = state_of(rank, 1)
-    request = manager.save(state, 1, is_async=True)
-    assert request is not None
-    for tensor in state.tensors:
-        if tensor.numel():
-            torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(0)
-    seen["wait"] = outcome(request.wait)
-    seen["done"] = request.done()
-    seen["overwritten"] = load(manager, rank)
-    seen["threads"] = [t.name for t in threading.enumerate() if t.name == "local-save"]
-    return seen
-
-
-def test_a_save_behind_training_keeps_what_was_there_when_it_began(tmp_path: Path) -> None:
-    for seen in run(4, run_behind, tmp_path):
-        assert (seen["wait"], seen["done"]) == (SAVED, True)
-        assert seen["overwritten"] == ("ok", "1")
-        assert seen["threads"] == []
-
-
-def finalise_late(rank: int, root: str) -> dict[str, Any]:
-    manager = manager_of(rank, root, cliques())
-    seen: dict[str, Any] = {}
-    first = manager.save(state_of(rank, 2), 2, is_async=True)
-    second = manager.save(state_of(rank, 3), 3, is_async=True)
-    assert first is not None
-    assert second is not None
-    while not second.done():
-        time.sleep(0.01)
-    dist.barrier()
-    seen["late"] = (outcome(first.wait), outcome(second.wait), load(manager, rank))
-    seen["late kept"] = iterations_in(root)
-
-    patch = Patch(os, "pwrite", no_space) if rank == 2 else None
-
-    def fail_behind() -> Outcome:
-        failing = manager.save(state_of(rank, 4), 4, is_async=True)
-        assert failing is not None
-        seen["first wait"] = outcome(failing.wait)
-        return outcome(failing.wait)
-
-    seen["failure"] = with_patch(patch, fail_behind)
-    dist.barrier()
-    seen["left"] = (iterations_in(root), partials_in(root), load(manager, rank))
-
-    vanishing = manager.save(state_of(rank, 5), 5, is_async=True)
-    assert vanishing is not None
-    while not vanishing.done():
-        time.sleep(0.01)
-    once(rank, lambda: remove(parts_in(root, iteration=5, owner=1)))
-    seen["vanished"] = (outcome(vanishing.wait), load(manager, rank))
-    return seen
-
-
-def test_a_save_behind_training_counts_once_it_is_finalised_on_all_ranks(tmp_path: Path) -> None:
-    for seen in run(4, finalise_late, tmp_path):
-        assert seen["late"] == (SAVED, SAVED, ("ok", "3"))
-        assert seen["late kept"] == [3]
-        assert seen["first wait"] == seen["failure"]
-        kind, text = seen["failure"]
-        assert kind == "StorageError"
-        assert "rank 2" in text
-        assert seen["left"] == ([3], [], ("ok", "3"))
-        (kind, text), after = seen["vanished"]
-        assert kind == "StorageError"
-        assert "ranks 1" in text
-        assert after == ("ok", "3")
-
-
-def die_while_saving(rank: int, root: str) -> Any:
-    manager = manager_of(rank, root, cliques())
-    save(manager, rank, 1)
-    if rank == 3:
-        vars(os)["pwrite"] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    return save(manager, rank, 2)
-
-
-def go_on(rank: int, root: str) -> dict[str, Any]:
-    manager = manager_of(rank, root, cliques())
-    seen: dict[str, Any] = {"left": partials_in(root), "loaded": load(manager, rank)}
-    seen["saved"] = (save(manager, rank, 2), load(manager, rank))
-    seen["left then"] = (partials_in(root), iterations_in(root), len(parts_in(root)))
-    return seen
-
-
-def test_a_rank_that_is_killed_while_it_saves_costs_that_save_only(tmp_path: Path) -> None:
-    *others, killed = run_processes(4, die_while_saving, str(tmp_path), timeout_s=60)
-    assert isinstance(killed, RankDiedError)
-    assert all(kind != "ok" for kind, _ in others), others
-    for seen in run(4, go_on, tmp_path):
-        assert seen["left"] != []
-        assert seen["loaded"] == ("ok", "1")
-        assert seen["saved"] == (SAVED, ("ok", "2"))
-        assert seen["left then"] == ([], [2], 8)
-
-
 class Bomb:
     """Leaves a trace when it is unpickled."""
 
@@ -451,36 +242,6 @@ def test_sessions_are_kept_apart_and_foreign_files_count_as_absent(tmp_path: Pat
         assert seen["both"] == (("ok", "11"), ("ok", "5"))
         assert seen["copied"] == (("ok", "5"), ("ok", "5"))
         assert seen["bombs"] == (("ok", "11"), ("ok", "11"), False)
-
-
-def make_room(rank: int, root: str) -> dict[str, Any]:
-    """The disk has room for a save, but not for it and what killed saves have left."""
-    manager = manager_of(rank, root, cliques())
-    leftover = holder_directory(root, rank) / ".partial-0"
-    leftover.parent.mkdir(parents=True)
-    leftover.write_bytes(bytes(1 << 20))
-    dist.barrier()
-    remove_file = Path.unlink
-
-    def disk_usage(_: Any) -> Any:
-        used = sum(path.stat().st_size for path in Path(root).rglob(".partial-*"))
-        return usage._replace(free=(5 << 20) - used)
-
-    def slow_unlink(path: Path, *, missing_ok: bool = False) -> None:
-        time.sleep(0.2 * rank)
-        remove_file(path, missing_ok)
-
-    usage = shutil.disk_usage(root)
-    size = 2 << 19
-    state = BasicTensorAwareStateDict({"w": torch.zeros(size // 2, dtype=torch.uint8)})
-    with pytest.MonkeyPatch.context() as changes:
-        changes.setattr(shutil, "disk_usage", disk_usage)
-        changes.setattr(Path, "unlink", slow_unlink)
-        return {"saved": outcome(lambda: manager.save(state, 1))}
-
-
-def test_what_killed_saves_have_left_is_gone_before_room_is_measured(tmp_path: Path) -> None:
-    assert [seen["saved"] for seen in run(4, make_room, tmp_path)] == [SAVED] * 4
 
 
 @dataclass

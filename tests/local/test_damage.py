@@ -1,0 +1,173 @@
+"""Whatever byte of whatever file is damaged: the loaded state is the saved one, or an older one.
+
+``DIST_CKPT_TEST_FLIPS`` sets the number of flipped bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.threads import run_ranks
+from dist_ckpt_strategies.errors import CheckpointError, NoReplicasAvailableError
+from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
+from dist_ckpt_strategies.local.loading import LocalParts, load_newest
+from dist_ckpt_strategies.local.state_codecs import decode_state, encode_state
+from dist_ckpt_strategies.run.part_streams import FileSink
+from dist_ckpt_strategies.run.replicate import run_replicate
+from dist_ckpt_strategies.spec.part import Part, PartId, SaveId
+from dist_ckpt_strategies.storage.part_files import PartDirectory, PartReader
+from dist_ckpt_strategies.storage.part_format import PartLayout
+from tests.local.clique_worlds import described, state_of, values_of
+
+NUM_RANKS = 4
+NUM_FLIPS = int(os.environ.get("DIST_CKPT_TEST_FLIPS", "50"))
+NUM_CUTS = 20
+ITERATION = 3
+
+EXPECTED = [described(values_of(rank, ITERATION)) for rank in range(NUM_RANKS)]
+"""What a load has to bring."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """A checkpoint of four ranks, each on a node of its own; ranks 0 and 1 keep copies, 2 and 3."""
+
+    root: Path
+
+    def directory(self, rank: int) -> PartDirectory:
+        """The disk of a rank."""
+        return PartDirectory(self.root / f"node{rank}")
+
+    def save_pair(self, first: int, comm: Communicator) -> None:
+        """Write the files of one of two neighbours. Collective over them."""
+        rank = first + comm.rank
+        encoded = encode_state(
+            state_of(rank, ITERATION),
+            PartId(SaveId(ITERATION, "a1"), rank),
+            world_size=NUM_RANKS,
+            session_id="",
+            codecs=default_codecs(),
+            allowed=default_allowed_names(),
+        )
+
+        def open_sink(part: Part, layout: PartLayout) -> FileSink:
+            return FileSink(part, self.directory(rank).create(part.part_id, rank, layout))
+
+        run_replicate(comm, encoded.part, encoded.payloads, open_sink, max_bucket_nbytes=1 << 20)
+
+    def load(self, comm: Communicator) -> Any:
+        """What a rank loads, or why it does not. Collective."""
+        local = LocalParts(self.directory(comm.rank), "", 1 << 20)
+        try:
+            (part,) = load_newest(comm, local, ())
+            state = decode_state(part, codecs=default_codecs(), allowed=default_allowed_names())
+        except CheckpointError as error:
+            return error
+        return described(state.state_dict)
+
+    def files(self) -> list[Path]:
+        """All files, sorted."""
+        return sorted(path for path in self.root.rglob("*") if path.is_file())
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Nodes:
+    """The checkpoint; a test leaves its files as they were."""
+    found = Nodes(tmp_path_factory.mktemp("nodes"))
+    for first in (0, 2):
+        run_ranks(2, partial(found.save_pair, first))
+    return found
+
+
+def padding_of(path: Path) -> set[int]:
+    """The bytes of a file that mean nothing: behind the description, and between buffers."""
+    with PartReader(path) as reader:
+        layout = reader.stored.layout
+        free = set(range(layout.nbytes)) - set(range(len(reader.header)))
+        for start, buffer in zip(layout.byte_offsets, reader.stored.part.buffers, strict=True):
+            free -= set(range(start, start + buffer.nbytes))
+    return free
+
+
+def shortened(nbytes: int, content: bytes) -> bytes:
+    return content[:nbytes]
+
+
+def flipped(place: int, bit: int, content: bytes) -> bytes:
+    damaged = bytearray(content)
+    damaged[place] ^= 1 << bit
+    return bytes(damaged)
+
+
+def loaded_with(nodes: Nodes, paths: Sequence[Path], damage: Callable[[bytes], bytes]) -> list[Any]:
+    """What every rank loads while some files are damaged alike."""
+    before = [path.read_bytes() for path in paths]
+    for path, content in zip(paths, before, strict=True):
+        path.write_bytes(damage(content))
+    try:
+        return run_ranks(NUM_RANKS, nodes.load)
+    finally:
+        for path, content in zip(paths, before, strict=True):
+            path.write_bytes(content)
+
+
+def test_the_files_as_they_are_bring_the_state(nodes: Nodes) -> None:
+    assert len(nodes.files()) == 2 * NUM_RANKS
+    assert run_ranks(NUM_RANKS, nodes.load) == EXPECTED
+
+
+def test_a_flipped_bit_in_any_file_is_made_good_by_the_other_copy(nodes: Nodes) -> None:
+    choice = random.Random(20)
+    for _ in range(NUM_FLIPS):
+        path = choice.choice(nodes.files())
+        place, bit = choice.randrange(path.stat().st_size), choice.randrange(8)
+        found = loaded_with(nodes, [path], partial(flipped, place, bit))
+        assert found == EXPECTED, (path, place, bit)
+
+
+def test_a_flipped_bit_in_both_copies_is_noticed_or_in_padding(nodes: Nodes) -> None:
+    choice = random.Random(21)
+    for _ in range(NUM_FLIPS):
+        name = choice.choice(nodes.files()).name
+        copies = [path for path in nodes.files() if path.name == name]
+        place, bit = choice.randrange(copies[0].stat().st_size), choice.randrange(8)
+        found = loaded_with(nodes, copies, partial(flipped, place, bit))
+        if place in padding_of(copies[0]):
+            assert found == EXPECTED, (name, place, bit)
+        else:
+            require_noticed(found)
+
+
+def require_noticed(found: Sequence[Any]) -> None:
+    """Raise unless every rank says that no save is complete."""
+    for error in found:
+        assert isinstance(error, NoReplicasAvailableError), found
+
+
+def test_a_file_that_ends_early_is_made_good_by_the_other_copy(nodes: Nodes) -> None:
+    choice = random.Random(22)
+    for number in range(NUM_CUTS):
+        path = choice.choice(nodes.files())
+        nbytes = choice.randrange(path.stat().st_size) if number else 0
+        found = loaded_with(nodes, [path], partial(shortened, nbytes))
+        assert found == EXPECTED, (path, nbytes)
+
+
+def test_both_copies_that_end_early_are_noticed(nodes: Nodes) -> None:
+    choice = random.Random(23)
+    for number in range(NUM_CUTS):
+        name = choice.choice(nodes.files()).name
+        copies = [path for path in nodes.files() if path.name == name]
+        size = copies[0].stat().st_size
+        nbytes = choice.randrange(size) if number else size - 1
+        found = loaded_with(nodes, copies, partial(shortened, nbytes))
+        require_noticed(found)
