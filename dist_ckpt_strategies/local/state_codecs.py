@@ -166,7 +166,7 @@ def decode_state(
     devices = [buffer.device for buffer in part.buffers if buffer.device]
     try:
         return codec.from_value(value, devices)
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CorruptCheckpointError(
             f"{part.part_id}: the state's description is damaged: {error}"
         ) from error

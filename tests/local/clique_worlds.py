@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -91,6 +92,7 @@ def values_of(rank: int, iteration: int) -> dict[str, Any]:
             for number in range(rank + 1)
         ),
         "rng": bits((5000,), torch.uint8, seed),
+        "array": np.arange(300, dtype=np.int32).reshape(20, 15) + seed,
         "raw": bytes(range(256)) * (rank + 1),
         "text": "ü\0\ud800",
         "numbers": [1 << 70, -0.0, 1e-320, True],
@@ -108,6 +110,8 @@ def described(value: Any) -> Any:
         content = value.contiguous().reshape(-1)
         raw = content.view(torch.uint8).numpy().tobytes() if content.numel() else b""
         return str(value.dtype), tuple(value.shape), raw
+    if isinstance(value, np.ndarray):
+        return str(value.dtype), value.shape, value.tobytes()
     if isinstance(value, dict):
         return type(value).__name__, [(key, described(held)) for key, held in value.items()]
     if isinstance(value, (list, tuple)):

@@ -5,15 +5,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.threads import run_ranks
@@ -25,7 +28,13 @@ from dist_ckpt_strategies.run.part_streams import FileSink
 from dist_ckpt_strategies.run.replicate import run_replicate
 from dist_ckpt_strategies.spec.part import Part, PartId, SaveId
 from dist_ckpt_strategies.storage.part_files import PartDirectory, PartReader
-from dist_ckpt_strategies.storage.part_format import PartLayout
+from dist_ckpt_strategies.storage.part_format import (
+    BLOCK_NBYTES,
+    MAGIC,
+    PREFIX_NBYTES,
+    PartLayout,
+    description_nbytes,
+)
 from tests.local.clique_worlds import described, state_of, values_of
 
 NUM_RANKS = 4
@@ -39,13 +48,14 @@ EXPECTED = [described(values_of(rank, ITERATION)) for rank in range(NUM_RANKS)]
 
 @dataclass(frozen=True)
 class Nodes:
-    """A checkpoint of four ranks, each on a node of its own; ranks 0 and 1 keep copies, 2 and 3."""
+    """A checkpoint of four ranks; 0 and 1 keep copies for each other, and so do 2 and 3."""
 
     root: Path
+    num_nodes: int = NUM_RANKS
 
     def directory(self, rank: int) -> PartDirectory:
         """The disk of a rank."""
-        return PartDirectory(self.root / f"node{rank}")
+        return PartDirectory(self.root / f"node{rank % self.num_nodes}")
 
     def save_pair(self, first: int, comm: Communicator) -> None:
         """Write the files of one of two neighbours. Collective over them."""
@@ -79,13 +89,17 @@ class Nodes:
         return sorted(path for path in self.root.rglob("*") if path.is_file())
 
 
-@pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Nodes:
-    """The checkpoint; a test leaves its files as they were."""
-    found = Nodes(tmp_path_factory.mktemp("nodes"))
+def saved(root: Path, num_nodes: int) -> Nodes:
+    found = Nodes(root, num_nodes)
     for first in (0, 2):
         run_ranks(2, partial(found.save_pair, first))
     return found
+
+
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Nodes:
+    """The checkpoint, each rank on a node of its own; a test leaves its files as they were."""
+    return saved(tmp_path_factory.mktemp("nodes"), NUM_RANKS)
 
 
 def padding_of(path: Path) -> set[int]:
@@ -171,3 +185,55 @@ def test_both_copies_that_end_early_are_noticed(nodes: Nodes) -> None:
         nbytes = choice.randrange(size) if number else size - 1
         found = loaded_with(nodes, copies, partial(shortened, nbytes))
         require_noticed(found)
+
+
+@pytest.mark.parametrize("damage", [partial(flipped, -1, 0), partial(shortened, 5000)])
+def test_a_damaged_copy_is_made_good_by_another_one_on_the_same_disk(
+    damage: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    nodes = saved(tmp_path, 1)
+    for path in nodes.files():
+        assert loaded_with(nodes, [path], damage) == EXPECTED, path
+
+
+def crafted(fields: Mapping[str, Any], content: bytes) -> bytes:
+    """A whole file with other fields in its description, and the digests that it should have."""
+    description = content[PREFIX_NBYTES : PREFIX_NBYTES + description_nbytes(content)]
+    held = json.loads(description)
+    new = json.dumps({**held, **fields}).encode()
+    start = MAGIC + struct.pack("<Q", len(new))
+    header = start + xxhash.xxh3_128_digest(start + new) + new
+    buffers = content[-(-(PREFIX_NBYTES + len(description)) // BLOCK_NBYTES) * BLOCK_NBYTES :]
+    return header + bytes(-len(header) % BLOCK_NBYTES) + buffers
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "unknown"},
+        {"content": {"$": "device", "text": "nowhere:9"}},
+        {"content": {"$": "tensor", "buffer": 10**6}},
+        {"content": {"$": "global", "name": "os.system"}},
+        {"content": {"$": "object", "class": "subprocess.Popen", "fields": {"args": "true"}}},
+        {"content": {"$": "size", "items": ["x"]}},
+        {"content": {"$": "datetime", "text": "never"}},
+        {"content": {"$": "slice", "items": [1, 2, 3, 4]}},
+        {"content": {"$": "set", "items": [[]]}},
+    ],
+)
+def test_a_crafted_state_is_an_error_of_ours(fields: Mapping[str, Any], nodes: Nodes) -> None:
+    copies = [path for path in nodes.files() if "_0_local" in path.name]
+    found = loaded_with(nodes, copies, partial(crafted, fields))
+
+    assert isinstance(found[0], CheckpointError)
+    assert found[1:] == EXPECTED[1:]
+
+
+def test_a_crafted_device_is_an_error_of_ours(nodes: Nodes) -> None:
+    copies = [path for path in nodes.files() if "_0_local" in path.name]
+    description = json.loads(PartReader(copies[0]).header[PREFIX_NBYTES:])
+    rows = [[name, dtype, shape, "nowhere", digest]
+            for name, dtype, shape, _, digest in description["buffers"]]  # fmt: skip
+    found = loaded_with(nodes, copies, partial(crafted, {"buffers": rows}))
+
+    assert isinstance(found[0], CheckpointError)

@@ -144,6 +144,7 @@ def run_behind(rank: int, root: str) -> dict[str, Any]:
     for tensor in state.tensors:
         if tensor.numel():
             torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(0)
+    state.state_dict["array"][:] = 0
     seen["wait"] = outcome(request.wait)
     seen["done"] = request.done()
     seen["overwritten"] = load(manager, rank)

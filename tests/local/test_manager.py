@@ -59,11 +59,21 @@ def lose_copies(rank: int, root: str) -> list[Outcome]:
         once(rank, lambda lost=lost: remove(lost))  # type: ignore[misc]
         seen.append(outcome(manager.find_latest))
         seen.append(load(manager, rank))
+    seen.append(save(manager, rank, len(losses)))
+    once(rank, lambda: put_a_file_in_place_of(node_directory(root, 1)))
+    seen.append(outcome(manager.find_latest))
+    seen.append(load(manager, rank))
     return seen
 
 
+def put_a_file_in_place_of(directory: Path) -> None:
+    """As a disk that cannot be listed any more."""
+    remove([directory])
+    directory.write_text("no directory")
+
+
 def test_what_one_member_of_each_clique_has_is_enough(tmp_path: Path) -> None:
-    expected = [[SAVED, ("ok", str(n)), ("ok", str(n))] for n in range(6)]
+    expected = [[SAVED, ("ok", str(n)), ("ok", str(n))] for n in range(7)]
     for seen in run(4, lose_copies, tmp_path):
         assert seen == [one for some in expected for one in some]
 
