@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -101,6 +102,8 @@ class LocalCheckpointManager:
     ) -> None:
         if keep < 1:
             raise PlanError(f"keep: expected 1 or more saves, found {keep}")
+        if max_bucket_bytes < 1:
+            raise PlanError(f"max_bucket_bytes: expected 1 or more, found {max_bucket_bytes}")
         _require_plain_name(session_id)
         self.root_local_ckpt_dir = Path(root_local_ckpt_dir).absolute()
         self.session_id = session_id
@@ -248,7 +251,8 @@ class LocalCheckpointManager:
         held: list[EncodedState] = []
 
         def describe() -> list[Any]:
-            placeholder = PartId(SaveId(iteration, "0" * _TOKEN_DIGITS), me)
+            number = _whole_number(iteration)
+            placeholder = PartId(SaveId(number, "0" * _TOKEN_DIGITS), me)
             encoded = encode_state(
                 state,
                 placeholder,
@@ -259,7 +263,7 @@ class LocalCheckpointManager:
             )
             held.append(encoded)
             return [
-                iteration,
+                number,
                 part_layout(encoded.part).nbytes,
                 strategy.global_ranks if strategy else (me,),
                 self._directory.device_name(),
@@ -276,7 +280,7 @@ class LocalCheckpointManager:
             for rank, (number, nbytes, members, device, free, _) in enumerate(answers)
         }
         agree(comm, lambda: require_possible(intents, self._directory))
-        save = self._newest = SaveId(iteration, answers[0][-1])
+        save = self._newest = SaveId(answers[0][0], answers[0][-1])
         part = replace(held[0].part, part_id=PartId(save, me))
         return EncodedState(part, held[0].payloads)
 
@@ -342,6 +346,14 @@ class LocalCheckpointManager:
         found = gather_availability(comm, self._directory, self.session_id, frozenset())
         agree(comm, lambda: require_complete(found, save))
         agree(comm, lambda: remove_outdated(comm, self._directory, found, save, self._keep))
+
+
+def _whole_number(iteration: Any) -> int:
+    """The iteration as Python's own number, also if it was another library's."""
+    try:
+        return operator.index(iteration)
+    except TypeError:
+        raise PlanError(f"iteration: expected a whole number, found {iteration!r}") from None
 
 
 def _require_plain_name(session_id: str) -> None:

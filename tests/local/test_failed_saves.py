@@ -75,6 +75,7 @@ def fail(rank: int, root: str) -> dict[str, Any]:
     seen: dict[str, Any] = {
         "iterations": outcome(lambda: manager.save(state, 2 + rank // 3)),
         "negative": save(manager, rank, -2),
+        "half": outcome(lambda: manager.save(state, 2.5 if rank == 3 else 2)),  # type: ignore[arg-type]
         "class": outcome(lambda: manager.save(unknown if rank == 3 else state, 2)),
         "hollow": outcome(lambda: manager.save(hollow if rank == 3 else state, 2)),
         "no state": outcome(lambda: manager.save({} if rank == 3 else state, 2)),  # type: ignore[arg-type]
@@ -113,6 +114,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_save_before_stays(tmp_path:
     kinds = {
         "iterations": "PlanError",
         "negative": "PlanError",
+        "half": "PlanError",
         "class": "UnsafeObjectError",
         "hollow": "PlanError",
         "no state": "StrategyError",

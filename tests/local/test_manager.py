@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ from tests.local.clique_worlds import (
     remove,
     run,
     save,
+    state_of,
 )
 
 pytestmark = pytest.mark.multiprocess
@@ -173,8 +175,8 @@ def test_ranks_find_their_parts_wherever_they_and_the_parts_are(tmp_path: Path) 
 def keep_some(rank: int, root: str) -> dict[str, Any]:
     manager = manager_of(rank, root, cliques())
     seen: dict[str, Any] = {}
-    for iteration in (1, 2):
-        save(manager, rank, iteration)
+    save(manager, rank, 1)
+    seen["numpy's number"] = outcome(lambda: manager.save(state_of(rank, 2), np.int64(2)))  # type: ignore[arg-type]
     seen["one kept"] = iterations_in(root)
     again = manager_of(rank, root, manager.repl_strategy, keep=2)
     for iteration in (3, 4, 5):
@@ -197,6 +199,7 @@ def keep_some(rank: int, root: str) -> dict[str, Any]:
 
 def test_as_many_saves_are_kept_as_asked_for_and_no_leftovers(tmp_path: Path) -> None:
     for seen in run(4, keep_some, tmp_path):
+        assert seen["numpy's number"] == SAVED
         assert seen["one kept"] == [2]
         assert seen["two kept"] == [4, 5]
         assert seen["number of files"] == 2 * 8
@@ -303,6 +306,8 @@ def test_a_session_id_that_leads_elsewhere_is_refused(session_id: str, tmp_path:
         LocalCheckpointManager(tmp_path, session_id)
 
 
-def test_a_manager_that_keeps_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match="keep: expected 1 or more"):
-        LocalCheckpointManager(tmp_path, keep=0)
+@pytest.mark.parametrize("name", ["keep", "max_bucket_bytes"])
+def test_a_manager_that_keeps_or_sends_nothing_is_refused(name: str, tmp_path: Path) -> None:
+    for number in (0, -1):
+        with pytest.raises(PlanError, match=f"{name}: expected 1 or more"):
+            LocalCheckpointManager(tmp_path, **{name: number})  # type: ignore[arg-type]
