@@ -11,9 +11,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dist_ckpt_strategies.config import Options
+    from dist_ckpt_strategies.config import LocalOptions, Options
     from dist_ckpt_strategies.strategies.defaults import register
     from dist_ckpt_strategies.strategies.entry import load, save
+    from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
     from dist_ckpt_strategies.strategies.registry import (
         StrategyAction,
         StrategyKey,
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "LocalOptions": "config",
     "Options": "config",
     "StrategyAction": "strategies.registry",
     "StrategyKey": "strategies.registry",
     "StrategyRegistry": "strategies.registry",
     "get_default_strategy": "strategies.registry",
     "load": "strategies.entry",
+    "prepare_local_load": "strategies.local_replicated",
     "register": "strategies.defaults",
     "register_default_strategy": "strategies.registry",
     "register_default_tensorstore_strategies": "strategies.tensorstore",
@@ -41,12 +44,14 @@ _HOMES = {
 }
 
 __all__ = [
+    "LocalOptions",
     "Options",
     "StrategyAction",
     "StrategyKey",
     "StrategyRegistry",
     "get_default_strategy",
     "load",
+    "prepare_local_load",
     "register",
     "register_default_strategy",
     "register_default_tensorstore_strategies",

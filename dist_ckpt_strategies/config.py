@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from numbers import Integral, Real
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -79,6 +80,29 @@ def _engine(value: str) -> Engine:
     except ValueError:
         names = ", ".join(Engine)
         raise StrategyError(f"engine: expected one of {names}, found {value!r}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalOptions:
+    """How ``("local_replicated", 1)`` keeps copies.
+
+    Attributes:
+        replication_jump: ranks that fail together, those of a node; 0 means LOCAL_WORLD_SIZE.
+        replication_factor: copies of each part, its owner's among them.
+        allow_uneven: make some cliques larger where the numbers do not fit the world.
+        algo: ``"atomic"``: every rank keeps all that it holds; ``"fully_parallel"``: of what
+            several ranks hold, one of them keeps it.
+        max_bucket_bytes: bound on what travels at once, in bytes.
+        node_directory: for tests and odd mounts, a function from a global rank to the directory
+            of its node that stands for the parent of the checkpoint directory.
+    """
+
+    replication_jump: int = 0
+    replication_factor: int = 2
+    allow_uneven: bool = False
+    algo: str = "atomic"
+    max_bucket_bytes: int = 64 * MIB
+    node_directory: Callable[[int], str | Path] | None = None
 
 
 def options_from_environment(environ: Mapping[str, str] | None = None) -> Options:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,9 +130,27 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         if algo == "atomic":
             return cls(parts.common, parts.sharded), None
         group = _communicator(parallelization_group, "dealing out of shards")
-        distribution = cached_metadata or _distribution(group, parts.sharded)
-        kept = agree(group, lambda: _only_kept(parts.sharded, distribution, group.rank))
-        return cls(parts.common, kept), distribution
+        return cls.dealt_out(group, parts.common, parts.sharded, cached_metadata)
+
+    @classmethod
+    def dealt_out(
+        cls,
+        comm: Communicator,
+        common: StateDict,
+        sharded: StateDict,
+        distribution: ShardDistribution | None = None,
+    ) -> tuple[MCoreTensorAwareStateDict, ShardDistribution]:
+        """A state of which each shard is kept by one of the ranks that hold it. Collective.
+
+        Args:
+            comm: ranks that deal the shards out.
+            common: what every rank holds alike.
+            sharded: this rank's ShardedTensors and ShardedObjects; left as they are.
+            distribution: who keeps what, if that is known.
+        """
+        dealt = distribution or _distribution(comm, sharded)
+        kept = agree(comm, lambda: _only_kept(sharded, dealt, comm.rank))
+        return cls(common, kept), dealt
 
     @raises_megatron_errors
     def to_state_dict(  # noqa: PLR0913, PLR0917 - Megatron's signature
@@ -182,7 +200,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         outcome = check_load(
             comm, parts.sharded, strictness, lambda: stored, validate_access_integrity
         )
-        loaded = self._loaded(comm, outcome.sharded)
+        loaded = self.loaded(comm, outcome.sharded)
         agree(
             comm,
             lambda: merge_factories(merged(state, parts.nonpersistent, loaded), parts.factories),
@@ -248,8 +266,24 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         """See TensorAwareStateDict."""
         self._slots.move_home(non_blocking=non_blocking)
 
-    def _loaded(self, comm: Communicator, wanted: StateDict) -> StateDict:
-        """The wanted state dict with tensors and objects in it. Collective."""
+    def loaded(
+        self,
+        comm: Communicator,
+        wanted: StateDict,
+        deliver: Callable[[Any, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor,
+    ) -> StateDict:
+        """The wanted ShardedTensors and ShardedObjects replaced by tensors and objects.
+
+        Collective. What this rank does not hold comes from the ranks that do.
+
+        Args:
+            comm: all ranks.
+            wanted: nested dict of ShardedTensors and ShardedObjects; left as it is.
+            deliver: turns a ShardedTensor and what was loaded for it into the result.
+
+        Raises:
+            CoverageError, ShapeMismatchError, ArrayNotFoundError: as in ``to_state_dict``.
+        """
         held = _shards(self.sharded_state_dict)
         objects = _objects(self._frame)
         at_hand = {spec.id: tensor for spec, tensor in held.items()}
@@ -272,7 +306,8 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         def give(value: Any) -> Any:
             if isinstance(value, ShardedObject):
                 return objects[object_id(value)]
-            return at_hand[shard_spec(value).id].reshape(tuple(value.local_shape))
+            found = at_hand[shard_spec(value).id].reshape(tuple(value.local_shape))
+            return deliver(value, found)
 
         return agree(comm, lambda: mapped_values(give, wanted))
 

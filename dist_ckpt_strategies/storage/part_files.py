@@ -323,6 +323,15 @@ def _is_rank(name: str) -> bool:
     return name.isascii() and name.isdigit() and str(int(name)) == name
 
 
+def read_first_header(directory: PartDirectory) -> Part | None:
+    """The description of a part of the newest save here; None if there is none that is good."""
+    for one in sorted(directory.find(), key=lambda one: one.part_id, reverse=True):
+        for _, part in read_headers([one]):
+            if isinstance(part, Part):
+                return part
+    return None
+
+
 def _boot_id() -> str:
     """A text that two machines never share, nor a machine with itself before a restart."""
     try:

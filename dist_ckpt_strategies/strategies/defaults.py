@@ -6,16 +6,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.config import LocalOptions, Options, options_from_environment
 from dist_ckpt_strategies.megatron.bases import StrategyAction
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.storage.objects import Allowed
-from dist_ckpt_strategies.strategies import common, zarr
+from dist_ckpt_strategies.strategies import common, local_replicated, zarr
 from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,
 )
 from dist_ckpt_strategies.strategies.format1 import PlanMemory
+from dist_ckpt_strategies.strategies.local_replicated import (
+    LocalReplicatedLoadShardedStrategy,
+    LocalReplicatedSaveShardedStrategy,
+)
 from dist_ckpt_strategies.strategies.registration import Default, register_defaults, register_here
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 
@@ -38,8 +42,9 @@ def register(
     replace: bool = False,
     allow: Allowed = (),
     options: Options | None = None,
+    local: LocalOptions | None = None,
 ) -> None:
-    """Make ``("zarr", 1)`` known to ``megatron.core.dist_checkpointing``. Idempotent.
+    """Make this package's backends known to ``megatron.core.dist_checkpointing``. Idempotent.
 
     From then on ``dist_checkpointing.save(state_dict, path, ("zarr", 1))`` and ``load`` find this
     package's strategies, by the tuple or by a checkpoint's ``metadata.json``. Not collective; call
@@ -53,6 +58,7 @@ def register(
         replace: replace strategies that somebody else registered under the same keys.
         allow: further classes that objects of a checkpoint may be unpickled to.
         options: timeouts and memory bounds; by default what the environment says.
+        local: cliques and directories of ``("local_replicated", 1)``.
 
     Raises:
         StrategyExistsError: a key is taken by somebody else, and ``replace`` is not set.
@@ -72,12 +78,31 @@ def register(
             _Made(ZarrLoadShardedStrategy, {"options": options, "allow": classes}),
         ),
     ]
+    sharded += local_defaults(local or LocalOptions(), options, classes)
     register_defaults(sharded, replace=replace)
     commons = common_defaults(options, classes)
     if replace_common:
         register_defaults(commons, replace=True)
     else:
         register_here(commons, replace=replace)
+
+
+def local_defaults(
+    local: LocalOptions, options: Options | None, allow: tuple[Any, ...]
+) -> list[Default]:
+    """The strategies of ``("local_replicated", 1)``; those that save share their cliques."""
+    limits = options or options_from_environment()
+    key = (local_replicated.BACKEND, local_replicated.VERSION)
+    common = {"local": local, "options": options, "allow": allow}
+    cliques = {"cliques": local_replicated.lazy_cliques(local, limits)}
+    return [
+        (
+            StrategyAction.SAVE_SHARDED,
+            *key,
+            _Made(LocalReplicatedSaveShardedStrategy, common | cliques),
+        ),
+        (StrategyAction.LOAD_SHARDED, *key, _Made(LocalReplicatedLoadShardedStrategy, common)),
+    ]
 
 
 def common_defaults(options: Options | None, allow: tuple[Any, ...]) -> list[Default]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dist_ckpt_strategies.comm.agree import agree, agree_on_first
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.torch_group import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
@@ -55,10 +55,15 @@ from dist_ckpt_strategies.storage.publication import (
     require_unfinished,
     retract,
 )
-from dist_ckpt_strategies.strategies import common, zarr
+from dist_ckpt_strategies.strategies import common, local_replicated, zarr
 from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,
+)
+from dist_ckpt_strategies.strategies.local_replicated import (
+    LocalReplicatedLoadShardedStrategy,
+    LocalReplicatedSaveShardedStrategy,
+    restore_common,
 )
 from dist_ckpt_strategies.strategies.registry import (
     DEFAULT_REGISTRY,
@@ -82,6 +87,12 @@ _OWN: Mapping[StrategyKey, Callable[[], Any]] = MappingProxyType(
     {
         StrategyKey(StrategyAction.SAVE_SHARDED, "zarr", 1): zarr.ZarrSaveShardedStrategy,
         StrategyKey(StrategyAction.LOAD_SHARDED, "zarr", 1): zarr.ZarrLoadShardedStrategy,
+        StrategyKey(
+            StrategyAction.SAVE_SHARDED, "local_replicated", 1
+        ): LocalReplicatedSaveShardedStrategy,
+        StrategyKey(
+            StrategyAction.LOAD_SHARDED, "local_replicated", 1
+        ): LocalReplicatedLoadShardedStrategy,
         StrategyKey(StrategyAction.SAVE_COMMON, "torch", 1): TorchCommonSaveStrategy,
         StrategyKey(StrategyAction.LOAD_COMMON, "torch", 1): TorchCommonLoadStrategy,
     }
@@ -158,9 +169,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
     if validate_access_integrity:
         check_save(comm, parts, preprocess_common_before_consistancy_check)
     agree_on_first(comm, prepare)
-    # The sharded part first: its strategy proves that it can be saved before it replaces anything.
-    _save_sharded(comm, parts.sharded, root, sharded, common_saver)
-    agree(comm, lambda: common_saver.save_common(parts.common, root))
+    _save_parts(comm, parts, root, sharded, common_saver)
     marker = CheckpointMarker(
         sharded.backend, sharded.version, common_saver.backend, common_saver.version
     )
@@ -206,6 +215,7 @@ def load(  # noqa: PLR0913 - Megatron's signature
     """
     require_registry("load")
     comm = _world(f"load from {checkpoint_dir}", timeout_s)
+    _restore_node(comm, checkpoint_dir)
     with ExitStack() as stack:
 
         def begin() -> tuple[Path, Any, Any, StateDict, LoadParts, StrictHandling]:
@@ -320,6 +330,34 @@ def _load_strategies(
     common_loader.check_backend_compatibility(marker.common_backend)
     common_loader.check_version_compatibility(marker.common_backend_version)
     return loader, common_loader
+
+
+def _save_parts(
+    comm: Communicator, parts: SaveParts, root: Path, sharded: Any, common_saver: Any
+) -> None:
+    """The sharded part first: its strategy proves that it can be saved before it replaces anything.
+
+    A strategy that keeps copies of the common state needs that before.
+    """
+    base = parallel_base(sharded) or sharded
+    is_common_first = getattr(base, "needs_common_first", False)
+    if is_common_first:
+        agree(comm, lambda: common_saver.save_common(parts.common, root))
+    _save_sharded(comm, parts.sharded, root, sharded, common_saver)
+    if not is_common_first:
+        agree(comm, lambda: common_saver.save_common(parts.common, root))
+
+
+def _restore_node(comm: Communicator, checkpoint_dir: str | Path) -> None:
+    """Put the files of a local checkpoint's common state where they are lost. Collective."""
+
+    def backend() -> str | None:
+        root = local_root(checkpoint_dir)
+        return read_marker(root).sharded_backend if is_finished(root) else None
+
+    backends = agree_and_gather(comm, backend)
+    if None in backends and local_replicated.BACKEND in backends:
+        restore_common(comm, local_root(checkpoint_dir), str(checkpoint_dir))
 
 
 def _save_sharded(

@@ -1,0 +1,437 @@
+"""The backend ("local_replicated", 1): one checkpoint on the nodes' own disks, kept in copies."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
+from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
+from dist_ckpt_strategies.config import LocalOptions, Options, options_from_environment
+from dist_ckpt_strategies.device import may_overlap, require_plain
+from dist_ckpt_strategies.errors import (
+    CorruptCheckpointError,
+    IncompatibleVersionError,
+    IncompleteCheckpointError,
+    StrategyError,
+)
+from dist_ckpt_strategies.local.manager import LocalCheckpointManager
+from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
+from dist_ckpt_strategies.local.replication import LazyCliqueReplicationStrategy
+from dist_ckpt_strategies.megatron.bases import (
+    LoadShardedStrategy,
+    SaveShardedStrategy,
+    ShardedTensor,
+)
+from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.megatron.shards import (
+    StateDict,
+    is_main,
+    metadata_object,
+    metadata_tensor,
+    object_id,
+    shard_spec,
+    sharded_values,
+)
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.marker import CheckpointMarker
+from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file, write_file
+from dist_ckpt_strategies.storage.objects import Allowed
+from dist_ckpt_strategies.storage.part_files import PartDirectory, read_first_header
+from dist_ckpt_strategies.storage.publication import (
+    is_finished,
+    make_directory,
+    publish,
+    withdraw_marker,
+)
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "local_replicated"
+VERSION = 1
+
+_ITERATION = re.compile(r"(\d+)\D*$")
+_MARKER = CheckpointMarker(BACKEND, VERSION)
+
+
+class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
+    """Saves every rank's shards to its node, and copies of them within its clique.
+
+    The common state of Megatron-Core, which rank 0 has written by then, is copied to every node.
+
+    Args:
+        backend: ``"local_replicated"``.
+        version: 1.
+        local: cliques and directories.
+        group: all ranks; the world by default.
+        options: timeouts; by default what the environment says.
+        allow: further classes that objects may be of.
+        cliques: shared with other strategies, so that process groups are made once.
+    """
+
+    needs_common_first = True
+    """For this package's own ``save``: the common state is copied with the shards."""
+
+    @raises_megatron_errors
+    def __init__(  # noqa: PLR0913 - Megatron's two, and options by name
+        self,
+        backend: str = BACKEND,
+        version: int = VERSION,
+        *,
+        local: LocalOptions | None = None,
+        group: ProcessGroup | None = None,
+        options: Options | None = None,
+        allow: Allowed = (),
+        cliques: LazyCliqueReplicationStrategy | None = None,
+    ) -> None:
+        require_local(backend, version)
+        super().__init__(backend, version)
+        self._node = _Node(local or LocalOptions(), group, _options(options), tuple(allow))
+        self._cliques = cliques or lazy_cliques(self._node.local, self._node.options)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """ShardedObjects are part of a rank's state."""
+        return True
+
+    @raises_megatron_errors
+    def save(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
+        """Write this rank's part and its clique's, and the common state, durably.
+
+        Collective over the group. Does not write ``metadata.json`` on the node of the first rank,
+        where Megatron-Core does, but on all others.
+
+        Raises:
+            PlanError: a tensor cannot be stored.
+            UnsafeObjectError: an object is of a class that is not allowed.
+            StorageError: a part cannot be written; a PeerError of that class elsewhere.
+        """
+        comm = self._node.communicator(f"save to {checkpoint_dir}")
+        root = self._node.root(checkpoint_dir, comm)
+        common_path = Path(checkpoint_dir).absolute() / COMMON_NAME
+
+        def begin() -> bytes:
+            make_directory(root)
+            withdraw_marker(root)
+            with file_errors("common state", common_path):
+                return read_file(common_path) if comm.rank == 0 else b""
+
+        common = agree_and_gather_bytes(comm, begin)[0]
+        described = agree_and_gather(comm, lambda: _described(sharded_state_dict))
+        extra = {"common_digest": _digest(common), "stored": _union(described)}
+        manager = self._node.manager(root, self._cliques)
+        state = self._state(comm, extra, sharded_state_dict)
+        manager.save(state, _iteration_of(checkpoint_dir))
+        names = agree_and_gather(comm, lambda: PartDirectory(root).name())
+        has_megatrons = names[comm.rank] == names[0] and self._node.local.node_directory is None
+        agree(comm, lambda: _complete_node(root, common, is_marked=not has_megatrons))
+
+    def _state(
+        self, comm: Communicator, extra: StateDict, sharded: StateDict
+    ) -> MCoreTensorAwareStateDict:
+        if self._node.local.algo == "atomic":
+            return agree(comm, lambda: MCoreTensorAwareStateDict(extra, sharded))
+        state, _ = MCoreTensorAwareStateDict.dealt_out(comm, extra, sharded)
+        return state
+
+
+class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
+    """Loads every rank's shards from its node, or from a rank that has a copy.
+
+    Args:
+        local: directories; cliques play no part in a load.
+        group: all ranks; the world by default.
+        options: timeouts; by default what the environment says.
+        allow: further classes that objects may be of.
+    """
+
+    @raises_megatron_errors
+    def __init__(
+        self,
+        *,
+        local: LocalOptions | None = None,
+        group: ProcessGroup | None = None,
+        options: Options | None = None,
+        allow: Allowed = (),
+    ) -> None:
+        super().__init__()
+        self._node = _Node(local or LocalOptions(), group, _options(options), tuple(allow))
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """ShardedObjects are part of a rank's state."""
+        return True
+
+    @raises_megatron_errors
+    def load(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> StateDict:
+        """Load what the state dict asks for, in any parallel layout.
+
+        Collective over the group. A ShardedTensor whose data has the stored shape and dtype is
+        filled in place.
+
+        Raises:
+            CorruptCheckpointError: ``common.pt``, which Megatron-Core has read already, is not the
+                one of this save.
+            NoReplicasAvailableError: all copies of some rank's part are lost or damaged.
+            CoverageError: no part holds something that is wanted.
+        """
+        comm = self._node.communicator(f"load from {checkpoint_dir}")
+        root = self._node.root(checkpoint_dir, comm)
+        state, _ = self._node.manager(root, None).load()
+        agree(comm, lambda: _require_common(checkpoint_dir, state.common_state_dict))
+        return dict(state.loaded(comm, sharded_state_dict, _deliver))
+
+    @raises_megatron_errors
+    def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:
+        """A ShardedTensor without data, by key, for each array. Rank-local.
+
+        Raises:
+            IncompleteCheckpointError: this node has no part; call ``prepare_local_load``.
+        """
+        arrays, _ = self._stored(checkpoint_dir)
+        return {array.key: metadata_tensor(array) for array in arrays}
+
+    @raises_megatron_errors
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
+        """Like ``load_tensors_metadata``, with ShardedObjects by unique key. Rank-local."""
+        arrays, objects = self._stored(checkpoint_dir)
+        found: StateDict = {array.key: metadata_tensor(array) for array in arrays}
+        return found | {name.unique_key: metadata_object(name) for name in objects}
+
+    @raises_megatron_errors
+    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
+        """Not offered: a part is one file, and copies of it are on other nodes."""
+        raise StrategyError(
+            f"{checkpoint_dir}: arrays of {key_prefix!r} cannot be removed from a local "
+            "checkpoint; save another without them"
+        )
+
+    @raises_megatron_errors
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Raise IncompatibleVersionError unless the backend is ``"local_replicated"``."""
+        require_local(loaded_backend, VERSION)
+
+    @raises_megatron_errors
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Raise IncompatibleVersionError unless the version is 1."""
+        require_local(BACKEND, loaded_version)
+
+    def _stored(self, checkpoint_dir: str | Path) -> tuple[list[ArraySpec], list[ObjectId]]:
+        comm = self._node.communicator("look at a checkpoint")
+        return _stored_in(PartDirectory(self._node.root(checkpoint_dir, comm)))
+
+
+@raises_megatron_errors
+def prepare_local_load(
+    checkpoint_dir: str | Path,
+    *,
+    local: LocalOptions | None = None,
+    group: ProcessGroup | None = None,
+    options: Options | None = None,
+) -> None:
+    """Put ``common.pt`` and ``metadata.json`` on every node that has lost them.
+
+    Collective. Megatron-Core's ``load`` looks for both on every rank before it asks a strategy;
+    this package's own ``load`` calls this itself.
+
+    Raises:
+        IncompleteCheckpointError: no node has them.
+    """
+    node = _Node(local or LocalOptions(), group, _options(options), ())
+    comm = node.communicator(f"preparation of {checkpoint_dir}")
+    root = node.root(checkpoint_dir, comm)
+    restore_common(comm, root, str(checkpoint_dir))
+
+
+def restore_common(comm: Communicator, root: Path, name: str) -> None:
+    """See ``prepare_local_load``. Collective.
+
+    Args:
+        comm: all ranks.
+        root: this rank's directory.
+        name: the checkpoint, for messages.
+    """
+
+    def own() -> bytes:
+        path = root / COMMON_NAME
+        if not (is_finished(root) and path.exists()):
+            return b""
+        with file_errors("common state", path):
+            content = read_file(path)
+        return content if _is_of_this_save(root, content) else b""
+
+    everyone = agree_and_gather_bytes(comm, own)
+    common = next(filter(None, everyone), None)
+
+    def restore() -> None:
+        if common is None:
+            raise IncompleteCheckpointError(
+                f"{name}: no node has a whole {COMMON_NAME} and metadata.json", path=name
+            )
+        if everyone[comm.rank] != common:
+            make_directory(root)
+            _complete_node(root, common, is_marked=True)
+
+    agree(comm, restore)
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """What both strategies know of this rank's node."""
+
+    local: LocalOptions
+    group: ProcessGroup | None
+    options: Options
+    allow: tuple[Any, ...]
+
+    def communicator(self, purpose: str) -> Communicator:
+        return open_communicator(self.group, timeout_s=self.options.timeout_s, purpose=purpose)
+
+    def root(self, checkpoint_dir: str | Path, comm: Communicator) -> Path:
+        """Where this rank's node keeps the checkpoint."""
+        found = Path(checkpoint_dir).absolute()
+        if self.local.node_directory is None:
+            return found
+        return Path(self.local.node_directory(comm.global_rank(comm.rank))) / found.name
+
+    def manager(
+        self, root: Path, cliques: LazyCliqueReplicationStrategy | None
+    ) -> LocalCheckpointManager:
+        return LocalCheckpointManager(
+            root,
+            repl_strategy=cliques,
+            group=self.group,
+            timeout_s=self.options.timeout_s,
+            max_bucket_bytes=self.local.max_bucket_bytes,
+            allow=self.allow,
+        )
+
+
+def lazy_cliques(local: LocalOptions, options: Options) -> LazyCliqueReplicationStrategy:
+    """The cliques of the options; their process groups are made at the first save."""
+    return LazyCliqueReplicationStrategy(
+        local.replication_jump,
+        local.replication_factor,
+        allow_uneven=local.allow_uneven,
+        max_bucket_bytes=local.max_bucket_bytes,
+        timeout_s=options.timeout_s,
+    )
+
+
+def require_local(backend: str, version: int) -> None:
+    """Raise unless this is the format that these strategies know.
+
+    Raises:
+        IncompatibleVersionError: it is another.
+    """
+    if (backend, version) != (BACKEND, VERSION):
+        raise IncompatibleVersionError(
+            f"expected backend ('{BACKEND}', {VERSION}), found ({backend!r}, {version})"
+        )
+
+
+def _options(options: Options | None) -> Options:
+    return options or options_from_environment()
+
+
+def _iteration_of(checkpoint_dir: str | Path) -> int:
+    """The number that the directory's name ends with, or 0."""
+    found = _ITERATION.search(Path(checkpoint_dir).name)
+    return int(found[1]) if found else 0
+
+
+def _digest(content: bytes) -> str:
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def _described(sharded: StateDict) -> list[Any]:
+    """The arrays and objects of a state dict, of JSON types."""
+    arrays, objects = {}, []
+    for value in sharded_values(sharded):
+        if isinstance(value, ShardedTensor):
+            spec = shard_spec(value)
+            arrays[spec.key] = [list(spec.array_shape), spec.dtype.value]
+        elif is_main(value):
+            name = object_id(value)
+            objects.append([name.key, list(name.offset), list(name.shape)])
+    return [arrays, objects]
+
+
+def _union(described: Sequence[Any]) -> dict[str, Any]:
+    arrays = {key: found for some, _ in described for key, found in some.items()}
+    objects = sorted(name for _, names in described for name in names)
+    return {"arrays": [[key, *arrays[key]] for key in sorted(arrays)], "objects": objects}
+
+
+def _complete_node(root: Path, common: bytes, *, is_marked: bool) -> None:
+    """Write what Megatron-Core looks for; ranks of one node write the same, each as a whole."""
+    path = root / COMMON_NAME
+    with file_errors("common state", path):
+        if not (path.exists() and read_file(path) == common):
+            write_file(path, common)
+    if is_marked:
+        publish(root, _MARKER)
+
+
+def _content_of(directory: PartDirectory) -> Any:
+    """What the newest part here says of the whole checkpoint; None if there is none."""
+    part = read_first_header(directory)
+    return part.content["common"] if part is not None else None
+
+
+def _is_of_this_save(root: Path, common: bytes) -> bool:
+    content = _content_of(PartDirectory(root))
+    return content is None or content["common_digest"] == _digest(common)
+
+
+def _require_common(checkpoint_dir: str | Path, content: StateDict) -> None:
+    path = Path(checkpoint_dir).absolute() / COMMON_NAME
+    with file_errors("common state", path):
+        found = _digest(read_file(path))
+    if found != content["common_digest"]:
+        raise CorruptCheckpointError(
+            f"common state: {path} has digest {found}, expected {content['common_digest']}; it is "
+            "damaged, or of another save",
+            path=str(path),
+        )
+
+
+def _stored_in(directory: PartDirectory) -> tuple[list[ArraySpec], list[ObjectId]]:
+    content = _content_of(directory)
+    if content is None:
+        raise IncompleteCheckpointError(
+            f"{directory}: this node has no part of the checkpoint; every rank has to call "
+            "prepare_local_load first",
+            path=str(directory),
+        )
+    stored = content["stored"]
+    arrays = [
+        ArraySpec(key, tuple(shape), DType(dtype), tuple(max(1, extent) for extent in shape))
+        for key, shape, dtype in stored["arrays"]
+    ]
+    return arrays, [
+        ObjectId(k, tuple(offset), tuple(shape)) for k, offset, shape in stored["objects"]
+    ]
+
+
+def _deliver(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
+    """The caller's own tensor, filled, where it fits; else the loaded one."""
+    data: torch.Tensor | None = tensor.data
+    if data is None:
+        return loaded
+    require_plain(data, key=tensor.key)
+    if data.dtype != loaded.dtype or data.shape != loaded.shape or may_overlap(data):
+        return loaded
+    data.detach().copy_(loaded)
+    return data

@@ -1,0 +1,154 @@
+"""("local_replicated", 1) through Megatron-Core's save and load, and through our own."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies import LocalOptions
+from dist_ckpt_strategies.errors import CheckpointNotFoundError, CorruptCheckpointError
+from dist_ckpt_strategies.storage.files import write_file
+from dist_ckpt_strategies.strategies.local_replicated import (
+    LocalReplicatedLoadShardedStrategy,
+    LocalReplicatedSaveShardedStrategy,
+)
+from tests.support.ranks import run_processes
+
+pytestmark = pytest.mark.multiprocess
+
+NUM_RANKS = 4
+BACKEND = ("local_replicated", 1)
+
+
+def state_of(tp: int, value: float, *, is_filled: bool = True) -> dict[str, Any]:
+    """This rank's share of two arrays and an object, where ``tp`` neighbours divide the rows."""
+    rank = dist.get_rank()
+    part, replica = rank % tp, rank // tp
+    data = torch.arange(24.0).reshape(8, 3).chunk(tp)[part] + value
+    data = data if is_filled else torch.zeros_like(data)
+    state: dict[str, Any] = {"iteration": 7} if is_filled else {}
+    state["w"] = ShardedTensor.from_rank_offsets("w", data, (0, part, tp), replica_id=replica)
+    bias = torch.full((3,), value if is_filled else 0.0)
+    state["b"] = ShardedTensor.from_rank_offsets("b", bias, replica_id=rank)
+    state["rng"] = ShardedObject("rng", {"seed": value}, (1,), (0,), replica_id=rank)
+    return state
+
+
+def require_loaded(found: dict[str, Any], tp: int, value: float) -> None:
+    part = dist.get_rank() % tp
+    assert torch.equal(found["w"], torch.arange(24.0).reshape(8, 3).chunk(tp)[part] + value)
+    assert found["b"].tolist() == [value] * 3
+    assert (found["iteration"], found["rng"]) == (7, {"seed": value})
+
+
+def register(algo: str = "atomic") -> None:
+    dist_ckpt_strategies.register(
+        local=LocalOptions(replication_jump=2, algo=algo),
+        options=dist_ckpt_strategies.Options(timeout_s=30),
+    )
+
+
+def node_of(root: str) -> Path:
+    """A directory that stands for this rank's node: each sees its own under one name."""
+    return Path(root) / f"node{dist.get_rank() // 2}" / "iter_0000007"
+
+
+def through_megatron(rank: int, root: str, algo: str) -> None:
+    """Every rank of a node uses its node's directory, as on machines of their own."""
+    register(algo)
+    directory = node_of(root)
+    directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(state_of(2, 1.0), str(directory), BACKEND)
+    dist.barrier()
+    for tp in (2, 4):
+        wanted = state_of(tp, 1.0, is_filled=False)
+        found = dist_checkpointing.load(wanted, str(directory))
+        require_loaded(found, tp, 1.0)
+        assert found["w"] is wanted["w"].data
+    found = load_sharded_metadata(str(directory))
+    assert found.keys() == {"w", "b", "rng/shard_0_1"}
+    assert dist_checkpointing.load_tensors_metadata(str(directory))["w"].global_shape == (8, 3)
+    dist.barrier()
+    if rank == 3:
+        shutil.rmtree(directory)
+    dist.barrier()
+    dist_ckpt_strategies.prepare_local_load(directory)
+    require_loaded(
+        dist_checkpointing.load(state_of(2, 1.0, is_filled=False), str(directory)), 2, 1.0
+    )
+
+
+@pytest.mark.parametrize("algo", ["atomic", "fully_parallel"])
+def test_megatrons_save_and_load_find_it_and_a_lost_node_is_restored(
+    algo: str, tmp_path: Path
+) -> None:
+    assert run_processes(NUM_RANKS, through_megatron, str(tmp_path), algo) == [None] * NUM_RANKS
+
+
+def through_ours(rank: int, root: str) -> None:
+    register()
+    directory = node_of(root)
+    dist_ckpt_strategies.save(state_of(2, 1.0), directory, BACKEND)
+    dist_ckpt_strategies.save(state_of(2, 2.0), directory, BACKEND, overwrite=True)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(directory)
+    dist.barrier()
+    found = dist_ckpt_strategies.load(state_of(2, 2.0, is_filled=False), directory)
+    assert isinstance(found, dict)
+    require_loaded(found, 2, 2.0)
+    common = directory / "common.pt"
+    dist.barrier()
+    if rank == 2:
+        content = bytearray(common.read_bytes())
+        write_file(common, bytes(content) + b"x")
+    dist.barrier()
+    with pytest.raises(CorruptCheckpointError, match="common state"):
+        dist_ckpt_strategies.load(state_of(2, 2.0, is_filled=False), directory)
+
+
+def test_our_own_save_and_load_restore_a_lost_node_by_themselves(tmp_path: Path) -> None:
+    assert run_processes(NUM_RANKS, through_ours, str(tmp_path)) == [None] * NUM_RANKS
+
+
+def with_a_function(rank: int, root: str) -> str:
+    """All ranks see one checkpoint directory; their parts are elsewhere."""
+    local = LocalOptions(
+        replication_jump=2, node_directory=lambda rank: Path(root) / f"disk{rank // 2}"
+    )
+    directory = Path(root) / "shared" / "iter_0000003"
+    directory.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    saver = LocalReplicatedSaveShardedStrategy(local=local)
+    dist_checkpointing.save(state_of(2, 5.0), str(directory), saver)
+    dist.barrier()
+    assert sorted(path.name for path in directory.iterdir()) == ["common.pt", "metadata.json"]
+    loader = LocalReplicatedLoadShardedStrategy(local=local)
+    if rank == 0:
+        shutil.rmtree(Path(root) / "disk1")
+    dist.barrier()
+    wanted = state_of(2, 5.0, is_filled=False)
+    require_loaded(dist_checkpointing.load(wanted, str(directory), loader), 2, 5.0)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(Path(root) / "disk0")
+    dist.barrier()
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        loader.load({key: wanted[key] for key in ("w", "b")}, directory)
+    return str(caught.value)
+
+
+def test_parts_may_lie_where_a_function_says(tmp_path: Path) -> None:
+    for message in run_processes(NUM_RANKS, with_a_function, str(tmp_path)):
+        assert "no local checkpoint below" in message
