@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dist_ckpt_strategies.comm.agree import agree
@@ -55,6 +55,17 @@ class Availability:
     def neighbours(self, rank: int) -> list[int]:
         """The ranks that see the same directory, this one too."""
         return [other for other, node in enumerate(self.nodes) if node == self.nodes[rank]]
+
+    def since(self, iteration: int) -> Availability:
+        """The same without saves of earlier iterations."""
+        if iteration <= 0:
+            return self
+        world_sizes = {
+            part_id: size
+            for part_id, size in self.world_sizes.items()
+            if PartId.require(part_id).save.iteration >= iteration
+        }
+        return replace(self, world_sizes=world_sizes)
 
     def survey(self) -> tuple[Completeness, ...]:
         """What there is of each save, the newest first."""

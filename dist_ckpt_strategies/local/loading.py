@@ -57,7 +57,7 @@ def find_newest(comm: Communicator, local: LocalParts) -> Completeness | None:
 
 
 def load_newest(
-    comm: Communicator, local: LocalParts, resharded: Collection[str]
+    comm: Communicator, local: LocalParts, resharded: Collection[str], at_least: int = 0
 ) -> tuple[RetrievedPart, ...]:
     """This rank's part of the newest save whose parts can all be read undamaged.
 
@@ -68,6 +68,7 @@ def load_newest(
         local: this rank's node.
         resharded: kinds of state that another number of ranks can use; each rank gets some of the
             parts then.
+        at_least: saves of iterations before this one are left alone.
 
     Raises:
         CheckpointNotFoundError: there is no local checkpoint at all.
@@ -78,6 +79,7 @@ def load_newest(
     reasons: tuple[str, ...] = ()
     while True:
         found = gather_availability(comm, local.directory, local.session_id, excluded)
+        found = found.since(at_least)
         parts, bad = _attempt(comm, local, found, reasons, resharded)
         if not bad:
             return parts

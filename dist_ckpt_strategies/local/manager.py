@@ -123,7 +123,7 @@ class LocalCheckpointManager:
     @property
     def local_ckpt_dir(self) -> Path:
         """Where this rank keeps its own part and its copies of others'."""
-        comm = self._world("directory")
+        comm = self.communicator("directory")
         return self._directory.holder_directory(comm.global_rank(comm.rank))
 
     def save(
@@ -155,7 +155,7 @@ class LocalCheckpointManager:
             PeerError: the same on another rank.
         """
         self._let_finish()
-        comm = self._world(f"local save of iteration {iteration}")
+        comm = self.communicator(f"local save of iteration {iteration}")
         strategy = self._strategy()
         encoded = self._prepare(comm, state_dict, iteration, strategy)
         save = encoded.part.part_id.save
@@ -179,14 +179,17 @@ class LocalCheckpointManager:
         Collective. Headers are checked, tensors are not: ``load`` may have to fall back.
         """
         self._let_finish()
-        newest = find_newest(self._world("search for local checkpoints"), self._parts)
+        newest = find_newest(self.communicator("search for local checkpoints"), self._parts)
         return newest.save.iteration if newest else _NO_ITERATION
 
-    def load(self) -> tuple[Any, str]:
+    def load(self, *, at_least: int = 0) -> tuple[Any, str]:
         """The newest state that can be put together, and the id of this rank's part.
 
         Collective. Every tensor's digest is compared. Where a copy is damaged another one is
         used, and where there is none, the save before.
+
+        Args:
+            at_least: saves of iterations before this one are left alone.
 
         Returns:
             The state, with its tensors on the CPU (``restore_tensor_device`` moves them), and an
@@ -198,15 +201,18 @@ class LocalCheckpointManager:
             PlanError: it was saved by another number of ranks, and is no MCoreTensorAwareStateDict.
         """
         self._let_finish()
-        comm = self._world("load of a local checkpoint")
-        parts = load_newest(comm, self._parts, self._codecs.resharded_kinds())
+        comm = self.communicator("load of a local checkpoint")
+        parts = load_newest(comm, self._parts, self._codecs.resharded_kinds(), at_least)
         state = agree(comm, lambda: decode_parts(parts, codecs=self._codecs, allowed=self._allowed))
         own = PartId(parts[0].part.part_id.save, comm.global_rank(comm.rank))
         logger.info("rank %s: loaded %s", own.global_rank, own)
         return state, str(own)
 
-    def _world(self, purpose: str) -> Communicator:
-        """All ranks.
+    def communicator(self, purpose: str) -> Communicator:
+        """All ranks of the manager, for one thing that they do together.
+
+        Args:
+            purpose: for messages.
 
         Raises:
             PlanError: the group lacks one of the world's first ranks, by whose numbers parts go.

@@ -1,0 +1,137 @@
+"""The newest checkpoint that is whole, local or global, and a report of those passed over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.errors import CheckpointNotFoundError, StorageError
+from dist_ckpt_strategies.local import (
+    BasicTensorAwareStateDict,
+    LazyCliqueReplicationStrategy,
+    LocalCheckpointManager,
+)
+from dist_ckpt_strategies.recovery import Loaded, Tier, load_latest
+from tests.support.ranks import run_processes
+
+pytestmark = pytest.mark.multiprocess
+
+NUM_RANKS = 2
+
+
+class Run:
+    """A training that saves locally and globally, as one rank sees it."""
+
+    def __init__(self, root: str) -> None:
+        self.rank = dist.get_rank()
+        self.global_root = Path(root) / "global"
+        self.node = Path(root) / f"node{self.rank}"
+        self.manager = LocalCheckpointManager(
+            self.node,
+            repl_strategy=LazyCliqueReplicationStrategy(1, 2, timeout_s=30),
+            keep=2,
+            timeout_s=30,
+        )
+
+    def save_locally(self, iteration: int) -> None:
+        state = BasicTensorAwareStateDict({"w": torch.full((4,), float(iteration))})
+        self.manager.save(state, iteration)
+
+    def save_globally(self, iteration: int) -> None:
+        dist_ckpt_strategies.save(self._state(float(iteration)), self.directory(iteration))
+
+    def directory(self, iteration: int) -> Path:
+        return self.global_root / f"iter_{iteration:07d}"
+
+    def load(self) -> Loaded:
+        return load_latest(
+            self.manager,
+            [self.global_root],
+            lambda path: dist_ckpt_strategies.load(self._state(-1.0), path),
+        )
+
+    def require(self, tier: Tier, iteration: int) -> Loaded:
+        found = self.load()
+        assert (found.tier, found.iteration) == (tier, iteration), found
+        state = found.state.state_dict if tier is Tier.LOCAL else found.state
+        assert state["w"].tolist() == [float(iteration)] * len(state["w"])
+        return found
+
+    def damage_local(self, iteration: int) -> None:
+        """Both copies of rank 1's part."""
+        for path in self.node.rglob(f"iter_{iteration:07d}_1_*"):
+            content = bytearray(path.read_bytes())
+            content[-1] ^= 1
+            path.write_bytes(content)
+        dist.barrier()
+
+    def _state(self, value: float) -> dict[str, Any]:
+        data = torch.full((2,), value)
+        return {"w": ShardedTensor.from_rank_offsets("w", data, (0, self.rank, NUM_RANKS))}
+
+
+def falls_back(rank: int, root: str) -> list[str]:
+    """Body of a rank: one checkpoint after the other becomes unusable."""
+    run = Run(root)
+    run.save_locally(90)
+    run.save_globally(80)
+    run.save_globally(95)
+    run.save_locally(100)
+    assert run.require(Tier.LOCAL, 100).attempts == ()
+    run.damage_local(100)
+    (refused,) = run.require(Tier.GLOBAL, 95).attempts
+    assert (refused.tier, refused.iteration) == (Tier.LOCAL, 100)
+    dist.barrier()
+    if rank == 0:
+        (run.directory(95) / "w" / "1").unlink()
+    dist.barrier()
+    reasons = [str(one) for one in run.require(Tier.LOCAL, 90).attempts]
+    run.damage_local(90)
+    assert run.require(Tier.GLOBAL, 80).iteration == 80
+    dist.barrier()
+    if rank == 0:
+        (run.directory(80) / "metadata.json").unlink()
+    dist.barrier()
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        run.load()
+    return [*reasons, str(caught.value)]
+
+
+def test_each_checkpoint_that_cannot_be_used_gives_way_to_the_next(tmp_path: Path) -> None:
+    for local, global_, nothing in run_processes(NUM_RANKS, falls_back, str(tmp_path)):
+        assert "local checkpoint of iteration 100" in local
+        assert "digest" in local
+        assert "global checkpoint of iteration 95" in global_
+        assert "missing" in global_
+        assert nothing.count("checkpoint of iteration") >= 4
+        assert "iter_0000080 is not a distributed checkpoint, or is incomplete" in nothing
+
+
+def fails_on_one_rank(rank: int, root: str) -> str:
+    run = Run(root)
+    run.save_globally(5)
+
+    def load(path: Path) -> None:
+        if rank == 1:
+            raise StorageError(f"{path}: a disk of this rank alone")
+
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        load_latest(None, [run.directory(5)], load)
+    return str(caught.value)
+
+
+def test_a_loader_that_fails_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
+    for message in run_processes(NUM_RANKS, fails_on_one_rank, str(tmp_path)):
+        assert "rank 1: " in message
+        assert "a disk of this rank alone" in message
+
+
+def test_nothing_at_all_is_said_with_the_places(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint to load in .*nowhere"):
+        load_latest(None, [tmp_path / "nowhere"], lambda path: path)
