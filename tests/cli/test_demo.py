@@ -111,10 +111,13 @@ def test_the_demo_ends_well_and_says_that_everything_is_bit_identical(tmp_path: 
     assert status == 0, text
     for layout in ("TP2 x DP2", "TP4 x DP1", "TP1 x DP2 x PP2", "TP1 x DP4"):
         assert layout in text
-    # Three layouts with weights, master weights and two moments each, and the golden checkpoint.
-    assert text.count("yes 17/17") == 3 * 4 + 1
+    # Four loads of weights, master weights and two moments each, and the golden checkpoint.
+    assert text.count("yes 17/17") == 4 * 4 + 1
     assert text.count("yes 1/1 ") == 1
     assert "NO " not in text
+    assert "save locally" in text
+    assert "lose the disk of node 1" in text
+    assert re.search(r"TP2 x DP2, node lost +yes .* yes .* yes .* yes", text)
     assert "Two-stage load at TP1 x DP4: read once, sent on" in text
     assert re.search(r"read from storage +[\d.]+ kB +[\d.]+ kB +[\d.]+ kB +[\d.]+ kB", text)
     assert (tmp_path / "kept" / "metadata.json").exists()
@@ -245,6 +248,7 @@ def test_a_task_survives_its_way_as_json(tmp_path: Path) -> None:
         checkpoint=tmp_path / "a",
         scratch=tmp_path / "b",
         golden=tmp_path / "c",
+        nodes=tmp_path / "d",
     )
 
     assert RankTask.from_json(task.to_json()) == task

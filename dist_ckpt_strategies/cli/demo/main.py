@@ -7,6 +7,7 @@ the checkpoint and go on too: their state must be bit-identical, and their loss 
 
 from __future__ import annotations
 
+import shutil
 import tarfile
 import tempfile
 import time
@@ -23,6 +24,7 @@ from dist_ckpt_strategies.cli.demo.events import (
     LOAD,
     RESUME,
     SAVE,
+    SAVE_LOCALLY,
     TRAIN,
     TRAIN_ON,
     Event,
@@ -55,6 +57,8 @@ from dist_ckpt_strategies.cli.text import bytes_text
 _TRAIN_LAYOUT = ParallelLayout(tp=2, dp=2)
 _RESUME_LAYOUTS = (ParallelLayout(tp=4, dp=1), ParallelLayout(tp=1, dp=2, pp=2))
 _SHARING_LAYOUT = ParallelLayout(tp=1, dp=4)
+_LOST_NODE = 1
+_LOST_NODE_SUFFIX = ", node lost"
 _GOLDEN_NAME = "m0123_tp4_modelonly"
 _ARRAY_KEY = "decoder.layers.mlp.linear_fc2.weight"
 _TENSORSTORE = "tensorstore"
@@ -95,6 +99,7 @@ class _Demo:
         self._scratch = scratch
         self._keep = keep
         self._checkpoint = (keep or scratch / "checkpoint").resolve()
+        self._nodes = scratch / "nodes"
         self._console = console
         self._display = PhaseDisplay(console)
         self._training = training
@@ -119,6 +124,8 @@ class _Demo:
                 last = layout is _RESUME_LAYOUTS[-1]
                 self._resume(layout, reference, golden if last else None)
             self._resume(_SHARING_LAYOUT, reference, None, Loading.TWO_STAGE)
+            self._lose_node()
+            self._resume(_TRAIN_LAYOUT, reference, None, Loading.LOCAL)
             view = self._read_one_array(reference)
         self._show(view, time.monotonic() - began)
         if self._findings:
@@ -134,6 +141,7 @@ class _Demo:
         self._steps += [
             Step(TRAIN, layout, seconds[TRAIN], before),
             Step(SAVE, layout, seconds[SAVE], nbytes=_size(self._checkpoint)),
+            Step(SAVE_LOCALLY, layout, seconds[SAVE_LOCALLY], nbytes=_size(self._nodes)),
             Step(TRAIN_ON, layout, seconds[TRAIN_ON], after),
         ]
         if before[-1][1] >= before[0][1]:
@@ -149,10 +157,12 @@ class _Demo:
     ) -> None:
         """Load in new processes and another layout, compare, and train on."""
         record = self._start(Role.RESUME, layout, golden, loading)
-        who, seconds = str(layout), record.seconds
+        is_local = loading is Loading.LOCAL
+        who = f"{layout}{_LOST_NODE_SUFFIX}" if is_local else str(layout)
+        seconds, source = record.seconds, self._nodes if is_local else self._checkpoint
         losses = tuple(sorted(record.losses.items()))
         self._steps += [
-            Step(LOAD, who, seconds[LOAD], nbytes=_size(self._checkpoint)),
+            Step(LOAD, who, seconds[LOAD], nbytes=_size(source)),
             Step(RESUME, who, seconds[RESUME], losses),
         ]
         agreements = compare_digests(reference.digests, record.digests)
@@ -163,6 +173,11 @@ class _Demo:
             self._steps.append(Step(GOLDEN, who, seconds[GOLDEN]))
             found = Agreement(WEIGHTS, record.golden.num_arrays, record.golden.differing)
             self._compare(Comparison("golden checkpoint", (found,)))
+
+    def _lose_node(self) -> None:
+        """Remove what one node has on its disk."""
+        self._display.begin(str(_TRAIN_LAYOUT), f"lose the disk of node {_LOST_NODE}")
+        shutil.rmtree(self._nodes / f"node{_LOST_NODE}")
 
     def _compare(self, comparison: Comparison) -> None:
         """Add a line to the table, and what is wrong to the findings."""
@@ -215,6 +230,7 @@ class _Demo:
             scratch,
             loading=loading,
             golden=golden,
+            nodes=self._nodes,
         )
         record = StartRecord(layout)
         self._display.begin(str(layout), f"start {layout.num_ranks} processes")

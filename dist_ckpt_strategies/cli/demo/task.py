@@ -11,6 +11,7 @@ from typing import Any
 from dist_ckpt_strategies.errors import CheckpointError
 
 ZARR = ("zarr", 1)
+LOCAL_REPLICATED = ("local_replicated", 1)
 FULLY_RESHARDABLE = "fully_reshardable"
 
 
@@ -30,6 +31,7 @@ class Loading(StrEnum):
 
     EACH = "every rank reads what it needs"
     TWO_STAGE = "a data-parallel group reads each byte once"
+    LOCAL = "every rank reads from its node, and what is lost there from a copy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class RankTask:
         scratch: a directory of this start alone: rendezvous, events and failures.
         loading: who reads the checkpoint, where it is loaded.
         golden: the unpacked golden checkpoint, where this start is to load it too.
+        nodes: the directory that holds one for each node, where there is a local checkpoint too.
         timeout_s: longest wait for a peer, in seconds.
     """
 
@@ -109,6 +112,7 @@ class RankTask:
     backend: tuple[str, int] = ZARR
     loading: Loading = Loading.EACH
     golden: Path | None = None
+    nodes: Path | None = None
     timeout_s: float = 120.0
 
     def to_json(self) -> str:
@@ -126,8 +130,14 @@ class RankTask:
             training=Training(**{**training, "size": ModelSize(**training["size"])}),
             checkpoint=Path(found["checkpoint"]),
             scratch=Path(found["scratch"]),
+            nodes=Path(found["nodes"]) if found["nodes"] else None,
             backend=(str(found["backend"][0]), int(found["backend"][1])),
             loading=Loading(found["loading"]),
             golden=Path(found["golden"]) if found["golden"] else None,
             timeout_s=float(found["timeout_s"]),
         )
+
+
+def local_checkpoint(global_rank: int) -> Path:
+    """Where a rank's node has the local checkpoint; every rank is a node of its own here."""
+    return Path(f"node{global_rank}") / "checkpoint"

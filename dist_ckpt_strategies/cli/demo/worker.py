@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies import LocalOptions
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.cli.demo.digest import digest_tensor
 from dist_ckpt_strategies.cli.demo.events import (
@@ -24,6 +25,7 @@ from dist_ckpt_strategies.cli.demo.events import (
     LOAD,
     RESUME,
     SAVE,
+    SAVE_LOCALLY,
     TRAIN,
     TRAIN_ON,
     DigestsTaken,
@@ -39,10 +41,12 @@ from dist_ckpt_strategies.cli.demo.ranks import end_with_parent, write_failure
 from dist_ckpt_strategies.cli.demo.state import gather_global_digests
 from dist_ckpt_strategies.cli.demo.task import (
     FULLY_RESHARDABLE,
+    LOCAL_REPLICATED,
     Loading,
     ModelSize,
     RankTask,
     Role,
+    local_checkpoint,
 )
 from dist_ckpt_strategies.storage.objects import read_pickle
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
@@ -88,17 +92,35 @@ class _Rank:
                 self._task.backend,
                 content_metadata=trainer.content_metadata,
             )
+        if self._task.nodes is not None:
+            self._save_locally(trainer, self._task.nodes, num_before)
         num_after = self._task.training.num_after_save
         self._iterate(trainer, TRAIN_ON, num_before, num_before + num_after)
 
+    def _save_locally(self, trainer: Trainer, nodes: Path, iteration: int) -> None:
+        directory = nodes / local_checkpoint(dist.get_rank())
+        directory.mkdir(parents=True)
+        with self._phase(SAVE_LOCALLY):
+            state = trainer.sharded_state_dict(is_loading=False)
+            dist_checkpointing.save(
+                {**state, "iteration": iteration},
+                str(directory),
+                LOCAL_REPLICATED,
+                content_metadata=trainer.content_metadata,
+            )
+
     def _resume(self, trainer: Trainer) -> None:
         shared = None
+        directory = self._task.checkpoint
         if self._task.loading is Loading.TWO_STAGE:
             group = parallel_state.get_data_parallel_group()
             shared = TwoStageDataParallelLoadShardedStrategy(group)
         with self._phase(LOAD):
+            if self._task.loading is Loading.LOCAL and self._task.nodes is not None:
+                directory = self._task.nodes / local_checkpoint(dist.get_rank())
+                dist_ckpt_strategies.prepare_local_load(directory)
             state = dist_checkpointing.load(
-                trainer.sharded_state_dict(is_loading=True), str(self._task.checkpoint), shared
+                trainer.sharded_state_dict(is_loading=True), str(directory), shared
             )
             trainer.load_state_dict(state)
         self._report_reading(shared)
@@ -153,7 +175,8 @@ class _Rank:
 
 def _run_rank(global_rank: int, task: RankTask) -> None:
     torch.set_num_threads(1)
-    dist_ckpt_strategies.register()
+    cliques = LocalOptions(replication_jump=1, replication_factor=2)
+    dist_ckpt_strategies.register(local=cliques)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{task.scratch / 'rendezvous'}",
