@@ -157,6 +157,8 @@ class _Packer:
     extensions: tuple[Extension, ...]
     buffers: list[BufferSpec] = field(default_factory=list)
     payloads: list[torch.Tensor] = field(default_factory=list)
+    num_objects: int = 0
+    """Objects around the value at hand: their tensors are theirs, and move nowhere."""
 
     def packed(self, value: Any, where: str) -> Any:
         """The tree of a value; ``where`` it stands is for messages."""
@@ -211,7 +213,8 @@ class _Packer:
         if isinstance(value, torch.Tensor):
             require_plain(value, key=where)
             shape = tuple(value.shape)
-            spec = BufferSpec(where, dtype_of(value, key=where), shape, value.device.type)
+            device = _NO_DEVICE if self.num_objects else value.device.type
+            spec = BufferSpec(where, dtype_of(value, key=where), shape, device)
             return {_KIND: "tensor", "buffer": self._add(spec, value.detach())}
         if type(value) is np.ndarray:
             dtype = DType.from_numpy(value.dtype, key=where)
@@ -243,7 +246,11 @@ class _Packer:
             return _NOTHING
         if isinstance(value, Enum):
             return {_KIND: "enum", "class": name, "name": value.name}
+        if isinstance(value, tuple):
+            return {_KIND: "named tuple", "class": name, "items": self._items(value, where)}
+        self.num_objects += 1
         fields = {key: self.packed(held, _below(where, key)) for key, held in _fields(value)}
+        self.num_objects -= 1
         return {_KIND: "object", "class": name, "fields": fields}
 
 
@@ -303,6 +310,12 @@ class _Unpacker:
         if not issubclass(found, Enum):
             raise TypeError(f"{tree['class']} is no enum")
         return found[tree["name"]]
+
+    def _named_tuple(self, tree: Any) -> Any:
+        found = self._named(tree["class"])
+        if not issubclass(found, tuple):
+            raise TypeError(f"{tree['class']} is no tuple")
+        return tuple.__new__(found, self.unpacked(tree["items"]))
 
     def _object(self, tree: Any) -> Any:
         found = self._named(tree["class"])
@@ -387,6 +400,7 @@ _UNPACKERS: Mapping[str, Callable[[_Unpacker, Any], Any]] = MappingProxyType(
         "extension": _Unpacker._extension,  # noqa: SLF001
         "global": _Unpacker._global,  # noqa: SLF001
         "enum": _Unpacker._enum,  # noqa: SLF001
+        "named tuple": _Unpacker._named_tuple,  # noqa: SLF001
         "object": _Unpacker._object,  # noqa: SLF001
     }
 )

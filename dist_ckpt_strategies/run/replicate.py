@@ -47,7 +47,7 @@ def run_replicate(
     """Store the parts of all members of a clique at each of them.
 
     Collective over the clique: either every member returns, or every member raises and none of
-    the parts has been finished anywhere. Four meetings, and an exchange for each round.
+    the parts has been finished anywhere. Five meetings, and an exchange for each round.
 
     Args:
         comm: the clique; a group of one stores its own part alone.
@@ -55,7 +55,8 @@ def run_replicate(
         payloads: the elements of its buffers; read, not changed. They must not change before
             this returns.
         open_sink: called for every part of the clique, this rank's own too.
-        max_bucket_nbytes: bound on what travels at once in each direction. Takes two to three
+        max_bucket_nbytes: bound on what travels at once in each direction; where members give
+            different ones, the least. Takes two to three
             times as much memory; over a device, a bucket there in each direction.
 
     Raises:
@@ -66,17 +67,18 @@ def run_replicate(
     started = time.monotonic()
     wires = agree_and_gather_bytes(comm, lambda: _checked_wire(part, payloads))
     with ExitStack() as stack:
+        streams: list[_Stream] = []
 
-        def begin() -> tuple[list[_Stream], ReplicationPlan]:
-            parts = _checked_parts(comm, wires)
-            streams = [_Stream(found, part_layout(found)) for found in parts]
-            for stream in streams:
-                stream.sink = open_sink(stream.part, stream.layout)
+        def begin() -> int:
+            for found in _checked_parts(comm, wires):
+                stream = _Stream(found, part_layout(found), open_sink(found, part_layout(found)))
+                streams.append(stream)
                 if stream.sink is not None:
                     stack.callback(stream.sink.abandon)
-            return streams, _plan(streams, max_bucket_nbytes)
+            return max_bucket_nbytes
 
-        streams, plan = agree(comm, begin)
+        bound = min(agree_and_gather(comm, begin))
+        plan = agree(comm, lambda: _plan(streams, bound))
         _run_rounds(comm, plan, streams, TensorSource(part, payloads))
         claimed = agree_and_gather(comm, lambda: _own_digests(streams, comm.rank))
         agree(comm, lambda: _finish(comm, streams, claimed))

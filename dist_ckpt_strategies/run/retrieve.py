@@ -84,26 +84,26 @@ def run_retrieve(
         comm: the ranks that the plan was made for.
         plan: who reads what for whom.
         open_source: this rank's copy of a part that the plan has it read.
-        message_nbytes: bound on a message, equal on all ranks. Beside what it wants, a rank takes
-            three times this much memory.
+        message_nbytes: bound on a message; where ranks give different ones, the least. Beside what
+            it wants, a rank takes three times this much memory.
 
     Raises:
         PeerError: a rank does not take part any more.
     """
     started = time.monotonic()
     with ExitStack() as stack:
+        sources: dict[str, PartSource] = {}
 
-        def begin() -> dict[str, PartSource]:
-            found = {}
+        def begin() -> int:
             for part_id in sorted({t.id_ for t in plan.transfers if t.sender == comm.rank}):
-                found[part_id] = open_source(part_id)
-                stack.callback(found[part_id].close)
-            return found
+                sources[part_id] = open_source(part_id)
+                stack.callback(sources[part_id].close)
+            return message_nbytes
 
-        sources = agree(comm, begin)
+        bound = min(agree_and_gather(comm, begin))
         plan, headers = _exchange_headers(comm, plan, sources)
         arrivals = agree(comm, lambda: _make_room(plan.received_by(comm.rank), headers))
-        _exchange_content(comm, plan, sources, arrivals, headers, message_nbytes)
+        _exchange_content(comm, plan, sources, arrivals, headers, bound)
         bad = _findings(comm, sources, arrivals)
     unusable = {(one.rank, one.part_id) for one in bad}
     parts = {

@@ -77,7 +77,7 @@ class BufferSpec:
         dtype: type of its elements.
         shape: in elements.
         device: the kind of device that a tensor was on, ``cpu`` or ``cuda``; empty for what is
-            no tensor.
+            no tensor, or belongs to an object.
     """
 
     name: str

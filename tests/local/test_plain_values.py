@@ -11,7 +11,7 @@ import os
 import pathlib
 import random
 import signal
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -207,3 +207,26 @@ def test_what_holds_itself_is_refused() -> None:
 def test_a_sparse_tensor_is_refused_by_its_place() -> None:
     with pytest.raises(PlanError, match=r"^a: expected a dense tensor"):
         pack({"a": torch.eye(3).to_sparse()}, ALLOWED)
+
+
+class Pair(NamedTuple):
+    """A tuple with names."""
+
+    left: torch.Tensor
+    right: str
+
+
+def test_an_allowed_tuple_with_names_comes_back_as_one() -> None:
+    allowed = default_allowed_names([Pair])
+    found = through_json(pack(Pair(torch.arange(3), "x"), allowed), allowed)
+
+    assert type(found) is Pair
+    assert found.left.tolist() == [0, 1, 2]
+    with pytest.raises(UnsafeObjectError, match="Pair cannot be stored"):
+        pack([Pair(torch.arange(3), "x")], ALLOWED)
+
+
+def test_tensors_of_objects_have_no_device() -> None:
+    packed = pack([argparse.Namespace(t=torch.ones(1)), {"w": torch.ones(2)}], ALLOWED)
+
+    assert [buffer.device for buffer in packed.buffers] == ["", "cpu"]

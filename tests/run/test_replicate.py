@@ -176,6 +176,17 @@ def test_a_bucket_of_one_byte_makes_a_round_of_each_byte() -> None:
     assert clique.wrong_memory() == []
 
 
+def test_members_with_different_bounds_keep_to_the_least() -> None:
+    states = [[noise(9000, rank), noise(70, rank + 2)] for rank in range(2)]
+    cliques = [Clique(states, bound) for bound in (512, 1 << 20)]
+    run_ranks(2, lambda comm: cliques[comm.rank].save(comm))
+
+    for rank, clique in enumerate(cliques):
+        peer = 1 - rank
+        found = [sink_bytes(clique.memory[rank, peer], number) for number in range(2)]
+        assert found == [bytes_of(tensor) for tensor in states[peer]]
+
+
 SIZES = st.lists(st.sampled_from([0, 1, 63, 64, 65, 999, 4096, 5000, 65_536, 70_000]), max_size=5)
 
 
