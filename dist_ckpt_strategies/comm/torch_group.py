@@ -85,6 +85,13 @@ def new_group_of(
     return mine
 
 
+def is_default_group(group: ProcessGroup | None) -> bool:
+    """Whether this is the group that everybody uses by default, and it has several ranks."""
+    if not is_distributed() or dist.get_world_size(group) == 1:
+        return False
+    return group is None or group is dist.group.WORLD
+
+
 def group_ranks(group: ProcessGroup | None) -> tuple[int, ...]:
     """The global ranks of a group; of the world if there is none, or of this process alone."""
     if not is_distributed():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from dist_ckpt_strategies.errors import PeerTimeoutError
+from dist_ckpt_strategies.storage.files import file_errors
 
 T = TypeVar("T")
 
@@ -18,19 +19,26 @@ _PAUSE_S = 0.02
 
 
 class BackgroundWork(Generic[T]):
-    """Work on a thread of its own, whose end other processes can see.
+    """Work on a thread of its own, from ``start`` on; other processes can see its end.
 
     Args:
         work: what to do.
         name: for the thread.
+
+    Raises:
+        StorageError: the temporary directory has no room for the mark of its end.
     """
 
     def __init__(self, work: Callable[[], T], name: str) -> None:
         self._work = work
         self._results: list[T] = []
         self._errors: list[BaseException] = []
-        self.end_mark = Path(tempfile.mkdtemp(prefix="dist_ckpt-")) / "ended"
+        with file_errors(None, tempfile.gettempdir()):
+            self.end_mark = Path(tempfile.mkdtemp(prefix="dist_ckpt-")) / "ended"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
         self._thread.start()
 
     def is_done(self) -> bool:

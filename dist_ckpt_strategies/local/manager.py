@@ -152,6 +152,7 @@ class LocalCheckpointManager:
             PlanError: ranks differ in the iteration, or a tensor cannot be stored.
             UnsafeObjectError: the state holds an object of a class that is not allowed.
             StorageError: there is no room for it, or a part cannot be written.
+            StrategyError: with ``is_async``, the strategy's group is the one that training uses.
             PeerError: the same on another rank.
         """
         self._let_finish()
@@ -168,9 +169,18 @@ class LocalCheckpointManager:
             report = self._stored(comm, save, lambda: self._store(clique, encoded, bound))
             self._complete(comm, save, report)
             return None
-        copied = agree(comm, lambda: self._copied(encoded))
-        work = BackgroundWork(lambda: self._store(clique, copied, bound), "local-save")
-        self._running = work
+
+        def prepare() -> BackgroundWork[ReplicationReport]:
+            if strategy is not None and strategy.is_over_default_group:
+                raise StrategyError(
+                    "is_async: the strategy's group is the default one, which training uses at the "
+                    "same time; make it by from_replication_params, or give it a group of its own"
+                )
+            copied = EncodedState(encoded.part, self._snapshot.take(encoded.payloads))
+            return BackgroundWork(lambda: self._store(clique, copied, bound), "local-save")
+
+        work = self._running = agree(comm, prepare)
+        work.start()
         return LocalSaveRequest.of(work, lambda: self._finalise(comm, save, work), self._timeout_s)
 
     def find_latest(self) -> int:
@@ -289,9 +299,6 @@ class LocalCheckpointManager:
         save = self._newest = SaveId(answers[0][0], answers[0][-1])
         part = replace(held[0].part, part_id=PartId(save, me))
         return EncodedState(part, held[0].payloads)
-
-    def _copied(self, encoded: EncodedState) -> EncodedState:
-        return EncodedState(encoded.part, self._snapshot.take(encoded.payloads))
 
     def _store(
         self, clique: Communicator, encoded: EncodedState, max_bucket_nbytes: int

@@ -11,6 +11,7 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.torch_group import (
     ProcessGroup,
     group_ranks,
+    is_default_group,
     new_group_of,
     open_communicator,
     payload_device,
@@ -136,6 +137,11 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     def local_group(self) -> ProcessGroup | None:
         """The clique's process group."""
         return self._group
+
+    @property
+    def is_over_default_group(self) -> bool:
+        """Whether the members meet in torch's default group, as training does."""
+        return is_default_group(self._group)
 
     @property
     def global_ranks(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -18,9 +19,11 @@ import torch.distributed as dist
 
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
+    CliqueReplicationStrategy,
 )
 from tests.local.clique_worlds import (
     SAVED,
+    TIMEOUT_S,
     Outcome,
     cliques,
     holder_directory,
@@ -150,6 +153,14 @@ def run_behind(rank: int, root: str) -> dict[str, Any]:
     seen["wait"] = outcome(request.wait)
     seen["done"] = request.done()
     seen["overwritten"] = load(manager, rank)
+    on_rank = Patch(tempfile, "mkdtemp", no_space) if rank == 3 else None
+    again = state_of(rank, 2)
+    seen["no mark"] = with_patch(
+        on_rank, lambda: outcome(lambda: manager.save(again, 2, is_async=True))
+    )
+    everybody = manager_of(rank, root, CliqueReplicationStrategy(None, timeout_s=TIMEOUT_S))
+    seen["default group"] = outcome(lambda: everybody.save(again, 2, is_async=True))
+    seen["still there"] = load(manager, rank)
     seen["threads"] = [t.name for t in threading.enumerate() if t.name == "local-save"]
     return seen
 
@@ -157,7 +168,9 @@ def run_behind(rank: int, root: str) -> dict[str, Any]:
 def test_a_save_behind_training_keeps_what_was_there_when_it_began(tmp_path: Path) -> None:
     for seen in run(4, run_behind, tmp_path):
         assert (seen["wait"], seen["done"]) == (SAVED, True)
-        assert seen["overwritten"] == ("ok", "1")
+        assert seen["overwritten"] == seen["still there"] == ("ok", "1")
+        assert seen["no mark"][0] == "StorageError"
+        assert seen["default group"][0] == "StrategyError"
         assert seen["threads"] == []
 
 

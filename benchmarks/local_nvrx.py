@@ -1,0 +1,88 @@
+"""nvidia-resiliency-ext as a contender, with what it needs on a machine without CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from nvidia_resiliency_ext.checkpointing.local import basic_state_dict
+from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import (
+    LocalCheckpointManager,
+)
+from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
+    CliqueReplicationStrategy,
+)
+from torch.overrides import TorchFunctionMode
+
+
+class _State(basic_state_dict.BasicTensorAwareStateDict):  # type: ignore[misc]
+    """Theirs, without the assertion that every tensor is on CUDA."""
+
+    def __init__(self, state_dict: dict[str, Any]) -> None:
+        self.state_dict = state_dict
+        self._is_hollow = False
+
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
+        """The tensors are where they belong."""
+
+
+class _CudaMeansCpu(TorchFunctionMode):
+    """``tensor.cuda()`` is the tensor, and ``device="cuda"`` the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        named = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if str(named.get("device", "")).startswith("cuda"):
+            named["device"] = torch.device("cpu")
+        return func(*args, **named)
+
+
+class Nvrx:
+    """See LocalContender. Its request is carried out by itself, as its queue would in a process."""
+
+    def __init__(self, rank: int, tensors: Sequence[torch.Tensor]) -> None:
+        self._rank = rank
+        self._tensors = tensors
+        self._strategy = CliqueReplicationStrategy.from_replication_params(1, 2)
+        self._managers: dict[Path, Any] = {}
+        self._request: Any = None
+        setattr(torch.cuda, "synchronize", lambda _device=None: None)  # noqa: B010 - typed otherwise
+
+    def save(self, root: Path, iteration: int) -> None:
+        """See LocalContender."""
+        with _CudaMeansCpu():
+            self._manager(root).save(self._state(), iteration)
+
+    def begin(self, root: Path, iteration: int) -> None:
+        """See LocalContender."""
+        with _CudaMeansCpu():
+            self._request = self._manager(root).save(self._state(), iteration, is_async=True)
+
+    def finish(self) -> None:
+        """See LocalContender."""
+        self._request.execute_sync()
+
+    def load(self, root: Path) -> list[torch.Tensor]:
+        """See LocalContender."""
+        manager = LocalCheckpointManager(root, repl_strategy=self._strategy)
+        with _CudaMeansCpu():
+            manager.find_latest()
+            state, _ = manager.load()
+        return list(state.tensors)
+
+    def recover(self, root: Path) -> list[torch.Tensor]:
+        """See LocalContender."""
+        return self.load(root)
+
+    def _manager(self, root: Path) -> Any:
+        if root not in self._managers:
+            self._managers[root] = LocalCheckpointManager(root, repl_strategy=self._strategy)
+        root.mkdir(parents=True, exist_ok=True)
+        return self._managers[root]
+
+    def _state(self) -> _State:
+        return _State({"model": list(self._tensors)})

@@ -1,0 +1,198 @@
+"""Save every rank's state to its node with a copy at a peer, and get it back, beside the floor.
+
+    python benchmarks/local_replicated.py --out local_replicated.jsonl
+    python benchmarks/local_replicated.py --smoke
+
+Four ranks, each a node of its own with a directory of its own; cliques of two. Alternating
+contenders, medians; on a disk and on a memory file system. Each round: save, the blocking part of
+an asynchronous save, load, and load after rank 1's directory is gone. Every load is checked. The
+first round is not counted.
+
+The floors: of the blocking part, one copy of the rank's bytes into memory that is in use; of a
+save, the exchange of the bytes between the two of a clique over gloo, then two plain files written
+and flushed; of a load, reading a file into memory in use; of a recovery, for rank 1 sending the
+bytes instead.
+
+``nvrx`` is nvidia-resiliency-ext, with a few stand-ins for CUDA; it does not flush its files.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+# Run as a script, Python looks for modules beside this file only; the package is one level up.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import typer
+from rich.table import Table
+
+from benchmarks.command_line import (
+    Directories,
+    Names,
+    Out,
+    Output,
+    Repetitions,
+    Smoke,
+    TimeoutS,
+    chosen_names,
+    chosen_places,
+    open_output,
+)
+from benchmarks.disks import file_system, touch_memory, workspace
+from benchmarks.harness import RankContext, Ranks, alternate, median, paired_ratio
+from benchmarks.local_roster import FLOOR, LOCAL_PACKAGES, NVRX, OURS
+from benchmarks.roster import missing_package
+
+MIB = 1 << 20
+NUM_RANKS = 4
+
+SAVE, BLOCKING, LOAD, RECOVERY = "save", "blocking part", "load", "recovery"
+STEPS = (SAVE, BLOCKING, LOAD, RECOVERY)
+TARGETS = {SAVE: 1.5, BLOCKING: 1.3, RECOVERY: 1.5}
+"""Ratios to the floor that are aimed at; to NVRx it is 0.5 for a save and a recovery."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalCase:
+    """One size on one file system."""
+
+    file_system: str
+    rank_nbytes: int
+    num_ranks: int = NUM_RANKS
+    num_copies: int = 2
+
+    def __str__(self) -> str:
+        """For the title of a table."""
+        return f"{self.num_ranks} ranks x {self.rank_nbytes / MIB:g} MiB, {self.file_system}"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSample:
+    """One timing: first rank's start to last rank's end."""
+
+    step: str
+    contender: str
+    repetition: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class LocalSummary:
+    """What the samples of one step of one contender amount to: median, and median ratios."""
+
+    step: str
+    contender: str
+    num_samples: int
+    seconds: float
+    floor_ratio: float
+    nvrx_ratio: float | None
+
+
+def make_worker(nbytes: int, names: Sequence[str], context: RankContext) -> object:
+    """The worker of one rank, made in its process."""
+    module = importlib.import_module("benchmarks.local_worker")
+    return module.LocalWorker(context, nbytes, names)
+
+
+def run_rounds(
+    ranks: Ranks, case: LocalCase, names: Sequence[str], directory: Path, repetitions: int
+) -> Iterator[LocalSample]:
+    """All steps of every contender in turn."""
+    for repetition, name in alternate(names, repetitions + 1):
+        for step in STEPS:
+            touch_memory(2 * case.rank_nbytes * case.num_ranks)
+            if step == RECOVERY:
+                ranks.step("lose", name, directory)
+            seconds = ranks.step(step.replace(" ", "_"), name, directory, repetition).seconds
+            ranks.step("settle", name, step)
+            if repetition > 0:
+                yield LocalSample(step, name, repetition, seconds)
+        ranks.step("remove", name, directory)
+
+
+def summarise_local(samples: Sequence[LocalSample]) -> list[LocalSummary]:
+    """One summary for each step of each contender."""
+    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for sample in sorted(samples, key=lambda s: s.repetition):
+        found[sample.step, sample.contender].append(sample.seconds)
+    return [
+        LocalSummary(
+            step,
+            name,
+            len(seconds),
+            median(seconds),
+            paired_ratio(seconds, found[step, FLOOR]),
+            paired_ratio(seconds, found[step, NVRX]) if (step, NVRX) in found else None,
+        )
+        for (step, name), seconds in sorted(found.items(), key=lambda one: STEPS.index(one[0][0]))
+    ]
+
+
+def build_local_table(case: LocalCase, summaries: Sequence[LocalSummary]) -> Table:
+    """The case as a table."""
+    table = Table(title=f"{case}: median seconds, median ratios (targets)")
+    for name in ("step", "contender"):
+        table.add_column(name, no_wrap=True)
+    for name in ("seconds", "of the floor", "of nvrx"):
+        table.add_column(name, justify="right")
+    for one in summaries:
+        target = TARGETS.get(one.step) if one.contender == OURS else None
+        aim = f" (<= {target:g})" if target else ""
+        ratio = "" if one.nvrx_ratio is None else f"{one.nvrx_ratio:.2f}"
+        table.add_row(
+            one.step, one.contender, f"{one.seconds:.3f}", f"{one.floor_ratio:.2f}{aim}", ratio
+        )
+    return table
+
+
+def main(  # noqa: PLR0913 - one parameter for each option
+    *,
+    mib: Annotated[int, typer.Option(min=1, help="MiB of each rank's state.")] = 256,
+    directory: Directories = None,
+    contender: Names = None,
+    repetitions: Repetitions = 7,
+    out: Out = Path("/dev/null"),
+    smoke: Smoke = False,
+    timeout_s: TimeoutS = 300.0,
+) -> None:
+    """Save, load and recover local checkpoints with every contender in turn."""
+    nbytes = (1 if smoke else mib) * MIB
+    with open_output(out, "local_replicated.py") as output:
+        lacks = {name: missing_package(package) for name, package in LOCAL_PACKAGES.items()}
+        names = chosen_names(contender, lacks, (FLOOR,), output)
+        make = partial(make_worker, nbytes, names)
+        with Ranks(NUM_RANKS, make, timeout_s=timeout_s) as ranks:
+            for place in chosen_places(directory):
+                run_place(ranks, LocalCase(file_system(place), nbytes), names, place,
+                          1 if smoke else repetitions, output)  # fmt: skip
+
+
+def run_place(
+    ranks: Ranks,
+    case: LocalCase,
+    names: Sequence[str],
+    place: Path,
+    repetitions: int,
+    output: Output,
+) -> None:
+    """Time everything in one place, and report it."""
+    samples = []
+    with workspace(place) as directory:
+        for sample in run_rounds(ranks, case, names, directory, repetitions):
+            output.lines.write("sample", sample, case=case)
+            samples.append(sample)
+    summaries = summarise_local(samples)
+    for summary in summaries:
+        output.lines.write("summary", summary, case=case)
+    output.console.print(build_local_table(case, summaries))
+
+
+if __name__ == "__main__":
+    typer.run(main)
