@@ -69,8 +69,10 @@ print("line before the end")
 sys.exit(1)
 """
 
+# Whoever runs the tests in the background may have had SIGINT ignored, which is inherited.
 INTERRUPTED_PARENT = """
-import pathlib, sys
+import pathlib, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from dist_ckpt_strategies.cli.demo.ranks import run_rank_processes
 scratch = pathlib.Path(sys.argv[1])
 commands = [[sys.executable, "-c", sys.argv[2], str(scratch / f"pid{r}")] for r in range(2)]
