@@ -48,7 +48,6 @@ class Nvrx:
         self._rank = rank
         self._tensors = tensors
         self._strategy = CliqueReplicationStrategy.from_replication_params(1, 2)
-        self._managers: dict[Path, Any] = {}
         self._request: Any = None
         setattr(torch.cuda, "synchronize", lambda _device=None: None)  # noqa: B010 - typed otherwise
 
@@ -68,7 +67,7 @@ class Nvrx:
 
     def load(self, root: Path) -> list[torch.Tensor]:
         """See LocalContender."""
-        manager = LocalCheckpointManager(root, repl_strategy=self._strategy)
+        manager = self._manager(root)
         with _CudaMeansCpu():
             manager.find_latest()
             state, _ = manager.load()
@@ -79,10 +78,8 @@ class Nvrx:
         return self.load(root)
 
     def _manager(self, root: Path) -> Any:
-        if root not in self._managers:
-            self._managers[root] = LocalCheckpointManager(root, repl_strategy=self._strategy)
-        root.mkdir(parents=True, exist_ok=True)
-        return self._managers[root]
+        """A new one: theirs does not notice that its directory has been removed."""
+        return LocalCheckpointManager(root, repl_strategy=self._strategy)
 
     def _state(self) -> _State:
         return _State({"model": list(self._tensors)})
