@@ -11,10 +11,10 @@ import torch
 import xxhash
 
 from dist_ckpt_strategies.comm.base import Bytes
-from dist_ckpt_strategies.device import as_bytes, is_in_order, to_host, torch_dtype
+from dist_ckpt_strategies.device import as_bytes, host_memory, is_in_order, to_host, torch_dtype
 from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError
 from dist_ckpt_strategies.plan.messages import Message
-from dist_ckpt_strategies.spec.part import Part
+from dist_ckpt_strategies.spec.part import BufferSpec, Part
 from dist_ckpt_strategies.storage.part_files import PartReader, PartWriter
 from dist_ckpt_strategies.storage.part_format import (
     PartLayout,
@@ -202,7 +202,9 @@ class FileSink:
 
 
 class MemorySink:
-    """Fills new tensors on the host; see PartSink.
+    """Fills new tensors on the host, which share one piece of memory; see PartSink.
+
+    New memory comes in large pages where the system has them: it is touched for the first time.
 
     Attributes:
         part: what they are.
@@ -212,25 +214,17 @@ class MemorySink:
     def __init__(self, part: Part, layout: PartLayout) -> None:
         self.part = part
         self._layout = layout
-        self.tensors = tuple(
-            torch.empty(buffer.shape, dtype=torch_dtype(buffer.dtype), device="cpu")
-            for buffer in part.buffers
-        )
+        self._memory = host_memory(layout.nbytes - layout.header_nbytes, is_pinned=False)
+        self.tensors = tuple(map(self._tensor, part.buffers, layout.byte_offsets))
 
     def memory(self, message: Message) -> Bytes | None:
-        """See PartSink."""
-        if len(message.slices) > 1:
-            return None
-        (piece,) = message.slices
-        return self.bytes_of(piece.buffer)[piece.start : piece.start + piece.nbytes]
+        """See PartSink. The memory is laid out like the file: a message lands where it belongs."""
+        start = message.byte_offset - self._layout.header_nbytes
+        content: Bytes = self._memory[start : start + message.nbytes].numpy()
+        return content
 
     def take(self, message: Message, content: Bytes) -> None:
         """See PartSink."""
-        if len(message.slices) == 1:
-            return
-        for piece in message.slices:
-            start = self._layout.byte_offsets[piece.buffer] - message.byte_offset
-            self.bytes_of(piece.buffer)[:] = content[start : start + piece.nbytes]
 
     def finish(self, digests: Sequence[int]) -> None:
         """See PartSink."""
@@ -242,6 +236,14 @@ class MemorySink:
         """The bytes of a buffer."""
         content: Bytes = as_bytes(self.tensors[buffer]).numpy()
         return content
+
+    def _tensor(self, buffer: BufferSpec, byte_offset: int) -> torch.Tensor:
+        """A tensor with a storage of its own, lest saving it should save its neighbours too."""
+        if buffer.nbytes == 0:
+            return torch.empty(buffer.shape, dtype=torch_dtype(buffer.dtype), device="cpu")
+        start = byte_offset - self._layout.header_nbytes
+        content = torch.from_numpy(self._memory.numpy()[start : start + buffer.nbytes])
+        return content.view(torch_dtype(buffer.dtype)).reshape(buffer.shape)
 
     def damage(self, stored: StoredPart) -> str | None:
         """What is not as its digest says; takes a look at every byte."""
