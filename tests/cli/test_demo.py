@@ -119,7 +119,8 @@ def test_the_demo_ends_well_and_says_that_everything_is_bit_identical(tmp_path: 
     assert "NO " not in text
     assert "save locally" in text
     assert "lose the disk of node 1" in text
-    assert re.search(r"TP2 x DP2, node lost +yes .* yes .* yes .* yes", text)
+    assert re.search(r"recover +TP2 x DP2, lost", text)
+    assert re.search(r"TP2 x DP2, lost +yes .* yes .* yes .* yes", text)
     assert "Two-stage load at TP1 x DP4: read once, sent on" in text
     assert re.search(r"read from storage +[\d.]+ kB +[\d.]+ kB +[\d.]+ kB +[\d.]+ kB", text)
     assert (tmp_path / "kept" / "metadata.json").exists()

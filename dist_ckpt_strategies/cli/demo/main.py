@@ -58,7 +58,8 @@ _TRAIN_LAYOUT = ParallelLayout(tp=2, dp=2)
 _RESUME_LAYOUTS = (ParallelLayout(tp=4, dp=1), ParallelLayout(tp=1, dp=2, pp=2))
 _SHARING_LAYOUT = ParallelLayout(tp=1, dp=4)
 _LOST_NODE = 1
-_LOST_NODE_SUFFIX = ", node lost"
+_RECOVER = "recover"
+_LOST_NODE_SUFFIX = ", lost"
 _GOLDEN_NAME = "m0123_tp4_modelonly"
 _ARRAY_KEY = "decoder.layers.mlp.linear_fc2.weight"
 _TENSORSTORE = "tensorstore"
@@ -162,7 +163,7 @@ class _Demo:
         seconds, source = record.seconds, self._nodes if is_local else self._checkpoint
         losses = tuple(sorted(record.losses.items()))
         self._steps += [
-            Step(LOAD, who, seconds[LOAD], nbytes=_size(source)),
+            Step(_RECOVER if is_local else LOAD, who, seconds[LOAD], nbytes=_size(source)),
             Step(RESUME, who, seconds[RESUME], losses),
         ]
         agreements = compare_digests(reference.digests, record.digests)
