@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from dist_ckpt_strategies.errors import CheckpointError, MissingDependencyError
+from dist_ckpt_strategies.errors import MissingDependencyError
 from dist_ckpt_strategies.local.background import BackgroundWork, wait_for_mark
 from dist_ckpt_strategies.megatron.requests import AsyncRequest
 
@@ -21,7 +21,7 @@ class _Finalisation:
         self.timeout_s = timeout_s
         self._finalise = finalise
         self._is_called = False
-        self._error: CheckpointError | None = None
+        self._error: Exception | None = None
 
     def __call__(self) -> None:
         """End the save. Collective."""
@@ -32,7 +32,7 @@ class _Finalisation:
         self._is_called = True
         try:
             self._finalise()
-        except CheckpointError as error:
+        except Exception as error:
             self._error = error
             raise
 

@@ -166,7 +166,13 @@ def _from_global(
 
     def load() -> Any:
         read_marker(Path(candidate.path))
-        return load_global(Path(candidate.path))
+        try:
+            return load_global(Path(candidate.path))
+        except CheckpointError:
+            raise
+        except Exception as error:  # another rank sees one of ours, and both have to go on alike
+            text = f"{candidate.path}: load_global raised {type(error).__name__}: {error}"
+            raise CheckpointError(text, path=candidate.path) from error
 
     try:
         state = agree(comm, load)

@@ -141,6 +141,14 @@ class _Stream:
         """Where a message is to land; None if anywhere will do."""
         return self.sink.memory(message) if self.sink else None
 
+    def own_content(self, source: TensorSource, message: Message) -> Bytes:
+        """The bytes of a message; zeros where they cannot be had, which is kept for later too."""
+        try:
+            return source.content(message)
+        except Exception as error:  # noqa: BLE001 - raised at the end, when no peer waits for us
+            self.failure = self.failure or error
+            return np.zeros(message.nbytes, np.uint8)
+
     def take(self, message: Message, content: Bytes) -> None:
         """Take the digests of a message, and store it; a failure is kept for later."""
         try:
@@ -179,7 +187,7 @@ def _run_rounds(
             own = plan.message(comm.rank, number)
             sends: list[Send] = []
             if own is not None:
-                content = source.content(own)
+                content = streams[comm.rank].own_content(source, own)
                 sends = [Send(rank, content) for rank in peers]
                 bucket.hold(pools[comm.rank].submit(streams[comm.rank].take, own, content))
             arriving = [

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ def run_reshard(plan: ReshardPlan, held: Shards, targets: Shards, comm: Communic
     """Fill every target.
 
     Collective: every rank of ``comm`` calls this with an equal plan. Two meetings and an exchange
-    for each round.
+    for each round, and one meeting more.
 
     Args:
         plan: what moves where.
@@ -52,9 +53,14 @@ def run_reshard(plan: ReshardPlan, held: Shards, targets: Shards, comm: Communic
             [Send(p.receiver, content) for p, content in zip(outgoing, contents, strict=True)],
             [Receive(p.sender, buffer) for p, buffer in zip(incoming, buffers, strict=True)],
         )
-        for piece, buffer in zip(incoming, buffers, strict=True):
-            elements = torch.from_numpy(buffer).view(torch_dtype(piece.dtype))
-            _part(piece, piece.target, targets).copy_(elements.reshape(piece.region.shape))
+        agree(comm, partial(_fill, incoming, buffers, targets))
+
+
+def _fill(incoming: Sequence[Piece], buffers: Sequence[Bytes], targets: Shards) -> None:
+    """Put what has arrived in its places."""
+    for piece, buffer in zip(incoming, buffers, strict=True):
+        elements = torch.from_numpy(buffer).view(torch_dtype(piece.dtype))
+        _part(piece, piece.target, targets).copy_(elements.reshape(piece.region.shape))
 
 
 def _part(piece: Piece, shard: ShardId, tensors: Shards) -> torch.Tensor:

@@ -118,7 +118,7 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
             StorageError: a part cannot be written; a PeerError of that class elsewhere.
         """
         comm = self._node.communicator(f"save to {checkpoint_dir}")
-        root = self._node.root(checkpoint_dir, comm)
+        root = agree(comm, lambda: self._node.root(checkpoint_dir, comm))
         common_path = Path(checkpoint_dir).absolute() / COMMON_NAME
 
         def begin() -> bytes:
@@ -187,7 +187,7 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
             CoverageError: no part holds something that is wanted.
         """
         comm = self._node.communicator(f"load from {checkpoint_dir}")
-        root = self._node.root(checkpoint_dir, comm)
+        root = agree(comm, lambda: self._node.root(checkpoint_dir, comm))
         state, _ = self._node.manager(root, None).load()
         agree(comm, lambda: _require_common(checkpoint_dir, state.common_state_dict))
         return dict(state.loaded(comm, sharded_state_dict, _deliver))
@@ -250,7 +250,7 @@ def prepare_local_load(
     """
     node = _Node(local or LocalOptions(), group, _options(options), ())
     comm = node.communicator(f"preparation of {checkpoint_dir}")
-    root = node.root(checkpoint_dir, comm)
+    root = agree(comm, lambda: node.root(checkpoint_dir, comm))
     restore_common(comm, root, str(checkpoint_dir))
 
 

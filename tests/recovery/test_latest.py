@@ -113,21 +113,24 @@ def test_each_checkpoint_that_cannot_be_used_gives_way_to_the_next(tmp_path: Pat
         assert "iter_0000080 is not a distributed checkpoint, or is incomplete" in nothing
 
 
-def fails_on_one_rank(rank: int, root: str) -> str:
+def fails_on_one_rank(rank: int, root: str, kind: type[Exception]) -> str:
     run = Run(root)
     run.save_globally(5)
 
     def load(path: Path) -> None:
         if rank == 1:
-            raise StorageError(f"{path}: a disk of this rank alone")
+            raise kind(f"{path}: a disk of this rank alone")
 
     with pytest.raises(CheckpointNotFoundError) as caught:
         load_latest(None, [run.directory(5)], load)
     return str(caught.value)
 
 
-def test_a_loader_that_fails_on_one_rank_is_refused_on_all(tmp_path: Path) -> None:
-    for message in run_processes(NUM_RANKS, fails_on_one_rank, str(tmp_path)):
+@pytest.mark.parametrize("kind", [StorageError, ValueError])
+def test_a_loader_that_fails_on_one_rank_is_refused_on_all(
+    kind: type[Exception], tmp_path: Path
+) -> None:
+    for message in run_processes(NUM_RANKS, fails_on_one_rank, str(tmp_path), kind):
         assert "rank 1: " in message
         assert "a disk of this rank alone" in message
 

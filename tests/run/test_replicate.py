@@ -23,6 +23,7 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
     PeerError,
+    PeerTimeoutError,
     PlanError,
     StorageError,
 )
@@ -293,6 +294,16 @@ def test_a_full_disk_is_raised_on_every_rank_and_leaves_no_part(
         return caught(lambda: clique.save(comm, open_sink))
 
     require_all_raise(run_ranks(3, save), StorageError, member)
+    assert clique.files() == []
+
+
+def test_a_tensor_that_cannot_be_read_is_raised_on_every_rank(tmp_path: Path) -> None:
+    unreadable = torch.empty(30_000, dtype=torch.uint8, device="meta")
+    clique = Clique([[noise(30_000, 1)], [unreadable], [noise(5, 2)]], 4096, tmp_path)
+    seen = run_ranks(3, lambda comm: caught(lambda: clique.save(comm)), timeout_s=5.0)
+
+    assert all(error is not None and not isinstance(error, PeerTimeoutError) for error in seen)
+    assert [getattr(error, "global_rank", 1) for error in seen] == [1, 1, 1]
     assert clique.files() == []
 
 
