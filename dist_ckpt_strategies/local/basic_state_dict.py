@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
-from dist_ckpt_strategies.local.tensor_slots import TensorSlots
+from dist_ckpt_strategies.local.tensor_slots import SlottedStateDict, TensorSlots
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +18,7 @@ class _Slot:
     number: int
 
 
-class BasicTensorAwareStateDict(TensorAwareStateDict):
+class BasicTensorAwareStateDict(SlottedStateDict):
     """Any nested dicts, lists and tuples; their tensors may be on the CPU and on devices.
 
     The caller's containers are left as they are: what is taken out and put in concerns this
@@ -48,41 +47,6 @@ class BasicTensorAwareStateDict(TensorAwareStateDict):
         """The state with its tensors in their places; new containers each time."""
         tensors = self._slots.require_tensors()
         return _mapped(lambda v: tensors[v.number] if isinstance(v, _Slot) else v, self._frame)
-
-    @property
-    def devices(self) -> list[str]:
-        """The kind of device that each tensor belongs to."""
-        return self._slots.devices
-
-    @property
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """See TensorAwareStateDict."""
-        return iter(self._slots.require_tensors())
-
-    @property
-    def is_hollow(self) -> bool:
-        """See TensorAwareStateDict."""
-        return self._slots.is_hollow
-
-    def pop_tensors(self) -> Sequence[torch.Tensor]:
-        """See TensorAwareStateDict."""
-        return self._slots.pop()
-
-    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
-        """See TensorAwareStateDict."""
-        self._slots.insert(tensor_data)
-
-    def init_tensors(self) -> None:
-        """See TensorAwareStateDict."""
-        self._slots.init()
-
-    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002
-        """See TensorAwareStateDict."""
-        self._slots.copy_to_cpu(non_blocking=non_blocking)
-
-    def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
-        """See TensorAwareStateDict."""
-        self._slots.move_home(non_blocking=non_blocking)
 
 
 def _mapped(convert: Callable[[Any], Any], value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,9 @@ from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicato
 from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.device import torch_dtype
 from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError
-from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
 from dist_ckpt_strategies.local.plain_values import Extension, dump_value, load_value
 from dist_ckpt_strategies.local.state_codecs import StateCodec
-from dist_ckpt_strategies.local.tensor_slots import TensorSlots
+from dist_ckpt_strategies.local.tensor_slots import SlottedStateDict, TensorSlots
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor, StrictHandling
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
@@ -68,7 +67,7 @@ class ShardDistribution:
     keepers: Mapping[ShardId, int]
 
 
-class MCoreTensorAwareStateDict(TensorAwareStateDict):
+class MCoreTensorAwareStateDict(SlottedStateDict):
     """A sharded state dict: ShardedTensors and ShardedObjects, and the common state beside them.
 
     Made by ``from_state_dict``; what was loaded becomes a state dict again by ``to_state_dict``,
@@ -230,41 +229,6 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
         return merged(
             mapped_values(lambda value: value, self.common_state_dict), self.sharded_state_dict
         )
-
-    @property
-    def devices(self) -> list[str]:
-        """The kind of device that each tensor belongs to."""
-        return self._slots.devices
-
-    @property
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """See TensorAwareStateDict."""
-        return iter(self._slots.require_tensors())
-
-    @property
-    def is_hollow(self) -> bool:
-        """See TensorAwareStateDict."""
-        return self._slots.is_hollow
-
-    def pop_tensors(self) -> Sequence[torch.Tensor]:
-        """See TensorAwareStateDict."""
-        return self._slots.pop()
-
-    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
-        """See TensorAwareStateDict."""
-        self._slots.insert(tensor_data)
-
-    def init_tensors(self) -> None:
-        """See TensorAwareStateDict."""
-        self._slots.init()
-
-    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002
-        """See TensorAwareStateDict."""
-        self._slots.copy_to_cpu(non_blocking=non_blocking)
-
-    def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
-        """See TensorAwareStateDict."""
-        self._slots.move_home(non_blocking=non_blocking)
 
     def loaded(
         self,

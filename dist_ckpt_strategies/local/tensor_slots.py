@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +103,44 @@ class TensorSlots:
     def _require_hollow(self) -> None:
         if self._tensors is not None:
             raise PlanError("the state is not hollow: call pop_tensors first")
+
+
+class SlottedStateDict(TensorAwareStateDict):
+    """A state dict whose tensors are in slots; what derives from it makes the slots."""
+
+    _slots: TensorSlots
+
+    @property
+    def devices(self) -> list[str]:
+        """The kind of device that each tensor belongs to."""
+        return self._slots.devices
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """See TensorAwareStateDict."""
+        return iter(self._slots.require_tensors())
+
+    @property
+    def is_hollow(self) -> bool:
+        """See TensorAwareStateDict."""
+        return self._slots.is_hollow
+
+    def pop_tensors(self) -> Sequence[torch.Tensor]:
+        """See TensorAwareStateDict."""
+        return self._slots.pop()
+
+    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
+        """See TensorAwareStateDict."""
+        self._slots.insert(tensor_data)
+
+    def init_tensors(self) -> None:
+        """See TensorAwareStateDict."""
+        self._slots.init()
+
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002
+        """See TensorAwareStateDict."""
+        self._slots.copy_to_cpu(non_blocking=non_blocking)
+
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
+        """See TensorAwareStateDict."""
+        self._slots.move_home(non_blocking=non_blocking)
