@@ -132,27 +132,29 @@ class Copies:
             stream.synchronize()
 
 
-def copy_into(targets: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> None:
-    """Fill each target from its buffer; returns when the copies are done."""
-    begin_copies(targets, hosts).wait()
+def copy_into(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Fill each target from its source; returns when the copies are done."""
+    begin_copies(targets, sources).wait()
 
 
-def begin_copies(targets: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> Copies:
-    """Begin to fill each target from its buffer, which stays untouched until ``wait``.
+def begin_copies(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Copies:
+    """Begin to fill each target from its source, which stays untouched until ``wait``.
 
-    Copies to CUDA run on a side stream of their device, after the work already queued on the
-    current stream. Those to the host are done on return.
+    Copies to or from CUDA run on a side stream of that device, after the work already queued on
+    the current stream. Those within the host are done on return.
     """
     streams: dict[torch.device, torch.cuda.Stream] = {}
-    for target, host in zip(targets, hosts, strict=True):
-        plain = target.detach()
-        if plain.device.type != "cuda":
-            plain.copy_(host)
+    for target, source in zip(targets, sources, strict=True):
+        plain, found = target.detach(), source.detach()
+        on_device = next((t for t in (plain, found) if t.device.type == "cuda"), None)
+        if on_device is None:
+            plain.copy_(found)
             continue
-        stream = streams.get(plain.device) or _side_stream(plain.device)
-        streams[plain.device] = stream
+        stream = streams.get(on_device.device) or _side_stream(on_device.device)
+        streams[on_device.device] = stream
         with torch.cuda.stream(stream):
-            plain.copy_(host, non_blocking=True)
+            plain.copy_(found, non_blocking=True)
+            on_device.record_stream(stream)
     return Copies(tuple(streams.values()))
 
 
@@ -191,24 +193,3 @@ def host_memory(nbytes: int, *, is_pinned: bool) -> torch.Tensor:
         if nbytes
         else torch.empty(0, dtype=torch.uint8, device=_HOST)
     )
-
-
-def copy_to_host(hosts: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy each tensor to its place on the host; returns when the copies are done.
-
-    Copies from CUDA run side by side on a stream of their device, after the work already queued
-    on the current one.
-    """
-    streams: dict[torch.device, torch.cuda.Stream] = {}
-    for host, tensor in zip(hosts, tensors, strict=True):
-        plain = tensor.detach()
-        if plain.device.type != "cuda":
-            host.copy_(plain)
-            continue
-        stream = streams.get(plain.device) or _side_stream(plain.device)
-        streams[plain.device] = stream
-        with torch.cuda.stream(stream):
-            host.copy_(plain, non_blocking=True)
-            plain.record_stream(stream)
-    for stream in streams.values():
-        stream.synchronize()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dist_ckpt_strategies.device import copy_to_host, host_memory
+from dist_ckpt_strategies.device import copy_into, host_memory
 
 _ALIGNMENT = 64
 
@@ -35,7 +35,7 @@ class HostSnapshot:
             memory[start : start + _nbytes(tensor)].view(tensor.dtype).reshape(tensor.shape)
             for start, tensor in zip(starts, tensors, strict=True)
         ]
-        copy_to_host(copies, tensors)
+        copy_into(copies, tensors)
         return tuple(copies)
 
     def _room(self, nbytes: int, *, is_pinned: bool) -> torch.Tensor:

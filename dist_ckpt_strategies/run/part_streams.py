@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
@@ -26,10 +27,10 @@ from dist_ckpt_strategies.storage.part_format import (
 
 
 class TensorSource:
-    """The bytes of a part whose tensors are at hand.
+    """The bytes of a part whose tensors are at hand. Threads may share it.
 
     What lies in order on the host is taken from where it is. The rest is copied message by
-    message; of tensors that are not in order, one whole copy at a time is held.
+    message; of tensors that are not in order, each reading thread holds one whole copy at a time.
 
     Args:
         part: describes the tensors.
@@ -68,9 +69,10 @@ class TensorSource:
         tensor = self._payloads[buffer].detach()
         if is_in_order(tensor):
             return as_bytes(tensor)
-        if self._ordered is None or self._ordered[0] != buffer:
-            self._ordered = (buffer, tensor.resolve_conj().resolve_neg().contiguous())
-        return as_bytes(self._ordered[1])
+        kept = self._ordered  # taken once: other threads read other buffers
+        if kept is None or kept[0] != buffer:
+            kept = self._ordered = (buffer, tensor.resolve_conj().resolve_neg().contiguous())
+        return as_bytes(kept[1])
 
 
 class PartSource(Protocol):
@@ -96,12 +98,13 @@ class PartSource(Protocol):
 
 
 class FileSource:
-    """A copy in a file; see PartSource."""
+    """A copy in a file; see PartSource. Threads may share it."""
 
     def __init__(self, part_id: str, path: Path | None) -> None:
         self.header: bytes | None = None
         self.failure: CheckpointError | None = None
         self.read_nbytes = 0
+        self._counting = threading.Lock()
         self._reader: PartReader | None = None
         try:
             if path is None:
@@ -116,7 +119,8 @@ class FileSource:
         try:
             if self.failure is None and self._reader is not None:
                 self._reader.read(message.byte_offset, target)
-                self.read_nbytes += target.size
+                with self._counting:
+                    self.read_nbytes += target.size
                 return
         except CheckpointError as error:
             self.failure = error
