@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
 from dist_ckpt_strategies.plan.chunking import (
@@ -16,6 +17,7 @@ from dist_ckpt_strategies.plan.chunking import (
     regular_chunk_shape,
 )
 from dist_ckpt_strategies.plan.coverage import Holding, require_partition
+from dist_ckpt_strategies.plan.inner_chunks import cut_chunk
 from dist_ckpt_strategies.plan.keys import require_storable_keys
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
@@ -24,6 +26,14 @@ from dist_ckpt_strategies.spec.region import Extent, Region
 from dist_ckpt_strategies.spec.shard import RankShards, ShardId, ShardSpec
 
 _MAX_SPOKEN = 8
+
+
+class Cutting(Enum):
+    """What the file of a chunk is made of."""
+
+    WHOLE = "one piece"
+    INNER = "inner chunks"
+    INNER_CRC32C = "inner chunks, each with a CRC32C"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +149,20 @@ def build_save_plan(
     objects: Iterable[ObjectHolding] = (),
     *,
     max_inflight_bytes: int = MAX_ASSEMBLED_NBYTES,
+    cutting: Cutting = Cutting.WHOLE,
 ) -> SavePlan:
     """Give each chunk of each array one writer, the rank that holds most of it.
 
-    Where the main replicas lie on a regular grid, a chunk is a shard and nothing moves. Elsewhere
-    the plan chooses a grid (``irregular_chunk_shape``) and moves pieces to the writers.
+    Where the main replicas lie on a regular grid, a chunk is a shard and nothing moves. Elsewhere,
+    and where inner chunks fit no factors of the shards, the plan chooses a grid
+    (``irregular_chunk_shape``, ``cut_chunk``) and moves pieces to the writers.
 
     Args:
         requests: what each rank of the group holds, replicas included, one entry per rank.
         objects: main replicas of the objects saved beside the arrays, to find collisions.
         max_inflight_bytes: bound, per rank and round, on chunks being assembled and on pieces
             being sent; a larger chunk has a round of its own. Equal on all ranks.
+        cutting: what the file of a chunk is made of. Any key can be stored in inner chunks.
 
     Raises:
         CoverageError: the main replicas of an array leave a gap or reach outside.
@@ -160,13 +173,15 @@ def build_save_plan(
     for request in requests:
         for shard in request.shards:
             by_key[shard.key].append((request.rank, shard))
-    require_storable_keys(by_key.keys(), _single_writer_keys(objects))
+    object_keys = _single_writer_keys(objects)
+    if cutting is Cutting.WHOLE:
+        require_storable_keys(by_key.keys(), object_keys)
     load: Counter[int] = Counter()
     num_created: Counter[int] = Counter()
     creations: list[ArrayCreation] = []
     writes: list[ChunkWrite] = []
     for key in sorted(by_key):
-        made = _array_of(key, by_key[key])
+        made = _array_of(key, by_key[key], cutting)
         creator = _creator(made.main, by_key[key], num_created)
         creations.append(ArrayCreation(made.array, creator))
         num_created[creator] += 1
@@ -247,7 +262,7 @@ class _Made:
     is_regular: bool
 
 
-def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]]) -> _Made:
+def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]], cutting: Cutting) -> _Made:
     """The array that the shards of one key make up."""
     first_rank, first = held[0]
     for rank, shard in held:
@@ -269,10 +284,29 @@ def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]]) -> _Made:
     if chunk is None or not fills_grid(shape, chunk, regions):
         copies = [Holding(shard.region, rank) for rank, shard in held if not shard.is_main]
         require_partition(key, shape, holdings, copies)
-    is_regular = chunk is not None
+    whole = ArraySpec(key, shape, first.dtype, chunk if chunk is not None else (1,) * len(shape))
+    if chunk is not None and (array := _cut(whole, cutting, is_movable=False)) is not None:
+        return _Made(array, dict(main), is_regular=True)
     if chunk is None:
         chunk = irregular_chunk_shape(shape, first.dtype.itemsize, holdings)
-    return _Made(ArraySpec(key, shape, first.dtype, chunk), dict(main), is_regular)
+    moved = _cut(replace(whole, chunk_shape=chunk), cutting, is_movable=True)
+    assert moved is not None  # noqa: S101 - where boundaries may move, every chunk can be cut
+    return _Made(moved, dict(main), is_regular=False)
+
+
+def _cut(array: ArraySpec, cutting: Cutting, *, is_movable: bool) -> ArraySpec | None:
+    """The array with inner chunks; None where its chunks have no factors for them."""
+    if cutting is Cutting.WHOLE:
+        return array
+    cut = cut_chunk(array.chunk_shape, array.shape, array.dtype.itemsize, is_movable=is_movable)
+    if cut is None:
+        return None
+    return replace(
+        array,
+        chunk_shape=cut.chunk_shape,
+        inner_shape=cut.inner_shape,
+        has_crc32c=cutting is Cutting.INNER_CRC32C,
+    )
 
 
 def _spoken(fact: DType | Extent) -> str:

@@ -11,11 +11,11 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.plan.load import LoadPlan
 from dist_ckpt_strategies.run.report import LoadReport
 from dist_ckpt_strategies.run.transfer import TensorRead, run_reads
-from dist_ckpt_strategies.storage.base import ArrayStore
+from dist_ckpt_strategies.storage.base import ArrayReader
 
 
 def run_load(
-    plan: LoadPlan, targets: Sequence[torch.Tensor], store: ArrayStore, options: Options
+    plan: LoadPlan, targets: Sequence[torch.Tensor], store: ArrayReader, options: Options
 ) -> LoadReport:
     """Fill the tensors that the plan's shards go to. Rank-local; wrap it in ``agree``.
 

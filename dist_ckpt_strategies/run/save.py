@@ -17,7 +17,7 @@ from dist_ckpt_strategies.run.report import SaveReport
 from dist_ckpt_strategies.run.transfer import InFlight, TensorWrite, run_writes
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.spec.shard import ShardId
-from dist_ckpt_strategies.storage.base import ArrayStore
+from dist_ckpt_strategies.storage.base import ArrayWriter
 
 Tensors = Mapping[ShardId, torch.Tensor]
 """This rank's main replicas, each shaped like its region. Left untouched."""
@@ -26,7 +26,7 @@ Tensors = Mapping[ShardId, torch.Tensor]
 def run_save(
     plan: SavePlan,
     tensors: Tensors,
-    store: ArrayStore,
+    store: ArrayWriter,
     comm: Communicator,
     options: Options,
     also: Callable[[], None] = lambda: None,
@@ -86,7 +86,7 @@ def _piece_tensor(piece: Piece, tensors: Tensors) -> torch.Tensor:
 def _run_round(
     round_: Sequence[ChunkWrite],
     tensors: Tensors,
-    store: ArrayStore,
+    store: ArrayWriter,
     comm: Communicator,
     options: Options,
 ) -> None:

@@ -21,7 +21,13 @@ from dist_ckpt_strategies.errors import CheckpointError
 from dist_ckpt_strategies.plan.batches import build_batches
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.region import Region
-from dist_ckpt_strategies.storage.base import ArrayRead, ArrayStore, ArrayWrite, Transfer
+from dist_ckpt_strategies.storage.base import (
+    ArrayRead,
+    ArrayReader,
+    ArrayWrite,
+    ArrayWriter,
+    Transfer,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +78,7 @@ class InFlight(AbstractContextManager["InFlight"]):
                 raise
 
 
-def run_writes(store: ArrayStore, writes: Sequence[TensorWrite], options: Options) -> None:
+def run_writes(store: ArrayWriter, writes: Sequence[TensorWrite], options: Options) -> None:
     """Store every tensor, durably.
 
     Tensors whose elements lie in C order on the host are written from their own memory, all at
@@ -92,7 +98,7 @@ def run_writes(store: ArrayStore, writes: Sequence[TensorWrite], options: Option
             in_flight.follow_with(store.begin_writes(requests))
 
 
-def run_reads(store: ArrayStore, reads: Sequence[TensorRead], options: Options) -> None:
+def run_reads(store: ArrayReader, reads: Sequence[TensorRead], options: Options) -> None:
     """Fill every tensor from storage.
 
     CPU tensors are read into directly, all at once. CUDA tensors are read through pinned memory,

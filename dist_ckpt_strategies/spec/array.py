@@ -27,6 +27,9 @@ class ArraySpec:
         chunk_shape: in elements, each at least 1; one chunk is one file.
         separator: what joins the chunk index in a file name, ``.`` or ``/``.
         is_raw: whether a chunk's bytes are its elements in C order, little-endian, with no codec.
+        inner_shape: of the inner chunks that make up a chunk, in elements; it divides
+            ``chunk_shape``. None in format 1, whose chunks are of one piece.
+        has_crc32c: whether a CRC32C follows every inner chunk.
     """
 
     key: str
@@ -35,6 +38,8 @@ class ArraySpec:
     chunk_shape: Extent
     separator: str = "."
     is_raw: bool = True
+    inner_shape: Extent | None = None
+    has_crc32c: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -97,12 +102,14 @@ def array_to_wire(array: ArraySpec) -> Wire:
         list(array.chunk_shape),
         array.separator,
         int(array.is_raw),
+        None if array.inner_shape is None else list(array.inner_shape),
+        int(array.has_crc32c),
     ]
 
 
 def array_from_wire(wire: Wire) -> ArraySpec:
     """The spec that ``array_to_wire`` made."""
-    key, shape, dtype, chunk_shape, separator, is_raw = wire
+    key, shape, dtype, chunk_shape, separator, is_raw, inner_shape, has_crc32c = wire
     return ArraySpec(
         str(key),
         tuple(map(int, shape)),
@@ -110,4 +117,6 @@ def array_from_wire(wire: Wire) -> ArraySpec:
         tuple(map(int, chunk_shape)),
         str(separator),
         is_raw=bool(is_raw),
+        inner_shape=None if inner_shape is None else tuple(map(int, inner_shape)),
+        has_crc32c=bool(has_crc32c),
     )

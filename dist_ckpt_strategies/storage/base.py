@@ -54,8 +54,8 @@ class ArrayReader(Protocol):
         ...
 
 
-class ArrayStore(ArrayReader, Protocol):
-    """Moves boxes of elements between named arrays and memory."""
+class ArrayWriter(Protocol):
+    """Moves boxes of elements from memory to named arrays."""
 
     def begin_creates(self, arrays: Sequence[ArraySpec]) -> Transfer:
         """Write the metadata of new arrays."""
@@ -75,3 +75,7 @@ class ArrayStore(ArrayReader, Protocol):
         is written first, so that whatever a killed save leaves is recognised as an array's.
         """
         ...
+
+
+class ArrayStore(ArrayReader, ArrayWriter, Protocol):
+    """Moves boxes of elements between named arrays and memory."""

@@ -37,10 +37,14 @@ _NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 class BounceBuffers:
     """Buffers for the threads of one transfer, made as they are first needed.
 
-    Takes 4 MiB for each thread that has work at the same time, freed with the object.
+    Takes one for each thread that has work at the same time, freed with the object.
+
+    Args:
+        nbytes: of each, whole huge pages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nbytes: int = _BUFFER_NBYTES) -> None:
+        self.nbytes = nbytes
         self._idle: deque[Bytes] = deque()
 
     @contextmanager
@@ -49,24 +53,24 @@ class BounceBuffers:
         try:
             buffer = self._idle.pop()
         except IndexError:
-            buffer = _huge_page_buffer()
+            buffer = _huge_page_buffer(self.nbytes)
         try:
             yield buffer
         finally:
             self._idle.append(buffer)
 
 
-def _huge_page_buffer() -> Bytes:
+def _huge_page_buffer(nbytes: int) -> Bytes:
     memory = mmap.mmap(
         -1,
-        _BUFFER_NBYTES + _HUGE_PAGE_NBYTES,
+        nbytes + _HUGE_PAGE_NBYTES,
         flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
     )
     if hasattr(mmap, "MADV_HUGEPAGE"):
         _advise_huge(memory)
     whole = np.frombuffer(memory, np.uint8)
     start = -whole.ctypes.data % _HUGE_PAGE_NBYTES
-    buffer = whole[start : start + _BUFFER_NBYTES]
+    buffer = whole[start : start + nbytes]
     buffer.fill(0)
     return buffer
 
@@ -127,6 +131,26 @@ def read_direct(handle: int, byte_offset: int, target: Bytes, buffer: Bytes) -> 
         target[done : done + count] = buffer[skipped : skipped + count]
         done += count
     return done
+
+
+def read_aligned(handle: int, byte_offset: int, nbytes: int, buffer: Bytes) -> Bytes:
+    """Bytes of the file, in a part of the buffer; fewer where the file ends.
+
+    Args:
+        handle: an open file, switched to direct transfers.
+        byte_offset: of the first byte.
+        nbytes: how many.
+        buffer: aligned, and larger than ``nbytes`` by two blocks.
+    """
+    skipped = byte_offset % BLOCK_NBYTES
+    wanted = -(-(skipped + nbytes) // BLOCK_NBYTES) * BLOCK_NBYTES
+    done = 0
+    while done < skipped + nbytes:
+        got = os.preadv(handle, [buffer[done:wanted].data], byte_offset - skipped + done)
+        done += got
+        if got == 0 or got % BLOCK_NBYTES:
+            break
+    return buffer[skipped : min(done, skipped + nbytes)]
 
 
 def is_cached(handle: int, size: int) -> bool:

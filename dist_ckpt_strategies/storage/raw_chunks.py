@@ -85,7 +85,7 @@ class RawRead:
             with self.bounce.borrowed() as buffer:
                 found = [read_direct(handle, at, memory, buffer) for at, memory in self.runs]
         else:
-            found = [_read_buffered(handle, at, memory) for at, memory in self.runs]
+            found = [read_buffered(handle, at, memory) for at, memory in self.runs]
         for (byte_offset, memory), count in zip(self.runs, found, strict=True):
             if count != memory.size:
                 raise wrong_chunk_size(self.array, self.path, byte_offset + count)
@@ -95,7 +95,8 @@ def _is_worth_direct(handle: int, size: int) -> bool:
     return size >= _MIN_DIRECT_READ_NBYTES and not is_cached(handle, size)
 
 
-def _read_buffered(handle: int, byte_offset: int, target: Bytes) -> int:
+def read_buffered(handle: int, byte_offset: int, target: Bytes) -> int:
+    """Fill ``target`` from a position of the file; returns the bytes that there were."""
     done = 0
     while done < target.size:
         got = os.preadv(handle, [target[done:].data], byte_offset + done)

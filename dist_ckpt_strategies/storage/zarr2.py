@@ -22,6 +22,7 @@ from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.storage.files import (
     REMOVED_PREFIX,
+    create_file,
     file_errors,
     is_directory,
     is_elsewhere,
@@ -183,7 +184,7 @@ class Zarr2Layout:
         """
         path, content = self.metadata_path(array.key), metadata_content(array)
         with file_errors(array.key, path):
-            if not (_create_file(path, content) or read_file(path) == content):
+            if not (create_file(path, content) or read_file(path) == content):
                 write_file(Path(path), content)
             if is_flushed:
                 sync_path(path)
@@ -192,7 +193,7 @@ class Zarr2Layout:
         """Write the metadata of an array, unless it is there. Not flushed."""
         path = self.metadata_path(array.key)
         with file_errors(array.key, path):
-            _create_file(path, metadata_content(array))
+            create_file(path, metadata_content(array))
 
     def metadata_path(self, key: str) -> str:
         """The file that describes the array of that key."""
@@ -247,24 +248,6 @@ class Zarr2Layout:
             if _is_lock_directory(str(locks)):
                 shutil.rmtree(locks)
             remove_empty(directory.parent, self.root)
-
-
-def _create_file(path: str, content: bytes) -> bool:
-    """Make a file, and its directory; False where there is one already."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    try:
-        handle = os.open(path, flags, 0o666)
-    except FileExistsError:
-        return False
-    except FileNotFoundError:
-        os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - 10,000 times
-        return _create_file(path, content)
-    try:
-        while content:
-            content = content[os.write(handle, content) :]
-    finally:
-        os.close(handle)
-    return True
 
 
 def _array_keys(directory: Path, prefix: str) -> Iterator[str]:

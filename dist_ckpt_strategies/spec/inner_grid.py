@@ -1,0 +1,155 @@
+"""The inner chunks of one chunk: where each lies in the array, and where in the chunk's file."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.region import Extent, Region
+
+INDEX_ENTRY_NBYTES = 16
+"""Offset and size of one inner chunk, in the index at the end of the file."""
+
+CRC_NBYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Inner chunks that follow each other in the file and form a box.
+
+    Attributes:
+        first: number of the first one, in the order of the file.
+        offset: of the first one, in inner chunks.
+        shape: how many there are in each dim.
+    """
+
+    first: int
+    offset: Extent
+    shape: Extent
+
+    @property
+    def num_chunks(self) -> int:
+        """How many there are."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class InnerGrid:
+    """The inner chunks of a chunk that hold elements of the array; in C order in the file.
+
+    Attributes:
+        region: the chunk's box, cut at the array's edge.
+        inner_shape: of one inner chunk, in elements; those at the edge are padded to it.
+        counts: inner chunks in each dim.
+        slot_counts: the same for a chunk away from the edge; the file's index has an entry for
+            each of those.
+        raw_nbytes: bytes of the elements of one.
+        stored_nbytes: bytes of one in the file.
+    """
+
+    region: Region
+    inner_shape: Extent
+    counts: Extent
+    slot_counts: Extent
+    raw_nbytes: int
+    stored_nbytes: int
+
+    @classmethod
+    def of(cls, array: ArraySpec, index: Extent) -> InnerGrid:
+        """The grid of the chunk at ``index`` of an array that has inner chunks."""
+        inner = array.inner_shape
+        assert inner is not None  # noqa: S101 - callers pass arrays of format 2
+        region = array.chunk_region(index).intersect(Region.whole(array.shape))
+        assert region is not None  # noqa: S101 - a chunk of the grid overlaps its array
+        raw = math.prod(inner) * array.dtype.itemsize
+        return cls(
+            region,
+            inner,
+            tuple(-(-n // i) for n, i in zip(region.shape, inner, strict=True)),
+            tuple(map(operator.floordiv, array.chunk_shape, inner)),
+            raw,
+            raw + CRC_NBYTES * array.has_crc32c,
+        )
+
+    @property
+    def num_chunks(self) -> int:
+        """How many inner chunks the file holds."""
+        return math.prod(self.counts)
+
+    @property
+    def index_nbytes(self) -> int:
+        """Bytes of the index, which ends the file."""
+        return math.prod(self.slot_counts) * INDEX_ENTRY_NBYTES + CRC_NBYTES
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of the file before its index."""
+        return self.num_chunks * self.stored_nbytes
+
+    @property
+    def file_nbytes(self) -> int:
+        """Bytes of the file."""
+        return self.data_nbytes + self.index_nbytes
+
+    def box(self, offset: Extent, shape: Extent | None = None) -> Region:
+        """The array's box of one inner chunk, or of several; cut at the array's edge."""
+        starts = tuple(
+            r + o * i for r, o, i in zip(self.region.offset, offset, self.inner_shape, strict=True)
+        )
+        sizes = shape or (1,) * len(offset)
+        whole = Region(starts, tuple(map(operator.mul, sizes, self.inner_shape)))
+        cut = whole.intersect(self.region)
+        assert cut is not None  # noqa: S101 - the grid ends with the region
+        return cut
+
+    def all(self, max_chunks: int) -> Iterator[Run]:
+        """All inner chunks, in the order of the file, up to ``max_chunks`` at a time."""
+        return self._runs((0,) * len(self.counts), self.counts, max_chunks)
+
+    def overlapping(self, region: Region, max_chunks: int) -> Iterator[Run]:
+        """Those that share an element with ``region``, in the order of the file."""
+        common = region.intersect(self.region)
+        if common is None:
+            return iter(())
+        part = common.within(self.region)
+        low = tuple(map(operator.floordiv, part.offset, self.inner_shape))
+        high = tuple(-(-e // i) for e, i in zip(part.end, self.inner_shape, strict=True))
+        return self._runs(low, high, max_chunks)
+
+    def _runs(self, low: Extent, high: Extent, max_chunks: int) -> Iterator[Run]:
+        """The box of inner chunks ``[low, high)``, cut into runs."""
+        if not self.counts:
+            yield Run(0, (), ())
+            return
+        extents = tuple(map(operator.sub, high, low))
+        cut, size = self._cut_dim(extents, max_chunks)
+        step = max(1, max_chunks // size)
+        for outer in product(*(range(a, b) for a, b in zip(low[:cut], high[:cut], strict=True))):
+            for start in range(low[cut], high[cut], step):
+                count = min(step, high[cut] - start)
+                offset = (*outer, start, *low[cut + 1 :])
+                shape = (*(1,) * cut, count, *extents[cut + 1 :])
+                yield Run(self._number(offset), offset, shape)
+
+    def _cut_dim(self, extents: Extent, max_chunks: int) -> tuple[int, int]:
+        """The dim along which runs are cut, and the inner chunks behind each step along it.
+
+        All dims after it are taken whole: that is what makes a run contiguous.
+        """
+        size = 1
+        for dim in range(len(extents) - 1, 0, -1):
+            is_whole = extents[dim] == self.counts[dim]
+            if not is_whole or size * extents[dim] > max_chunks:
+                return dim, size
+            size *= extents[dim]
+        return 0, size
+
+    def _number(self, offset: Extent) -> int:
+        number = 0
+        for at, count in zip(offset, self.counts, strict=True):
+            number = number * count + at
+        return number

@@ -1,0 +1,120 @@
+"""Inner chunks: they divide, they are small, and they make up the file."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.plan.inner_chunks import MAX_NBYTES, cut_chunk
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.inner_grid import InnerGrid
+from dist_ckpt_strategies.spec.region import Region
+
+extents = st.one_of(st.integers(1, 40), st.sampled_from([97, 128, 1009, 4096, 12288, 25129, 50257]))
+
+
+@st.composite
+def chunked(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A shape and a chunk shape that is not larger."""
+    shape = tuple(draw(st.lists(extents, min_size=0, max_size=3)))
+    num = [draw(st.sampled_from([1, 1, 2, 3, 8])) for _ in shape]
+    return shape, tuple(-(-n // k) for n, k in zip(shape, num, strict=True))
+
+
+@given(chunked(), st.sampled_from([1, 2, 4, 16]), st.booleans())
+def test_inner_chunks_divide_the_chunk_and_are_small(
+    sizes: tuple[tuple[int, ...], tuple[int, ...]], itemsize: int, is_movable: bool
+) -> None:
+    shape, chunk = sizes
+    cut = cut_chunk(chunk, shape, itemsize, is_movable=is_movable)
+
+    if cut is None:
+        assert not is_movable
+        return
+    assert all(c % i == 0 for c, i in zip(cut.chunk_shape, cut.inner_shape, strict=True))
+    assert math.prod(cut.inner_shape) * itemsize <= MAX_NBYTES
+    for now, before, extent, inner in zip(
+        cut.chunk_shape, chunk, shape, cut.inner_shape, strict=True
+    ):
+        assert before <= now < before + inner
+        assert is_movable or now == before or before >= extent
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk", "itemsize", "expected"),
+    [
+        ((), (), 4, ()),
+        ((7,), (7,), 4, (7,)),
+        ((8192, 8192), (4096, 8192), 2, (1024, 1024)),
+        ((50257, 1024), (50257, 1024), 2, (786, 1024)),
+        ((8, 4096, 1024), (8, 4096, 1024), 2, (1, 1024, 1024)),
+        ((12288, 4096), (12288, 2048), 4, (768, 512)),
+    ],
+)
+def test_inner_chunks_of_common_arrays(
+    shape: tuple[int, ...], chunk: tuple[int, ...], itemsize: int, expected: tuple[int, ...]
+) -> None:
+    cut = cut_chunk(chunk, shape, itemsize, is_movable=False)
+
+    assert cut is not None
+    assert cut.inner_shape == expected
+
+
+def test_a_prime_that_is_cut_nowhere_is_for_the_plan_to_move() -> None:
+    assert cut_chunk((7919, 1), (31676, 1), 1024, is_movable=False) is None
+    cut = cut_chunk((7919, 1), (31676, 1), 1024, is_movable=True)
+    assert cut is not None
+    assert 7919 < cut.chunk_shape[0] < 7919 + cut.inner_shape[0]
+
+
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 3)), max_size=3),
+    st.integers(1, 7),
+    st.data(),
+)
+def test_runs_are_contiguous_and_make_up_the_box(
+    dims: list[tuple[int, int, int]], max_chunks: int, data: st.DataObject
+) -> None:
+    shape = tuple(n for n, _, _ in dims)
+    inner = tuple(i for _, i, _ in dims)
+    chunk = tuple(i * k for _, i, k in dims)
+    array = ArraySpec("a", shape, DType.INT16, chunk, inner_shape=inner)
+    index = data.draw(st.sampled_from(list(array.chunk_indices())))
+    grid = InnerGrid.of(array, index)
+    region = _some_box(data, shape)
+
+    runs = list(grid.overlapping(region, max_chunks))
+
+    offsets = [tuple(n) for n in _offsets(grid.counts)]
+    seen = []
+    for run in runs:
+        assert run.num_chunks <= max(1, max_chunks)
+        numbers = [
+            offsets.index(tuple(a + b for a, b in zip(run.offset, o, strict=True)))
+            for o in _offsets(run.shape)
+        ]
+        assert numbers == list(range(run.first, run.first + run.num_chunks))
+        seen += numbers
+    wanted = [n for n, o in enumerate(offsets) if grid.box(o).intersect(region)]
+    assert seen == wanted
+    assert [
+        n for run in grid.all(max_chunks) for n in range(run.first, run.first + run.num_chunks)
+    ] == list(range(grid.num_chunks))
+
+
+def _some_box(data: st.DataObject, shape: tuple[int, ...]) -> Region:
+    low = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    high = tuple(data.draw(st.integers(a + 1, n)) for a, n in zip(low, shape, strict=True))
+    return Region(low, tuple(b - a for a, b in zip(low, high, strict=True)))
+
+
+def _offsets(counts: tuple[int, ...]) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = [()]
+    for count in counts:
+        found = [(*one, n) for one in found for n in range(count)]
+    return found

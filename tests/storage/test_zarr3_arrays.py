@@ -1,0 +1,214 @@
+"""Chunk files of format 2: every element bit for bit, and TensorStore reads them too."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorstore as ts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckpointError
+from dist_ckpt_strategies.plan.inner_chunks import cut_chunk
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.manifest import ArrayRecord, ChunkRecord
+from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
+from dist_ckpt_strategies.storage.file_access import FileAccess, file_access
+from dist_ckpt_strategies.storage.zarr3 import chunk_name, directory_name
+from dist_ckpt_strategies.storage.zarr3_arrays import Zarr3Reader, Zarr3Writer
+from tests.support.samples import Values, random_values
+
+TIMEOUT_S = 30.0
+
+
+@st.composite
+def cut_arrays(draw: st.DrawFn) -> ArraySpec:
+    """An array of few dims with chunks and inner chunks, cut at the array's edge or not."""
+    dims = draw(st.lists(st.tuples(*[st.integers(1, 4)] * 3), max_size=3))
+    inner = tuple(i for i, _, _ in dims)
+    chunk = tuple(i * k for i, k, _ in dims)
+    shape = tuple(
+        max(1, c * n - draw(st.integers(0, c - 1)))
+        for c, (_, _, n) in zip(chunk, dims, strict=True)
+    )
+    dtype = draw(st.sampled_from(list(DType)))
+    crc = draw(st.booleans())
+    return ArraySpec("some.key", shape, dtype, chunk, inner_shape=inner, has_crc32c=crc)
+
+
+def write(root: Path, array: ArraySpec, values: Values, access: FileAccess) -> ArrayRecord:
+    """Write all of an array; what the manifest would say about it."""
+    writer = Zarr3Writer(root, access)
+    writer.begin_creates([array]).wait(TIMEOUT_S)
+    whole = Region.whole(array.shape)
+    regions = [r for i in array.chunk_indices() if (r := array.chunk_region(i).intersect(whole))]
+    writes = [ArrayWrite(array, region, values[region.slices()]) for region in regions]
+    writer.begin_writes(writes).wait(TIMEOUT_S)
+    writer.begin_syncs([array]).wait(TIMEOUT_S)
+    return ArrayRecord(
+        array, {i: ChunkRecord.of(3, found) for (_, i), found in writer.digests.items()}
+    )
+
+
+def read(
+    root: Path, record: ArrayRecord, region: Region, target: Values, access: FileAccess
+) -> None:
+    """Read a box and verify it."""
+    reader = Zarr3Reader(root, access, lambda key: {record.array.key: record}[key])
+    reader.begin_reads([ArrayRead(record.array, region, target)]).wait(TIMEOUT_S)
+
+
+def some_box(data: st.DataObject, shape: tuple[int, ...]) -> Region:
+    low = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    high = tuple(data.draw(st.integers(a + 1, n)) for a, n in zip(low, shape, strict=True))
+    return Region(low, tuple(b - a for a, b in zip(low, high, strict=True)))
+
+
+def reversed_in_memory(values: Values) -> Values:
+    """The same elements, with the memory order of the dims reversed."""
+    return values.T.copy(order="C").T
+
+
+@settings(max_examples=150)
+@given(cut_arrays(), st.booleans(), st.data())
+def test_every_box_comes_back_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory, array: ArraySpec, strided: bool, data: st.DataObject
+) -> None:
+    root = tmp_path_factory.mktemp("arrays")
+    values = random_values(array.shape, array.dtype)
+    access = file_access(root)
+    record = write(root, array, reversed_in_memory(values) if strided else values, access)
+    box = some_box(data, array.shape)
+
+    target = random_values(box.shape, array.dtype, seed=1)
+    target = reversed_in_memory(target) if data.draw(st.booleans()) else target
+    read(root, record, box, target, access)
+
+    assert target.tobytes() == values[box.slices()].tobytes()
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{root}/arrays/some.key"}}
+    stored = ts.open(spec | {"fill_missing_data_reads": False}, open=True).result()
+    assert stored.read().result().tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("is_direct", [False, True], ids=["buffered", "direct"])
+@pytest.mark.parametrize("shape", [(3_000_017,), (2500, 1300), (5, 700, 400)])
+def test_large_chunks_come_back_on_every_path(
+    shape: tuple[int, ...], is_direct: bool, tmp_path: Path
+) -> None:
+    cut = cut_chunk(shape, shape, 4, is_movable=False)
+    assert cut is not None
+    array = ArraySpec("w", shape, DType.FLOAT32, cut.chunk_shape, inner_shape=cut.inner_shape)
+    values = random_values(shape, DType.FLOAT32)
+    access = replace(file_access(tmp_path), is_direct=is_direct)
+    record = write(tmp_path, array, values, access)
+    drop_from_cache(tmp_path / chunk_name(array, (0,) * len(shape)))
+
+    target = np.zeros(shape, np.float32)
+    read(tmp_path, record, Region.whole(shape), target, access)
+    box = Region(tuple(n // 3 for n in shape), tuple(n // 2 for n in shape))
+    part = np.zeros(box.shape, np.float32)
+    read(tmp_path, record, box, part, access)
+
+    assert target.tobytes() == values.tobytes()
+    assert part.tobytes() == values[box.slices()].tobytes()
+
+
+def drop_from_cache(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(handle)
+
+
+def damaged(tmp_path: Path) -> tuple[ArrayRecord, Values, Path]:
+    """An array of six inner chunks in one file, which the tests damage."""
+    array = ArraySpec("w", (6, 8), DType.INT16, (6, 8), inner_shape=(2, 4))
+    values = random_values(array.shape, array.dtype)
+    record = write(tmp_path, array, values, file_access(tmp_path))
+    return record, values, tmp_path / chunk_name(array, (0, 0))
+
+
+def test_a_flipped_byte_is_named_with_its_chunk_file_writer_and_digests(tmp_path: Path) -> None:
+    record, _, path = damaged(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[16 * 3 + 5] ^= 0x10
+    path.write_bytes(content)
+
+    with pytest.raises(CorruptCheckpointError) as found:
+        read(
+            tmp_path,
+            record,
+            Region((0, 0), (6, 8)),
+            np.zeros((6, 8), np.int16),
+            file_access(tmp_path),
+        )
+
+    expected = f"{record.chunks[0, 0].digest(3):016x}"
+    for word in ("w: ", "inner chunk 3", str(path), "rank 3", "expected", expected):
+        assert word in str(found.value)
+
+
+def test_a_flip_elsewhere_does_not_disturb(tmp_path: Path) -> None:
+    record, values, path = damaged(tmp_path)
+    content = bytearray(path.read_bytes())
+    content[16 * 3 + 5] ^= 0x10
+    path.write_bytes(content)
+    target = np.zeros((2, 4), np.int16)
+
+    read(tmp_path, record, Region((0, 0), (2, 4)), target, file_access(tmp_path))
+
+    assert target.tobytes() == values[:2, :4].tobytes()
+
+
+@pytest.mark.parametrize("change", [lambda c: c[:-1], lambda c: c + b"\0", lambda _: b""])
+def test_a_file_of_another_size_is_refused(
+    change: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    record, _, path = damaged(tmp_path)
+    path.write_bytes(change(path.read_bytes()))
+
+    with pytest.raises(CorruptCheckpointError, match=r"bytes, expected 196"):
+        read(
+            tmp_path,
+            record,
+            Region((0, 0), (1, 1)),
+            np.zeros((1, 1), np.int16),
+            file_access(tmp_path),
+        )
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    record, _, path = damaged(tmp_path)
+    path.unlink()
+
+    with pytest.raises(IncompleteCheckpointError, match=re.escape(str(path))):
+        read(
+            tmp_path,
+            record,
+            Region((0, 0), (1, 1)),
+            np.zeros((1, 1), np.int16),
+            file_access(tmp_path),
+        )
+
+
+@given(st.text(max_size=40), st.text(max_size=40))
+def test_no_two_keys_share_a_directory(one: str, other: str) -> None:
+    names = {directory_name(one), directory_name(other)}
+
+    assert len(names) == len({one, other})
+    assert all(re.fullmatch(r"[A-Za-z0-9_%-][A-Za-z0-9._%-]{0,199}", name) for name in names)
+
+
+def test_a_plain_key_is_its_own_directory() -> None:
+    key = "decoder.layers.0.mlp.linear_fc1.weight"
+    assert directory_name(key) == key
+    assert directory_name("a/b") == "a%2Fb"
+    assert directory_name(".hidden") == "%2Ehidden"
+    assert len(directory_name("k" * 5000)) < 200
