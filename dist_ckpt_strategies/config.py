@@ -10,11 +10,12 @@ from enum import StrEnum
 from numbers import Integral, Real
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from dist_ckpt_strategies.errors import StrategyError
 
 MIB = 1 << 20
+_Choice = TypeVar("_Choice", bound=StrEnum)
 _PREFIX = "DIST_CKPT_"
 
 _RANGES: Mapping[str, tuple[type[Any], float]] = MappingProxyType(
@@ -31,6 +32,14 @@ class Engine(StrEnum):
 
     TENSORSTORE = "tensorstore"
     ZARR = "zarr"
+
+
+class Verify(StrEnum):
+    """What a load of format 2 compares with the digests in the manifest."""
+
+    OFF = "off"
+    READ = "read"
+    FULL = "full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +59,11 @@ class Options:
         whole_flush: whether a save to a local disk may flush the whole file system, once, in place
             of every file: where little of others' data waits to be written, and Linux is 5.8 or
             newer.
+        verify: what a load of format 2 compares with digests: ``"read"``, what it reads;
+            ``"full"``, every file of the checkpoint before it reads any; ``"off"``, nothing but
+            sizes.
+        crc32c: whether a save of format 2 also has a CRC32C after every inner chunk, for readers
+            without this package.
     """
 
     timeout_s: float = 1800.0
@@ -58,10 +72,13 @@ class Options:
     engine: Engine = Engine.TENSORSTORE
     direct_io: bool = True
     whole_flush: bool = True
+    verify: Verify = Verify.READ
+    crc32c: bool = False
 
     def __post_init__(self) -> None:
         """Refuse values that could only hang or crash later."""
-        object.__setattr__(self, "engine", _engine(self.engine))
+        object.__setattr__(self, "engine", _choice("engine", Engine, self.engine))
+        object.__setattr__(self, "verify", _choice("verify", Verify, self.verify))
         for name, (kind, limit) in _RANGES.items():
             value = getattr(self, name)
             if not (isinstance(value, kind) and 0 < value < limit):  # refuses NaN too
@@ -74,12 +91,12 @@ class Options:
         return replace(self, **{k: v for k, v in changes.items() if v is not None})
 
 
-def _engine(value: str) -> Engine:
+def _choice(name: str, choices: type[_Choice], value: str) -> _Choice:
     try:
-        return Engine(value)
+        return choices(value)
     except ValueError:
-        names = ", ".join(Engine)
-        raise StrategyError(f"engine: expected one of {names}, found {value!r}") from None
+        names = ", ".join(choices)
+        raise StrategyError(f"{name}: expected one of {names}, found {value!r}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +138,8 @@ def options_from_environment(environ: Mapping[str, str] | None = None) -> Option
         "engine": str,
         "direct_io": _switch,
         "whole_flush": _switch,
+        "verify": str,
+        "crc32c": _switch,
     }
     changes = {}
     for field in fields(Options):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.spec.region import Region
 
 HostArray = npt.NDArray[np.generic] | npt.NDArray[Any]
@@ -73,6 +74,37 @@ class ArrayWriter(Protocol):
 
         They need not wait for the array's creation: where its directory is missing, its metadata
         is written first, so that whatever a killed save leaves is recognised as an array's.
+        """
+        ...
+
+
+class StoredCheckpoint(Protocol):
+    """A checkpoint that can be read, whatever its format. Rank-local."""
+
+    @property
+    def array_reader(self) -> ArrayReader:
+        """Reads the arrays that ``find`` gives."""
+        ...
+
+    def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
+        """The arrays of these keys.
+
+        Raises:
+            ArrayNotFoundError: one is missing; names similar ones.
+            CorruptCheckpointError: the description of one is damaged.
+        """
+        ...
+
+    def object_path(self, object_id: ObjectId) -> str:
+        """Where one shard of an object is kept, for messages."""
+        ...
+
+    def object_content(self, object_id: ObjectId) -> bytes:
+        """What is stored of one shard of an object, for ``load_content``.
+
+        Raises:
+            ArrayNotFoundError: there is no such shard.
+            CorruptCheckpointError: it is damaged.
         """
         ...
 

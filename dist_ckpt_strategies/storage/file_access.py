@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.storage.direct_io import BounceBuffers
 
 
@@ -71,6 +72,16 @@ def file_access(directory: Path) -> FileAccess:
     while not directory.exists():
         directory = directory.parent
     return _BY_TYPE.get(file_system_type(directory) or "", _OTHER)
+
+
+def permitted_access(directory: Path, options: Options) -> FileAccess:
+    """What suits the file system of a directory, as far as the options permit it."""
+    access = file_access(directory)
+    return replace(
+        access,
+        is_direct=access.is_direct and options.direct_io,
+        is_flushed_whole=access.is_flushed_whole and options.whole_flush,
+    )
 
 
 def file_system_type(path: Path) -> str | None:

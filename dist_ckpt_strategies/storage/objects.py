@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 import pickle
 import re
 import threading
@@ -35,11 +37,15 @@ from dist_ckpt_strategies.storage.object_files import (
 __all__ = [
     "Allowed",
     "archive_damage",
+    "dump_content",
     "dump_object",
+    "is_plain",
+    "load_content",
     "load_pickle",
     "names_of",
     "object_ids",
     "object_path",
+    "plain_content",
     "read_content",
     "read_object",
     "read_pickle",
@@ -53,6 +59,9 @@ _UNSAFE_GLOBAL = re.compile(r"GLOBAL (\S+)")
 
 _UNPICKLER_SAYS = re.compile(r"WeightsUnpickler error: (.*)")
 """In torch's message; what stands before it advises to unpickle freely."""
+
+_PLAIN_LEAD = b"json:"
+"""No pickle and no archive starts like this."""
 
 Allowed = Sequence[Any]
 """Classes and functions that may be unpickled, or (class, "module.name it was pickled as")."""
@@ -187,7 +196,39 @@ def _name_of(found: Any) -> str | None:
     return ".".join(map(str, parts)) if None not in parts else None
 
 
-def load_pickle(content: bytes, path: Path, name: str, allow: Allowed) -> Any:
+def dump_content(obj: Any, *, name: str) -> bytes:
+    """What is stored of an object where JSON will do: exact values, nothing to be unpickled.
+
+    Raises:
+        StorageError: it holds something that cannot be pickled.
+    """
+    return plain_content(obj) if is_plain(obj) else dump_object(obj, name=name)
+
+
+def is_plain(obj: Any) -> bool:
+    """Whether JSON gives an object back as it is."""
+    if type(obj) is list:
+        return all(map(is_plain, obj))
+    if type(obj) is dict:
+        return all(type(key) is str and is_plain(held) for key, held in obj.items())
+    return (
+        obj is None or type(obj) in {bool, int, str} or (type(obj) is float and math.isfinite(obj))
+    )
+
+
+def plain_content(obj: Any) -> bytes:
+    """What stands for an object that JSON gives back as it is."""
+    return _PLAIN_LEAD + json.dumps(obj, allow_nan=False).encode()
+
+
+def load_content(content: bytes, path: Path | str, name: str, allow: Allowed) -> Any:
+    """The object that ``dump_object`` or ``dump_content`` made bytes of; see read_pickle."""
+    if content.startswith(_PLAIN_LEAD):
+        return json.loads(content[len(_PLAIN_LEAD) :])
+    return load_pickle(content, path, name, allow)
+
+
+def load_pickle(content: bytes, path: Path | str, name: str, allow: Allowed) -> Any:
     """The object that the bytes of a ``.pt`` file hold; see read_pickle."""
     damage = archive_damage(content)
     if damage:
@@ -199,7 +240,7 @@ def load_pickle(content: bytes, path: Path, name: str, allow: Allowed) -> Any:
             raise _load_error(error, content, path, name) from error
 
 
-def _load_error(error: Exception, content: bytes, path: Path, name: str) -> CheckpointError:
+def _load_error(error: Exception, content: bytes, path: Path | str, name: str) -> CheckpointError:
     missing = _unsafe_globals(content) or _UNSAFE_GLOBAL.findall(str(error))
     if isinstance(error, pickle.UnpicklingError) and missing:
         classes = ", ".join(missing)
@@ -221,5 +262,5 @@ def _unsafe_globals(content: bytes) -> list[str]:
         return []
 
 
-def _corrupt(name: str, path: Path, why: str) -> CorruptCheckpointError:
+def _corrupt(name: str, path: Path | str, why: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"{name}: {path} is damaged: {why}", key=name, path=str(path))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.errors import MissingDependencyError
 from dist_ckpt_strategies.storage.base import ArrayStore
-from dist_ckpt_strategies.storage.file_access import file_access
+from dist_ckpt_strategies.storage.file_access import permitted_access
 
 
 def open_array_store(root: Path, options: Options) -> ArrayStore:
@@ -26,12 +25,7 @@ def open_array_store(root: Path, options: Options) -> ArrayStore:
             TensorStoreArrays,
         )
 
-        access = file_access(root)
-        access = replace(
-            access,
-            is_direct=access.is_direct and options.direct_io,
-            is_flushed_whole=access.is_flushed_whole and options.whole_flush,
-        )
+        access = permitted_access(root, options)
         return TensorStoreArrays(root, access, options.io_threads, options.timeout_s)
     except ImportError as error:
         other = next(engine for engine in Engine if engine is not options.engine)

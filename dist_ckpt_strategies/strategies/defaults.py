@@ -15,12 +15,12 @@ from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,
 )
-from dist_ckpt_strategies.strategies.format1 import PlanMemory
 from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
     LocalReplicatedSaveShardedStrategy,
 )
 from dist_ckpt_strategies.strategies.registration import Default, register_defaults, register_here
+from dist_ckpt_strategies.strategies.save_planning import PlanMemory
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 
 

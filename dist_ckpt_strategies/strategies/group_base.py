@@ -34,14 +34,14 @@ from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.box import Box, BoxTable
 from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.loaded_boxes import LoadedBoxes
-from dist_ckpt_strategies.storage.objects import Allowed, dump_object
-from dist_ckpt_strategies.strategies.format1 import destination
+from dist_ckpt_strategies.storage.objects import Allowed, dump_object, object_path
 from dist_ckpt_strategies.strategies.group_objects import (
     ObjectShares,
     send_objects,
     share_objects,
     unpickled,
 )
+from dist_ckpt_strategies.strategies.sharded_load import destination
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,9 @@ def share_in_group(
 
     contents = send_objects(request.objects, comm, dumped)
     objects = [v for v in sharded_values(request.state_dict) if isinstance(v, ShardedObject)]
-    results |= unpickled(objects, contents, root, comm, allowed)
+    results |= unpickled(
+        objects, contents, lambda name: str(object_path(root, name)), comm, allowed
+    )
     return mapped_values(lambda value: results[id(value)], request.state_dict), report
 
 

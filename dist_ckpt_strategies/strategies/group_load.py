@@ -1,10 +1,9 @@
-"""Load of ("zarr", 1) by a group of ranks that share the reading."""
+"""Load of a checkpoint by a group of ranks that share the reading."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, overload
 
 import torch
@@ -27,16 +26,15 @@ from dist_ckpt_strategies.run.report import BroadcastReport
 from dist_ckpt_strategies.spec.array import ArraySpec, array_from_wire, array_to_wire
 from dist_ckpt_strategies.spec.box import Box, BoxTable
 from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.objects import Allowed, read_content
-from dist_ckpt_strategies.storage.stores import open_array_store
-from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
-from dist_ckpt_strategies.strategies.format1 import destination, find_arrays
+from dist_ckpt_strategies.storage.base import StoredCheckpoint
+from dist_ckpt_strategies.storage.objects import Allowed
 from dist_ckpt_strategies.strategies.group_objects import send_objects, share_objects, unpickled
+from dist_ckpt_strategies.strategies.sharded_load import destination
 
 
-def load_format1_in_group(
+def load_sharded_in_group(
     state_dict: StateDict,
-    root: Path,
+    open_checkpoint: Callable[[], StoredCheckpoint],
     comm: Communicator,
     options: Options,
     allowed: Callable[[], Allowed],
@@ -49,7 +47,7 @@ def load_format1_in_group(
 
     Args:
         state_dict: what this rank wants.
-        root: the checkpoint directory.
+        open_checkpoint: gives the checkpoint; may raise what its opening raises.
         comm: the group.
         options: timeout and memory budget; the smallest budget of the group counts.
         allowed: gives the classes that objects may be unpickled to.
@@ -58,10 +56,10 @@ def load_format1_in_group(
     Raises:
         ShapeMismatchError, ArrayNotFoundError, StorageError: on every rank where one failed.
     """
-    values = agree(comm, lambda: list(sharded_values(state_dict)))
+    checkpoint, values = agree(comm, lambda: (open_checkpoint(), list(sharded_values(state_dict))))
     tensors = [value for value in values if isinstance(value, ShardedTensor)]
     objects = [value for value in values if isinstance(value, ShardedObject)]
-    arrays, budget = _looked_up({tensor.key for tensor in tensors}, root, comm, options)
+    arrays, budget = _looked_up({tensor.key for tensor in tensors}, checkpoint, comm, options)
     held: list[tuple[list[torch.Tensor], list[BoxTarget]]] = []
 
     def describe() -> bytes:
@@ -75,13 +73,13 @@ def load_format1_in_group(
     wants = _tables(agree_and_gather_bytes(comm, describe))
     plan = build_broadcast_plan(wants, arrays, max_inflight_bytes=budget)
     results, targets = held[0]
-    store = agree(comm, lambda: open_array_store(root, options))
-    report = run_broadcast(plan, arrays, targets, store, comm, options)
+    reader = agree(comm, lambda: checkpoint.array_reader)
+    report = run_broadcast(plan, arrays, targets, reader, comm, options)
     shares = share_objects(objects, comm)
     contents = send_objects(
-        shares, comm, lambda: {k: _content(root, k) for k in shares.read_by(comm.rank)}
+        shares, comm, lambda: {k: _content(checkpoint, k) for k in shares.read_by(comm.rank)}
     )
-    loaded = unpickled(objects, contents, root, comm, allowed)
+    loaded = unpickled(objects, contents, checkpoint.object_path, comm, allowed)
     delivered = agree(comm, lambda: [deliver(*pair) for pair in zip(tensors, results, strict=True)])
     loaded |= {id(tensor): found for tensor, found in zip(tensors, delivered, strict=True)}
     return mapped_values(lambda value: loaded[id(value)], state_dict), report
@@ -132,7 +130,7 @@ class _Arrays(Sequence[ArraySpec]):
 
 
 def _looked_up(
-    keys: Iterable[str], root: Path, comm: Communicator, options: Options
+    keys: Iterable[str], checkpoint: StoredCheckpoint, comm: Communicator, options: Options
 ) -> tuple[_Arrays, int]:
     """The arrays that any rank of the group wants, and the smallest of the memory bounds.
 
@@ -147,7 +145,7 @@ def _looked_up(
 
     def look_up() -> bytes:
         share = wanted[comm.rank :: comm.size]
-        found = find_arrays(Zarr2Layout(root), share, options)
+        found = checkpoint.find(share)
         return "\n".join(json.dumps(array_to_wire(found[key])) for key in share).encode()
 
     shares = agree_and_gather_bytes(comm, look_up)
@@ -172,7 +170,7 @@ def _targets(
     return targets
 
 
-def _content(root: Path, unique_key: str) -> bytes:
+def _content(checkpoint: StoredCheckpoint, unique_key: str) -> bytes:
     found = ObjectId.parse(unique_key)
     assert found is not None  # noqa: S101 - made from an ObjectId on another rank
-    return read_content(root, found)
+    return checkpoint.object_content(found)

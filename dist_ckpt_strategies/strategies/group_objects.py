@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
 from dist_ckpt_strategies.megatron.shards import object_id
 from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.objects import Allowed, load_pickle, object_path
+from dist_ckpt_strategies.storage.objects import Allowed, load_content
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,19 +93,21 @@ def send_objects(
 def unpickled(
     objects: Sequence[Any],
     contents: Mapping[str, bytes],
-    root: Path,
+    path_of: Callable[[ObjectId], str],
     comm: Communicator,
     allowed: Callable[[], Allowed],
 ) -> dict[int, Any]:
-    """What was loaded for each ShardedObject, by its identity. Collective."""
+    """What was loaded for each ShardedObject, by its identity. Collective.
+
+    ``path_of`` says where a shard is kept, for messages.
+    """
 
     def unpickle() -> dict[int, Any]:
         allow = allowed()
-        return {id(found): _object(object_id(found), contents, root, allow) for found in objects}
+        names = {id(found): object_id(found) for found in objects}
+        return {
+            found: load_content(contents[n.unique_key], path_of(n), n.unique_key, allow)
+            for found, n in names.items()
+        }
 
     return agree(comm, unpickle)
-
-
-def _object(name: ObjectId, contents: Mapping[str, bytes], root: Path, allow: Allowed) -> Any:
-    path = object_path(root, name)
-    return load_pickle(contents[name.unique_key], path, name.unique_key, allow)

@@ -14,8 +14,8 @@ from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError, StorageEr
 from dist_ckpt_strategies.megatron.bases import StrategyAction
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.storage.tensorstore_arrays import array_store_spec
-from dist_ckpt_strategies.strategies.format1 import copy_into_own_data
 from dist_ckpt_strategies.strategies.registration import register_defaults
+from dist_ckpt_strategies.strategies.sharded_load import copy_into_own_data
 from dist_ckpt_strategies.strategies.zarr import BACKEND, VERSION, ZarrLoadShardedStrategy
 
 

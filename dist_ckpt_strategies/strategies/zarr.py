@@ -32,17 +32,20 @@ from dist_ckpt_strategies.megatron.shards import StateDict, metadata_tensor
 from dist_ckpt_strategies.run.report import BroadcastReport
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.storage.base import StoredCheckpoint
+from dist_ckpt_strategies.storage.checkpoints import Format1Checkpoint
 from dist_ckpt_strategies.storage.objects import Allowed
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.strategies.format1 import (
-    PlanMemory,
-    load_format1,
+    Format1Target,
     remove_arrays,
-    save_format1,
     stored_metadata,
 )
-from dist_ckpt_strategies.strategies.group_load import load_format1_in_group
+from dist_ckpt_strategies.strategies.group_load import load_sharded_in_group
 from dist_ckpt_strategies.strategies.registration import register_defaults
+from dist_ckpt_strategies.strategies.save_planning import PlanMemory
+from dist_ckpt_strategies.strategies.sharded_load import load_sharded
+from dist_ckpt_strategies.strategies.sharded_save import save_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +117,12 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         comm = open_communicator(
             self._group, timeout_s=self._options.timeout_s, purpose=f"save to {root}"
         )
-        report = save_format1(
-            state_dict, root, comm, self._options, self._memory, keeps_old=keeps_old
+        report = save_sharded(
+            state_dict,
+            lambda: Format1Target(root, self._options, keeps_old=keeps_old),
+            comm,
+            self._options,
+            self._memory,
         )
         logger.info("rank %s: save to %s: %s", comm.global_rank(comm.rank), root, report)
 
@@ -172,8 +179,8 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         comm = open_communicator(
             self._group, timeout_s=self._options.timeout_s, purpose=f"load from {root}"
         )
-        loaded, report = load_format1(
-            sharded_state_dict, root, comm, self._options, self._allowed, deliver
+        loaded, report = load_sharded(
+            sharded_state_dict, self._opener(root), comm, self._options, self._allowed, deliver
         )
         logger.info("rank %s: load from %s: %s", comm.global_rank(comm.rank), root, report)
         for _ in range(num_meetings - 1):
@@ -197,15 +204,20 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
             comm: the group.
             options: in place of the strategy's own.
         """
-        return load_format1_in_group(
-            sharded_state_dict, checkpoint_dir, comm, options, self._allowed, self._deliver
+        return load_sharded_in_group(
+            sharded_state_dict,
+            lambda: Format1Checkpoint(checkpoint_dir, options),
+            comm,
+            options,
+            self._allowed,
+            self._deliver,
         )
 
     def load_alone(self, sharded_state_dict: StateDict, checkpoint_dir: Path) -> StateDict:
         """Like ``load``, by this rank without any other. Rank-local."""
-        loaded, _ = load_format1(
+        loaded, _ = load_sharded(
             sharded_state_dict,
-            checkpoint_dir,
+            self._opener(checkpoint_dir),
             SoloCommunicator(),
             self._options,
             self._allowed,
@@ -242,6 +254,9 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise IncompatibleVersionError unless the version is 1."""
         require_format1(BACKEND, loaded_version)
+
+    def _opener(self, root: Path) -> Callable[[], StoredCheckpoint]:
+        return lambda: Format1Checkpoint(root, self._options)
 
     def _deliver(self, tensor: Any, loaded: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - a hook
         return loaded

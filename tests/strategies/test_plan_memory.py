@@ -13,7 +13,8 @@ from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.threads import ThreadCommunicator, ThreadWorld, run_ranks
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import CoverageError
-from dist_ckpt_strategies.strategies.format1 import PlanMemory, load_format1, save_format1
+from dist_ckpt_strategies.strategies.save_planning import PlanMemory
+from tests.support.formats import load_format1, save_format1
 
 OPTIONS = Options(timeout_s=20.0)
 NUM_RANKS = 3
@@ -34,9 +35,7 @@ def save(
 
 def loaded(root: Path, rank: int, rows: int) -> torch.Tensor:
     wanted = state_of(rank, rows, -1.0)
-    found, _ = load_format1(
-        wanted, root, SoloCommunicator(), OPTIONS, list, lambda _, tensor: tensor
-    )
+    found = load_format1(wanted, root, SoloCommunicator(), OPTIONS)
     tensor: torch.Tensor = found["w"]
     return tensor
 

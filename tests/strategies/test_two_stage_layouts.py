@@ -19,10 +19,11 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.strategies.format1 import PlanMemory, save_format1
+from dist_ckpt_strategies.strategies.save_planning import PlanMemory
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 from tests.support.entries import prepare
+from tests.support.formats import save_format1
 from tests.support.ranks import run_processes
 from tests.support.sharding import (
     ALL_DTYPES,

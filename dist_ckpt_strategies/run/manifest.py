@@ -1,0 +1,97 @@
+"""Bring what the ranks know of a checkpoint's files together in its manifest, and write that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from dist_ckpt_strategies.comm.agree import agree_and_gather, agree_on_first
+from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
+from dist_ckpt_strategies.errors import IncompleteCheckpointError
+from dist_ckpt_strategies.plan.manifest import ManifestPlan
+from dist_ckpt_strategies.spec.manifest import ManifestIndex, PartEntry
+from dist_ckpt_strategies.storage.manifest import (
+    INDEX_NAME,
+    digest_of,
+    index_content,
+    merged_part,
+    part_content,
+    part_name,
+)
+from dist_ckpt_strategies.storage.places import Place
+
+
+def run_manifest(
+    plan: ManifestPlan,
+    known: Mapping[int, bytes],
+    place: Place,
+    comm: Communicator,
+    complete: Callable[[tuple[PartEntry, ...]], ManifestIndex],
+) -> None:
+    """Write every part, then the index, durably.
+
+    Collective: three meetings and an exchange. Each rank holds its own description and the parts
+    that it owns.
+
+    Args:
+        plan: who writes what.
+        known: what this rank knows of each part, as ``part_content`` writes it.
+        place: the checkpoint.
+        comm: the ranks that the plan was made for.
+        complete: makes the index out of its parts; called on the first rank.
+
+    Raises:
+        IncompleteCheckpointError: some chunk was written by nobody.
+        StorageError: writing failed on this rank.
+        PeerError: it failed on another.
+    """
+    numbers = range(len(plan.firsts))
+    sizes = agree_and_gather(comm, lambda: [len(known.get(n, b"")) for n in numbers])
+    mine = [n for n in numbers if plan.owners[n] == comm.rank]
+    incoming: dict[tuple[int, int], Bytes] = {
+        (rank, n): np.empty(sizes[rank][n], np.uint8)
+        for rank in range(comm.size)
+        for n in mine
+        if rank != comm.rank and sizes[rank][n]
+    }
+    comm.exchange(
+        [
+            Send(plan.owners[n], np.frombuffer(bytearray(known[n]), np.uint8))
+            for n in sorted(known)
+            if plan.owners[n] != comm.rank
+        ],
+        [Receive(rank, memory) for (rank, _), memory in incoming.items()],
+    )
+
+    def write_parts() -> list[list[Any]]:
+        entries = []
+        for n in mine:
+            contents = [known[n]] if n in known else []
+            contents += [m.tobytes() for (_, part), m in incoming.items() if part == n]
+            entries.append(_written(plan, n, contents, place))
+        return entries
+
+    answers = agree_and_gather(comm, write_parts)
+    entries = sorted((PartEntry(*entry) for found in answers for entry in found), key=_by_first)
+    agree_on_first(comm, lambda: place.write(INDEX_NAME, index_content(complete(tuple(entries)))))
+
+
+def _by_first(entry: PartEntry) -> str:
+    return entry.first
+
+
+def _written(plan: ManifestPlan, number: int, contents: list[bytes], place: Place) -> list[Any]:
+    """Write a part; its entry in the index, of JSON types."""
+    try:
+        arrays, objects = merged_part(contents)
+    except ValueError as error:
+        raise IncompleteCheckpointError(
+            f"{place}: what the ranks have written makes no checkpoint: {error}"
+        ) from error
+    content = part_content(arrays, objects)
+    name = part_name(number)
+    place.write(name, content)
+    first = plan.firsts[number]
+    return [name, first, len(content), digest_of(content), len(arrays), len(objects)]

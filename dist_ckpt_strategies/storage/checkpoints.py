@@ -1,0 +1,165 @@
+"""Checkpoints that can be read, of either format."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from functools import cached_property, partial
+from pathlib import Path
+
+from dist_ckpt_strategies.config import Options, Verify
+from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+)
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.storage.base import ArrayReader
+from dist_ckpt_strategies.storage.file_access import file_access, permitted_access
+from dist_ckpt_strategies.storage.files import COMMON_NAME, require_directory, storage_error
+from dist_ckpt_strategies.storage.manifest import INDEX_NAME, Manifest, digest_of
+from dist_ckpt_strategies.storage.objects import object_path, plain_content, read_content
+from dist_ckpt_strategies.storage.places import Directory
+from dist_ckpt_strategies.storage.stores import open_array_store
+from dist_ckpt_strategies.storage.transfers import Job, run_pooled
+from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.storage.zarr3_arrays import Zarr3Reader
+
+
+class Format1Checkpoint:
+    """A checkpoint of format ("zarr", 1); see StoredCheckpoint.
+
+    Args:
+        root: its directory.
+        options: engine and timeout.
+    """
+
+    def __init__(self, root: Path, options: Options) -> None:
+        self._layout = Zarr2Layout(root)
+        self._options = options
+
+    @cached_property
+    def array_reader(self) -> ArrayReader:
+        """See StoredCheckpoint."""
+        return open_array_store(self._layout.root, self._options)
+
+    def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
+        """See StoredCheckpoint. One metadata file is read for each."""
+        layout = self._layout
+        found: dict[str, ArraySpec] = {}
+
+        def find(key: str) -> None:
+            try:
+                found[key] = layout.find(key)
+            except ArrayNotFoundError as error:
+                raise self._not_found(key) from error
+
+        jobs = (Job(key, layout.metadata_path(key), partial(find, key)) for key in sorted(keys))
+        num_threads = file_access(layout.root).num_metadata_threads
+        run_pooled(jobs, num_threads, _unexpected).wait(self._options.timeout_s)
+        return found
+
+    def object_path(self, object_id: ObjectId) -> str:
+        """See StoredCheckpoint."""
+        return str(object_path(self._layout.root, object_id))
+
+    def object_content(self, object_id: ObjectId) -> bytes:
+        """See StoredCheckpoint."""
+        return read_content(self._layout.root, object_id)
+
+    def _not_found(self, key: str) -> ArrayNotFoundError:
+        root = self._layout.root
+        require_directory(root)
+        if (root / INDEX_NAME).exists():
+            return ArrayNotFoundError(
+                f"{key}: {root} is a checkpoint of format ('zarr', 2), by its {INDEX_NAME}; its "
+                "metadata.json says, or the caller, that it is one of ('zarr', 1)",
+                key=key,
+                path=str(root),
+            )
+        keys = list(self._layout.keys())
+        near = difflib.get_close_matches(key, keys, n=3)
+        hint = f"; similar keys: {', '.join(near)}" if near else ""
+        return ArrayNotFoundError(
+            f"{key}: no such array among the {len(keys)} in {root}{hint}",
+            key=key,
+            path=str(self._layout.directory(key)),
+        )
+
+
+class Format2Checkpoint:
+    """A checkpoint of format ("zarr", 2); see StoredCheckpoint.
+
+    Args:
+        root: its directory.
+        options: what to verify, and how to read.
+
+    Raises:
+        IncompleteCheckpointError: it has no manifest.
+        CorruptCheckpointError: the manifest's index is damaged.
+        IncompatibleVersionError: a later version of this package wrote it.
+    """
+
+    def __init__(self, root: Path, options: Options) -> None:
+        require_directory(root)
+        self._root = root
+        self._options = options
+        self.place = Directory(root)
+        self.manifest = Manifest(self.place)
+
+    @cached_property
+    def array_reader(self) -> ArrayReader:
+        """See StoredCheckpoint."""
+        find = None if self._options.verify is Verify.OFF else self.manifest.find
+        return Zarr3Reader(self._root, permitted_access(self._root, self._options), find)
+
+    def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
+        """See StoredCheckpoint. The parts of the manifest that list them are read, once each."""
+        return {key: self.manifest.find(key).array for key in sorted(keys)}
+
+    def object_path(self, object_id: ObjectId) -> str:
+        """See StoredCheckpoint."""
+        span = self.manifest.find_object(object_id).span
+        return self.place.path(INDEX_NAME if span is None else span.name)
+
+    def object_content(self, object_id: ObjectId) -> bytes:
+        """See StoredCheckpoint. Its digest is compared, whatever the options say."""
+        record = self.manifest.find_object(object_id)
+        span = record.span
+        if span is None:
+            return plain_content(record.value)
+        content = self.place.read_span(span.name, span.byte_offset, span.nbytes)
+        if digest_of(content) != span.digest:
+            name, path = object_id.unique_key, self.place.path(span.name)
+            raise CorruptCheckpointError(
+                f"{name}: {path}, written by rank {record.writer}, is damaged: "
+                f"{len(content)} bytes from byte {span.byte_offset} have digest "
+                f"{digest_of(content)}, expected {span.nbytes} and {span.digest}",
+                key=name,
+                path=path,
+            )
+        return content
+
+    def require_common(self) -> None:
+        """Raise unless the common state's file is the one that was there at the save.
+
+        Raises:
+            IncompleteCheckpointError: it is missing.
+            CorruptCheckpointError: it is another.
+        """
+        listed = self.manifest.index.common
+        if listed is None:
+            return
+        content = self.place.read(COMMON_NAME)
+        if (len(content), digest_of(content)) != (listed.nbytes, listed.digest):
+            path = self.place.path(COMMON_NAME)
+            raise CorruptCheckpointError(
+                f"{path} is damaged, or of another save: {len(content)} bytes with digest "
+                f"{digest_of(content)}, expected {listed.nbytes} and {listed.digest}",
+                path=path,
+            )
+
+
+def _unexpected(job: Job, error: Exception) -> StorageError:
+    return storage_error(job.key, job.path, error)

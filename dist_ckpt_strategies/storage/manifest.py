@@ -1,0 +1,384 @@
+"""The manifest's files: ``manifest/index.json``, and the parts that it lists.
+
+``docs/format2.md`` describes them field by field.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import xxhash
+
+from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompatibleVersionError,
+)
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.inner_grid import InnerGrid
+from dist_ckpt_strategies.spec.manifest import (
+    ArrayRecord,
+    ChunkRecord,
+    FileDigest,
+    ManifestIndex,
+    ObjectRecord,
+    PartEntry,
+    Span,
+)
+from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.spec.region import Extent
+from dist_ckpt_strategies.storage.places import Place
+
+MANIFEST_NAME = "manifest"
+INDEX_NAME = f"{MANIFEST_NAME}/index.json"
+OBJECTS_NAME = "objects"
+
+SCHEMA = "dist_ckpt_strategies.manifest"
+SCHEMA_VERSION = 1
+
+_DIGEST_LEAD = b'{"digest":"'
+_DIGEST_HEX = 32
+
+Fields = dict[str, Any]
+
+
+def part_name(number: int) -> str:
+    """The name of a part, below the checkpoint's directory."""
+    return f"{MANIFEST_NAME}/part-{number:05d}.json"
+
+
+def digest_of(content: bytes) -> str:
+    """The digest by which files are listed that are read whole."""
+    return xxhash.xxh3_128_hexdigest(content)
+
+
+def array_fields(record: ArrayRecord) -> Fields:
+    """An array and its files, of JSON types."""
+    array = record.array
+    assert array.inner_shape is not None  # noqa: S101 - format 2 has no others
+    return {
+        "key": array.key,
+        "shape": list(array.shape),
+        "dtype": array.dtype.value,
+        "chunk_shape": list(array.chunk_shape),
+        "inner_shape": list(array.inner_shape),
+        "crc32c": array.has_crc32c,
+        "chunks": [
+            {"index": list(index), "writer": chunk.writer, "digests": chunk.digests.hex()}
+            for index, chunk in sorted(record.chunks.items())
+        ],
+    }
+
+
+def array_record(fields: Fields) -> ArrayRecord:
+    """The array that ``array_fields`` described.
+
+    Raises:
+        ValueError, LookupError, TypeError: these are not fields of an array.
+    """
+    key = str(fields["key"])
+    shape, chunk_shape, inner_shape = (
+        _extent(fields[name]) for name in ("shape", "chunk_shape", "inner_shape")
+    )
+    if not len(shape) == len(chunk_shape) == len(inner_shape):
+        raise ValueError(f"{key}: dims of shape, chunk_shape and inner_shape differ")
+    if any(i < 1 or c % i for c, i in zip(chunk_shape, inner_shape, strict=True)):
+        raise ValueError(f"{key}: inner_shape {inner_shape} does not divide {chunk_shape}")
+    array = ArraySpec(
+        key,
+        shape,
+        DType.named(fields["dtype"], key=key),
+        chunk_shape,
+        inner_shape=inner_shape,
+        has_crc32c=bool(fields["crc32c"]),
+    )
+    chunks = {
+        _extent(chunk["index"]): ChunkRecord(int(chunk["writer"]), bytes.fromhex(chunk["digests"]))
+        for chunk in fields["chunks"]
+    }
+    return ArrayRecord(array, chunks)
+
+
+def require_complete(record: ArrayRecord) -> None:
+    """Raise unless an array has a file for every chunk and a digest for every inner chunk.
+
+    Raises:
+        ValueError: it has not.
+    """
+    array = record.array
+    if len(record.chunks) != array.num_chunks:
+        raise ValueError(f"{array.key}: {len(record.chunks)} of {array.num_chunks} chunks")
+    for index in array.chunk_indices():
+        expected = InnerGrid.of(array, index).num_chunks + 1
+        if record.chunks[index].num_digests != expected:
+            raise ValueError(
+                f"{array.key}: chunk {index} has {record.chunks[index].num_digests} digests, "
+                f"expected {expected}"
+            )
+
+
+def object_fields(record: ObjectRecord) -> Fields:
+    """One shard of an object, of JSON types."""
+    fields: Fields = {
+        "key": record.id.key,
+        "offset": list(record.id.offset),
+        "shape": list(record.id.shape),
+        "writer": record.writer,
+    }
+    if record.span is None:
+        return fields | {"value": record.value}
+    span = record.span
+    return fields | {"span": [span.name, span.byte_offset, span.nbytes, span.digest]}
+
+
+def object_record(fields: Fields) -> ObjectRecord:
+    """The shard that ``object_fields`` described; errors as in ``array_record``."""
+    found = ObjectId(str(fields["key"]), _extent(fields["offset"]), _extent(fields["shape"]))
+    writer = int(fields["writer"])
+    if "span" not in fields:
+        return ObjectRecord(found, writer, None, fields["value"])
+    name, byte_offset, nbytes, digest = fields["span"]
+    if not str(name).startswith(f"{OBJECTS_NAME}/") or ".." in str(name):
+        raise ValueError(f"{found.unique_key}: it cannot lie in {name!r}")
+    return ObjectRecord(found, writer, Span(name, int(byte_offset), int(nbytes), str(digest)))
+
+
+def part_content(arrays: Iterable[Fields], objects: Iterable[Fields]) -> bytes:
+    """The bytes of a part."""
+    part = {"arrays": list(arrays), "objects": list(objects)}
+    return json.dumps(part, separators=(",", ":"), allow_nan=False).encode()
+
+
+def merged_part(contents: Iterable[bytes]) -> tuple[list[Fields], list[Fields]]:
+    """The arrays and objects of one part, out of what several ranks know of it.
+
+    Raises:
+        ValueError: ranks tell different things of an array, or a chunk of it is missing.
+    """
+    arrays: dict[str, Fields] = {}
+    objects: list[Fields] = []
+    for content in contents:
+        part = json.loads(content)
+        objects += part["objects"]
+        for fields in part["arrays"]:
+            known = arrays.setdefault(fields["key"], fields)
+            if known is not fields:
+                _require_same(known, fields)
+                known["chunks"] += fields["chunks"]
+    for fields in arrays.values():
+        require_complete(array_record(fields))
+    objects.sort(key=lambda fields: (fields["key"], fields["offset"]))
+    return [arrays[key] for key in sorted(arrays)], objects
+
+
+def _require_same(one: Fields, other: Fields) -> None:
+    for name in one:
+        if name != "chunks" and one[name] != other[name]:
+            raise ValueError(
+                f"{one['key']}: {name} {one[name]} on one rank, {other[name]} on another"
+            )
+
+
+def index_content(index: ManifestIndex) -> bytes:
+    """The bytes of the index: JSON whose first field is the digest of all that follows."""
+    body = {
+        "schema": SCHEMA,
+        "version": SCHEMA_VERSION,
+        "layout": dict(index.layout),
+        "versions": dict(index.versions),
+        "common": None if index.common is None else [index.common.nbytes, index.common.digest],
+        "parts": [
+            {
+                "name": part.name,
+                "first": part.first,
+                "nbytes": part.nbytes,
+                "digest": part.digest,
+                "num_arrays": part.num_arrays,
+                "num_objects": part.num_objects,
+            }
+            for part in index.parts
+        ],
+    }
+    rest = b'",' + json.dumps(body, indent=1).encode()[1:]
+    return _DIGEST_LEAD + digest_of(rest).encode() + rest
+
+
+def parse_index(content: bytes, path: str) -> ManifestIndex:
+    """The index that the bytes hold.
+
+    Raises:
+        CorruptCheckpointError: they are damaged.
+        IncompatibleVersionError: a later version of this package wrote them.
+    """
+    start = len(_DIGEST_LEAD)
+    lead, digest, rest = (
+        content[:start],
+        content[start : start + _DIGEST_HEX],
+        content[start + _DIGEST_HEX :],
+    )
+    if lead != _DIGEST_LEAD or digest != digest_of(rest).encode():
+        raise CorruptCheckpointError(
+            f"{path} is damaged: its content has digest {digest_of(rest)}, "
+            f"expected {digest.decode(errors='replace')}",
+            path=path,
+        )
+    try:
+        fields = json.loads(content)
+        if (fields["schema"], fields["version"]) != (SCHEMA, SCHEMA_VERSION):
+            raise IncompatibleVersionError(
+                f"{path}: schema {fields['schema']} {fields['version']}, this version of the "
+                f"package reads {SCHEMA} {SCHEMA_VERSION}; install a later one"
+            )
+        common = fields["common"]
+        return ManifestIndex(
+            tuple(PartEntry(**part) for part in fields["parts"]),
+            None if common is None else FileDigest(int(common[0]), str(common[1])),
+            fields["layout"],
+            fields["versions"],
+        )
+    except (ValueError, LookupError, TypeError) as error:
+        raise CorruptCheckpointError(f"{path} is no manifest: {error!r}", path=path) from error
+
+
+class Manifest:
+    """The manifest of a checkpoint, read as far as it is asked for.
+
+    Args:
+        place: the checkpoint.
+
+    Attributes:
+        index: its table of contents.
+
+    Raises:
+        IncompleteCheckpointError: it has none.
+        CorruptCheckpointError: its index is damaged.
+        IncompatibleVersionError: a later version of this package wrote it.
+    """
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+        self.index = parse_index(place.read(INDEX_NAME), place.path(INDEX_NAME))
+        self._parts: dict[str, _Part] = {}
+        self._records: dict[str, ArrayRecord] = {}
+
+    def find(self, key: str) -> ArrayRecord:
+        """The array of that key.
+
+        Raises:
+            ArrayNotFoundError: there is none; names similar ones.
+            CorruptCheckpointError: the part that lists it is damaged.
+        """
+        found = self._records.get(key)
+        if found is None:
+            part = self._part_of(key)
+            if part is None or key not in part.arrays:
+                raise self._not_found(key, list(self.keys()), "array")
+            found = self._records[key] = part.array(key)
+        return found
+
+    def find_object(self, object_id: ObjectId) -> ObjectRecord:
+        """One shard of an object; errors as in ``find``."""
+        part = self._part_of(object_id.key)
+        if part is None or object_id.unique_key not in part.objects:
+            names = [record.id.unique_key for record in self.objects()]
+            raise self._not_found(object_id.unique_key, names, "object")
+        return part.object(object_id.unique_key)
+
+    def keys(self) -> Iterator[str]:
+        """The keys of all arrays, sorted."""
+        for entry in self.index.parts:
+            yield from self._read(entry).arrays
+
+    def arrays(self) -> Iterator[ArrayRecord]:
+        """All arrays, sorted by key."""
+        return map(self.find, self.keys())
+
+    def objects(self) -> Iterator[ObjectRecord]:
+        """All shards of objects, sorted."""
+        for entry in self.index.parts:
+            part = self._read(entry)
+            yield from map(part.object, part.objects)
+
+    def _part_of(self, key: str) -> _Part | None:
+        number = bisect_right(self._firsts, key) - 1
+        return self._read(self.index.parts[number]) if number >= 0 else None
+
+    @cached_property
+    def _firsts(self) -> list[str]:
+        return [entry.first for entry in self.index.parts]
+
+    def _read(self, entry: PartEntry) -> _Part:
+        if entry.name not in self._parts:
+            content = self._place.read(entry.name)
+            path = self._place.path(entry.name)
+            if digest_of(content) != entry.digest:
+                raise CorruptCheckpointError(
+                    f"{path} is damaged: it has digest {digest_of(content)}, "
+                    f"expected {entry.digest}",
+                    path=path,
+                )
+            self._parts[entry.name] = _Part(content, path)
+        return self._parts[entry.name]
+
+    def _not_found(self, name: str, known: Sequence[str], what: str) -> ArrayNotFoundError:
+        near = difflib.get_close_matches(name, known, n=3)
+        hint = f"; similar ones: {', '.join(near)}" if near else ""
+        return ArrayNotFoundError(
+            f"{name}: no such {what} among the {len(known)} in {self._place}{hint}",
+            key=name,
+            path=self._place.path(INDEX_NAME),
+        )
+
+
+class _Part:
+    """A part of the manifest, made into records one at a time."""
+
+    def __init__(self, content: bytes, path: str) -> None:
+        self._path = path
+        with _damage(path):
+            fields = json.loads(content)
+            self.arrays: Mapping[str, Fields] = {found["key"]: found for found in fields["arrays"]}
+            self.objects: Mapping[str, Fields] = {_unique_key(f): f for f in fields["objects"]}
+
+    def array(self, key: str) -> ArrayRecord:
+        """The array of a key that the part has."""
+        with _damage(self._path):
+            record = array_record(self.arrays[key])
+            require_complete(record)
+            return record
+
+    def object(self, unique_key: str) -> ObjectRecord:
+        """An object shard that the part has."""
+        with _damage(self._path):
+            return object_record(self.objects[unique_key])
+
+
+@contextmanager
+def _damage(path: str) -> Iterator[None]:
+    """Turn what parsing raises into an error that names the file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CorruptCheckpointError(
+            f"{path} is no part of a manifest: {error!r}", path=path
+        ) from error
+
+
+def _unique_key(fields: Fields) -> str:
+    return ObjectId(fields["key"], tuple(fields["offset"]), tuple(fields["shape"])).unique_key
+
+
+def _extent(numbers: Any) -> Extent:
+    if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
+        raise ValueError(f"{numbers!r}, expected a list of whole numbers")
+    return tuple(numbers)

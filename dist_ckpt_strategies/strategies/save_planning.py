@@ -1,0 +1,177 @@
+"""What the ranks bring to a save, and the plan that follows from it; for either format."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from dist_ckpt_strategies.comm.agree import agree
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.device import require_plain
+from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError
+from dist_ckpt_strategies.megatron.bases import ShardedObject
+from dist_ckpt_strategies.megatron.shards import (
+    StateDict,
+    is_main,
+    object_id,
+    shard_data,
+    shard_spec,
+    sharded_values,
+)
+from dist_ckpt_strategies.plan.manifest import ManifestPlan, build_manifest_plan
+from dist_ckpt_strategies.plan.save import Cutting, ObjectHolding, SavePlan, build_save_plan
+from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.spec.shard import (
+    RankShards,
+    ShardId,
+    ShardSpec,
+    shard_from_wire,
+    shard_to_wire,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What one rank brings to a save; its objects as the bytes that will be written."""
+
+    specs: tuple[ShardSpec, ...]
+    tensors: dict[ShardId, torch.Tensor]
+    objects: dict[ObjectId, bytes]
+
+
+Facts = list[Any]
+"""What a rank holds, as far as the plan depends on it, of JSON types."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One rank's share of a plan, and what it followed from.
+
+    Attributes:
+        facts: digest of what all ranks hold.
+        plan: this rank's share.
+        keys: of all arrays and objects.
+        manifest: which rank lists what.
+    """
+
+    facts: str
+    plan: SavePlan
+    keys: frozenset[str]
+    manifest: ManifestPlan
+
+
+class PlanMemory:
+    """Keeps the last plan, because a training run saves the same shards again and again.
+
+    One to each strategy. It holds no tensor.
+    """
+
+    def __init__(self) -> None:
+        self.last: Planned | None = None
+
+
+def facts_of(mine: Holdings, options: Options, cutting: Cutting) -> Facts:
+    """What the plan of a save has to know of this rank."""
+    shards = [shard_to_wire(spec) for spec in mine.specs]
+    objects = [(found.key, found.offset, found.shape) for found in sorted(mine.objects)]
+    return [shards, objects, options.max_inflight_bytes, cutting.value]
+
+
+def digest_of(facts: Any) -> str:
+    """What tells facts apart."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
+
+
+def planned_save(
+    comm: Communicator,
+    own: Facts,
+    described: Sequence[tuple[str, str | None]],
+    memory: PlanMemory,
+) -> Planned:
+    """The last plan, if all ranks have one that follows from what they hold now; else a new one.
+
+    Collective.
+
+    Args:
+        comm: ranks that save together.
+        own: what this rank holds.
+        described: for each rank the digest of that, and what its last plan followed from.
+        memory: this rank's last plan.
+    """
+    digest = digest_of([mine for mine, _ in described])
+    if memory.last is not None and all(last == digest for _, last in described):
+        return memory.last
+    everyone = comm.all_gather(own)
+    memory.last = None
+    memory.last = agree(comm, lambda: _new_plan(comm, digest, everyone))
+    return memory.last
+
+
+def _new_plan(comm: Communicator, digest: str, everyone: Sequence[Facts]) -> Planned:
+    requests: list[RankShards] = []
+    holdings: list[ObjectHolding] = []
+    for rank, (shards, objects, *_) in enumerate(everyone):
+        global_rank = comm.global_rank(rank)
+        requests.append(RankShards(global_rank, tuple(map(shard_from_wire, shards))))
+        holdings += [
+            ObjectHolding(ObjectId(key, tuple(offset), tuple(shape)), global_rank)
+            for key, offset, shape in objects
+        ]
+    budget = min(budget for _, _, budget, _ in everyone)
+    cuttings = sorted({cutting for *_, cutting in everyone})
+    if len(cuttings) > 1:
+        raise PlanError(f"ranks save in different forms: {' and '.join(cuttings)}")
+    plan = build_save_plan(
+        requests, holdings, max_inflight_bytes=budget, cutting=Cutting(cuttings[0])
+    )
+    arrays = [creation.array for creation in plan.creations]
+    object_keys = [holding.id.key for holding in holdings]
+    return Planned(
+        digest,
+        plan.share_of(comm.global_rank(comm.rank)),
+        frozenset(array.key for array in arrays).union(object_keys),
+        build_manifest_plan(arrays, object_keys, comm.size)
+        if cuttings[0] != Cutting.WHOLE.value
+        else ManifestPlan(("",), (0,)),
+    )
+
+
+def holdings_of(state_dict: StateDict, dump: Callable[..., bytes]) -> Holdings:
+    """What this rank brings: its shards, and its main replicas of objects, dumped.
+
+    Raises:
+        PlanError: a value cannot be stored.
+        DuplicateWriterError: this rank has two main replicas of an object's shard.
+    """
+    specs: list[ShardSpec] = []
+    tensors: dict[ShardId, torch.Tensor] = {}
+    objects: dict[ObjectId, bytes] = {}
+    for value in sharded_values(state_dict):
+        if isinstance(value, ShardedObject):
+            if is_main(value):
+                name = object_id(value)
+                _require_new(name, objects)
+                objects[name] = dump(value.data, name=name.unique_key)
+            continue
+        spec = shard_spec(value)
+        specs.append(spec)
+        if spec.is_main:
+            if value.data is not None:
+                require_plain(value.data, key=spec.key)
+            tensors[spec.id] = shard_data(value)
+    return Holdings(tuple(specs), tensors, objects)
+
+
+def _require_new(name: ObjectId, objects: Mapping[ObjectId, bytes]) -> None:
+    if name in objects:
+        raise DuplicateWriterError(
+            f"{name.unique_key}: two main replicas on this rank; give one of them another "
+            "replica_id",
+            key=name.key,
+        )
