@@ -25,7 +25,7 @@ from dist_ckpt_strategies.storage.places import Place
 
 def run_manifest(
     plan: ManifestPlan,
-    known: Mapping[int, bytes],
+    describe: Callable[[], Mapping[int, bytes]],
     place: Place,
     comm: Communicator,
     complete: Callable[[tuple[PartEntry, ...]], ManifestIndex],
@@ -37,7 +37,7 @@ def run_manifest(
 
     Args:
         plan: who writes what.
-        known: what this rank knows of each part, as ``part_content`` writes it.
+        describe: gives what this rank knows of each part, as ``part_content`` writes it.
         place: the checkpoint.
         comm: the ranks that the plan was made for.
         complete: makes the index out of its parts; called on the first rank.
@@ -48,7 +48,13 @@ def run_manifest(
         PeerError: it failed on another.
     """
     numbers = range(len(plan.firsts))
-    sizes = agree_and_gather(comm, lambda: [len(known.get(n, b"")) for n in numbers])
+    known: dict[int, bytes] = {}
+
+    def describe_own() -> list[int]:
+        known.update(describe())
+        return [len(known.get(n, b"")) for n in numbers]
+
+    sizes = agree_and_gather(comm, describe_own)
     mine = [n for n in numbers if plan.owners[n] == comm.rank]
     incoming: dict[tuple[int, int], Bytes] = {
         (rank, n): np.empty(sizes[rank][n], np.uint8)

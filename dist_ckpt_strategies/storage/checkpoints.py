@@ -27,6 +27,11 @@ from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.storage.zarr3_arrays import Zarr3Reader
 
 
+def has_manifest(root: Path) -> bool:
+    """Whether a directory holds a checkpoint of format ("zarr", 2), whatever else it says."""
+    return (root / INDEX_NAME).exists()
+
+
 class Format1Checkpoint:
     """A checkpoint of format ("zarr", 1); see StoredCheckpoint.
 
@@ -71,7 +76,7 @@ class Format1Checkpoint:
     def _not_found(self, key: str) -> ArrayNotFoundError:
         root = self._layout.root
         require_directory(root)
-        if (root / INDEX_NAME).exists():
+        if has_manifest(root):
             return ArrayNotFoundError(
                 f"{key}: {root} is a checkpoint of format ('zarr', 2), by its {INDEX_NAME}; its "
                 "metadata.json says, or the caller, that it is one of ('zarr', 1)",

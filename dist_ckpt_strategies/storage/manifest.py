@@ -39,6 +39,9 @@ from dist_ckpt_strategies.storage.places import Place
 
 MANIFEST_NAME = "manifest"
 INDEX_NAME = f"{MANIFEST_NAME}/index.json"
+SAVE_NAME = f"{MANIFEST_NAME}/save.json"
+"""The first file of a save: by it the directory is known to be one of format 2."""
+
 OBJECTS_NAME = "objects"
 
 SCHEMA = "dist_ckpt_strategies.manifest"
@@ -53,6 +56,11 @@ Fields = dict[str, Any]
 def part_name(number: int) -> str:
     """The name of a part, below the checkpoint's directory."""
     return f"{MANIFEST_NAME}/part-{number:05d}.json"
+
+
+def pack_name(writer: int) -> str:
+    """The file of all objects that one rank wrote."""
+    return f"{OBJECTS_NAME}/rank-{writer:05d}.bin"
 
 
 def digest_of(content: bytes) -> str:

@@ -11,6 +11,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ __all__ = [
     "object_ids",
     "object_path",
     "plain_content",
+    "plain_value",
     "read_content",
     "read_object",
     "read_pickle",
@@ -221,11 +223,24 @@ def plain_content(obj: Any) -> bytes:
     return _PLAIN_LEAD + json.dumps(obj, allow_nan=False).encode()
 
 
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A value that JSON gives back as it is."""
+
+    value: Any
+
+
+def plain_value(content: bytes) -> Plain | None:
+    """The value that ``plain_content`` stands for; None of what is pickled."""
+    if not content.startswith(_PLAIN_LEAD):
+        return None
+    return Plain(json.loads(content[len(_PLAIN_LEAD) :]))
+
+
 def load_content(content: bytes, path: Path | str, name: str, allow: Allowed) -> Any:
     """The object that ``dump_object`` or ``dump_content`` made bytes of; see read_pickle."""
-    if content.startswith(_PLAIN_LEAD):
-        return json.loads(content[len(_PLAIN_LEAD) :])
-    return load_pickle(content, path, name, allow)
+    plain = plain_value(content)
+    return load_pickle(content, path, name, allow) if plain is None else plain.value
 
 
 def load_pickle(content: bytes, path: Path | str, name: str, allow: Allowed) -> Any:

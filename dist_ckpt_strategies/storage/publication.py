@@ -29,8 +29,10 @@ from dist_ckpt_strategies.storage.files import (
     sync_path,
     write_file,
 )
+from dist_ckpt_strategies.storage.manifest import MANIFEST_NAME, OBJECTS_NAME, SAVE_NAME
 from dist_ckpt_strategies.storage.object_files import object_ids, object_path
 from dist_ckpt_strategies.storage.zarr2 import MAX_JSON_NBYTES, Zarr2Layout
+from dist_ckpt_strategies.storage.zarr3 import ARRAYS_NAME
 
 MARKER_NAME = files.MARKER_NAME
 
@@ -198,6 +200,7 @@ def retract(root: Path, *, is_checkpoint: bool = True) -> None:
             object_path(root, object_id).unlink(missing_ok=True)
         if is_checkpoint:
             _remove_torch_dist(root)
+        _remove_format2(root)
         _remove_remains(root)
 
 
@@ -243,6 +246,38 @@ def _remove_torch_dist(root: Path) -> None:
     for entry in found:
         if entry.is_file(follow_symlinks=False):
             os.unlink(entry.path)  # noqa: PTH108 - what scandir gave
+
+
+def _remove_format2(root: Path) -> None:
+    """Remove a save of format 2, finished or not; what it is known by goes last."""
+    if not (root / SAVE_NAME).is_file():
+        return
+    for name in (ARRAYS_NAME, OBJECTS_NAME):
+        if (root / name).exists():
+            shutil.rmtree(root / name)
+    for path in (root / MANIFEST_NAME).iterdir():
+        if path != root / SAVE_NAME:
+            path.unlink()
+    (root / SAVE_NAME).unlink()
+    (root / MANIFEST_NAME).rmdir()
+    sync_path(root)
+
+
+def require_room_for_format2(root: Path) -> None:
+    """Raise where a folder of format 2 is there that is not ours.
+
+    Raises:
+        CheckpointExistsError: it is; names it.
+    """
+    if (root / SAVE_NAME).is_file():
+        return
+    for name in (ARRAYS_NAME, OBJECTS_NAME, MANIFEST_NAME):
+        if os.path.lexists(root / name):
+            raise CheckpointExistsError(
+                f"{root / name} is not of a checkpoint of format ('zarr', 2), which would put its "
+                "own files there; remove it, or save elsewhere",
+                path=str(root / name),
+            )
 
 
 def _remove_remains(directory: Path) -> None:

@@ -10,7 +10,7 @@ from dist_ckpt_strategies.config import LocalOptions, Options, options_from_envi
 from dist_ckpt_strategies.megatron.bases import StrategyAction
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.storage.objects import Allowed
-from dist_ckpt_strategies.strategies import common, local_replicated, zarr
+from dist_ckpt_strategies.strategies import common, local_replicated, zarr, zarr_format2
 from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,
@@ -22,6 +22,10 @@ from dist_ckpt_strategies.strategies.local_replicated import (
 from dist_ckpt_strategies.strategies.registration import Default, register_defaults, register_here
 from dist_ckpt_strategies.strategies.save_planning import PlanMemory
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
+from dist_ckpt_strategies.strategies.zarr_format2 import (
+    Format2LoadShardedStrategy,
+    Format2SaveShardedStrategy,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,20 @@ def register(
             zarr.BACKEND,
             zarr.VERSION,
             _Made(ZarrLoadShardedStrategy, {"options": options, "allow": classes}),
+        ),
+    ]
+    memory = PlanMemory()
+    format2 = (zarr_format2.BACKEND, zarr_format2.VERSION)
+    sharded += [
+        (
+            StrategyAction.SAVE_SHARDED,
+            *format2,
+            _Made(Format2SaveShardedStrategy, {"options": options, "plan_memory": memory}),
+        ),
+        (
+            StrategyAction.LOAD_SHARDED,
+            *format2,
+            _Made(Format2LoadShardedStrategy, {"options": options, "allow": classes}),
         ),
     ]
     sharded += local_defaults(local or LocalOptions(), options, classes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -70,6 +69,11 @@ from dist_ckpt_strategies.strategies.registry import (
     StrategyKey,
     strategy_not_found,
 )
+from dist_ckpt_strategies.strategies.sharded_strategies import BaseSaveShardedStrategy
+from dist_ckpt_strategies.strategies.zarr_format2 import (
+    Format2LoadShardedStrategy,
+    Format2SaveShardedStrategy,
+)
 
 _KINDS: Mapping[StrategyAction, Any] = MappingProxyType(
     {
@@ -87,6 +91,8 @@ _OWN: Mapping[StrategyKey, Callable[[], Any]] = MappingProxyType(
     {
         StrategyKey(StrategyAction.SAVE_SHARDED, "zarr", 1): zarr.ZarrSaveShardedStrategy,
         StrategyKey(StrategyAction.LOAD_SHARDED, "zarr", 1): zarr.ZarrLoadShardedStrategy,
+        StrategyKey(StrategyAction.SAVE_SHARDED, "zarr", 2): Format2SaveShardedStrategy,
+        StrategyKey(StrategyAction.LOAD_SHARDED, "zarr", 2): Format2LoadShardedStrategy,
         StrategyKey(
             StrategyAction.SAVE_SHARDED, "local_replicated", 1
         ): LocalReplicatedSaveShardedStrategy,
@@ -143,9 +149,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         StrategyError: Megatron-Core >= 0.17, an asynchronous save, or no such strategy.
     """
     if async_sharded_save:
-        raise StrategyError(
-            "async_sharded_save: format ('zarr', 1) saves synchronously; pass False"
-        )
+        raise StrategyError("async_sharded_save: not offered here; pass False")
     require_registry("save")
     comm = _world(f"save to {checkpoint_dir}", timeout_s)
 
@@ -307,14 +311,14 @@ def _save_strategies(sharded: StrategyChoice, common_choice: StrategyChoice) -> 
 def _replaces(sharded: Any) -> bool:
     """Whether the strategy itself sees to an earlier checkpoint, as late as it can."""
     base = parallel_base(sharded) or sharded
-    return isinstance(base, zarr.ZarrSaveShardedStrategy)
+    return isinstance(base, BaseSaveShardedStrategy)
 
 
-def _replace(sharded: Any, state: StateDict, root: Path) -> None:
+def _replace(sharded: Any, state: StateDict, root: Path, save_common: Callable[[], None]) -> None:
     base = parallel_base(sharded)
     if base is not None:
         spread_main_replicas(sharded, state)
-    (base or sharded).replace(state, root)
+    (base or sharded).replace(state, root, save_common)
 
 
 def _load_strategies(
@@ -339,13 +343,20 @@ def _save_parts(
 
     A strategy that keeps copies of the common state needs that before.
     """
+
+    def save_common() -> None:
+        common_saver.save_common(parts.common, root)
+
+    if _replaces(sharded):
+        agree(comm, lambda: _replace(sharded, parts.sharded, root, save_common))
+        return
     base = parallel_base(sharded) or sharded
     is_common_first = getattr(base, "needs_common_first", False)
     if is_common_first:
-        agree(comm, lambda: common_saver.save_common(parts.common, root))
+        agree(comm, save_common)
     _save_sharded(comm, parts.sharded, root, sharded, common_saver)
     if not is_common_first:
-        agree(comm, lambda: common_saver.save_common(parts.common, root))
+        agree(comm, save_common)
 
 
 def _restore_node(comm: Communicator, checkpoint_dir: str | Path) -> None:
@@ -366,8 +377,7 @@ def _save_sharded(
     if not sharded.can_handle_sharded_objects:
         objects, state = agree(comm, lambda: split_objects(state))
         agree(comm, lambda: _save_objects(objects, root, sharded, common_saver))
-    save_tensors = partial(_replace, sharded) if _replaces(sharded) else sharded.save
-    agree(comm, lambda: save_tensors(state, root))
+    agree(comm, lambda: sharded.save(state, root))
 
 
 def _save_objects(objects: StateDict, root: Path, sharded: Any, common_saver: Any) -> None:

@@ -75,6 +75,7 @@ def save_sharded(
     comm: Communicator,
     options: Options,
     memory: PlanMemory,
+    save_common: Callable[[], None] | None = None,
 ) -> SaveReport:
     """Write the sharded part of a checkpoint, durably, but not its marker.
 
@@ -86,6 +87,8 @@ def save_sharded(
         comm: ranks that save together.
         options: timeout and memory budget.
         memory: the plan is taken from here if every rank holds what it held at the last save.
+        save_common: writes the common state, if that is not there yet: after all that could show
+            that the state dict cannot be saved, and before what describes the checkpoint.
 
     Raises:
         PlanError: the main replicas do not make up the arrays.
@@ -100,6 +103,8 @@ def save_sharded(
         target.write_objects(mine.objects)
 
     report = run_save(planned.plan, mine.tensors, target.writer, comm, options, also=write_objects)
+    if save_common is not None:
+        agree(comm, save_common)
     target.complete(planned, comm)
     return report
 

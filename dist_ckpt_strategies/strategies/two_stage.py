@@ -31,7 +31,8 @@ from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.run.report import BroadcastReport, GroupReport
 from dist_ckpt_strategies.storage.objects import Allowed
 from dist_ckpt_strategies.strategies.group_base import request_in_group, share_in_group
-from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
+from dist_ckpt_strategies.strategies.sharded_strategies import BaseLoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr_format2 import EitherFormatLoadShardedStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +84,11 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         data_parallel_group: ranks that share the reading; None for the world.
         cpu_transfer: send over gloo, on the host; False sends over the group's own backend, with
             NCCL from GPU to GPU.
-        base_strategy: reads the storage. A ZarrLoadShardedStrategy, by default, reads boxes, each
-            rank an even share of the bytes, straight into the tensors. Any other load strategy,
-            such as Megatron-Core's for ``torch_dist``, is called once on every rank, with the
-            whole shards that are this rank's to read; what it loads is in memory at once.
+        base_strategy: reads the storage; by default a strategy for ("zarr", 1) and ("zarr", 2).
+            The strategies for these read boxes, each rank an even share of the bytes, straight
+            into the tensors. Any other load strategy, such as Megatron-Core's for ``torch_dist``,
+            is called once on every rank, with the whole shards that are this rank's to read; what
+            it loads is in memory at once.
         max_inflight_bytes: bound, per rank, on memory for what is on its way; by default that of
             the base strategy, or what the environment says.
         timeout_s: longest wait for a peer, by default the same.
@@ -159,7 +161,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         world = open_communicator(None, timeout_s=self._options.timeout_s, purpose=purpose)
         group = self._group(purpose)
         base = self.base_strategy
-        if isinstance(base, ZarrLoadShardedStrategy):
+        if isinstance(base, BaseLoadShardedStrategy):
             loaded, self._report = agree(
                 world, lambda: base.load_in_group(sharded_state_dict, root, group, self._options)
             )
@@ -207,7 +209,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
     def load_tensor_from_storage(self, checkpoint_dir: str | Path, ten_meta: Any) -> torch.Tensor:
         """One tensor, read by this rank alone: a new CPU tensor.
 
-        Rank-local over a ZarrLoadShardedStrategy; otherwise as collective as the base's ``load``.
+        Rank-local over a strategy of this package; otherwise as collective as the base's ``load``.
 
         Args:
             checkpoint_dir: the checkpoint.
@@ -216,7 +218,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         root = Path(checkpoint_dir).absolute()
         wanted = {"tensor": ten_meta.sharded_tensor_no_data.without_data()}
         base = self.base_strategy
-        read = base.load_alone if isinstance(base, ZarrLoadShardedStrategy) else base.load
+        read = base.load_alone if isinstance(base, BaseLoadShardedStrategy) else base.load
         tensor: torch.Tensor = read(wanted, root)["tensor"]
         return tensor
 
@@ -262,13 +264,13 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
 def _checked_base(base: Any, allow: Allowed) -> Any:
     if base is None:
-        return ZarrLoadShardedStrategy(allow=allow)
+        return EitherFormatLoadShardedStrategy(allow=allow)
     if not isinstance(base, LoadShardedStrategy):
         raise StrategyError(f"base_strategy: expected a sharded load strategy, found {base!r}")
     return base
 
 
 def _options_of(base: Any) -> Options:
-    if isinstance(base, ZarrLoadShardedStrategy):
+    if isinstance(base, BaseLoadShardedStrategy):
         return base.options
     return options_from_environment()

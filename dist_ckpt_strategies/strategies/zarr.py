@@ -11,25 +11,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.solo import SoloCommunicator
-from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
+from dist_ckpt_strategies.comm.torch_group import ProcessGroup
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import (
     IncompatibleVersionError,
     ShapeMismatchError,
 )
-from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.bases import (
-    LoadShardedStrategy,
-    SaveShardedStrategy,
     StrategyAction,
 )
-from dist_ckpt_strategies.megatron.callers import is_exchanged, num_expected_meetings
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_tensor
-from dist_ckpt_strategies.run.report import BroadcastReport
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
@@ -41,11 +33,13 @@ from dist_ckpt_strategies.strategies.format1 import (
     remove_arrays,
     stored_metadata,
 )
-from dist_ckpt_strategies.strategies.group_load import load_sharded_in_group
 from dist_ckpt_strategies.strategies.registration import register_defaults
 from dist_ckpt_strategies.strategies.save_planning import PlanMemory
-from dist_ckpt_strategies.strategies.sharded_load import load_sharded
-from dist_ckpt_strategies.strategies.sharded_save import save_sharded
+from dist_ckpt_strategies.strategies.sharded_save import SaveTarget
+from dist_ckpt_strategies.strategies.sharded_strategies import (
+    BaseLoadShardedStrategy,
+    BaseSaveShardedStrategy,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +47,7 @@ BACKEND = "zarr"
 VERSION = 1
 
 
-class ZarrSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
+class ZarrSaveShardedStrategy(BaseSaveShardedStrategy):
     """Save strategy for the Zarr backend: one Zarr v2 array per key, one chunk per shard.
 
     Args:
@@ -80,54 +74,21 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         plan_memory: PlanMemory | None = None,
     ) -> None:
         require_format1(backend, version)
-        super().__init__(backend, version)
-        self._memory = plan_memory or PlanMemory()
-        self._group = group
-        self._options = (options or options_from_environment()).with_changes(engine=engine)
+        chosen = (options or options_from_environment()).with_changes(engine=engine)
+        super().__init__(backend, version, group=group, options=chosen, plan_memory=plan_memory)
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """ShardedObjects are written too, where Megatron-Core's common strategy puts them."""
-        return True
-
-    @raises_megatron_errors
-    def save(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
-        """Write the main replicas, durably. Does not write ``metadata.json``.
-
-        Collective over the group. CPU tensors in C order are written from their own memory;
-        others take staging memory, ``max_inflight_bytes`` at most or twice the largest tensor.
-
-        Raises:
-            PlanError: main replicas overlap, leave a gap, or cannot be stored.
-            StorageError: a write failed on this rank.
-            PeerError: it failed on another; the message names rank, key and file.
-        """
-        self._save(sharded_state_dict, checkpoint_dir, keeps_old=False)
-
-    @raises_megatron_errors
-    def replace(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
-        """Like ``save``, but an earlier checkpoint stays whole until this one can be saved.
-
-        For callers that have not touched ``common.pt`` yet. Collective, and raises, like ``save``.
-        """
-        self._save(sharded_state_dict, checkpoint_dir, keeps_old=True)
-
-    def _save(self, state_dict: StateDict, checkpoint_dir: str | Path, *, keeps_old: bool) -> None:
-        root = Path(checkpoint_dir).absolute()
-        comm = open_communicator(
-            self._group, timeout_s=self._options.timeout_s, purpose=f"save to {root}"
-        )
-        report = save_sharded(
-            state_dict,
-            lambda: Format1Target(root, self._options, keeps_old=keeps_old),
-            comm,
-            self._options,
-            self._memory,
-        )
-        logger.info("rank %s: save to %s: %s", comm.global_rank(comm.rank), root, report)
+    def open_target(
+        self,
+        root: Path,
+        global_rank: int,  # noqa: ARG002 - format 1 names no writers
+        *,
+        keeps_old: bool,
+    ) -> SaveTarget:
+        """See BaseSaveShardedStrategy."""
+        return Format1Target(root, self._options, keeps_old=keeps_old)
 
 
-class ZarrLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
+class ZarrLoadShardedStrategy(BaseLoadShardedStrategy):
     """Load strategy for the Zarr backend, for checkpoints old and new.
 
     Args:
@@ -146,99 +107,22 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         options: Options | None = None,
         allow: Allowed = (),
     ) -> None:
-        super().__init__()
-        self._group = group
-        self._options = (options or options_from_environment()).with_changes(engine=engine)
-        self._allow = tuple(allow)
+        chosen = (options or options_from_environment()).with_changes(engine=engine)
+        super().__init__(group=group, options=chosen, allow=allow)
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """ShardedObjects are read too."""
-        return True
-
-    @raises_megatron_errors
-    def load(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> StateDict:
-        """Read every ShardedTensor and ShardedObject of the state dict.
-
-        Collective over the group.
-
-        Returns:
-            A state dict of the same structure. A ShardedTensor whose data has the stored dtype is
-            filled in place and gives that tensor; without data it gives a new CPU tensor. Other
-            dtypes give a new tensor of the stored dtype on the data's device; of the
-            ShardedTensor's dtype where FullyParallelLoadStrategyWrapper calls.
-
-        Raises:
-            ShapeMismatchError: another shape is stored, and ``allow_shape_mismatch`` is not set.
-            StorageError: an array, chunk or object is missing or damaged.
-            PeerError: the same, on another rank; the message names rank, key and file.
-        """
-        num_meetings = num_expected_meetings(depth=3)
-        deliver = self._deliver_cast if is_exchanged(depth=3) else self._deliver
-        root = Path(checkpoint_dir).absolute()
-        comm = open_communicator(
-            self._group, timeout_s=self._options.timeout_s, purpose=f"load from {root}"
-        )
-        loaded, report = load_sharded(
-            sharded_state_dict, self._opener(root), comm, self._options, self._allowed, deliver
-        )
-        logger.info("rank %s: load from %s: %s", comm.global_rank(comm.rank), root, report)
-        for _ in range(num_meetings - 1):
-            agree(comm, lambda: None)
-        return loaded
-
-    def load_in_group(
+    def open_checkpoint(
         self,
-        sharded_state_dict: StateDict,
-        checkpoint_dir: Path,
-        comm: Communicator,
+        root: Path,
         options: Options,
-    ) -> tuple[StateDict, BroadcastReport]:
-        """Like ``load``, by a group of ranks: each reads a share, and sends it to the others.
+        *,
+        is_first: bool,  # noqa: ARG002 - nothing is left to one rank
+    ) -> StoredCheckpoint:
+        """See BaseLoadShardedStrategy."""
+        return Format1Checkpoint(root, options)
 
-        Collective over the group. Errors as in ``load``.
-
-        Args:
-            sharded_state_dict: what this rank wants; the others may want the same, or other parts.
-            checkpoint_dir: the checkpoint.
-            comm: the group.
-            options: in place of the strategy's own.
-        """
-        return load_sharded_in_group(
-            sharded_state_dict,
-            lambda: Format1Checkpoint(checkpoint_dir, options),
-            comm,
-            options,
-            self._allowed,
-            self._deliver,
-        )
-
-    def load_alone(self, sharded_state_dict: StateDict, checkpoint_dir: Path) -> StateDict:
-        """Like ``load``, by this rank without any other. Rank-local."""
-        loaded, _ = load_sharded(
-            sharded_state_dict,
-            self._opener(checkpoint_dir),
-            SoloCommunicator(),
-            self._options,
-            self._allowed,
-            self._deliver,
-        )
-        return loaded
-
-    @property
-    def options(self) -> Options:
-        """How loads are carried out."""
-        return self._options
-
-    @raises_megatron_errors
-    def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:
-        """A ShardedTensor without data, by key, for each stored array. Rank-local."""
-        return stored_metadata(Path(checkpoint_dir).absolute(), with_objects=False)
-
-    @raises_megatron_errors
-    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
-        """Like ``load_tensors_metadata``, with ShardedObjects by unique key. Rank-local."""
-        return stored_metadata(Path(checkpoint_dir).absolute(), with_objects=True)
+    def stored_metadata(self, root: Path, *, with_objects: bool) -> StateDict:
+        """See BaseLoadShardedStrategy."""
+        return stored_metadata(root, with_objects=with_objects)
 
     @raises_megatron_errors
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
@@ -254,18 +138,6 @@ class ZarrLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise IncompatibleVersionError unless the version is 1."""
         require_format1(BACKEND, loaded_version)
-
-    def _opener(self, root: Path) -> Callable[[], StoredCheckpoint]:
-        return lambda: Format1Checkpoint(root, self._options)
-
-    def _deliver(self, tensor: Any, loaded: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - a hook
-        return loaded
-
-    def _deliver_cast(self, tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
-        return self._deliver(tensor, loaded).to(tensor.dtype)
-
-    def _allowed(self) -> Allowed:
-        return [*default_allowed(), *self._allow]
 
 
 def require_format1(backend: str, version: int) -> None:

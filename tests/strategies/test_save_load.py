@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,19 +15,25 @@ from dist_ckpt_strategies import Options
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
 from dist_ckpt_strategies.strategies.tensorstore import TensorStoreLoadShardedStrategy
 from tests.support.entries import Entry, Failure, load, outcome, prepare, save
+from tests.support.layouts import (
+    empties,
+    irregular,
+    irregular_otherwise,
+    random_layouts,
+    scattered,
+    scattered_otherwise,
+)
 from tests.support.ranks import run_processes
 from tests.support.sharding import (
     ALL_DTYPES,
     Cut,
     Part,
-    at_random,
     differences,
     held_by,
     in_runs,
     no_data,
     on_grid,
     part_of,
-    replicated,
     same_bits,
     sharded,
     state_of,
@@ -68,34 +73,6 @@ def test_every_dtype_comes_back_bit_for_bit_in_another_layout(entry: Entry, tmp_
     assert run_processes(4, save_then_load, entry, tmp_path / "c", saved, wanted) == [[]] * 4
 
 
-def scattered() -> list[Cut]:
-    return [
-        on_grid("scalar", (), (), num_replicas=4),
-        on_grid("scalar.bfloat16", (), (), dtype=torch.bfloat16, num_replicas=4),
-        on_grid("one.element", (1, 1, 1), (1, 1, 1), num_replicas=2),
-        on_grid("several.on.one.rank", (8, 6), (4, 3), size=2),
-        on_grid("stacked.layers", (4, 3, 5), (4, 1, 1), num_prepended=1),
-        on_grid("stacked.twice", (4, 2, 6), (4, 2, 3), num_prepended=2),
-        on_grid("stacked.scalars", (4,), (4,), num_prepended=1),
-        on_grid("five.dims", (2, 2, 3, 2, 4), (2, 1, 1, 2, 4)),
-        replicated(on_grid("held.by.all", (8, 4), (2, 2))),
-    ]
-
-
-def scattered_otherwise() -> list[Cut]:
-    return [
-        on_grid("scalar", (), (), num_replicas=4),
-        on_grid("scalar.bfloat16", (), (), dtype=torch.bfloat16, num_replicas=4),
-        on_grid("one.element", (1, 1, 1), (1, 1, 1), num_replicas=4),
-        on_grid("several.on.one.rank", (8, 6), (2, 2)),
-        on_grid("stacked.layers", (4, 3, 5), (1, 1, 5)),
-        on_grid("stacked.twice", (4, 2, 6), (4, 1, 2), num_prepended=1),
-        on_grid("stacked.scalars", (4,), (1,), num_replicas=4),
-        on_grid("five.dims", (2, 2, 3, 2, 4), (1, 2, 3, 1, 1)),
-        replicated(on_grid("held.by.all", (8, 4), (4, 1))),
-    ]
-
-
 @both_entries
 def test_scalars_stacked_layers_and_replicas_come_back(entry: Entry, tmp_path: Path) -> None:
     saved, wanted = scattered(), scattered_otherwise()
@@ -127,52 +104,6 @@ def test_only_main_replicas_are_written(entry: Entry, tmp_path: Path) -> None:
     assert run_processes(4, save_odd_replicas, entry, tmp_path / "c", cut) == [[]] * 4
 
 
-def irregular() -> list[Cut]:
-    """Flat buffers with pads between, as ``dp_reshardable`` cuts them, and boxes in 2-D and 3-D."""
-    pads = [100, 128, 411, 448, 512, 513, 1000, 1024]
-    return [
-        in_runs("buffer", pads),
-        in_runs("buffer.of.primes", [7, 11, 13, 17, 19, 23, 29, 31, 37]),
-        in_runs("buffer.on.three.ranks", [5, 6, 20], size=3),
-        Cut("all.on.rank.2", (50,), torch.float32, (Part(2, (0,), (13,)), Part(2, (13,), (37,)))),
-        Cut(
-            "interleaved",
-            (40,),
-            torch.bfloat16,
-            (
-                *(Part(n % 4, (a,), (n + 1,)) for n, a in enumerate((0, 1, 3, 6, 10, 15, 21, 28))),
-                Part(0, (36,), (4,)),
-            ),
-        ),
-        at_random("boxes", (23, 17), 9),
-        at_random("boxes.of.bytes", (40, 30), 13, dtype=torch.uint8, seed=1),
-        at_random("boxes.in.3d", (9, 8, 7), 12, dtype=torch.float64, seed=2),
-        at_random("boxes.in.4d", (3, 4, 5, 6), 10, dtype=torch.complex64, seed=3),
-        replicated(at_random("boxes.held.by.all", (16, 16), 6, seed=4)),
-    ]
-
-
-def irregular_otherwise() -> list[Cut]:
-    """The same arrays cut elsewhere, some for two ranks only."""
-    return [
-        in_runs("buffer", [300, 700, 1024], size=2),
-        in_runs("buffer.of.primes", [18, 37], size=2),
-        in_runs("buffer.on.three.ranks", [1, 2, 3, 20]),
-        Cut("all.on.rank.2", (50,), torch.float32, (Part(0, (0,), (50,)),)),
-        Cut(
-            "interleaved",
-            (40,),
-            torch.bfloat16,
-            tuple(Part(n, (10 * n,), (10,)) for n in range(4)),
-        ),
-        on_grid("boxes", (23, 17), (1, 1), num_replicas=4),
-        at_random("boxes.of.bytes", (40, 30), 5, dtype=torch.uint8, seed=11),
-        at_random("boxes.in.3d", (9, 8, 7), 3, dtype=torch.float64, seed=12),
-        at_random("boxes.in.4d", (3, 4, 5, 6), 20, dtype=torch.complex64, seed=13),
-        at_random("boxes.held.by.all", (16, 16), 6, seed=14),
-    ]
-
-
 @both_entries
 def test_irregular_shards_come_back_in_every_other_cut(entry: Entry, tmp_path: Path) -> None:
     saved, wanted = irregular(), irregular_otherwise()
@@ -191,19 +122,6 @@ def test_irregular_shards_come_back_under_the_smallest_memory_budget(tmp_path: P
     assert run_processes(4, save_with_room_for_little, tmp_path / "c", irregular()) == [[]] * 4
 
 
-def empties() -> list[Cut]:
-    return [
-        Cut("nothing", (0,), torch.float32, tuple(Part(n, (0,), (0,)) for n in range(4))),
-        Cut("no.rows", (0, 4), torch.int64, tuple(Part(n, (0, n), (0, 1)) for n in range(4))),
-        Cut(
-            "one.rank.has.none",
-            (6, 4),
-            torch.float32,
-            (*(Part(n, (2 * n, 0), (2, 4)) for n in range(3)), Part(3, (6, 0), (0, 4))),
-        ),
-    ]
-
-
 def test_empty_tensors_and_empty_shards_come_back(tmp_path: Path) -> None:
     cuts = empties()
 
@@ -220,26 +138,6 @@ def reshard(rank: int, entry: Entry, root: Path, seeds: Sequence[int]) -> list[s
         loaded = load(entry, state_of(rank, wanted, target), root / str(seed))
         wrong.extend(f"seed {seed}: {name}" for name in differences(rank, wanted, loaded))
     return wrong
-
-
-def random_layouts(seed: int) -> tuple[list[Cut], list[Cut]]:
-    """Arrays of random shape, in one parallel layout and in another."""
-    chance = random.Random(seed)
-    saved, wanted = [], []
-    for number in range(6):
-        shape = tuple(chance.choice((1, 2, 4, 8, 12)) for _ in range(chance.randint(1, 3)))
-        dtype = chance.choice(ALL_DTYPES)
-        saved.append(random_cut(f"a{number}", shape, dtype, chance))
-        wanted.append(random_cut(f"a{number}", shape, dtype, chance))
-    return saved, wanted
-
-
-def random_cut(key: str, shape: tuple[int, ...], dtype: torch.dtype, chance: random.Random) -> Cut:
-    if chance.random() < 0.3:
-        return at_random(key, shape, chance.randint(1, 10), dtype=dtype, seed=chance.randrange(99))
-    grid = tuple(chance.choice([g for g in (1, 2, 3, 4) if n % g == 0]) for n in shape)
-    replicas = chance.choice((1, 2, 4))
-    return on_grid(key, shape, grid, size=4, dtype=dtype, num_replicas=replicas)
 
 
 @both_entries

@@ -1,0 +1,211 @@
+"""Format ("zarr", 2): where a save goes, what a checkpoint holds."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.errors import IncompleteCheckpointError, StorageError
+from dist_ckpt_strategies.megatron.layout import parallel_sizes
+from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
+from dist_ckpt_strategies.plan.save import Cutting
+from dist_ckpt_strategies.run.manifest import run_manifest
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.manifest import (
+    ArrayRecord,
+    ChunkRecord,
+    FileDigest,
+    ManifestIndex,
+    ObjectRecord,
+    PartEntry,
+    Span,
+)
+from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.spec.region import Extent
+from dist_ckpt_strategies.storage.checkpoints import Format2Checkpoint
+from dist_ckpt_strategies.storage.file_access import permitted_access
+from dist_ckpt_strategies.storage.files import COMMON_NAME, require_directory
+from dist_ckpt_strategies.storage.manifest import (
+    SAVE_NAME,
+    SCHEMA,
+    SCHEMA_VERSION,
+    array_fields,
+    digest_of,
+    object_fields,
+    pack_name,
+    part_content,
+)
+from dist_ckpt_strategies.storage.objects import dump_content, plain_value
+from dist_ckpt_strategies.storage.places import Directory
+from dist_ckpt_strategies.storage.publication import (
+    has_withdrawn_marker,
+    is_finished,
+    make_way,
+    require_room_for_format2,
+    withdraw_marker,
+)
+from dist_ckpt_strategies.storage.zarr3_arrays import Zarr3Writer
+from dist_ckpt_strategies.strategies.save_planning import Planned
+
+_MAX_PLAIN_NBYTES = 4 << 10
+"""Larger plain objects go to the file of all objects, lest the manifest should grow with them."""
+
+_PACKAGES = ("dist-ckpt-strategies", "megatron-core", "torch", "numpy", "tensorstore", "zarr")
+_TOKEN_PAUSE_S = 0.02
+_TOKEN_WAIT_S = 30.0
+"""How long a network file system may take to show a new file to another machine."""
+
+
+class Format2Target:
+    """A directory that a checkpoint of format ("zarr", 2) is saved to; see SaveTarget.
+
+    Args:
+        root: the directory, which exists.
+        options: how to write, and in which form.
+        global_rank: this rank, to be named as the writer.
+        keeps_old: leave an earlier checkpoint whole until this one is known to be one that can be
+            saved. Not where the caller has replaced ``common.pt`` already.
+    """
+
+    def __init__(self, root: Path, options: Options, global_rank: int, *, keeps_old: bool) -> None:
+        self._root = root
+        self._options = options
+        self._global_rank = global_rank
+        self._keeps_old = keeps_old
+        self._is_checkpoint = False
+        self._place = Directory(root)
+        self._objects: list[ObjectRecord] = []
+        self.writer = Zarr3Writer(root, permitted_access(root, options))
+
+    @property
+    def cutting(self) -> Cutting:
+        """See SaveTarget."""
+        return Cutting.INNER_CRC32C if self._options.crc32c else Cutting.INNER
+
+    def dump(self, obj: Any, *, name: str) -> bytes:
+        """See SaveTarget."""
+        return dump_content(obj, name=name)
+
+    def examine(self) -> None:
+        """See SaveTarget."""
+        require_directory(self._root)
+        if self._keeps_old:
+            self._is_checkpoint = is_finished(self._root)
+            return
+        withdraw_marker(self._root)
+        self._is_checkpoint = has_withdrawn_marker(self._root)
+
+    def clear(self, planned: Planned, token: str) -> None:
+        """See SaveTarget."""
+        require_room_for_format2(self._root)
+        make_way(self._root, planned.keys, is_checkpoint=self._is_checkpoint)
+        saving = {
+            "schema": SCHEMA,
+            "version": SCHEMA_VERSION,
+            "token": token,
+            "host": socket.gethostname(),
+            "time": time.time(),
+        }
+        self._place.write(SAVE_NAME, json.dumps(saving).encode())
+
+    def require(self, token: str, owner: str) -> None:
+        """See SaveTarget."""
+        deadline = time.monotonic() + min(self._options.timeout_s / 2, _TOKEN_WAIT_S)
+        while self._token() != token:
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"{self._root}: what {owner} has written there is not seen here; all ranks "
+                    "have to save to one directory, on a file system that they share",
+                    path=str(self._root),
+                )
+            time.sleep(_TOKEN_PAUSE_S)
+
+    def _token(self) -> str | None:
+        try:
+            found: str | None = json.loads(self._place.read(SAVE_NAME)).get("token")
+        except (IncompleteCheckpointError, ValueError, AttributeError):
+            return None
+        return found
+
+    def forget(self, token: str) -> None:
+        """See SaveTarget. It stays, and tells when the save began, and where."""
+
+    def write_objects(self, objects: Mapping[ObjectId, bytes]) -> None:
+        """See SaveTarget. Small plain values go to the manifest, the others to one file."""
+        name = pack_name(self._global_rank)
+        pack = bytearray()
+        for object_id, content in sorted(objects.items()):
+            found = plain_value(content) if len(content) <= _MAX_PLAIN_NBYTES else None
+            if found is not None:
+                self._objects.append(ObjectRecord(object_id, self._global_rank, None, found.value))
+                continue
+            span = Span(name, len(pack), len(content), digest_of(content))
+            self._objects.append(ObjectRecord(object_id, self._global_rank, span))
+            pack += content
+        if pack:
+            self._place.write(name, bytes(pack))
+
+    def complete(self, planned: Planned, comm: Communicator) -> None:
+        """See SaveTarget. What every rank knows of its files becomes the manifest."""
+
+        def index(parts: tuple[PartEntry, ...]) -> ManifestIndex:
+            layout = {"ranks": comm.size, **parallel_sizes()}
+            return ManifestIndex(parts, self._common(), layout, _versions())
+
+        run_manifest(planned.manifest, lambda: self._known(planned), self._place, comm, index)
+
+    def _common(self) -> FileDigest | None:
+        """The common state's file; through Megatron-Core's own save it is there already."""
+        if self._place.nbytes(COMMON_NAME) is None:
+            return None
+        content = self._place.read(COMMON_NAME)
+        return FileDigest(len(content), digest_of(content))
+
+    def _known(self, planned: Planned) -> dict[int, bytes]:
+        """What this rank knows, by part of the manifest."""
+        chunks: dict[str, dict[Extent, ChunkRecord]] = defaultdict(dict)
+        for (key, index), digests in self.writer.digests.items():
+            chunks[key][index] = ChunkRecord.of(self._global_rank, digests)
+        arrays: dict[str, ArraySpec] = {c.array.key: c.array for c in planned.plan.creations}
+        arrays |= {write.array.key: write.array for write in planned.plan.writes}
+        described: dict[int, list[Any]] = defaultdict(list)
+        for key, array in arrays.items():
+            record = ArrayRecord(array, chunks.get(key, {}))
+            described[planned.manifest.part_of(key)].append(array_fields(record))
+        objects: dict[int, list[Any]] = defaultdict(list)
+        for found in self._objects:
+            objects[planned.manifest.part_of(found.id.key)].append(object_fields(found))
+        return {
+            number: part_content(described[number], objects[number])
+            for number in {*described, *objects}
+        }
+
+
+def _versions() -> dict[str, str]:
+    """Versions of the packages that take part in a save, by name."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # a package run from its sources
+    return found
+
+
+def manifest_metadata(checkpoint: Format2Checkpoint, *, with_objects: bool) -> StateDict:
+    """ShardedTensors (and objects) without data for all that a checkpoint holds. Rank-local."""
+    manifest = checkpoint.manifest
+    found: StateDict = {
+        record.array.key: metadata_tensor(record.array) for record in manifest.arrays()
+    }
+    if with_objects:
+        found |= {r.id.unique_key: metadata_object(r.id) for r in manifest.objects()}
+    return found

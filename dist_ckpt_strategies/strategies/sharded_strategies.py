@@ -1,0 +1,268 @@
+"""What the strategy classes of both Zarr formats have in common."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dist_ckpt_strategies.comm.agree import agree
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.solo import SoloCommunicator
+from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
+from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.megatron.allowed import default_allowed
+from dist_ckpt_strategies.megatron.bases import (
+    LoadShardedStrategy,
+    SaveShardedStrategy,
+)
+from dist_ckpt_strategies.megatron.callers import is_exchanged, num_expected_meetings
+from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.megatron.shards import StateDict
+from dist_ckpt_strategies.run.report import BroadcastReport
+from dist_ckpt_strategies.storage.base import StoredCheckpoint
+from dist_ckpt_strategies.storage.objects import Allowed
+from dist_ckpt_strategies.strategies.group_load import load_sharded_in_group
+from dist_ckpt_strategies.strategies.save_planning import PlanMemory
+from dist_ckpt_strategies.strategies.sharded_load import load_sharded
+from dist_ckpt_strategies.strategies.sharded_save import SaveTarget, save_sharded
+
+logger = logging.getLogger(__name__)
+
+
+class BaseSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
+    """What the save strategies of both formats have in common.
+
+    Args:
+        backend: name of the format.
+        version: version of the format.
+        group: ranks that save together; the world by default.
+        options: timeouts and memory bounds; by default what the environment says.
+        plan_memory: shared with other strategies that save the same state; each keeps the last
+            plan, and takes it again where every rank saves the same shards as before.
+    """
+
+    def __init__(
+        self,
+        backend: str,
+        version: int,
+        *,
+        group: ProcessGroup | None = None,
+        options: Options | None = None,
+        plan_memory: PlanMemory | None = None,
+    ) -> None:
+        super().__init__(backend, version)
+        self._memory = plan_memory or PlanMemory()
+        self._group = group
+        self._options = options or options_from_environment()
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """ShardedObjects are written too, where Megatron-Core's common strategy puts them."""
+        return True
+
+    @raises_megatron_errors
+    def save(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
+        """Write the main replicas, durably. Does not write ``metadata.json``.
+
+        Collective over the group. CPU tensors in C order are written from their own memory;
+        others take staging memory, ``max_inflight_bytes`` at most or twice the largest tensor.
+
+        Raises:
+            PlanError: main replicas overlap, leave a gap, or cannot be stored.
+            StorageError: a write failed on this rank.
+            PeerError: it failed on another; the message names rank, key and file.
+        """
+        self._save(sharded_state_dict, checkpoint_dir, None)
+
+    @raises_megatron_errors
+    def replace(
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str | Path,
+        save_common: Callable[[], None],
+    ) -> None:
+        """Like ``save``, but an earlier checkpoint stays whole until this one can be saved.
+
+        Collective, and raises, like ``save``.
+
+        Args:
+            sharded_state_dict: what to save.
+            checkpoint_dir: where.
+            save_common: writes ``common.pt``; called on every rank once the rest is durable.
+        """
+        self._save(sharded_state_dict, checkpoint_dir, save_common)
+
+    def open_target(self, root: Path, global_rank: int, *, keeps_old: bool) -> SaveTarget:
+        """Where a save goes.
+
+        Args:
+            root: the checkpoint directory.
+            global_rank: this rank.
+            keeps_old: see ``replace``.
+        """
+        raise NotImplementedError
+
+    def _save(
+        self,
+        state_dict: StateDict,
+        checkpoint_dir: str | Path,
+        save_common: Callable[[], None] | None,
+    ) -> None:
+        root = Path(checkpoint_dir).absolute()
+        comm = open_communicator(
+            self._group, timeout_s=self._options.timeout_s, purpose=f"save to {root}"
+        )
+        report = save_sharded(
+            state_dict,
+            lambda: self.open_target(
+                root, comm.global_rank(comm.rank), keeps_old=save_common is not None
+            ),
+            comm,
+            self._options,
+            self._memory,
+            save_common,
+        )
+        logger.info("rank %s: save to %s: %s", comm.global_rank(comm.rank), root, report)
+
+
+class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
+    """What the load strategies of both formats have in common.
+
+    Args:
+        group: ranks that load together; the world by default.
+        options: timeouts and memory bounds; by default what the environment says.
+        allow: further classes that ShardedObjects may be unpickled to.
+    """
+
+    def __init__(
+        self,
+        *,
+        group: ProcessGroup | None = None,
+        options: Options | None = None,
+        allow: Allowed = (),
+    ) -> None:
+        super().__init__()
+        self._group = group
+        self._options = options or options_from_environment()
+        self._allow = tuple(allow)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """ShardedObjects are read too."""
+        return True
+
+    @raises_megatron_errors
+    def load(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> StateDict:
+        """Read every ShardedTensor and ShardedObject of the state dict.
+
+        Collective over the group.
+
+        Returns:
+            A state dict of the same structure. A ShardedTensor whose data has the stored dtype is
+            filled in place and gives that tensor; without data it gives a new CPU tensor. Other
+            dtypes give a new tensor of the stored dtype on the data's device; of the
+            ShardedTensor's dtype where FullyParallelLoadStrategyWrapper calls.
+
+        Raises:
+            ShapeMismatchError: another shape is stored, and ``allow_shape_mismatch`` is not set.
+            StorageError: an array, chunk or object is missing or damaged.
+            PeerError: the same, on another rank; the message names rank, key and file.
+        """
+        num_meetings = num_expected_meetings(depth=3)
+        deliver = self._deliver_cast if is_exchanged(depth=3) else self._deliver
+        root = Path(checkpoint_dir).absolute()
+        comm = open_communicator(
+            self._group, timeout_s=self._options.timeout_s, purpose=f"load from {root}"
+        )
+        loaded, report = load_sharded(
+            sharded_state_dict,
+            lambda: self.open_checkpoint(root, self._options, is_first=comm.rank == 0),
+            comm,
+            self._options,
+            self._allowed,
+            deliver,
+        )
+        logger.info("rank %s: load from %s: %s", comm.global_rank(comm.rank), root, report)
+        for _ in range(num_meetings - 1):
+            agree(comm, lambda: None)
+        return loaded
+
+    def load_in_group(
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: Path,
+        comm: Communicator,
+        options: Options,
+    ) -> tuple[StateDict, BroadcastReport]:
+        """Like ``load``, by a group of ranks: each reads a share, and sends it to the others.
+
+        Collective over the group. Errors as in ``load``.
+
+        Args:
+            sharded_state_dict: what this rank wants; the others may want the same, or other parts.
+            checkpoint_dir: the checkpoint.
+            comm: the group.
+            options: in place of the strategy's own.
+        """
+        return load_sharded_in_group(
+            sharded_state_dict,
+            lambda: self.open_checkpoint(checkpoint_dir, options, is_first=comm.rank == 0),
+            comm,
+            options,
+            self._allowed,
+            self._deliver,
+        )
+
+    def load_alone(self, sharded_state_dict: StateDict, checkpoint_dir: Path) -> StateDict:
+        """Like ``load``, by this rank without any other. Rank-local."""
+        loaded, _ = load_sharded(
+            sharded_state_dict,
+            lambda: self.open_checkpoint(checkpoint_dir, self._options, is_first=True),
+            SoloCommunicator(),
+            self._options,
+            self._allowed,
+            self._deliver,
+        )
+        return loaded
+
+    @property
+    def options(self) -> Options:
+        """How loads are carried out."""
+        return self._options
+
+    @raises_megatron_errors
+    def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:
+        """A ShardedTensor without data, by key, for each stored array. Rank-local."""
+        return self.stored_metadata(Path(checkpoint_dir).absolute(), with_objects=False)
+
+    @raises_megatron_errors
+    def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
+        """Like ``load_tensors_metadata``, with ShardedObjects by unique key. Rank-local."""
+        return self.stored_metadata(Path(checkpoint_dir).absolute(), with_objects=True)
+
+    def stored_metadata(self, root: Path, *, with_objects: bool) -> StateDict:
+        """What ``load_tensors_metadata`` and ``load_sharded_metadata`` return."""
+        raise NotImplementedError
+
+    def open_checkpoint(self, root: Path, options: Options, *, is_first: bool) -> StoredCheckpoint:
+        """The checkpoint in a directory. Rank-local.
+
+        Args:
+            root: the directory.
+            options: how to read it.
+            is_first: whether this is the rank that looks at what one rank has to look at.
+        """
+        raise NotImplementedError
+
+    def _deliver(self, tensor: Any, loaded: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - a hook
+        return loaded
+
+    def _deliver_cast(self, tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
+        return self._deliver(tensor, loaded).to(tensor.dtype)
+
+    def _allowed(self) -> Allowed:
+        return [*default_allowed(), *self._allow]

@@ -1,0 +1,158 @@
+"""Format ("zarr", 2): sharded Zarr v3 arrays, and a manifest with the digest of every piece."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dist_ckpt_strategies.comm.torch_group import ProcessGroup
+from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.errors import IncompatibleVersionError, StrategyError
+from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.megatron.shards import StateDict
+from dist_ckpt_strategies.storage.base import StoredCheckpoint
+from dist_ckpt_strategies.storage.checkpoints import (
+    Format1Checkpoint,
+    Format2Checkpoint,
+    has_manifest,
+)
+from dist_ckpt_strategies.storage.objects import Allowed
+from dist_ckpt_strategies.strategies.format1 import stored_metadata
+from dist_ckpt_strategies.strategies.format2 import Format2Target, manifest_metadata
+from dist_ckpt_strategies.strategies.save_planning import PlanMemory
+from dist_ckpt_strategies.strategies.sharded_save import SaveTarget
+from dist_ckpt_strategies.strategies.sharded_strategies import (
+    BaseLoadShardedStrategy,
+    BaseSaveShardedStrategy,
+)
+
+BACKEND = "zarr"
+VERSION = 2
+
+
+class Format2SaveShardedStrategy(BaseSaveShardedStrategy):
+    """Save strategy for ("zarr", 2): every piece of every array with its digest.
+
+    One file for each shard, or chunk of shards that lie on no grid, written by one rank; a manifest
+    that lists them all. See docs/format2.md.
+
+    Args:
+        backend: name of the format; ``"zarr"``.
+        version: version of the format; 2.
+        crc32c: also have a CRC32C after every inner chunk, for readers without this package; by
+            default what the options say.
+        group: ranks that save together; the world by default.
+        options: timeouts and memory bounds; by default what the environment says.
+        plan_memory: shared with other strategies that save the same state.
+    """
+
+    @raises_megatron_errors
+    def __init__(
+        self,
+        backend: str = BACKEND,
+        version: int = VERSION,
+        *,
+        crc32c: bool | None = None,
+        group: ProcessGroup | None = None,
+        options: Options | None = None,
+        plan_memory: PlanMemory | None = None,
+    ) -> None:
+        require_format2(backend, version)
+        chosen = (options or options_from_environment()).with_changes(crc32c=crc32c)
+        super().__init__(backend, version, group=group, options=chosen, plan_memory=plan_memory)
+
+    def open_target(self, root: Path, global_rank: int, *, keeps_old: bool) -> SaveTarget:
+        """See BaseSaveShardedStrategy."""
+        return Format2Target(root, self._options, global_rank, keeps_old=keeps_old)
+
+
+class Format2LoadShardedStrategy(BaseLoadShardedStrategy):
+    """Load strategy for ("zarr", 2): what is read is verified.
+
+    The common state's file is compared with the manifest too, before anything is returned.
+
+    Args:
+        verify: ``"read"`` (the default), ``"full"`` or ``"off"``; see Options.
+        group: ranks that load together; the world by default.
+        options: timeouts and memory bounds; by default what the environment says.
+        allow: further classes that ShardedObjects may be unpickled to.
+    """
+
+    @raises_megatron_errors
+    def __init__(
+        self,
+        *,
+        verify: str | None = None,
+        group: ProcessGroup | None = None,
+        options: Options | None = None,
+        allow: Allowed = (),
+    ) -> None:
+        chosen = (options or options_from_environment()).with_changes(verify=verify)
+        super().__init__(group=group, options=chosen, allow=allow)
+
+    def open_checkpoint(self, root: Path, options: Options, *, is_first: bool) -> StoredCheckpoint:
+        """See BaseLoadShardedStrategy."""
+        checkpoint = Format2Checkpoint(root, options)
+        if is_first:
+            checkpoint.require_common()
+        return checkpoint
+
+    def stored_metadata(self, root: Path, *, with_objects: bool) -> StateDict:
+        """See BaseLoadShardedStrategy."""
+        checkpoint = Format2Checkpoint(root, self._options)
+        return manifest_metadata(checkpoint, with_objects=with_objects)
+
+    @raises_megatron_errors
+    def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
+        """Not offered: what a manifest lists stays as it was written.
+
+        Raises:
+            StrategyError: always.
+        """
+        raise StrategyError(
+            f"{checkpoint_dir}: arrays {key_prefix}* cannot be removed from a checkpoint of format "
+            "('zarr', 2); load what is to stay, and save it"
+        )
+
+    @raises_megatron_errors
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Raise IncompatibleVersionError unless the backend is ``"zarr"``."""
+        require_format2(loaded_backend, VERSION)
+
+    @raises_megatron_errors
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Raise IncompatibleVersionError unless the version is 2."""
+        require_format2(BACKEND, loaded_version)
+
+
+class EitherFormatLoadShardedStrategy(Format2LoadShardedStrategy):
+    """Loads ("zarr", 1) and ("zarr", 2): by what lies in the directory."""
+
+    def open_checkpoint(self, root: Path, options: Options, *, is_first: bool) -> StoredCheckpoint:
+        """See BaseLoadShardedStrategy."""
+        if has_manifest(root):
+            return super().open_checkpoint(root, options, is_first=is_first)
+        return Format1Checkpoint(root, options)
+
+    def stored_metadata(self, root: Path, *, with_objects: bool) -> StateDict:
+        """See BaseLoadShardedStrategy."""
+        if has_manifest(root):
+            return super().stored_metadata(root, with_objects=with_objects)
+        return stored_metadata(root, with_objects=with_objects)
+
+    @raises_megatron_errors
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Raise IncompatibleVersionError unless the version is 1 or 2."""
+        if loaded_version != 1:
+            require_format2(BACKEND, loaded_version)
+
+
+def require_format2(backend: str, version: int) -> None:
+    """Raise unless this is the format that these strategies know.
+
+    Raises:
+        IncompatibleVersionError: it is another.
+    """
+    if (backend, version) != (BACKEND, VERSION):
+        raise IncompatibleVersionError(
+            f"expected backend ('{BACKEND}', {VERSION}), found ({backend!r}, {version})"
+        )

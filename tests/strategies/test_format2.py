@@ -1,0 +1,213 @@
+"""Format ("zarr", 2): whatever is saved comes back bit for bit in any layout, or not at all."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tensorstore as ts
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedObject
+
+from dist_ckpt_strategies.comm.solo import SoloCommunicator
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.errors import StorageError
+from dist_ckpt_strategies.storage.checkpoints import Format2Checkpoint
+from dist_ckpt_strategies.storage.manifest import digest_of
+from dist_ckpt_strategies.storage.objects import dump_object
+from dist_ckpt_strategies.storage.zarr3 import array_directory
+from dist_ckpt_strategies.strategies.save_planning import PlanMemory
+from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+from tests.support.entries import Entry, load, prepare, save
+from tests.support.formats import load_format2, save_format2
+from tests.support.layouts import (
+    empties,
+    irregular,
+    irregular_otherwise,
+    random_layouts,
+    scattered,
+    scattered_otherwise,
+)
+from tests.support.ranks import run_processes
+from tests.support.sharding import (
+    ALL_DTYPES,
+    Cut,
+    differences,
+    no_data,
+    on_grid,
+    part_of,
+    state_of,
+    zeros,
+)
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+
+FORMAT2 = ("zarr", 2)
+
+
+def all_dtypes(grid: tuple[int, ...]) -> list[Cut]:
+    return [on_grid(f"x.{d}", (12, 8), grid, dtype=d) for d in ALL_DTYPES]
+
+
+def layouts() -> list[tuple[str, list[Cut], list[Cut]]]:
+    """Name, what is saved, and what is loaded."""
+    found = [
+        ("dtypes", all_dtypes((2, 4)), all_dtypes((4, 1))),
+        ("scattered", scattered(), scattered_otherwise()),
+        ("irregular", irregular(), irregular_otherwise()),
+        ("odd keys", odd_keys((4, 1)), odd_keys((1, 4))),
+    ]
+    return found + [(f"random {seed}", *random_layouts(seed)) for seed in range(8)]
+
+
+def odd_keys(grid: tuple[int, ...]) -> list[Cut]:
+    keys = ["a/b", "a", ".hidden", "..", "manifest", "k" * 300, "metadata.json", "ключ", "c.0"]
+    return [on_grid(key, (8, 4), grid) for key in keys]
+
+
+def save_and_load_all(rank: int, root: Path) -> list[str]:
+    """Save and load every layout by either entry, and by a group; what came back wrong."""
+    prepare(60)
+    wrong = []
+    two_stage = TwoStageDataParallelLoadShardedStrategy(dist.group.WORLD)
+    for number, (name, saved, wanted) in enumerate(layouts()):
+        entry = list(Entry)[number % 2]
+        directory = root / str(number)
+        save(entry, state_of(rank, saved), directory, sharded_strategy=FORMAT2)
+        for how in ({}, {"sharded_strategy": two_stage}):
+            target = (zeros, no_data)[number % 2]
+            loaded = load(entry, state_of(rank, wanted, target), directory, **how)
+            wrong += [f"{name} {how}: {key}" for key in differences(rank, wanted, loaded)]
+    return wrong
+
+
+def test_every_layout_and_dtype_comes_back_in_another(tmp_path: Path) -> None:
+    assert run_processes(4, save_and_load_all, tmp_path, timeout_s=150) == [[]] * 4
+    for number, (_, saved, _) in enumerate(layouts()):
+        for cut in saved[:2]:
+            require_readable_without_us(tmp_path / str(number), cut)
+
+
+def require_readable_without_us(root: Path, cut: Cut) -> None:
+    """Plain TensorStore finds every element, and no chunk missing."""
+    path = f"{root}/{array_directory(cut.key)}"
+    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}
+    stored = ts.open(spec | {"fill_missing_data_reads": False}, open=True).result()
+    found = stored.read().result()
+    assert found.shape == cut.shape
+    for part in cut.parts:
+        if part.replica == 0:
+            assert found[part.slices()].tobytes() == bits_of(part_of(cut, part))
+
+
+def bits_of(tensor: torch.Tensor) -> bytes:
+    flat = tensor.contiguous().reshape(-1)
+    return (
+        (torch.view_as_real(flat) if flat.is_complex() else flat)
+        .view(torch.uint8)
+        .numpy()
+        .tobytes()
+    )
+
+
+def save_and_load_empties(rank: int, root: Path) -> list[str]:
+    prepare(60)
+    cuts = empties()
+    save(Entry.OURS, state_of(rank, cuts), root, sharded_strategy=FORMAT2)
+    return differences(rank, cuts, load(Entry.OURS, state_of(rank, cuts, zeros), root))
+
+
+def test_empty_tensors_come_back(tmp_path: Path) -> None:
+    assert run_processes(4, save_and_load_empties, tmp_path / "c") == [[]] * 4
+
+
+def objects_of(rank: int) -> dict[str, Any]:
+    """One object of each kind that is stored in another way."""
+    values = {
+        "nothing": None,
+        "plain": {"rank": rank, "nested": [1, 2.5, "text", True]},
+        "tuple": (rank, 2),
+        "tensors": {"t": torch.arange(5) + rank},
+        "large": list(range(3000)),
+        "not.a.number": float("nan"),
+    }
+    return {
+        name: ShardedObject(f"o.{name}", value, (4,), (rank,)) for name, value in values.items()
+    }
+
+
+def save_and_load_objects(rank: int, root: Path) -> list[str]:
+    prepare(60)
+    wrong = []
+    for entry in Entry:
+        state = objects_of(rank) | {"iteration": 7}
+        save(entry, state, root / entry, sharded_strategy=FORMAT2)
+        wanted = {
+            name: ShardedObject(f"o.{name}", None, (4,), (rank,)) for name in objects_of(rank)
+        }
+        two_stage = TwoStageDataParallelLoadShardedStrategy(dist.group.WORLD)
+        for how in ({}, {"sharded_strategy": two_stage}):
+            loaded = load(entry, wanted, root / entry, **how)
+            for name, expected in objects_of(rank).items():
+                if repr(loaded[name]) != repr(expected.data):
+                    wrong.append(f"{entry} {how}: {name}: {loaded[name]}")
+            if loaded["iteration"] != 7:
+                wrong.append("iteration")
+    return wrong
+
+
+def test_objects_and_common_state_come_back(tmp_path: Path) -> None:
+    assert run_processes(4, save_and_load_objects, tmp_path) == [[]] * 4
+    index = json.loads((tmp_path / "ours" / "manifest" / "index.json").read_bytes())
+    common = (tmp_path / "ours" / "common.pt").read_bytes()
+    assert index["common"] == [len(common), digest_of(common)]
+    assert index["layout"] == {"ranks": 4}
+    assert index["versions"]["torch"].startswith("2.")
+    packs = sorted((tmp_path / "ours" / "objects").iterdir())
+    assert [pack.name for pack in packs] == [f"rank-0000{n}.bin" for n in range(4)]
+
+
+def test_damage_anywhere_is_found_and_named(tmp_path: Path) -> None:
+    """A byte of every file, and what loading then says."""
+    root = tmp_path / "c"
+    cuts = [on_grid("w", (64, 32), (1, 1)), on_grid("b", (7,), (1,))]
+    options = Options(timeout_s=20)
+    comm = SoloCommunicator()
+    objects = {"o": ShardedObject("o", {"t": torch.ones(3)}, (1,), (0,))}
+    root.mkdir()
+    (root / "common.pt").write_bytes(dump_object({"iteration": 1}, name="common"))
+    save_format2(state_of(0, cuts) | objects, root, comm, options, PlanMemory())
+    wanted = {"o": ShardedObject("o", None, (1,), (0,))}
+
+    def read() -> None:
+        Format2Checkpoint(root, options).require_common()
+        load_format2(state_of(0, cuts, no_data) | wanted, root, comm, options)
+
+    read()
+    checked = [
+        p for p in root.rglob("*") if p.is_file() and p.name not in {"zarr.json", "save.json"}
+    ]
+    assert len(checked) == 6
+    for path in checked:
+        content = path.read_bytes()
+        for damaged in (flipped(content), content[:-1], content + b"x", None):
+            if path.suffix == ".bin" and damaged == content + b"x":
+                continue  # objects are found by where they begin and end
+            if damaged is None:
+                path.unlink()
+            else:
+                path.write_bytes(damaged)
+            with pytest.raises(StorageError) as found:
+                read()
+            assert str(path) in str(found.value)
+        path.write_bytes(content)
+    read()
+
+
+def flipped(content: bytes) -> bytes:
+    changed = bytearray(content)
+    changed[len(content) // 3] ^= 0x04
+    return bytes(changed)

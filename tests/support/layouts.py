@@ -1,0 +1,128 @@
+"""Arrays in one parallel layout and in another, for what has to come back in any."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from tests.support.sharding import (
+    ALL_DTYPES,
+    Cut,
+    Part,
+    at_random,
+    in_runs,
+    on_grid,
+    replicated,
+)
+
+
+def scattered() -> list[Cut]:
+    """Scalars, stacked layers, arrays of many dims, replicas."""
+    return [
+        on_grid("scalar", (), (), num_replicas=4),
+        on_grid("scalar.bfloat16", (), (), dtype=torch.bfloat16, num_replicas=4),
+        on_grid("one.element", (1, 1, 1), (1, 1, 1), num_replicas=2),
+        on_grid("several.on.one.rank", (8, 6), (4, 3), size=2),
+        on_grid("stacked.layers", (4, 3, 5), (4, 1, 1), num_prepended=1),
+        on_grid("stacked.twice", (4, 2, 6), (4, 2, 3), num_prepended=2),
+        on_grid("stacked.scalars", (4,), (4,), num_prepended=1),
+        on_grid("five.dims", (2, 2, 3, 2, 4), (2, 1, 1, 2, 4)),
+        replicated(on_grid("held.by.all", (8, 4), (2, 2))),
+    ]
+
+
+def scattered_otherwise() -> list[Cut]:
+    """The same arrays in other layouts."""
+    return [
+        on_grid("scalar", (), (), num_replicas=4),
+        on_grid("scalar.bfloat16", (), (), dtype=torch.bfloat16, num_replicas=4),
+        on_grid("one.element", (1, 1, 1), (1, 1, 1), num_replicas=4),
+        on_grid("several.on.one.rank", (8, 6), (2, 2)),
+        on_grid("stacked.layers", (4, 3, 5), (1, 1, 5)),
+        on_grid("stacked.twice", (4, 2, 6), (4, 1, 2), num_prepended=1),
+        on_grid("stacked.scalars", (4,), (1,), num_replicas=4),
+        on_grid("five.dims", (2, 2, 3, 2, 4), (1, 2, 3, 1, 1)),
+        replicated(on_grid("held.by.all", (8, 4), (4, 1))),
+    ]
+
+
+def irregular() -> list[Cut]:
+    """Flat buffers with pads between, as ``dp_reshardable`` cuts them, and boxes in 2-D and 3-D."""
+    pads = [100, 128, 411, 448, 512, 513, 1000, 1024]
+    return [
+        in_runs("buffer", pads),
+        in_runs("buffer.of.primes", [7, 11, 13, 17, 19, 23, 29, 31, 37]),
+        in_runs("buffer.on.three.ranks", [5, 6, 20], size=3),
+        Cut("all.on.rank.2", (50,), torch.float32, (Part(2, (0,), (13,)), Part(2, (13,), (37,)))),
+        Cut(
+            "interleaved",
+            (40,),
+            torch.bfloat16,
+            (
+                *(Part(n % 4, (a,), (n + 1,)) for n, a in enumerate((0, 1, 3, 6, 10, 15, 21, 28))),
+                Part(0, (36,), (4,)),
+            ),
+        ),
+        at_random("boxes", (23, 17), 9),
+        at_random("boxes.of.bytes", (40, 30), 13, dtype=torch.uint8, seed=1),
+        at_random("boxes.in.3d", (9, 8, 7), 12, dtype=torch.float64, seed=2),
+        at_random("boxes.in.4d", (3, 4, 5, 6), 10, dtype=torch.complex64, seed=3),
+        replicated(at_random("boxes.held.by.all", (16, 16), 6, seed=4)),
+    ]
+
+
+def irregular_otherwise() -> list[Cut]:
+    """The same arrays cut elsewhere, some for two ranks only."""
+    return [
+        in_runs("buffer", [300, 700, 1024], size=2),
+        in_runs("buffer.of.primes", [18, 37], size=2),
+        in_runs("buffer.on.three.ranks", [1, 2, 3, 20]),
+        Cut("all.on.rank.2", (50,), torch.float32, (Part(0, (0,), (50,)),)),
+        Cut(
+            "interleaved",
+            (40,),
+            torch.bfloat16,
+            tuple(Part(n, (10 * n,), (10,)) for n in range(4)),
+        ),
+        on_grid("boxes", (23, 17), (1, 1), num_replicas=4),
+        at_random("boxes.of.bytes", (40, 30), 5, dtype=torch.uint8, seed=11),
+        at_random("boxes.in.3d", (9, 8, 7), 3, dtype=torch.float64, seed=12),
+        at_random("boxes.in.4d", (3, 4, 5, 6), 20, dtype=torch.complex64, seed=13),
+        at_random("boxes.held.by.all", (16, 16), 6, seed=14),
+    ]
+
+
+def empties() -> list[Cut]:
+    """Arrays without an element, and ranks that have none of one."""
+    return [
+        Cut("nothing", (0,), torch.float32, tuple(Part(n, (0,), (0,)) for n in range(4))),
+        Cut("no.rows", (0, 4), torch.int64, tuple(Part(n, (0, n), (0, 1)) for n in range(4))),
+        Cut(
+            "one.rank.has.none",
+            (6, 4),
+            torch.float32,
+            (*(Part(n, (2 * n, 0), (2, 4)) for n in range(3)), Part(3, (6, 0), (0, 4))),
+        ),
+    ]
+
+
+def random_layouts(seed: int) -> tuple[list[Cut], list[Cut]]:
+    """Arrays of random shape, in one parallel layout and in another."""
+    chance = random.Random(seed)
+    saved, wanted = [], []
+    for number in range(6):
+        shape = tuple(chance.choice((1, 2, 4, 8, 12)) for _ in range(chance.randint(1, 3)))
+        dtype = chance.choice(ALL_DTYPES)
+        saved.append(random_cut(f"a{number}", shape, dtype, chance))
+        wanted.append(random_cut(f"a{number}", shape, dtype, chance))
+    return saved, wanted
+
+
+def random_cut(key: str, shape: tuple[int, ...], dtype: torch.dtype, chance: random.Random) -> Cut:
+    """An array on a grid, or in boxes of any size."""
+    if chance.random() < 0.3:
+        return at_random(key, shape, chance.randint(1, 10), dtype=dtype, seed=chance.randrange(99))
+    grid = tuple(chance.choice([g for g in (1, 2, 3, 4) if n % g == 0]) for n in shape)
+    replicas = chance.choice((1, 2, 4))
+    return on_grid(key, shape, grid, size=4, dtype=dtype, num_replicas=replicas)
