@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dist_ckpt_strategies.config import LocalOptions, Options
     from dist_ckpt_strategies.strategies.defaults import register
-    from dist_ckpt_strategies.strategies.entry import load, save
+    from dist_ckpt_strategies.strategies.entry import SaveHandle, load, save, save_async
     from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
     from dist_ckpt_strategies.strategies.registry import (
         StrategyAction,
@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LocalOptions": "config",
     "Options": "config",
+    "SaveHandle": "strategies.entry",
     "StrategyAction": "strategies.registry",
     "StrategyKey": "strategies.registry",
     "StrategyRegistry": "strategies.registry",
@@ -41,11 +42,13 @@ _HOMES = {
     "register_default_tensorstore_strategies": "strategies.tensorstore",
     "register_default_zarr_strategies": "strategies.zarr",
     "save": "strategies.entry",
+    "save_async": "strategies.entry",
 }
 
 __all__ = [
     "LocalOptions",
     "Options",
+    "SaveHandle",
     "StrategyAction",
     "StrategyKey",
     "StrategyRegistry",
@@ -57,6 +60,7 @@ __all__ = [
     "register_default_tensorstore_strategies",
     "register_default_zarr_strategies",
     "save",
+    "save_async",
 ]
 
 

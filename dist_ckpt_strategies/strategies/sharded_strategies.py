@@ -14,10 +14,11 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.local.requests import LocalSaveRequest
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.bases import (
+    AsyncSaveShardedStrategy,
     LoadShardedStrategy,
-    SaveShardedStrategy,
 )
 from dist_ckpt_strategies.megatron.callers import is_exchanged, num_expected_meetings
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
@@ -26,14 +27,18 @@ from dist_ckpt_strategies.run.report import BroadcastReport
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.objects import Allowed
 from dist_ckpt_strategies.strategies.group_load import load_sharded_in_group
-from dist_ckpt_strategies.strategies.save_planning import PlanMemory
+from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.sharded_load import load_sharded
-from dist_ckpt_strategies.strategies.sharded_save import SaveTarget, save_sharded
+from dist_ckpt_strategies.strategies.sharded_save import (
+    SaveTarget,
+    begin_save,
+    save_sharded,
+)
 
 logger = logging.getLogger(__name__)
 
 
-class BaseSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
+class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
     """What the save strategies of both formats have in common.
 
     Args:
@@ -41,8 +46,8 @@ class BaseSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         version: version of the format.
         group: ranks that save together; the world by default.
         options: timeouts and memory bounds; by default what the environment says.
-        plan_memory: shared with other strategies that save the same state; each keeps the last
-            plan, and takes it again where every rank saves the same shards as before.
+        memory: shared with other strategies that save the same state. It keeps the last plan, taken
+            again where every rank saves the same shards as before, and room for asynchronous saves.
     """
 
     def __init__(
@@ -52,10 +57,10 @@ class BaseSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         *,
         group: ProcessGroup | None = None,
         options: Options | None = None,
-        plan_memory: PlanMemory | None = None,
+        memory: SaveMemory | None = None,
     ) -> None:
         super().__init__(backend, version)
-        self._memory = plan_memory or PlanMemory()
+        self._memory = memory or SaveMemory()
         self._group = group
         self._options = options or options_from_environment()
 
@@ -79,6 +84,26 @@ class BaseSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         self._save(sharded_state_dict, checkpoint_dir, None)
 
     @raises_megatron_errors
+    def async_save(
+        self, sharded_state_dict: StateDict, checkpoint_dir: str | Path
+    ) -> LocalSaveRequest:
+        """Like ``save``, but only the copy of the tensors to host memory is waited for.
+
+        Collective over the group. A save that still runs is waited for first. Takes as much host
+        memory as the main replicas, kept for the next save.
+
+        Returns:
+            A request for Megatron-Core's queue, persistent or not, or to be waited for. Its
+            finalisation is collective, and raises on every rank if the save has failed on any.
+
+        Raises:
+            PlanError: main replicas overlap, leave a gap, or cannot be stored.
+            StorageError: the directory cannot be prepared.
+            PeerError: another rank failed; the message names rank, key and file.
+        """
+        return self.begin(sharded_state_dict, checkpoint_dir, None, None)
+
+    @raises_megatron_errors
     def replace(
         self,
         sharded_state_dict: StateDict,
@@ -96,6 +121,35 @@ class BaseSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         """
         self._save(sharded_state_dict, checkpoint_dir, save_common)
 
+    @raises_megatron_errors
+    def begin(
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str | Path,
+        save_common: Callable[[], None] | None,
+        publish: Callable[[], None] | None,
+    ) -> LocalSaveRequest:
+        """Like ``async_save``, with more to do at finalisation.
+
+        Collective, and raises, like ``async_save``.
+
+        Args:
+            sharded_state_dict: what to save.
+            checkpoint_dir: where.
+            save_common: writes ``common.pt``, where that has not been done; on every rank.
+            publish: makes the checkpoint visible; on the first rank.
+        """
+        root, comm = self._place(checkpoint_dir)
+        return begin_save(
+            sharded_state_dict,
+            self._opener(root, comm, keeps_old=save_common is not None),
+            comm,
+            self._options,
+            self._memory,
+            save_common,
+            publish,
+        )
+
     def open_target(self, root: Path, global_rank: int, *, keeps_old: bool) -> SaveTarget:
         """Where a save goes.
 
@@ -112,21 +166,28 @@ class BaseSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         checkpoint_dir: str | Path,
         save_common: Callable[[], None] | None,
     ) -> None:
-        root = Path(checkpoint_dir).absolute()
-        comm = open_communicator(
-            self._group, timeout_s=self._options.timeout_s, purpose=f"save to {root}"
-        )
+        root, comm = self._place(checkpoint_dir)
         report = save_sharded(
             state_dict,
-            lambda: self.open_target(
-                root, comm.global_rank(comm.rank), keeps_old=save_common is not None
-            ),
+            self._opener(root, comm, keeps_old=save_common is not None),
             comm,
             self._options,
             self._memory,
             save_common,
         )
         logger.info("rank %s: save to %s: %s", comm.global_rank(comm.rank), root, report)
+
+    def _place(self, checkpoint_dir: str | Path) -> tuple[Path, Communicator]:
+        root = Path(checkpoint_dir).absolute()
+        comm = open_communicator(
+            self._group, timeout_s=self._options.timeout_s, purpose=f"save to {root}"
+        )
+        return root, comm
+
+    def _opener(
+        self, root: Path, comm: Communicator, *, keeps_old: bool
+    ) -> Callable[[], SaveTarget]:
+        return lambda: self.open_target(root, comm.global_rank(comm.rank), keeps_old=keeps_old)
 
 
 class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]

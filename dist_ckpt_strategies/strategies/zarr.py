@@ -34,7 +34,7 @@ from dist_ckpt_strategies.strategies.format1 import (
     stored_metadata,
 )
 from dist_ckpt_strategies.strategies.registration import register_defaults
-from dist_ckpt_strategies.strategies.save_planning import PlanMemory
+from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.sharded_save import SaveTarget
 from dist_ckpt_strategies.strategies.sharded_strategies import (
     BaseLoadShardedStrategy,
@@ -56,8 +56,8 @@ class ZarrSaveShardedStrategy(BaseSaveShardedStrategy):
         engine: ``"tensorstore"`` or ``"zarr"``; by default what the environment says.
         group: ranks that save together; the world by default.
         options: timeouts and memory bounds; by default what the environment says.
-        plan_memory: shared with other strategies that save the same state; each keeps the last
-            plan, and takes it again where every rank saves the same shards as before.
+        memory: shared with other strategies that save the same state. It keeps the last plan, taken
+            again where every rank saves the same shards as before, and room for asynchronous saves.
 
     Source: layout of Megatron-Core <= 0.15.3, which loads what this saves.
     """
@@ -71,11 +71,17 @@ class ZarrSaveShardedStrategy(BaseSaveShardedStrategy):
         engine: str | None = None,
         group: ProcessGroup | None = None,
         options: Options | None = None,
-        plan_memory: PlanMemory | None = None,
+        memory: SaveMemory | None = None,
     ) -> None:
         require_format1(backend, version)
         chosen = (options or options_from_environment()).with_changes(engine=engine)
-        super().__init__(backend, version, group=group, options=chosen, plan_memory=plan_memory)
+        super().__init__(
+            backend,
+            version,
+            group=group,
+            options=chosen,
+            memory=memory,
+        )
 
     def open_target(
         self,

@@ -18,7 +18,7 @@ from dist_ckpt_strategies.storage.checkpoints import (
 from dist_ckpt_strategies.storage.objects import Allowed
 from dist_ckpt_strategies.strategies.format1 import stored_metadata
 from dist_ckpt_strategies.strategies.format2 import Format2Target, manifest_metadata
-from dist_ckpt_strategies.strategies.save_planning import PlanMemory
+from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.sharded_save import SaveTarget
 from dist_ckpt_strategies.strategies.sharded_strategies import (
     BaseLoadShardedStrategy,
@@ -42,7 +42,7 @@ class Format2SaveShardedStrategy(BaseSaveShardedStrategy):
             default what the options say.
         group: ranks that save together; the world by default.
         options: timeouts and memory bounds; by default what the environment says.
-        plan_memory: shared with other strategies that save the same state.
+        memory: plan and room for copies, shared with other strategies that save the same state.
     """
 
     @raises_megatron_errors
@@ -54,11 +54,17 @@ class Format2SaveShardedStrategy(BaseSaveShardedStrategy):
         crc32c: bool | None = None,
         group: ProcessGroup | None = None,
         options: Options | None = None,
-        plan_memory: PlanMemory | None = None,
+        memory: SaveMemory | None = None,
     ) -> None:
         require_format2(backend, version)
         chosen = (options or options_from_environment()).with_changes(crc32c=crc32c)
-        super().__init__(backend, version, group=group, options=chosen, plan_memory=plan_memory)
+        super().__init__(
+            backend,
+            version,
+            group=group,
+            options=chosen,
+            memory=memory,
+        )
 
     def open_target(self, root: Path, global_rank: int, *, keeps_old: bool) -> SaveTarget:
         """See BaseSaveShardedStrategy."""

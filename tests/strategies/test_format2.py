@@ -19,7 +19,7 @@ from dist_ckpt_strategies.storage.checkpoints import Format2Checkpoint
 from dist_ckpt_strategies.storage.manifest import digest_of
 from dist_ckpt_strategies.storage.objects import dump_object
 from dist_ckpt_strategies.storage.zarr3 import array_directory
-from dist_ckpt_strategies.strategies.save_planning import PlanMemory
+from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from tests.support.entries import Entry, load, prepare, save
 from tests.support.formats import load_format2, save_format2
@@ -179,7 +179,7 @@ def test_damage_anywhere_is_found_and_named(tmp_path: Path) -> None:
     objects = {"o": ShardedObject("o", {"t": torch.ones(3)}, (1,), (0,))}
     root.mkdir()
     (root / "common.pt").write_bytes(dump_object({"iteration": 1}, name="common"))
-    save_format2(state_of(0, cuts) | objects, root, comm, options, PlanMemory())
+    save_format2(state_of(0, cuts) | objects, root, comm, options, SaveMemory())
     wanted = {"o": ShardedObject("o", None, (1,), (0,))}
 
     def read() -> None:
