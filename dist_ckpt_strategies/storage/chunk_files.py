@@ -302,3 +302,40 @@ def read_run(handle: int, grid: InnerGrid, run: Run, buffer: Bytes, *, is_direct
     if content.size != nbytes:
         raise OSError(0, "it ended while it was read")
     return content
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFileCheck:
+    """A look at every byte of a chunk file.
+
+    Attributes:
+        file: where it is.
+        record: what the manifest says about it.
+        buffers: memory to read into.
+    """
+
+    file: ChunkFile
+    record: ChunkRecord
+    buffers: BounceBuffers
+
+    def run(self) -> None:
+        """Compare every inner chunk, and the index after them, with their digests.
+
+        Raises:
+            IncompleteCheckpointError: the file is missing.
+            CorruptCheckpointError: it has another size, or a digest differs.
+            StorageError: it cannot be read.
+        """
+        grid = self.file.grid
+        with self.file.opened() as handle, _borrowed(self.buffers, grid) as buffer:
+            for run in grid.all(runs_at_a_time(grid)):
+                content = read_run(handle, grid, run, buffer, is_direct=False)
+                self.file.require(self.record, run.first, content.reshape(run.num_chunks, -1))
+            index = np.empty(grid.index_nbytes, np.uint8)
+            read_buffered(handle, grid.data_nbytes, index)
+        found, expected = digests_of(index[None])[0], self.record.digest(grid.num_chunks)
+        if found != expected:
+            raise self.file.damaged(
+                f"(written by rank {self.record.writer}) is damaged: its index has digest "
+                f"{found:016x}, expected {expected:016x}"
+            )

@@ -25,6 +25,7 @@ from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.run.report import BroadcastReport
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
+from dist_ckpt_strategies.storage.checkpoints import Share
 from dist_ckpt_strategies.storage.objects import Allowed
 from dist_ckpt_strategies.strategies.group_load import load_sharded_in_group
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
@@ -241,7 +242,7 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         )
         loaded, report = load_sharded(
             sharded_state_dict,
-            lambda: self.open_checkpoint(root, self._options, is_first=comm.rank == 0),
+            lambda: self.open_checkpoint(root, self._options, Share(comm.rank, comm.size)),
             comm,
             self._options,
             self._allowed,
@@ -271,7 +272,7 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         """
         return load_sharded_in_group(
             sharded_state_dict,
-            lambda: self.open_checkpoint(checkpoint_dir, options, is_first=comm.rank == 0),
+            lambda: self.open_checkpoint(checkpoint_dir, options, Share(comm.rank, comm.size)),
             comm,
             options,
             self._allowed,
@@ -282,7 +283,7 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         """Like ``load``, by this rank without any other. Rank-local."""
         loaded, _ = load_sharded(
             sharded_state_dict,
-            lambda: self.open_checkpoint(checkpoint_dir, self._options, is_first=True),
+            lambda: self.open_checkpoint(checkpoint_dir, self._options, Share()),
             SoloCommunicator(),
             self._options,
             self._allowed,
@@ -309,13 +310,13 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         """What ``load_tensors_metadata`` and ``load_sharded_metadata`` return."""
         raise NotImplementedError
 
-    def open_checkpoint(self, root: Path, options: Options, *, is_first: bool) -> StoredCheckpoint:
+    def open_checkpoint(self, root: Path, options: Options, share: Share) -> StoredCheckpoint:
         """The checkpoint in a directory. Rank-local.
 
         Args:
             root: the directory.
             options: how to read it.
-            is_first: whether this is the rank that looks at what one rank has to look at.
+            share: which part of what ranks look at together is this one's.
         """
         raise NotImplementedError
 

@@ -25,7 +25,7 @@ from dist_ckpt_strategies.megatron.shards import StateDict, metadata_tensor
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
-from dist_ckpt_strategies.storage.checkpoints import Format1Checkpoint
+from dist_ckpt_strategies.storage.checkpoints import Format1Checkpoint, Share
 from dist_ckpt_strategies.storage.objects import Allowed
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.strategies.format1 import (
@@ -120,8 +120,7 @@ class ZarrLoadShardedStrategy(BaseLoadShardedStrategy):
         self,
         root: Path,
         options: Options,
-        *,
-        is_first: bool,  # noqa: ARG002 - nothing is left to one rank
+        share: Share,  # noqa: ARG002 - nothing is looked at together
     ) -> StoredCheckpoint:
         """See BaseLoadShardedStrategy."""
         return Format1Checkpoint(root, options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dist_ckpt_strategies.comm.torch_group import ProcessGroup
-from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.config import Options, Verify, options_from_environment
 from dist_ckpt_strategies.errors import IncompatibleVersionError, StrategyError
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
@@ -13,6 +13,7 @@ from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.checkpoints import (
     Format1Checkpoint,
     Format2Checkpoint,
+    Share,
     has_manifest,
 )
 from dist_ckpt_strategies.storage.objects import Allowed
@@ -95,10 +96,12 @@ class Format2LoadShardedStrategy(BaseLoadShardedStrategy):
         chosen = (options or options_from_environment()).with_changes(verify=verify)
         super().__init__(group=group, options=chosen, allow=allow)
 
-    def open_checkpoint(self, root: Path, options: Options, *, is_first: bool) -> StoredCheckpoint:
+    def open_checkpoint(self, root: Path, options: Options, share: Share) -> StoredCheckpoint:
         """See BaseLoadShardedStrategy."""
         checkpoint = Format2Checkpoint(root, options)
-        if is_first:
+        if options.verify is Verify.FULL:
+            checkpoint.require_whole(share)
+        elif share.rank == 0:
             checkpoint.require_common()
         return checkpoint
 
@@ -133,10 +136,10 @@ class Format2LoadShardedStrategy(BaseLoadShardedStrategy):
 class EitherFormatLoadShardedStrategy(Format2LoadShardedStrategy):
     """Loads ("zarr", 1) and ("zarr", 2): by what lies in the directory."""
 
-    def open_checkpoint(self, root: Path, options: Options, *, is_first: bool) -> StoredCheckpoint:
+    def open_checkpoint(self, root: Path, options: Options, share: Share) -> StoredCheckpoint:
         """See BaseLoadShardedStrategy."""
         if has_manifest(root):
-            return super().open_checkpoint(root, options, is_first=is_first)
+            return super().open_checkpoint(root, options, share)
         return Format1Checkpoint(root, options)
 
     def stored_metadata(self, root: Path, *, with_objects: bool) -> StateDict:
