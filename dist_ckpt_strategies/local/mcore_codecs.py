@@ -29,7 +29,7 @@ def mcore_codec() -> StateCodec:
     return StateCodec(
         "mcore",
         MCoreTensorAwareStateDict,
-        lambda state: _to_value(state.common_state_dict, state.sharded_state_dict),
+        _to_value_of_ours,
         _from_value,
         extensions=_EXTENSIONS,
         from_several=_joined,
@@ -126,10 +126,20 @@ def _joined(states: Sequence[MCoreTensorAwareStateDict]) -> MCoreTensorAwareStat
     )
 
 
-def _to_value_of_megatrons(state: Any) -> dict[str, Any]:
-    """Raises PlanError where it is hollow, or holds what is no whole shard."""
+def _to_value_of_ours(state: MCoreTensorAwareStateDict) -> dict[str, Any]:
+    """Raises PlanError where it is hollow."""
+    _require_full(state)
+    return _to_value(state.common_state_dict, state.sharded_state_dict)
+
+
+def _require_full(state: Any) -> None:
     if state.is_hollow:
         raise PlanError("the state is hollow: call insert_tensors or init_tensors first")
+
+
+def _to_value_of_megatrons(state: Any) -> dict[str, Any]:
+    """Raises PlanError where it is hollow, or holds what is no whole shard."""
+    _require_full(state)
     for value in sharded_values(state.sharded_state_dict):
         if isinstance(value, ShardedTensor):
             shard_spec(value)

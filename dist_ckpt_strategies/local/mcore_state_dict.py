@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,12 +209,12 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
 
     @property
     def sharded_state_dict(self) -> StateDict:
-        """The ShardedTensors, with their data, and ShardedObjects; new ones each time."""
-        tensors = self._slots.require_tensors()
+        """The ShardedTensors and ShardedObjects, new ones each time; without data if hollow."""
+        tensors = None if self.is_hollow else self._slots.require_tensors()
 
         def give(value: Any) -> Any:
             place = self._places.get(id(value))
-            if place is None:
+            if place is None or tensors is None:
                 return value
             full = copy.copy(value)
             full.data = tensors[place]
@@ -225,6 +225,14 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
     @property
     def state_dict(self) -> StateDict:
         """The common state, with the sharded values in their places."""
+        self._slots.require_tensors()
+        return self._merged()
+
+    def values(self) -> ValuesView[Any]:
+        """The values of the state dict's first level; of a hollow state too, without tensors."""
+        return self._merged().values()
+
+    def _merged(self) -> StateDict:
         return merged(
             mapped_values(lambda value: value, self.common_state_dict), self.sharded_state_dict
         )

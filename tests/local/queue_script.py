@@ -3,10 +3,7 @@
 What the queues ask of CUDA is answered for a CPU at the top level, since a spawned worker runs this
 file again, as a module.
 
-    python queue_script.py DIRECTORY megatron|nvrx MODE,MODE,... PORT
-
-Modes are ``temporal``, ``persistent`` and ``foreign``: the persistent queue is given the request of
-the other owner.
+    python queue_script.py DIRECTORY megatron|nvrx PORT
 """
 
 from __future__ import annotations
@@ -23,8 +20,6 @@ import torch
 import torch.distributed as dist
 
 NUM_RANKS = 2
-NUM_LOOKS = 30
-"""So many looks, a tenth of a second apart, until a request counts as passed over."""
 
 STAND_INS: dict[str, Any] = {
     "synchronize": lambda _device=None: None,
@@ -88,29 +83,7 @@ def save_twice(rank: int, manager: Any, owner: str, mode: str, queue: Any) -> No
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def pass_over(rank: int, manager: Any, owner: str, mode: str, queue: Any) -> None:
-    """A request of the other owner's class: the queue never ends it, but the request itself can."""
-    other = "nvrx" if owner == "megatron" else "megatron"
-    request = saved(manager, torch.ones(3), 1)
-    queue.schedule_async_request(request_for(other, request))
-    finalised: list[int] = []
-    for _ in range(NUM_LOOKS):
-        finalised += queue.maybe_finalize_async_calls()
-        time.sleep(0.1)
-    is_written = request.done()
-    request.wait()
-    say(rank, mode, f"queue {finalised}, written {is_written}, latest {manager.find_latest()}")
-
-
-def end_worker(queue: Any) -> None:
-    """End a worker that never marked an item as done: the queue's ``close`` would hang."""
-    caller = queue.persistent_caller
-    caller.process.kill()
-    caller.process.join()
-    caller.process = None
-
-
-def main(rank: int, directory: str, owner: str, modes: str, port: int) -> None:
+def main(rank: int, directory: str, owner: str, port: int) -> None:
     """One rank."""
     from dist_ckpt_strategies.local import (  # noqa: PLC0415
         LazyCliqueReplicationStrategy,
@@ -119,19 +92,13 @@ def main(rank: int, directory: str, owner: str, modes: str, port: int) -> None:
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
-    make = queue_class(owner)
-    lasting = make(persistent=True)
     cliques = LazyCliqueReplicationStrategy(1, 2, timeout_s=40)
-    for mode in modes.split(","):
+    for mode in ("temporal", "persistent"):
         root = Path(directory) / mode / f"node{rank}"
         manager = LocalCheckpointManager(root, repl_strategy=cliques, timeout_s=40)
-        queue = make(persistent=False) if mode == "temporal" else lasting
-        act = pass_over if mode == "foreign" else save_twice
-        act(rank, manager, owner, mode, queue)
-    if "foreign" in modes:
-        end_worker(lasting)
-    else:
-        lasting.close()
+        queue = queue_class(owner)(persistent=mode == "persistent")
+        save_twice(rank, manager, owner, mode, queue)
+        queue.close()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -139,7 +106,7 @@ def main(rank: int, directory: str, owner: str, modes: str, port: int) -> None:
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
     ranks = [
-        context.Process(target=main, args=(rank, *sys.argv[1:4], int(sys.argv[4])))
+        context.Process(target=main, args=(rank, *sys.argv[1:3], int(sys.argv[3])))
         for rank in range(NUM_RANKS)
     ]
     for one in ranks:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.multiprocess
 
 @pytest.fixture(scope="module")
 def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return run_queue(tmp_path_factory.mktemp("queue"), "megatron", "temporal", "persistent")
+    return run_queue(tmp_path_factory.mktemp("queue"), "megatron")
 
 
 @pytest.mark.parametrize("mode", ["temporal", "persistent"])

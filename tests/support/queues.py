@@ -10,10 +10,9 @@ from pathlib import Path
 _SCRIPT = Path(__file__).resolve().parents[1] / "local" / "queue_script.py"
 
 
-def run_queue(directory: Path, owner: str, *modes: str) -> str:
+def run_queue(directory: Path, owner: str) -> str:
     """What two ranks print that save through the queue of ``owner``."""
-    command = [sys.executable, str(_SCRIPT), str(directory), owner, ",".join(modes)]
-    command.append(str(_free_port()))
+    command = [sys.executable, str(_SCRIPT), str(directory), owner, str(_free_port())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
