@@ -70,7 +70,7 @@ def _stated(parameters: str) -> list[tuple[str, str | None]]:
 
 
 def _starred(parameter: inspect.Parameter) -> str:
-    stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
+    stars: dict[Any, str] = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
     return stars.get(parameter.kind, "") + parameter.name
 
 
