@@ -12,7 +12,11 @@ from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.plain_values import Extension
 from dist_ckpt_strategies.local.state_codecs import StateCodec
-from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor
+from dist_ckpt_strategies.megatron.bases import (
+    CheckpointingException,
+    ShardedObject,
+    ShardedTensor,
+)
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     mapped_values,
@@ -61,14 +65,22 @@ class _Placed:
     place: int | None
 
 
+def _described(wire: list[Any]) -> Any:
+    """What was described, without data; a ValueError where Megatron-Core finds no sense in it."""
+    try:
+        return metadata_from_wire(wire)
+    except CheckpointingException as error:
+        raise ValueError(str(error)) from error
+
+
 def _placed_from(content: Sequence[Any]) -> _Placed:
     wire, place = content
-    return _Placed(metadata_from_wire(wire), place)
+    return _Placed(_described(wire), place)
 
 
 def _object_from(content: Sequence[Any]) -> Any:
     wire, data = content
-    made = metadata_from_wire(wire)
+    made = _described(wire)
     made.data = data
     return made
 
@@ -149,7 +161,8 @@ def _to_value_of_megatrons(state: Any) -> dict[str, Any]:
 def _megatrons_from_value(value: Mapping[str, Any], devices: Sequence[str]) -> Any:
     """Its tensors are on the host; each remembers its device as Megatron-Core's have it."""
     sharded = _filled(value)
-    for tensor, home in zip(_held(sharded), devices, strict=False):
+    for tensor, device in zip(_held(sharded), devices, strict=False):
+        home = torch.device(device).type
         if home != tensor.data.device.type:
             tensor.orig_device = home
     return tensor_aware_class()(common=value["common"], sharded_state_dict=sharded)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from dist_ckpt_strategies.errors import PlanError, UnsafeObjectError
+from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError, UnsafeObjectError
 from dist_ckpt_strategies.local import LocalCheckpointManager, MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
 from dist_ckpt_strategies.local.state_codecs import decode_parts, encode_state
@@ -45,8 +48,8 @@ def megatrons(state: dict[str, Any] | None = None, **common: Any) -> Any:
     return tensor_aware_class()(common={"iteration": 5} | common, sharded_state_dict=held)
 
 
-def parts_of(*states: Any) -> Any:
-    """What comes back from the parts of these states."""
+def parts_of(*states: Any, forge: Callable[[Any], Any] = lambda part: part) -> Any:
+    """What comes back from the parts of these states, once ``forge`` has been at them."""
     codecs, allowed = default_codecs(), default_allowed_names()
     retrieved = []
     for rank, state in enumerate(states):
@@ -59,7 +62,7 @@ def parts_of(*states: Any) -> Any:
             allowed=allowed,
         )
         payloads = tuple(payload.clone() for payload in encoded.payloads)
-        retrieved.append(RetrievedPart(encoded.part, payloads))
+        retrieved.append(RetrievedPart(forge(encoded.part), payloads))
     return decode_parts(retrieved, codecs=codecs, allowed=allowed)
 
 
@@ -131,6 +134,44 @@ def test_parts_of_several_ranks_become_one_state_of_ours() -> None:
     first, second = found.sharded_state_dict.values()
     assert described(second) == described(sharded())
     assert [value["key"] for value in described(first)] == ["rows", "ragged", "away", "rng"]
+
+
+def with_fields(place: str, **fields: Any) -> Callable[[Any], Any]:
+    """Forges a part's description of the array ``rows``, or of the object."""
+
+    def forge(part: Any) -> Any:
+        content = json.loads(json.dumps(part.content))
+        sharded_part = content["sharded"]
+        found = sharded_part["rng"] if place == "rng" else sharded_part["model"][place]
+        wire = found["value"][0]
+        for name, value in fields.items():
+            wire[("key", "shape", "offset").index(name)] = {"$": "tuple", "items": value}
+        return replace(part, content=content)
+
+    return forge
+
+
+def with_device(part: Any) -> Any:
+    return replace(part, buffers=tuple(replace(one, device="nowhere") for one in part.buffers))
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        with_fields("rows", shape=[1]),
+        with_fields("rows", offset=[0, 0, 0, 0]),
+        with_fields("rng", offset=[0]),
+        with_device,
+    ],
+)
+@pytest.mark.parametrize("is_megatrons", [True, False], ids=["megatron's", "ours"])
+def test_a_description_without_sense_is_an_error_of_ours(
+    forge: Callable[[Any], Any], is_megatrons: bool
+) -> None:
+    state = megatrons() if is_megatrons else MCoreTensorAwareStateDict({}, sharded())
+
+    with pytest.raises(CorruptCheckpointError):
+        parts_of(state, forge=forge)
 
 
 def test_a_hollow_state_is_refused() -> None:
