@@ -144,8 +144,11 @@ def test_another_number_of_ranks_gets_it_in_a_class_that_reshards(tmp_path: Path
 
 
 def replicate(rank: int) -> list[Any]:
+    from nvidia_resiliency_ext.checkpointing.local.replication import group_utils  # noqa: PLC0415
+
     state, _ = tensor_aware_class().from_state_dict(state_of(1, 1), "atomic")
-    strategy = CliqueReplicationStrategy(dist.group.WORLD, timeout_s=TIMEOUT_S)
+    group: Any = group_utils.GroupWrapper(dist.group.WORLD)
+    strategy = CliqueReplicationStrategy(group, timeout_s=TIMEOUT_S)
     copies, ids = strategy.replicate(state, f"part {rank}")
     names = [f"own.{number}" for number in range(dist.get_world_size())]
     plan = strategy.retrieve_plan({0: ids[:1], 1: ids[1:]}, [ids[1 - rank]])
@@ -162,7 +165,7 @@ def num_columns(state: Any, name: str) -> int:
     return int(state.sharded_state_dict["model"][name].data.shape[1])
 
 
-def test_a_clique_exchanges_states_of_megatrons() -> None:
+def test_a_clique_of_nvrxs_group_exchanges_states_of_megatrons() -> None:
     found = run_processes(2, replicate)
 
     assert found == [
