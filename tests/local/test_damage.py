@@ -237,3 +237,52 @@ def test_a_crafted_device_is_an_error_of_ours(nodes: Nodes) -> None:
     found = loaded_with(nodes, copies, partial(crafted, {"buffers": rows}))
 
     assert isinstance(found[0], CheckpointError)
+
+
+def restate(path: Path, world_size: int) -> Path:
+    """A copy of a part, kept by a rank that there is not, which states another world size."""
+    other = path.parents[1] / "77" / path.name
+    other.parent.mkdir(exist_ok=True)
+    other.write_bytes(crafted({"world_size": world_size}, path.read_bytes()))
+    return other
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 1000])
+def test_copies_that_state_another_world_size_are_not_of_the_save(
+    world_size: int, tmp_path: Path
+) -> None:
+    nodes = saved(tmp_path, NUM_RANKS)
+    for path in nodes.files():
+        restate(path, world_size)
+    assert run_ranks(NUM_RANKS, nodes.load) == EXPECTED
+
+
+def add_later(nodes: Nodes, world_sizes: Mapping[int, int]) -> None:
+    """Every file again, as of a later save; what it states of its world, by the rank it is of."""
+    for path in nodes.files():
+        rank = PartId.require(path.stem).global_rank
+        if rank in world_sizes:
+            later = PartId(SaveId(ITERATION + 1, "a2"), rank)
+            fields = {"id": str(later), "world_size": world_sizes[rank]}
+            path.with_name(f"{later}.part").write_bytes(crafted(fields, path.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    "world_sizes", [{0: 1, 1: 4}, {0: 2, 1: 2, 2: 4}, {0: 4, 1: 4, 2: 5, 3: 5}]
+)
+def test_a_save_whose_parts_disagree_does_not_hide_the_one_before(
+    world_sizes: Mapping[int, int], tmp_path: Path
+) -> None:
+    nodes = saved(tmp_path, NUM_RANKS)
+    add_later(nodes, world_sizes)
+    assert run_ranks(NUM_RANKS, nodes.load) == EXPECTED
+
+
+def test_a_save_that_all_parts_say_was_made_by_another_world_is_still_refused(
+    tmp_path: Path,
+) -> None:
+    nodes = saved(tmp_path, NUM_RANKS)
+    add_later(nodes, {0: 2, 1: 2})
+    for error in run_ranks(NUM_RANKS, nodes.load):
+        assert isinstance(error, CheckpointError)
+        assert "was saved by 2 ranks, and 4 load it" in str(error)
