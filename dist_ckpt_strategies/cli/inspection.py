@@ -30,6 +30,7 @@ _LABEL_WIDTH = 12
 _LEFTOVERS = {
     LeftoverKind.LOCKS: "directories with locks of Megatron-Core <= 0.15",
     LeftoverKind.PARTIAL: "files that a save did not finish",
+    LeftoverKind.WRITING: "files that are being written",
     LeftoverKind.REMOVED: "directories that were being removed",
 }
 

@@ -356,6 +356,16 @@ def _remove_unlocked(path: Path) -> int:
         return 0  # another manager was first
 
 
+def is_being_written(path: Path) -> bool:
+    """Whether a process that is alive has the file locked.
+
+    Raises:
+        OSError: it cannot be opened, such as because it is gone.
+    """
+    with _opened_unless_locked(path) as is_ours:
+        return not is_ours
+
+
 @contextmanager
 def _opened_unless_locked(path: Path) -> Iterator[bool]:
     """Lock a file for the block; False where a process that is alive has it locked."""
