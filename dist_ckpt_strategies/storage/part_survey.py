@@ -64,7 +64,7 @@ class PartSurvey:
 
     Attributes:
         root: the directory, absolute.
-        copies: sorted by save, rank and path, the newest save first.
+        copies: the newest save first; within it sorted by rank and path.
         leftovers: files that a save did not finish, sorted by path.
         findings: what names, sizes and headers show to be wrong, sorted by path.
     """
@@ -112,7 +112,8 @@ def survey_parts(root: Path) -> PartSurvey | None:
         expected = "a part of the checkpoint"
         findings.append(Finding(Problem.MISSING_PART, None, ".", expected, NO_FILE))
     findings.extend(_check_homes(root, copies))
-    copies.sort(key=lambda c: (-c.part_id.save.iteration, c.part_id, c.path))
+    copies.sort(key=lambda copy: (copy.part_id.global_rank, copy.path))
+    copies.sort(key=lambda copy: copy.part_id.save, reverse=True)
     return PartSurvey(
         root, tuple(copies), tuple(sorted(leftovers, key=lambda one: one.path)), _sorted(findings)
     )
