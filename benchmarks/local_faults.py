@@ -226,6 +226,17 @@ def run_campaign(campaign: Campaign, directory: Path | None, output: Output) -> 
     output.console.print(build_fault_table(campaign, tally))
 
 
+@contextmanager
+def reported_violations(seed: int, output: Output) -> Iterator[None]:
+    """End with status 1, and say case and seed, if the block finds a violation."""
+    try:
+        yield
+    except ViolationError as violation:
+        output.lines.write("violation", violation.fields, seed=seed)
+        typer.echo(f"VIOLATION with --seed {seed}: {violation}", err=True)
+        raise typer.Exit(1) from violation
+
+
 def main(  # noqa: PLR0913 - one parameter for each option
     *,
     flips: Annotated[int, typer.Option(min=0, help="Bytes that are changed.")] = 2000,
@@ -242,13 +253,8 @@ def main(  # noqa: PLR0913 - one parameter for each option
     """Damage local checkpoints and kill ranks that save them: is a wrong state ever loaded?"""
     share = SMOKE_SHARE if smoke else 1
     campaign = Campaign(seed, flips // share, truncations // share, kills // share, timeout_s)
-    with open_output(out, "local_faults.py") as output:
-        try:
-            run_campaign(campaign, directory, output)
-        except ViolationError as violation:
-            output.lines.write("violation", violation.fields, seed=seed)
-            typer.echo(f"VIOLATION with --seed {seed}: {violation}", err=True)
-            raise typer.Exit(1) from violation
+    with open_output(out, "local_faults.py") as output, reported_violations(seed, output):
+        run_campaign(campaign, directory, output)
 
 
 if __name__ == "__main__":

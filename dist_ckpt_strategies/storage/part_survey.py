@@ -106,7 +106,8 @@ def survey_parts(root: Path) -> PartSurvey | None:
         for copy, damage in _copies(root, folder):
             copies.append(copy)
             findings.extend(damage)
-    if not copies and not leftovers and backend is None:
+    is_local = backend or copies or (leftovers and COMMON_NAME not in top.files)
+    if not is_local:
         return None
     if backend and not copies:
         expected = "a part of the checkpoint"

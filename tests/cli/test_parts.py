@@ -241,6 +241,18 @@ def test_leftovers_alone_are_shown(tmp_path: Path) -> None:
     assert as_json("inspect", tmp_path)["parts"] == []
 
 
+def test_what_a_killed_save_in_another_format_has_left_is_not_taken_for_parts(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / f"{PARTIAL_PREFIX}dead").write_bytes(bytes(7))
+    (tmp_path / "common.pt").write_bytes(COMMON)
+    found = as_json("inspect", tmp_path)
+
+    assert "tier" not in found
+    assert [one["kind"] for one in found["leftovers"]] == ["partial"]
+
+
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """One checkpoint of the backend."""
