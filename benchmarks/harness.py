@@ -79,8 +79,16 @@ class Bereaved:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
+    """What a rank is to do; it meets the others before, or else says that it begins."""
+
     method: str
     args: tuple[Any, ...]
+    is_met: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A rank begins with a call before which it meets nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +194,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         return Timed(seconds, tuple(reply.value for reply in replies))
 
     def step_killing(self, victim: int, delay_s: float, method: str, *args: Any) -> Bereaved:
-        """Like ``step``, but kill a rank some time after it began. The last step there can be.
+        """Like ``step``, but kill a rank some time after all began. The last step there can be.
 
         The others end as soon as they have answered, as they would: what still waits for them
         has to notice.
@@ -196,7 +204,10 @@ class Ranks(AbstractContextManager["Ranks"]):
         """
         self._is_bereaved = True
         for pipe in self._pipes:
-            pipe.send(_Call(method, args))
+            pipe.send(_Call(method, args, is_met=False))
+        for rank, pipe in enumerate(self._pipes):
+            if not (pipe.poll(self._timeout_s) and isinstance(pipe.recv(), _Begun)):
+                raise RankFailedError(f"{method}: rank {rank} did not begin")
         time.sleep(delay_s)
         process, _ = self._processes[victim]
         process.kill()
@@ -305,7 +316,10 @@ def _rank_main(
         now = time.perf_counter()
         pipe.send(_Reply(now, now, None))
         while isinstance(call := pipe.recv(), _Call):
-            barrier.wait(context.timeout_s)
+            if call.is_met:
+                barrier.wait(context.timeout_s)
+            else:
+                pipe.send(_Begun())
             started = time.perf_counter()
             value = getattr(worker, call.method)(*call.args)
             pipe.send(_Reply(started, time.perf_counter(), value))

@@ -81,6 +81,11 @@ def test_a_rank_can_be_killed_in_a_step_that_the_others_end() -> None:
         assert (ended.values, ended.was_done) == ({0: None, 1: None}, False)
 
 
+def test_a_rank_that_is_killed_at_once_keeps_nobody_from_beginning() -> None:
+    with Ranks(2, Worker, timeout_s=20, preload=("benchmarks.harness",)) as ranks:
+        assert ranks.step_killing(0, 0.0, "wait", 0.1).values == {1: None}
+
+
 def test_a_rank_that_was_done_before_it_was_killed_is_told_from_others() -> None:
     with Ranks(2, Worker, timeout_s=60, preload=("benchmarks.harness",)) as ranks:
         assert ranks.step_killing(0, 1.0, "wait", 0.1).was_done
