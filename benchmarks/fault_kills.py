@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import random
-import statistics
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from itertools import count
+from statistics import median
 
 from benchmarks.fault_worker import PRELOAD, Ending, Outcome, WorldSpec, make_worker
-from benchmarks.harness import Bereaved, Ranks
+from benchmarks.harness import Bereaved, RankFailedError, Ranks
 from dist_ckpt_strategies.spec.part import PartId
 from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
 from dist_ckpt_strategies.storage.part_survey import check_part
 
 NUM_RANKS = 4
 
+_METHODS = ("save", "save_behind")
 _FIRST_GUESS_S = 0.1
 _BEYOND = 1.1
 """Kills come up to this much of a usual save after its begin; those after its end do not count."""
@@ -33,19 +35,20 @@ class Left(StrEnum):
     EVERY = "every rank's part"
 
 
+class CampaignError(Exception):
+    """Something that must never happen did, outside the case that is being judged."""
+
+
 @dataclass(frozen=True, slots=True)
-class Kill:
-    """One case: a save of ``iteration``, and what was there after it.
+class Attempt:
+    """A save in which a rank is to be killed.
 
     Attributes:
         number: of the case.
         method: of the worker: ``save`` or ``save_behind``.
-        victim: the rank that was killed.
+        victim: the rank.
         delay_s: how long after the begin.
-        iteration: that was being saved; the one before was complete.
-        left: what was on the disks.
-        survivors: how it ended for the others.
-        is_counted: whether the kill came before the victim was done.
+        iteration: that is saved; the one before is complete.
     """
 
     number: int
@@ -53,6 +56,20 @@ class Kill:
     victim: int
     delay_s: float
     iteration: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One case, and what was there after it.
+
+    Attributes:
+        attempt: the case.
+        left: what was on the disks.
+        survivors: how it ended for the others.
+        is_counted: whether the kill came before the victim was done.
+    """
+
+    attempt: Attempt
     left: Left
     survivors: tuple[Outcome, ...]
     is_counted: bool
@@ -60,7 +77,7 @@ class Kill:
     @property
     def expected(self) -> int:
         """What a load has to bring: this save if it is whole, else the one before."""
-        return self.iteration if self.left is Left.EVERY else self.iteration - 1
+        return self.attempt.iteration - (self.left is not Left.EVERY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,50 +103,43 @@ def run_kills(spec: WorldSpec, chance: random.Random, num_kills: int) -> Iterato
     """
     usual = deque([_FIRST_GUESS_S], maxlen=_NUM_REMEMBERED)
     last: Kill | None = None
-    number = iteration = 0
-    while number < num_kills or last is not None:
+    number = 0
+    for iteration in count(1, 2):
         with _world(spec) as ranks:
             if last is not None:
                 result = _judged(spec, last, _outcomes(ranks.step("load").values))
                 if last.is_counted or result.complaint:
                     yield result
                     number += 1
-            last = None
             if number == num_kills:
                 return
-            iteration += 2
-            timed = ranks.step("save", iteration - 1)
-            _require_clean(spec, iteration - 1, _outcomes(timed.values))
+            timed = ranks.step("save", iteration)
+            _require_clean(spec, iteration, _outcomes(timed.values))
             usual.append(timed.seconds)
-            method = ("save", "save_behind")[number % 2]
-            victim = chance.randrange(NUM_RANKS)
-            delay_s = chance.random() * _BEYOND * statistics.median(usual)
-            ended = ranks.step_killing(victim, delay_s, method, iteration)
-        last = _kill(spec, number, method, victim, delay_s, iteration, ended)
+            attempt = Attempt(
+                number,
+                _METHODS[number % 2],
+                chance.randrange(NUM_RANKS),
+                chance.random() * _BEYOND * median(usual),
+                iteration + 1,
+            )
+            ended = _ended(ranks, attempt)
+        survivors = tuple(_outcomes(list(ended.values.values())))
+        last = Kill(attempt, _left(spec, attempt.iteration), survivors, not ended.was_done)
 
 
-class CampaignError(Exception):
-    """Something that must never happen did, outside the case that is being judged."""
+def _ended(ranks: Ranks, attempt: Attempt) -> Bereaved:
+    one = attempt
+    try:
+        return ranks.step_killing(one.victim, one.delay_s, one.method, one.iteration)
+    except RankFailedError as error:
+        raise CampaignError(f"{attempt}: {error}") from error
 
 
 def _world(spec: WorldSpec) -> Ranks:
     return Ranks(
         NUM_RANKS, partial(make_worker, spec), timeout_s=3 * spec.timeout_s, preload=PRELOAD
     )
-
-
-def _kill(  # noqa: PLR0913, PLR0917 - the fields of one case
-    spec: WorldSpec,
-    number: int,
-    method: str,
-    victim: int,
-    delay_s: float,
-    iteration: int,
-    ended: Bereaved,
-) -> Kill:
-    survivors = tuple(_outcomes(list(ended.values.values())))
-    left = _left(spec, iteration)
-    return Kill(number, method, victim, delay_s, iteration, left, survivors, not ended.was_done)
 
 
 def _outcomes(values: Sequence[object]) -> list[Outcome]:

@@ -161,8 +161,8 @@ def run_all_kills(campaign: Campaign, root: Path) -> Iterator[tuple[FaultClass, 
 
 
 def _class_of(one: Killed) -> FaultClass:
-    result = "this save" if one.loaded == one.kill.iteration else "the one before"
-    return FaultClass(KILL, METHODS[one.kill.method], one.kill.left, result)
+    result = "this save" if one.loaded == one.kill.attempt.iteration else "the one before"
+    return FaultClass(KILL, METHODS[one.kill.attempt.method], one.kill.left, result)
 
 
 def _result(outcome: Outcome, newest: int) -> str:
