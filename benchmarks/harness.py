@@ -137,7 +137,9 @@ class Ranks(AbstractContextManager["Ranks"]):
             make_worker: called in each process; has to be picklable.
             timeout_s: longest wait for a step.
             preload: fork the processes from a server that has imported these modules, once for
-                all objects of this class, and nothing else; without any, each starts by itself.
+                all objects of this class, and has done nothing else; without any, each starts by
+                itself. A script names a module that imports what it does: each process runs the
+                script's imports again.
         """
         self._timeout_s = timeout_s
         self._is_bereaved = False
@@ -287,7 +289,7 @@ def _context(preload: Sequence[str]) -> SpawnContext | ForkServerContext:
     if not preload:
         return get_context("spawn")
     context = get_context("forkserver")
-    context.set_forkserver_preload(["__main__", *preload])
+    context.set_forkserver_preload(list(preload))
     return context
 
 
