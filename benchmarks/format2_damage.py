@@ -44,16 +44,20 @@ class Fault(StrEnum):
     SWAP = "swap"
 
 
+_FOR_OTHERS = "for readers without this package; a load takes shapes from the manifest"
+_OF_THE_BEGIN = "says when the save began; nothing reads it in a finished checkpoint"
+_ANY = tuple(Fault)
+
 HARMLESS: Mapping[tuple[Fault, Kind], str] = {
     (fault, kind): why
-    for kind, why, faults in (
-        (Kind.ZARR, "for readers without this package; a load takes shapes from the manifest", Fault),
-        (Kind.SAVE, "says when the save began; nothing reads it in a finished checkpoint", Fault),
-        (Kind.CHUNK_INDEX, "for readers without this package; covered by its own CRC32C", [Fault.FLIP]),
-        (Kind.PACK, "objects are read by where they begin and end", [Fault.EXTEND]),
+    for kind, faults, why in (
+        (Kind.ZARR, _ANY, _FOR_OTHERS),
+        (Kind.SAVE, _ANY, _OF_THE_BEGIN),
+        (Kind.CHUNK_INDEX, (Fault.FLIP,), _FOR_OTHERS),
+        (Kind.PACK, (Fault.EXTEND,), "objects are read by where they begin and end"),
     )
     for fault in faults
-}  # fmt: skip
+}
 """What a load need not notice, and why. Of the marker also what JSON says is nothing."""
 
 
@@ -156,6 +160,13 @@ class Files:
             return False
         return bool(found == json.loads(self.contents[damage.names[0]]))
 
+    def why_passed(self, damage: Damage) -> str:
+        """Why a load did not have to notice a damage."""
+        if self.is_same(damage):
+            return "nothing that counts has changed"
+        kinds = sorted({self.kind_at(name, damage.byte_offset) for name in damage.names})
+        return "; ".join(dict.fromkeys(HARMLESS[damage.fault, kind] for kind in kinds))
+
     def may_pass(self, damage: Damage) -> bool:
         """Whether a load may bring what was saved, as if nothing were."""
         kinds = {self.kind_at(name, damage.byte_offset) for name in damage.names}
@@ -226,7 +237,7 @@ def _index_start(name: str, contents: Mapping[str, bytes]) -> int:
     metadata = json.loads(contents[f"{name.rpartition('/')[0]}/zarr.json"])
     chunk = metadata["chunk_grid"]["configuration"]["chunk_shape"]
     inner = metadata["codecs"][0]["configuration"]["chunk_shape"]
-    count = math.prod(c // i for c, i in zip(chunk, inner, strict=True))
+    count: int = math.prod(c // i for c, i in zip(chunk, inner, strict=True))
     return len(contents[name]) - count * _INDEX_ENTRY_NBYTES - _CRC_NBYTES
 
 
