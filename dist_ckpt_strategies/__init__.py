@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.config import LocalOptions, Options
+    from dist_ckpt_strategies.run.prune import PruneReport, prune
     from dist_ckpt_strategies.strategies.defaults import register
     from dist_ckpt_strategies.strategies.entry import SaveHandle, load, save, save_async
     from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LocalOptions": "config",
     "Options": "config",
+    "PruneReport": "run.prune",
     "SaveHandle": "strategies.entry",
     "StrategyAction": "strategies.registry",
     "StrategyKey": "strategies.registry",
@@ -37,6 +39,7 @@ _HOMES = {
     "get_default_strategy": "strategies.registry",
     "load": "strategies.entry",
     "prepare_local_load": "strategies.local_replicated",
+    "prune": "run.prune",
     "register": "strategies.defaults",
     "register_default_strategy": "strategies.registry",
     "register_default_tensorstore_strategies": "strategies.tensorstore",
@@ -48,6 +51,7 @@ _HOMES = {
 __all__ = [
     "LocalOptions",
     "Options",
+    "PruneReport",
     "SaveHandle",
     "StrategyAction",
     "StrategyKey",
@@ -55,6 +59,7 @@ __all__ = [
     "get_default_strategy",
     "load",
     "prepare_local_load",
+    "prune",
     "register",
     "register_default_strategy",
     "register_default_tensorstore_strategies",
