@@ -85,15 +85,34 @@ assert (part_id[:15], manager.find_latest()) == ("iter_0000099_0_", 100)
 assert torch.equal(state_dict["w"], torch.arange(6.0)) and state_dict["iteration"] == 7
 """
 
+_FORMAT2_BEFORE = f"""
+{_WORLD_OF_ONE}
+from megatron.core.dist_checkpointing import ShardedTensor
+weight = torch.arange(32.0).reshape(4, 8)
+name = "decoder.final_layernorm.weight"
+sharded_state_dict = {{"w": ShardedTensor.from_rank_offsets(name, weight)}}
+checkpoint_dir = "iter_0000999"
+"""
+
+_FORMAT2_AFTER = """
+assert torch.equal(state_dict["w"], weight)
+assert (array.read().result() == weight.numpy()).all()
+"""
+
 SCRIPTS = {
     "README.md": (_README_BEFORE, _README_AFTER),
     "docs/quickstart.md": ("", ""),
     "docs/errors.md": ("", ""),
     "docs/format.md": (_FORMAT_BEFORE, _FORMAT_AFTER),
+    "docs/format2.md": (_FORMAT2_BEFORE, _FORMAT2_AFTER),
     "docs/local.md": (_LOCAL_BEFORE, _LOCAL_AFTER),
 }
 
 CHANGES = {
+    "docs/format2.md": {
+        '"iter_0001000/': '"iter_0000999/',
+        "save_async(sharded_state_dict, checkpoint_dir": "save_async(sharded_state_dict, 'later'",
+    },
     "docs/local.md": {
         '"/local/': '"local/',
         '"/shared/': '"shared/',
@@ -286,4 +305,6 @@ def test_the_options_are_those_of_the_code() -> None:
         "direct_io": str(int(defaults.direct_io)),
         "whole_flush": str(int(defaults.whole_flush)),
         "engine": defaults.engine,
+        "verify": defaults.verify,
+        "crc32c": str(int(defaults.crc32c)),
     }
