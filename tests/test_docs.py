@@ -117,7 +117,7 @@ CHANGES = {
         '"/local/': '"local/',
         '"/shared/': '"shared/',
         "replication_jump=8, replication_factor=2": "replication_jump=1, replication_factor=1",
-    }
+    },
 }
 """What one process has not: other nodes, and their directories."""
 

@@ -41,7 +41,7 @@ from dist_ckpt_strategies.megatron.flow import (
     take_apart_for_load,
     take_apart_for_save,
 )
-from dist_ckpt_strategies.megatron.registry import default_strategy, require_registry
+from dist_ckpt_strategies.megatron.registry import torch_dist_strategy
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
 )
@@ -150,10 +150,9 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         StorageError: writing failed on this rank.
         PeerError: another rank failed; it is of the class of that rank's error too, and names
             rank, key and file.
-        StrategyError: Megatron-Core >= 0.17, no such strategy, or one that cannot save behind
+        StrategyError: there is no such strategy, or it is one that cannot save behind
             training where that is asked for.
     """
-    require_registry("save")
     began = _begun_save(
         sharded_state_dict,
         checkpoint_dir,
@@ -213,7 +212,6 @@ def save_async(  # noqa: PLR0913 - those of save
         StrategyError: the strategy saves synchronously only.
         CheckpointError: as in ``save``, of what is known before anything is written.
     """
-    require_registry("save")
     began = _begun_save(
         sharded_state_dict,
         checkpoint_dir,
@@ -300,7 +298,6 @@ def load(  # noqa: PLR0913 - Megatron's signature
         UnsafeObjectError: an object needs a class that is not allowed; the message says which.
         PeerError: another rank failed; it is of the class of that rank's error too.
     """
-    require_registry("load")
     comm = _world(f"load from {checkpoint_dir}", timeout_s)
     _restore_node(comm, checkpoint_dir)
     with ExitStack() as stack:
@@ -380,7 +377,7 @@ def _of_megatron_or_missing(key: StrategyKey) -> Any:
     if key in _OWN:
         return _OWN[key]()
     if (key.backend, key.version) == ("torch_dist", 1):
-        return default_strategy(key.action, key.backend, key.version)
+        return torch_dist_strategy(key.action)
     raise strategy_not_found(key, dict.fromkeys([*DEFAULT_REGISTRY.keys(), *_OWN]))
 
 

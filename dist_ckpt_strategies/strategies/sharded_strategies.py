@@ -86,7 +86,10 @@ class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
 
     @raises_megatron_errors
     def async_save(
-        self, sharded_state_dict: StateDict, checkpoint_dir: str | Path
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str | Path,
+        async_strategy: object = None,  # noqa: ARG002 - later releases of Megatron-Core pass it
     ) -> LocalSaveRequest:
         """Like ``save``, but only the copy of the tensors to host memory is waited for.
 
@@ -218,10 +221,16 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         return True
 
     @raises_megatron_errors
-    def load(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> StateDict:
+    def load(
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str | Path,
+        async_strategy: object = None,  # noqa: ARG002 - later releases of Megatron-Core pass it
+    ) -> StateDict:
         """Read every ShardedTensor and ShardedObject of the state dict.
 
-        Collective over the group.
+        Collective over the group. ``async_strategy`` is what later releases of Megatron-Core pass;
+        nothing depends on it.
 
         Returns:
             A state dict of the same structure. A ShardedTensor whose data has the stored dtype is

@@ -401,43 +401,6 @@ def test_torch_dist_through_our_entries_is_torch_dist(tmp_path: Path) -> None:
             assert result[what] == [], (what, result)
 
 
-WITHOUT_REGISTRY = """
-import megatron.core
-from megatron.core.dist_checkpointing.strategies import base
-megatron.core.__version__ = "0.17.0"
-del base.default_strategies, base.register_default_strategy, base.StrategyAction
-import dist_ckpt_strategies
-from dist_ckpt_strategies.errors import StrategyError
-dist_ckpt_strategies.register()
-dist_ckpt_strategies.get_default_strategy(
-    dist_ckpt_strategies.StrategyAction("save_sharded"), "zarr", 1
-)
-for call in (dist_ckpt_strategies.save, dist_ckpt_strategies.load):
-    try:
-        call({}, "nowhere", ("zarr", 1))
-    except StrategyError as error:
-        print(error)
-"""
-
-
-def test_a_megatron_without_a_registry_is_refused_by_name_and_never_replaced_by_torch_dist() -> (
-    None
-):
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", WITHOUT_REGISTRY],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-
-    lines = found.stdout.splitlines()
-    assert len(lines) == 2, found
-    for name, line in zip(("save", "load"), lines, strict=True):
-        assert line.startswith(f"{name}: Megatron-Core 0.17.0 has no strategy registry")
-        assert "torch_dist" in line
-
-
 ALONE = """
 import torch, sys
 from megatron.core.dist_checkpointing import ShardedTensor, ShardedObject
