@@ -17,7 +17,8 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.failures import reported_failures
 
 _STATUS = "[bold]Exit status:[/] 0 fine, 1 damage found or failed, 2 wrong usage."
-_INSPECT = """List the arrays and objects of a checkpoint, and say whether it is complete.
+_INSPECT = """List the arrays and objects of a checkpoint, and say whether it is complete. \
+Of a directory of local checkpoints, the iterations and parts.
 
 Reads names, sizes and metadata only. Ends with status 0 where the checkpoint could be shown, \
 complete or not."""
@@ -25,7 +26,8 @@ _VERIFY = """Check that a checkpoint is whole, and list what is not.
 
 Looks for every chunk file, of the right size, every shard of every object, common.pt and \
 metadata.json, and compares objects and common.pt with their own checksums. Format 1 keeps no \
-checksums of arrays: a byte that has changed inside a chunk does not show."""
+checksums of arrays: a byte that has changed inside a chunk does not show. Of local checkpoints \
+every tensor is compared with its digest."""
 _DEMO = """Train a small GPT on four CPU ranks, save it as Zarr, resume it in other layouts.
 
 Shows that weights and optimizer state come back bit for bit, and that the loss goes on from \
@@ -45,7 +47,10 @@ app = typer.Typer(
 )
 
 _Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Directory of one checkpoint.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="DIR", help="Directory of one checkpoint, or of local ones.", show_default=False
+    ),
 ]
 _Json = Annotated[
     bool, typer.Option("--json", metavar=_FLAG, help="Print one JSON object instead.")
@@ -105,7 +110,7 @@ def inspect(
         str | None,
         typer.Option(
             metavar="GLOB",
-            help="Show only keys that match; * stands for any characters, / and . too.",
+            help="Show only keys, or parts, that match; * stands for any characters, / and . too.",
             show_default=False,
         ),
     ] = None,

@@ -16,11 +16,14 @@ from dist_ckpt_strategies.cli.json_form import (
     finding_fields,
     object_fields,
     print_json,
+    summary_fields,
 )
+from dist_ckpt_strategies.cli.parts import inspect_parts
 from dist_ckpt_strategies.cli.text import bytes_text, counted, printable
 from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.spec.region import Extent
 from dist_ckpt_strategies.storage.contents import LeftoverKind
+from dist_ckpt_strategies.storage.part_survey import survey_parts
 from dist_ckpt_strategies.storage.stored_arrays import StoredArray
 from dist_ckpt_strategies.storage.stored_objects import StoredObject
 from dist_ckpt_strategies.storage.survey import Survey, survey_checkpoint
@@ -30,6 +33,7 @@ _LABEL_WIDTH = 12
 _LEFTOVERS = {
     LeftoverKind.LOCKS: "directories with locks of Megatron-Core <= 0.15",
     LeftoverKind.PARTIAL: "files that a save did not finish",
+    LeftoverKind.WRITING: "files that are being written",
     LeftoverKind.REMOVED: "directories that were being removed",
 }
 
@@ -37,11 +41,11 @@ _LEFTOVERS = {
 def inspect_checkpoint(
     directory: Path, keys: str | None, *, with_objects: bool, as_json: bool
 ) -> None:
-    """Show the arrays and objects of a checkpoint, and whether it is complete.
+    """Show the arrays and objects of a checkpoint, or the parts of local ones, and if it is whole.
 
     Args:
-        directory: the checkpoint.
-        keys: show only keys that match this glob.
+        directory: the checkpoint, or a directory of local ones.
+        keys: show only keys, or ids of parts, that match this glob.
         with_objects: show objects too.
         as_json: print one JSON object.
 
@@ -49,6 +53,10 @@ def inspect_checkpoint(
         CheckpointNotFoundError: there is no checkpoint directory.
         ArrayNotFoundError: no key matches.
     """
+    local = survey_parts(directory)
+    if local is not None:
+        inspect_parts(local, keys, as_json=as_json)
+        return
     survey = survey_checkpoint(directory)
     arrays = [stored for stored in survey.arrays if _matches(stored.array.key, keys)]
     objects = [stored for stored in survey.objects if _matches(stored.key, keys)]
@@ -63,7 +71,7 @@ def inspect_checkpoint(
             "objects": list(map(object_fields, shown_objects)),
             "findings": list(map(finding_fields, survey.findings)),
         }
-        print_json("inspect", survey, fields)
+        print_json("inspect", survey.root, summary_fields(survey) | fields)
         return
     console = Console(highlight=False)
     _print_arrays(console, arrays)

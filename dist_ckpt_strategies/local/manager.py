@@ -192,7 +192,8 @@ class LocalCheckpointManager:
         Collective. Headers are checked, tensors are not: ``load`` may have to fall back.
         """
         self._let_finish()
-        newest = find_newest(self.communicator("search for local checkpoints"), self._parts)
+        comm = self.communicator("search for local checkpoints")
+        newest = find_newest(comm, self._parts, self._codecs.resharded_kinds())
         return newest.save.iteration if newest else _NO_ITERATION
 
     @raises_megatron_errors

@@ -33,6 +33,10 @@ class Problem(StrEnum):
     MISSING_OBJECT = "missing_object"
     UNEXPECTED_OBJECT = "unexpected_object"
     DAMAGED_ARCHIVE = "damaged_archive"
+    MISSING_PART = "missing_part"
+    DAMAGED_PART = "damaged_part"
+    DAMAGED_TENSOR = "damaged_tensor"
+    DAMAGED_COMMON = "damaged_common"
     UNREADABLE = "unreadable"
 
 

@@ -24,6 +24,7 @@ from dist_ckpt_strategies.storage.files import (
     file_errors,
     is_directory,
     is_elsewhere,
+    make_directories,
     read_file,
     require_directory,
     sync_path,
@@ -108,7 +109,7 @@ def require_unfinished(root: Path) -> None:
 def make_directory(root: Path) -> None:
     """Make the directory, durably; one that is there stays as it is."""
     with file_errors(None, root):
-        _make_directory(root)
+        make_directories(root)
 
 
 def make_way(root: Path, keys: Collection[str], *, is_checkpoint: bool) -> None:
@@ -296,18 +297,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _make_directory(root: Path) -> None:
-    """Make ``root`` and what is missing above it, and flush each new name."""
-    missing = []
-    path = root
-    while not path.exists():
-        missing.append(path)
-        path = path.parent
-    for new in reversed(missing):
-        new.mkdir(exist_ok=True)
-        sync_path(new.parent)
 
 
 def _what_is_there(root: Path) -> str:
