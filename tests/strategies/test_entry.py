@@ -36,7 +36,7 @@ from tests.support.entries import (
     prepare,
     save,
 )
-from tests.support.ranks import allow_children, run_processes
+from tests.support.ranks import allow_torch_dist, run_processes
 from tests.support.sharding import (
     Cut,
     Part,
@@ -365,7 +365,7 @@ def test_groups_save_on_their_own_and_errors_name_global_ranks(tmp_path: Path) -
 def use_torch_dist(rank: int, scratch: Path) -> dict[str, Any]:
     from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins  # noqa: PLC0415
 
-    allow_children()
+    allow_torch_dist()
     prepare(60)
     choice = {"sharded_strategy": ("torch_dist", 1), "content_metadata": {"format": 3}}
     found: dict[str, Any] = {}
