@@ -3,8 +3,10 @@
 What the queue asks of CUDA is answered for a CPU at the top level, since its spawned worker runs
 this file again, as a module.
 
-    python megatron_queue.py DIRECTORY temporal|persistent
+    python megatron_queue.py DIRECTORY temporal|persistent PORT RANK
 """
+
+# ruff: noqa: E402
 
 from __future__ import annotations
 
@@ -16,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+# Megatron-Core decorates with it, and compiles nothing here: half of the time its import takes.
+vars(torch)["compile"] = lambda model: model
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-from torch import multiprocessing
 
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.local import (
@@ -39,9 +43,9 @@ for name, stand_in in STAND_INS.items():
     setattr(torch.cuda, name, stand_in)
 
 
-def main(rank: int, directory: str, mode: str, port: int) -> None:
+def main(directory: str, mode: str, port: str, rank: int) -> None:
     """One rank: two saves through the queue, the second of which fails on rank 1."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
     queue = AsyncCallsQueue(persistent=mode == "persistent")
     root = Path(directory) / f"node{rank}"
@@ -74,5 +78,4 @@ def main(rank: int, directory: str, mode: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    arguments = (*sys.argv[1:3], int(sys.argv[3]))
-    multiprocessing.spawn(main, args=arguments, nprocs=NUM_RANKS)  # type: ignore[attr-defined,no-untyped-call]
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))

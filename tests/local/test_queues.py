@@ -22,15 +22,24 @@ def free_port() -> int:
 
 @pytest.mark.parametrize("mode", ["temporal", "persistent"])
 def test_megatrons_queue_finalises_a_local_save(mode: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path), mode, str(free_port())],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
+    arguments = [str(SCRIPT), str(tmp_path), mode, str(free_port())]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *arguments, str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=200) for rank in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    for rank in range(2):
-        assert f"rank {rank}: finalised True, w [{float(rank)}]" in done.stdout
-        assert f"rank {rank}: refused: rank 1: " in done.stdout
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    for rank, (out, _) in enumerate(outputs):
+        assert f"rank {rank}: finalised True, w [{float(rank)}]" in out
+        assert f"rank {rank}: refused: rank 1: " in out

@@ -173,7 +173,8 @@ class _Rank:
         self._events.write(PhaseEnded(name, time.monotonic() - began))
 
 
-def _run_rank(global_rank: int, task: RankTask) -> None:
+def run_rank(global_rank: int, task: RankTask) -> None:
+    """Carry out a task on one rank, in a process without a process group. Collective: its ranks."""
     torch.set_num_threads(1)
     cliques = LocalOptions(replication_jump=1, replication_factor=2)
     dist_ckpt_strategies.register(local=cliques)
@@ -200,7 +201,7 @@ def main(arguments: list[str]) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     warnings.simplefilter("ignore")
     try:
-        _run_rank(global_rank, task)
+        run_rank(global_rank, task)
     except BaseException as error:
         write_failure(task.scratch, global_rank, error)
         raise
