@@ -142,12 +142,11 @@ def test_a_demo_that_fails_names_the_rank_and_the_reason() -> None:
     assert "ValueError: num_attention_heads (3) must be a multiple of" in " ".join(text.split())
 
 
-def run_in_one_python(training: Training, scratch: Path) -> StartRecord:
+def run_in_one_python(scratch: Path) -> StartRecord:
     """Train on one rank, in a Python of its own, as the command starts them."""
     layout = ParallelLayout()
     record = StartRecord(layout)
-    task = RankTask(Role.TRAIN, layout, training, scratch / "checkpoint", scratch)
-    task.checkpoint.mkdir()
+    task = RankTask(Role.TRAIN, layout, SMALL, scratch / "checkpoint", scratch)
     run_task(task, record.add, 100.0)
     return record
 
@@ -155,7 +154,8 @@ def run_in_one_python(training: Training, scratch: Path) -> StartRecord:
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
 def test_a_rank_in_a_python_of_its_own_carries_out_its_task(tmp_path: Path) -> None:
-    record = run_in_one_python(SMALL, tmp_path)
+    (tmp_path / "checkpoint").mkdir()
+    record = run_in_one_python(tmp_path)
 
     num_iterations = SMALL.num_before_save + SMALL.num_after_save
     assert sorted(record.losses) == list(range(num_iterations))
@@ -165,12 +165,12 @@ def test_a_rank_in_a_python_of_its_own_carries_out_its_task(tmp_path: Path) -> N
 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(150)
-def test_the_end_of_the_output_of_a_rank_that_fails_is_told(tmp_path: Path) -> None:
-    with pytest.raises(DemoError, match="rank 0: ValueError: ") as caught:
-        run_in_one_python(INDIVISIBLE, tmp_path)
+def test_a_rank_that_fails_is_told_with_the_end_of_its_output(tmp_path: Path) -> None:
+    with pytest.raises(DemoError, match="rank 0: FileNotFoundError: ") as caught:
+        run_in_one_python(tmp_path)
 
     _, _, output = str(caught.value).partition("the end of its output:")
-    assert "ValueError: " in output, caught.value
+    assert "FileNotFoundError: " in output, caught.value
 
 
 @pytest.mark.timeout(20)

@@ -87,7 +87,7 @@ def test_what_does_not_end_is_named_after_the_timeout() -> None:
 
     with pytest.raises(StorageError, match=r"^slow: storage did not answer within 0\.2 s"):
         PendingTransfers((pending("slow", done=False), pending("slower", done=False))).wait(0.2)
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 10.0
 
 
 # Jobs on threads

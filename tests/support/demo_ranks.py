@@ -9,11 +9,9 @@ import os
 import warnings
 from collections.abc import Callable
 
-import torch.distributed as dist
-
 from dist_ckpt_strategies.cli.demo.events import EVENTS_NAME, Event, EventReader
 from dist_ckpt_strategies.cli.demo.task import DemoError, RankTask
-from dist_ckpt_strategies.cli.demo.worker import run_rank
+from dist_ckpt_strategies.cli.demo.worker import carry_out
 from tests.support.ranks import run_processes
 
 
@@ -23,7 +21,7 @@ def run_task_forked(task: RankTask, on_event: Callable[[Event], None], timeout_s
     Raises:
         DemoError: ranks failed; the first of them is named.
     """
-    results = run_processes(task.layout.num_ranks, _carry_out, task, timeout_s=timeout_s)
+    results = run_processes(task.layout.num_ranks, _begin_and_carry_out, task, timeout_s=timeout_s)
     for rank, result in enumerate(results):
         if isinstance(result, Exception):
             raise DemoError(f"rank {rank}: {type(result).__name__}: {result}") from result
@@ -31,8 +29,7 @@ def run_task_forked(task: RankTask, on_event: Callable[[Event], None], timeout_s
         on_event(event)
 
 
-def _carry_out(rank: int, task: RankTask) -> None:
-    dist.destroy_process_group()
+def _begin_and_carry_out(rank: int, task: RankTask) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.simplefilter("ignore")
-    run_rank(rank, task)
+    carry_out(rank, task)

@@ -176,8 +176,7 @@ def _run_rank(
         pipe.send_bytes(_pickled(_outcome(rank, body, args)))
         _await_the_others(pipe)
     finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        dist.destroy_process_group()
     faulthandler.cancel_dump_traceback_later()
 
 

@@ -173,11 +173,17 @@ class _Rank:
         self._events.write(PhaseEnded(name, time.monotonic() - began))
 
 
-def run_rank(global_rank: int, task: RankTask) -> None:
-    """Carry out a task on one rank, in a process without a process group. Collective: its ranks."""
+def carry_out(global_rank: int, task: RankTask) -> None:
+    """Carry out a task on one rank, over the world's process group. Collective: world."""
     torch.set_num_threads(1)
     cliques = LocalOptions(replication_jump=1, replication_factor=2)
     dist_ckpt_strategies.register(local=cliques)
+    with cpu_stand_ins():
+        parallel_state.initialize_model_parallel(task.layout.tp, task.layout.pp)
+        _Rank(global_rank, task).run()
+
+
+def _run_rank(global_rank: int, task: RankTask) -> None:
     dist.init_process_group(
         "gloo",
         init_method=f"file://{task.scratch / 'rendezvous'}",
@@ -185,9 +191,7 @@ def run_rank(global_rank: int, task: RankTask) -> None:
         world_size=task.layout.num_ranks,
         timeout=timedelta(seconds=task.timeout_s),
     )
-    with cpu_stand_ins():
-        parallel_state.initialize_model_parallel(task.layout.tp, task.layout.pp)
-        _Rank(global_rank, task).run()
+    carry_out(global_rank, task)
     dist.destroy_process_group()
 
 
@@ -201,7 +205,7 @@ def main(arguments: list[str]) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     warnings.simplefilter("ignore")
     try:
-        run_rank(global_rank, task)
+        _run_rank(global_rank, task)
     except BaseException as error:
         write_failure(task.scratch, global_rank, error)
         raise
