@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import builtins
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import pytest
 import dist_ckpt_strategies
 from dist_ckpt_strategies import errors
 from dist_ckpt_strategies.plan import chunking
+from tests.support.pythons import Python
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(dist_ckpt_strategies.__file__).parent
@@ -147,7 +145,9 @@ def expected_outputs(page: Path) -> list[str | None]:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_code_of_a_page_runs_and_prints_what_the_page_says(name: str, tmp_path: Path) -> None:
+def test_the_code_of_a_page_runs_and_prints_what_the_page_says(
+    name: str, plain_python: Python, tmp_path: Path
+) -> None:
     page = ROOT / name
     before, after = SCRIPTS[name]
     script = tmp_path / "page.py"
@@ -157,17 +157,8 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_says(name: str, tmp_pa
         assert old in code
         code = code.replace(old, new)
     script.write_text(code)
-    environ = os.environ | {"PYTHONPATH": str(PACKAGE.parent), "GLOO_SOCKET_IFNAME": "lo"}
 
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = plain_python.run(script)
 
     assert done.returncode == 0, done.stderr
     printed = done.stdout.split(f"{_BETWEEN}\n")[1:-1]

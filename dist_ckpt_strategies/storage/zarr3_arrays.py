@@ -80,7 +80,9 @@ class Zarr3Writer:
             return run_pooled([Job("", self._root, self._flush.run)], 1, _unexpected)
         names = {array_directory(array.key): array.key for array in arrays}
         paths = {self._path(name): key for name, key in names.items()}
-        paths |= {self._path(ARRAYS_NAME): "", str(self._root): ""}
+        if paths:
+            paths[self._path(ARRAYS_NAME)] = ""
+        paths[str(self._root)] = ""
         jobs = (Job(key, path, partial(sync_path, path)) for path, key in paths.items())
         return run_pooled(jobs, self._access.num_write_threads, _unexpected)
 

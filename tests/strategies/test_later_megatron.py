@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
+
+from tests.support.pythons import Python
 
 SCRIPT = Path(__file__).with_name("later_megatron.py")
 
 
 @pytest.mark.multiprocess
-def test_save_and_load_take_over_where_megatron_has_no_registry(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+def test_save_and_load_take_over_where_megatron_has_no_registry(
+    plain_python: Python, tmp_path: Path
+) -> None:
+    script = Path(shutil.copy(SCRIPT, tmp_path / "script.py"))
+
+    done = plain_python.run(script, str(tmp_path))
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"zarr {n}: {[True] * 4}" for n in (1, 2)]
