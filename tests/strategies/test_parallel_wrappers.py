@@ -62,7 +62,7 @@ def state_of(rank: int, ranks: list[int], *, objects: bool, data: bool = True) -
     return state
 
 
-FORMATS = {
+FORMATS: dict[int, tuple[Any, Any]] = {
     1: (ZarrSaveShardedStrategy, ZarrLoadShardedStrategy),
     2: (Format2SaveShardedStrategy, Format2LoadShardedStrategy),
 }
