@@ -175,7 +175,7 @@ class Format2Checkpoint:
             name = metadata_name(array.key)
             yield Job(array.key, self.place.path(name), partial(self._check_metadata, array))
             for index, chunk in record.chunks.items():
-                file = ChunkFile(array, index, self.place.path(chunk_name(array, index)))
+                file = ChunkFile.of(array, index, self.place.path(chunk_name(array, index)))
                 yield Job(array.key, file.path, ChunkFileCheck(file, chunk, buffers).run)
         for found in self.manifest.objects():
             if found.span is not None:

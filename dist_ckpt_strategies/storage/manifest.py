@@ -23,7 +23,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.inner_grid import InnerGrid
+from dist_ckpt_strategies.spec.inner_grid import num_inner_chunks
 from dist_ckpt_strategies.spec.manifest import (
     ArrayRecord,
     ChunkRecord,
@@ -125,7 +125,7 @@ def require_complete(record: ArrayRecord) -> None:
     if len(record.chunks) != array.num_chunks:
         raise ValueError(f"{array.key}: {len(record.chunks)} of {array.num_chunks} chunks")
     for index in array.chunk_indices():
-        expected = InnerGrid.of(array, index).num_chunks + 1
+        expected = num_inner_chunks(array, index) + 1
         if record.chunks[index].num_digests != expected:
             raise ValueError(
                 f"{array.key}: chunk {index} has {record.chunks[index].num_digests} digests, "

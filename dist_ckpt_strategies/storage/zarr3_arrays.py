@@ -100,7 +100,7 @@ class Zarr3Writer:
 
     def _file(self, write: ArrayWrite, index: Extent, buffers: BounceBuffers) -> ChunkFileWrite:
         array = write.array
-        file = ChunkFile(array, index, self._path(chunk_name(array, index)))
+        file = ChunkFile.of(array, index, self._path(chunk_name(array, index)))
         return ChunkFileWrite(
             file,
             at_box(write.source, file.grid.region.within(write.region)),
@@ -144,7 +144,7 @@ class Zarr3Reader:
         array = read.array
         record = None if self._find is None else self._find(array.key)
         for index in array.chunks_of(read.region):
-            file = ChunkFile(array, index, f"{self._root}/{chunk_name(array, index)}")
+            file = ChunkFile.of(array, index, f"{self._root}/{chunk_name(array, index)}")
             for runs in _shares(file.grid, read.region):
                 yield ChunkFileRead(
                     file,
