@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dist_ckpt_strategies.cli.columns import Row, print_list, print_wrapped
+from dist_ckpt_strategies.cli.format2 import inspect_format2
 from dist_ckpt_strategies.cli.json_form import (
     array_fields,
     finding_fields,
@@ -23,6 +24,7 @@ from dist_ckpt_strategies.cli.text import bytes_text, counted, printable
 from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.spec.region import Extent
 from dist_ckpt_strategies.storage.contents import LeftoverKind
+from dist_ckpt_strategies.storage.format2_survey import survey_format2
 from dist_ckpt_strategies.storage.part_survey import survey_parts
 from dist_ckpt_strategies.storage.stored_arrays import StoredArray
 from dist_ckpt_strategies.storage.stored_objects import StoredObject
@@ -56,6 +58,10 @@ def inspect_checkpoint(
     local = survey_parts(directory)
     if local is not None:
         inspect_parts(local, keys, as_json=as_json)
+        return
+    recorded = survey_format2(directory)
+    if recorded is not None:
+        inspect_format2(recorded, keys, with_objects=with_objects, as_json=as_json)
         return
     survey = survey_checkpoint(directory)
     arrays = [stored for stored in survey.arrays if _matches(stored.array.key, keys)]
@@ -181,7 +187,7 @@ def _count_files(num_files: int, nbytes: int) -> str:
 
 def _completeness(survey: Survey) -> str:
     if survey.is_foreign:
-        return "not known; dist-ckpt looks into zarr 1 only"
+        return "not known; dist-ckpt looks into zarr 1 and zarr 2 only"
     if not survey.findings:
         return "yes, by names and sizes; `dist-ckpt verify` also reads the objects"
     count = counted(len(survey.findings), "finding")

@@ -165,7 +165,7 @@ class ChunkFileWrite:
         grid, dtype = self.file.grid, self.file.array.dtype
         is_direct = self.is_direct and _is_worth_direct(grid, self.buffers) and start_direct(handle)
         digests: list[int] = []
-        with _borrowed(self.buffers, grid) as buffer:
+        with borrowed_for(grid, self.buffers) as buffer:
             waiting = 0
             for run in grid.all(runs_at_a_time(grid)):
                 memory = None if is_direct else self._as_stored(grid, run)
@@ -225,7 +225,7 @@ def _is_worth_direct(grid: InnerGrid, buffers: BounceBuffers) -> bool:
 
 
 @contextmanager
-def _borrowed(buffers: BounceBuffers, grid: InnerGrid) -> Iterator[Bytes]:
+def borrowed_for(grid: InnerGrid, buffers: BounceBuffers) -> Iterator[Bytes]:
     """Memory to handle one run in; only inner chunks that no plan of ours makes need a new one."""
     if _needed_nbytes(grid) > buffers.nbytes:
         yield np.empty(_needed_nbytes(grid), np.uint8)
@@ -272,7 +272,7 @@ class ChunkFileRead:
                 and not is_cached(handle, grid.file_nbytes)
                 and start_direct(handle)
             )
-            with _borrowed(self.buffers, grid) as buffer:
+            with borrowed_for(grid, self.buffers) as buffer:
                 for run in self.runs:
                     self._read(handle, grid, run, buffer, is_direct=is_direct)
 
@@ -330,7 +330,7 @@ class ChunkFileCheck:
             StorageError: it cannot be read.
         """
         grid = self.file.grid
-        with self.file.opened() as handle, _borrowed(self.buffers, grid) as buffer:
+        with self.file.opened() as handle, borrowed_for(grid, self.buffers) as buffer:
             for run in grid.all(runs_at_a_time(grid)):
                 content = read_run(handle, grid, run, buffer, is_direct=False)
                 self.file.require(self.record, run.first, content.reshape(run.num_chunks, -1))

@@ -37,6 +37,12 @@ class Problem(StrEnum):
     DAMAGED_PART = "damaged_part"
     DAMAGED_TENSOR = "damaged_tensor"
     DAMAGED_COMMON = "damaged_common"
+    MISSING_MANIFEST = "missing_manifest"
+    BAD_MANIFEST = "bad_manifest"
+    DAMAGED_CHUNK = "damaged_chunk"
+    DAMAGED_OBJECT = "damaged_object"
+    WRONG_FILE_SIZE = "wrong_file_size"
+    UNEXPECTED_FILE = "unexpected_file"
     UNREADABLE = "unreadable"
 
 

@@ -315,6 +315,16 @@ class Manifest:
             part = self._read(entry)
             yield from map(part.object, part.objects)
 
+    def contents_of(self, entry: PartEntry) -> tuple[list[ArrayRecord], list[ObjectRecord]]:
+        """The arrays and objects that one part lists.
+
+        Raises:
+            IncompleteCheckpointError: it is missing.
+            CorruptCheckpointError: it is damaged.
+        """
+        part = self._read(entry)
+        return list(map(part.array, part.arrays)), list(map(part.object, part.objects))
+
     def _part_of(self, key: str) -> _Part | None:
         number = bisect_right(self._firsts, key) - 1
         return self._read(self.index.parts[number]) if number >= 0 else None

@@ -65,15 +65,15 @@ def read_marker(root: Path) -> CheckpointMarker:
         content = read_file(path, MAX_JSON_NBYTES) if path.exists() else None
     if content is None:
         raise IncompleteCheckpointError(
-            f"{root} is not a distributed checkpoint, or is incomplete: {MARKER_NAME}, the last "
-            f"file of a save, is missing; {_what_is_there(root)}",
+            f"{root} is not a distributed checkpoint, or is incomplete: {path}, the "
+            f"last file of a save, is missing; {_what_is_there(root)}",
             path=str(path),
         )
     try:
         return CheckpointMarker.from_json(content)
     except (ValueError, TypeError) as error:
         raise IncompleteCheckpointError(
-            f"{root} is incomplete: {MARKER_NAME} is not whole ({error})", path=str(path)
+            f"{root} is incomplete: {path} is not whole ({error})", path=str(path)
         ) from error
 
 

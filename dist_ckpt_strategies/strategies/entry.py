@@ -6,8 +6,8 @@ appears whole, after everything else is durable. torch_dist never takes the plac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,6 +50,7 @@ from dist_ckpt_strategies.run.checks import Preprocess, check_load, check_save
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.objects import Allowed, allowing, dump_object
 from dist_ckpt_strategies.storage.publication import (
+    MARKER_NAME,
     is_finished,
     make_directory,
     publish,
@@ -405,6 +406,24 @@ def _load_strategies(
     root: Path, sharded: StrategyChoice, common_choice: StrategyChoice
 ) -> tuple[Any, Any]:
     marker = read_marker(root)
+    with _told_of_marker(root):
+        return _fitting_strategies(marker, sharded, common_choice)
+
+
+@contextmanager
+def _told_of_marker(root: Path) -> Iterator[None]:
+    """Have an error about a format say which file names that."""
+    try:
+        yield
+    except StrategyError as error:
+        path = root / MARKER_NAME
+        raise type(error)(f"{path}: {error.message}", path=str(path)) from error
+
+
+def _fitting_strategies(
+    marker: CheckpointMarker, sharded: StrategyChoice, common_choice: StrategyChoice
+) -> tuple[Any, Any]:
+    """The strategies of a checkpoint, or those of the caller's that can read it."""
     sharded_key = (marker.sharded_backend, marker.sharded_backend_version)
     common_key = (marker.common_backend, marker.common_backend_version)
     loader = _chosen(StrategyAction.LOAD_SHARDED, sharded or sharded_key)
