@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.config import LocalOptions, Options
+    from dist_ckpt_strategies.strategies.convert import ConvertOptions, convert, upgrade
     from dist_ckpt_strategies.strategies.defaults import register
+    from dist_ckpt_strategies.strategies.diff import diff
     from dist_ckpt_strategies.strategies.entry import load, save
     from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
     from dist_ckpt_strategies.strategies.registry import (
@@ -28,11 +30,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ConvertOptions": "strategies.convert",
     "LocalOptions": "config",
     "Options": "config",
     "StrategyAction": "strategies.registry",
     "StrategyKey": "strategies.registry",
     "StrategyRegistry": "strategies.registry",
+    "convert": "strategies.convert",
+    "diff": "strategies.diff",
     "get_default_strategy": "strategies.registry",
     "load": "strategies.entry",
     "prepare_local_load": "strategies.local_replicated",
@@ -41,14 +46,18 @@ _HOMES = {
     "register_default_tensorstore_strategies": "strategies.tensorstore",
     "register_default_zarr_strategies": "strategies.zarr",
     "save": "strategies.entry",
+    "upgrade": "strategies.convert",
 }
 
 __all__ = [
+    "ConvertOptions",
     "LocalOptions",
     "Options",
     "StrategyAction",
     "StrategyKey",
     "StrategyRegistry",
+    "convert",
+    "diff",
     "get_default_strategy",
     "load",
     "prepare_local_load",
@@ -57,6 +66,7 @@ __all__ = [
     "register_default_tensorstore_strategies",
     "register_default_zarr_strategies",
     "save",
+    "upgrade",
 ]
 
 
