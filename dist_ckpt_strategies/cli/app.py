@@ -34,12 +34,12 @@ _CONVERT = """Convert a checkpoint to another format, bit for bit.
 
 From ("zarr", 1), ("zarr", 2) and torch_dist of Megatron-Core 0.16; optimizer state, objects \
 and common state too. To safetensors: the arrays of the model alone. Memory stays bounded, \
-whatever the checkpoint's size. DST must be new or empty; nothing is visible there before all is. After an \
-interruption the same command goes on where it stopped."""
-_DIFF = """Compare two checkpoints, of any formats: keys, shapes, dtypes, every element, every object.
+whatever the checkpoint's size. DST must be new or empty; nothing is visible there before all \
+is. After an interruption the same command goes on where it stopped."""
+_DIFF = """Compare two checkpoints of any formats: keys, shapes, dtypes, elements and objects.
 
-Of arrays that differ it shows the first element that does, how many do, and the largest absolute \
-difference. Equal means equal to the bit."""
+Of arrays that differ it shows the first element that does, how many do, and the largest \
+absolute difference. Equal means equal to the bit."""
 _UPGRADE = """Convert a checkpoint of Megatron-Core <= 0.15 or NeMo 1.x so that training can go on.
 
 Optimizer state of the form fully_sharded_model_space (optimizer.state.fp32_param.*), which \

@@ -34,7 +34,7 @@ from dist_ckpt_strategies.storage.inner_codec import at_box
 _LOCAL_HEADER = struct.Struct("<26x2H")
 """Sizes of the name and of the extra field, at the end of the header before a record."""
 
-_PIECE_NBYTES = 8 << 20
+_PIECE_NBYTES = 1 << 20
 _STORAGES: Mapping[str, str] = MappingProxyType(
     {
         "BoolStorage": "bool",

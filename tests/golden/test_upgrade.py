@@ -14,6 +14,8 @@ from dist_ckpt_strategies.cli.demo.cpu_stand_ins import FusedLayoutAdam
 from dist_ckpt_strategies.cli.demo.task import ParallelLayout
 from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.errors import CheckpointError, StrategyError
+from dist_ckpt_strategies.storage.objects import dump_object, load_pickle
+from dist_ckpt_strategies.strategies.upgrade import upgraded_common
 from tests.golden.gpt import Trainee, gather_whole, parallel
 from tests.golden.routes import Route, begin_rank, load_along, require_done
 from tests.golden.sets import GoldenSet, differing
@@ -63,7 +65,7 @@ def train_on(
 
 def stepped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The expected tensors after the same step, without Megatron-Core, array by array."""
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for key, weight in tensors.items():
         if key.startswith(PREFIX):
             continue
@@ -138,16 +140,13 @@ def test_the_common_state_says_which_form_it_is(flat: GoldenSet, tmp_path: Path)
 def test_a_checkpoint_of_the_present_form_is_not_upgraded(
     reshardable: GoldenSet, tmp_path: Path
 ) -> None:
-    with pytest.raises(StrategyError, match="nothing to upgrade.*fully_reshardable"):
+    with pytest.raises(StrategyError, match=r"nothing to upgrade.*fully_reshardable"):
         upgrade(reshardable.checkpoint, tmp_path / "upgraded")
     assert not (tmp_path / "upgraded" / "metadata.json").exists()
 
 
 def test_steps_that_only_the_parameters_have_go_to_the_groups() -> None:
-    from dist_ckpt_strategies.storage.objects import dump_object, load_pickle
-    from dist_ckpt_strategies.strategies.upgrade import upgraded_common
-
-    old = {
+    old: dict[str, Any] = {
         "optimizer_states": [
             {
                 "optimizer": {"param_groups": [{"lr": 1.0}, {"lr": 2.0, "step": 5}]},
@@ -164,6 +163,6 @@ def test_steps_that_only_the_parameters_have_go_to_the_groups() -> None:
         "param_state_sharding_type": "fully_reshardable",
     }
 
-    old["optimizer_states"][0]["param_state"][1]["step"] = torch.tensor(3.0)  # type: ignore[index]
+    old["optimizer_states"][0]["param_state"][1]["step"] = torch.tensor(3.0)
     with pytest.raises(StrategyError, match="different numbers of steps"):
         upgraded_common(dump_object(old, name="c"), "common.pt", ())
