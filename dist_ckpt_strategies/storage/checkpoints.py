@@ -16,11 +16,15 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.base import ArrayReader
+from dist_ckpt_strategies.storage.bucket_arrays import BucketReader
+from dist_ckpt_strategies.storage.bucket_publication import require_something
+from dist_ckpt_strategies.storage.buckets import Bucket
 from dist_ckpt_strategies.storage.file_access import file_access, permitted_access
 from dist_ckpt_strategies.storage.files import COMMON_NAME, require_directory, storage_error
+from dist_ckpt_strategies.storage.locations import Location
 from dist_ckpt_strategies.storage.manifest import INDEX_NAME, Manifest, digest_of
 from dist_ckpt_strategies.storage.objects import object_path, plain_content, read_content
-from dist_ckpt_strategies.storage.places import Directory
+from dist_ckpt_strategies.storage.places import Directory, Place
 from dist_ckpt_strategies.storage.stores import open_array_store
 from dist_ckpt_strategies.storage.transfers import Job, run_pooled
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
@@ -97,26 +101,28 @@ class Format2Checkpoint:
     """A checkpoint of format ("zarr", 2); see StoredCheckpoint.
 
     Args:
-        root: its directory.
+        root: its directory, or its place in an object store.
         options: what to verify, and how to read.
 
     Raises:
+        CheckpointNotFoundError: there is nothing at that place.
         IncompleteCheckpointError: it has no manifest.
         CorruptCheckpointError: the manifest's index is damaged.
         IncompatibleVersionError: a later version of this package wrote it.
     """
 
-    def __init__(self, root: Path, options: Options) -> None:
-        require_directory(root)
+    def __init__(self, root: Location, options: Options) -> None:
         self._root = root
         self._options = options
-        self.place = Directory(root)
+        self.place = _opened(root)
         self.manifest = Manifest(self.place)
 
     @cached_property
     def array_reader(self) -> ArrayReader:
         """See StoredCheckpoint."""
         find = None if self._options.verify is Verify.OFF else self.manifest.find
+        if isinstance(self._root, Bucket):
+            return BucketReader(self._root, self._options, find)
         return Zarr3Reader(self._root, permitted_access(self._root, self._options), find)
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
@@ -164,6 +170,15 @@ class Format2Checkpoint:
                 f"{digest_of(content)}, expected {listed.nbytes} and {listed.digest}",
                 path=path,
             )
+
+
+def _opened(root: Location) -> Place:
+    """The place of the small files, where there is something."""
+    if isinstance(root, Bucket):
+        require_something(root)
+        return root
+    require_directory(root)
+    return Directory(root)
 
 
 def _unexpected(job: Job, error: Exception) -> StorageError:

@@ -24,6 +24,7 @@ from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.run.report import BroadcastReport
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
+from dist_ckpt_strategies.storage.locations import Location, located
 from dist_ckpt_strategies.storage.objects import Allowed
 from dist_ckpt_strategies.strategies.group_load import load_sharded_in_group
 from dist_ckpt_strategies.strategies.save_planning import PlanMemory
@@ -36,6 +37,9 @@ logger = logging.getLogger(__name__)
 class BaseSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
     """What the save strategies of both formats have in common.
 
+    Attributes:
+        takes_urls: whether a checkpoint may be in an object store.
+
     Args:
         backend: name of the format.
         version: version of the format.
@@ -44,6 +48,8 @@ class BaseSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         plan_memory: shared with other strategies that save the same state; each keeps the last
             plan, and takes it again where every rank saves the same shards as before.
     """
+
+    takes_urls = False
 
     def __init__(
         self,
@@ -58,6 +64,11 @@ class BaseSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         self._memory = plan_memory or PlanMemory()
         self._group = group
         self._options = options or options_from_environment()
+
+    @property
+    def options(self) -> Options:
+        """How saves are carried out."""
+        return self._options
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -96,11 +107,11 @@ class BaseSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         """
         self._save(sharded_state_dict, checkpoint_dir, save_common)
 
-    def open_target(self, root: Path, global_rank: int, *, keeps_old: bool) -> SaveTarget:
+    def open_target(self, root: Location, global_rank: int, *, keeps_old: bool) -> SaveTarget:
         """Where a save goes.
 
         Args:
-            root: the checkpoint directory.
+            root: the checkpoint directory, or its place in an object store.
             global_rank: this rank.
             keeps_old: see ``replace``.
         """
@@ -112,7 +123,7 @@ class BaseSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         checkpoint_dir: str | Path,
         save_common: Callable[[], None] | None,
     ) -> None:
-        root = Path(checkpoint_dir).absolute()
+        root = located(checkpoint_dir, self._options.store)
         comm = open_communicator(
             self._group, timeout_s=self._options.timeout_s, purpose=f"save to {root}"
         )
@@ -132,11 +143,16 @@ class BaseSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
 class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
     """What the load strategies of both formats have in common.
 
+    Attributes:
+        takes_urls: whether a checkpoint may be in an object store.
+
     Args:
         group: ranks that load together; the world by default.
         options: timeouts and memory bounds; by default what the environment says.
         allow: further classes that ShardedObjects may be unpickled to.
     """
+
+    takes_urls = False
 
     def __init__(
         self,
@@ -174,7 +190,7 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         """
         num_meetings = num_expected_meetings(depth=3)
         deliver = self._deliver_cast if is_exchanged(depth=3) else self._deliver
-        root = Path(checkpoint_dir).absolute()
+        root = located(checkpoint_dir, self._options.store)
         comm = open_communicator(
             self._group, timeout_s=self._options.timeout_s, purpose=f"load from {root}"
         )
@@ -194,7 +210,7 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
     def load_in_group(
         self,
         sharded_state_dict: StateDict,
-        checkpoint_dir: Path,
+        checkpoint_dir: Location,
         comm: Communicator,
         options: Options,
     ) -> tuple[StateDict, BroadcastReport]:
@@ -217,7 +233,7 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
             self._deliver,
         )
 
-    def load_alone(self, sharded_state_dict: StateDict, checkpoint_dir: Path) -> StateDict:
+    def load_alone(self, sharded_state_dict: StateDict, checkpoint_dir: Location) -> StateDict:
         """Like ``load``, by this rank without any other. Rank-local."""
         loaded, _ = load_sharded(
             sharded_state_dict,
@@ -237,22 +253,26 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
     @raises_megatron_errors
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """A ShardedTensor without data, by key, for each stored array. Rank-local."""
-        return self.stored_metadata(Path(checkpoint_dir).absolute(), with_objects=False)
+        root = located(checkpoint_dir, self._options.store)
+        return self.stored_metadata(root, with_objects=False)
 
     @raises_megatron_errors
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """Like ``load_tensors_metadata``, with ShardedObjects by unique key. Rank-local."""
-        return self.stored_metadata(Path(checkpoint_dir).absolute(), with_objects=True)
+        root = located(checkpoint_dir, self._options.store)
+        return self.stored_metadata(root, with_objects=True)
 
-    def stored_metadata(self, root: Path, *, with_objects: bool) -> StateDict:
+    def stored_metadata(self, root: Location, *, with_objects: bool) -> StateDict:
         """What ``load_tensors_metadata`` and ``load_sharded_metadata`` return."""
         raise NotImplementedError
 
-    def open_checkpoint(self, root: Path, options: Options, *, is_first: bool) -> StoredCheckpoint:
-        """The checkpoint in a directory. Rank-local.
+    def open_checkpoint(
+        self, root: Location, options: Options, *, is_first: bool
+    ) -> StoredCheckpoint:
+        """The checkpoint at a place. Rank-local.
 
         Args:
-            root: the directory.
+            root: its directory, or its place in an object store.
             options: how to read it.
             is_first: whether this is the rank that looks at what one rank has to look at.
         """
