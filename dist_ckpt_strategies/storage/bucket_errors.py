@@ -20,13 +20,25 @@ _RETRIED = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 _NO_BUCKET = ("NoSuchBucket", "The specified bucket does not exist")
 
 
-def no_answer(path: str, timeout_s: float) -> StoreUnreachableError:
-    """The error for a request that has not ended, retries included."""
+def no_answer(path: str, timeout_s: float, why: str) -> StoreUnreachableError:
+    """The error for a request that has not ended, retries included.
+
+    Args:
+        path: what was asked for.
+        timeout_s: how long it was waited for.
+        why: what one more try without retries gave; empty where that tells nothing.
+    """
+    reason = f" ({why})" if why else ""
     return StoreUnreachableError(
-        f"{path}: the object store did not answer within {timeout_s:g} s, retries included; see "
-        "that it runs and can be reached, or raise DIST_CKPT_STORE_TIMEOUT_S",
+        f"{path}: the object store did not answer within {timeout_s:g} s, retries included"
+        f"{reason}; see that it runs and can be reached, or raise DIST_CKPT_STORE_TIMEOUT_S",
         path=path,
     )
+
+
+def shortened(error: Exception) -> str:
+    """What TensorStore says, without codes, ids and bodies."""
+    return _DETAIL.sub("", str(error))
 
 
 def bucket_not_found(path: str, bucket: str) -> BucketNotFoundError:
@@ -40,7 +52,7 @@ def store_error(error: Exception, path: str, bucket: str) -> StorageError:
     """What an error of TensorStore's means; its text starts with a status."""
     text = str(error)
     status = text.partition(":")[0]
-    short = _DETAIL.sub("", text)
+    short = shortened(error)
     if any(phrase in text for phrase in _NO_BUCKET):
         return bucket_not_found(path, bucket)
     if status in {"PERMISSION_DENIED", "UNAUTHENTICATED"} or _NO_CREDENTIALS in text:

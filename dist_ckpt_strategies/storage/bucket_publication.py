@@ -41,20 +41,21 @@ def read_marker(bucket: Bucket) -> CheckpointMarker:
     except IncompleteCheckpointError:
         require_something(bucket)
         raise IncompleteCheckpointError(
-            f"{bucket} is not a distributed checkpoint, or is incomplete: {MARKER_NAME}, the last "
-            "object of a save, is missing",
+            f"{bucket} is not a distributed checkpoint, or is incomplete: {path}, the last object "
+            "of a save, is missing",
             path=path,
         ) from None
     if not bucket.has(INDEX_NAME):
         raise IncompleteCheckpointError(
-            f"{bucket} is incomplete: {MARKER_NAME} is there, and {INDEX_NAME} is missing",
+            f"{bucket} is incomplete: {MARKER_NAME} is there, but {bucket.path(INDEX_NAME)} is "
+            "missing",
             path=bucket.path(INDEX_NAME),
         )
     try:
         return CheckpointMarker.from_json(content)
     except (ValueError, TypeError) as error:
         raise IncompleteCheckpointError(
-            f"{bucket} is incomplete: {MARKER_NAME} is not whole ({error})", path=path
+            f"{bucket} is incomplete: {path} is not whole ({error})", path=path
         ) from error
 
 

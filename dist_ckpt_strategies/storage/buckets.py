@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -17,7 +18,7 @@ import tensorstore as ts
 from dist_ckpt_strategies.config import Credentials, StoreOptions
 from dist_ckpt_strategies.errors import IncompleteCheckpointError, StorageError
 from dist_ckpt_strategies.spec.store_url import StoreUrl
-from dist_ckpt_strategies.storage.bucket_errors import no_answer, store_error
+from dist_ckpt_strategies.storage.bucket_errors import no_answer, shortened, store_error
 
 MAX_PUT_NBYTES = 5 << 30
 """What one request can put, on Amazon's S3 and elsewhere."""
@@ -29,6 +30,7 @@ _DELETES_AT_A_TIME = 1000
 _NOTHING = ".nothing/"
 """No object's name starts like this: it is a short list to ask for."""
 
+_PROBE_S = 5.0
 _FIRST_PAUSE = "100ms"
 _LONGEST_PAUSE = "4s"
 
@@ -143,9 +145,23 @@ class Bucket:
             return future.result(timeout=limit_s)
         except (TimeoutError, FutureTimeoutError):
             future.cancel()
-            raise no_answer(path, limit_s) from None
+            raise no_answer(path, limit_s, self._why_not()) from None
         except Exception as error:
             raise store_error(error, path, self.url.bucket) from error
+
+    def _why_not(self) -> str:
+        """What a single short try says; TensorStore keeps to itself why it tries again."""
+        options = replace(self._options, max_retries=1)
+        probe = ts.KvStore.open(_spec(self.url, options)).result()
+        future = probe.list(range=ts.KvStore.KeyRange(_NOTHING, f"{_NOTHING[:-1]}0"))
+        try:
+            future.result(timeout=min(_PROBE_S, self._options.timeout_s))
+        except (TimeoutError, FutureTimeoutError):
+            future.cancel()
+            return "it takes requests, and leaves them unanswered"
+        except Exception as error:  # noqa: BLE001 - libraries raise what they like; it is told
+            return shortened(error)
+        return ""
 
     @cached_property
     def _store(self) -> Any:

@@ -30,20 +30,25 @@ SIZE = 4
 FORMAT2 = ("zarr", 2)
 
 
+def dtypes(grid: tuple[int, ...]) -> list[Cut]:
+    """Every third; which go byte for byte does not depend on where they go."""
+    return [on_grid(f"x.{d}", (12, 8), grid, dtype=d) for d in ALL_DTYPES[::3]]
+
+
+def odd_keys(grid: tuple[int, ...]) -> list[Cut]:
+    keys = ["a/b", ".hidden", "..", "manifest", "k" * 300, "metadata.json", "ключ", "a b+c&d=%41"]
+    return [on_grid(key, (8, 4), grid) for key in keys]
+
+
 def layouts() -> list[tuple[str, list[Cut], list[Cut]]]:
     """Name, what is saved, and what is loaded."""
-    dtypes = [
-        [on_grid(f"x.{d}", (12, 8), grid, dtype=d) for d in ALL_DTYPES] for grid in ((2, 4), (4, 1))
-    ]
-    keys = ["a/b", ".hidden", "..", "manifest", "k" * 300, "metadata.json", "ключ", "a b+c&d=%41"]
-    odd = [[on_grid(key, (8, 4), grid) for key in keys] for grid in ((4, 1), (1, 4))]
     found = [
-        ("dtypes", *dtypes),
-        ("odd keys", *odd),
+        ("dtypes", dtypes((2, 4)), dtypes((4, 1))),
+        ("odd keys", odd_keys((4, 1)), odd_keys((1, 4))),
         ("scattered", scattered(), scattered_otherwise()),
         ("irregular", irregular(), irregular_otherwise()),
     ]
-    return found + [(f"random {seed}", *random_layouts(seed)) for seed in range(4)]
+    return found + [(f"random {seed}", *random_layouts(seed)) for seed in range(2)]
 
 
 def save_and_load_all(rank: int, variables: dict[str, str], url: str) -> list[str]:
@@ -59,7 +64,9 @@ def save_and_load_all(rank: int, variables: dict[str, str], url: str) -> list[st
         for how in ({}, {"sharded_strategy": two_stage}):
             target = (zeros, no_data)[number % 2]
             asked = {"o": ShardedObject("o", None, (SIZE,), ((rank + 1) % SIZE,))}
-            loaded = dist_ckpt_strategies.load(state_of(rank, wanted, target) | asked, place, **how)
+            loaded: Any = dist_ckpt_strategies.load(
+                state_of(rank, wanted, target) | asked, place, **how
+            )
             wrong += [f"{name} {how}: {key}" for key in differences(rank, wanted, loaded)]
             if loaded["iteration"] != number or loaded["o"]["t"][0] != (rank + 1) % SIZE:
                 wrong.append(f"{name} {how}: {loaded['iteration']}, {loaded['o']}")
