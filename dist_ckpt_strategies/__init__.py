@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dist_ckpt_strategies.config import LocalOptions, Options
     from dist_ckpt_strategies.run.prune import PruneReport, prune
+    from dist_ckpt_strategies.strategies.convert import ConvertOptions, convert, upgrade
     from dist_ckpt_strategies.strategies.defaults import register
+    from dist_ckpt_strategies.strategies.diff import diff
     from dist_ckpt_strategies.strategies.entry import SaveHandle, load, save, save_async
     from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
     from dist_ckpt_strategies.strategies.registry import (
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ConvertOptions": "strategies.convert",
     "LocalOptions": "config",
     "Options": "config",
     "PruneReport": "run.prune",
@@ -36,6 +39,8 @@ _HOMES = {
     "StrategyAction": "strategies.registry",
     "StrategyKey": "strategies.registry",
     "StrategyRegistry": "strategies.registry",
+    "convert": "strategies.convert",
+    "diff": "strategies.diff",
     "get_default_strategy": "strategies.registry",
     "load": "strategies.entry",
     "prepare_local_load": "strategies.local_replicated",
@@ -46,9 +51,11 @@ _HOMES = {
     "register_default_zarr_strategies": "strategies.zarr",
     "save": "strategies.entry",
     "save_async": "strategies.entry",
+    "upgrade": "strategies.convert",
 }
 
 __all__ = [
+    "ConvertOptions",
     "LocalOptions",
     "Options",
     "PruneReport",
@@ -56,6 +63,8 @@ __all__ = [
     "StrategyAction",
     "StrategyKey",
     "StrategyRegistry",
+    "convert",
+    "diff",
     "get_default_strategy",
     "load",
     "prepare_local_load",
@@ -66,6 +75,7 @@ __all__ = [
     "register_default_zarr_strategies",
     "save",
     "save_async",
+    "upgrade",
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from numbers import Integral, Real
 from pathlib import Path
@@ -26,6 +26,22 @@ _RANGES: Mapping[str, tuple[type[Any], float]] = MappingProxyType(
     }
 )
 
+_STORE_VARIABLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "endpoint": ("DIST_CKPT_S3_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+        "region": ("DIST_CKPT_S3_REGION", "AWS_REGION", "AWS_DEFAULT_REGION"),
+        "credentials": ("DIST_CKPT_S3_CREDENTIALS",),
+        "profile": ("DIST_CKPT_S3_PROFILE",),
+        "timeout_s": ("DIST_CKPT_STORE_TIMEOUT_S",),
+        "max_retries": ("DIST_CKPT_STORE_MAX_RETRIES",),
+    }
+)
+"""Of each field of StoreOptions; those of other tools come after our own."""
+
+_STORE_PARSERS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
+    {"timeout_s": float, "max_retries": int}
+)
+
 
 class Engine(StrEnum):
     """Which library carries array data to and from storage."""
@@ -40,6 +56,51 @@ class Verify(StrEnum):
     OFF = "off"
     READ = "read"
     FULL = "full"
+
+
+class Credentials(StrEnum):
+    """Where the credentials for S3 come from; TensorStore reads them."""
+
+    DEFAULT = "default"
+    ENVIRONMENT = "environment"
+    PROFILE = "profile"
+    ANONYMOUS = "anonymous"
+    IMDS = "imds"
+    ECS = "ecs"
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """How object stores are reached; the credentials themselves are never here.
+
+    Attributes:
+        endpoint: URL of a server that speaks S3; None for Amazon's own.
+        region: that requests are signed for. None: Amazon tells it, and where there is an
+            endpoint it is us-east-1.
+        credentials: where they come from; ``"default"`` is Amazon's usual chain: environment,
+            profile, container, machine.
+        profile: of the credentials file; None for the usual one.
+        timeout_s: longest time for one request, its retries included, in seconds.
+        max_retries: of one request; the pauses between them grow up to 4 s.
+    """
+
+    endpoint: str | None = None
+    region: str | None = None
+    credentials: Credentials = Credentials.DEFAULT
+    profile: str | None = None
+    timeout_s: float = 120.0
+    max_retries: int = 32
+
+    def __post_init__(self) -> None:
+        """Refuse values that could only hang or crash later."""
+        chosen = _choice("credentials", Credentials, self.credentials)
+        object.__setattr__(self, "credentials", chosen)
+        if self.endpoint is not None and not self.endpoint.startswith(("http://", "https://")):
+            raise StrategyError(
+                f"option endpoint: expected http://... or https://..., found {self.endpoint!r}"
+            )
+        _require_in_range("timeout_s", Real, 1e9, self.timeout_s)
+        _require_in_range("max_retries", Integral, math.inf, self.max_retries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +125,7 @@ class Options:
             sizes.
         crc32c: whether a save of format 2 also has a CRC32C after every inner chunk, for readers
             without this package.
+        store: how object stores are reached.
     """
 
     timeout_s: float = 1800.0
@@ -74,21 +136,25 @@ class Options:
     whole_flush: bool = True
     verify: Verify = Verify.READ
     crc32c: bool = False
+    store: StoreOptions = field(default_factory=StoreOptions)
 
     def __post_init__(self) -> None:
         """Refuse values that could only hang or crash later."""
         object.__setattr__(self, "engine", _choice("engine", Engine, self.engine))
         object.__setattr__(self, "verify", _choice("verify", Verify, self.verify))
         for name, (kind, limit) in _RANGES.items():
-            value = getattr(self, name)
-            if not (isinstance(value, kind) and 0 < value < limit):  # refuses NaN too
-                raise StrategyError(
-                    f"option {name}: expected a number > 0 and < {limit:g}, found {value!r}"
-                )
+            _require_in_range(name, kind, limit, getattr(self, name))
 
     def with_changes(self, **changes: Any) -> Options:
         """A copy with the given fields changed; None leaves a field as it is."""
         return replace(self, **{k: v for k, v in changes.items() if v is not None})
+
+
+def _require_in_range(name: str, kind: type[Any], limit: float, value: Any) -> None:
+    if not (isinstance(value, kind) and 0 < value < limit):  # refuses NaN too
+        raise StrategyError(
+            f"option {name}: expected a number > 0 and < {limit:g}, found {value!r}"
+        )
 
 
 def _choice(name: str, choices: type[_Choice], value: str) -> _Choice:
@@ -125,7 +191,8 @@ class LocalOptions:
 def options_from_environment(environ: Mapping[str, str] | None = None) -> Options:
     """The defaults, changed by ``DIST_CKPT_<FIELD>`` variables.
 
-    ``DIST_CKPT_TIMEOUT_S=60`` sets ``timeout_s``, and so on for every field of Options.
+    ``DIST_CKPT_TIMEOUT_S=60`` sets ``timeout_s``, and so on for every field of Options but
+    ``store``; see ``store_options_from_environment``.
 
     Raises:
         StrategyError: a value does not parse, or is out of range.
@@ -141,12 +208,35 @@ def options_from_environment(environ: Mapping[str, str] | None = None) -> Option
         "verify": str,
         "crc32c": _switch,
     }
-    changes = {}
-    for field in fields(Options):
-        name = _PREFIX + field.name.upper()
+    changes: dict[str, Any] = {}
+    for option, parse in parsers.items():
+        name = _PREFIX + option.upper()
         if name in source:
-            changes[field.name] = _parsed(name, source[name], parsers[field.name])
-    return Options().with_changes(**changes)
+            changes[option] = _parsed(name, source[name], parse)
+    return Options(store=store_options_from_environment(source)).with_changes(**changes)
+
+
+def store_options_from_environment(environ: Mapping[str, str] | None = None) -> StoreOptions:
+    """How object stores are reached: by the first variable of ``_STORE_VARIABLES`` that is set.
+
+    Raises:
+        StrategyError: a value does not parse, or is out of range; names the variable.
+    """
+    source = os.environ if environ is None else environ
+    changes: dict[str, Any] = {}
+    for option, names in _STORE_VARIABLES.items():
+        name = next((name for name in names if source.get(name)), None)
+        if name is not None:
+            changes[option] = _parsed(name, source[name], _STORE_PARSERS.get(option, str))
+            _require_makes_sense(name, option, changes[option])
+    return StoreOptions(**changes)
+
+
+def _require_makes_sense(name: str, option: str, value: Any) -> None:
+    try:
+        StoreOptions(**{option: value})
+    except StrategyError as error:
+        raise StrategyError(f"{name}: {error.message}") from None
 
 
 def debug_from_environment(environ: Mapping[str, str] | None = None) -> bool:

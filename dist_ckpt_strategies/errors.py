@@ -121,6 +121,18 @@ class CorruptCheckpointError(StorageError):
     """The checkpoint holds something other than what was written."""
 
 
+class StoreAccessError(StorageError, PermissionError):
+    """The object store does not let these credentials in."""
+
+
+class BucketNotFoundError(StorageError, FileNotFoundError):
+    """The object store has no bucket of that name."""
+
+
+class StoreUnreachableError(StorageError, ConnectionError):
+    """The object store did not answer in time, retries included, or not with an answer."""
+
+
 class UnsafeObjectError(StorageError):
     """An object needs a class that is not on the list of classes allowed to be unpickled."""
 

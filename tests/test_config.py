@@ -7,10 +7,13 @@ from dataclasses import FrozenInstanceError, fields
 import pytest
 
 from dist_ckpt_strategies.config import (
+    Credentials,
     Engine,
     Options,
+    StoreOptions,
     debug_from_environment,
     options_from_environment,
+    store_options_from_environment,
 )
 from dist_ckpt_strategies.errors import StrategyError
 
@@ -36,7 +39,7 @@ def test_each_option_has_its_variable() -> None:
     assert options_from_environment({"DIST_CKPT_DIRECT_IO": "1"}) == Options()
 
 
-@pytest.mark.parametrize("field", [field.name for field in fields(Options)])
+@pytest.mark.parametrize("field", sorted({f.name for f in fields(Options)} - {"store"}))
 @pytest.mark.parametrize("value", ["", "many", "1 000", "0x10", "-1", "-0", "nan", "inf"])
 def test_a_variable_that_makes_no_sense_is_refused_naming_the_option(
     field: str, value: str
@@ -101,3 +104,52 @@ def test_the_process_environment_is_read_when_asked_not_at_import(
 def test_tracebacks_are_asked_for_by_a_variable(value: str, expected: bool) -> None:
     assert debug_from_environment({"DIST_CKPT_DEBUG": value}) is expected
     assert debug_from_environment({}) is False
+
+
+def test_each_option_of_object_stores_has_its_variable() -> None:
+    found = options_from_environment(
+        {
+            "DIST_CKPT_S3_ENDPOINT": "https://store:9000",
+            "DIST_CKPT_S3_REGION": "here",
+            "DIST_CKPT_S3_CREDENTIALS": "profile",
+            "DIST_CKPT_S3_PROFILE": "training",
+            "DIST_CKPT_STORE_TIMEOUT_S": "5.5",
+            "DIST_CKPT_STORE_MAX_RETRIES": "3",
+        }
+    )
+
+    expected = StoreOptions(
+        "https://store:9000", "here", Credentials.PROFILE, "training", 5.5, max_retries=3
+    )
+    assert found == Options(store=expected)
+    assert {f.name for f in fields(StoreOptions)} == {
+        *("endpoint", "region", "credentials", "profile", "timeout_s", "max_retries")
+    }
+
+
+def test_the_variables_of_amazons_tools_come_after_our_own() -> None:
+    theirs = {"AWS_ENDPOINT_URL": "http://theirs", "AWS_DEFAULT_REGION": "theirs"}
+
+    assert store_options_from_environment(theirs) == StoreOptions("http://theirs", "theirs")
+    both = theirs | {"DIST_CKPT_S3_ENDPOINT": "http://ours", "AWS_REGION": "nearer"}
+    assert store_options_from_environment(both) == StoreOptions("http://ours", "nearer")
+    assert store_options_from_environment({"DIST_CKPT_S3_ENDPOINT": ""}) == StoreOptions()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DIST_CKPT_S3_ENDPOINT", "store:9000"),
+        ("AWS_ENDPOINT_URL", "s3://store"),
+        ("DIST_CKPT_S3_CREDENTIALS", "secret"),
+        ("DIST_CKPT_STORE_TIMEOUT_S", "0"),
+        ("DIST_CKPT_STORE_TIMEOUT_S", "soon"),
+        ("DIST_CKPT_STORE_MAX_RETRIES", "-1"),
+        ("DIST_CKPT_STORE_MAX_RETRIES", "1.5"),
+    ],
+)
+def test_a_variable_of_object_stores_that_makes_no_sense_is_refused_by_name(
+    name: str, value: str
+) -> None:
+    with pytest.raises(StrategyError, match=name):
+        store_options_from_environment({name: value})

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import builtins
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import pytest
 import dist_ckpt_strategies
 from dist_ckpt_strategies import errors
 from dist_ckpt_strategies.plan import chunking
+from tests.support.pythons import Python
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(dist_ckpt_strategies.__file__).parent
@@ -85,20 +83,39 @@ assert (part_id[:15], manager.find_latest()) == ("iter_0000099_0_", 100)
 assert torch.equal(state_dict["w"], torch.arange(6.0)) and state_dict["iteration"] == 7
 """
 
+_FORMAT2_BEFORE = f"""
+{_WORLD_OF_ONE}
+from megatron.core.dist_checkpointing import ShardedTensor
+weight = torch.arange(32.0).reshape(4, 8)
+name = "decoder.final_layernorm.weight"
+sharded_state_dict = {{"w": ShardedTensor.from_rank_offsets(name, weight)}}
+checkpoint_dir = "iter_0000999"
+"""
+
+_FORMAT2_AFTER = """
+assert torch.equal(state_dict["w"], weight)
+assert (array.read().result() == weight.numpy()).all()
+"""
+
 SCRIPTS = {
     "README.md": (_README_BEFORE, _README_AFTER),
     "docs/quickstart.md": ("", ""),
     "docs/errors.md": ("", ""),
     "docs/format.md": (_FORMAT_BEFORE, _FORMAT_AFTER),
+    "docs/format2.md": (_FORMAT2_BEFORE, _FORMAT2_AFTER),
     "docs/local.md": (_LOCAL_BEFORE, _LOCAL_AFTER),
 }
 
 CHANGES = {
+    "docs/format2.md": {
+        '"iter_0001000/': '"iter_0000999/',
+        "save_async(sharded_state_dict, checkpoint_dir": "save_async(sharded_state_dict, 'later'",
+    },
     "docs/local.md": {
         '"/local/': '"local/',
         '"/shared/': '"shared/',
         "replication_jump=8, replication_factor=2": "replication_jump=1, replication_factor=1",
-    }
+    },
 }
 """What one process has not: other nodes, and their directories."""
 
@@ -128,7 +145,9 @@ def expected_outputs(page: Path) -> list[str | None]:
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_code_of_a_page_runs_and_prints_what_the_page_says(name: str, tmp_path: Path) -> None:
+def test_the_code_of_a_page_runs_and_prints_what_the_page_says(
+    name: str, plain_python: Python, tmp_path: Path
+) -> None:
     page = ROOT / name
     before, after = SCRIPTS[name]
     script = tmp_path / "page.py"
@@ -138,17 +157,8 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_says(name: str, tmp_pa
         assert old in code
         code = code.replace(old, new)
     script.write_text(code)
-    environ = os.environ | {"PYTHONPATH": str(PACKAGE.parent), "GLOO_SOCKET_IFNAME": "lo"}
 
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", script],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = plain_python.run(script)
 
     assert done.returncode == 0, done.stderr
     printed = done.stdout.split(f"{_BETWEEN}\n")[1:-1]
@@ -286,4 +296,6 @@ def test_the_options_are_those_of_the_code() -> None:
         "direct_io": str(int(defaults.direct_io)),
         "whole_flush": str(int(defaults.whole_flush)),
         "engine": defaults.engine,
+        "verify": defaults.verify,
+        "crc32c": str(int(defaults.crc32c)),
     }

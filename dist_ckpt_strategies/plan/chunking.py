@@ -13,10 +13,14 @@ from dist_ckpt_strategies.spec.region import Extent, Region
 MAX_ASSEMBLED_NBYTES = 256 << 20
 """A chunk put together from pieces needs a buffer of its size on its writer."""
 
+MAX_OBJECT_NBYTES = 64 << 20
+"""What goes to an object store in one request, which is lost as a whole where it fails."""
+
 FILE_COST_NBYTES = 256 << 10
 """One more file weighs as much as moving this many bytes between ranks."""
 
 _MAX_CANDIDATES = 64
+_MAX_MORE_PARTS = 16
 
 
 def regular_chunk_shape(shape: Extent, regions: Sequence[Region]) -> Extent | None:
@@ -71,6 +75,24 @@ def irregular_chunk_shape(shape: Extent, itemsize: int, holdings: Sequence[Holdi
         best = cost if best is None else min(best, cost)
     assert best is not None  # noqa: S101 - each dim has a candidate
     return best[2]
+
+
+def object_chunk_shape(chunk: Extent, itemsize: int) -> Extent:
+    """A chunk of a shard's shape, cut until it has MAX_OBJECT_NBYTES at most.
+
+    Outer dims first: the parts of a tensor in C order are in one piece then. Into equal parts
+    where a number of parts near the least one allows it, so that no part reaches across shards.
+    """
+    sizes = list(chunk)
+    for dim, size in enumerate(chunk):
+        least = -(-math.prod(sizes) * itemsize // MAX_OBJECT_NBYTES)
+        if least <= 1:
+            break
+        divisors = (
+            n for n in range(least, min(_MAX_MORE_PARTS * least, size) + 1) if size % n == 0
+        )
+        sizes[dim] = -(-size // next(divisors, min(least, size)))
+    return tuple(sizes)
 
 
 def _hulls(holdings: Sequence[Holding]) -> list[Region]:

@@ -11,9 +11,11 @@ from enum import Enum
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
 from dist_ckpt_strategies.plan.chunking import (
     MAX_ASSEMBLED_NBYTES,
+    MAX_OBJECT_NBYTES,
     chunk_parts,
     fills_grid,
     irregular_chunk_shape,
+    object_chunk_shape,
     regular_chunk_shape,
 )
 from dist_ckpt_strategies.plan.coverage import Holding, require_partition
@@ -34,6 +36,18 @@ class Cutting(Enum):
     WHOLE = "one piece"
     INNER = "inner chunks"
     INNER_CRC32C = "inner chunks, each with a CRC32C"
+    BOUNDED = "inner chunks, few enough for one request"
+    BOUNDED_CRC32C = "inner chunks, few enough for one request, each with a CRC32C"
+
+    @property
+    def has_crc32c(self) -> bool:
+        """Whether a CRC32C follows every inner chunk."""
+        return self in {Cutting.INNER_CRC32C, Cutting.BOUNDED_CRC32C}
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a file has about MAX_OBJECT_NBYTES at most."""
+        return self in {Cutting.BOUNDED, Cutting.BOUNDED_CRC32C}
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,13 +299,24 @@ def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]], cutting: Cutting)
         copies = [Holding(shard.region, rank) for rank, shard in held if not shard.is_main]
         require_partition(key, shape, holdings, copies)
     whole = ArraySpec(key, shape, first.dtype, chunk if chunk is not None else (1,) * len(shape))
-    if chunk is not None and (array := _cut(whole, cutting, is_movable=False)) is not None:
-        return _Made(array, dict(main), is_regular=True)
-    if chunk is None:
+    if chunk is not None:
+        small = _bounded(whole, cutting)
+        if (array := _cut(small, cutting, is_movable=False)) is not None:
+            return _Made(array, dict(main), is_regular=small is whole)
+        chunk = small.chunk_shape
+    else:
         chunk = irregular_chunk_shape(shape, first.dtype.itemsize, holdings)
-    moved = _cut(replace(whole, chunk_shape=chunk), cutting, is_movable=True)
+    moved = _cut(_bounded(replace(whole, chunk_shape=chunk), cutting), cutting, is_movable=True)
     assert moved is not None  # noqa: S101 - where boundaries may move, every chunk can be cut
     return _Made(moved, dict(main), is_regular=False)
+
+
+def _bounded(array: ArraySpec, cutting: Cutting) -> ArraySpec:
+    """The array with chunks that fit an object; itself where they do."""
+    if not cutting.is_bounded or array.chunk_nbytes <= MAX_OBJECT_NBYTES:
+        return array
+    chunk = object_chunk_shape(array.chunk_shape, array.dtype.itemsize)
+    return replace(array, chunk_shape=chunk)
 
 
 def _cut(array: ArraySpec, cutting: Cutting, *, is_movable: bool) -> ArraySpec | None:
@@ -305,7 +330,7 @@ def _cut(array: ArraySpec, cutting: Cutting, *, is_movable: bool) -> ArraySpec |
         array,
         chunk_shape=cut.chunk_shape,
         inner_shape=cut.inner_shape,
-        has_crc32c=cutting is Cutting.INNER_CRC32C,
+        has_crc32c=cutting.has_crc32c,
     )
 
 

@@ -9,6 +9,8 @@ from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
 from dist_ckpt_strategies.config import Options, Verify
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
@@ -17,19 +19,26 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.base import ArrayReader
+from dist_ckpt_strategies.storage.base import ArrayRead, ArrayReader
+from dist_ckpt_strategies.storage.bucket_arrays import BucketReader
+from dist_ckpt_strategies.storage.bucket_publication import require_something
+from dist_ckpt_strategies.storage.buckets import Bucket
 from dist_ckpt_strategies.storage.chunk_files import BUFFER_NBYTES, ChunkFile, ChunkFileCheck
 from dist_ckpt_strategies.storage.direct_io import BounceBuffers
 from dist_ckpt_strategies.storage.file_access import file_access, permitted_access
 from dist_ckpt_strategies.storage.files import COMMON_NAME, require_directory, storage_error
+from dist_ckpt_strategies.storage.locations import Location
 from dist_ckpt_strategies.storage.manifest import INDEX_NAME, Manifest, digest_of
 from dist_ckpt_strategies.storage.objects import object_path, plain_content, read_content
-from dist_ckpt_strategies.storage.places import Directory
+from dist_ckpt_strategies.storage.places import Directory, Place
 from dist_ckpt_strategies.storage.stores import open_array_store
 from dist_ckpt_strategies.storage.transfers import Job, run_pooled
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.storage.zarr3 import chunk_name, metadata_content, metadata_name
 from dist_ckpt_strategies.storage.zarr3_arrays import Zarr3Reader
+
+_NUM_BUCKET_READS = 4
+"""Chunks of an object store looked at side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,26 +124,28 @@ class Format2Checkpoint:
     """A checkpoint of format ("zarr", 2); see StoredCheckpoint.
 
     Args:
-        root: its directory.
+        root: its directory, or its place in an object store.
         options: what to verify, and how to read.
 
     Raises:
+        CheckpointNotFoundError: there is nothing at that place.
         IncompleteCheckpointError: it has no manifest.
         CorruptCheckpointError: the manifest's index is damaged.
         IncompatibleVersionError: a later version of this package wrote it.
     """
 
-    def __init__(self, root: Path, options: Options) -> None:
-        require_directory(root)
+    def __init__(self, root: Location, options: Options) -> None:
         self._root = root
         self._options = options
-        self.place = Directory(root)
+        self.place = _opened(root)
         self.manifest = Manifest(self.place)
 
     @cached_property
     def array_reader(self) -> ArrayReader:
         """See StoredCheckpoint."""
         find = None if self._options.verify is Verify.OFF else self.manifest.find
+        if isinstance(self._root, Bucket):
+            return BucketReader(self._root, self._options, find)
         return Zarr3Reader(self._root, permitted_access(self._root, self._options), find)
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
@@ -175,8 +186,11 @@ class Format2Checkpoint:
             name = metadata_name(array.key)
             yield Job(array.key, self.place.path(name), partial(self._check_metadata, array))
             for index, chunk in record.chunks.items():
-                file = ChunkFile(array, index, self.place.path(chunk_name(array, index)))
-                yield Job(array.key, file.path, ChunkFileCheck(file, chunk, buffers).run)
+                file = ChunkFile.of(array, index, self.place.path(chunk_name(array, index)))
+                check = ChunkFileCheck(file, chunk, buffers).run
+                if isinstance(self._root, Bucket):
+                    check = partial(self._read_chunk, file)
+                yield Job(array.key, file.path, check)
         for found in self.manifest.objects():
             if found.span is not None:
                 path = self.place.path(found.span.name)
@@ -190,9 +204,18 @@ class Format2Checkpoint:
             IncompleteCheckpointError, CorruptCheckpointError: what is wrong with the first that
                 is not.
         """
-        access = permitted_access(self._root, self._options)
+        num_threads = _NUM_BUCKET_READS
+        if not isinstance(self._root, Bucket):
+            num_threads = permitted_access(self._root, self._options).num_read_threads
         jobs = islice(self.checks(), share.rank, None, share.num_ranks)
-        run_pooled(jobs, access.num_read_threads, _unexpected).wait(self._options.timeout_s)
+        run_pooled(jobs, num_threads, _unexpected).wait(self._options.timeout_s)
+
+    def _read_chunk(self, file: ChunkFile) -> None:
+        """Read a chunk, and so have its inner chunks compared; takes memory for its elements."""
+        region = file.grid.region
+        target = np.empty(region.shape, file.array.dtype.numpy)
+        reads = [ArrayRead(file.array, region, target)]
+        self.array_reader.begin_reads(reads).wait(self._options.timeout_s)
 
     def _check_metadata(self, array: ArraySpec) -> None:
         name = metadata_name(array.key)
@@ -225,6 +248,15 @@ class Format2Checkpoint:
                 f"{digest_of(content)}, expected {listed.nbytes} and {listed.digest}",
                 path=path,
             )
+
+
+def _opened(root: Location) -> Place:
+    """The place of the small files, where there is something."""
+    if isinstance(root, Bucket):
+        require_something(root)
+        return root
+    require_directory(root)
+    return Directory(root)
 
 
 def _unexpected(job: Job, error: Exception) -> StorageError:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -62,16 +63,18 @@ class ChunkFile:
         array: the array.
         index: of the chunk.
         path: of its file.
+        grid: its inner chunks.
     """
 
     array: ArraySpec
     index: Extent
     path: str
+    grid: InnerGrid
 
-    @property
-    def grid(self) -> InnerGrid:
-        """Its inner chunks."""
-        return InnerGrid.of(self.array, self.index)
+    @classmethod
+    def of(cls, array: ArraySpec, index: Extent, path: str) -> Self:
+        """The file of a chunk, with its inner chunks worked out."""
+        return cls(array, index, path, InnerGrid.of(array, index))
 
     @contextmanager
     def opened(self) -> Iterator[int]:

@@ -57,7 +57,7 @@ def array_checks(place: Place, record: ArrayRecord, buffers: BounceBuffers) -> I
     )
     for index, chunk in record.chunks.items():
         name = chunk_name(array, index)
-        file = ChunkFile(array, index, place.path(name))
+        file = ChunkFile.of(array, index, place.path(name))
         nbytes = file.grid.file_nbytes
         yield FileCheck(array.key, name, nbytes, partial(_check_chunk, name, file, chunk, buffers))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.inner_grid import num_inner_chunks
 from dist_ckpt_strategies.spec.manifest import (
     ArrayRecord,
     ChunkRecord,
@@ -125,19 +125,12 @@ def require_complete(record: ArrayRecord) -> None:
     if len(record.chunks) != array.num_chunks:
         raise ValueError(f"{array.key}: {len(record.chunks)} of {array.num_chunks} chunks")
     for index in array.chunk_indices():
-        expected = _num_inner_chunks(array, index) + 1
+        expected = num_inner_chunks(array, index) + 1
         if record.chunks[index].num_digests != expected:
             raise ValueError(
                 f"{array.key}: chunk {index} has {record.chunks[index].num_digests} digests, "
                 f"expected {expected}"
             )
-
-
-def _num_inner_chunks(array: ArraySpec, index: Extent) -> int:
-    """What ``InnerGrid.of`` counts, for ten thousand arrays."""
-    assert array.inner_shape is not None  # noqa: S101 - format 2 has no others
-    dims = zip(array.shape, array.chunk_shape, array.inner_shape, index, strict=True)
-    return math.prod(-(-min(c, n - c * at) // inner) for n, c, inner, at in dims)
 
 
 def object_fields(record: ObjectRecord) -> Fields:

@@ -26,19 +26,23 @@ from dist_ckpt_strategies.megatron.shards import (
     sharded_values,
 )
 from dist_ckpt_strategies.plan.keys import require_storable_keys
+from dist_ckpt_strategies.storage.buckets import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, write_file
+from dist_ckpt_strategies.storage.locations import Location, located, require_path, withdraw_marker
 from dist_ckpt_strategies.storage.objects import (
     Allowed,
     dump_object,
+    load_pickle,
     object_ids,
     read_object,
     read_pickle,
     write_object,
 )
-from dist_ckpt_strategies.storage.publication import withdraw_marker
 
 BACKEND = "torch"
 VERSION = 1
+
+_OBJECT_FILES = "one file for each ShardedObject"
 
 
 class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
@@ -79,7 +83,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
         Raises:
             StorageError: it cannot be pickled or written; a PeerError of that class elsewhere.
         """
-        root = Path(checkpoint_dir).absolute()
+        root = located(checkpoint_dir, self._options.store)
         purpose = f"save of common state to {root}"
         comm = open_communicator(self._group, timeout_s=self._options.timeout_s, purpose=purpose)
         agree_on_first(comm, lambda: _write_common(root, common_state_dict))
@@ -94,7 +98,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
             PlanError: a key names no directory below the checkpoint.
             StorageError: one cannot be pickled or written.
         """
-        root = Path(checkpoint_dir).absolute()
+        root = require_path(located(checkpoint_dir, self._options.store), _OBJECT_FILES)
         objects = list(filter(is_main, sharded_values(sharded_objects_state_dict)))
         require_storable_keys((), {object_id(value).key for value in objects})
         for value in objects:
@@ -105,13 +109,14 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
     """Reads ``common.pt`` and object files with an allow-list; nothing is unpickled freely.
 
     Args:
-        options: unused by reads, which are rank-local; kept for symmetry with saving.
+        options: how an object store is reached; by default what the environment says.
         allow: further classes that may be unpickled.
     """
 
     @raises_megatron_errors
-    def __init__(self, *, options: Options | None = None, allow: Allowed = ()) -> None:  # noqa: ARG002
+    def __init__(self, *, options: Options | None = None, allow: Allowed = ()) -> None:
         super().__init__()
+        self._options = options or options_from_environment()
         self._allow = tuple(allow)
 
     @property
@@ -128,13 +133,9 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
             UnsafeObjectError: it needs a class that is not allowed; the message says which.
             CorruptCheckpointError: it is damaged.
         """
-        path = Path(checkpoint_dir).absolute() / COMMON_NAME
-        try:
-            found: Any = read_pickle(path, "common state", self._allowed())
-        except ArrayNotFoundError as error:
-            raise IncompleteCheckpointError(
-                f"common state: {path} is missing", path=str(path)
-            ) from error
+        root = located(checkpoint_dir, self._options.store)
+        path = root.path(COMMON_NAME) if isinstance(root, Bucket) else root / COMMON_NAME
+        found = _read_common(root, self._allowed())
         if not isinstance(found, dict):
             raise CorruptCheckpointError(
                 f"common state: {path} holds a {type(found).__name__}, expected a dict",
@@ -147,7 +148,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
         self, sharded_objects_state_dict: StateDict, checkpoint_dir: str | Path
     ) -> StateDict:
         """A state dict of the same structure with the stored objects. Rank-local."""
-        root, allow = Path(checkpoint_dir).absolute(), self._allowed()
+        root, allow = self._directory(checkpoint_dir), self._allowed()
         return mapped_values(
             lambda value: read_object(root, object_id(value), allow), sharded_objects_state_dict
         )
@@ -155,7 +156,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
     @raises_megatron_errors
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """ShardedObjects without data, by unique key, for all that is stored. Rank-local."""
-        root = Path(checkpoint_dir).absolute()
+        root = self._directory(checkpoint_dir)
         return {found.unique_key: metadata_object(found) for found in object_ids(root)}
 
     @raises_megatron_errors
@@ -171,6 +172,9 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
     def _allowed(self) -> list[Any]:
         return [*default_allowed(), *self._allow]
 
+    def _directory(self, checkpoint_dir: str | Path) -> Path:
+        return require_path(located(checkpoint_dir, self._options.store), _OBJECT_FILES)
+
 
 def require_common(backend: str, version: int) -> None:
     """Raise unless this is the common format that these strategies know.
@@ -184,8 +188,25 @@ def require_common(backend: str, version: int) -> None:
         )
 
 
-def _write_common(root: Path, state: StateDict) -> None:
+def _read_common(root: Location, allow: Allowed) -> Any:
+    if isinstance(root, Bucket):
+        content = root.read(COMMON_NAME)
+        return load_pickle(content, root.path(COMMON_NAME), "common state", allow)
+    path = root / COMMON_NAME
+    try:
+        return read_pickle(path, "common state", allow)
+    except ArrayNotFoundError as error:
+        raise IncompleteCheckpointError(
+            f"common state: {path} is missing", path=str(path)
+        ) from error
+
+
+def _write_common(root: Location, state: StateDict) -> None:
     content = dump_object(state, name="common state")
+    if isinstance(root, Bucket):
+        withdraw_marker(root)
+        root.write(COMMON_NAME, content)
+        return
     path = root / COMMON_NAME
     with file_errors("common state", path):
         withdraw_marker(root)

@@ -17,7 +17,7 @@ from typing import Any
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.torch_group import open_communicator
-from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.config import Options, StoreOptions, options_from_environment
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.local.requests import LocalSaveRequest
 from dist_ckpt_strategies.megatron.bases import (
@@ -41,23 +41,26 @@ from dist_ckpt_strategies.megatron.flow import (
     take_apart_for_load,
     take_apart_for_save,
 )
-from dist_ckpt_strategies.megatron.registry import default_strategy, require_registry
+from dist_ckpt_strategies.megatron.registry import torch_dist_strategy
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
 )
 from dist_ckpt_strategies.megatron.wrappers import parallel_base, spread_main_replicas
 from dist_ckpt_strategies.run.checks import Preprocess, check_load, check_save
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.storage.objects import Allowed, allowing, dump_object
-from dist_ckpt_strategies.storage.publication import (
-    MARKER_NAME,
+from dist_ckpt_strategies.storage.files import MARKER_NAME
+from dist_ckpt_strategies.storage.locations import (
+    Location,
     is_finished,
+    located,
     make_directory,
     publish,
     read_marker,
+    require_path,
     require_unfinished,
     retract,
 )
+from dist_ckpt_strategies.storage.objects import Allowed, allowing, dump_object
 from dist_ckpt_strategies.strategies import common, local_replicated, zarr
 from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
@@ -131,7 +134,8 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
     Args:
         sharded_state_dict: nested dict of ShardedTensors, ShardedObjects, factories and values
             that every rank holds alike.
-        checkpoint_dir: a directory that all ranks see.
+        checkpoint_dir: a directory that all ranks see; for ("zarr", 2) also ``s3://bucket/path``
+            or ``gs://bucket/path``. ``file:///path`` is a directory.
         sharded_strategy: strategy or (backend, version); ("zarr", 1) by default.
         common_strategy: strategy or (backend, version); ("torch", 1) by default.
         validate_access_integrity: also run Megatron-Core's own checks of the sharding.
@@ -151,10 +155,9 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         StorageError: writing failed on this rank.
         PeerError: another rank failed; it is of the class of that rank's error too, and names
             rank, key and file.
-        StrategyError: Megatron-Core >= 0.17, no such strategy, or one that cannot save behind
+        StrategyError: there is no such strategy, or it is one that cannot save behind
             training where that is asked for.
     """
-    require_registry("save")
     began = _begun_save(
         sharded_state_dict,
         checkpoint_dir,
@@ -214,7 +217,6 @@ def save_async(  # noqa: PLR0913 - those of save
         StrategyError: the strategy saves synchronously only.
         CheckpointError: as in ``save``, of what is known before anything is written.
     """
-    require_registry("save")
     began = _begun_save(
         sharded_state_dict,
         checkpoint_dir,
@@ -283,7 +285,7 @@ def load(  # noqa: PLR0913 - Megatron's signature
     Args:
         sharded_state_dict: what to load; ShardedTensors with data of the stored dtype are filled
             in place.
-        checkpoint_dir: directory of a finished checkpoint.
+        checkpoint_dir: directory of a finished checkpoint, or its URL.
         sharded_strategy: strategy or (backend, version); by default what the checkpoint names.
         common_strategy: the same for the common state.
         validate_access_integrity: also run Megatron-Core's own checks of the sharding.
@@ -301,16 +303,16 @@ def load(  # noqa: PLR0913 - Megatron's signature
         UnsafeObjectError: an object needs a class that is not allowed; the message says which.
         PeerError: another rank failed; it is of the class of that rank's error too.
     """
-    require_registry("load")
     comm = _world(f"load from {checkpoint_dir}", timeout_s)
     _restore_node(comm, checkpoint_dir)
     with ExitStack() as stack:
 
-        def begin() -> tuple[Path, Any, Any, StateDict, LoadParts, StrictHandling]:
+        def begin() -> tuple[Location, Any, Any, StateDict, LoadParts, StrictHandling]:
             _options(timeout_s)
-            root = local_root(checkpoint_dir)
+            root = _location(checkpoint_dir, sharded_strategy)
             stack.enter_context(allowing(allow))
             loaders = _load_strategies(root, sharded_strategy, common_strategy)
+            _require_taken(root, loaders[0])
             found: StateDict = loaders[1].load_common(root)
             parts = take_apart_for_load(sharded_state_dict)
             state = merged(found, parts.nonpersistent)
@@ -331,20 +333,18 @@ def load(  # noqa: PLR0913 - Megatron's signature
     return state
 
 
-def local_root(checkpoint_dir: str | Path) -> Path:
-    """The checkpoint directory as an absolute path.
+def _location(checkpoint_dir: str | Path, strategy: StrategyChoice) -> Location:
+    """Where the checkpoint is; an object store is reached as the strategy's options say."""
+    inner = getattr(strategy, "base_strategy", strategy)
+    options = getattr(inner, "options", None) or options_from_environment()
+    return located(checkpoint_dir, options.store)
 
-    Raises:
-        StrategyError: it is a URL; format 1 lives on file systems.
-    """
-    text = str(checkpoint_dir)
-    if not text:
-        raise StrategyError("checkpoint_dir is empty; name the checkpoint's directory")
-    if "://" in text:
-        raise StrategyError(
-            f"{text}: format ('zarr', 1) needs a directory on a file system, found a URL"
-        )
-    return Path(checkpoint_dir).absolute()
+
+def _require_taken(root: Location, strategy: Any) -> None:
+    """Raise where the strategy needs a directory, and this is none."""
+    inner = getattr(strategy, "base_strategy", strategy)
+    if not getattr(inner, "takes_urls", False):
+        require_path(root, getattr(inner, "format_name", type(inner).__name__))
 
 
 def _world(purpose: str, timeout_s: float | None) -> Communicator:
@@ -381,7 +381,7 @@ def _of_megatron_or_missing(key: StrategyKey) -> Any:
     if key in _OWN:
         return _OWN[key]()
     if (key.backend, key.version) == ("torch_dist", 1):
-        return default_strategy(key.action, key.backend, key.version)
+        return torch_dist_strategy(key.action)
     raise strategy_not_found(key, dict.fromkeys([*DEFAULT_REGISTRY.keys(), *_OWN]))
 
 
@@ -398,7 +398,9 @@ def _replaces(sharded: Any) -> bool:
     return isinstance(base, BaseSaveShardedStrategy)
 
 
-def _replace(sharded: Any, state: StateDict, root: Path, save_common: Callable[[], None]) -> None:
+def _replace(
+    sharded: Any, state: StateDict, root: Location, save_common: Callable[[], None]
+) -> None:
     base = parallel_base(sharded)
     if base is not None:
         spread_main_replicas(sharded, state)
@@ -406,7 +408,7 @@ def _replace(sharded: Any, state: StateDict, root: Path, save_common: Callable[[
 
 
 def _load_strategies(
-    root: Path, sharded: StrategyChoice, common_choice: StrategyChoice
+    root: Location, sharded: StrategyChoice, common_choice: StrategyChoice
 ) -> tuple[Any, Any]:
     marker = read_marker(root)
     with _told_of_marker(root):
@@ -414,13 +416,13 @@ def _load_strategies(
 
 
 @contextmanager
-def _told_of_marker(root: Path) -> Iterator[None]:
+def _told_of_marker(root: Location) -> Iterator[None]:
     """Have an error about a format say which file names that."""
     try:
         yield
     except StrategyError as error:
-        path = root / MARKER_NAME
-        raise type(error)(f"{path}: {error.message}", path=str(path)) from error
+        path = f"{root}/{MARKER_NAME}"
+        raise type(error)(f"{path}: {error.message}", path=path) from error
 
 
 def _fitting_strategies(
@@ -451,7 +453,7 @@ class _Save:
     """
 
     comm: Communicator
-    root: Path
+    root: Location
     sharded: Any
     common_saver: Any
     parts: SaveParts
@@ -482,8 +484,9 @@ def _begun_save(  # noqa: PLR0913 - those of save
 
     def check() -> _Save:
         _options(timeout_s)
-        root = local_root(checkpoint_dir)
         chosen = _save_strategies(sharded_strategy, common_strategy)
+        root = _location(checkpoint_dir, chosen[0])
+        _require_taken(root, chosen[0])
         parts = take_apart_for_save(state_dict, content_metadata)
         if comm.rank == 0:
             dump_object(parts.common, name="common state")
@@ -552,16 +555,18 @@ def _restore_node(comm: Communicator, checkpoint_dir: str | Path) -> None:
     """Put the files of a local checkpoint's common state where they are lost. Collective."""
 
     def backend() -> str | None:
-        root = local_root(checkpoint_dir)
-        return read_marker(root).sharded_backend if is_finished(root) else None
+        root = located(checkpoint_dir, StoreOptions())
+        is_local = isinstance(root, Path) and is_finished(root)
+        return read_marker(root).sharded_backend if is_local else None
 
     backends = agree_and_gather(comm, backend)
     if None in backends and local_replicated.BACKEND in backends:
-        restore_common(comm, local_root(checkpoint_dir), str(checkpoint_dir))
+        root = require_path(located(checkpoint_dir, StoreOptions()), local_replicated.BACKEND)
+        restore_common(comm, root, str(checkpoint_dir))
 
 
 def _save_sharded(
-    comm: Communicator, state: StateDict, root: Path, sharded: Any, common_saver: Any
+    comm: Communicator, state: StateDict, root: Location, sharded: Any, common_saver: Any
 ) -> None:
     if not sharded.can_handle_sharded_objects:
         objects, state = agree(comm, lambda: split_objects(state))
@@ -569,12 +574,12 @@ def _save_sharded(
     agree(comm, lambda: sharded.save(state, root))
 
 
-def _save_objects(objects: StateDict, root: Path, sharded: Any, common_saver: Any) -> None:
+def _save_objects(objects: StateDict, root: Location, sharded: Any, common_saver: Any) -> None:
     require_objects_handled(sharded, common_saver)
     common_saver.save_sharded_objects(objects, root)
 
 
-def _stored_keys(root: Path, sharded: Any, common_loader: Any) -> StateDict:
+def _stored_keys(root: Location, sharded: Any, common_loader: Any) -> StateDict:
     found: StateDict = sharded.load_sharded_metadata(root)
     if not sharded.can_handle_sharded_objects:
         found = merged(found, common_loader.load_sharded_metadata(root))
@@ -582,7 +587,7 @@ def _stored_keys(root: Path, sharded: Any, common_loader: Any) -> StateDict:
 
 
 def _load_sharded(
-    comm: Communicator, state: StateDict, root: Path, sharded: Any, common_loader: Any
+    comm: Communicator, state: StateDict, root: Location, sharded: Any, common_loader: Any
 ) -> tuple[StateDict, ...]:
     """What the strategies load: objects apart, where the sharded one does not take them."""
     if sharded.can_handle_sharded_objects:

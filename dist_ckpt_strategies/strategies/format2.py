@@ -8,7 +8,6 @@ import socket
 import time
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from dist_ckpt_strategies.comm.base import Communicator
@@ -31,8 +30,8 @@ from dist_ckpt_strategies.spec.manifest import (
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.spec.region import Extent
 from dist_ckpt_strategies.storage.checkpoints import Format2Checkpoint
-from dist_ckpt_strategies.storage.file_access import permitted_access
-from dist_ckpt_strategies.storage.files import COMMON_NAME, require_directory
+from dist_ckpt_strategies.storage.files import COMMON_NAME
+from dist_ckpt_strategies.storage.locations import Location
 from dist_ckpt_strategies.storage.manifest import (
     SAVE_NAME,
     SCHEMA,
@@ -44,15 +43,7 @@ from dist_ckpt_strategies.storage.manifest import (
     part_content,
 )
 from dist_ckpt_strategies.storage.objects import dump_content, plain_value
-from dist_ckpt_strategies.storage.places import Directory
-from dist_ckpt_strategies.storage.publication import (
-    has_withdrawn_marker,
-    is_finished,
-    make_way,
-    require_room_for_format2,
-    withdraw_marker,
-)
-from dist_ckpt_strategies.storage.zarr3_arrays import Zarr3Writer
+from dist_ckpt_strategies.storage.sites import DigestingWriter, open_site
 from dist_ckpt_strategies.strategies.save_planning import Planned
 
 _MAX_PLAIN_NBYTES = 4 << 10
@@ -65,29 +56,37 @@ _TOKEN_WAIT_S = 30.0
 
 
 class Format2Target:
-    """A directory that a checkpoint of format ("zarr", 2) is saved to; see SaveTarget.
+    """Where a checkpoint of format ("zarr", 2) is saved to; see SaveTarget.
 
     Args:
-        root: the directory, which exists.
+        root: a directory, which exists, or a place in an object store.
         options: how to write, and in which form.
         global_rank: this rank, to be named as the writer.
         keeps_old: leave an earlier checkpoint whole until this one is known to be one that can be
             saved. Not where the caller has replaced ``common.pt`` already.
     """
 
-    def __init__(self, root: Path, options: Options, global_rank: int, *, keeps_old: bool) -> None:
+    def __init__(
+        self, root: Location, options: Options, global_rank: int, *, keeps_old: bool
+    ) -> None:
         self._root = root
         self._options = options
         self._global_rank = global_rank
         self._keeps_old = keeps_old
-        self._is_checkpoint = False
-        self._place = Directory(root)
+        self._site = open_site(root, options)
+        self._place = self._site.place
         self._objects: list[ObjectRecord] = []
-        self.writer = Zarr3Writer(root, permitted_access(root, options))
+
+    @property
+    def writer(self) -> DigestingWriter:
+        """See SaveTarget."""
+        return self._site.writer
 
     @property
     def cutting(self) -> Cutting:
         """See SaveTarget."""
+        if self._site.is_object_store:
+            return Cutting.BOUNDED_CRC32C if self._options.crc32c else Cutting.BOUNDED
         return Cutting.INNER_CRC32C if self._options.crc32c else Cutting.INNER
 
     def dump(self, obj: Any, *, name: str) -> bytes:
@@ -96,17 +95,11 @@ class Format2Target:
 
     def examine(self) -> None:
         """See SaveTarget."""
-        require_directory(self._root)
-        if self._keeps_old:
-            self._is_checkpoint = is_finished(self._root)
-            return
-        withdraw_marker(self._root)
-        self._is_checkpoint = has_withdrawn_marker(self._root)
+        self._site.examine(keeps_old=self._keeps_old)
 
     def clear(self, planned: Planned, token: str) -> None:
         """See SaveTarget."""
-        require_room_for_format2(self._root)
-        make_way(self._root, planned.keys, is_checkpoint=self._is_checkpoint)
+        self._site.clear(planned.keys)
         saving = {
             "schema": SCHEMA,
             "version": SCHEMA_VERSION,
@@ -158,7 +151,7 @@ class Format2Target:
 
         def index(parts: tuple[PartEntry, ...]) -> ManifestIndex:
             layout = {"ranks": comm.size, **parallel_sizes()}
-            return ManifestIndex(parts, self._common(), layout, _versions())
+            return ManifestIndex(parts, self._common(), layout, package_versions())
 
         run_manifest(planned.manifest, lambda: self._known(planned), self._place, comm, index)
 
@@ -189,7 +182,7 @@ class Format2Target:
         }
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Versions of the packages that take part in a save, by name."""
     found = {}
     for name in _PACKAGES:

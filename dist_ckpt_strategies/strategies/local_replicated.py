@@ -176,7 +176,12 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
         return True
 
     @raises_megatron_errors
-    def load(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> StateDict:
+    def load(
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str | Path,
+        async_strategy: object = None,  # noqa: ARG002 - later releases of Megatron-Core pass it
+    ) -> StateDict:
         """Load what the state dict asks for, in any parallel layout.
 
         Collective over the group. A ShardedTensor whose data has the stored shape and dtype is

@@ -26,6 +26,7 @@ from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.run.report import BroadcastReport
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.checkpoints import Share
+from dist_ckpt_strategies.storage.locations import Location, located
 from dist_ckpt_strategies.storage.objects import Allowed
 from dist_ckpt_strategies.strategies.group_load import load_sharded_in_group
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
@@ -42,6 +43,9 @@ logger = logging.getLogger(__name__)
 class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
     """What the save strategies of both formats have in common.
 
+    Attributes:
+        takes_urls: whether a checkpoint may be in an object store.
+
     Args:
         backend: name of the format.
         version: version of the format.
@@ -50,6 +54,8 @@ class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         memory: shared with other strategies that save the same state. It keeps the last plan, taken
             again where every rank saves the same shards as before, and room for asynchronous saves.
     """
+
+    takes_urls = False
 
     def __init__(
         self,
@@ -64,6 +70,11 @@ class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         self._memory = memory or SaveMemory()
         self._group = group
         self._options = options or options_from_environment()
+
+    @property
+    def options(self) -> Options:
+        """How saves are carried out."""
+        return self._options
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -86,7 +97,10 @@ class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
 
     @raises_megatron_errors
     def async_save(
-        self, sharded_state_dict: StateDict, checkpoint_dir: str | Path
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str | Path,
+        async_strategy: object = None,  # noqa: ARG002 - later releases of Megatron-Core pass it
     ) -> LocalSaveRequest:
         """Like ``save``, but only the copy of the tensors to host memory is waited for.
 
@@ -151,11 +165,11 @@ class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
             publish,
         )
 
-    def open_target(self, root: Path, global_rank: int, *, keeps_old: bool) -> SaveTarget:
+    def open_target(self, root: Location, global_rank: int, *, keeps_old: bool) -> SaveTarget:
         """Where a save goes.
 
         Args:
-            root: the checkpoint directory.
+            root: the checkpoint directory, or its place in an object store.
             global_rank: this rank.
             keeps_old: see ``replace``.
         """
@@ -178,15 +192,15 @@ class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         )
         logger.info("rank %s: save to %s: %s", comm.global_rank(comm.rank), root, report)
 
-    def _place(self, checkpoint_dir: str | Path) -> tuple[Path, Communicator]:
-        root = Path(checkpoint_dir).absolute()
+    def _place(self, checkpoint_dir: str | Path) -> tuple[Location, Communicator]:
+        root = located(checkpoint_dir, self._options.store)
         comm = open_communicator(
             self._group, timeout_s=self._options.timeout_s, purpose=f"save to {root}"
         )
         return root, comm
 
     def _opener(
-        self, root: Path, comm: Communicator, *, keeps_old: bool
+        self, root: Location, comm: Communicator, *, keeps_old: bool
     ) -> Callable[[], SaveTarget]:
         return lambda: self.open_target(root, comm.global_rank(comm.rank), keeps_old=keeps_old)
 
@@ -194,11 +208,16 @@ class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
 class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
     """What the load strategies of both formats have in common.
 
+    Attributes:
+        takes_urls: whether a checkpoint may be in an object store.
+
     Args:
         group: ranks that load together; the world by default.
         options: timeouts and memory bounds; by default what the environment says.
         allow: further classes that ShardedObjects may be unpickled to.
     """
+
+    takes_urls = False
 
     def __init__(
         self,
@@ -218,10 +237,16 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         return True
 
     @raises_megatron_errors
-    def load(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> StateDict:
+    def load(
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str | Path,
+        async_strategy: object = None,  # noqa: ARG002 - later releases of Megatron-Core pass it
+    ) -> StateDict:
         """Read every ShardedTensor and ShardedObject of the state dict.
 
-        Collective over the group.
+        Collective over the group. ``async_strategy`` is what later releases of Megatron-Core pass;
+        nothing depends on it.
 
         Returns:
             A state dict of the same structure. A ShardedTensor whose data has the stored dtype is
@@ -236,7 +261,7 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         """
         num_meetings = num_expected_meetings(depth=3)
         deliver = self._deliver_cast if is_exchanged(depth=3) else self._deliver
-        root = Path(checkpoint_dir).absolute()
+        root = located(checkpoint_dir, self._options.store)
         comm = open_communicator(
             self._group, timeout_s=self._options.timeout_s, purpose=f"load from {root}"
         )
@@ -256,7 +281,7 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
     def load_in_group(
         self,
         sharded_state_dict: StateDict,
-        checkpoint_dir: Path,
+        checkpoint_dir: Location,
         comm: Communicator,
         options: Options,
     ) -> tuple[StateDict, BroadcastReport]:
@@ -279,7 +304,7 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
             self._deliver,
         )
 
-    def load_alone(self, sharded_state_dict: StateDict, checkpoint_dir: Path) -> StateDict:
+    def load_alone(self, sharded_state_dict: StateDict, checkpoint_dir: Location) -> StateDict:
         """Like ``load``, by this rank without any other. Rank-local."""
         loaded, _ = load_sharded(
             sharded_state_dict,
@@ -299,22 +324,24 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
     @raises_megatron_errors
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """A ShardedTensor without data, by key, for each stored array. Rank-local."""
-        return self.stored_metadata(Path(checkpoint_dir).absolute(), with_objects=False)
+        root = located(checkpoint_dir, self._options.store)
+        return self.stored_metadata(root, with_objects=False)
 
     @raises_megatron_errors
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """Like ``load_tensors_metadata``, with ShardedObjects by unique key. Rank-local."""
-        return self.stored_metadata(Path(checkpoint_dir).absolute(), with_objects=True)
+        root = located(checkpoint_dir, self._options.store)
+        return self.stored_metadata(root, with_objects=True)
 
-    def stored_metadata(self, root: Path, *, with_objects: bool) -> StateDict:
+    def stored_metadata(self, root: Location, *, with_objects: bool) -> StateDict:
         """What ``load_tensors_metadata`` and ``load_sharded_metadata`` return."""
         raise NotImplementedError
 
-    def open_checkpoint(self, root: Path, options: Options, share: Share) -> StoredCheckpoint:
-        """The checkpoint in a directory. Rank-local.
+    def open_checkpoint(self, root: Location, options: Options, share: Share) -> StoredCheckpoint:
+        """The checkpoint at a place. Rank-local.
 
         Args:
-            root: the directory.
+            root: its directory, or its place in an object store.
             options: how to read it.
             share: which part of what ranks look at together is this one's.
         """

@@ -29,6 +29,7 @@ from dist_ckpt_strategies.megatron.bases import LoadShardedStrategy
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.run.report import BroadcastReport, GroupReport
+from dist_ckpt_strategies.storage.locations import Location, located, require_path
 from dist_ckpt_strategies.storage.objects import Allowed
 from dist_ckpt_strategies.strategies.group_base import request_in_group, share_in_group
 from dist_ckpt_strategies.strategies.sharded_strategies import BaseLoadShardedStrategy
@@ -123,6 +124,16 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         self._report: BroadcastReport | None = None
 
     @property
+    def options(self) -> Options:
+        """How loads are carried out."""
+        return self._options
+
+    @property
+    def takes_urls(self) -> bool:
+        """Whether a checkpoint may be in an object store, by the base strategy."""
+        return bool(getattr(self.base_strategy, "takes_urls", False))
+
+    @property
     def can_handle_sharded_objects(self) -> bool:
         """Whether the base strategy reads ShardedObjects; they are read once per group too."""
         return bool(self.base_strategy.can_handle_sharded_objects)
@@ -142,7 +153,12 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
     @timed()
     @raises_megatron_errors
-    def load(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> StateDict:
+    def load(
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str | Path,
+        async_strategy: object = None,  # noqa: ARG002 - later releases of Megatron-Core pass it
+    ) -> StateDict:
         """Read what the state dict asks for. Collective over the world.
 
         Peak memory beside the tensors: ``max_inflight_bytes``, and the largest shard.
@@ -155,7 +171,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             StorageError: an array, chunk or object is missing or damaged.
             PeerError: the same, on another rank; the message names rank, key and file.
         """
-        root = Path(checkpoint_dir).absolute()
+        root = located(checkpoint_dir, self._options.store)
         self.maybe_init_gloo_group()
         purpose = f"load from {root}"
         world = open_communicator(None, timeout_s=self._options.timeout_s, purpose=purpose)
@@ -188,12 +204,14 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """A ShardedTensor without data, by key, for each stored array. Rank-local."""
-        found: StateDict = self.base_strategy.load_tensors_metadata(Path(checkpoint_dir).absolute())
+        root = located(checkpoint_dir, self._options.store)
+        found: StateDict = self.base_strategy.load_tensors_metadata(root)
         return found
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """Like ``load_tensors_metadata``, with ShardedObjects by unique key. Rank-local."""
-        found: StateDict = self.base_strategy.load_sharded_metadata(Path(checkpoint_dir).absolute())
+        root = located(checkpoint_dir, self._options.store)
+        found: StateDict = self.base_strategy.load_sharded_metadata(root)
         return found
 
     def check_backend_compatibility(self, loaded_backend: str) -> None:
@@ -215,7 +233,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             checkpoint_dir: the checkpoint.
             ten_meta: has the wanted ShardedTensor as ``sharded_tensor_no_data``.
         """
-        root = Path(checkpoint_dir).absolute()
+        root = located(checkpoint_dir, self._options.store)
         wanted = {"tensor": ten_meta.sharded_tensor_no_data.without_data()}
         base = self.base_strategy
         read = base.load_alone if isinstance(base, BaseLoadShardedStrategy) else base.load
@@ -238,9 +256,10 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         return [meta for _, meta in sorted(lowest.items(), key=itemgetter(0))]
 
     def _load_through(
-        self, state_dict: StateDict, root: Path, world: Communicator, group: Communicator
+        self, state_dict: StateDict, location: Location, world: Communicator, group: Communicator
     ) -> tuple[StateDict, BroadcastReport]:
         """Load through a base strategy whose ``load`` is collective over the world. Collective."""
+        root = require_path(location, f"{type(self.base_strategy).__name__}")
         request = agree(world, lambda: request_in_group(state_dict, group, self._options))
         loaded = agree(world, lambda: self.base_strategy.load(request.own, root))
         return agree(

@@ -26,6 +26,7 @@ from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.checkpoints import Format1Checkpoint, Share
+from dist_ckpt_strategies.storage.locations import Location, require_path
 from dist_ckpt_strategies.storage.objects import Allowed
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.strategies.format1 import (
@@ -45,6 +46,7 @@ logger = logging.getLogger(__name__)
 
 BACKEND = "zarr"
 VERSION = 1
+FORMAT = f"format {(BACKEND, VERSION)}"
 
 
 class ZarrSaveShardedStrategy(BaseSaveShardedStrategy):
@@ -61,6 +63,8 @@ class ZarrSaveShardedStrategy(BaseSaveShardedStrategy):
 
     Source: layout of Megatron-Core <= 0.15.3, which loads what this saves.
     """
+
+    format_name = FORMAT
 
     @raises_megatron_errors
     def __init__(
@@ -85,13 +89,13 @@ class ZarrSaveShardedStrategy(BaseSaveShardedStrategy):
 
     def open_target(
         self,
-        root: Path,
+        root: Location,
         global_rank: int,  # noqa: ARG002 - format 1 names no writers
         *,
         keeps_old: bool,
     ) -> SaveTarget:
         """See BaseSaveShardedStrategy."""
-        return Format1Target(root, self._options, keeps_old=keeps_old)
+        return Format1Target(require_path(root, FORMAT), self._options, keeps_old=keeps_old)
 
 
 class ZarrLoadShardedStrategy(BaseLoadShardedStrategy):
@@ -103,6 +107,8 @@ class ZarrLoadShardedStrategy(BaseLoadShardedStrategy):
         options: timeouts and memory bounds; by default what the environment says.
         allow: further classes that ShardedObjects may be unpickled to.
     """
+
+    format_name = FORMAT
 
     @raises_megatron_errors
     def __init__(
@@ -118,16 +124,16 @@ class ZarrLoadShardedStrategy(BaseLoadShardedStrategy):
 
     def open_checkpoint(
         self,
-        root: Path,
+        root: Location,
         options: Options,
         share: Share,  # noqa: ARG002 - nothing is looked at together
     ) -> StoredCheckpoint:
         """See BaseLoadShardedStrategy."""
-        return Format1Checkpoint(root, options)
+        return Format1Checkpoint(require_path(root, FORMAT), options)
 
-    def stored_metadata(self, root: Path, *, with_objects: bool) -> StateDict:
+    def stored_metadata(self, root: Location, *, with_objects: bool) -> StateDict:
         """See BaseLoadShardedStrategy."""
-        return stored_metadata(root, with_objects=with_objects)
+        return stored_metadata(require_path(root, FORMAT), with_objects=with_objects)
 
     @raises_megatron_errors
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:

@@ -10,12 +10,14 @@ from dist_ckpt_strategies.errors import IncompatibleVersionError, StrategyError
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
+from dist_ckpt_strategies.storage.buckets import Bucket
 from dist_ckpt_strategies.storage.checkpoints import (
     Format1Checkpoint,
     Format2Checkpoint,
     Share,
     has_manifest,
 )
+from dist_ckpt_strategies.storage.locations import Location
 from dist_ckpt_strategies.storage.objects import Allowed
 from dist_ckpt_strategies.strategies.format1 import stored_metadata
 from dist_ckpt_strategies.strategies.format2 import Format2Target, manifest_metadata
@@ -46,6 +48,8 @@ class Format2SaveShardedStrategy(BaseSaveShardedStrategy):
         memory: plan and room for copies, shared with other strategies that save the same state.
     """
 
+    takes_urls = True
+
     @raises_megatron_errors
     def __init__(
         self,
@@ -67,7 +71,7 @@ class Format2SaveShardedStrategy(BaseSaveShardedStrategy):
             memory=memory,
         )
 
-    def open_target(self, root: Path, global_rank: int, *, keeps_old: bool) -> SaveTarget:
+    def open_target(self, root: Location, global_rank: int, *, keeps_old: bool) -> SaveTarget:
         """See BaseSaveShardedStrategy."""
         return Format2Target(root, self._options, global_rank, keeps_old=keeps_old)
 
@@ -84,6 +88,8 @@ class Format2LoadShardedStrategy(BaseLoadShardedStrategy):
         allow: further classes that ShardedObjects may be unpickled to.
     """
 
+    takes_urls = True
+
     @raises_megatron_errors
     def __init__(
         self,
@@ -96,7 +102,7 @@ class Format2LoadShardedStrategy(BaseLoadShardedStrategy):
         chosen = (options or options_from_environment()).with_changes(verify=verify)
         super().__init__(group=group, options=chosen, allow=allow)
 
-    def open_checkpoint(self, root: Path, options: Options, share: Share) -> StoredCheckpoint:
+    def open_checkpoint(self, root: Location, options: Options, share: Share) -> StoredCheckpoint:
         """See BaseLoadShardedStrategy."""
         checkpoint = Format2Checkpoint(root, options)
         if options.verify is Verify.FULL:
@@ -105,7 +111,7 @@ class Format2LoadShardedStrategy(BaseLoadShardedStrategy):
             checkpoint.require_common()
         return checkpoint
 
-    def stored_metadata(self, root: Path, *, with_objects: bool) -> StateDict:
+    def stored_metadata(self, root: Location, *, with_objects: bool) -> StateDict:
         """See BaseLoadShardedStrategy."""
         checkpoint = Format2Checkpoint(root, self._options)
         return manifest_metadata(checkpoint, with_objects=with_objects)
@@ -136,15 +142,15 @@ class Format2LoadShardedStrategy(BaseLoadShardedStrategy):
 class EitherFormatLoadShardedStrategy(Format2LoadShardedStrategy):
     """Loads ("zarr", 1) and ("zarr", 2): by what lies in the directory."""
 
-    def open_checkpoint(self, root: Path, options: Options, share: Share) -> StoredCheckpoint:
+    def open_checkpoint(self, root: Location, options: Options, share: Share) -> StoredCheckpoint:
         """See BaseLoadShardedStrategy."""
-        if has_manifest(root):
+        if isinstance(root, Bucket) or has_manifest(root):
             return super().open_checkpoint(root, options, share)
         return Format1Checkpoint(root, options)
 
-    def stored_metadata(self, root: Path, *, with_objects: bool) -> StateDict:
+    def stored_metadata(self, root: Location, *, with_objects: bool) -> StateDict:
         """See BaseLoadShardedStrategy."""
-        if has_manifest(root):
+        if isinstance(root, Bucket) or has_manifest(root):
             return super().stored_metadata(root, with_objects=with_objects)
         return stored_metadata(root, with_objects=with_objects)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import resource
-import socket
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -20,38 +17,28 @@ from dist_ckpt_strategies.errors import StorageError, StrategyError
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from tests.support.entries import Entry, Failure, load, outcome, prepare, require_failure_everywhere
 from tests.support.layouts import irregular, irregular_otherwise
+from tests.support.queues import GLOBAL, run_queue
 from tests.support.ranks import run_processes
 from tests.support.sharding import differences, no_data, on_grid, state_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
 
-SCRIPT = Path(__file__).with_name("megatron_queue.py")
 FORMATS = [("zarr", 1), ("zarr", 2)]
 by_format = pytest.mark.parametrize("backend", FORMATS, ids=["format1", "format2"])
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run_queue(tmp_path_factory.mktemp("queue"), "megatron", GLOBAL)
 
 
 @pytest.mark.parametrize("mode", ["temporal", "persistent"])
-def test_megatrons_queue_finalises_saves_of_both_formats(mode: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(tmp_path), mode, str(free_port())],
-        capture_output=True,
-        text=True,
-        timeout=170,
-        check=False,
-    )
-
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_megatrons_queue_finalises_saves_of_both_formats(mode: str, printed: str) -> None:
     for rank in range(2):
         for what in ("zarr 1: saved", "zarr 2: saved", "wrapped: saved"):
-            assert f"rank {rank}: {what} True" in done.stdout
+            assert f"{mode}, rank {rank}: {what} True" in printed
         for version in (1, 2):
-            assert f"rank {rank}: zarr {version}: refused True: rank 1: " in done.stdout
+            assert f"{mode}, rank {rank}: zarr {version}: refused True: rank 1: " in printed
 
 
 def save_and_overwrite(rank: int, root: Path, backend: tuple[str, int]) -> list[str]:
@@ -165,6 +152,25 @@ def save_while_one_runs(rank: int, root: Path) -> list[Any]:
 
 def test_a_save_waits_until_the_one_before_has_written_its_share(tmp_path: Path) -> None:
     assert run_processes(2, save_while_one_runs, tmp_path) == [[True] * 4] * 2
+
+
+def save_by_request(rank: int, root: Path) -> list[Any]:
+    """What ``save`` returns where a request is asked for; the request makes it visible."""
+    prepare(60)
+    request = dist_ckpt_strategies.save(
+        weight(rank, 50), root, ("zarr", 2), async_sharded_save=True
+    )
+    assert request is not None
+    was_visible = (root / "metadata.json").exists()
+    request.execute_sync()
+    wanted = weight(rank, 50)
+    expected = wanted["w"].data.clone()
+    wanted["w"].data.zero_()
+    return [was_visible, torch.equal(load(Entry.OURS, wanted, root)["w"], expected)]
+
+
+def test_save_returns_a_request_where_one_is_asked_for(tmp_path: Path) -> None:
+    assert run_processes(2, save_by_request, tmp_path / "c") == [[False, True]] * 2
 
 
 def ask_for_what_is_not_offered(rank: int, root: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Run the script of the queues' tests."""
+"""Run the scripts of the queues' tests."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-_SCRIPT = Path(__file__).resolve().parents[1] / "local" / "queue_script.py"
+_TESTS = Path(__file__).resolve().parents[1]
+LOCAL = _TESTS / "local" / "queue_script.py"
+GLOBAL = _TESTS / "strategies" / "queue_script.py"
 
 
-def run_queue(directory: Path, owner: str) -> str:
+def run_queue(directory: Path, owner: str, script: Path = LOCAL) -> str:
     """What two ranks print that save through the queue of ``owner``."""
-    command = [sys.executable, str(_SCRIPT), str(directory), owner, str(_free_port())]
+    command = [sys.executable, str(script), str(directory), owner, str(_free_port())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -3,7 +3,7 @@
 What the queue asks of CUDA is answered for a CPU at the top level, since its spawned worker runs
 this file again, as a module.
 
-    python megatron_queue.py DIRECTORY temporal|persistent PORT
+    python queue_script.py DIRECTORY megatron PORT
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ for name, stand_in in STAND_INS.items():
     setattr(torch.cuda, name, stand_in)
 
 
-def main(rank: int, directory: str, mode: str, port: int) -> None:
-    """One rank: for each format a save that succeeds and one that fails on rank 1."""
+def main(rank: int, directory: str, port: int) -> None:
+    """One rank: for each kind of queue and format a save that succeeds and one that fails."""
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -52,29 +52,41 @@ def main(rank: int, directory: str, mode: str, port: int) -> None:
     }
     dist.init_process_group("gloo", rank=rank, world_size=NUM_RANKS)
     dist_ckpt_strategies.register()
-    use_tensorstore(Path(directory) / f"warm{rank}")
-    queue = AsyncCallsQueue(persistent=mode == "persistent")
-    for version, strategy in [(1, ZarrSaveShardedStrategy()), (2, Format2SaveShardedStrategy())]:
-        root = Path(directory) / f"zarr{version}"
-        say(rank, f"zarr {version}: saved {saved(rank, queue, strategy, root)}")
-    wrapped = FullyParallelSaveStrategyWrapper(Format2SaveShardedStrategy(), dist.group.WORLD)
-    say(rank, f"wrapped: saved {saved(rank, queue, wrapped, Path(directory) / 'wrapped')}")
-    if rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
-    for version, strategy in [(1, ZarrSaveShardedStrategy()), (2, Format2SaveShardedStrategy())]:
-        root = Path(directory) / f"refused{version}"
-        schedule(queue, strategy, root, state(rank, 1.0))
-        try:
-            queue.maybe_finalize_async_calls(blocking=True)
-        except StorageError as error:
-            say(rank, f"zarr {version}: refused {not (root / 'metadata.json').exists()}: {error}")
-    queue.close(abort=True)
+    use_tensorstore(Path(directory))
+    for mode in ("temporal", "persistent"):
+        use_queue(rank, mode, Path(directory) / mode)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def say(rank: int, text: str) -> None:
-    sys.stdout.write(f"rank {rank}: {text}\n")
+def use_queue(rank: int, mode: str, directory: Path) -> None:
+    if rank == 0:
+        directory.mkdir()
+    dist.barrier()
+    queue = AsyncCallsQueue(persistent=mode == "persistent")
+    for version, strategy in [(1, ZarrSaveShardedStrategy()), (2, Format2SaveShardedStrategy())]:
+        is_saved = saved(rank, queue, strategy, directory / f"zarr{version}")
+        say(rank, mode, f"zarr {version}: saved {is_saved}")
+    wrapped = FullyParallelSaveStrategyWrapper(Format2SaveShardedStrategy(), dist.group.WORLD)
+    say(rank, mode, f"wrapped: saved {saved(rank, queue, wrapped, directory / 'wrapped')}")
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+    for version, strategy in [(1, ZarrSaveShardedStrategy()), (2, Format2SaveShardedStrategy())]:
+        root = directory / f"refused{version}"
+        schedule(queue, strategy, root, state(rank, 1.0))
+        try:
+            queue.maybe_finalize_async_calls(blocking=True)
+        except StorageError as error:
+            is_hidden = not (root / "metadata.json").exists()
+            say(rank, mode, f"zarr {version}: refused {is_hidden}: {error}")
+    resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    queue.close(abort=True)
+
+
+def say(rank: int, mode: str, text: str) -> None:
+    """One line, in one piece."""
+    os.write(1, f"{mode}, rank {rank}: {text}\n".encode())
 
 
 def state(rank: int, value: float) -> dict[str, Any]:
@@ -87,10 +99,8 @@ def state(rank: int, value: float) -> dict[str, Any]:
 
 def use_tensorstore(root: Path) -> None:
     """Load through TensorStore, in the process that the queue forks."""
-    if dist.get_rank() == 0:
-        root.mkdir()
-    dist_ckpt_strategies.save(state(dist.get_rank(), 0.0), root.with_name("warm"), ("zarr", 1))
-    dist_checkpointing.load(state(dist.get_rank(), 0.0), str(root.with_name("warm")))
+    dist_ckpt_strategies.save(state(dist.get_rank(), 0.0), root / "warm", ("zarr", 1))
+    dist_checkpointing.load(state(dist.get_rank(), 0.0), str(root / "warm"))
 
 
 def schedule(queue: Any, strategy: Any, root: Path, wanted: dict[str, Any]) -> int:
@@ -121,5 +131,5 @@ def saved(rank: int, queue: Any, strategy: Any, root: Path) -> bool:
 
 
 if __name__ == "__main__":
-    arguments = (*sys.argv[1:3], int(sys.argv[3]))
+    arguments = (sys.argv[1], int(sys.argv[3]))
     multiprocessing.spawn(main, args=arguments, nprocs=NUM_RANKS)  # type: ignore[attr-defined,no-untyped-call]

@@ -1,0 +1,61 @@
+"""The address of a checkpoint in an object store."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Self
+
+from dist_ckpt_strategies.errors import StrategyError
+
+SCHEMES = ("s3", "gs")
+
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}[A-Za-z0-9]")
+_REFUSED = frozenset("?#\\*[]\0")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreUrl:
+    """``scheme://bucket/path``.
+
+    Attributes:
+        scheme: ``"s3"`` or ``"gs"``.
+        bucket: name of the bucket.
+        path: what the names of all objects of the checkpoint start with, without a ``/`` at either
+            end; empty for the whole bucket.
+    """
+
+    scheme: str
+    bucket: str
+    path: str
+
+    def __str__(self) -> str:
+        """The URL, without a ``/`` at its end."""
+        return f"{self.scheme}://{self.bucket}" + (f"/{self.path}" if self.path else "")
+
+    @property
+    def prefix(self) -> str:
+        """What stands before a name below the checkpoint, in the name of an object."""
+        return f"{self.path}/" if self.path else ""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The address that a URL states.
+
+        Raises:
+            StrategyError: it states none; says why.
+        """
+        scheme, _, rest = text.partition("://")
+        if scheme not in SCHEMES:
+            known = ", ".join(f"{scheme}://bucket/path" for scheme in SCHEMES)
+            raise StrategyError(f"{text}: expected {known}, file:///path or a path")
+        bucket, _, path = rest.partition("/")
+        if not _BUCKET.fullmatch(bucket):
+            raise StrategyError(f"{text}: {bucket!r} is no name of a bucket")
+        path = path.rstrip("/")
+        parts = path.split("/") if path else []
+        if _REFUSED.intersection(path) or any(part in {"", ".", ".."} for part in parts):
+            raise StrategyError(
+                f"{text}: a path in a bucket has no empty part, no '.', '..' and none of ?#\\*[]"
+            )
+        return cls(scheme, bucket, path)

@@ -1,0 +1,126 @@
+"""Where a save of format 2 goes: how room is made there, and what writes there."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.spec.region import Extent
+from dist_ckpt_strategies.storage import bucket_publication
+from dist_ckpt_strategies.storage.base import ArrayWriter
+from dist_ckpt_strategies.storage.bucket_arrays import BucketWriter
+from dist_ckpt_strategies.storage.buckets import Bucket
+from dist_ckpt_strategies.storage.file_access import permitted_access
+from dist_ckpt_strategies.storage.files import require_directory
+from dist_ckpt_strategies.storage.locations import Location
+from dist_ckpt_strategies.storage.places import Directory, Place
+from dist_ckpt_strategies.storage.publication import (
+    has_withdrawn_marker,
+    is_finished,
+    make_way,
+    require_room_for_format2,
+    withdraw_marker,
+)
+from dist_ckpt_strategies.storage.zarr3_arrays import Zarr3Writer
+
+
+class DigestingWriter(ArrayWriter, Protocol):
+    """An ArrayWriter that knows the digests of what it has written."""
+
+    @property
+    def digests(self) -> Mapping[tuple[str, Extent], list[int]]:
+        """Of each chunk, by key and index: of its inner chunks, then of its index."""
+        ...
+
+
+class Site(Protocol):
+    """Where a save goes."""
+
+    @property
+    def place(self) -> Place:
+        """Takes the small files."""
+        ...
+
+    @property
+    def writer(self) -> DigestingWriter:
+        """Takes the arrays."""
+        ...
+
+    @property
+    def is_object_store(self) -> bool:
+        """Whether files go as a whole, in one request each."""
+        ...
+
+    def examine(self, *, keeps_old: bool) -> None:
+        """See what is there; unless ``keeps_old``, withdraw the marker of it."""
+        ...
+
+    def clear(self, keys: Collection[str]) -> None:
+        """Make room for arrays and objects of these keys. After ``examine``, of the same rank."""
+        ...
+
+
+class DirectorySite:
+    """A directory that a save goes to; see Site.
+
+    Args:
+        root: the directory, which exists.
+        options: how to write.
+    """
+
+    is_object_store = False
+
+    def __init__(self, root: Path, options: Options) -> None:
+        self._root = root
+        self._is_checkpoint = False
+        self.place = Directory(root)
+        self.writer = Zarr3Writer(root, permitted_access(root, options))
+
+    def examine(self, *, keeps_old: bool) -> None:
+        """See Site."""
+        require_directory(self._root)
+        if keeps_old:
+            self._is_checkpoint = is_finished(self._root)
+            return
+        withdraw_marker(self._root)
+        self._is_checkpoint = has_withdrawn_marker(self._root)
+
+    def clear(self, keys: Collection[str]) -> None:
+        """See Site."""
+        require_room_for_format2(self._root)
+        make_way(self._root, keys, is_checkpoint=self._is_checkpoint)
+
+
+class BucketSite:
+    """A place in an object store that a save goes to; see Site.
+
+    Args:
+        bucket: the place.
+        options: how to write.
+    """
+
+    is_object_store = True
+
+    def __init__(self, bucket: Bucket, options: Options) -> None:
+        self.place = bucket
+        self.writer = BucketWriter(bucket, options)
+
+    def examine(self, *, keeps_old: bool) -> None:
+        """See Site."""
+        self.place.require_bucket()
+        if not keeps_old:
+            bucket_publication.withdraw_marker(self.place)
+
+    def clear(self, keys: Collection[str]) -> None:  # noqa: ARG002 - no key leads elsewhere
+        """See Site."""
+        bucket_publication.require_room(self.place)
+        bucket_publication.retract(self.place)
+
+
+def open_site(location: Location, options: Options) -> Site:
+    """Where a save to a location goes."""
+    if isinstance(location, Bucket):
+        return BucketSite(location, options)
+    return DirectorySite(location, options)

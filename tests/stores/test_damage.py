@@ -1,0 +1,99 @@
+"""Whatever happens to an object of a checkpoint, a load returns what was saved, or names it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing import ShardedObject
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.errors import StorageError
+from tests.support.entries import Failure, outcome
+from tests.support.object_stores import ObjectStore
+from tests.support.sharding import Cut, differences, no_data, on_grid, state_of
+
+pytestmark = pytest.mark.timeout(120)
+
+FORMAT2 = ("zarr", 2)
+UNREAD = {"zarr.json", "save.json"}
+"""For readers without our code, and for saves."""
+
+
+def cuts() -> list[Cut]:
+    return [on_grid("w", (300, 200), (1, 1)), on_grid("v", (300, 200), (1, 1))]
+
+
+def save(url: str) -> None:
+    objects = {"o": ShardedObject("o", {"t": torch.ones(3)}, (1,), (0,))}
+    state = state_of(0, cuts()) | objects | {"iteration": 3}
+    dist_ckpt_strategies.save(state, url, FORMAT2)
+
+
+def require_exact_or_named(url: str, name: str) -> bool:
+    """Whether loading gave what was saved; else the error has named the object."""
+    asked = {"o": ShardedObject("o", None, (1,), (0,))}
+    state = state_of(0, cuts(), no_data) | asked
+    loaded: Any = outcome(lambda: dist_ckpt_strategies.load(state, url))
+    if isinstance(loaded, Failure):
+        assert StorageError.__name__ in loaded.kinds
+        assert f"{url}/{name}" in loaded.text, (name, loaded)
+        return False
+    assert differences(0, cuts(), loaded) == []
+    assert loaded["iteration"] == 3
+    assert loaded["o"]["t"].tolist() == [1, 1, 1]
+    return True
+
+
+def flipped(content: bytes, place: int) -> bytes:
+    changed = bytearray(content)
+    changed[place % len(content)] ^= 0x10
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("store", ["moto"], indirect=True)
+def test_a_flipped_cut_lengthened_or_missing_object_is_named(
+    environment: ObjectStore, bucket: str
+) -> None:
+    url = f"s3://{bucket}/run"
+    save(url)
+    names = [n for n in environment.names(bucket) if n.rpartition("/")[2] not in UNREAD]
+    assert len(names) == 7, names
+    for name in names:
+        content = environment.read(bucket, name)
+        below = name.removeprefix("run/")
+        is_pack = below.startswith("objects/")
+        changes = {
+            "flipped": flipped(content, len(content) // 3),
+            "cut": content[: len(content) // 2],
+            "emptied": b"",
+            "lengthened": content + b"x",
+        }
+        for what, changed in changes.items():
+            environment.put(bucket, name, changed)
+            is_exact = require_exact_or_named(url, below)
+            assert is_exact == (is_pack and what == "lengthened"), (name, what)
+        environment.delete(bucket, name)
+        assert not require_exact_or_named(url, below), name
+        environment.put(bucket, name, content)
+    assert require_exact_or_named(url, "")
+
+
+@pytest.mark.parametrize("store", ["moto"], indirect=True)
+def test_two_objects_that_have_changed_places_are_named(
+    environment: ObjectStore, bucket: str
+) -> None:
+    url = f"s3://{bucket}/run"
+    save(url)
+    one, other = "run/arrays/v/c.0.0", "run/arrays/w/c.0.0"
+    contents = environment.read(bucket, one), environment.read(bucket, other)
+    assert len(contents[0]) == len(contents[1])
+    environment.put(bucket, one, contents[1])
+    environment.put(bucket, other, contents[0])
+
+    with pytest.raises(StorageError, match=r"chunk \(0, 0\), written by rank 0.*digest") as caught:
+        dist_ckpt_strategies.load(state_of(0, cuts(), no_data), url)
+
+    assert f"{url}/arrays/" in str(caught.value.path)
+    assert caught.value.key in {"v", "w"}

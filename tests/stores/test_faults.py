@@ -1,0 +1,244 @@
+"""Servers that fail, answer late or go away, and ranks that are killed: never half a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.config import Credentials, StoreOptions
+from dist_ckpt_strategies.errors import (
+    BucketNotFoundError,
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+    StoreUnreachableError,
+)
+from dist_ckpt_strategies.storage.locations import is_finished, located
+from tests.support.entries import Failure, outcome
+from tests.support.faulty_proxy import BUSY, NONE, Fault, FaultyProxy, Request
+from tests.support.object_stores import Moto, ObjectStore, Radosgw, free_port
+from tests.support.ranks import RankDiedError, run_processes
+from tests.support.sharding import Cut, differences, no_data, on_grid, state_of
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+
+SIZE = 2
+FORMAT2 = ("zarr", 2)
+BOUND_S = 2.0
+
+
+def cuts(generation: int) -> list[Cut]:
+    """Some arrays; those of another generation have other elements."""
+    return [on_grid(f"w{number}.{generation}", (8, 4), (2, 1), size=SIZE) for number in range(3)]
+
+
+def begin(variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+    os.environ["DIST_CKPT_TIMEOUT_S"] = "30"
+
+
+def save(rank: int, variables: dict[str, str], url: str, generation: int) -> Any:
+    begin(variables)
+    state = state_of(rank, cuts(generation))
+    return outcome(lambda: dist_ckpt_strategies.save(state, url, FORMAT2, overwrite=True))
+
+
+def load(rank: int, variables: dict[str, str], url: str, generation: int) -> Any:
+    """Names of what came back otherwise than it was saved, or the Failure."""
+    begin(variables)
+    wanted = cuts(generation)
+
+    def differing() -> list[str]:
+        found: Any = dist_ckpt_strategies.load(state_of(rank, wanted, no_data), url)
+        return differences(rank, wanted, found)
+
+    return outcome(differing)
+
+
+def save_and_load(rank: int, variables: dict[str, str], url: str) -> list[Any]:
+    return [save(rank, variables, url, 1), load(rank, variables, url, 1)]
+
+
+def options_of(store: ObjectStore) -> StoreOptions:
+    """To look at what is there, from this process, as anybody."""
+    return StoreOptions(store.endpoint, credentials=Credentials.ANONYMOUS, timeout_s=10)
+
+
+@pytest.fixture
+def proxy(store: ObjectStore) -> Iterator[FaultyProxy]:
+    """A proxy before the server."""
+    with FaultyProxy(store) as found:
+        yield found
+
+
+@pytest.mark.parametrize("store", ["moto"], indirect=True)
+def test_a_server_that_is_busy_slow_or_cuts_answers_is_asked_again(
+    proxy: FaultyProxy, bucket: str
+) -> None:
+    chance = random.Random(5)
+
+    def decide(request: Request) -> Fault:
+        return chance.choice([BUSY, Fault(delay_s=0.1), Fault(is_cut=True), *[NONE] * 7])
+
+    with proxy.faulty(decide):
+        results = run_processes(SIZE, save_and_load, proxy.store.variables, f"s3://{bucket}/run")
+
+    assert results == [[None, []]] * SIZE
+
+
+@pytest.mark.parametrize("fault", [BUSY, Fault(delay_s=30)], ids=["busy", "silent"])
+@pytest.mark.parametrize("store", ["moto"], indirect=True)
+def test_a_server_that_fails_for_good_is_given_up_in_time_by_all_ranks(
+    proxy: FaultyProxy, bucket: str, fault: Fault
+) -> None:
+    """From some request of the save on."""
+    variables = proxy.store.variables | {"DIST_CKPT_STORE_TIMEOUT_S": f"{BOUND_S}"}
+    url = f"s3://{bucket}/run"
+
+    seen: list[Request] = []
+
+    def decide(request: Request) -> Fault:
+        if "w1" in request.path:
+            seen.append(request)
+        return fault if seen else NONE
+
+    with proxy.faulty(decide):
+        results = run_processes(SIZE, save, variables, url, 1)
+
+    for rank, result in enumerate(results):
+        assert isinstance(result, Failure), (rank, result)
+        assert StoreUnreachableError.__name__ in result.kinds, (rank, result)
+        assert f"{url}/" in result.text
+        assert f"within {BOUND_S:g} s" in result.text
+        assert result.seconds < 3 * BOUND_S + 5
+    assert not is_finished(located(url, options_of(proxy.store)))
+
+
+def save_with_pid(
+    rank: int, variables: dict[str, str], url: str, generation: int, pids: Path
+) -> Any:
+    (pids / str(rank)).write_text(str(os.getpid()))
+    return save(rank, variables, url, generation)
+
+
+@pytest.mark.parametrize("store", ["moto"], indirect=True)
+def test_a_killed_save_leaves_nothing_that_counts_as_a_checkpoint(
+    proxy: FaultyProxy, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank is killed at some put of a save over an earlier one; the next save goes well."""
+    variables, url = proxy.store.variables, f"s3://{bucket}/run"
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    for generation, name in enumerate(["w1.0/c.", "index.json", "metadata.json"]):
+
+        def decide(request: Request, name: str = name) -> Fault:
+            if request.method == "PUT" and name in request.path:
+                for pid in tmp_path.iterdir():
+                    kill(int(pid.read_text()))
+            return NONE
+
+        with proxy.faulty(decide):
+            results = run_processes(SIZE, save_with_pid, variables, url, generation, tmp_path)
+        assert all(isinstance(result, RankDiedError) for result in results), (name, results)
+        left = outcome(partial(loaded_alone, url, generation))
+        is_refused = isinstance(left, Failure) and IncompleteCheckpointError.__name__ in left.kinds
+        assert is_refused or (name == "metadata.json" and left == []), (name, left)
+    assert run_processes(SIZE, save_and_load, variables, url) == [[None, []]] * SIZE
+
+
+def loaded_alone(url: str, generation: int) -> list[str]:
+    """Names of what this process alone finds otherwise than it was saved."""
+    wanted = [on_grid(cut.key, cut.shape, (1, 1), size=1) for cut in cuts(generation)]
+    found: Any = dist_ckpt_strategies.load(state_of(0, wanted, no_data), url)
+    return differences(0, wanted, found)
+
+
+def kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return  # by a request before
+
+
+def test_a_server_that_loses_everything_during_a_save_is_an_error() -> None:
+    """It is killed, and comes back a second later without the bucket."""
+    port = free_port()
+    servers = [Moto(port)]
+    servers[0].store.make_bucket("some-bucket")
+    restarts: list[threading.Thread] = []
+
+    def restart() -> None:
+        servers[-1].kill()
+        time.sleep(0.5)
+        servers.append(Moto(port))
+
+    def decide(request: Request) -> Fault:
+        if not restarts and request.method == "PUT" and "w2.1/c." in request.path:
+            restarts.append(threading.Thread(target=restart))
+            restarts[0].start()
+            return Fault(delay_s=0.2)
+        return NONE
+
+    url = "s3://some-bucket/run"
+    try:
+        with FaultyProxy(servers[0].store) as proxy, proxy.faulty(decide):
+            results = run_processes(SIZE, save, proxy.store.variables, url, 1)
+            restarts[0].join()
+            for result in results:
+                assert isinstance(result, Failure)
+                assert BucketNotFoundError.__name__ in result.kinds, result
+            proxy.store.make_bucket("some-bucket")
+            assert not is_finished(located(url, options_of(proxy.store)))
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def test_a_real_server_that_is_killed_and_started_again_has_the_whole_checkpoint(
+    radosgw: Radosgw,
+) -> None:
+    url = f"{radosgw.store.make_bucket('killed-and-started')}/run"
+    restarts: list[threading.Thread] = []
+
+    def restart() -> None:
+        radosgw.kill_gateway()
+        time.sleep(0.5)
+        radosgw.start_gateway()
+
+    def decide(request: Request) -> Fault:
+        if not restarts and request.method == "PUT" and "w2.1/c." in request.path:
+            restarts.append(threading.Thread(target=restart))
+            restarts[0].start()
+            return Fault(delay_s=0.1)
+        return NONE
+
+    with FaultyProxy(radosgw.store) as proxy, proxy.faulty(decide):
+        variables = proxy.store.variables | {"DIST_CKPT_STORE_TIMEOUT_S": "30"}
+        saved = run_processes(SIZE, save, variables, url, 1)
+        restarts[0].join()
+    loaded = run_processes(SIZE, load, radosgw.store.variables, url, 1)
+
+    assert saved == [None] * SIZE
+    assert loaded == [[]] * SIZE
+
+
+@pytest.mark.parametrize("store", ["moto"], indirect=True)
+def test_a_save_to_nowhere_leaves_nothing(environment: ObjectStore, bucket: str) -> None:
+    bad = [on_grid("w", (8, 4), (2, 1), size=2)]
+
+    with pytest.raises(dist_ckpt_strategies.errors.CoverageError):
+        dist_ckpt_strategies.save(state_of(0, bad), f"s3://{bucket}/run", FORMAT2)
+
+    assert environment.names(bucket) == []
+    with pytest.raises(CheckpointNotFoundError):
+        dist_ckpt_strategies.load({}, f"s3://{bucket}/run")

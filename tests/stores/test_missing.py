@@ -1,0 +1,234 @@
+"""What is not there, or may not be reached, is told apart, and within the time that is set."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingException
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.config import Credentials, Options, StoreOptions
+from dist_ckpt_strategies.errors import (
+    BucketNotFoundError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+    StorageError,
+    StoreAccessError,
+    StoreUnreachableError,
+    StrategyError,
+)
+from dist_ckpt_strategies.spec.store_url import StoreUrl
+from dist_ckpt_strategies.storage.buckets import MAX_PUT_NBYTES, Bucket
+from dist_ckpt_strategies.strategies.zarr_format2 import (
+    Format2LoadShardedStrategy,
+    Format2SaveShardedStrategy,
+)
+from tests.support.object_stores import ObjectStore, free_port
+from tests.support.sharding import no_data, on_grid, same_bits, state_of
+
+pytestmark = pytest.mark.timeout(90)
+
+FORMAT2 = ("zarr", 2)
+CUT = on_grid("w", (4, 4), (1, 1))
+
+
+def save(url: str | Path, **options: Any) -> None:
+    dist_ckpt_strategies.save(state_of(0, [CUT]), url, FORMAT2, **options)
+
+
+def load(url: str | Path) -> Any:
+    return dist_ckpt_strategies.load(state_of(0, [CUT], no_data), url)
+
+
+BOTH_WAYS = pytest.mark.parametrize("way", [save, load])
+
+
+@BOTH_WAYS
+def test_a_bucket_that_is_missing_is_named(
+    environment: ObjectStore, way: Callable[[str], Any]
+) -> None:
+    with pytest.raises(BucketNotFoundError, match="'not-there'") as caught:
+        way("s3://not-there/run")
+
+    assert isinstance(caught.value, CheckpointingException)
+    assert str(caught.value.path).startswith("s3://not-there/run")
+
+
+def test_a_checkpoint_that_is_missing_is_not_taken_for_an_unfinished_one(
+    environment: ObjectStore, bucket: str
+) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=f"s3://{bucket}/run"):
+        load(f"s3://{bucket}/run")
+
+    environment.put(bucket, "run/manifest/save.json", b"{}")
+    with pytest.raises(IncompleteCheckpointError, match=r"metadata\.json"):
+        load(f"s3://{bucket}/run")
+    with pytest.raises(CheckpointNotFoundError):
+        load(f"s3://{bucket}/ru")
+
+
+def test_a_marker_without_a_manifest_counts_for_nothing(
+    environment: ObjectStore, bucket: str
+) -> None:
+    environment.put(bucket, "run/metadata.json", b'{"sharded_backend":"zarr"}')
+
+    with pytest.raises(IncompleteCheckpointError, match=r"manifest/index\.json"):
+        load(f"s3://{bucket}/run")
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("store", ["radosgw"], indirect=True)
+@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
+def test_wrong_credentials_are_said_to_be_that(
+    environment: ObjectStore,
+    bucket: str,
+    way: Callable[[str], Any],
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(name, "wrong")
+
+    with pytest.raises(StoreAccessError, match="credentials") as caught:
+        way(f"s3://{bucket}/run")
+
+    assert isinstance(caught.value, PermissionError)
+
+
+@pytest.mark.parametrize("store", ["moto"], indirect=True)
+@BOTH_WAYS
+def test_no_credentials_at_all_are_said_to_be_that(
+    environment: ObjectStore, way: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+
+    with pytest.raises(StoreAccessError, match="AWS_ACCESS_KEY_ID"):
+        way("s3://some-bucket/run")
+
+
+@BOTH_WAYS
+def test_a_server_that_is_not_there_is_given_up_in_time(
+    way: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nobody = ObjectStore(f"http://127.0.0.1:{free_port()}")
+    for name, value in nobody.variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("DIST_CKPT_STORE_TIMEOUT_S", "2")
+    started = time.monotonic()
+
+    with pytest.raises(StoreUnreachableError, match=r"within 2 s.*[Cc]ould not connect"):
+        way("s3://some-bucket/run")
+
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("ftp://host/path", "expected s3://bucket/path"),
+        ("s3://", "no name of a bucket"),
+        ("s3://bucket//run", "no empty part"),
+        ("s3://bucket/run/../other", "no empty part"),
+        ("s3://bucket/run?x=1", "no empty part"),
+        ("file://host/path", "file:///path"),
+        (Path("s3://bucket/run"), "pass it as a str"),
+        ("", "empty"),
+    ],
+)
+@BOTH_WAYS
+def test_an_address_that_makes_no_sense_is_refused(
+    url: str | Path, said: str, way: Callable[[str | Path], Any]
+) -> None:
+    with pytest.raises(StrategyError, match=said):
+        way(url)
+
+
+def test_format_1_and_others_take_no_url() -> None:
+    state = {"w": torch.zeros(2)}
+    for strategy in (None, ("zarr", 1), ("local_replicated", 1), ("torch_dist", 1)):
+        with pytest.raises(StrategyError, match=r"s3://bucket/run.*file system"):
+            dist_ckpt_strategies.save(state, "s3://bucket/run", strategy)
+
+
+def test_a_file_url_is_a_directory(tmp_path: Path) -> None:
+    save(f"file://{tmp_path}/with%20space")
+
+    assert (tmp_path / "with space" / "metadata.json").exists()
+    assert torch.equal(
+        load(tmp_path / "with space")["w #0"], load(f"file://{tmp_path}/with space")["w #0"]
+    )
+
+
+@pytest.mark.parametrize("store", ["moto"], indirect=True)
+def test_a_strategy_reaches_the_store_as_its_own_options_say(
+    store: ObjectStore, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in store.variables.items():
+        if name.startswith("AWS"):
+            monkeypatch.setenv(name, value)
+    options = Options(store=StoreOptions(store.endpoint, credentials=Credentials.ENVIRONMENT))
+    saver, loader = (
+        Format2SaveShardedStrategy(options=options),
+        Format2LoadShardedStrategy(options=options),
+    )
+
+    dist_ckpt_strategies.save(state_of(0, [CUT]), f"s3://{bucket}/run", saver)
+    loaded: Any = dist_ckpt_strategies.load(
+        state_of(0, [CUT], no_data), f"s3://{bucket}/run", loader
+    )
+
+    assert loaded["w #0"].shape == (4, 4)
+    alone = loader.load(state_of(0, [CUT], no_data), f"s3://{bucket}/run")
+    assert same_bits(alone["w #0"], loaded["w #0"])
+    assert set(loader.load_tensors_metadata(f"s3://{bucket}/run")) == {"w"}
+
+
+class TooLargeBytes(bytes):
+    """States a size that it has not."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        return MAX_PUT_NBYTES + 1
+
+
+def test_an_object_above_what_a_request_takes_is_refused_before_it_is_sent() -> None:
+    bucket = Bucket(StoreUrl.parse("s3://bucket/run"), StoreOptions())
+
+    with pytest.raises(StorageError, match="s3://bucket/run/objects/x: 5368709121 bytes"):
+        bucket.write("objects/x", TooLargeBytes())
+
+
+def test_a_finished_checkpoint_is_only_replaced_when_that_is_asked_for(
+    environment: ObjectStore, bucket: str
+) -> None:
+    url = f"s3://{bucket}/run"
+    save(url)
+    environment.put(bucket, "run/notes.txt", b"mine")
+    environment.put(bucket, "run-2/arrays/w/c.0.0", b"mine")
+    other = on_grid("other", (4, 4), (1, 1))
+
+    with pytest.raises(CheckpointExistsError, match="overwrite=True"):
+        save(url)
+    dist_ckpt_strategies.save(state_of(0, [other]), url, FORMAT2, overwrite=True)
+
+    loaded: Any = dist_ckpt_strategies.load(state_of(0, [other], no_data), url)
+    assert set(loaded) == {"other #0"}
+    names = environment.names(bucket)
+    assert not [name for name in names if name.startswith("run/arrays/w/")]
+    assert {"run/notes.txt", "run-2/arrays/w/c.0.0"} <= set(names)
+
+
+def test_objects_that_are_not_ours_are_in_the_way(environment: ObjectStore, bucket: str) -> None:
+    environment.put(bucket, "run/arrays/mine", b"x")
+
+    for overwrite in (False, True):
+        with pytest.raises(CheckpointExistsError, match="run/arrays/mine"):
+            save(f"s3://{bucket}/run", overwrite=overwrite)
+
+    assert environment.names(bucket) == ["run/arrays/mine"]

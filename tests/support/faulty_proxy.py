@@ -1,0 +1,179 @@
+"""A proxy before an object store that can be told to misbehave."""
+
+from __future__ import annotations
+
+import http.client
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+from tests.support.object_stores import ObjectStore
+
+_TIMEOUT_S = 30.0
+_DROPPED = {"connection", "transfer-encoding", "keep-alive"}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What somebody asked for.
+
+    Attributes:
+        method: ``PUT`` and so on.
+        path: bucket and name, with what follows.
+        number: how many have asked before.
+        nbytes: size of what was sent, or of the answer to a GET; 0 until that is known.
+    """
+
+    method: str
+    path: str
+    number: int
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens to a request.
+
+    Attributes:
+        delay_s: wait so long before anything else.
+        status: answer with this, in place of the server.
+        is_cut: pass half of the server's answer on, and close.
+    """
+
+    delay_s: float = 0.0
+    status: int | None = None
+    is_cut: bool = False
+
+
+NONE = Fault()
+BUSY = Fault(status=503)
+Decide = Callable[[Request], Fault]
+
+
+class FaultyProxy:
+    """Passes requests on to a server, each with the fault that is decided for it.
+
+    Attributes:
+        store: what clients use in place of the server.
+        decide: gives the fault of a request; none at first.
+        requests: all that have come.
+    """
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.decide: Decide = lambda _: NONE
+        self.requests: list[Request] = []
+        self._target = urlsplit(store.endpoint)
+        self._ended = threading.Event()
+        self._noting = threading.Lock()
+        self._server = _Server(self)
+        port = self._server.server_address[1]
+        self.store = replace(store, endpoint=f"http://127.0.0.1:{port}")
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+
+    def __enter__(self) -> Self:
+        """Serve until the block is left."""
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Let no request wait any longer."""
+        self._ended.set()
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    @contextmanager
+    def faulty(self, decide: Decide) -> Iterator[None]:
+        """Within the block requests have these faults."""
+        self.decide = decide
+        try:
+            yield
+        finally:
+            self.decide = lambda _: NONE
+
+    def fault_of(self, method: str, path: str, nbytes: int) -> tuple[int, Fault]:
+        """Note a request; its number, and what is to happen to it, once it has waited."""
+        with self._noting:
+            request = Request(method, path, len(self.requests), nbytes)
+            self.requests.append(request)
+        fault = self.decide(request)
+        self._ended.wait(fault.delay_s)
+        return request.number, fault
+
+    def note_answer(self, number: int, nbytes: int) -> None:
+        """Note how much a GET was answered with."""
+        with self._noting:
+            if number < len(self.requests):
+                self.requests[number] = replace(self.requests[number], nbytes=nbytes)
+
+    def forward(
+        self, method: str, path: str, headers: dict[str, str], body: bytes
+    ) -> tuple[int, list[tuple[str, str]], bytes]:
+        """What the server answers."""
+        host, port = str(self._target.hostname), self._target.port
+        connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT_S)
+        try:
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.getheaders(), answer.read()
+        finally:
+            connection.close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Passes one request on."""
+
+    protocol_version = "HTTP/1.1"
+    server: _Server
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name there
+        """Nothing."""
+
+    def _pass_on(self) -> None:
+        proxy = self.server.proxy
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        number, fault = proxy.fault_of(self.command, self.path, len(body))
+        if fault.status is not None:
+            self._answer(fault.status, [], b"", is_cut=False)
+            return
+        headers = {k: v for k, v in self.headers.items() if k.lower() != "connection"}
+        try:
+            status, found, content = proxy.forward(self.command, self.path, headers, body)
+        except OSError:
+            self.close_connection = True  # as the server does
+            return
+        if self.command == "GET":
+            proxy.note_answer(number, len(content))
+        self._answer(status, found, content, is_cut=fault.is_cut)
+
+    def _answer(
+        self, status: int, headers: list[tuple[str, str]], content: bytes, *, is_cut: bool
+    ) -> None:
+        self.send_response_only(status)
+        kept = {name.lower(): value for name, value in headers if name.lower() not in _DROPPED}
+        kept.setdefault("content-length", str(len(content)))  # that of HEAD tells of another
+        for name, value in kept.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(content[: len(content) // 2] if is_cut else content)
+        self.close_connection = self.close_connection or is_cut
+
+    do_GET = do_PUT = do_HEAD = do_DELETE = do_POST = _pass_on  # noqa: N815 - names there
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, proxy: FaultyProxy) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.proxy = proxy

@@ -1,0 +1,213 @@
+"""Servers that speak S3, for tests: moto, and Ceph's radosgw where it is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_START_S = 60.0
+_PAUSE_S = 0.05
+_HOST = "127.0.0.1"
+_SCRIPTS = Path(__file__).parents[2].parent / "shared" / "tools"
+_CEPH = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool")
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectStore:
+    """A server, and who may use it.
+
+    Attributes:
+        endpoint: its URL.
+        key: the access key.
+        secret: the secret key.
+    """
+
+    endpoint: str
+    key: str = "testkey"
+    secret: str = "testsecret"  # noqa: S105 - of a server on the loopback
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What a process has in its environment to use it; fails within seconds."""
+        return {
+            "DIST_CKPT_S3_ENDPOINT": self.endpoint,
+            "DIST_CKPT_S3_CREDENTIALS": "environment",
+            "DIST_CKPT_STORE_TIMEOUT_S": "20",
+            "AWS_ACCESS_KEY_ID": self.key,
+            "AWS_SECRET_ACCESS_KEY": self.secret,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def client(self) -> Any:
+        """A boto3 client, for what checkpoints do not do themselves."""
+        import boto3  # noqa: PLC0415 - slow to import, and ranks do not need it
+
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=self.key,
+            aws_secret_access_key=self.secret,
+            region_name="us-east-1",
+        )
+
+    def make_bucket(self, name: str) -> str:
+        """Make a bucket; its URL."""
+        self.client().create_bucket(Bucket=name)
+        return f"s3://{name}"
+
+    def names(self, bucket: str) -> list[str]:
+        """The names of all objects."""
+        pages = self.client().get_paginator("list_objects_v2").paginate(Bucket=bucket)
+        return [found["Key"] for page in pages for found in page.get("Contents", ())]
+
+    def read(self, bucket: str, name: str) -> bytes:
+        """The content of an object."""
+        content: bytes = self.client().get_object(Bucket=bucket, Key=name)["Body"].read()
+        return content
+
+    def put(self, bucket: str, name: str, content: bytes) -> None:
+        """Put an object."""
+        self.client().put_object(Bucket=bucket, Key=name, Body=content)
+
+    def delete(self, bucket: str, name: str) -> None:
+        """Delete an object."""
+        self.client().delete_object(Bucket=bucket, Key=name)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind((_HOST, 0))
+        port: int = found.getsockname()[1]
+    return port
+
+
+class Moto:
+    """A moto server in a process of its own, which keeps objects in memory; no rights are checked.
+
+    Args:
+        port: where it listens.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.store = ObjectStore(f"http://{_HOST}:{port}")
+        command = [sys.executable, "-m", "moto.server", "-H", _HOST, "-p", str(port)]
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            _await_port(port, self._process)
+        except BaseException:
+            self.kill()
+            raise
+
+    def kill(self) -> None:
+        """End it at once; its objects are gone."""
+        self._process.kill()
+        self._process.wait()
+
+
+@contextmanager
+def moto() -> Iterator[ObjectStore]:
+    """A moto server that is ended on leaving."""
+    server = Moto(free_port())
+    try:
+        yield server.store
+    finally:
+        server.kill()
+
+
+def why_no_radosgw() -> str | None:
+    """Why there can be no radosgw here; None where there can."""
+    missing = [name for name in _CEPH if shutil.which(name) is None]
+    if missing:
+        return f"Ceph's radosgw is not installed (no {', '.join(missing)})"
+    script = _SCRIPTS / "start_radosgw.sh"
+    return None if script.exists() else f"{script} is missing"
+
+
+class Radosgw:
+    """Ceph's radosgw, a monitor and a disk in memory, with real credentials.
+
+    Args:
+        directory: for its files.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        port = _ceph_port()
+        self.store = ObjectStore(f"http://{_HOST}:{port}")
+        self._port = port
+        command = ["bash", str(_SCRIPTS / "start_radosgw.sh"), str(directory), str(port)]
+        try:
+            subprocess.run(
+                [*command, "memstore"], check=True, capture_output=True, timeout=_START_S
+            )
+        except BaseException:
+            self.stop()
+            raise
+
+    def kill_gateway(self) -> None:
+        """Kill the process that serves; its objects stay."""
+        os.kill(self._pid("client.rgw"), signal.SIGKILL)
+
+    def start_gateway(self) -> None:
+        """Start it again; returns once it listens."""
+        (self._directory / "run" / "client.rgw.asok").unlink(missing_ok=True)
+        config = str(self._directory / "ceph.conf")
+        subprocess.run(
+            [shutil.which("radosgw") or "radosgw", "-n", "client.rgw", "-c", config],
+            check=True,
+            capture_output=True,
+            timeout=_START_S,
+        )
+        _await_port(self._port, None)
+
+    def stop(self) -> None:
+        """Kill every process of it."""
+        for file in (self._directory / "run").glob("*.pid"):
+            try:
+                os.kill(int(file.read_text()), signal.SIGKILL)
+            except (ProcessLookupError, ValueError):
+                continue  # it has ended by itself
+
+    def _pid(self, name: str) -> int:
+        return int((self._directory / "run" / f"{name}.pid").read_text())
+
+
+def _ceph_port() -> int:
+    """A port below those that are given out, as those 1000 to 1200 above it must be free too."""
+    for port in range(17480, 30000, 1300):
+        with socket.socket() as one, socket.socket() as other:
+            try:
+                one.bind((_HOST, port))
+                other.bind((_HOST, port + 1000))
+            except OSError:
+                continue
+            return port
+    raise OSError("no free ports for radosgw")
+
+
+def _await_port(port: int, process: subprocess.Popen[bytes] | None) -> None:
+    deadline = time.monotonic() + _START_S
+    while True:
+        try:
+            socket.create_connection((_HOST, port), timeout=1).close()
+        except OSError:
+            if process is not None and process.poll() is not None:
+                raise OSError(f"the server ended with {process.returncode}") from None
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_PAUSE_S)
+        else:
+            return
