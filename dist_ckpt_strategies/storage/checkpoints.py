@@ -19,14 +19,22 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.spec.region import Extent
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayReader
 from dist_ckpt_strategies.storage.bucket_arrays import BucketReader
 from dist_ckpt_strategies.storage.bucket_publication import require_something
 from dist_ckpt_strategies.storage.buckets import Bucket
-from dist_ckpt_strategies.storage.chunk_files import BUFFER_NBYTES, ChunkFile, ChunkFileCheck
-from dist_ckpt_strategies.storage.direct_io import BounceBuffers
+from dist_ckpt_strategies.storage.chunk_files import ChunkFile
 from dist_ckpt_strategies.storage.file_access import file_access, permitted_access
 from dist_ckpt_strategies.storage.files import COMMON_NAME, require_directory, storage_error
+from dist_ckpt_strategies.storage.format2_checks import (
+    FileCheck,
+    check_buffers,
+    chunk_checks,
+    common_check,
+    metadata_check,
+    object_check,
+)
 from dist_ckpt_strategies.storage.locations import Location
 from dist_ckpt_strategies.storage.manifest import INDEX_NAME, Manifest, digest_of
 from dist_ckpt_strategies.storage.objects import object_path, plain_content, read_content
@@ -34,7 +42,7 @@ from dist_ckpt_strategies.storage.places import Directory, Place
 from dist_ckpt_strategies.storage.stores import open_array_store
 from dist_ckpt_strategies.storage.transfers import Job, run_pooled
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
-from dist_ckpt_strategies.storage.zarr3 import chunk_name, metadata_content, metadata_name
+from dist_ckpt_strategies.storage.zarr3 import chunk_name
 from dist_ckpt_strategies.storage.zarr3_arrays import Zarr3Reader
 
 _NUM_BUCKET_READS = 4
@@ -180,21 +188,15 @@ class Format2Checkpoint:
 
         A file of objects is looked at once for each object.
         """
-        buffers = BounceBuffers(BUFFER_NBYTES)
+        buffers = check_buffers()
         for record in self.manifest.arrays():
-            array = record.array
-            name = metadata_name(array.key)
-            yield Job(array.key, self.place.path(name), partial(self._check_metadata, array))
-            for index, chunk in record.chunks.items():
-                file = ChunkFile.of(array, index, self.place.path(chunk_name(array, index)))
-                check = ChunkFileCheck(file, chunk, buffers).run
-                if isinstance(self._root, Bucket):
-                    check = partial(self._read_chunk, file)
-                yield Job(array.key, file.path, check)
-        for found in self.manifest.objects():
-            if found.span is not None:
-                path = self.place.path(found.span.name)
-                yield Job(found.id.unique_key, path, partial(self._check_object, found.id))
+            yield self._job(metadata_check(self.place, record.array))
+            if isinstance(self._root, Bucket):
+                yield from map(partial(self._read_job, record.array), record.chunks)
+            else:
+                yield from map(self._job, chunk_checks(self.place, record, buffers))
+        found = map(partial(object_check, self.place), self.manifest.objects())
+        yield from map(self._job, filter(None, found))
         yield Job("", self.place.path(COMMON_NAME), self.require_common)
 
     def require_whole(self, share: Share) -> None:
@@ -210,25 +212,20 @@ class Format2Checkpoint:
         jobs = islice(self.checks(), share.rank, None, share.num_ranks)
         run_pooled(jobs, num_threads, _unexpected).wait(self._options.timeout_s)
 
+    def _job(self, check: FileCheck) -> Job:
+        path = self.place.path(check.name)
+        return Job(check.key or "", path, partial(_require_clean, check, path))
+
+    def _read_job(self, array: ArraySpec, index: Extent) -> Job:
+        file = ChunkFile.of(array, index, self.place.path(chunk_name(array, index)))
+        return Job(array.key, file.path, partial(self._read_chunk, file))
+
     def _read_chunk(self, file: ChunkFile) -> None:
         """Read a chunk, and so have its inner chunks compared; takes memory for its elements."""
         region = file.grid.region
         target = np.empty(region.shape, file.array.dtype.numpy)
         reads = [ArrayRead(file.array, region, target)]
         self.array_reader.begin_reads(reads).wait(self._options.timeout_s)
-
-    def _check_metadata(self, array: ArraySpec) -> None:
-        name = metadata_name(array.key)
-        if self.place.read(name) != metadata_content(array):
-            path = self.place.path(name)
-            raise CorruptCheckpointError(
-                f"{array.key}: {path} is not what was written, and misleads other readers",
-                key=array.key,
-                path=path,
-            )
-
-    def _check_object(self, object_id: ObjectId) -> None:
-        self.object_content(object_id)
 
     def require_common(self) -> None:
         """Raise unless the common state's file is the one that was there at the save.
@@ -240,14 +237,18 @@ class Format2Checkpoint:
         listed = self.manifest.index.common
         if listed is None:
             return
-        content = self.place.read(COMMON_NAME)
-        if (len(content), digest_of(content)) != (listed.nbytes, listed.digest):
-            path = self.place.path(COMMON_NAME)
-            raise CorruptCheckpointError(
-                f"{path} is damaged, or of another save: {len(content)} bytes with digest "
-                f"{digest_of(content)}, expected {listed.nbytes} and {listed.digest}",
-                path=path,
-            )
+        self._job(common_check(self.place, listed)).run()
+
+
+def _require_clean(check: FileCheck, path: str) -> None:
+    """Raise what a look at a file finds first."""
+    for finding in check.run():
+        lead = f"{check.key}: " if check.key else ""
+        raise CorruptCheckpointError(
+            f"{lead}{path} is damaged: expected {finding.expected}, found {finding.found}",
+            key=check.key,
+            path=path,
+        )
 
 
 def _opened(root: Location) -> Place:

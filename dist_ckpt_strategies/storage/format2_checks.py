@@ -45,16 +45,16 @@ class FileCheck:
     run: Callable[[], list[Finding]]
 
 
-def array_checks(place: Place, record: ArrayRecord, buffers: BounceBuffers) -> Iterator[FileCheck]:
-    """A check of each file of an array."""
-    array = record.array
+def metadata_check(place: Place, array: ArraySpec) -> FileCheck:
+    """A check of the file that describes an array to other readers."""
     content = metadata_content(array)
-    yield FileCheck(
-        array.key,
-        metadata_name(array.key),
-        len(content),
-        partial(_check_metadata, place, array, content),
-    )
+    run = partial(_check_metadata, place, array, content)
+    return FileCheck(array.key, metadata_name(array.key), len(content), run)
+
+
+def chunk_checks(place: Place, record: ArrayRecord, buffers: BounceBuffers) -> Iterator[FileCheck]:
+    """A check of each chunk's file; the place is a directory."""
+    array = record.array
     for index, chunk in record.chunks.items():
         name = chunk_name(array, index)
         file = ChunkFile.of(array, index, place.path(name))

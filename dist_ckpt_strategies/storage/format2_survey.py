@@ -40,9 +40,10 @@ from dist_ckpt_strategies.storage.findings import (
 from dist_ckpt_strategies.storage.folders import Folder, folders_below, read_folder, reason
 from dist_ckpt_strategies.storage.format2_checks import (
     FileCheck,
-    array_checks,
     check_buffers,
+    chunk_checks,
     common_check,
+    metadata_check,
     object_check,
 )
 from dist_ckpt_strategies.storage.manifest import (
@@ -408,7 +409,8 @@ def _check_marker(marker: CheckpointMarker | Finding) -> Iterator[Finding]:
 def _checks(survey: Format2Survey) -> Iterator[FileCheck]:
     place, buffers = Directory(survey.root), check_buffers()
     for stored in survey.arrays:
-        yield from array_checks(place, stored.record, buffers)
+        yield metadata_check(place, stored.record.array)
+        yield from chunk_checks(place, stored.record, buffers)
     yield from filter(None, map(partial(object_check, place), survey.objects))
     if survey.index is not None and survey.index.common is not None:
         yield common_check(place, survey.index.common)

@@ -24,6 +24,7 @@ from dist_ckpt_strategies.storage.files import (
     require_directory,
 )
 from dist_ckpt_strategies.storage.folders import folders_below, read_folder
+from dist_ckpt_strategies.storage.journal import JOURNAL_NAME
 from dist_ckpt_strategies.storage.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -114,6 +115,8 @@ def _remove_empty_folders(directory: Path) -> None:
 def _standing(directory: Path) -> Standing:
     if (directory / MARKER_NAME).exists():
         return Standing.COMPLETE if _is_complete(directory) else Standing.OTHER
+    if (directory / JOURNAL_NAME).exists():
+        return Standing.OTHER  # a conversion, which may be resumed at any time
     is_ours = _began_format2(directory) or _is_left_of_format1(directory)
     return Standing.UNFINISHED if is_ours else Standing.OTHER
 

@@ -102,6 +102,8 @@ def make_strangers(root: Path, samples: Path) -> None:
     (root / "iter_0000004" / "metadata.json").write_text("{")
     copied(samples / "two", root / "iter_0000006")
     (root / "iter_0000006" / "manifest" / "index.json").unlink()
+    copied(samples / "two_unfinished", root / "iter_0000008")
+    (root / "iter_0000008" / ".partial-conversion.jsonl").write_bytes(b"")  # to be resumed
     (root / "tensorboard").mkdir()
     (root / "iter_0000007").symlink_to(samples / "two")
     (root / "wandb.log").write_text("x")
