@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dist_ckpt_strategies.config import LocalOptions, Options
+    from dist_ckpt_strategies.config import LocalOptions, Options, StoreOptions
     from dist_ckpt_strategies.strategies.defaults import register
     from dist_ckpt_strategies.strategies.entry import load, save
     from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LocalOptions": "config",
     "Options": "config",
+    "StoreOptions": "config",
     "StrategyAction": "strategies.registry",
     "StrategyKey": "strategies.registry",
     "StrategyRegistry": "strategies.registry",
@@ -46,6 +47,7 @@ _HOMES = {
 __all__ = [
     "LocalOptions",
     "Options",
+    "StoreOptions",
     "StrategyAction",
     "StrategyKey",
     "StrategyRegistry",

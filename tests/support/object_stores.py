@@ -19,7 +19,7 @@ _START_S = 60.0
 _PAUSE_S = 0.05
 _HOST = "127.0.0.1"
 _SCRIPTS = Path(__file__).parents[2].parent / "shared" / "tools"
-_CEPH = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool")
+_CEPH = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool", "curl")
 
 
 @dataclass(frozen=True, slots=True)
