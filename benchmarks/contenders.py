@@ -49,6 +49,7 @@ class Contender(Protocol):
 Make = Callable[[tuple[Shard, ...]], Contender]
 
 ZARR: Final = ("zarr", 1)
+ZARR_2: Final = ("zarr", 2)
 TORCH_DIST: Final = ("torch_dist", 1)
 
 
@@ -92,6 +93,12 @@ def zarr(shards: tuple[Shard, ...]) -> Contender:
     """This package's backend, made known to Megatron-Core."""
     dist_ckpt_strategies.register()
     return Megatron(shards, ZARR)
+
+
+def zarr_2(shards: tuple[Shard, ...]) -> Contender:
+    """This package's second format: it takes digests, and compares them at a load."""
+    dist_ckpt_strategies.register()
+    return Megatron(shards, ZARR_2)
 
 
 def torch_dist(shards: tuple[Shard, ...]) -> Contender:
@@ -222,6 +229,7 @@ MAKERS: Final[Mapping[str, Make]] = {
     RAW_FLUSHED: _raw_flushed,
     RAW_PLAIN: _raw_plain,
     "zarr 1": zarr,
+    "zarr 2": zarr_2,
     "torch_dist": torch_dist,
     "torch dcp": _TorchDcp,
     "torch.save": _TorchSave,

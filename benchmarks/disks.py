@@ -38,8 +38,8 @@ _SPREAD = 0x20000
 
 
 @contextmanager
-def workspace(parent: Path) -> Iterator[Path]:
-    """A new directory under ``parent``, removed on leaving, whatever happens."""
+def workspace(parent: Path | None) -> Iterator[Path]:
+    """A new directory under ``parent``, or the temporary directory; removed on leaving."""
     directory = Path(tempfile.mkdtemp(prefix="dist-ckpt-bench-", dir=parent))
     try:
         _spread(directory)

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, get_context
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.synchronize import Barrier
 from types import TracebackType
 from typing import Any, Self
@@ -63,9 +64,31 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True)
+class Bereaved:
+    """A step in which one rank was killed.
+
+    Attributes:
+        values: what the step returned, by rank, for those that outlived it.
+        was_done: whether the killed rank was done with the step before; it counts as a survivor
+            of the step then.
+    """
+
+    values: dict[int, Any]
+    was_done: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Call:
+    """What a rank is to do; it meets the others before, or else says that it begins."""
+
     method: str
     args: tuple[Any, ...]
+    is_met: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A rank begins with a call before which it meets nobody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,27 +122,39 @@ class Ranks(AbstractContextManager["Ranks"]):
     ends the processes and whatever they have started, in every case.
     """
 
-    def __init__(self, num_ranks: int, make_worker: MakeWorker, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        make_worker: MakeWorker,
+        *,
+        timeout_s: float,
+        preload: Sequence[str] = (),
+    ) -> None:
         """Prepare the processes; entering the block starts them.
 
         Args:
             num_ranks: how many.
             make_worker: called in each process; has to be picklable.
             timeout_s: longest wait for a step.
+            preload: fork the processes from a server that has imported these modules, once for
+                all objects of this class, and has done nothing else; without any, each starts by
+                itself. A script names a module that imports what it does: each process runs the
+                script's imports again.
         """
         self._timeout_s = timeout_s
+        self._is_bereaved = False
         # The store is kept for as long as the ranks may ask it.
         self._store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        spawn = get_context("spawn")
+        start = _context(preload)
         # Named semaphores live as long as the process that made them holds on to them.
-        self._barrier = spawn.Barrier(num_ranks)
+        self._barrier = start.Barrier(num_ranks)
         self._pipes: list[connection.Connection] = []
         self._processes = []
         for rank in range(num_ranks):
-            ours, theirs = spawn.Pipe()
+            ours, theirs = start.Pipe()
             context = RankContext(rank, num_ranks, self._store.port, timeout_s)
             args = (context, make_worker, theirs, self._barrier)
-            process = spawn.Process(target=_rank_main, args=args)
+            process = start.Process(target=_rank_main, args=args)
             self._pipes.append(ours)
             self._processes.append((process, theirs))
 
@@ -146,7 +181,7 @@ class Ranks(AbstractContextManager["Ranks"]):
         trace: TracebackType | None,
     ) -> None:
         """End the processes."""
-        self._stop(kindly=error is None)
+        self._stop(kindly=error is None and not self._is_bereaved)
 
     def step(self, method: str, *args: Any) -> Timed:
         """Run ``worker.method(*args)`` on every rank; all of them start together.
@@ -160,11 +195,39 @@ class Ranks(AbstractContextManager["Ranks"]):
         seconds = max(r.ended for r in replies) - min(r.started for r in replies)
         return Timed(seconds, tuple(reply.value for reply in replies))
 
-    def _replies(self, step: str) -> list[_Reply]:
+    def step_killing(self, victim: int, delay_s: float, method: str, *args: Any) -> Bereaved:
+        """Like ``step``, but kill a rank some time after all began. The last step there can be.
+
+        The others end as soon as they have answered, as they would: what still waits for them
+        has to notice.
+
+        Raises:
+            RankFailedError: another rank failed, or did not end in time.
+        """
+        self._is_bereaved = True
+        for pipe in self._pipes:
+            pipe.send(_Call(method, args, is_met=False))
+        for rank, pipe in enumerate(self._pipes):
+            if not (pipe.poll(self._timeout_s) and isinstance(pipe.recv(), _Begun)):
+                raise RankFailedError(f"{method}: rank {rank} did not begin")
+        time.sleep(delay_s)
+        process, _ = self._processes[victim]
+        process.kill()
+        process.join()
+        was_done = self._pipes[victim].poll() and _has_reply(self._pipes[victim])
+        others = [rank for rank in range(len(self._pipes)) if rank != victim]
+        replies = self._replies(method, others, is_last=True)
+        values = {rank: reply.value for rank, reply in zip(others, replies, strict=True)}
+        return Bereaved(values, was_done)
+
+    def _replies(
+        self, step: str, ranks: Sequence[int] | None = None, *, is_last: bool = False
+    ) -> list[_Reply]:
         deadline = time.monotonic() + self._timeout_s
+        expected = range(len(self._pipes)) if ranks is None else ranks
         replies: dict[int, _Reply] = {}
-        while len(replies) < len(self._pipes):
-            waiting = [rank for rank in range(len(self._pipes)) if rank not in replies]
+        while len(replies) < len(expected):
+            waiting = [rank for rank in expected if rank not in replies]
             pipes = [self._pipes[rank] for rank in waiting]
             ready = connection.wait(pipes, max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -174,6 +237,8 @@ class Ranks(AbstractContextManager["Ranks"]):
             for rank, pipe in zip(waiting, pipes, strict=True):
                 if pipe in ready:
                     replies[rank] = _received(pipe, step, rank)
+                    if is_last:
+                        self._processes[rank][0].kill()
         return [replies[rank] for rank in sorted(replies)]
 
     def _stop(self, *, kindly: bool) -> None:
@@ -220,6 +285,22 @@ def _received(pipe: connection.Connection, step: str, rank: int) -> _Reply:
     return reply
 
 
+def _context(preload: Sequence[str]) -> SpawnContext | ForkServerContext:
+    if not preload:
+        return get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    return context
+
+
+def _has_reply(pipe: connection.Connection) -> bool:
+    """Whether a rank that is dead has sent its reply before."""
+    try:
+        return isinstance(pipe.recv(), _Reply)
+    except (EOFError, ConnectionResetError):
+        return False
+
+
 def _kill_session(pid: int | None) -> None:
     """Kill what a rank has started; it shares the session that the rank opened."""
     with contextlib.suppress(ProcessLookupError):
@@ -237,7 +318,10 @@ def _rank_main(
         now = time.perf_counter()
         pipe.send(_Reply(now, now, None))
         while isinstance(call := pipe.recv(), _Call):
-            barrier.wait(context.timeout_s)
+            if call.is_met:
+                barrier.wait(context.timeout_s)
+            else:
+                pipe.send(_Begun())
             started = time.perf_counter()
             value = getattr(worker, call.method)(*call.args)
             pipe.send(_Reply(started, time.perf_counter(), value))

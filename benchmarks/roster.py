@@ -31,6 +31,7 @@ ENTRIES: Final[Mapping[str, Entry]] = {
     RAW_FLUSHED: Entry(flushes=True),
     RAW_PLAIN: Entry(flushes=False, loads=False),
     "zarr 1": Entry(flushes=True),
+    "zarr 2": Entry(flushes=True),
     "torch_dist": Entry(flushes=True, package="psutil"),
     "torch dcp": Entry(flushes=True),
     "torch.save": Entry(flushes=False),

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.config import LocalOptions, Options, StoreOptions
+    from dist_ckpt_strategies.strategies.convert import ConvertOptions, convert, upgrade
     from dist_ckpt_strategies.strategies.defaults import register
-    from dist_ckpt_strategies.strategies.entry import load, save
+    from dist_ckpt_strategies.strategies.diff import diff
+    from dist_ckpt_strategies.strategies.entry import SaveHandle, load, save, save_async
     from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
     from dist_ckpt_strategies.strategies.registry import (
         StrategyAction,
@@ -28,12 +30,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ConvertOptions": "strategies.convert",
     "LocalOptions": "config",
     "Options": "config",
+    "SaveHandle": "strategies.entry",
     "StoreOptions": "config",
     "StrategyAction": "strategies.registry",
     "StrategyKey": "strategies.registry",
     "StrategyRegistry": "strategies.registry",
+    "convert": "strategies.convert",
+    "diff": "strategies.diff",
     "get_default_strategy": "strategies.registry",
     "load": "strategies.entry",
     "prepare_local_load": "strategies.local_replicated",
@@ -42,15 +48,21 @@ _HOMES = {
     "register_default_tensorstore_strategies": "strategies.tensorstore",
     "register_default_zarr_strategies": "strategies.zarr",
     "save": "strategies.entry",
+    "save_async": "strategies.entry",
+    "upgrade": "strategies.convert",
 }
 
 __all__ = [
+    "ConvertOptions",
     "LocalOptions",
     "Options",
+    "SaveHandle",
     "StoreOptions",
     "StrategyAction",
     "StrategyKey",
     "StrategyRegistry",
+    "convert",
+    "diff",
     "get_default_strategy",
     "load",
     "prepare_local_load",
@@ -59,6 +71,8 @@ __all__ = [
     "register_default_tensorstore_strategies",
     "register_default_zarr_strategies",
     "save",
+    "save_async",
+    "upgrade",
 ]
 
 

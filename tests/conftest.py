@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.support.pythons import Python, started_python
 
 # Two shared cores: time says nothing about an example, and a minute is a lot.
 settings.register_profile(
@@ -20,3 +24,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs a GPU where there is none."""
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+
+
+@pytest.fixture(scope="session")
+def plain_python() -> Iterator[Python]:
+    """Runs scripts that start without anything of this package imported."""
+    with started_python() as python:
+        yield python

@@ -6,19 +6,10 @@ modules ``base``, ``zarr`` and ``tensorstore``. Parts that are not there yet are
 
 from __future__ import annotations
 
-import ast
-import inspect
-from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
-from pathlib import Path
-from typing import Any
-
 import pytest
 from megatron.core.dist_checkpointing.strategies import base
 
-ROOT = Path(__file__).parents[1]
-HOME = "dist_ckpt_strategies.strategies"
+from tests.support.kept import Kept, require_tested, require_understood
 
 WHOLE = "tests/golden/test_whole_arrays.py::"
 GOLDEN_OBJECTS = "tests/golden/test_objects.py::"
@@ -39,28 +30,6 @@ REFUSED = f"{CLASSES}test_another_format_is_refused_by_name"
 OBJECTS = f"{GOLDEN_OBJECTS}test_every_object_is_what_was_saved"
 COMMON = f"{GOLDEN_OBJECTS}test_the_common_state_is_part_of_what_is_loaded"
 COMMON_OBJECTS = f"{CLASSES}test_objects_take_the_common_strategys_way_too"
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """A name that code written for Megatron-Core <= 0.15 uses.
-
-    Attributes:
-        name: module below ``dist_ckpt_strategies.strategies``, class, member.
-        parameters: as the reference states them, without self; None for what is not called.
-        test: file and function that show its behaviour.
-    """
-
-    name: str
-    parameters: str | None
-    test: str
-
-    def find(self) -> Any:
-        module, *names = self.name.split(".")
-        found: Any = import_module(f"{HOME}.{module}")
-        for name in names:
-            found = getattr(found, name)
-        return found
 
 
 def sharded_loader(name: str, load_test: str) -> list[Kept]:
@@ -155,12 +124,6 @@ BASES = {
 every_name = pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept.name)
 
 
-def stated(parameters: str) -> list[tuple[str, str | None]]:
-    """Names and defaults of parameters as the reference writes them."""
-    pairs = (part.partition("=") for part in parameters.split(", ") if part)
-    return [(name, default or None) for name, _, default in pairs]
-
-
 @every_name
 def test_the_name_can_be_imported(kept: Kept) -> None:
     assert kept.find() is not None
@@ -170,18 +133,7 @@ def test_the_name_can_be_imported(kept: Kept) -> None:
     "kept", [k for k in KEPT if k.parameters is not None], ids=lambda k: k.name
 )
 def test_calls_as_the_reference_states_them_are_understood(kept: Kept) -> None:
-    own = list(inspect.signature(kept.find()).parameters.values())
-    if own and own[0].name == "self":
-        own = own[1:]
-    theirs = stated(str(kept.parameters))
-
-    assert [parameter.name for parameter in own[: len(theirs)]] == [name for name, _ in theirs]
-    for parameter, (_, default) in zip(own, theirs, strict=False):
-        assert parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        assert default is None or repr(parameter.default) == default
-    for parameter in own[len(theirs) :]:
-        is_optional = parameter.default is not parameter.empty
-        assert is_optional or parameter.kind is parameter.VAR_KEYWORD
+    require_understood(kept)
 
 
 @pytest.mark.parametrize("name", BASES)
@@ -189,15 +141,6 @@ def test_a_strategy_is_one_of_megatron_cores(name: str) -> None:
     assert issubclass(Kept(name, None, "").find(), BASES[name])
 
 
-@cache
-def functions_of(path: str) -> frozenset[str]:
-    """Names of the functions of a file."""
-    tree = ast.parse((ROOT / path).read_text())
-    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
-
-
 @every_name
 def test_a_test_shows_its_behaviour(kept: Kept) -> None:
-    path, _, function = kept.test.partition("::")
-
-    assert function in functions_of(path)
+    require_tested(kept)

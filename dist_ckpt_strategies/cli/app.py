@@ -17,7 +17,8 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.failures import reported_failures
 
 _STATUS = "[bold]Exit status:[/] 0 fine, 1 damage found or failed, 2 wrong usage."
-_INSPECT = """List the arrays and objects of a checkpoint, and say whether it is complete.
+_INSPECT = """List the arrays and objects of a checkpoint, and say whether it is complete. \
+Of a directory of local checkpoints, the iterations and parts.
 
 Reads names, sizes and metadata only. Ends with status 0 where the checkpoint could be shown, \
 complete or not."""
@@ -25,11 +26,28 @@ _VERIFY = """Check that a checkpoint is whole, and list what is not.
 
 Looks for every chunk file, of the right size, every shard of every object, common.pt and \
 metadata.json, and compares objects and common.pt with their own checksums. Format 1 keeps no \
-checksums of arrays: a byte that has changed inside a chunk does not show."""
+checksums of arrays: a byte that has changed inside a chunk does not show. Of local checkpoints \
+every tensor is compared with its digest."""
 _DEMO = """Train a small GPT on four CPU ranks, save it as Zarr, resume it in other layouts.
 
 Shows that weights and optimizer state come back bit for bit, and that the loss goes on from \
 where it was. Takes a few minutes on two cores."""
+_CONVERT = """Convert a checkpoint to another format, bit for bit.
+
+From ("zarr", 1), ("zarr", 2) and torch_dist of Megatron-Core 0.16; optimizer state, objects \
+and common state too. To safetensors: the arrays of the model alone. Memory stays bounded, \
+whatever the checkpoint's size. DST must be new or empty; nothing is visible there before all \
+is. After an interruption the same command goes on where it stopped."""
+_DIFF = """Compare two checkpoints of any formats: keys, shapes, dtypes, elements and objects.
+
+Of arrays that differ it shows the first element that does, how many do, and the largest \
+absolute difference. Equal means equal to the bit."""
+_UPGRADE = """Convert a checkpoint of Megatron-Core <= 0.15 or NeMo 1.x so that training can go on.
+
+Optimizer state of the form fully_sharded_model_space (optimizer.state.fp32_param.*), which \
+Megatron-Core 0.16 cannot load, becomes fully_reshardable (optimizer.state.param.*). Otherwise \
+like convert."""
+_DIFF_STATUS = "[bold]Exit status:[/] 0 equal, 1 different, 2 failed or wrong usage."
 _FLAG = ""
 """No placeholder for a value after the name of a flag."""
 
@@ -45,7 +63,10 @@ app = typer.Typer(
 )
 
 _Directory = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Directory of one checkpoint.", show_default=False)
+    Path,
+    typer.Argument(
+        metavar="DIR", help="Directory of one checkpoint, or of local ones.", show_default=False
+    ),
 ]
 _Json = Annotated[
     bool, typer.Option("--json", metavar=_FLAG, help="Print one JSON object instead.")
@@ -54,6 +75,18 @@ _Debug = Annotated[
     bool,
     typer.Option(
         "--debug", metavar=_FLAG, help="Show a traceback on failure, as DIST_CKPT_DEBUG=1 does."
+    ),
+]
+_Source = Annotated[
+    Path, typer.Argument(metavar="SRC", help="Directory of a checkpoint.", show_default=False)
+]
+_Target = Annotated[
+    Path, typer.Argument(metavar="DST", help="New or empty directory.", show_default=False)
+]
+_Memory = Annotated[
+    int,
+    typer.Option(
+        "--memory", metavar="MIB", min=1, help="Bound on elements in memory at once, in MiB."
     ),
 ]
 
@@ -105,7 +138,7 @@ def inspect(
         str | None,
         typer.Option(
             metavar="GLOB",
-            help="Show only keys that match; * stands for any characters, / and . too.",
+            help="Show only keys, or parts, that match; * stands for any characters, / and . too.",
             show_default=False,
         ),
     ] = None,
@@ -157,4 +190,102 @@ def demo(
         from dist_ckpt_strategies.cli.demo.main import run_demo  # noqa: PLC0415
 
         status = run_demo(keep, Console())
+    raise typer.Exit(status)
+
+
+@app.command(
+    help=_CONVERT,
+    epilog=f"Example: [bold]dist-ckpt convert SRC DST --to zarr@2[/]\n\n{_STATUS}",
+)
+def convert(  # noqa: PLR0913
+    source: _Source,
+    target: _Target,
+    *,
+    to: Annotated[
+        str,
+        typer.Option(
+            metavar="FORMAT",
+            help="zarr@2, zarr@1, torch_dist or safetensors.",
+            show_default=False,
+        ),
+    ],
+    keys: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GLOB", help="For safetensors: only keys that match.", show_default=False
+        ),
+    ] = None,
+    max_file: Annotated[
+        int | None,
+        typer.Option(
+            "--max-file",
+            metavar="MB",
+            min=1,
+            help="Size of a file of safetensors (5000) or torch_dist (537), in MB.",
+            show_default=False,
+        ),
+    ] = None,
+    memory: _Memory = 256,
+    as_json: _Json = False,
+    debug: _Debug = False,
+) -> None:
+    """Convert a checkpoint."""
+    with reported_failures(debug=debug):
+        from dist_ckpt_strategies.cli.conversion import convert_checkpoint  # noqa: PLC0415
+
+        convert_checkpoint(
+            source, target, to, keys=keys, memory=memory, max_file=max_file, as_json=as_json
+        )
+
+
+@app.command(
+    help=_UPGRADE, epilog=f"Example: [bold]dist-ckpt upgrade SRC DST --to zarr@2[/]\n\n{_STATUS}"
+)
+def upgrade(
+    source: _Source,
+    target: _Target,
+    *,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="zarr@2, zarr@1 or torch_dist; by default the format of SRC.",
+            show_default=False,
+        ),
+    ] = None,
+    memory: _Memory = 256,
+    as_json: _Json = False,
+    debug: _Debug = False,
+) -> None:
+    """Upgrade a checkpoint."""
+    with reported_failures(debug=debug):
+        from dist_ckpt_strategies.cli.conversion import upgrade_checkpoint  # noqa: PLC0415
+
+        upgrade_checkpoint(source, target, to, memory=memory, as_json=as_json)
+
+
+@app.command(
+    help=_DIFF, epilog=f"Example: [bold]dist-ckpt diff A B && rm -r A[/]\n\n{_DIFF_STATUS}"
+)
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_default=False)],
+    *,
+    keys: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GLOB",
+            help="Compare only arrays whose keys match, and no objects.",
+            show_default=False,
+        ),
+    ] = None,
+    memory: _Memory = 256,
+    as_json: _Json = False,
+    debug: _Debug = False,
+) -> None:
+    """Compare two checkpoints."""
+    with reported_failures(debug=debug, status=2):
+        from dist_ckpt_strategies.cli.difference import diff_checkpoints  # noqa: PLC0415
+
+        status = diff_checkpoints(a, b, keys, memory=memory, as_json=as_json)
     raise typer.Exit(status)

@@ -16,10 +16,11 @@ STATUS_INTERRUPTED = 130
 
 
 @contextmanager
-def reported_failures(*, debug: bool) -> Iterator[None]:
-    """End the command with status 1 and one line on stderr where the block fails.
+def reported_failures(*, debug: bool, status: int = STATUS_FAILED) -> Iterator[None]:
+    """End the command with a status, 1 by default, and one line on stderr where the block fails.
 
     Args:
+        status: of the command, where it fails.
         debug: let the exception through instead, as ``DIST_CKPT_DEBUG`` does.
     """
     try:
@@ -33,7 +34,7 @@ def reported_failures(*, debug: bool) -> Iterator[None]:
         if debug or debug_from_environment():
             raise
         _say(error)
-        raise typer.Exit(STATUS_FAILED) from error
+        raise typer.Exit(status) from error
 
 
 def _say(error: Exception) -> None:

@@ -11,16 +11,21 @@ from rich.console import Console
 from rich.text import Text
 
 from dist_ckpt_strategies.cli.columns import Row, print_list, print_wrapped
+from dist_ckpt_strategies.cli.format2 import inspect_format2
 from dist_ckpt_strategies.cli.json_form import (
     array_fields,
     finding_fields,
     object_fields,
     print_json,
+    summary_fields,
 )
+from dist_ckpt_strategies.cli.parts import inspect_parts
 from dist_ckpt_strategies.cli.text import bytes_text, counted, printable
 from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.spec.region import Extent
 from dist_ckpt_strategies.storage.contents import LeftoverKind
+from dist_ckpt_strategies.storage.format2_survey import survey_format2
+from dist_ckpt_strategies.storage.part_survey import survey_parts
 from dist_ckpt_strategies.storage.stored_arrays import StoredArray
 from dist_ckpt_strategies.storage.stored_objects import StoredObject
 from dist_ckpt_strategies.storage.survey import Survey, survey_checkpoint
@@ -30,6 +35,7 @@ _LABEL_WIDTH = 12
 _LEFTOVERS = {
     LeftoverKind.LOCKS: "directories with locks of Megatron-Core <= 0.15",
     LeftoverKind.PARTIAL: "files that a save did not finish",
+    LeftoverKind.WRITING: "files that are being written",
     LeftoverKind.REMOVED: "directories that were being removed",
 }
 
@@ -37,11 +43,11 @@ _LEFTOVERS = {
 def inspect_checkpoint(
     directory: Path, keys: str | None, *, with_objects: bool, as_json: bool
 ) -> None:
-    """Show the arrays and objects of a checkpoint, and whether it is complete.
+    """Show the arrays and objects of a checkpoint, or the parts of local ones, and if it is whole.
 
     Args:
-        directory: the checkpoint.
-        keys: show only keys that match this glob.
+        directory: the checkpoint, or a directory of local ones.
+        keys: show only keys, or ids of parts, that match this glob.
         with_objects: show objects too.
         as_json: print one JSON object.
 
@@ -49,6 +55,14 @@ def inspect_checkpoint(
         CheckpointNotFoundError: there is no checkpoint directory.
         ArrayNotFoundError: no key matches.
     """
+    local = survey_parts(directory)
+    if local is not None:
+        inspect_parts(local, keys, as_json=as_json)
+        return
+    recorded = survey_format2(directory)
+    if recorded is not None:
+        inspect_format2(recorded, keys, with_objects=with_objects, as_json=as_json)
+        return
     survey = survey_checkpoint(directory)
     arrays = [stored for stored in survey.arrays if _matches(stored.array.key, keys)]
     objects = [stored for stored in survey.objects if _matches(stored.key, keys)]
@@ -63,7 +77,7 @@ def inspect_checkpoint(
             "objects": list(map(object_fields, shown_objects)),
             "findings": list(map(finding_fields, survey.findings)),
         }
-        print_json("inspect", survey, fields)
+        print_json("inspect", survey.root, summary_fields(survey) | fields)
         return
     console = Console(highlight=False)
     _print_arrays(console, arrays)
@@ -173,7 +187,7 @@ def _count_files(num_files: int, nbytes: int) -> str:
 
 def _completeness(survey: Survey) -> str:
     if survey.is_foreign:
-        return "not known; dist-ckpt looks into zarr 1 only"
+        return "not known; dist-ckpt looks into zarr 1 and zarr 2 only"
     if not survey.findings:
         return "yes, by names and sizes; `dist-ckpt verify` also reads the objects"
     count = counted(len(survey.findings), "finding")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import typer
 
+from dist_ckpt_strategies.storage.contents import Leftover
 from dist_ckpt_strategies.storage.findings import Finding
 from dist_ckpt_strategies.storage.stored_arrays import StoredArray
 from dist_ckpt_strategies.storage.stored_objects import StoredObject
@@ -17,10 +19,10 @@ from dist_ckpt_strategies.storage.survey import Survey
 SCHEMA = 1
 
 
-def print_json(command: str, survey: Survey, fields: Mapping[str, Any]) -> None:
-    """Print one object: what every command says about a checkpoint, and further fields."""
-    head = {"schema": SCHEMA, "command": command, "path": str(survey.root)}
-    typer.echo(json.dumps(head | summary_fields(survey) | dict(fields), indent=2))
+def print_json(command: str, root: Path, fields: Mapping[str, Any]) -> None:
+    """Print one object: which command looked at which directory, and further fields."""
+    head = {"schema": SCHEMA, "command": command, "path": str(root)}
+    typer.echo(json.dumps(head | dict(fields), indent=2))
 
 
 def summary_fields(survey: Survey) -> dict[str, Any]:
@@ -33,8 +35,13 @@ def summary_fields(survey: Survey) -> dict[str, Any]:
         "num_objects": len(survey.objects),
         "num_files": survey.num_files,
         "nbytes": survey.nbytes,
-        "leftovers": [asdict(leftover) for leftover in survey.leftovers],
+        "leftovers": list(map(leftover_fields, survey.leftovers)),
     }
+
+
+def leftover_fields(leftover: Leftover) -> dict[str, Any]:
+    """Something that is no part of the checkpoint."""
+    return asdict(leftover)
 
 
 def finding_fields(finding: Finding) -> dict[str, Any]:

@@ -11,10 +11,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from dist_ckpt_strategies.cli import format2
 from dist_ckpt_strategies.cli.columns import print_wrapped
-from dist_ckpt_strategies.cli.json_form import finding_fields, print_json
+from dist_ckpt_strategies.cli.json_form import finding_fields, print_json, summary_fields
+from dist_ckpt_strategies.cli.parts import show_verdict
 from dist_ckpt_strategies.cli.text import bytes_text, counted, printable
 from dist_ckpt_strategies.storage.findings import Finding, Watch
+from dist_ckpt_strategies.storage.format2_survey import check_format2, survey_format2
+from dist_ckpt_strategies.storage.part_survey import check_parts, survey_parts
 from dist_ckpt_strategies.storage.survey import Survey, check_survey, survey_checkpoint
 
 STATUS_WHOLE = 0
@@ -28,13 +32,25 @@ def verify_checkpoint(directory: Path, *, as_json: bool) -> int:
     """Check a checkpoint and show what is wrong with it; returns the exit status.
 
     Args:
-        directory: the checkpoint.
+        directory: the checkpoint, or a directory of local ones.
         as_json: print one JSON object.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint directory.
     """
     began = time.monotonic()
+    local = survey_parts(directory)
+    if local is not None:
+        with _open_progress() as progress:
+            findings = check_parts(local, _watch(progress, "comparing digests"))
+        show_verdict(local, findings, time.monotonic() - began, as_json=as_json)
+        return STATUS_DAMAGED if findings else STATUS_WHOLE
+    recorded = survey_format2(directory)
+    if recorded is not None:
+        with _open_progress() as progress:
+            findings = check_format2(recorded, _watch(progress, "comparing digests"))
+        format2.show_verdict(recorded, findings, time.monotonic() - began, as_json=as_json)
+        return STATUS_DAMAGED if findings else STATUS_WHOLE
     with _open_progress() as progress:
         survey = survey_checkpoint(directory, _watch(progress, "looking at directories"))
         findings = check_survey(survey, _watch(progress, "reading objects"))
@@ -42,7 +58,7 @@ def verify_checkpoint(directory: Path, *, as_json: bool) -> int:
     if as_json:
         whole = None if survey.is_foreign else not findings
         fields = {"whole": whole, "findings": list(map(finding_fields, findings))}
-        print_json("verify", survey, fields)
+        print_json("verify", survey.root, summary_fields(survey) | fields)
     else:
         console = Console(highlight=False)
         _print_findings(console, findings)

@@ -11,9 +11,13 @@ from pathlib import Path
 from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
-from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
-from dist_ckpt_strategies.plan.retrieve import Completeness, build_survey
-from dist_ckpt_strategies.spec.part import PartId
+from dist_ckpt_strategies.errors import CheckpointError, StorageError
+from dist_ckpt_strategies.plan.retrieve import (
+    Completeness,
+    build_survey,
+    choose_world_sizes,
+)
+from dist_ckpt_strategies.spec.part import PartId, SaveId
 from dist_ckpt_strategies.storage.part_files import FoundPart, PartDirectory, read_headers
 
 logger = logging.getLogger(__name__)
@@ -41,12 +45,14 @@ class Availability:
         parts: for each rank, the parts that it can read and a copy of each.
         world_sizes: the world size that each part states.
         kinds: how the state of each part is encoded.
+        disputed: saves of which some part, left out here, states another world size.
     """
 
     nodes: tuple[str, ...]
     parts: Mapping[int, Mapping[str, Copy]]
     world_sizes: Mapping[str, int]
     kinds: Mapping[str, str]
+    disputed: frozenset[SaveId]
 
     def ids(self, rank: int) -> Collection[str]:
         """The parts that a rank can read."""
@@ -114,29 +120,52 @@ def _found(directory: PartDirectory) -> list[FoundPart]:
 
 
 def _availability(everyone: list[bytes], excluded: frozenset[Copy]) -> Availability:
-    parts: dict[int, dict[str, Copy]] = {}
-    world_sizes: dict[str, int] = {}
+    listings = {text: _Listing.parse(text).without(excluded) for text in set(everyone)}
+    stated = {(row.part_id, row.world_size) for one in listings.values() for row in one.rows}
+    sizes = choose_world_sizes(stated)
+    parts: dict[bytes, dict[str, Copy]] = {text: {} for text in listings}
     kinds: dict[str, str] = {}
-    parsed: dict[bytes, dict[str, Copy]] = {}
-    nodes: dict[bytes, str] = {}
-    for rank, text in enumerate(everyone):
-        if text not in parsed:
-            parsed[text] = {}
-            node, rows = json.loads(text)
-            nodes[text] = node
-            for part_id, path, world_size, kind in rows:
-                copy = Copy(node, path)
-                if copy in excluded:
-                    continue
-                if world_sizes.setdefault(part_id, world_size) != world_size:
-                    raise CorruptCheckpointError(
-                        f"{part_id}: {path} states {world_size} ranks, another copy "
-                        f"{world_sizes[part_id]}"
-                    )
-                kinds[part_id] = kind
-                parsed[text].setdefault(part_id, copy)
-        parts[rank] = parsed[text]
-    return Availability(tuple(nodes[text] for text in everyone), parts, world_sizes, kinds)
+    for text in dict.fromkeys(everyone):
+        for row in listings[text].rows:
+            if row.world_size == sizes[row.part_id.save]:
+                kinds[str(row.part_id)] = row.kind
+                parts[text].setdefault(str(row.part_id), row.copy)
+    return Availability(
+        tuple(listings[text].node for text in everyone),
+        {rank: parts[text] for rank, text in enumerate(everyone)},
+        {part_id: sizes[PartId.require(part_id).save] for part_id in kinds},
+        kinds,
+        frozenset(part_id.save for part_id, size in stated if size != sizes[part_id.save]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A file with a good header."""
+
+    part_id: PartId
+    copy: Copy
+    world_size: int
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    """What one node has."""
+
+    node: str
+    rows: tuple[_Row, ...]
+
+    @classmethod
+    def parse(cls, text: bytes) -> _Listing:
+        node, rows = json.loads(text)
+        return cls(
+            node,
+            tuple(_Row(PartId.require(id_), Copy(node, path), *rest) for id_, path, *rest in rows),
+        )
+
+    def without(self, excluded: Collection[Copy]) -> _Listing:
+        return replace(self, rows=tuple(row for row in self.rows if row.copy not in excluded))
 
 
 def path_of(directory: PartDirectory, copy: Copy) -> Path:

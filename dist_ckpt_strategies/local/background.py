@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import threading
 import time
@@ -16,6 +17,7 @@ from dist_ckpt_strategies.storage.files import file_errors
 T = TypeVar("T")
 
 _PAUSE_S = 0.02
+_LOW_PRIORITY = 10
 
 
 class BackgroundWork(Generic[T]):
@@ -74,6 +76,15 @@ class BackgroundWork(Generic[T]):
             self._errors.append(error)
         finally:
             self.end_mark.touch()
+
+
+def yield_to_training() -> None:
+    """Let other threads of this machine go first, from now on, wherever this one could run too.
+
+    Threads that it starts inherit this. Where the system knows no such thing, nothing changes.
+    """
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
 
 
 def wait_for_mark(end_mark: str, pid: int) -> None:

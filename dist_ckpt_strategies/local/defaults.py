@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dist_ckpt_strategies.local.mcore_state_dict import mcore_codec
+from dist_ckpt_strategies.local.mcore_codecs import mcore_codec, megatron_codec
 from dist_ckpt_strategies.local.state_codecs import StateCodecs, basic_codec
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.storage.objects import names_of
 
 
 def default_codecs() -> StateCodecs:
-    """The codecs of this package's own state dicts."""
-    return StateCodecs([basic_codec(), mcore_codec()])
+    """The codecs of this package's own state dicts, and of Megatron-Core's."""
+    return StateCodecs([basic_codec(), mcore_codec(), megatron_codec()])
 
 
 def default_allowed_names(allow: Sequence[Any] = ()) -> Mapping[str, Any]:

@@ -50,10 +50,18 @@ class LocalParts:
     message_nbytes: int
 
 
-def find_newest(comm: Communicator, local: LocalParts) -> Completeness | None:
-    """The newest save of which every part is somewhere, by the headers. Collective."""
+def find_newest(
+    comm: Communicator, local: LocalParts, resharded: Collection[str]
+) -> Completeness | None:
+    """The newest save of which every part is somewhere, by the headers. Collective.
+
+    Args:
+        comm: all ranks.
+        local: this rank's node.
+        resharded: kinds of state that another number of ranks can use.
+    """
     found = gather_availability(comm, local.directory, local.session_id, frozenset())
-    return next((one for one in agree(comm, found.survey) if not one.missing), None)
+    return agree(comm, lambda: _newest(comm, found, resharded))
 
 
 def load_newest(
@@ -118,27 +126,56 @@ def _target(
     resharded: Collection[str],
 ) -> Completeness:
     """The save to load."""
-    survey = found.survey()
-    target = next((one for one in survey if not one.missing), None)
+    target = _newest(comm, found, resharded)
     if target is None:
-        lost = [
-            f"iteration {one.save.iteration}: nobody has the parts of ranks {_few(one.missing)}"
-            for one in survey
-        ]
+        survey = found.survey()
         if not survey and not reasons:
             raise CheckpointNotFoundError(
                 f"no local checkpoint below {directory} on any node", path=str(directory)
             )
-        why = "; ".join([*lost, *reasons])
+        why = "; ".join([*map(_why_not, survey), *reasons])
         raise NoReplicasAvailableError(None, f"no local checkpoint is complete: {why}")
-    kinds = {found.kinds[str(PartId(target.save, rank))] for rank in range(target.world_size)}
-    if target.world_size != comm.size and not kinds.issubset(resharded):
+    if not _fits(comm, found, target, resharded):
+        kinds = ", ".join(sorted(_kinds(found, target)))
         raise PlanError(
             f"iteration {target.save.iteration} was saved by {target.world_size} ranks, and "
-            f"{comm.size} load it; parts of kind {', '.join(sorted(kinds))} fit the "
+            f"{comm.size} load it; parts of kind {kinds} fit the "
             "number of ranks that saved them; MCoreTensorAwareStateDict fits any"
         )
     return target
+
+
+def _newest(
+    comm: Communicator, found: Availability, resharded: Collection[str]
+) -> Completeness | None:
+    """The newest save that is complete.
+
+    Where its parts disagree on its world, and those that are whole are not for this one, it is
+    passed over: it could keep the saves before it from being loaded.
+    """
+    complete = (one for one in found.survey() if not one.missing)
+    usable = (
+        one
+        for one in complete
+        if one.save not in found.disputed or _fits(comm, found, one, resharded)
+    )
+    return next(usable, None)
+
+
+def _fits(
+    comm: Communicator, found: Availability, one: Completeness, resharded: Collection[str]
+) -> bool:
+    return one.world_size == comm.size or _kinds(found, one).issubset(resharded)
+
+
+def _kinds(found: Availability, one: Completeness) -> set[str]:
+    return {found.kinds[str(PartId(one.save, rank))] for rank in range(one.world_size)}
+
+
+def _why_not(one: Completeness) -> str:
+    if not one.missing:
+        return f"iteration {one.save.iteration}: its parts state different numbers of ranks"
+    return f"iteration {one.save.iteration}: nobody has the parts of ranks {_few(one.missing)}"
 
 
 def _few(ranks: Sequence[int]) -> str:

@@ -49,6 +49,7 @@ from dist_ckpt_strategies.local.state_codecs import (
     decode_parts,
     encode_state,
 )
+from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.run.part_streams import FileSink
 from dist_ckpt_strategies.run.replicate import run_replicate
 from dist_ckpt_strategies.run.report import ReplicationReport
@@ -126,6 +127,7 @@ class LocalCheckpointManager:
         comm = self.communicator("directory")
         return self._directory.holder_directory(comm.global_rank(comm.rank))
 
+    @raises_megatron_errors
     def save(
         self,
         state_dict: TensorAwareStateDict,
@@ -183,15 +185,18 @@ class LocalCheckpointManager:
         work.start()
         return LocalSaveRequest.of(work, lambda: self._finalise(comm, save, work), self._timeout_s)
 
+    @raises_megatron_errors
     def find_latest(self) -> int:
         """The newest iteration whose parts are all there somewhere, or -1.
 
         Collective. Headers are checked, tensors are not: ``load`` may have to fall back.
         """
         self._let_finish()
-        newest = find_newest(self.communicator("search for local checkpoints"), self._parts)
+        comm = self.communicator("search for local checkpoints")
+        newest = find_newest(comm, self._parts, self._codecs.resharded_kinds())
         return newest.save.iteration if newest else _NO_ITERATION
 
+    @raises_megatron_errors
     def load(self, *, at_least: int = 0) -> tuple[Any, str]:
         """The newest state that can be put together, and the id of this rank's part.
 
@@ -333,6 +338,7 @@ class LocalCheckpointManager:
             remove_save(self._directory, comm.global_rank(comm.rank), save)
             raise
 
+    @raises_megatron_errors
     def _finalise(
         self, comm: Communicator, save: SaveId, work: BackgroundWork[ReplicationReport]
     ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, ValuesView
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,7 @@ from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicato
 from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.device import torch_dtype
 from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError
-from dist_ckpt_strategies.local.plain_values import Extension, dump_value, load_value
-from dist_ckpt_strategies.local.state_codecs import StateCodec
+from dist_ckpt_strategies.local.plain_values import dump_value, load_value
 from dist_ckpt_strategies.local.tensor_slots import SlottedStateDict, TensorSlots
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor, StrictHandling
@@ -210,12 +209,12 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
 
     @property
     def sharded_state_dict(self) -> StateDict:
-        """The ShardedTensors, with their data, and ShardedObjects; new ones each time."""
-        tensors = self._slots.require_tensors()
+        """The ShardedTensors and ShardedObjects, new ones each time; without data if hollow."""
+        tensors = None if self.is_hollow else self._slots.require_tensors()
 
         def give(value: Any) -> Any:
             place = self._places.get(id(value))
-            if place is None:
+            if place is None or tensors is None:
                 return value
             full = copy.copy(value)
             full.data = tensors[place]
@@ -226,6 +225,14 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
     @property
     def state_dict(self) -> StateDict:
         """The common state, with the sharded values in their places."""
+        self._slots.require_tensors()
+        return self._merged()
+
+    def values(self) -> ValuesView[Any]:
+        """The values of the state dict's first level; of a hollow state too, without tensors."""
+        return self._merged().values()
+
+    def _merged(self) -> StateDict:
         return merged(
             mapped_values(lambda value: value, self.common_state_dict), self.sharded_state_dict
         )
@@ -274,16 +281,6 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
             return deliver(value, found)
 
         return agree(comm, lambda: mapped_values(give, wanted))
-
-    def placed(self) -> StateDict:
-        """The sharded values, each ShardedTensor with the number of its tensor."""
-
-        def place(value: Any) -> Any:
-            if not isinstance(value, ShardedTensor):
-                return value
-            return _Placed(value, self._places.get(id(value)))
-
-        return mapped_values(place, self._frame)
 
 
 def _communicator(group: ProcessGroup | None, purpose: str) -> Communicator:
@@ -445,71 +442,3 @@ def _moved(
     )
     run_reshard(planned, {spec.id: tensor for spec, tensor in held.items()}, targets, comm)
     return targets
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A ShardedTensor without data, and the number of the tensor that is its data."""
-
-    bare: Any
-    place: int | None
-
-
-def _placed_from(content: Sequence[Any]) -> _Placed:
-    wire, place = content
-    return _Placed(metadata_from_wire(wire), place)
-
-
-def _object_from(content: Sequence[Any]) -> Any:
-    wire, data = content
-    made = metadata_from_wire(wire)
-    made.data = data
-    return made
-
-
-_EXTENSIONS = (
-    Extension(
-        "sharded tensor", _Placed, lambda p: [metadata_to_wire(p.bare), p.place], _placed_from
-    ),
-    Extension(
-        "sharded object", ShardedObject, lambda o: [metadata_to_wire(o), o.data], _object_from
-    ),
-)
-
-
-def _to_value(state: MCoreTensorAwareStateDict) -> dict[str, Any]:
-    return {
-        "tensors": list(state.tensors),
-        "sharded": state.placed(),
-        "common": state.common_state_dict,
-    }
-
-
-def _from_value(value: Mapping[str, Any], devices: Sequence[str]) -> MCoreTensorAwareStateDict:
-    tensors = value["tensors"]
-
-    def fill(found: Any) -> Any:
-        if not isinstance(found, _Placed):
-            return found
-        found.bare.data = None if found.place is None else tensors[found.place]
-        return found.bare
-
-    return MCoreTensorAwareStateDict(
-        value["common"], mapped_values(fill, value["sharded"]), devices=devices[: len(tensors)]
-    )
-
-
-def _joined(states: Sequence[MCoreTensorAwareStateDict]) -> MCoreTensorAwareStateDict:
-    """A state that holds what all of these do."""
-    return MCoreTensorAwareStateDict(
-        states[0].common_state_dict,
-        {str(number): state.sharded_state_dict for number, state in enumerate(states)},
-        devices=[device for state in states for device in state.devices],
-    )
-
-
-def mcore_codec() -> StateCodec:
-    """The codec of MCoreTensorAwareStateDict."""
-    return StateCodec(
-        "mcore", MCoreTensorAwareStateDict, _to_value, _from_value, _EXTENSIONS, _joined
-    )

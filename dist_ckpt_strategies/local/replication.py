@@ -21,6 +21,7 @@ from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
 from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
 from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
 from dist_ckpt_strategies.local.state_codecs import decode_state, encode_state
+from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.plan.cliques import build_cliques
 from dist_ckpt_strategies.plan.retrieve import ExchangePlan, build_exchange_plan
 from dist_ckpt_strategies.run.part_streams import MemorySink, MemorySource
@@ -92,6 +93,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         self._timeout_s = options_from_environment().with_changes(timeout_s=timeout_s).timeout_s
 
     @classmethod
+    @raises_megatron_errors
     def from_replication_params(
         cls,
         replication_jump: int = 0,
@@ -159,6 +161,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             self._group, timeout_s=self._timeout_s, purpose=purpose, payload_device=device
         )
 
+    @raises_megatron_errors
     def replicate(
         self, local_ckpt: TensorAwareStateDict, id_: str
     ) -> tuple[list[TensorAwareStateDict], list[str]]:
@@ -214,6 +217,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
         return agree(comm, decode), ids
 
+    @raises_megatron_errors
     def retrieve_plan(
         self, globally_available_ids: Mapping[int, Sequence[str]], wanted: Sequence[str]
     ) -> ExchangePlan:
@@ -230,6 +234,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             lambda: build_exchange_plan(available, dict(zip(members, everyone, strict=True))),
         )
 
+    @raises_megatron_errors
     def retrieve_execute(
         self, plan: ExchangePlan, my_data: Mapping[str, TensorAwareStateDict]
     ) -> dict[str, TensorAwareStateDict]:

@@ -21,21 +21,33 @@ class StateCodec:
 
     Attributes:
         kind: stands for the class in files.
-        cls: the class.
+        cls: the class, or its full name where importing it has to wait until a state is of it.
         to_value: the state as nested containers, plain values and tensors; the tensors of the
             state come before any other, in the order of ``state.tensors``.
         from_value: the state again, from that and the kind of device of each tensor.
         extensions: further classes that the values may be of.
         from_several: one state that holds what several parts of a save hold, for another number
             of ranks; None where a part fits its own rank alone.
+        devices: the kind of device that each tensor belongs to, in order; None where that is the
+            one it is on. By default what the state's ``devices`` says, if it has that.
     """
 
     kind: str
-    cls: type[Any]
+    cls: type[Any] | str
     to_value: Callable[[Any], Any]
     from_value: Callable[[Any, Sequence[str]], Any]
     extensions: tuple[Extension, ...] = ()
     from_several: Callable[[Sequence[Any]], Any] | None = None
+    devices: Callable[[Any], Sequence[str] | None] = lambda state: getattr(state, "devices", None)
+
+    @property
+    def class_name(self) -> str:
+        """The full name of the class."""
+        return self.cls if isinstance(self.cls, str) else _full_name(self.cls)
+
+    def is_for(self, cls: type[Any]) -> bool:
+        """Whether this is the codec of that very class."""
+        return cls is self.cls or _full_name(cls) == self.cls
 
 
 class StateCodecs:
@@ -51,10 +63,10 @@ class StateCodecs:
             StrategyExistsError: its kind or class is taken.
         """
         for known in self._codecs:
-            if known.kind == codec.kind or known.cls is codec.cls:
+            if known.kind == codec.kind or known.cls == codec.cls:
                 raise StrategyExistsError(
-                    f"state codec {codec.kind!r} of {codec.cls.__qualname__}: there is "
-                    f"{known.kind!r} of {known.cls.__qualname__} already"
+                    f"state codec {codec.kind!r} of {codec.class_name}: there is "
+                    f"{known.kind!r} of {known.class_name} already"
                 )
         self._codecs.append(codec)
 
@@ -66,9 +78,9 @@ class StateCodecs:
         """
         for cls in type(state).__mro__:
             for codec in self._codecs:
-                if codec.cls is cls:
+                if codec.is_for(cls):
                     return codec
-        known = ", ".join(codec.cls.__qualname__ for codec in self._codecs)
+        known = ", ".join(codec.class_name for codec in self._codecs)
         raise StrategyError(
             f"no codec for a {type(state).__qualname__}, only for {known}; "
             "wrap the state in BasicTensorAwareStateDict, or add a StateCodec"
@@ -89,6 +101,10 @@ class StateCodecs:
                 return codec
         known = ", ".join(codec.kind for codec in self._codecs)
         raise StrategyError(f"no codec {kind!r} for this state, only {known}; add a StateCodec")
+
+
+def _full_name(cls: type[Any]) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def basic_codec() -> StateCodec:
@@ -132,7 +148,7 @@ def encode_state(
     """
     codec = codecs.of_state(state)
     packed = pack(codec.to_value(state), allowed, codec.extensions)
-    buffers = _at_home(packed.buffers, getattr(state, "devices", None))
+    buffers = _at_home(packed.buffers, codec.devices(state))
     part = Part(part_id, world_size, session_id, codec.kind, packed.tree, buffers)
     return EncodedState(part, packed.payloads)
 

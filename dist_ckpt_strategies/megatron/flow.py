@@ -19,11 +19,10 @@ from megatron.core.dist_checkpointing.validation import (
     maybe_report_missing_and_unexpected_keys,
     parse_strict_flag,
     validate_integrity_and_strict_load,
-    validate_sharded_objects_handling,
     validate_sharding_integrity,
 )
 
-from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.errors import PlanError, StrategyError
 from dist_ckpt_strategies.megatron.bases import (
     CheckpointingException,
     ShardedObject,
@@ -226,8 +225,17 @@ def split_objects(sharded: StateDict) -> tuple[StateDict, StateDict]:
 
 
 def require_objects_handled(sharded_strategy: Any, common_strategy: Any) -> None:
-    """Raise where neither strategy handles ShardedObjects."""
-    validate_sharded_objects_handling(sharded_strategy, common_strategy)
+    """Raise where neither strategy handles ShardedObjects.
+
+    Raises:
+        StrategyError: neither does.
+    """
+    strategies = (sharded_strategy, common_strategy)
+    if not any(strategy.can_handle_sharded_objects for strategy in strategies):
+        raise StrategyError(
+            f"the state dict has ShardedObjects, which neither {sharded_strategy} nor "
+            f"{common_strategy} can handle; choose a strategy that does"
+        )
 
 
 def merged(base: StateDict, *others: StateDict) -> StateDict:

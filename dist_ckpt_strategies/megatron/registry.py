@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
-import megatron.core
 from megatron.core.dist_checkpointing.strategies import base
 
-from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.megatron.bases import StrategyAction
-
-
-def megatron_version() -> str:
-    """The installed version of Megatron-Core."""
-    return str(megatron.core.__version__)
+from dist_ckpt_strategies.megatron.bases import CheckpointingException, StrategyAction
 
 
 def has_registry() -> bool:
@@ -33,23 +27,27 @@ def register_strategy(action: StrategyAction, backend: str, version: int, strate
     base.register_default_strategy(action, backend, version, strategy)
 
 
-def default_strategy(action: StrategyAction, backend: str, version: int) -> Any:
-    """Megatron-Core's own default, torch_dist and the common ones registered on the way.
+def torch_dist_strategy(action: StrategyAction) -> Any:
+    """Megatron-Core's own strategy for ``("torch_dist", 1)``.
 
     Raises:
-        CheckpointingException: Megatron-Core has none.
+        CheckpointingException: it has none for this action.
     """
-    return base.get_default_strategy(action, backend, version)
+    if has_registry():
+        return base.get_default_strategy(action, "torch_dist", 1)
+    from megatron.core.dist_checkpointing.strategies.torch import (  # noqa: PLC0415 - takes seconds
+        TorchDistLoadShardedStrategy,
+        TorchDistSaveShardedStrategy,
+    )
+
+    if action is StrategyAction.SAVE_SHARDED:
+        return _without_arguments(TorchDistSaveShardedStrategy, "torch_dist", 1)
+    if action is StrategyAction.LOAD_SHARDED:
+        return TorchDistLoadShardedStrategy()
+    raise CheckpointingException(f"torch_dist has no strategy for {action.value}")
 
 
-def require_registry(what: str) -> None:
-    """Raise where the installed Megatron-Core would use torch_dist in place of what it is given.
-
-    Raises:
-        StrategyError: Megatron-Core >= 0.17.
-    """
-    if not has_registry():
-        raise StrategyError(
-            f"{what}: Megatron-Core {megatron_version()} has no strategy registry and replaces "
-            "foreign strategies by torch_dist; install megatron-core 0.16"
-        )
+def _without_arguments(cls: Any, *arguments: Any) -> Any:
+    """An object of a class that takes its backend and version, or no longer does."""
+    takes = list(inspect.signature(cls).parameters)[: len(arguments)]
+    return cls(*arguments) if takes == ["backend", "version"] else cls()

@@ -15,6 +15,9 @@ _LEAST_NBYTES = 128 << 10
 _PARTS = 16
 """A small chunk is cut into about this many, so that other layouts find boundaries in it too."""
 
+_FEW_PARTS = 4
+"""Every dim has as many first, lest a change of layout along a shorter one should read too much."""
+
 _SMALL_FACTOR = 7
 _MATRIX_DIMS = 2
 
@@ -30,10 +33,11 @@ class ChunkCut:
 def cut_chunk(chunk: Extent, shape: Extent, itemsize: int, *, is_movable: bool) -> ChunkCut | None:
     """Choose inner chunks for a chunk grid.
 
-    Dims before the last two, experts say, are cut first, down to single elements; then whichever
-    dim is the longest, so that inner chunks become square. A dim that the chunk covers whole may be
-    cut anywhere: the chunk is made longer there, past the array's edge, which costs padding in the
-    last inner chunk and no bytes else. Other dims can only be cut by their factors.
+    Dims before the last two, experts say, are cut first, down to single elements; then the last
+    two, into four parts each; then whichever is longer, so that inner chunks become square. A dim
+    that the chunk covers whole may be cut anywhere: the chunk is made longer there, past the
+    array's edge, which costs padding in the last inner chunk and no bytes else. Other dims can only
+    be cut by their factors.
 
     Args:
         chunk: shape of the chunks, in elements.
@@ -74,7 +78,7 @@ def _counts(held: Extent, is_free: tuple[bool, ...], itemsize: int, limit: int) 
         ]
         if not options:
             return counts
-        dim, factor = min(options, key=lambda option: _order(option, inner))
+        dim, factor = min(options, key=lambda option: _order(option, inner, counts))
         counts[dim] *= factor
 
 
@@ -87,8 +91,11 @@ def _factor(extent: int, *, is_free: bool) -> int | None:
     return next((f for f in range(2, math.isqrt(extent) + 1) if extent % f == 0), extent)
 
 
-def _order(option: tuple[int, int], inner: list[int]) -> tuple[bool, bool, int, int]:
-    """Outer dims first, then small factors, then the longest dim."""
+def _order(
+    option: tuple[int, int], inner: list[int], counts: list[int]
+) -> tuple[bool, bool, int, int, int]:
+    """Outer dims first, then small factors, then dims in few parts, then the longest dim."""
     dim, factor = option
     is_outer = dim < len(inner) - _MATRIX_DIMS
-    return not is_outer, factor > _SMALL_FACTOR, -inner[dim], dim
+    few = min(counts[dim], _FEW_PARTS)
+    return not is_outer, factor > _SMALL_FACTOR, few, -inner[dim], dim

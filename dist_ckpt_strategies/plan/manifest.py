@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.inner_grid import InnerGrid
+from dist_ckpt_strategies.spec.inner_grid import num_inner_chunks
 
 MAX_PART_NBYTES = 4 << 20
 """About the size of a part: what a rank holds of the manifest while it is written."""
@@ -69,6 +69,6 @@ def _described_nbytes(array: ArraySpec) -> int:
     """About the bytes that the manifest has about an array."""
     if not array.num_chunks:
         return _ENTRY_NBYTES + len(array.key)
-    digests = InnerGrid.of(array, (0,) * len(array.shape)).num_chunks + 1
+    digests = num_inner_chunks(array, (0,) * len(array.shape)) + 1
     of_chunks = array.num_chunks * (_CHUNK_NBYTES + digests * _DIGEST_NBYTES)
     return _ENTRY_NBYTES + len(array.key) + of_chunks

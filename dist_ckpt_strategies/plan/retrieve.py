@@ -129,6 +129,26 @@ class Completeness:
     missing: tuple[int, ...]
 
 
+def choose_world_sizes(found: Iterable[tuple[PartId, int]]) -> dict[SaveId, int]:
+    """The world size of each save. Parts that state another one are not of it.
+
+    Parts of one save that were written together state the same. Where some do not, the largest
+    world of which every part is there counts; where there is none, the one with most parts.
+
+    Args:
+        found: every part that some rank can read, with the world size that it states.
+    """
+    ranks: defaultdict[tuple[SaveId, int], set[int]] = defaultdict(set)
+    for part_id, world_size in found:
+        ranks[part_id.save, world_size].add(part_id.global_rank)
+    best: dict[SaveId, tuple[bool, int, int]] = {}
+    for (save, world_size), of_world in ranks.items():
+        present = sum(rank < world_size for rank in of_world)
+        merit = (present == world_size, present, world_size)
+        best[save] = max(merit, best.get(save, merit))
+    return {save: world_size for save, (_, _, world_size) in best.items()}
+
+
 def build_survey(found: Iterable[tuple[PartId, int]]) -> tuple[Completeness, ...]:
     """What there is of each save, the newest first.
 

@@ -1,9 +1,14 @@
-"""Carry out a SavePlan: metadata and whole shards first, then chunks put together from pieces."""
+"""Carry out a SavePlan: metadata and whole shards first, then chunks put together from pieces.
+
+Either at once, or in two steps: stage, which every rank does, and write, which each does alone.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +20,7 @@ from dist_ckpt_strategies.device import to_host, torch_dtype
 from dist_ckpt_strategies.plan.save import ChunkWrite, Move, Piece, SavePlan
 from dist_ckpt_strategies.run.report import SaveReport
 from dist_ckpt_strategies.run.transfer import InFlight, TensorWrite, run_writes
+from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.spec.shard import ShardId
 from dist_ckpt_strategies.storage.base import ArrayWriter
@@ -61,7 +67,8 @@ def run_save(
 
     agree(comm, write_own)
     for round_ in plan.rounds:
-        _run_round(round_, tensors, store, comm, options)
+        chunks = _assembled_chunks(round_, tensors, comm)
+        agree(comm, partial(_write_chunks, store, chunks, options))
     agree(comm, lambda: store.begin_syncs(created).wait(options.timeout_s))
     return SaveReport(
         num_arrays=len(created),
@@ -70,6 +77,86 @@ def run_save(
         moved_nbytes=sum(move.nbytes for move in plan.sends_of(me)),
         seconds=time.monotonic() - started,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StagedSave:
+    """One rank's share of a save, in memory of its own: nobody else is needed to write it.
+
+    Attributes:
+        creations: arrays whose metadata this rank writes.
+        writes: its chunks.
+        moved_nbytes: bytes that it sent to the writers of other chunks.
+    """
+
+    creations: tuple[ArraySpec, ...]
+    writes: tuple[TensorWrite, ...]
+    moved_nbytes: int
+
+
+def stage_save(
+    plan: SavePlan,
+    tensors: Tensors,
+    comm: Communicator,
+    copy: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+) -> StagedSave:
+    """Copy what this rank will write, and bring pieces to the writers of their chunks.
+
+    Collective. When it returns the tensors may be overwritten.
+
+    Args:
+        plan: what is written by whom.
+        tensors: this rank's main replicas.
+        comm: the group that the plan was made for.
+        copy: makes copies on the host.
+
+    Raises:
+        PeerError: another rank failed.
+    """
+    me = comm.global_rank(comm.rank)
+    whole = [write for write in plan.writes_of(me) if write.is_whole_shard]
+    copies = agree(comm, lambda: copy([_piece_tensor(write.pieces[0], tensors) for write in whole]))
+    writes = [TensorWrite(w.array, w.region, c) for w, c in zip(whole, copies, strict=True)]
+    for round_ in plan.rounds:
+        writes += agree(comm, _assembled_chunks(round_, tensors, comm))
+    moved_nbytes = sum(move.nbytes for move in plan.sends_of(me))
+    return StagedSave(plan.creations_of(me), tuple(writes), moved_nbytes)
+
+
+def write_staged(
+    staged: StagedSave, store: ArrayWriter, options: Options, also: Callable[[], None]
+) -> SaveReport:
+    """Write what was staged, durably. Rank-local.
+
+    Args:
+        staged: what to write.
+        store: where the arrays go.
+        options: timeout and memory budget.
+        also: further writes that belong to this rank's share.
+
+    Raises:
+        StorageError: a write failed.
+    """
+    started = time.monotonic()
+    with InFlight(options.timeout_s) as in_flight:
+        in_flight.follow_with(store.begin_creates(staged.creations))
+        run_writes(store, staged.writes, options)
+        also()
+    touched = {a.key: a for a in (*staged.creations, *(w.array for w in staged.writes))}
+    store.begin_syncs(list(touched.values())).wait(options.timeout_s)
+    return SaveReport(
+        num_arrays=len(staged.creations),
+        num_chunks=len(staged.writes),
+        nbytes=sum(w.region.numel * w.array.dtype.itemsize for w in staged.writes),
+        moved_nbytes=staged.moved_nbytes,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _write_chunks(
+    store: ArrayWriter, chunks: Callable[[], list[TensorWrite]], options: Options
+) -> None:
+    run_writes(store, chunks(), options)
 
 
 def _shard_write(write: ChunkWrite, tensors: Tensors) -> TensorWrite:
@@ -83,16 +170,12 @@ def _piece_tensor(piece: Piece, tensors: Tensors) -> torch.Tensor:
     return tensors[piece.shard][piece.region.within(piece.shard.region).slices()]
 
 
-def _run_round(
-    round_: Sequence[ChunkWrite],
-    tensors: Tensors,
-    store: ArrayWriter,
-    comm: Communicator,
-    options: Options,
-) -> None:
-    """Move the pieces of one round to their writers, who put the chunks together and write them.
+def _assembled_chunks(
+    round_: Sequence[ChunkWrite], tensors: Tensors, comm: Communicator
+) -> Callable[[], list[TensorWrite]]:
+    """Move the pieces of one round to their writers; gives what puts this rank's chunks together.
 
-    Collective.
+    Collective; what it gives is rank-local.
     """
     me = comm.global_rank(comm.rank)
     in_group = {comm.global_rank(rank): rank for rank in range(comm.size)}
@@ -118,12 +201,7 @@ def _run_round(
         move.piece: _as_tensor(move, buffer) for move, buffer in zip(incoming, buffers, strict=True)
     }
     own = [write for write in round_ if write.writer == me]
-
-    def write_chunks() -> None:
-        chunks = [TensorWrite(w.array, w.region, _assembled(w, tensors, arrived)) for w in own]
-        run_writes(store, chunks, options)
-
-    agree(comm, write_chunks)
+    return lambda: [TensorWrite(w.array, w.region, _assembled(w, tensors, arrived)) for w in own]
 
 
 def _as_tensor(move: Move, data: Bytes) -> torch.Tensor:

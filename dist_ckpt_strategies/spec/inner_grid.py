@@ -17,6 +17,19 @@ INDEX_ENTRY_NBYTES = 16
 CRC_NBYTES = 4
 
 
+def num_inner_chunks(array: ArraySpec, index: Extent) -> int:
+    """How many inner chunks the file of a chunk holds."""
+    inner = array.inner_shape
+    assert inner is not None  # noqa: S101 - callers pass arrays of format 2
+    chunk = array.chunk_shape
+    rest = map(operator.sub, array.shape, map(operator.mul, index, chunk))
+    return math.prod(map(_num_parts, map(min, chunk, rest), inner))
+
+
+def _num_parts(extent: int, part: int) -> int:
+    return -(-extent // part)
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Inner chunks that follow each other in the file and form a box.
@@ -63,14 +76,15 @@ class InnerGrid:
         """The grid of the chunk at ``index`` of an array that has inner chunks."""
         inner = array.inner_shape
         assert inner is not None  # noqa: S101 - callers pass arrays of format 2
-        region = array.chunk_region(index).intersect(Region.whole(array.shape))
-        assert region is not None  # noqa: S101 - a chunk of the grid overlaps its array
+        chunk = array.chunk_shape
+        offset = tuple(map(operator.mul, index, chunk))
+        held = tuple(map(min, chunk, map(operator.sub, array.shape, offset)))
         raw = math.prod(inner) * array.dtype.itemsize
         return cls(
-            region,
+            Region(offset, held),
             inner,
-            tuple(-(-n // i) for n, i in zip(region.shape, inner, strict=True)),
-            tuple(map(operator.floordiv, array.chunk_shape, inner)),
+            tuple(map(_num_parts, held, inner)),
+            tuple(map(operator.floordiv, chunk, inner)),
             raw,
             raw + CRC_NBYTES * array.has_crc32c,
         )

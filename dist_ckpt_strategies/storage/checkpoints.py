@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 
 from dist_ckpt_strategies.config import Options, Verify
@@ -13,12 +15,16 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     StorageError,
 )
+from dist_ckpt_strategies.plan.chunking import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.manifest import ChunkRecord
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.base import ArrayReader
-from dist_ckpt_strategies.storage.bucket_arrays import BucketReader
+from dist_ckpt_strategies.storage.bucket_arrays import BucketReader, check_chunk, num_requests
 from dist_ckpt_strategies.storage.bucket_publication import require_something
 from dist_ckpt_strategies.storage.buckets import Bucket
+from dist_ckpt_strategies.storage.chunk_files import BUFFER_NBYTES, ChunkFile, ChunkFileCheck
+from dist_ckpt_strategies.storage.direct_io import BounceBuffers
 from dist_ckpt_strategies.storage.file_access import file_access, permitted_access
 from dist_ckpt_strategies.storage.files import COMMON_NAME, require_directory, storage_error
 from dist_ckpt_strategies.storage.locations import Location
@@ -28,7 +34,21 @@ from dist_ckpt_strategies.storage.places import Directory, Place
 from dist_ckpt_strategies.storage.stores import open_array_store
 from dist_ckpt_strategies.storage.transfers import Job, run_pooled
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.storage.zarr3 import chunk_name, metadata_content, metadata_name
 from dist_ckpt_strategies.storage.zarr3_arrays import Zarr3Reader
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which part of a task that ranks share out is whose.
+
+    Attributes:
+        rank: this one, within its group.
+        num_ranks: in the group.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
 
 
 def has_manifest(root: Path) -> bool:
@@ -151,6 +171,59 @@ class Format2Checkpoint:
                 path=path,
             )
         return content
+
+    def checks(self) -> Iterator[Job]:
+        """A look at every file that the manifest lists, one job to each; it raises what is wrong.
+
+        A file of objects is looked at once for each object.
+        """
+        buffers = BounceBuffers(BUFFER_NBYTES)
+        for record in self.manifest.arrays():
+            array = record.array
+            name = metadata_name(array.key)
+            yield Job(array.key, self.place.path(name), partial(self._check_metadata, array))
+            for index, chunk in record.chunks.items():
+                file = ChunkFile.of(array, index, self.place.path(chunk_name(array, index)))
+                yield Job(array.key, file.path, self._check_of(file, chunk, buffers))
+        for found in self.manifest.objects():
+            if found.span is not None:
+                path = self.place.path(found.span.name)
+                yield Job(found.id.unique_key, path, partial(self._check_object, found.id))
+        yield Job("", self.place.path(COMMON_NAME), self.require_common)
+
+    def require_whole(self, share: Share) -> None:
+        """Raise unless this rank's share of all files is as it was written.
+
+        Raises:
+            IncompleteCheckpointError, CorruptCheckpointError: what is wrong with the first that
+                is not.
+        """
+        if isinstance(self._root, Bucket):
+            num_threads = num_requests(self._options, MAX_OBJECT_NBYTES)
+        else:
+            num_threads = permitted_access(self._root, self._options).num_read_threads
+        jobs = islice(self.checks(), share.rank, None, share.num_ranks)
+        run_pooled(jobs, num_threads, _unexpected).wait(self._options.timeout_s)
+
+    def _check_of(
+        self, file: ChunkFile, record: ChunkRecord, buffers: BounceBuffers
+    ) -> Callable[[], None]:
+        if isinstance(self._root, Bucket):
+            return partial(check_chunk, self._root, file, record)
+        return ChunkFileCheck(file, record, buffers).run
+
+    def _check_metadata(self, array: ArraySpec) -> None:
+        name = metadata_name(array.key)
+        if self.place.read(name) != metadata_content(array):
+            path = self.place.path(name)
+            raise CorruptCheckpointError(
+                f"{array.key}: {path} is not what was written, and misleads other readers",
+                key=array.key,
+                path=path,
+            )
+
+    def _check_object(self, object_id: ObjectId) -> None:
+        self.object_content(object_id)
 
     def require_common(self) -> None:
         """Raise unless the common state's file is the one that was there at the save.

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -62,16 +63,18 @@ class ChunkFile:
         array: the array.
         index: of the chunk.
         path: of its file.
+        grid: its inner chunks.
     """
 
     array: ArraySpec
     index: Extent
     path: str
+    grid: InnerGrid
 
-    @property
-    def grid(self) -> InnerGrid:
-        """Its inner chunks."""
-        return InnerGrid.of(self.array, self.index)
+    @classmethod
+    def of(cls, array: ArraySpec, index: Extent, path: str) -> Self:
+        """The file of a chunk, with its inner chunks worked out."""
+        return cls(array, index, path, InnerGrid.of(array, index))
 
     @contextmanager
     def opened(self) -> Iterator[int]:
@@ -162,7 +165,7 @@ class ChunkFileWrite:
         grid, dtype = self.file.grid, self.file.array.dtype
         is_direct = self.is_direct and _is_worth_direct(grid, self.buffers) and start_direct(handle)
         digests: list[int] = []
-        with _borrowed(self.buffers, grid) as buffer:
+        with borrowed_for(grid, self.buffers) as buffer:
             waiting = 0
             for run in grid.all(runs_at_a_time(grid)):
                 memory = None if is_direct else self._as_stored(grid, run)
@@ -222,7 +225,7 @@ def _is_worth_direct(grid: InnerGrid, buffers: BounceBuffers) -> bool:
 
 
 @contextmanager
-def _borrowed(buffers: BounceBuffers, grid: InnerGrid) -> Iterator[Bytes]:
+def borrowed_for(grid: InnerGrid, buffers: BounceBuffers) -> Iterator[Bytes]:
     """Memory to handle one run in; only inner chunks that no plan of ours makes need a new one."""
     if _needed_nbytes(grid) > buffers.nbytes:
         yield np.empty(_needed_nbytes(grid), np.uint8)
@@ -269,7 +272,7 @@ class ChunkFileRead:
                 and not is_cached(handle, grid.file_nbytes)
                 and start_direct(handle)
             )
-            with _borrowed(self.buffers, grid) as buffer:
+            with borrowed_for(grid, self.buffers) as buffer:
                 for run in self.runs:
                     self._read(handle, grid, run, buffer, is_direct=is_direct)
 
@@ -302,3 +305,40 @@ def read_run(handle: int, grid: InnerGrid, run: Run, buffer: Bytes, *, is_direct
     if content.size != nbytes:
         raise OSError(0, "it ended while it was read")
     return content
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFileCheck:
+    """A look at every byte of a chunk file.
+
+    Attributes:
+        file: where it is.
+        record: what the manifest says about it.
+        buffers: memory to read into.
+    """
+
+    file: ChunkFile
+    record: ChunkRecord
+    buffers: BounceBuffers
+
+    def run(self) -> None:
+        """Compare every inner chunk, and the index after them, with their digests.
+
+        Raises:
+            IncompleteCheckpointError: the file is missing.
+            CorruptCheckpointError: it has another size, or a digest differs.
+            StorageError: it cannot be read.
+        """
+        grid = self.file.grid
+        with self.file.opened() as handle, borrowed_for(grid, self.buffers) as buffer:
+            for run in grid.all(runs_at_a_time(grid)):
+                content = read_run(handle, grid, run, buffer, is_direct=False)
+                self.file.require(self.record, run.first, content.reshape(run.num_chunks, -1))
+            index = np.empty(grid.index_nbytes, np.uint8)
+            read_buffered(handle, grid.data_nbytes, index)
+        found, expected = digests_of(index[None])[0], self.record.digest(grid.num_chunks)
+        if found != expected:
+            raise self.file.damaged(
+                f"(written by rank {self.record.writer}) is damaged: its index has digest "
+                f"{found:016x}, expected {expected:016x}"
+            )

@@ -32,6 +32,7 @@ class LeftoverKind(StrEnum):
 
     LOCKS = "locks"
     PARTIAL = "partial"
+    WRITING = "writing"
     REMOVED = "removed"
 
 

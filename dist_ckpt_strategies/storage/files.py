@@ -123,6 +123,18 @@ def is_elsewhere(directory: os.DirEntry[str] | Path) -> bool:
     )
 
 
+def make_directories(directory: Path) -> None:
+    """Make a directory and what is missing above it, and flush each new name."""
+    missing = []
+    path = directory
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for new in reversed(missing):
+        new.mkdir(exist_ok=True)
+        sync_path(new.parent)
+
+
 def remove_empty(directory: Path, root: Path) -> None:
     """Remove a directory and those above it, up to ``root``, as far as nothing is in them."""
     while directory != root and not (directory.exists() and any(directory.iterdir())):

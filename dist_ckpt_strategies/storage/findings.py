@@ -33,6 +33,16 @@ class Problem(StrEnum):
     MISSING_OBJECT = "missing_object"
     UNEXPECTED_OBJECT = "unexpected_object"
     DAMAGED_ARCHIVE = "damaged_archive"
+    MISSING_PART = "missing_part"
+    DAMAGED_PART = "damaged_part"
+    DAMAGED_TENSOR = "damaged_tensor"
+    DAMAGED_COMMON = "damaged_common"
+    MISSING_MANIFEST = "missing_manifest"
+    BAD_MANIFEST = "bad_manifest"
+    DAMAGED_CHUNK = "damaged_chunk"
+    DAMAGED_OBJECT = "damaged_object"
+    WRONG_FILE_SIZE = "wrong_file_size"
+    UNEXPECTED_FILE = "unexpected_file"
     UNREADABLE = "unreadable"
 
 

@@ -23,7 +23,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.inner_grid import InnerGrid
+from dist_ckpt_strategies.spec.inner_grid import num_inner_chunks
 from dist_ckpt_strategies.spec.manifest import (
     ArrayRecord,
     ChunkRecord,
@@ -125,7 +125,7 @@ def require_complete(record: ArrayRecord) -> None:
     if len(record.chunks) != array.num_chunks:
         raise ValueError(f"{array.key}: {len(record.chunks)} of {array.num_chunks} chunks")
     for index in array.chunk_indices():
-        expected = InnerGrid.of(array, index).num_chunks + 1
+        expected = num_inner_chunks(array, index) + 1
         if record.chunks[index].num_digests != expected:
             raise ValueError(
                 f"{array.key}: chunk {index} has {record.chunks[index].num_digests} digests, "
@@ -314,6 +314,16 @@ class Manifest:
         for entry in self.index.parts:
             part = self._read(entry)
             yield from map(part.object, part.objects)
+
+    def contents_of(self, entry: PartEntry) -> tuple[list[ArrayRecord], list[ObjectRecord]]:
+        """The arrays and objects that one part lists.
+
+        Raises:
+            IncompleteCheckpointError: it is missing.
+            CorruptCheckpointError: it is damaged.
+        """
+        part = self._read(entry)
+        return list(map(part.array, part.arrays)), list(map(part.object, part.objects))
 
     def _part_of(self, key: str) -> _Part | None:
         number = bisect_right(self._firsts, key) - 1

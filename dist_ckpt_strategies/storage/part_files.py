@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -18,9 +20,11 @@ import numpy.typing as npt
 
 from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.spec.part import Part, PartId
+from dist_ckpt_strategies.storage.file_locks import lock, try_lock
 from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     file_errors,
+    make_directories,
     sync_path,
 )
 from dist_ckpt_strategies.storage.part_format import (
@@ -113,6 +117,8 @@ class PartDirectory:
     def remove_leftovers(self, holder: int) -> int:
         """Remove what a killed save of this rank has left; returns the bytes that are free again.
 
+        What is being written, here or in another process, stays.
+
         Raises:
             StorageError: something cannot be removed.
         """
@@ -121,8 +127,7 @@ class PartDirectory:
         with file_errors(None, directory):
             for path in _entries(directory):
                 if path.name.startswith(PARTIAL_PREFIX):
-                    removed += path.stat().st_size
-                    path.unlink(missing_ok=True)
+                    removed += _remove_unlocked(path)
         return removed
 
     def free_nbytes(self) -> int:
@@ -132,13 +137,13 @@ class PartDirectory:
             StorageError: the directory cannot be made.
         """
         with file_errors(None, self.root):
-            self.root.mkdir(parents=True, exist_ok=True)
+            make_directories(self.root)
             return shutil.disk_usage(self.root).free
 
     def device_name(self) -> str:
         """Tells file systems apart on this machine and between machines."""
         with file_errors(None, self.root):
-            self.root.mkdir(parents=True, exist_ok=True)
+            make_directories(self.root)
             found = self.root.stat()
         return f"{_boot_id()}:{found.st_dev}"
 
@@ -156,7 +161,7 @@ class PartDirectory:
 
 
 class PartWriter:
-    """A part being written beside its place.
+    """A part being written beside its place, in a file that is locked until it appears.
 
     Raises:
         StorageError: the file cannot be made.
@@ -166,11 +171,10 @@ class PartWriter:
         self.path = path
         self._layout = layout
         self._has_appeared = False
-        self._partial = path.with_name(PARTIAL_PREFIX + uuid.uuid4().hex)
+        self._handle: int | None
         with file_errors(None, path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-            self._handle: int | None = os.open(self._partial, flags, 0o666)
+            make_directories(path.parent)
+            self._partial, self._handle = _begin_file(path.parent)
 
     def write(self, byte_offset: int, content: Bytes) -> None:
         """Write bytes at a position of the file.
@@ -204,9 +208,9 @@ class PartWriter:
         with file_errors(None, self.path):
             os.ftruncate(handle, self._layout.nbytes)
             os.fsync(handle)
-            self._close()
-            self._partial.replace(self.path)
+            self._partial.replace(self.path)  # locked until it has its name
             self._has_appeared = True
+            self._close()
             sync_path(self.path.parent)
             sync_path(self.path.parent.parent)
 
@@ -317,6 +321,59 @@ def _entries(directory: Path) -> list[Path]:
         return sorted(directory.iterdir())
     except FileNotFoundError:
         return []
+
+
+def _begin_file(directory: Path) -> tuple[Path, int]:
+    """A new file under a name of its own, and its handle, which locks it."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    while True:
+        path = directory / (PARTIAL_PREFIX + uuid.uuid4().hex)
+        handle = os.open(path, flags, 0o666)
+        try:
+            lock(handle)
+            is_there = os.fstat(handle).st_nlink > 0
+        except BaseException:
+            os.close(handle)
+            path.unlink(missing_ok=True)
+            raise
+        if is_there:
+            return path, handle
+        os.close(handle)  # taken for a leftover before it was locked
+
+
+def _remove_unlocked(path: Path) -> int:
+    """Remove a file unless it is being written; returns the bytes that are free again."""
+    try:
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode):
+            path.unlink()
+            return 0
+        with _opened_unless_locked(path) as is_ours:  # and nobody else's while it is removed
+            if is_ours:
+                path.unlink()
+            return found.st_size if is_ours else 0
+    except FileNotFoundError:
+        return 0  # another manager was first
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a process that is alive has the file locked.
+
+    Raises:
+        OSError: it cannot be opened, such as because it is gone.
+    """
+    with _opened_unless_locked(path) as is_ours:
+        return not is_ours
+
+
+@contextmanager
+def _opened_unless_locked(path: Path) -> Iterator[bool]:
+    """Lock a file for the block; False where a process that is alive has it locked."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        yield try_lock(handle)
+    finally:
+        os.close(handle)
 
 
 def _is_rank(name: str) -> bool:

@@ -24,6 +24,7 @@ from dist_ckpt_strategies.storage.files import (
     file_errors,
     is_directory,
     is_elsewhere,
+    make_directories,
     read_file,
     require_directory,
     sync_path,
@@ -64,15 +65,15 @@ def read_marker(root: Path) -> CheckpointMarker:
         content = read_file(path, MAX_JSON_NBYTES) if path.exists() else None
     if content is None:
         raise IncompleteCheckpointError(
-            f"{root} is not a distributed checkpoint, or is incomplete: {MARKER_NAME}, the last "
-            f"file of a save, is missing; {_what_is_there(root)}",
+            f"{root} is not a distributed checkpoint, or is incomplete: {path}, the "
+            f"last file of a save, is missing; {_what_is_there(root)}",
             path=str(path),
         )
     try:
         return CheckpointMarker.from_json(content)
     except (ValueError, TypeError) as error:
         raise IncompleteCheckpointError(
-            f"{root} is incomplete: {MARKER_NAME} is not whole ({error})", path=str(path)
+            f"{root} is incomplete: {path} is not whole ({error})", path=str(path)
         ) from error
 
 
@@ -108,7 +109,7 @@ def require_unfinished(root: Path) -> None:
 def make_directory(root: Path) -> None:
     """Make the directory, durably; one that is there stays as it is."""
     with file_errors(None, root):
-        _make_directory(root)
+        make_directories(root)
 
 
 def make_way(root: Path, keys: Collection[str], *, is_checkpoint: bool) -> None:
@@ -296,18 +297,6 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _make_directory(root: Path) -> None:
-    """Make ``root`` and what is missing above it, and flush each new name."""
-    missing = []
-    path = root
-    while not path.exists():
-        missing.append(path)
-        path = path.parent
-    for new in reversed(missing):
-        new.mkdir(exist_ok=True)
-        sync_path(new.parent)
 
 
 def _what_is_there(root: Path) -> str:

@@ -60,7 +60,9 @@ class Zarr3Writer(ArrayWriterBase):
             return run_pooled([Job("", self._root, self._flush.run)], 1, unexpected)
         names = {array_directory(array.key): array.key for array in arrays}
         paths = {self.path(name): key for name, key in names.items()}
-        paths |= {self.path(ARRAYS_NAME): "", str(self._root): ""}
+        if paths:
+            paths[self.path(ARRAYS_NAME)] = ""
+        paths[str(self._root)] = ""
         jobs = (Job(key, path, partial(sync_path, path)) for path, key in paths.items())
         return run_pooled(jobs, self._access.num_write_threads, unexpected)
 

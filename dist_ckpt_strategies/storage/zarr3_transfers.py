@@ -56,7 +56,7 @@ class ArrayWriterBase:
         jobs = []
         for write in writes:
             for index in write.array.chunks_of(write.region):
-                file = ChunkFile(write.array, index, self.path(chunk_name(write.array, index)))
+                file = ChunkFile.of(write.array, index, self.path(chunk_name(write.array, index)))
                 source = at_box(write.source, file.grid.region.within(write.region))
                 run = partial(self._write, write_chunk, file, source)
                 jobs.append(Job(write.array.key, file.path, run))
@@ -112,7 +112,7 @@ class ArrayReaderBase:
         array = read.array
         record = None if self._find is None else self._find(array.key)
         for index in array.chunks_of(read.region):
-            file = ChunkFile(array, index, self.path(chunk_name(array, index)))
+            file = ChunkFile.of(array, index, self.path(chunk_name(array, index)))
             chunk = None if record is None else record.chunks[index]
             for runs in self.shares(file.grid, read):
                 yield Job(array.key, file.path, partial(read_runs, read, file, chunk, runs))

@@ -20,7 +20,7 @@ from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedSaveShardedStrategy,
 )
 from dist_ckpt_strategies.strategies.registration import Default, register_defaults, register_here
-from dist_ckpt_strategies.strategies.save_planning import PlanMemory
+from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from dist_ckpt_strategies.strategies.zarr_format2 import (
     Format2LoadShardedStrategy,
@@ -73,7 +73,7 @@ def register(
             StrategyAction.SAVE_SHARDED,
             zarr.BACKEND,
             zarr.VERSION,
-            _Made(ZarrSaveShardedStrategy, {"options": options, "plan_memory": PlanMemory()}),
+            _Made(ZarrSaveShardedStrategy, _saving(options)),
         ),
         (
             StrategyAction.LOAD_SHARDED,
@@ -82,13 +82,12 @@ def register(
             _Made(ZarrLoadShardedStrategy, {"options": options, "allow": classes}),
         ),
     ]
-    memory = PlanMemory()
     format2 = (zarr_format2.BACKEND, zarr_format2.VERSION)
     sharded += [
         (
             StrategyAction.SAVE_SHARDED,
             *format2,
-            _Made(Format2SaveShardedStrategy, {"options": options, "plan_memory": memory}),
+            _Made(Format2SaveShardedStrategy, _saving(options)),
         ),
         (
             StrategyAction.LOAD_SHARDED,
@@ -103,6 +102,11 @@ def register(
         register_defaults(commons, replace=True)
     else:
         register_here(commons, replace=replace)
+
+
+def _saving(options: Options | None) -> dict[str, Any]:
+    """Arguments of the strategies that save in one format, which share what they keep."""
+    return {"options": options, "memory": SaveMemory()}
 
 
 def local_defaults(

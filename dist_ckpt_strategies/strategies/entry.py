@@ -6,8 +6,10 @@ appears whole, after everything else is durable. torch_dist never takes the plac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +19,7 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.torch_group import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.local.requests import LocalSaveRequest
 from dist_ckpt_strategies.megatron.bases import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -38,7 +41,7 @@ from dist_ckpt_strategies.megatron.flow import (
     take_apart_for_load,
     take_apart_for_save,
 )
-from dist_ckpt_strategies.megatron.registry import default_strategy, require_registry
+from dist_ckpt_strategies.megatron.registry import torch_dist_strategy
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
 )
@@ -50,6 +53,7 @@ from dist_ckpt_strategies.storage.locations import (
     is_finished,
     located,
     make_directory,
+    marker_path,
     publish,
     read_marker,
     require_path,
@@ -122,7 +126,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
     *,
     overwrite: bool = False,
     timeout_s: float | None = None,
-) -> None:
+) -> LocalSaveRequest | None:
     """Save a checkpoint: visible when it is whole and durable, and not before.
 
     Collective over the world. The directory is made where it is missing.
@@ -135,7 +139,8 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         sharded_strategy: strategy or (backend, version); ("zarr", 1) by default.
         common_strategy: strategy or (backend, version); ("torch", 1) by default.
         validate_access_integrity: also run Megatron-Core's own checks of the sharding.
-        async_sharded_save: not offered by ("zarr", 1).
+        async_sharded_save: write behind training, and return a request for Megatron-Core's queue;
+            see ``save_async``.
         preprocess_common_before_consistancy_check: applied to the common state before ranks
             compare it.
         content_metadata: stored in the common state, for ``load_content_metadata``.
@@ -150,39 +155,115 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         StorageError: writing failed on this rank.
         PeerError: another rank failed; it is of the class of that rank's error too, and names
             rank, key and file.
-        StrategyError: Megatron-Core >= 0.17, an asynchronous save, or no such strategy.
+        StrategyError: there is no such strategy, or it is one that cannot save behind
+            training where that is asked for.
     """
-    if async_sharded_save:
-        raise StrategyError("async_sharded_save: not offered here; pass False")
-    require_registry("save")
-    comm = _world(f"save to {checkpoint_dir}", timeout_s)
-
-    def check() -> tuple[Location, Any, Any, SaveParts]:
-        _options(timeout_s)
-        chosen = _save_strategies(sharded_strategy, common_strategy)
-        root = _location(checkpoint_dir, chosen[0])
-        _require_taken(root, chosen[0])
-        parts = take_apart_for_save(sharded_state_dict, content_metadata)
-        if comm.rank == 0:
-            dump_object(parts.common, name="common state")
-            if not overwrite:
-                require_unfinished(root)
-        return root, *chosen, parts
-
-    def prepare() -> None:
-        make_directory(root)
-        if overwrite and not (_replaces(sharded) and is_finished(root)):
-            retract(root)
-
-    root, sharded, common_saver, parts = agree(comm, check)
-    if validate_access_integrity:
-        check_save(comm, parts, preprocess_common_before_consistancy_check)
-    agree_on_first(comm, prepare)
-    _save_parts(comm, parts, root, sharded, common_saver)
-    marker = CheckpointMarker(
-        sharded.backend, sharded.version, common_saver.backend, common_saver.version
+    began = _begun_save(
+        sharded_state_dict,
+        checkpoint_dir,
+        sharded_strategy,
+        common_strategy,
+        content_metadata,
+        overwrite=overwrite,
+        timeout_s=timeout_s,
     )
-    agree_on_first(comm, lambda: publish(root, marker))
+    _prepare_directory(
+        began,
+        preprocess_common_before_consistancy_check,
+        validates=validate_access_integrity,
+        overwrite=overwrite,
+    )
+    if async_sharded_save:
+        return _begin_async(began)
+    _save_parts(began)
+    agree_on_first(began.comm, began.publish)
+    return None
+
+
+@raises_megatron_errors
+def save_async(  # noqa: PLR0913 - those of save
+    sharded_state_dict: StateDict,
+    checkpoint_dir: str | Path,
+    sharded_strategy: StrategyChoice = None,
+    common_strategy: StrategyChoice = None,
+    *,
+    validate_access_integrity: bool = True,
+    preprocess_common_before_consistancy_check: Preprocess | None = None,
+    content_metadata: dict[str, Any] | None = None,
+    overwrite: bool = False,
+    timeout_s: float | None = None,
+) -> SaveHandle:
+    """Save a checkpoint behind training; only the copy to host memory is waited for.
+
+    Collective over the world. Tensors on the CPU are copied too: all may be overwritten as soon as
+    it returns. The common state is taken as it is now. A save that still runs is waited for first.
+
+    Args:
+        sharded_state_dict: as in ``save``.
+        checkpoint_dir: as in ``save``.
+        sharded_strategy: strategy or (backend, version) of ("zarr", 1) or ("zarr", 2).
+        common_strategy: as in ``save``.
+        validate_access_integrity: as in ``save``.
+        preprocess_common_before_consistancy_check: as in ``save``.
+        content_metadata: as in ``save``.
+        overwrite: as in ``save``.
+        timeout_s: as in ``save``.
+
+    Returns:
+        A handle. The checkpoint becomes visible when every rank has called its ``wait``, or when
+        the queue that was given its ``request`` has finalised that.
+
+    Raises:
+        StrategyError: the strategy saves synchronously only.
+        CheckpointError: as in ``save``, of what is known before anything is written.
+    """
+    began = _begun_save(
+        sharded_state_dict,
+        checkpoint_dir,
+        sharded_strategy,
+        common_strategy,
+        content_metadata,
+        overwrite=overwrite,
+        timeout_s=timeout_s,
+    )
+    _prepare_directory(
+        began,
+        preprocess_common_before_consistancy_check,
+        validates=validate_access_integrity,
+        overwrite=overwrite,
+    )
+    return SaveHandle(_begin_async(began))
+
+
+@dataclass(frozen=True, slots=True)
+class SaveHandle:
+    """A save that goes on behind training.
+
+    Attributes:
+        request: for a queue; Megatron-Core's takes it, persistent or not.
+    """
+
+    request: LocalSaveRequest
+
+    def done(self) -> bool:
+        """Whether this rank has written its share, well or not. Rank-local."""
+        return self.request.done()
+
+    @raises_megatron_errors
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Make the checkpoint visible, once every rank has written its share.
+
+        Collective over the world. If the save has failed on any rank, every rank raises, each time,
+        and nothing is visible.
+
+        Args:
+            timeout_s: longest wait for this rank's share, in seconds; by default the save's.
+
+        Raises:
+            StorageError: this rank could not write its share.
+            PeerError: another one could not; or it takes too long.
+        """
+        self.request.wait(timeout_s)
 
 
 @raises_megatron_errors
@@ -222,7 +303,6 @@ def load(  # noqa: PLR0913 - Megatron's signature
         UnsafeObjectError: an object needs a class that is not allowed; the message says which.
         PeerError: another rank failed; it is of the class of that rank's error too.
     """
-    require_registry("load")
     comm = _world(f"load from {checkpoint_dir}", timeout_s)
     _restore_node(comm, checkpoint_dir)
     with ExitStack() as stack:
@@ -301,7 +381,7 @@ def _of_megatron_or_missing(key: StrategyKey) -> Any:
     if key in _OWN:
         return _OWN[key]()
     if (key.backend, key.version) == ("torch_dist", 1):
-        return default_strategy(key.action, key.backend, key.version)
+        return torch_dist_strategy(key.action)
     raise strategy_not_found(key, dict.fromkeys([*DEFAULT_REGISTRY.keys(), *_OWN]))
 
 
@@ -331,6 +411,24 @@ def _load_strategies(
     root: Location, sharded: StrategyChoice, common_choice: StrategyChoice
 ) -> tuple[Any, Any]:
     marker = read_marker(root)
+    with _told_of_marker(root):
+        return _fitting_strategies(marker, sharded, common_choice)
+
+
+@contextmanager
+def _told_of_marker(root: Location) -> Iterator[None]:
+    """Have an error about a format say which file names that."""
+    try:
+        yield
+    except StrategyError as error:
+        path = marker_path(root)
+        raise type(error)(f"{path}: {error.message}", path=path) from error
+
+
+def _fitting_strategies(
+    marker: CheckpointMarker, sharded: StrategyChoice, common_choice: StrategyChoice
+) -> tuple[Any, Any]:
+    """The strategies of a checkpoint, or those of the caller's that can read it."""
     sharded_key = (marker.sharded_backend, marker.sharded_backend_version)
     common_key = (marker.common_backend, marker.common_backend_version)
     loader = _chosen(StrategyAction.LOAD_SHARDED, sharded or sharded_key)
@@ -342,25 +440,113 @@ def _load_strategies(
     return loader, common_loader
 
 
-def _save_parts(
-    comm: Communicator, parts: SaveParts, root: Location, sharded: Any, common_saver: Any
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """A save whose parts are known, and nothing of it is written.
+
+    Attributes:
+        comm: all ranks.
+        root: where the checkpoint goes.
+        sharded: saves the sharded part.
+        common_saver: saves the common state.
+        parts: what is saved.
+    """
+
+    comm: Communicator
+    root: Location
+    sharded: Any
+    common_saver: Any
+    parts: SaveParts
+
+    def save_common(self) -> None:
+        """Write the common state. Rank-local, on every rank."""
+        self.common_saver.save_common(self.parts.common, self.root)
+
+    def publish(self) -> None:
+        """Make the checkpoint visible. On the first rank."""
+        names = (self.sharded, self.common_saver)
+        marker = CheckpointMarker(*(x for s in names for x in (s.backend, s.version)))
+        publish(self.root, marker)
+
+
+def _begun_save(  # noqa: PLR0913 - those of save
+    state_dict: StateDict,
+    checkpoint_dir: str | Path,
+    sharded_strategy: StrategyChoice,
+    common_strategy: StrategyChoice,
+    content_metadata: dict[str, Any] | None,
+    *,
+    overwrite: bool,
+    timeout_s: float | None,
+) -> _Save:
+    """What is saved, where to and by whom, once every rank knows. Collective."""
+    comm = _world(f"save to {checkpoint_dir}", timeout_s)
+
+    def check() -> _Save:
+        _options(timeout_s)
+        chosen = _save_strategies(sharded_strategy, common_strategy)
+        root = _location(checkpoint_dir, chosen[0])
+        _require_taken(root, chosen[0])
+        parts = take_apart_for_save(state_dict, content_metadata)
+        if comm.rank == 0:
+            dump_object(parts.common, name="common state")
+            if not overwrite:
+                require_unfinished(root)
+        return _Save(comm, root, *chosen, parts)
+
+    return agree(comm, check)
+
+
+def _prepare_directory(
+    began: _Save, preprocess: Preprocess | None, *, validates: bool, overwrite: bool
 ) -> None:
+    """Check what is saved, and make the directory ready for it. Collective."""
+
+    def prepare() -> None:
+        make_directory(began.root)
+        if overwrite and not (_replaces(began.sharded) and is_finished(began.root)):
+            retract(began.root)
+
+    if validates:
+        check_save(began.comm, began.parts, preprocess)
+    agree_on_first(began.comm, prepare)
+
+
+def _begin_async(began: _Save) -> LocalSaveRequest:
+    """Copy what is saved, and write it behind training. Collective."""
+    base = parallel_base(began.sharded) or began.sharded
+    if not isinstance(base, BaseSaveShardedStrategy):
+        raise StrategyError(
+            f"{began.sharded}: saves synchronously only; save behind training with ('zarr', 1) or "
+            "('zarr', 2)"
+        )
+
+    def begin() -> LocalSaveRequest:
+        kept = replace(began, parts=SaveParts({}, deepcopy(began.parts.common)))
+        if base is not began.sharded:
+            spread_main_replicas(began.sharded, began.parts.sharded)
+        request: LocalSaveRequest = base.begin(
+            began.parts.sharded, began.root, kept.save_common, kept.publish
+        )
+        return request
+
+    return agree(began.comm, begin)
+
+
+def _save_parts(began: _Save) -> None:
     """The sharded part first: its strategy proves that it can be saved before it replaces anything.
 
     A strategy that keeps copies of the common state needs that before.
     """
-
-    def save_common() -> None:
-        common_saver.save_common(parts.common, root)
-
+    comm, sharded, save_common = began.comm, began.sharded, began.save_common
     if _replaces(sharded):
-        agree(comm, lambda: _replace(sharded, parts.sharded, root, save_common))
+        agree(comm, lambda: _replace(sharded, began.parts.sharded, began.root, save_common))
         return
     base = parallel_base(sharded) or sharded
     is_common_first = getattr(base, "needs_common_first", False)
     if is_common_first:
         agree(comm, save_common)
-    _save_sharded(comm, parts.sharded, root, sharded, common_saver)
+    _save_sharded(comm, began.parts.sharded, began.root, sharded, began.common_saver)
     if not is_common_first:
         agree(comm, save_common)
 

@@ -151,7 +151,7 @@ class Format2Target:
 
         def index(parts: tuple[PartEntry, ...]) -> ManifestIndex:
             layout = {"ranks": comm.size, **parallel_sizes()}
-            return ManifestIndex(parts, self._common(), layout, _versions())
+            return ManifestIndex(parts, self._common(), layout, package_versions())
 
         run_manifest(planned.manifest, lambda: self._known(planned), self._place, comm, index)
 
@@ -182,7 +182,7 @@ class Format2Target:
         }
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     """Versions of the packages that take part in a save, by name."""
     found = {}
     for name in _PACKAGES:

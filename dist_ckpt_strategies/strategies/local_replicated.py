@@ -32,10 +32,12 @@ from dist_ckpt_strategies.megatron.bases import (
     SaveShardedStrategy,
     ShardedTensor,
 )
+from dist_ckpt_strategies.megatron.callers import is_exchanged, num_expected_meetings
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     is_main,
+    mapped_values,
     metadata_object,
     metadata_tensor,
     object_id,
@@ -174,11 +176,17 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
         return True
 
     @raises_megatron_errors
-    def load(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> StateDict:
+    def load(
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str | Path,
+        async_strategy: object = None,  # noqa: ARG002 - later releases of Megatron-Core pass it
+    ) -> StateDict:
         """Load what the state dict asks for, in any parallel layout.
 
         Collective over the group. A ShardedTensor whose data has the stored shape and dtype is
-        filled in place.
+        filled in place. Other dtypes give a new tensor of the stored dtype; of the ShardedTensor's
+        dtype where FullyParallelLoadStrategyWrapper calls.
 
         Raises:
             CorruptCheckpointError: ``common.pt``, which Megatron-Core has read already, is not the
@@ -186,11 +194,12 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
             NoReplicasAvailableError: all copies of some rank's part are lost or damaged.
             CoverageError: no part holds something that is wanted.
         """
+        num_loads, is_shared = num_expected_meetings(depth=3), is_exchanged(depth=3)
         comm = self._node.communicator(f"load from {checkpoint_dir}")
-        root = agree(comm, lambda: self._node.root(checkpoint_dir, comm))
-        state, _ = self._node.manager(root, None).load()
-        agree(comm, lambda: _require_common(checkpoint_dir, state.common_state_dict))
-        return dict(state.loaded(comm, sharded_state_dict, _deliver))
+        found = self._load(comm, sharded_state_dict, checkpoint_dir, is_shared=is_shared)
+        for _ in range(num_loads - 1):  # others want something more, perhaps of this rank's part
+            self._load(comm, {}, checkpoint_dir, is_shared=is_shared)
+        return found
 
     @raises_megatron_errors
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:
@@ -226,6 +235,26 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise IncompatibleVersionError unless the version is 1."""
         require_local(BACKEND, loaded_version)
+
+    def _load(
+        self, comm: Communicator, wanted: StateDict, checkpoint_dir: str | Path, *, is_shared: bool
+    ) -> StateDict:
+        """What is wanted. Collective.
+
+        Args:
+            comm: all ranks.
+            wanted: of this rank.
+            checkpoint_dir: the checkpoint.
+            is_shared: FullyParallelLoadStrategyWrapper calls. Of its calls many want nothing on
+                any rank; parts are not read for those.
+        """
+        root = agree(comm, lambda: self._node.root(checkpoint_dir, comm))
+        needs = agree_and_gather(comm, lambda: not is_shared or bool(list(sharded_values(wanted))))
+        if not any(needs):
+            return mapped_values(lambda value: value, wanted)
+        state, _ = self._node.manager(root, None).load()
+        agree(comm, lambda: _require_common(checkpoint_dir, state.common_state_dict))
+        return dict(state.loaded(comm, wanted, _deliver_cast if is_shared else _deliver))
 
     def _stored(self, checkpoint_dir: str | Path) -> tuple[list[ArraySpec], list[ObjectId]]:
         comm = self._node.communicator("look at a checkpoint")
@@ -435,3 +464,8 @@ def _deliver(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
         return loaded
     data.detach().copy_(loaded)
     return data
+
+
+def _deliver_cast(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
+    """The same in the ShardedTensor's dtype, which ranks that it is sent to expect."""
+    return _deliver(tensor, loaded).to(tensor.dtype)

@@ -15,6 +15,8 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import require_plain
 from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError
+from dist_ckpt_strategies.local.background import BackgroundWork
+from dist_ckpt_strategies.local.snapshot import HostSnapshot
 from dist_ckpt_strategies.megatron.bases import ShardedObject
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -26,6 +28,7 @@ from dist_ckpt_strategies.megatron.shards import (
 )
 from dist_ckpt_strategies.plan.manifest import ManifestPlan, build_manifest_plan
 from dist_ckpt_strategies.plan.save import Cutting, ObjectHolding, SavePlan, build_save_plan
+from dist_ckpt_strategies.run.report import SaveReport
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.spec.shard import (
     RankShards,
@@ -66,14 +69,34 @@ class Planned:
     manifest: ManifestPlan
 
 
-class PlanMemory:
-    """Keeps the last plan, because a training run saves the same shards again and again.
+class SaveMemory:
+    """What is kept from save to save, because a training run saves the same shards again and again.
 
-    One to each strategy. It holds no tensor.
+    One to each strategy, or shared by those that save the same state.
+
+    Attributes:
+        last: the last plan.
+        snapshot: memory that asynchronous saves copy a rank's tensors to.
     """
 
     def __init__(self) -> None:
         self.last: Planned | None = None
+        self.snapshot = HostSnapshot()
+        self._running: BackgroundWork[SaveReport] | None = None
+
+    def wait_until_idle(self, timeout_s: float) -> None:
+        """Return when the asynchronous save before has written all it has to, well or not.
+
+        Raises:
+            PeerTimeoutError: it goes on for longer.
+        """
+        if self._running is not None:
+            self._running.wait(timeout_s)
+
+    def run(self, work: BackgroundWork[SaveReport]) -> None:
+        """Start to write behind training; the snapshot is the work's own until it is done."""
+        self._running = work
+        work.start()
 
 
 def facts_of(mine: Holdings, options: Options, cutting: Cutting) -> Facts:
@@ -92,7 +115,7 @@ def planned_save(
     comm: Communicator,
     own: Facts,
     described: Sequence[tuple[str, str | None]],
-    memory: PlanMemory,
+    memory: SaveMemory,
 ) -> Planned:
     """The last plan, if all ranks have one that follows from what they hold now; else a new one.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -9,22 +10,27 @@ from typing import Any, Protocol
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.local.background import BackgroundWork, yield_to_training
+from dist_ckpt_strategies.local.requests import LocalSaveRequest
+from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.plan.save import Cutting
 from dist_ckpt_strategies.run.report import SaveReport
-from dist_ckpt_strategies.run.save import run_save
+from dist_ckpt_strategies.run.save import run_save, stage_save, write_staged
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.base import ArrayWriter
 from dist_ckpt_strategies.strategies.save_planning import (
     Facts,
     Holdings,
-    PlanMemory,
     Planned,
+    SaveMemory,
     digest_of,
     facts_of,
     holdings_of,
     planned_save,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class SaveTarget(Protocol):
@@ -74,7 +80,7 @@ def save_sharded(
     open_target: Callable[[], SaveTarget],
     comm: Communicator,
     options: Options,
-    memory: PlanMemory,
+    memory: SaveMemory,
     save_common: Callable[[], None] | None = None,
 ) -> SaveReport:
     """Write the sharded part of a checkpoint, durably, but not its marker.
@@ -109,12 +115,80 @@ def save_sharded(
     return report
 
 
+def begin_save(  # noqa: PLR0913, PLR0917 - what a save is made of
+    state_dict: StateDict,
+    open_target: Callable[[], SaveTarget],
+    comm: Communicator,
+    options: Options,
+    memory: SaveMemory,
+    save_common: Callable[[], None] | None = None,
+    publish: Callable[[], None] | None = None,
+) -> LocalSaveRequest:
+    """Copy what this rank will write, and write it behind training.
+
+    Collective. When it returns the tensors may be overwritten. It waits first until the save before
+    has written all it has to. Pieces of irregular shards move between ranks before it returns.
+
+    Args:
+        state_dict: what to save.
+        open_target: gives where to; may raise what its opening raises.
+        comm: ranks that save together.
+        options: timeout and memory budget.
+        memory: for the copies, as much as this rank's main replicas take; the plan is taken from
+            here if every rank holds what it held at the last save.
+        save_common: writes the common state, if that is not there yet. Called on every rank at
+            finalisation.
+        publish: makes the checkpoint visible. Called on the first rank, last of all.
+
+    Returns:
+        The request, whose finalisation is collective; it raises on every rank if the save has
+        failed on any, and then nothing becomes visible.
+
+    Raises:
+        PlanError: the main replicas do not make up the arrays.
+        CheckpointExistsError: the directory holds other arrays, and no marker.
+        StorageError: preparing failed here; a PeerError of the same class on the other ranks.
+    """
+    agree(comm, lambda: memory.wait_until_idle(options.timeout_s))
+    target, mine, planned, token = _prepared(state_dict, open_target, comm, options, memory)
+    staged = stage_save(planned.plan, mine.tensors, comm, memory.snapshot.take)
+
+    def write() -> SaveReport:
+        yield_to_training()
+        return write_staged(
+            staged, target.writer, options, lambda: target.write_objects(mine.objects)
+        )
+
+    def prepare() -> BackgroundWork[SaveReport]:
+        if comm.rank == 0:
+            target.forget(token)  # every rank has seen it
+        return BackgroundWork(write, "dist-ckpt-save")
+
+    work = agree(comm, prepare)
+
+    @raises_megatron_errors
+    def finalise() -> None:
+        try:
+            report = agree(comm, work.result)
+            if save_common is not None:
+                agree(comm, save_common)
+            target.complete(planned, comm)
+            if publish is not None:
+                agree_on_first(comm, publish)
+        finally:
+            work.forget_mark()
+        logger.info("rank %s: %s", comm.global_rank(comm.rank), report)
+
+    memory.run(work)
+    return LocalSaveRequest.of(work, finalise, options.timeout_s)
+
+
 def _prepared(
     state_dict: StateDict,
     open_target: Callable[[], SaveTarget],
     comm: Communicator,
     options: Options,
-    memory: PlanMemory,
+    memory: SaveMemory,
 ) -> tuple[SaveTarget, Holdings, Planned, str]:
     """Everything up to the first byte: the plan, and a place that all ranks see. Collective."""
     held: list[tuple[SaveTarget, Holdings, Facts]] = []

@@ -14,27 +14,33 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.local.requests import LocalSaveRequest
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.bases import (
+    AsyncSaveShardedStrategy,
     LoadShardedStrategy,
-    SaveShardedStrategy,
 )
 from dist_ckpt_strategies.megatron.callers import is_exchanged, num_expected_meetings
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.run.report import BroadcastReport
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
+from dist_ckpt_strategies.storage.checkpoints import Share
 from dist_ckpt_strategies.storage.locations import Location, located
 from dist_ckpt_strategies.storage.objects import Allowed
 from dist_ckpt_strategies.strategies.group_load import load_sharded_in_group
-from dist_ckpt_strategies.strategies.save_planning import PlanMemory
+from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.sharded_load import load_sharded
-from dist_ckpt_strategies.strategies.sharded_save import SaveTarget, save_sharded
+from dist_ckpt_strategies.strategies.sharded_save import (
+    SaveTarget,
+    begin_save,
+    save_sharded,
+)
 
 logger = logging.getLogger(__name__)
 
 
-class BaseSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
+class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
     """What the save strategies of both formats have in common.
 
     Attributes:
@@ -45,8 +51,8 @@ class BaseSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         version: version of the format.
         group: ranks that save together; the world by default.
         options: timeouts and memory bounds; by default what the environment says.
-        plan_memory: shared with other strategies that save the same state; each keeps the last
-            plan, and takes it again where every rank saves the same shards as before.
+        memory: shared with other strategies that save the same state. It keeps the last plan, taken
+            again where every rank saves the same shards as before, and room for asynchronous saves.
     """
 
     takes_urls = False
@@ -58,10 +64,10 @@ class BaseSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         *,
         group: ProcessGroup | None = None,
         options: Options | None = None,
-        plan_memory: PlanMemory | None = None,
+        memory: SaveMemory | None = None,
     ) -> None:
         super().__init__(backend, version)
-        self._memory = plan_memory or PlanMemory()
+        self._memory = memory or SaveMemory()
         self._group = group
         self._options = options or options_from_environment()
 
@@ -90,6 +96,29 @@ class BaseSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         self._save(sharded_state_dict, checkpoint_dir, None)
 
     @raises_megatron_errors
+    def async_save(
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str | Path,
+        async_strategy: object = None,  # noqa: ARG002 - later releases of Megatron-Core pass it
+    ) -> LocalSaveRequest:
+        """Like ``save``, but only the copy of the tensors to host memory is waited for.
+
+        Collective over the group. A save that still runs is waited for first. Takes as much host
+        memory as the main replicas, kept for the next save.
+
+        Returns:
+            A request for Megatron-Core's queue, persistent or not, or to be waited for. Its
+            finalisation is collective, and raises on every rank if the save has failed on any.
+
+        Raises:
+            PlanError: main replicas overlap, leave a gap, or cannot be stored.
+            StorageError: the directory cannot be prepared.
+            PeerError: another rank failed; the message names rank, key and file.
+        """
+        return self.begin(sharded_state_dict, checkpoint_dir, None, None)
+
+    @raises_megatron_errors
     def replace(
         self,
         sharded_state_dict: StateDict,
@@ -107,6 +136,35 @@ class BaseSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         """
         self._save(sharded_state_dict, checkpoint_dir, save_common)
 
+    @raises_megatron_errors
+    def begin(
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str | Path,
+        save_common: Callable[[], None] | None,
+        publish: Callable[[], None] | None,
+    ) -> LocalSaveRequest:
+        """Like ``async_save``, with more to do at finalisation.
+
+        Collective, and raises, like ``async_save``.
+
+        Args:
+            sharded_state_dict: what to save.
+            checkpoint_dir: where.
+            save_common: writes ``common.pt``, where that has not been done; on every rank.
+            publish: makes the checkpoint visible; on the first rank.
+        """
+        root, comm = self._place(checkpoint_dir)
+        return begin_save(
+            sharded_state_dict,
+            self._opener(root, comm, keeps_old=save_common is not None),
+            comm,
+            self._options,
+            self._memory,
+            save_common,
+            publish,
+        )
+
     def open_target(self, root: Location, global_rank: int, *, keeps_old: bool) -> SaveTarget:
         """Where a save goes.
 
@@ -123,21 +181,28 @@ class BaseSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
         checkpoint_dir: str | Path,
         save_common: Callable[[], None] | None,
     ) -> None:
-        root = located(checkpoint_dir, self._options.store)
-        comm = open_communicator(
-            self._group, timeout_s=self._options.timeout_s, purpose=f"save to {root}"
-        )
+        root, comm = self._place(checkpoint_dir)
         report = save_sharded(
             state_dict,
-            lambda: self.open_target(
-                root, comm.global_rank(comm.rank), keeps_old=save_common is not None
-            ),
+            self._opener(root, comm, keeps_old=save_common is not None),
             comm,
             self._options,
             self._memory,
             save_common,
         )
         logger.info("rank %s: save to %s: %s", comm.global_rank(comm.rank), root, report)
+
+    def _place(self, checkpoint_dir: str | Path) -> tuple[Location, Communicator]:
+        root = located(checkpoint_dir, self._options.store)
+        comm = open_communicator(
+            self._group, timeout_s=self._options.timeout_s, purpose=f"save to {root}"
+        )
+        return root, comm
+
+    def _opener(
+        self, root: Location, comm: Communicator, *, keeps_old: bool
+    ) -> Callable[[], SaveTarget]:
+        return lambda: self.open_target(root, comm.global_rank(comm.rank), keeps_old=keeps_old)
 
 
 class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
@@ -172,10 +237,16 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         return True
 
     @raises_megatron_errors
-    def load(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> StateDict:
+    def load(
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str | Path,
+        async_strategy: object = None,  # noqa: ARG002 - later releases of Megatron-Core pass it
+    ) -> StateDict:
         """Read every ShardedTensor and ShardedObject of the state dict.
 
-        Collective over the group.
+        Collective over the group. ``async_strategy`` is what later releases of Megatron-Core pass;
+        nothing depends on it.
 
         Returns:
             A state dict of the same structure. A ShardedTensor whose data has the stored dtype is
@@ -196,7 +267,7 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         )
         loaded, report = load_sharded(
             sharded_state_dict,
-            lambda: self.open_checkpoint(root, self._options, is_first=comm.rank == 0),
+            lambda: self.open_checkpoint(root, self._options, Share(comm.rank, comm.size)),
             comm,
             self._options,
             self._allowed,
@@ -226,7 +297,7 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         """
         return load_sharded_in_group(
             sharded_state_dict,
-            lambda: self.open_checkpoint(checkpoint_dir, options, is_first=comm.rank == 0),
+            lambda: self.open_checkpoint(checkpoint_dir, options, Share(comm.rank, comm.size)),
             comm,
             options,
             self._allowed,
@@ -237,7 +308,7 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         """Like ``load``, by this rank without any other. Rank-local."""
         loaded, _ = load_sharded(
             sharded_state_dict,
-            lambda: self.open_checkpoint(checkpoint_dir, self._options, is_first=True),
+            lambda: self.open_checkpoint(checkpoint_dir, self._options, Share()),
             SoloCommunicator(),
             self._options,
             self._allowed,
@@ -266,15 +337,13 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         """What ``load_tensors_metadata`` and ``load_sharded_metadata`` return."""
         raise NotImplementedError
 
-    def open_checkpoint(
-        self, root: Location, options: Options, *, is_first: bool
-    ) -> StoredCheckpoint:
+    def open_checkpoint(self, root: Location, options: Options, share: Share) -> StoredCheckpoint:
         """The checkpoint at a place. Rank-local.
 
         Args:
             root: its directory, or its place in an object store.
             options: how to read it.
-            is_first: whether this is the rank that looks at what one rank has to look at.
+            share: which part of what ranks look at together is this one's.
         """
         raise NotImplementedError
 

@@ -153,7 +153,12 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
     @timed()
     @raises_megatron_errors
-    def load(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> StateDict:
+    def load(
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str | Path,
+        async_strategy: object = None,  # noqa: ARG002 - later releases of Megatron-Core pass it
+    ) -> StateDict:
         """Read what the state dict asks for. Collective over the world.
 
         Peak memory beside the tensors: ``max_inflight_bytes``, and the largest shard.

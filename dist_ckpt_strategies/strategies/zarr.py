@@ -25,7 +25,7 @@ from dist_ckpt_strategies.megatron.shards import StateDict, metadata_tensor
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
-from dist_ckpt_strategies.storage.checkpoints import Format1Checkpoint
+from dist_ckpt_strategies.storage.checkpoints import Format1Checkpoint, Share
 from dist_ckpt_strategies.storage.locations import Location, require_path
 from dist_ckpt_strategies.storage.objects import Allowed
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
@@ -35,7 +35,7 @@ from dist_ckpt_strategies.strategies.format1 import (
     stored_metadata,
 )
 from dist_ckpt_strategies.strategies.registration import register_defaults
-from dist_ckpt_strategies.strategies.save_planning import PlanMemory
+from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.sharded_save import SaveTarget
 from dist_ckpt_strategies.strategies.sharded_strategies import (
     BaseLoadShardedStrategy,
@@ -58,8 +58,8 @@ class ZarrSaveShardedStrategy(BaseSaveShardedStrategy):
         engine: ``"tensorstore"`` or ``"zarr"``; by default what the environment says.
         group: ranks that save together; the world by default.
         options: timeouts and memory bounds; by default what the environment says.
-        plan_memory: shared with other strategies that save the same state; each keeps the last
-            plan, and takes it again where every rank saves the same shards as before.
+        memory: shared with other strategies that save the same state. It keeps the last plan, taken
+            again where every rank saves the same shards as before, and room for asynchronous saves.
 
     Source: layout of Megatron-Core <= 0.15.3, which loads what this saves.
     """
@@ -75,11 +75,17 @@ class ZarrSaveShardedStrategy(BaseSaveShardedStrategy):
         engine: str | None = None,
         group: ProcessGroup | None = None,
         options: Options | None = None,
-        plan_memory: PlanMemory | None = None,
+        memory: SaveMemory | None = None,
     ) -> None:
         require_format1(backend, version)
         chosen = (options or options_from_environment()).with_changes(engine=engine)
-        super().__init__(backend, version, group=group, options=chosen, plan_memory=plan_memory)
+        super().__init__(
+            backend,
+            version,
+            group=group,
+            options=chosen,
+            memory=memory,
+        )
 
     def open_target(
         self,
@@ -120,8 +126,7 @@ class ZarrLoadShardedStrategy(BaseLoadShardedStrategy):
         self,
         root: Location,
         options: Options,
-        *,
-        is_first: bool,  # noqa: ARG002 - nothing is left to one rank
+        share: Share,  # noqa: ARG002 - nothing is looked at together
     ) -> StoredCheckpoint:
         """See BaseLoadShardedStrategy."""
         return Format1Checkpoint(require_path(root, FORMAT), options)

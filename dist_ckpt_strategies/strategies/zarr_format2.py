@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dist_ckpt_strategies.comm.torch_group import ProcessGroup
-from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.config import Options, Verify, options_from_environment
 from dist_ckpt_strategies.errors import IncompatibleVersionError, StrategyError
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
@@ -14,13 +14,14 @@ from dist_ckpt_strategies.storage.buckets import Bucket
 from dist_ckpt_strategies.storage.checkpoints import (
     Format1Checkpoint,
     Format2Checkpoint,
+    Share,
     has_manifest,
 )
 from dist_ckpt_strategies.storage.locations import Location
 from dist_ckpt_strategies.storage.objects import Allowed
 from dist_ckpt_strategies.strategies.format1 import stored_metadata
 from dist_ckpt_strategies.strategies.format2 import Format2Target, manifest_metadata
-from dist_ckpt_strategies.strategies.save_planning import PlanMemory
+from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.sharded_save import SaveTarget
 from dist_ckpt_strategies.strategies.sharded_strategies import (
     BaseLoadShardedStrategy,
@@ -44,7 +45,7 @@ class Format2SaveShardedStrategy(BaseSaveShardedStrategy):
             default what the options say.
         group: ranks that save together; the world by default.
         options: timeouts and memory bounds; by default what the environment says.
-        plan_memory: shared with other strategies that save the same state.
+        memory: plan and room for copies, shared with other strategies that save the same state.
     """
 
     takes_urls = True
@@ -58,11 +59,17 @@ class Format2SaveShardedStrategy(BaseSaveShardedStrategy):
         crc32c: bool | None = None,
         group: ProcessGroup | None = None,
         options: Options | None = None,
-        plan_memory: PlanMemory | None = None,
+        memory: SaveMemory | None = None,
     ) -> None:
         require_format2(backend, version)
         chosen = (options or options_from_environment()).with_changes(crc32c=crc32c)
-        super().__init__(backend, version, group=group, options=chosen, plan_memory=plan_memory)
+        super().__init__(
+            backend,
+            version,
+            group=group,
+            options=chosen,
+            memory=memory,
+        )
 
     def open_target(self, root: Location, global_rank: int, *, keeps_old: bool) -> SaveTarget:
         """See BaseSaveShardedStrategy."""
@@ -95,12 +102,12 @@ class Format2LoadShardedStrategy(BaseLoadShardedStrategy):
         chosen = (options or options_from_environment()).with_changes(verify=verify)
         super().__init__(group=group, options=chosen, allow=allow)
 
-    def open_checkpoint(
-        self, root: Location, options: Options, *, is_first: bool
-    ) -> StoredCheckpoint:
+    def open_checkpoint(self, root: Location, options: Options, share: Share) -> StoredCheckpoint:
         """See BaseLoadShardedStrategy."""
         checkpoint = Format2Checkpoint(root, options)
-        if is_first:
+        if options.verify is Verify.FULL:
+            checkpoint.require_whole(share)
+        elif share.rank == 0:
             checkpoint.require_common()
         return checkpoint
 
@@ -135,12 +142,10 @@ class Format2LoadShardedStrategy(BaseLoadShardedStrategy):
 class EitherFormatLoadShardedStrategy(Format2LoadShardedStrategy):
     """Loads ("zarr", 1) and ("zarr", 2): by what lies in the directory."""
 
-    def open_checkpoint(
-        self, root: Location, options: Options, *, is_first: bool
-    ) -> StoredCheckpoint:
+    def open_checkpoint(self, root: Location, options: Options, share: Share) -> StoredCheckpoint:
         """See BaseLoadShardedStrategy."""
         if isinstance(root, Bucket) or has_manifest(root):
-            return super().open_checkpoint(root, options, is_first=is_first)
+            return super().open_checkpoint(root, options, share)
         return Format1Checkpoint(root, options)
 
     def stored_metadata(self, root: Location, *, with_objects: bool) -> StateDict:

@@ -72,3 +72,28 @@ def test_alternation_turns_round_after_each_repetition() -> None:
 
 def test_a_slow_repetition_cancels_out_of_the_ratio() -> None:
     assert paired_ratio([2.0, 20.0, 4.0], [1.0, 10.0, 2.0]) == 2.0
+
+
+def test_a_rank_can_be_killed_in_a_step_that_the_others_end() -> None:
+    with Ranks(3, Worker, timeout_s=60, preload=("benchmarks.harness",)) as ranks:
+        assert ranks.step("number").values == (0, 1, 2)
+        ended = ranks.step_killing(2, 0.3, "wait", 0.5)
+        assert (ended.values, ended.was_done) == ({0: None, 1: None}, False)
+
+
+def test_a_rank_that_is_killed_at_once_keeps_nobody_from_beginning() -> None:
+    with Ranks(2, Worker, timeout_s=20, preload=("benchmarks.harness",)) as ranks:
+        assert ranks.step_killing(0, 0.0, "wait", 0.1).values == {1: None}
+
+
+def test_a_rank_that_was_done_before_it_was_killed_is_told_from_others() -> None:
+    with Ranks(2, Worker, timeout_s=60, preload=("benchmarks.harness",)) as ranks:
+        assert ranks.step_killing(0, 1.0, "wait", 0.1).was_done
+
+
+def test_a_rank_that_hangs_after_a_kill_is_a_failure() -> None:
+    with (
+        Ranks(2, Worker, timeout_s=2, preload=("benchmarks.harness",)) as ranks,
+        pytest.raises(RankFailedError, match="no answer from ranks"),
+    ):
+        ranks.step_killing(0, 0.1, "wait", 60)

@@ -26,8 +26,8 @@ from dist_ckpt_strategies.cli.demo.events import (
     PhaseBegun,
 )
 from dist_ckpt_strategies.cli.demo.main import run_demo
-from dist_ckpt_strategies.cli.demo.ranks import run_rank_processes
-from dist_ckpt_strategies.cli.demo.report import Comparison, build_comparison_table
+from dist_ckpt_strategies.cli.demo.ranks import run_rank_processes, run_task
+from dist_ckpt_strategies.cli.demo.report import Comparison, StartRecord, build_comparison_table
 from dist_ckpt_strategies.cli.demo.task import (
     DemoError,
     ModelSize,
@@ -36,6 +36,7 @@ from dist_ckpt_strategies.cli.demo.task import (
     Role,
     Training,
 )
+from tests.support.demo_ranks import run_task_forked
 
 SMALL = Training(
     size=ModelSize(
@@ -50,6 +51,8 @@ SMALL = Training(
     num_before_save=10,
     num_after_save=3,
 )
+
+INDIVISIBLE = replace(SMALL, size=replace(SMALL.size, num_heads=3, num_query_groups=3))
 
 # A rank that writes its process id and waits for its parent to end.
 WAITING_RANK = """
@@ -101,12 +104,13 @@ def wait_for(*paths: Path) -> None:
 
 def run_captured(keep: Path | None, training: Training) -> tuple[int, str]:
     output = io.StringIO()
-    status = run_demo(keep, Console(file=output, width=200), training=training)
+    console = Console(file=output, width=200)
+    status = run_demo(keep, console, training=training, start=run_task_forked)
     return status, output.getvalue()
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(300)
 def test_the_demo_ends_well_and_says_that_everything_is_bit_identical(tmp_path: Path) -> None:
     status, text = run_captured(tmp_path / "kept", SMALL)
 
@@ -130,15 +134,43 @@ def test_the_demo_ends_well_and_says_that_everything_is_bit_identical(tmp_path: 
 @pytest.mark.multiprocess
 @pytest.mark.timeout(120)
 def test_a_demo_that_fails_names_the_rank_and_the_reason() -> None:
-    indivisible = replace(SMALL, size=replace(SMALL.size, num_heads=3, num_query_groups=3))
-
-    status, text = run_captured(None, indivisible)
+    status, text = run_captured(None, INDIVISIBLE)
 
     assert status == 1
     assert "The demonstration failed." in text
     assert "TP2 x DP2: rank " in text
     assert "ValueError: num_attention_heads (3) must be a multiple of" in " ".join(text.split())
-    assert "the end of its output:" in text
+
+
+def run_in_one_python(scratch: Path) -> StartRecord:
+    """Train on one rank, in a Python of its own, as the command starts them."""
+    layout = ParallelLayout()
+    record = StartRecord(layout)
+    task = RankTask(Role.TRAIN, layout, SMALL, scratch / "checkpoint", scratch)
+    run_task(task, record.add, 100.0)
+    return record
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(150)
+def test_a_rank_in_a_python_of_its_own_carries_out_its_task(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    record = run_in_one_python(tmp_path)
+
+    num_iterations = SMALL.num_before_save + SMALL.num_after_save
+    assert sorted(record.losses) == list(range(num_iterations))
+    assert len(record.digests) == 4 * 17
+    assert (tmp_path / "checkpoint" / "metadata.json").exists()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(150)
+def test_a_rank_that_fails_is_told_with_the_end_of_its_output(tmp_path: Path) -> None:
+    with pytest.raises(DemoError, match="rank 0: FileNotFoundError: ") as caught:
+        run_in_one_python(tmp_path)
+
+    _, _, output = str(caught.value).partition("the end of its output:")
+    assert "FileNotFoundError: " in output, caught.value
 
 
 @pytest.mark.timeout(20)

@@ -122,7 +122,8 @@ def load_with_every_strictness(
         )
         for route in Route
         for strict in StrictHandling
-        for validates in (True, False)
+        # The wrapper does not see it.
+        for validates in ((True, False) if route in (Route.MEGATRON, Route.OURS) else (True,))
     }
 
 

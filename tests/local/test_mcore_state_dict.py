@@ -162,6 +162,22 @@ def test_a_hollow_state_is_filled_again() -> None:
     assert all(map(torch.equal, state.tensors, before))
     assert set(state.state_dict) == {"a", "iteration"}
     assert next(iter(state.values())) == 5
+    state.pop_tensors()
+    state.init_tensors()
+    assert [(tensor.shape, tensor.dtype) for tensor in state.tensors] == [((4,), torch.float32)]
+
+
+def test_a_hollow_state_shows_what_it_holds_and_gives_no_data() -> None:
+    state, _ = run_alone()
+    state.pop_tensors()
+    iteration, tensor = state.values()
+
+    assert state.is_hollow
+    assert (iteration, tensor.key, tensor.data) == (5, "a", None)
+    with pytest.raises(PlanError, match="hollow"):
+        _ = state.state_dict
+    with pytest.raises(PlanError, match="hollow"):
+        state.to_state_dict({"a": ShardedTensor.from_rank_offsets("a", torch.zeros(4))})
 
 
 def run_alone() -> tuple[MCoreTensorAwareStateDict, Any]:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from dist_ckpt_strategies.cli.demo.digest import compare_digests
-from dist_ckpt_strategies.cli.demo.ranks import run_task
 from dist_ckpt_strategies.cli.demo.report import StartRecord, largest_difference
 from dist_ckpt_strategies.cli.demo.task import (
     ModelSize,
@@ -21,6 +20,7 @@ from dist_ckpt_strategies.cli.demo.task import (
     Role,
     Training,
 )
+from tests.support.demo_ranks import run_task_forked
 
 TRAINING = Training(
     size=ModelSize(
@@ -44,7 +44,7 @@ def run_ranks_to_end(role: Role, layout: ParallelLayout, checkpoint: Path) -> St
     checkpoint.mkdir(exist_ok=True)
     record = StartRecord(layout)
     task = RankTask(role, layout, TRAINING, checkpoint, scratch, timeout_s=60.0)
-    run_task(task, record.add, 150.0)
+    run_task_forked(task, record.add, 150.0)
     return record
 
 

@@ -13,6 +13,7 @@ from dist_ckpt_strategies.plan.retrieve import (
     Completeness,
     build_exchange_plan,
     build_survey,
+    choose_world_sizes,
     spread_parts,
 )
 from dist_ckpt_strategies.spec.part import PartId, SaveId
@@ -84,6 +85,20 @@ def test_parts_of_one_save_that_disagree_on_its_size_are_refused() -> None:
     save = SaveId(5, "a")
     with pytest.raises(PlanError, match="saved by 3 ranks"):
         build_survey([(PartId(save, 0), 2), (PartId(save, 1), 3)])
+
+
+def test_the_largest_world_of_which_every_part_is_there_counts() -> None:
+    save, other = SaveId(5, "a"), SaveId(6, "b")
+    found = [(PartId(save, rank), 2) for rank in range(2)]
+
+    assert choose_world_sizes(found) == {save: 2}
+    assert choose_world_sizes([*found, (PartId(save, 0), 1)]) == {save: 2}
+    assert choose_world_sizes([*found, *((PartId(save, r), 8) for r in range(7))]) == {save: 2}
+    assert choose_world_sizes([*found, (PartId(save, 7), 1), (PartId(other, 0), 4)]) == {
+        save: 2,
+        other: 4,
+    }
+    assert choose_world_sizes([*found[:1], (PartId(save, 0), 3), (PartId(save, 1), 3)]) == {save: 3}
 
 
 def test_parts_of_a_larger_world_are_taken_by_ranks_that_have_them() -> None:

@@ -22,6 +22,7 @@ from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.box import Box, BoxTable
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.region import Region
+from tests.support.leaks import threads_left
 from tests.support.memory_store import MemoryArrays
 from tests.support.samples import random_values
 
@@ -185,10 +186,10 @@ def test_a_box_outside_its_array_is_refused_everywhere() -> None:
 
 
 def test_no_thread_is_left() -> None:
-    before = threading.active_count()
+    before = threading.enumerate()
     run_ranks(4, replicas(4).load)
 
-    assert threading.active_count() == before
+    assert threads_left(before) == []
 
 
 def caught(action: Callable[[], Any]) -> Exception | None:

@@ -35,6 +35,7 @@ from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.part import BufferSpec, Part, PartId, SaveId
 from dist_ckpt_strategies.storage.part_files import PartDirectory, PartReader
 from dist_ckpt_strategies.storage.part_format import PartLayout, part_to_wire
+from tests.support.leaks import open_files_below, threads_left
 
 SAVE = SaveId(7, "a1")
 
@@ -412,7 +413,8 @@ def test_tensors_that_are_not_what_the_part_says_are_refused_on_all(tmp_path: Pa
 
 def test_no_thread_and_no_open_file_is_left(tmp_path: Path) -> None:
     clique = Clique(mixed(), 4096, tmp_path)
-    before = (threading.active_count(), len(list(Path("/proc/self/fd").iterdir())))
+    before = threading.enumerate()
     run_ranks(3, clique.save)
 
-    assert (threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))) == before
+    assert threads_left(before) == []
+    assert open_files_below(tmp_path) == []

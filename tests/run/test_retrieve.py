@@ -34,6 +34,7 @@ from tests.run.test_replicate import (
     noise,
     part_of,
 )
+from tests.support.leaks import open_files_below, threads_left
 
 
 @dataclass
@@ -303,7 +304,8 @@ def test_a_source_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) 
 
 def test_no_thread_and_no_open_file_is_left(tmp_path: Path) -> None:
     disks = Disks(tmp_path, mixed(), [{0, 1, 2}, set(), set()])
-    before = (threading.active_count(), len(list(Path("/proc/self/fd").iterdir())))
+    before = threading.enumerate()
     disks.run({rank: [rank] for rank in range(3)})
 
-    assert (threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))) == before
+    assert threads_left(before) == []
+    assert open_files_below(tmp_path) == []

@@ -30,6 +30,7 @@ from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 from tests.support.boxes import regions_in, shapes
 from tests.support.disks import fill_disk, read_only
+from tests.support.leaks import threads_left
 from tests.support.samples import (
     Values,
     array_of,
@@ -536,12 +537,13 @@ def test_no_read_touches_its_target_once_the_failure_of_one_is_reported(
         ArrayRead(a, whole_of(a), t) for a, t in zip(fine, targets, strict=True)
     ]
 
+    before = threading.enumerate()
     with pytest.raises(IncompleteCheckpointError, match=r"layer\.w"):
         store_of(tmp_path, engine).begin_reads(reads).wait(TIMEOUT_S)
     left = [target.copy() for target in targets]
     time.sleep(0.1)
-    assert all(same_bytes(target, before) for target, before in zip(targets, left, strict=True))
-    assert not any(thread.name.startswith("dist-ckpt-io") for thread in threading.enumerate())
+    assert all(same_bytes(t, copy) for t, copy in zip(targets, left, strict=True))
+    assert threads_left(before, prefix="dist-ckpt-io") == []
 
 
 def test_an_array_that_is_gone_altogether_is_an_error(engine: Engine, tmp_path: Path) -> None:

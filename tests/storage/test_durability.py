@@ -23,6 +23,7 @@ from dist_ckpt_strategies.storage import stores, tensorstore_arrays, whole_flush
 from dist_ckpt_strategies.storage.base import ArrayWrite
 from dist_ckpt_strategies.storage.file_access import FileAccess, file_access
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+from tests.support.leaks import open_files_below
 from tests.support.stores import TIMEOUT_S, store_of
 
 LINUX = sys.platform == "linux"
@@ -142,19 +143,13 @@ def test_a_flush_that_fails_is_an_error_that_names_the_directory(
 
 @pytest.mark.skipif(not LINUX, reason="syncfs is Linux's")
 def test_the_real_flush_runs_and_leaves_no_open_file(tmp_path: Path) -> None:
-    gc.collect()
-    before = num_open_files()
     flush = whole_flush.whole_flush(tmp_path)
     if flush is not None:
         flush.run()
     del flush
     gc.collect()
 
-    assert num_open_files() == before
-
-
-def num_open_files() -> int:
-    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+    assert open_files_below(tmp_path) == []
 
 
 @pytest.mark.skipif(not LINUX, reason="syncfs is Linux's")

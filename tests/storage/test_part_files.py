@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -193,6 +194,7 @@ def test_what_a_killed_writer_leaves_is_never_listed_and_is_removed(tmp_path: Pa
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
+        assert directory.remove_leftovers(1) == 0
         process.send_signal(signal.SIGKILL)
     left = [path for path in files_below(tmp_path) if PARTIAL_PREFIX in path]
 
@@ -201,6 +203,86 @@ def test_what_a_killed_writer_leaves_is_never_listed_and_is_removed(tmp_path: Pa
     assert directory.remove_leftovers(2) == 0
     assert directory.remove_leftovers(1) == 9096
     assert files_below(tmp_path) == [str(kept.relative_to(tmp_path))]
+
+
+def test_what_another_manager_is_writing_is_not_removed(tmp_path: Path) -> None:
+    writer = begun(PartDirectory(tmp_path))
+    other = PartDirectory(tmp_path)
+
+    assert other.remove_leftovers(1) == 0
+    writer.finish(encode_header(PART, [5]))
+    assert [found.path for found in other.find()] == [writer.path]
+
+
+def test_a_file_that_is_taken_for_a_leftover_before_it_is_locked_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flock = fcntl.flock
+    taken: list[Path] = []
+
+    def take_first(handle: int, how: int) -> None:
+        if not taken:
+            taken.extend((tmp_path / "1").iterdir())
+            taken[0].unlink()
+        flock(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", take_first)
+    path = written(PartDirectory(tmp_path))
+
+    assert len(taken) == 1
+    with PartReader(path) as reader:
+        assert reader.stored.part == PART
+
+
+def test_a_file_system_without_locks_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    directory = PartDirectory(tmp_path)
+    written(directory)
+    begun(directory)
+
+    assert directory.remove_leftovers(1) == 9096
+
+
+def test_odd_leftovers_are_a_storage_error_or_gone(tmp_path: Path) -> None:
+    holder = tmp_path / "1"
+    holder.mkdir()
+    os.mkfifo(holder / f"{PARTIAL_PREFIX}pipe")
+    (holder / f"{PARTIAL_PREFIX}link").symlink_to("nowhere")
+    PartDirectory(tmp_path).remove_leftovers(1)
+    assert list(holder.iterdir()) == []
+
+    (holder / f"{PARTIAL_PREFIX}directory").mkdir()
+    with pytest.raises(StorageError, match="directory"):
+        PartDirectory(tmp_path).remove_leftovers(1)
+
+
+@pytest.mark.parametrize("first", ["part", "room", "device"])
+def test_the_name_of_every_new_directory_is_flushed(
+    first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: set[int] = set()
+    fsync = os.fsync
+
+    def recorded(handle: int) -> None:
+        fsync(handle)
+        flushed.add(os.fstat(handle).st_ino)
+
+    monkeypatch.setattr(os, "fsync", recorded)
+    directory = PartDirectory(tmp_path / "a" / "b" / "root")
+    if first == "room":
+        directory.free_nbytes()
+    elif first == "device":
+        directory.device_name()
+    path = written(directory)
+    changed = [path, *path.parents[: len(path.parents) - len(tmp_path.parents)]]
+
+    assert changed[-1] == tmp_path
+    assert {one.stat().st_ino for one in changed} <= flushed
 
 
 def test_a_removed_part_may_be_removed_again(tmp_path: Path) -> None:

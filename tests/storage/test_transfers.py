@@ -22,6 +22,7 @@ from dist_ckpt_strategies.storage.transfers import (
     PendingTransfers,
     run_pooled,
 )
+from tests.support.leaks import threads_left
 
 
 def translated(error: Exception) -> CheckpointError:
@@ -86,7 +87,7 @@ def test_what_does_not_end_is_named_after_the_timeout() -> None:
 
     with pytest.raises(StorageError, match=r"^slow: storage did not answer within 0\.2 s"):
         PendingTransfers((pending("slow", done=False), pending("slower", done=False))).wait(0.2)
-    assert time.monotonic() - started < 2.0
+    assert time.monotonic() - started < 10.0
 
 
 # Jobs on threads
@@ -122,10 +123,10 @@ def test_jobs_are_under_way_before_anybody_waits() -> None:
 
 
 def test_no_job_is_no_thread() -> None:
-    before = threading.active_count()
+    before = threading.enumerate()
     run_pooled([], 4, translated_job).wait(0.0)
 
-    assert threading.active_count() == before
+    assert threads_left(before) == []
 
 
 def test_a_failed_job_is_raised_translated_with_its_cause() -> None:
@@ -211,14 +212,11 @@ def test_storage_that_never_answers_does_not_keep_a_process_from_ending() -> Non
 
 
 def test_threads_end_with_their_jobs() -> None:
-    before = threading.active_count()
+    before = threading.enumerate()
     for _ in range(5):
         run_pooled([job(str(n), lambda: None) for n in range(9)], 4, translated_job).wait(5.0)
-    deadline = time.monotonic() + 5.0
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
 
-    assert threading.active_count() == before
+    assert threads_left(before) == []
 
 
 # Several as one

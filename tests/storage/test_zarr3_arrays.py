@@ -212,3 +212,15 @@ def test_a_plain_key_is_its_own_directory() -> None:
     assert directory_name("a/b") == "a%2Fb"
     assert directory_name(".hidden") == "%2Ehidden"
     assert len(directory_name("k" * 5000)) < 200
+
+
+def test_a_rank_without_arrays_flushes_what_is_there_file_by_file(tmp_path: Path) -> None:
+    access = replace(file_access(tmp_path), is_flushed_whole=False)
+    array = ArraySpec("w", (4,), DType.INT8, (4,), inner_shape=(2,))
+
+    Zarr3Writer(tmp_path, access).begin_syncs([]).wait(TIMEOUT_S)
+    record = write(tmp_path, array, random_values((4,), DType.INT8), access)
+
+    target = np.zeros(4, np.int8)
+    read(tmp_path, record, Region((0,), (4,)), target, access)
+    assert target.tobytes() == random_values((4,), DType.INT8).tobytes()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,8 @@ from tests.support.entries import (
     prepare,
     save,
 )
-from tests.support.ranks import allow_children, run_processes
+from tests.support.pythons import Python
+from tests.support.ranks import allow_torch_dist, run_processes
 from tests.support.sharding import (
     Cut,
     Part,
@@ -239,14 +239,14 @@ def wait_for_options(rank: int, scratch: Path) -> Any:
     dist_ckpt_strategies.register(options=dist_ckpt_strategies.Options(timeout_s=2))
     if rank == 3:
         while not (scratch / "done").exists():
-            pass
+            time.sleep(0.01)
         return "late"
     options = {"timeout_s": 2.0}
     seen = outcome(partial(save, Entry.OURS, state_of(rank, cuts()), scratch / "c", **options))
     (scratch / f"done.{rank}").touch()
     if rank == 0:
         while not all((scratch / f"done.{other}").exists() for other in range(3)):
-            pass
+            time.sleep(0.01)
         (scratch / "done").touch()
     return seen
 
@@ -259,7 +259,7 @@ def test_a_timeout_given_to_save_bounds_the_wait(tmp_path: Path) -> None:
         assert isinstance(failure, Failure), failure
         assert "PeerError" in failure.kinds
         assert failure.global_rank == 3
-        assert failure.seconds < 10
+        assert failure.seconds < 20
 
 
 def ask_locally(rank: int, root: Path) -> Any:
@@ -365,7 +365,7 @@ def test_groups_save_on_their_own_and_errors_name_global_ranks(tmp_path: Path) -
 def use_torch_dist(rank: int, scratch: Path) -> dict[str, Any]:
     from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins  # noqa: PLC0415
 
-    allow_children()
+    allow_torch_dist()
     prepare(60)
     choice = {"sharded_strategy": ("torch_dist", 1), "content_metadata": {"format": 3}}
     found: dict[str, Any] = {}
@@ -401,43 +401,6 @@ def test_torch_dist_through_our_entries_is_torch_dist(tmp_path: Path) -> None:
             assert result[what] == [], (what, result)
 
 
-WITHOUT_REGISTRY = """
-import megatron.core
-from megatron.core.dist_checkpointing.strategies import base
-megatron.core.__version__ = "0.17.0"
-del base.default_strategies, base.register_default_strategy, base.StrategyAction
-import dist_ckpt_strategies
-from dist_ckpt_strategies.errors import StrategyError
-dist_ckpt_strategies.register()
-dist_ckpt_strategies.get_default_strategy(
-    dist_ckpt_strategies.StrategyAction("save_sharded"), "zarr", 1
-)
-for call in (dist_ckpt_strategies.save, dist_ckpt_strategies.load):
-    try:
-        call({}, "nowhere", ("zarr", 1))
-    except StrategyError as error:
-        print(error)
-"""
-
-
-def test_a_megatron_without_a_registry_is_refused_by_name_and_never_replaced_by_torch_dist() -> (
-    None
-):
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", WITHOUT_REGISTRY],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-
-    lines = found.stdout.splitlines()
-    assert len(lines) == 2, found
-    for name, line in zip(("save", "load"), lines, strict=True):
-        assert line.startswith(f"{name}: Megatron-Core 0.17.0 has no strategy registry")
-        assert "torch_dist" in line
-
-
 ALONE = """
 import torch, sys
 from megatron.core.dist_checkpointing import ShardedTensor, ShardedObject
@@ -458,14 +421,10 @@ print(loaded["w"].tolist(), loaded["o"], loaded["c"], torch.distributed.is_initi
 """
 
 
-def test_a_single_process_needs_no_process_group(tmp_path: Path) -> None:
-    found = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ALONE, str(tmp_path / "c")],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+def test_a_single_process_needs_no_process_group(plain_python: Python, tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
+    found = plain_python.run(script, str(tmp_path / "c"))
 
     assert found.returncode == 0, found.stderr
     assert found.stdout.strip() == "[0.0, 1.0, 2.0, 3.0, 4.0, 5.0] 1 2 False"

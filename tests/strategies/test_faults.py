@@ -567,7 +567,7 @@ def test_a_failure_in_megatrons_own_steps_times_out_on_the_others(tmp_path: Path
         assert "PeerError" in failure.kinds, failure
         assert failure.is_megatrons
         assert failure.global_rank == 0, failure
-        assert failure.seconds < 8
+        assert failure.seconds < 15
     assert any(PeerTimeoutError.__name__ in failure.kinds for failure in others)
 
 

@@ -19,9 +19,10 @@ from dist_ckpt_strategies.storage.checkpoints import Format2Checkpoint
 from dist_ckpt_strategies.storage.manifest import digest_of
 from dist_ckpt_strategies.storage.objects import dump_object
 from dist_ckpt_strategies.storage.zarr3 import array_directory
-from dist_ckpt_strategies.strategies.save_planning import PlanMemory
+from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from tests.support.entries import Entry, load, prepare, save
+from dist_ckpt_strategies.strategies.zarr_format2 import Format2LoadShardedStrategy
+from tests.support.entries import Entry, Failure, load, outcome, prepare, save
 from tests.support.formats import load_format2, save_format2
 from tests.support.layouts import (
     empties,
@@ -179,7 +180,7 @@ def test_damage_anywhere_is_found_and_named(tmp_path: Path) -> None:
     objects = {"o": ShardedObject("o", {"t": torch.ones(3)}, (1,), (0,))}
     root.mkdir()
     (root / "common.pt").write_bytes(dump_object({"iteration": 1}, name="common"))
-    save_format2(state_of(0, cuts) | objects, root, comm, options, PlanMemory())
+    save_format2(state_of(0, cuts) | objects, root, comm, options, SaveMemory())
     wanted = {"o": ShardedObject("o", None, (1,), (0,))}
 
     def read() -> None:
@@ -211,3 +212,35 @@ def flipped(content: bytes) -> bytes:
     changed = bytearray(content)
     changed[len(content) // 3] ^= 0x04
     return bytes(changed)
+
+
+def load_verified(rank: int, root: Path, verify: str) -> Any:
+    """Load one of two arrays; the other is damaged."""
+    prepare(30)
+    strategy = Format2LoadShardedStrategy(verify=verify)
+    cut = on_grid("good", (8, 4), (4, 1))
+    return outcome(
+        lambda: differences(
+            rank,
+            [cut],
+            load(Entry.OURS, state_of(rank, [cut], zeros), root, sharded_strategy=strategy),
+        )
+    )
+
+
+def save_two(rank: int, root: Path) -> None:
+    prepare(30)
+    cuts = [on_grid(key, (8, 4), (4, 1)) for key in ("bad", "good")]
+    save(Entry.OURS, state_of(rank, cuts), root, sharded_strategy=FORMAT2)
+
+
+@pytest.mark.parametrize("name", ["c.2.0", "zarr.json"])
+def test_a_full_check_finds_what_is_not_read(name: str, tmp_path: Path) -> None:
+    run_processes(4, save_two, tmp_path / "c")
+    path = tmp_path / "c" / "arrays" / "bad" / name
+    path.write_bytes(flipped(path.read_bytes()))
+
+    assert run_processes(4, load_verified, tmp_path / "c", "read") == [[]] * 4
+    for found in run_processes(4, load_verified, tmp_path / "c", "full"):
+        assert isinstance(found, Failure)
+        assert str(path) in found.text

@@ -19,6 +19,10 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
+from dist_ckpt_strategies.strategies.zarr_format2 import (
+    Format2LoadShardedStrategy,
+    Format2SaveShardedStrategy,
+)
 from tests.support.entries import prepare
 from tests.support.ranks import run_processes
 
@@ -58,12 +62,21 @@ def state_of(rank: int, ranks: list[int], *, objects: bool, data: bool = True) -
     return state
 
 
-def save_and_load(rank: int, root: str, grouping: list[list[int]], objects: bool) -> list[str]:
+FORMATS: dict[int, tuple[Any, Any]] = {
+    1: (ZarrSaveShardedStrategy, ZarrLoadShardedStrategy),
+    2: (Format2SaveShardedStrategy, Format2LoadShardedStrategy),
+}
+
+
+def save_and_load(
+    rank: int, root: str, grouping: list[list[int]], objects: bool, version: int = 1
+) -> list[str]:
     prepare(30)
+    saving, loading = FORMATS[version]
     group, ranks = group_of(rank, grouping)
-    saver = FullyParallelSaveStrategyWrapper(ZarrSaveShardedStrategy(), group)
+    saver = FullyParallelSaveStrategyWrapper(saving(), group)
     dist_checkpointing.save(state_of(rank, ranks, objects=objects), root, saver)
-    loader = FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), group)
+    loader = FullyParallelLoadStrategyWrapper(loading(), group)
     wanted = state_of(rank, ranks, objects=objects, data=False)
     with cpu_stand_ins():  # the wrapper moves what it exchanges to CUDA and synchronises it
         loaded = dist_checkpointing.load(wanted, root, loader)
@@ -92,6 +105,12 @@ def test_the_wrappers_save_and_load_with_groups_of_every_shape(
 ) -> None:
     found = run_processes(SIZE, save_and_load, str(tmp_path), grouping, objects, timeout_s=40)
     assert found == [[]] * SIZE
+
+
+@pytest.mark.parametrize("name", ["one group", "a triple and a single"])
+def test_the_wrappers_save_and_load_format_2(name: str, tmp_path: Path) -> None:
+    arguments = (str(tmp_path), GROUPINGS[name], True, 2)
+    assert run_processes(SIZE, save_and_load, *arguments, timeout_s=40) == [[]] * SIZE
 
 
 def load_damaged(rank: int, root: str, grouping: list[list[int]]) -> str:

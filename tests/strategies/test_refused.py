@@ -28,7 +28,7 @@ def cuts() -> list[Cut]:
 
 def conflict(rank: int, root: Path) -> Any:
     """On rank 2 a local value stands where the checkpoint has common state."""
-    prepare(15)
+    prepare(40)
     save(Entry.OURS, {"iteration": 7, **state_of(rank, cuts())}, root)
     wanted: dict[str, Any] = state_of(rank, cuts(), no_data)
     if rank == 2:
@@ -47,7 +47,7 @@ def test_values_that_collide_on_one_rank_fail_on_every_rank(tmp_path: Path) -> N
         assert isinstance(failures, tuple), failures
         for failure in failures:
             assert isinstance(failure, Failure), (rank, failure)
-            assert failure.seconds < 8, (rank, failure)
+            assert failure.seconds < 20, (rank, failure)
             assert failure.is_ours
             assert "PlanError" in failure.kinds, failure
             assert "does not fit together" in failure.text, failure
@@ -187,7 +187,7 @@ def require_words(state: str, found: Failure) -> None:
 
 def set_options_badly(rank: int, root: Path) -> Any:
     """Rank 1 has an environment of its own."""
-    prepare(15)
+    prepare(40)
     state = state_of(rank, cuts())
     save(Entry.OURS, state, root)
     if rank == 1:
@@ -202,7 +202,7 @@ def test_an_option_that_one_rank_cannot_read_fails_on_every_rank(tmp_path: Path)
         assert isinstance(failures, tuple), failures
         for failure in failures:
             assert isinstance(failure, Failure), (rank, failure)
-            assert failure.seconds < 8, (rank, failure)
+            assert failure.seconds < 20, (rank, failure)
             assert "StrategyError" in failure.kinds, failure
             assert "DIST_CKPT_IO_THREADS: expected int, found 'many'" in failure.text, failure
             assert failure.global_rank == 1, failure

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from tests.support.entries import Entry, Failure, load, outcome, prepare, save
-from tests.support.ranks import allow_children, run_processes
+from tests.support.ranks import allow_torch_dist, run_processes
 from tests.support.sharding import Cut, Part, on_grid, part_of, sharded, state_of, zeros
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
@@ -95,7 +95,7 @@ def cases() -> Iterator[Case]:
 
 
 def load_strictly(rank: int, scratch: Path) -> dict[Case, Any]:
-    allow_children()
+    allow_torch_dist()
     prepare(60)
     seen = {}
     # torch_dist synchronises CUDA and asks for its current device, also for tensors on the CPU.

@@ -20,7 +20,7 @@ from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadSh
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 from tests.support.entries import Entry, Failure, outcome, prepare, save
 from tests.support.groups import group_of_size
-from tests.support.ranks import allow_children, run_processes
+from tests.support.ranks import allow_torch_dist, run_processes
 from tests.support.sharding import (
     Cut,
     differences,
@@ -89,7 +89,7 @@ def objects(rank: int, *, empty: bool = False) -> dict[str, Any]:
 
 
 def load_through_torch_dist(rank: int, root: Path) -> dict[str, Any]:
-    allow_children()
+    allow_torch_dist()
     prepare(60)
     seen: dict[str, Any] = {}
     # torch_dist synchronises CUDA and asks for its current device, also for tensors on the CPU.
@@ -131,7 +131,7 @@ def test_each_shard_and_object_is_asked_of_torch_dist_by_one_rank_of_the_group(
 
 
 def load_little(rank: int, root: Path) -> Any:
-    allow_children()
+    allow_torch_dist()
     prepare(60)
     with cpu_stand_ins():
         state = state_of(rank, cuts()[:2])

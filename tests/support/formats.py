@@ -11,13 +11,13 @@ from dist_ckpt_strategies.run.report import SaveReport
 from dist_ckpt_strategies.storage.checkpoints import Format1Checkpoint, Format2Checkpoint
 from dist_ckpt_strategies.strategies.format1 import Format1Target
 from dist_ckpt_strategies.strategies.format2 import Format2Target
-from dist_ckpt_strategies.strategies.save_planning import PlanMemory
+from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.sharded_load import load_sharded
 from dist_ckpt_strategies.strategies.sharded_save import save_sharded
 
 
 def save_format1(
-    state: dict[str, Any], root: Path, comm: Communicator, options: Options, memory: PlanMemory
+    state: dict[str, Any], root: Path, comm: Communicator, options: Options, memory: SaveMemory
 ) -> SaveReport:
     """Save without a marker."""
     return save_sharded(
@@ -41,7 +41,7 @@ def load_format1(
 
 
 def save_format2(
-    state: dict[str, Any], root: Path, comm: Communicator, options: Options, memory: PlanMemory
+    state: dict[str, Any], root: Path, comm: Communicator, options: Options, memory: SaveMemory
 ) -> SaveReport:
     """Save without a marker."""
     rank = comm.global_rank(comm.rank)

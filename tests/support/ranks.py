@@ -6,6 +6,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import queue
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch._C._distributed_c10d import TCPStore
 
 _HOST = "127.0.0.1"
@@ -28,6 +30,15 @@ _PRELOADED = (
     "dist_ckpt_strategies.comm.torch_group",
     "dist_ckpt_strategies.strategies.entry",
     "dist_ckpt_strategies.strategies.defaults",
+    "dist_ckpt_strategies.cli.demo.worker",
+    "torch.distributed.checkpoint",
+    "hypothesis",
+    "psutil",
+    "pytest",
+    "tests.support.entries",
+    "tests.support.sharding",
+    # The last: from then on the collector leaves alone what is there.
+    "tests.support.frozen",
 )
 """Imported once, in the server that ranks are forked from. Importing starts no thread; the server
 never uses TensorStore or torch, which a fork would not survive."""
@@ -97,9 +108,14 @@ def run_processes(
     return results
 
 
-def allow_children() -> None:
-    """Let this rank start processes of its own, which daemons may not; torch_dist does."""
+def allow_torch_dist() -> None:
+    """Let this rank save as torch_dist, which starts processes of its own; daemons may not.
+
+    One of them would only hold a queue of results, and import torch again for it: several seconds
+    for each rank. A queue in this process does as long as saves are not asynchronous.
+    """
     vars(multiprocessing.current_process())["_config"]["daemon"] = False
+    vars(filesystem_async)["_results_queue"] = queue.Queue()
 
 
 def _collected(

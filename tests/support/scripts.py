@@ -40,11 +40,11 @@ def run_script(
     )
 
 
-def results_of(script: str, directory: Path, *options: str) -> Results:
+def results_of(script: str, directory: Path, *options: str, limit_s: float = 150) -> Results:
     """Of a run that works in one new directory below ``directory``, and writes to another."""
     place, out = directory / "place", directory / "results.jsonl"
     place.mkdir()
-    done = run_script(script, place, "--out", str(out), *options)
+    done = run_script(script, place, "--out", str(out), *options, limit_s=limit_s)
     assert done.returncode == 0, done.stdout + done.stderr
     texts = out.read_text(encoding="utf-8").splitlines()
     return Results([json.loads(text) for text in texts], list(place.iterdir()))

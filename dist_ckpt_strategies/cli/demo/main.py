@@ -11,6 +11,7 @@ import shutil
 import tarfile
 import tempfile
 import time
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
@@ -68,8 +69,17 @@ _START_TIMEOUT_S = 240.0
 _STATUS_FAILED = 1
 _STATUS_INTERRUPTED = 130
 
+TaskRunner = Callable[[RankTask, Callable[[Event], None], float], None]
+"""Carries out a task, calling with each event; the last is ``timeout_s``."""
 
-def run_demo(keep: Path | None, console: Console, *, training: Training | None = None) -> int:
+
+def run_demo(
+    keep: Path | None,
+    console: Console,
+    *,
+    training: Training | None = None,
+    start: TaskRunner = run_task,
+) -> int:
     """Run the demonstration; 0 if every step went well, else what failed has been shown.
 
     Args:
@@ -77,10 +87,11 @@ def run_demo(keep: Path | None, console: Console, *, training: Training | None =
             checkpoint is removed at the end.
         console: where progress and the tables are shown.
         training: sizes and number of iterations, smaller in tests.
+        start: carries out one task, in new processes.
     """
     try:
         with tempfile.TemporaryDirectory(prefix="dist-ckpt-demo-") as scratch:
-            _Demo(Path(scratch), keep, console, training or Training()).run()
+            _Demo(Path(scratch), keep, console, training or Training(), start).run()
     except (DemoError, OSError) as error:
         console.print("[bold red]The demonstration failed.[/]")
         console.print(str(error), markup=False, highlight=False)
@@ -95,7 +106,12 @@ class _Demo:
     """The steps of the demonstration, and what they add to the tables at the end."""
 
     def __init__(
-        self, scratch: Path, keep: Path | None, console: Console, training: Training
+        self,
+        scratch: Path,
+        keep: Path | None,
+        console: Console,
+        training: Training,
+        start: TaskRunner,
     ) -> None:
         self._scratch = scratch
         self._keep = keep
@@ -104,6 +120,7 @@ class _Demo:
         self._console = console
         self._display = PhaseDisplay(console)
         self._training = training
+        self._run_task = start
         self._steps: list[Step] = []
         self._comparisons: list[Comparison] = []
         self._findings: list[str] = []
@@ -236,7 +253,7 @@ class _Demo:
         record = StartRecord(layout)
         self._display.begin(str(layout), f"start {layout.num_ranks} processes")
         try:
-            run_task(task, lambda event: self._take(event, record), _START_TIMEOUT_S)
+            self._run_task(task, lambda event: self._take(event, record), _START_TIMEOUT_S)
         except DemoError as error:
             raise DemoError(f"{layout}: {error}") from error
         return record

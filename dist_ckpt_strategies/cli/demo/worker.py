@@ -173,10 +173,17 @@ class _Rank:
         self._events.write(PhaseEnded(name, time.monotonic() - began))
 
 
-def _run_rank(global_rank: int, task: RankTask) -> None:
+def carry_out(global_rank: int, task: RankTask) -> None:
+    """Carry out a task on one rank, over the world's process group. Collective: world."""
     torch.set_num_threads(1)
     cliques = LocalOptions(replication_jump=1, replication_factor=2)
     dist_ckpt_strategies.register(local=cliques)
+    with cpu_stand_ins():
+        parallel_state.initialize_model_parallel(task.layout.tp, task.layout.pp)
+        _Rank(global_rank, task).run()
+
+
+def _run_rank(global_rank: int, task: RankTask) -> None:
     dist.init_process_group(
         "gloo",
         init_method=f"file://{task.scratch / 'rendezvous'}",
@@ -184,9 +191,7 @@ def _run_rank(global_rank: int, task: RankTask) -> None:
         world_size=task.layout.num_ranks,
         timeout=timedelta(seconds=task.timeout_s),
     )
-    with cpu_stand_ins():
-        parallel_state.initialize_model_parallel(task.layout.tp, task.layout.pp)
-        _Rank(global_rank, task).run()
+    carry_out(global_rank, task)
     dist.destroy_process_group()
 
 

@@ -1,0 +1,291 @@
+"""Checkpoints of format 2 in ``dist-ckpt inspect`` and ``verify``: what the manifest says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+from itertools import groupby
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from dist_ckpt_strategies.cli.columns import Row, print_list, print_wrapped
+from dist_ckpt_strategies.cli.json_form import finding_fields, leftover_fields, print_json
+from dist_ckpt_strategies.cli.text import bytes_text, counted, printable
+from dist_ckpt_strategies.errors import ArrayNotFoundError
+from dist_ckpt_strategies.spec.manifest import ObjectRecord
+from dist_ckpt_strategies.spec.region import Extent
+from dist_ckpt_strategies.storage.findings import Finding
+from dist_ckpt_strategies.storage.format2_survey import Format2Survey, RecordedArray, SaveBegun
+
+_MAX_FINDINGS = 3
+_MAX_PER_KEY = 20
+_MAX_NAMED = 5
+_LABEL_WIDTH = 12
+_PROBLEM_WIDTH = 19
+_ARRAY_TITLES = Row("array", ("shape", "dtype", "chunk", "inner", "files", "size", "writers"))
+_OBJECT_TITLES = Row("object", ("grid", "shards", "size", "writers"))
+
+
+def inspect_format2(
+    survey: Format2Survey, keys: str | None, *, with_objects: bool, as_json: bool
+) -> None:
+    """Show what the manifest says, and whether its files are there.
+
+    Args:
+        survey: of the checkpoint.
+        keys: show only keys that match this glob.
+        with_objects: show objects too.
+        as_json: print one JSON object.
+
+    Raises:
+        ArrayNotFoundError: no key matches.
+    """
+    arrays = [one for one in survey.arrays if _matches(one.record.array.key, keys)]
+    objects = [one for one in _grids(survey.objects) if _matches(one[0].id.key, keys)]
+    if keys is not None and not arrays and not objects:
+        num_keys = len(survey.arrays) + len(_grids(survey.objects))
+        raise ArrayNotFoundError(f"{survey.root}: none of its {num_keys} keys matches {keys!r}")
+    shown_objects = objects if with_objects else []
+    if as_json:
+        fields = {
+            "complete": not survey.findings,
+            "arrays": list(map(_array_fields, arrays)),
+            "objects": list(map(_object_fields, shown_objects)),
+            "findings": list(map(finding_fields, survey.findings)),
+        }
+        print_json("inspect", survey.root, _summary_fields(survey) | fields)
+        return
+    console = Console(highlight=False)
+    _print_rows(console, _ARRAY_TITLES, list(map(_array_row, arrays)))
+    _print_rows(console, _OBJECT_TITLES, list(map(_object_row, shown_objects)))
+    for label, text in _summary(survey):
+        style = "red" if text.startswith("NO") else ""
+        console.print(Text(f"{label:<{_LABEL_WIDTH}}", "bold") + Text(text, style), soft_wrap=True)
+    for finding in survey.findings[:_MAX_FINDINGS]:
+        print_wrapped(console, printable(str(finding)), " " * _LABEL_WIDTH, " " * _LABEL_WIDTH)
+
+
+def show_verdict(
+    survey: Format2Survey, findings: Sequence[Finding], seconds: float, *, as_json: bool
+) -> None:
+    """Show what comparing every digest has found.
+
+    Args:
+        survey: of the checkpoint.
+        findings: sorted by key.
+        seconds: that it took.
+        as_json: print one JSON object.
+    """
+    if as_json:
+        fields = {
+            "whole": not findings,
+            "seconds": seconds,
+            "bytes_per_second": survey.nbytes / max(seconds, 1e-9),
+            "findings": list(map(finding_fields, findings)),
+        }
+        print_json("verify", survey.root, _summary_fields(survey) | fields)
+        return
+    console = Console(highlight=False)
+    for key, some in groupby(findings, lambda finding: finding.key):
+        _print_key(console, key, list(some))
+    verdict, style = " is whole", "bold green"
+    if survey.is_unfinished:
+        verdict, style = f" is NOT finished: {_unfinished(survey.begun)}", "bold red"
+    elif findings:
+        counts = f"{counted(len(findings), 'finding')} in "
+        counts += counted(len({finding.path for finding in findings}), "file")
+        verdict, style = f" is NOT whole: {counts}", "bold red"
+    console.print(Text(printable(str(survey.root))) + Text(verdict, style), soft_wrap=True)
+    speed = bytes_text(int(survey.nbytes / max(seconds, 1e-9)))
+    checked = (
+        f"compared with the manifest: {counted(len(survey.arrays), 'array')}, "
+        f"{counted(len(survey.objects), 'object')} and common.pt in "
+        f"{counted(survey.num_files, 'file')}; {bytes_text(survey.nbytes)} in {seconds:.1f} s, "
+        f"{speed}/s"
+    )
+    console.print(Text(checked, "dim"), soft_wrap=True)
+
+
+def _print_key(console: Console, key: str | None, findings: Sequence[Finding]) -> None:
+    console.print(Text(printable(key) if key else "the checkpoint", "bold"), soft_wrap=True)
+    for finding in findings[:_MAX_PER_KEY]:
+        label = finding.problem.value.replace("_", " ")
+        first, others = f"  {label:<{_PROBLEM_WIDTH}}", " " * (2 + _PROBLEM_WIDTH)
+        print_wrapped(console, printable(str(finding)), first, others)
+    if len(findings) > _MAX_PER_KEY:
+        more = f"  ... and {len(findings) - _MAX_PER_KEY:,} more; --json lists them"
+        console.print(Text(more, "dim"), soft_wrap=True)
+
+
+def _print_rows(console: Console, titles: Row, rows: Sequence[Row]) -> None:
+    if rows:
+        print_list(console, titles, rows, right=("files", "shards", "size"))
+        console.print()
+
+
+def _array_row(stored: RecordedArray) -> Row:
+    array, expected = stored.record.array, len(stored.record.chunks)
+    files = f"{stored.num_files:,}"
+    if stored.num_files != expected:
+        files += f" of {expected:,}"
+    return Row(
+        printable(array.key),
+        (
+            _extent(array.shape),
+            array.dtype.value,
+            _extent(array.chunk_shape),
+            _extent(array.inner_shape or ()) + (" +crc32c" if array.has_crc32c else ""),
+            files,
+            bytes_text(stored.file_nbytes),
+            _ranks(stored.writers),
+        ),
+        is_marked=stored.num_files != expected,
+    )
+
+
+def _object_row(records: Sequence[ObjectRecord]) -> Row:
+    grid = records[0].id.shape
+    return Row(
+        printable(records[0].id.key),
+        (
+            _extent(grid),
+            f"{len(records):,}",
+            bytes_text(_nbytes(records)) if _nbytes(records) else "in manifest",
+            _ranks(_writers(records)),
+        ),
+    )
+
+
+def _summary(survey: Format2Survey) -> Iterator[tuple[str, str]]:
+    yield "checkpoint", printable(str(survey.root))
+    marker, index = survey.marker, survey.index
+    if marker is None:
+        yield "backend", "zarr 2, by its files"
+    else:
+        common = f"common state: {marker.common_backend} {marker.common_backend_version}"
+        own = f"{marker.sharded_backend} {marker.sharded_backend_version}"
+        yield "backend", printable(f"{own}; {common}")
+    if survey.begun is not None:
+        yield "saved", f"began {_when(survey.begun)}"
+    if index is not None:
+        yield "layout", printable(", ".join(f"{k} {v}" for k, v in index.layout.items()))
+        yield "written by", printable(", ".join(f"{k} {v}" for k, v in index.versions.items()))
+    files = sum(one.num_files for one in survey.arrays)
+    nbytes = sum(one.file_nbytes for one in survey.arrays)
+    yield "arrays", f"{len(survey.arrays):,} in {counted(files, 'file')}, {bytes_text(nbytes)}"
+    yield "objects", f"{len(survey.objects):,} shards, {bytes_text(_nbytes(survey.objects))}"
+    common_nbytes = survey.common_nbytes
+    yield "common.pt", "missing" if common_nbytes is None else bytes_text(common_nbytes)
+    if survey.leftovers:
+        count = counted(len(survey.leftovers), "file")
+        yield "left over", f"{count} of killed processes (harmless)"
+    if survey.others:
+        shown = ", ".join(survey.others[:_MAX_NAMED])
+        yield "beside it", printable(shown + (", ..." if survey.others[_MAX_NAMED:] else ""))
+    yield "in all", f"{counted(survey.num_files, 'file')}, {bytes_text(survey.nbytes)}"
+    yield "complete", _completeness(survey)
+
+
+def _completeness(survey: Format2Survey) -> str:
+    if survey.is_unfinished:
+        return f"NO, {_unfinished(survey.begun)}"
+    if not survey.findings:
+        return "yes, by names and sizes; `dist-ckpt verify` compares every digest"
+    count = counted(len(survey.findings), "finding")
+    return f"NO, {count}; `dist-ckpt verify` lists them all"
+
+
+def _unfinished(begun: SaveBegun | None) -> str:
+    when = "" if begun is None else f", which began {_when(begun)},"
+    return f"the save{when} has not ended, or was killed: `dist-ckpt prune` removes what it left"
+
+
+def _when(begun: SaveBegun) -> str:
+    moment = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(begun.seconds))
+    return f"{moment} on {printable(begun.host)}"
+
+
+def _summary_fields(survey: Format2Survey) -> dict[str, Any]:
+    index = survey.index
+    common = survey.common_nbytes
+    return {
+        "marker": asdict(survey.marker) if survey.marker else None,
+        "begun": asdict(survey.begun) if survey.begun else None,
+        "unfinished": survey.is_unfinished,
+        "layout": dict(index.layout) if index else None,
+        "versions": dict(index.versions) if index else None,
+        "common": None if common is None else {"path": "common.pt", "nbytes": common},
+        "num_arrays": len(survey.arrays),
+        "num_objects": len(_grids(survey.objects)),
+        "num_files": survey.num_files,
+        "nbytes": survey.nbytes,
+        "leftovers": list(map(leftover_fields, survey.leftovers)),
+        "others": survey.others,
+    }
+
+
+def _array_fields(stored: RecordedArray) -> dict[str, Any]:
+    array = stored.record.array
+    return {
+        "key": array.key,
+        "shape": array.shape,
+        "dtype": array.dtype.value,
+        "chunk_shape": array.chunk_shape,
+        "inner_shape": array.inner_shape,
+        "crc32c": array.has_crc32c,
+        "nbytes": array.nbytes,
+        "num_chunks": stored.num_files,
+        "num_chunks_expected": len(stored.record.chunks),
+        "file_nbytes": stored.file_nbytes,
+        "writers": stored.writers,
+    }
+
+
+def _object_fields(records: Sequence[ObjectRecord]) -> dict[str, Any]:
+    return {
+        "key": records[0].id.key,
+        "shape": records[0].id.shape,
+        "num_shards": len(records),
+        "file_nbytes": _nbytes(records),
+        "writers": _writers(records),
+    }
+
+
+def _grids(objects: Sequence[ObjectRecord]) -> list[list[ObjectRecord]]:
+    """The shards of each object."""
+    by_key: dict[str, list[ObjectRecord]] = {}
+    for record in objects:
+        by_key.setdefault(record.id.key, []).append(record)
+    return list(by_key.values())
+
+
+def _nbytes(records: Sequence[ObjectRecord]) -> int:
+    return sum(record.span.nbytes for record in records if record.span is not None)
+
+
+def _writers(records: Sequence[ObjectRecord]) -> list[int]:
+    return sorted({record.writer for record in records})
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Such as ``0-3, 8``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    shown = ", ".join("-".join(map(str, run)) for run in runs[:_MAX_NAMED])
+    return shown + (", ..." if runs[_MAX_NAMED:] else "")
+
+
+def _extent(extent: Extent) -> str:
+    return "x".join(map(str, extent)) or "scalar"
+
+
+def _matches(key: str, keys: str | None) -> bool:
+    return keys is None or fnmatchcase(key, keys)

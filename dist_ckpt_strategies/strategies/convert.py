@@ -1,0 +1,297 @@
+"""Checkpoints from one format to another, and to the optimizer's state of today. No ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from dist_ckpt_strategies.config import MIB, Options, options_from_environment
+from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
+    CheckpointExistsError,
+    PlanError,
+    StrategyError,
+)
+from dist_ckpt_strategies.megatron.allowed import default_allowed
+from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.plan.convert import ConvertLimits, ConvertPlan, build_convert_plan
+from dist_ckpt_strategies.plan.upgrade import is_of_optimizer, upgraded_keys
+from dist_ckpt_strategies.run.convert import ConvertReport, run_convert
+from dist_ckpt_strategies.spec.array import array_to_wire
+from dist_ckpt_strategies.spec.conversion import Format, SourceArray
+from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors
+from dist_ckpt_strategies.storage.findings import Watch
+from dist_ckpt_strategies.storage.journal import JOURNAL_NAME, Journal
+from dist_ckpt_strategies.storage.manifest import digest_of
+from dist_ckpt_strategies.storage.objects import Allowed
+from dist_ckpt_strategies.storage.publication import is_finished, make_directory
+from dist_ckpt_strategies.storage.sources import Source, open_source
+from dist_ckpt_strategies.storage.targets import Contents, Flush, Target
+from dist_ckpt_strategies.storage.torch_targets import (
+    SafetensorsConversion,
+    TorchDistConversion,
+)
+from dist_ckpt_strategies.storage.zarr3 import chunk_name
+from dist_ckpt_strategies.storage.zarr_targets import Format1Conversion, Format2Conversion
+from dist_ckpt_strategies.strategies.format2 import package_versions
+from dist_ckpt_strategies.strategies.upgrade import upgraded_common
+
+_MAX_THREADS = 8
+_BUFFERS = 4
+"""Boxes that a thread holds at the same time, at most: read, put together, encoded, flushed."""
+
+_LEAST_BOX_NBYTES = 64 << 10
+_LARGEST_BOX_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """How a conversion or a comparison is carried out.
+
+    Attributes:
+        max_memory_bytes: bound on the elements in memory at once, over all threads; objects come
+            on top, one at a time, and the libraries.
+        max_file_bytes: wanted size of the files of safetensors and torch_dist; an array that is
+            larger has a file of its own in safetensors. 5 GB and 512 MiB by default.
+        num_threads: files handled at the same time; by default one for each core, at least 2.
+        noted_bytes: after so many bytes what is done is made durable, so that a run after a kill
+            goes on from there. At the latest after 10 s.
+        options: timeouts, and what is verified while it is read.
+    """
+
+    max_memory_bytes: int = 256 * MIB
+    max_file_bytes: int | None = None
+    num_threads: int | None = None
+    noted_bytes: int = 1024 * MIB
+    options: Options | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what can only be a mistake."""
+        for name in ("max_memory_bytes", "max_file_bytes", "num_threads", "noted_bytes"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, int) and value > 0):
+                raise StrategyError(f"option {name}: expected a number > 0, found {value!r}")
+
+    @property
+    def threads(self) -> int:
+        """Files handled at the same time."""
+        cores = len(os.sched_getaffinity(0))
+        return self.num_threads or max(2, min(_MAX_THREADS, cores))
+
+    @property
+    def box_nbytes(self) -> int:
+        """Bytes of a box."""
+        share = self.max_memory_bytes // (_BUFFERS * self.threads)
+        return max(_LEAST_BOX_NBYTES, min(_LARGEST_BOX_NBYTES, share))
+
+    def limits(self, to: Format) -> ConvertLimits:
+        """What the plan has to keep to."""
+        default = 5 * 10**9 if to is Format.SAFETENSORS else 512 * MIB
+        return ConvertLimits(self.box_nbytes, self.max_file_bytes or default, self.noted_bytes)
+
+
+@raises_megatron_errors
+def convert(  # noqa: PLR0913
+    source: str | Path,
+    target: str | Path,
+    to: str,
+    *,
+    keys: str | None = None,
+    allow: Allowed = (),
+    options: ConvertOptions | None = None,
+    watch: Watch | None = None,
+) -> ConvertReport:
+    """Convert a checkpoint to another format, bit for bit, in bounded memory. One process.
+
+    Nothing is visible before all is there. A run that was killed, repeated with the same
+    arguments, goes on where that one stopped.
+
+    Args:
+        source: directory of a finished checkpoint: ("zarr", 1), ("zarr", 2), or torch_dist of
+            Megatron-Core 0.16.
+        target: a directory that is new, empty, or holds an unfinished run of this conversion.
+        to: ``"zarr@2"``, ``"zarr@1"``, ``"torch_dist"``; or ``"safetensors"`` for the model's
+            arrays alone.
+        keys: for safetensors: take only arrays whose keys match this glob.
+        allow: further classes that objects may be unpickled to, where torch_dist is involved.
+        options: memory, files, threads.
+        watch: told about bytes, done and in all, by any thread.
+
+    Raises:
+        CheckpointExistsError: there is something else in the target.
+        IncompatibleVersionError: the source is of a format that is not read.
+        PlanError: the target's format cannot hold an array.
+        StorageError: the source is damaged, or the target cannot be written.
+        UnsafeObjectError: an object needs a class that is not allowed.
+    """
+    job = _Job(source, target, Format.named(to), options or ConvertOptions(), allow, watch)
+    return job.run(keys, is_upgrade=False)
+
+
+@raises_megatron_errors
+def upgrade(
+    source: str | Path,
+    target: str | Path,
+    to: str | None = None,
+    *,
+    allow: Allowed = (),
+    options: ConvertOptions | None = None,
+    watch: Watch | None = None,
+) -> ConvertReport:
+    """Convert a checkpoint whose optimizer state is of an older form, so that training goes on.
+
+    The form ``fully_sharded_model_space``, of Megatron-Core up to 0.15.3 and NeMo 1.x, becomes
+    ``fully_reshardable``: master parameters get their new names, and the common state says so.
+    Everything else is as in ``convert``.
+
+    Args:
+        source: see convert.
+        target: see convert.
+        to: format of the target; by default the source's own.
+        allow: further classes that the common state and objects may be unpickled to.
+        options: see convert.
+        watch: see convert.
+
+    Raises:
+        StrategyError: there is nothing to upgrade; others as in ``convert``.
+    """
+    chosen = None if to is None else Format.named(to)
+    job = _Job(source, target, chosen, options or ConvertOptions(), allow, watch)
+    return job.run(None, is_upgrade=True)
+
+
+class _Job:
+    """One conversion, from its arguments to its report."""
+
+    def __init__(
+        self,
+        source: str | Path,
+        target: str | Path,
+        to: Format | None,
+        options: ConvertOptions,
+        allow: Allowed,
+        watch: Watch | None,
+    ) -> None:
+        root = directory_of(source)
+        self._root = directory_of(target)
+        self._options = options
+        self._storage = options.options or options_from_environment()
+        self._allow = [*default_allowed(), *allow]
+        self._source: Source = open_source(root, self._storage, self._allow)
+        self._to = to or Format(_own_format(self._source))
+        self._watch = watch
+        if self._root == root or root in self._root.parents or self._root in root.parents:
+            raise StrategyError(
+                f"{self._root}: the target must be a directory beside the source, {root}, not "
+                "the same, nor one within the other"
+            )
+
+    def run(self, keys: str | None, *, is_upgrade: bool) -> ConvertReport:
+        """Plan, then do."""
+        source, to = self._source, self._to
+        arrays = self._chosen(keys)
+        renames = upgraded_keys(array.key for array in arrays) if is_upgrade else {}
+        object_ids = () if to is Format.SAFETENSORS else source.objects
+        plan = build_convert_plan(
+            arrays,
+            to,
+            self._options.limits(to),
+            renames,
+            [object_id.key for object_id in object_ids],
+            **({"chunk_name": chunk_name} if to is Format.ZARR2 else {}),
+        )
+        common = source.common_content()
+        if is_upgrade:
+            common = upgraded_common(common, str(source.root / COMMON_NAME), self._allow)
+        contents = Contents(self._contents(), common, source.layout, package_versions())
+        journal = self._journal(plan, is_upgrade=is_upgrade)
+        flush = Flush(self._root, self._storage)
+        return run_convert(
+            plan,
+            source,
+            self._root,
+            self._target(flush),
+            flush,
+            contents,
+            journal,
+            self._options.threads,
+            self._watch,
+        )
+
+    def _chosen(self, keys: str | None) -> list[SourceArray]:
+        """The arrays to convert."""
+        arrays = self._source.arrays
+        if self._to is not Format.SAFETENSORS:
+            if keys is not None:
+                raise PlanError(
+                    f"keys: {self._to} takes whole checkpoints; only safetensors a choice of arrays"
+                )
+            return list(arrays)
+        found = [
+            array
+            for array in arrays
+            if not is_of_optimizer(array.key) and (keys is None or fnmatchcase(array.key, keys))
+        ]
+        if not found:
+            of_keys = "" if keys is None else f" whose keys match {keys!r}"
+            raise ArrayNotFoundError(
+                f"{self._source.root}: no arrays of a model{of_keys} among its {len(arrays)}"
+            )
+        return found
+
+    def _contents(self) -> Iterator[tuple[ObjectId, bytes]]:
+        for object_id in self._source.objects:
+            yield object_id, self._source.object_content(object_id)
+
+    def _journal(self, plan: ConvertPlan, *, is_upgrade: bool) -> Journal:
+        """What was done before; a new one in a new or empty directory."""
+        root = self._root
+        make_directory(root)
+        with file_errors(None, root):
+            names = {path.name for path in root.iterdir()}
+        if JOURNAL_NAME not in names and (names or is_finished(root)):
+            what = "a finished checkpoint" if is_finished(root) else "files of something else"
+            raise CheckpointExistsError(
+                f"{root} holds {what}; name a new or empty directory", path=str(root)
+            )
+        facts = [
+            self._source.identity,
+            plan.target,
+            asdict(plan.limits),
+            is_upgrade,
+            [array_to_wire(array) for array in plan.arrays],
+        ]
+        return Journal(root, digest_of(json.dumps(facts).encode()))
+
+    def _target(self, flush: Flush) -> Target:
+        box_nbytes = self._options.box_nbytes
+        if self._to is Format.ZARR1:
+            return Format1Conversion(self._root, flush, box_nbytes)
+        if self._to is Format.ZARR2:
+            return Format2Conversion(self._root, flush, box_nbytes)
+        if self._to is Format.TORCH_DIST:
+            return TorchDistConversion(self._root, flush, self._allow)
+        return SafetensorsConversion(self._root, flush)
+
+
+def _own_format(source: Source) -> str:
+    marker = source.marker
+    if marker.sharded_backend in {Format.TORCH_DIST, Format.SAFETENSORS}:
+        return marker.sharded_backend
+    return f"{marker.sharded_backend}@{marker.sharded_backend_version}"
+
+
+def directory_of(name: str | Path) -> Path:
+    """The directory of that name, absolute, links resolved.
+
+    Raises:
+        StrategyError: it is a URL.
+    """
+    if "://" in str(name):
+        raise StrategyError(f"{name}: expected a directory on a file system, found a URL")
+    return Path(name).resolve()

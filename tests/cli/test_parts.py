@@ -1,0 +1,294 @@
+"""``dist-ckpt inspect`` and ``verify`` of local checkpoints: saves, parts, damage, leftovers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+from typer.testing import CliRunner, Result
+
+from dist_ckpt_strategies.cli.app import app
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.marker import CheckpointMarker
+from dist_ckpt_strategies.spec.part import BufferSpec, Part, PartId, SaveId
+from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
+from dist_ckpt_strategies.storage.part_files import PartDirectory
+from dist_ckpt_strategies.storage.part_format import encode_header, part_layout
+from dist_ckpt_strategies.storage.publication import publish
+
+BUFFERS = (
+    BufferSpec("model.w", DType.UINT8, (5000,)),
+    BufferSpec("model.b", DType.FLOAT32, (2, 5)),
+    BufferSpec("rng", DType.UINT8, (100,), ""),
+)
+NBYTES = 4096 + 5000 + 56 + 40 + 24 + 100
+COMMON = b"what all ranks share"
+
+
+def write_part(home: Path, iteration: int, owner: int, holder: int, content: Any = None) -> Path:
+    """A part of a world of four."""
+    part_id = PartId(SaveId(iteration, "a1"), owner)
+    part = Part(part_id, 4, "run-7", "basic", content, BUFFERS)
+    layout = part_layout(part)
+    writer = PartDirectory(home).create(part_id, holder, layout)
+    digests = []
+    for number, (buffer, offset) in enumerate(zip(BUFFERS, layout.byte_offsets, strict=True)):
+        held = (np.arange(buffer.nbytes) + number + owner).astype(np.uint8)
+        writer.write(offset, held)
+        digests.append(xxhash.xxh3_64_intdigest(held.data))
+    writer.finish(encode_header(part, digests))
+    return writer.path
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Path:
+    """One session on one node: ranks 0 and 1 keep their parts, and a copy each of 2 and 3."""
+    home = tmp_path / "local" / "run-7"
+    for iteration in (9, 100):
+        for holder, owner in ((0, 0), (0, 2), (1, 1), (1, 3)):
+            write_part(home, iteration, owner, holder)
+    write_part(home, 100, 0, 1)
+    return home
+
+
+def run(command: str, *args: str | Path) -> Result:
+    return CliRunner().invoke(app, [command, *map(str, args)])
+
+
+def as_json(command: str, *args: str | Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(command, *args, "--json").stdout)
+    return found
+
+
+def lines_of(result: Result) -> list[list[str]]:
+    return [line.split() for line in result.stdout.splitlines()]
+
+
+def test_saves_and_parts_are_listed_the_newest_first(session: Path) -> None:
+    result = run("inspect", session)
+    lines = lines_of(result)
+
+    assert result.exit_code == 0
+    assert lines[0] == ["iteration", "ranks", "here", "copies", "session", "size", "save"]
+    assert lines[1] == ["100", "4", "of", "4", "5", "run-7", "46.6", "kB", "a1"]
+    assert lines[2][:5] == ["9", "4", "of", "4", "4"]
+    assert lines[4] == ["part", "owner", "ranks", "kept", "by", "kind", "tensors", "size"]
+    assert lines[5] == [
+        *("iter_0000100_0_local_a1", "0", "4", "0,", "1", "basic", "2", "18.6", "kB")
+    ]
+    assert [line[0] for line in lines[5:13]] == [
+        f"iter_{iteration}_{rank}_local_a1"
+        for iteration in ("0000100", "0000009")
+        for rank in range(4)
+    ]
+    assert "local       2 saves, 8 parts in 9 files" in result.stdout
+    assert "whole       yes, by headers and sizes" in result.stdout
+
+
+@pytest.mark.parametrize("place", [".", "..", "0"])
+def test_a_root_a_session_and_a_ranks_directory_will_do(place: str, session: Path) -> None:
+    found = as_json("inspect", (session / place).resolve())
+
+    assert [one["iteration"] for one in found["iterations"]] == [100, 9]
+    assert [one["owners"] for one in found["iterations"]] == [
+        [0, 2] if place == "0" else [0, 1, 2, 3]
+    ] * 2
+    assert as_json("verify", (session / place).resolve())["whole"] is True
+
+
+def test_parts_are_chosen_by_a_glob(session: Path) -> None:
+    found = as_json("inspect", session, "--keys", "iter_*_2_local_*")
+
+    assert [part["owner"] for part in found["parts"]] == [2, 2]
+    result = run("inspect", session, "--keys", "model.*")
+    assert result.exit_code == 1
+    assert "none of its 8 parts matches 'model.*'" in result.stderr
+
+
+def test_the_json_says_all_that_there_is(session: Path) -> None:
+    found = as_json("inspect", session)
+
+    assert (found["schema"], found["tier"], found["path"]) == (1, "local", str(session))
+    assert (found["num_files"], found["nbytes"]) == (9, 9 * NBYTES)
+    assert (found["leftovers"], found["findings"]) == ([], [])
+    assert found["iterations"][0] == {
+        "iteration": 100,
+        "token": "a1",
+        "world_size": 4,
+        "session": "run-7",
+        "owners": [0, 1, 2, 3],
+        "num_copies": 5,
+        "nbytes": 5 * NBYTES,
+    }
+    assert found["parts"][0] == {
+        "id": "iter_0000100_0_local_a1",
+        "iteration": 100,
+        "owner": 0,
+        "world_size": 4,
+        "session": "run-7",
+        "kind": "basic",
+        "num_tensors": 2,
+        "copies": [
+            {"path": f"{holder}/iter_0000100_0_local_a1.part", "holder": holder,
+             "nbytes": NBYTES, "readable": True}
+            for holder in (0, 1)
+        ],
+    }  # fmt: skip
+
+
+def test_every_field_of_the_json_is_documented(session: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    found, verified = as_json("inspect", session), as_json("verify", session)
+    part = found["parts"][0]
+    fields = {*found, *verified, *found["iterations"][0], *part, *part["copies"][0]}
+
+    assert [name for name in sorted(fields) if f"`{name}`" not in page] == []
+
+
+def change(path: Path, *byte_offsets: int) -> None:
+    content = bytearray(path.read_bytes())
+    for offset in byte_offsets:
+        content[offset] ^= 1
+    path.write_bytes(content)
+
+
+def damage(session: Path) -> None:
+    """A tensor, two tensors, a header, an end, and a name that is not the part's."""
+    change(session / "0" / "iter_0000100_0_local_a1.part", 4096 + 4999)
+    change(session / "0" / "iter_0000100_2_local_a1.part", 4096, NBYTES - 1)
+    change(session / "1" / "iter_0000100_1_local_a1.part", 40)
+    with (session / "1" / "iter_0000100_3_local_a1.part").open("r+b") as file:
+        file.truncate(NBYTES - 1)
+    shutil.copy(session / "0" / "iter_0000009_0_local_a1.part",
+                session / "0" / "iter_0000010_0_local_a1.part")  # fmt: skip
+
+
+def test_verify_lists_what_is_damaged_by_file_and_tensor(session: Path) -> None:
+    damage(session)
+    result = run("verify", session)
+    found = as_json("verify", session)
+
+    assert result.exit_code == 1
+    assert "is NOT whole: 6 findings in 5 files" in result.stdout
+    assert found["whole"] is False
+    assert [(one["problem"], one["key"], one["path"][:16]) for one in found["findings"]] == [
+        ("damaged_part", None, "0/iter_0000010_0"),
+        ("damaged_tensor", "model.w", "0/iter_0000100_0"),
+        ("damaged_tensor", "model.w", "0/iter_0000100_2"),
+        ("damaged_tensor", "rng", "0/iter_0000100_2"),
+        ("damaged_part", None, "1/iter_0000100_1"),
+        ("damaged_part", None, "1/iter_0000100_3"),
+    ]
+    tensor, cut = found["findings"][1], found["findings"][-1]
+    assert (tensor["expected"][:7], len(tensor["found"])) == ("digest ", 16)
+    assert cut["found"] == f"has {NBYTES - 1} bytes, expected {NBYTES}"
+    assert "0/iter_0000100_0_local_a1.part\n  damaged tensor     model.w: expected digest" in (
+        result.stdout
+    )
+
+
+def test_inspect_says_what_headers_show(session: Path) -> None:
+    damage(session)
+    result = run("inspect", session)
+    found = as_json("inspect", session)
+
+    assert result.exit_code == 0
+    assert "whole       NO, 3 findings; `dist-ckpt verify` lists them all" in result.stdout
+    readable = {
+        part["id"]: [copy["readable"] for copy in part["copies"]] for part in found["parts"]
+    }
+    assert readable["iter_0000100_1_local_a1"] == [False]
+    assert readable["iter_0000100_0_local_a1"] == [True, True]
+    row = next(line for line in lines_of(result) if line[:1] == ["iter_0000100_1_local_a1"])
+    assert row[1:6] == ["1", "?", "1", "?", "?"]
+
+
+def test_padding_is_not_damage(session: Path) -> None:
+    change(session / "0" / "iter_0000100_0_local_a1.part", 4095, 4096 + 5001)
+
+    assert run("verify", session).exit_code == 0
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_leftovers_of_a_killed_save_are_told_from_files_being_written(
+    command: str, session: Path
+) -> None:
+    (session / "0" / f"{PARTIAL_PREFIX}dead").write_bytes(bytes(700))
+    part = Part(PartId(SaveId(101, "a1"), 0), 4, "run-7", "basic", None, BUFFERS)
+    writer = PartDirectory(session).create(part.part_id, 0, part_layout(part))
+    result = run(command, session)
+    found = as_json(command, session)
+    writer.abandon()
+
+    assert result.exit_code == 0
+    assert "left over   unfinished files of a killed save" in result.stdout
+    assert "left over   files that are being written: 1, 0 B" in result.stdout
+    kinds = sorted((one["kind"], one["nbytes"]) for one in found["leftovers"])
+    assert kinds == [("partial", 700), ("writing", 0)]
+
+
+def test_leftovers_alone_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / f"{PARTIAL_PREFIX}dead").write_bytes(bytes(7))
+
+    assert as_json("inspect", tmp_path)["leftovers"][0]["path"] == f"3/{PARTIAL_PREFIX}dead"
+    assert as_json("inspect", tmp_path)["parts"] == []
+
+
+def test_what_a_killed_save_in_another_format_has_left_is_not_taken_for_parts(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "3").mkdir()
+    (tmp_path / "3" / f"{PARTIAL_PREFIX}dead").write_bytes(bytes(7))
+    (tmp_path / "common.pt").write_bytes(COMMON)
+    found = as_json("inspect", tmp_path)
+
+    assert "tier" not in found
+    assert [one["kind"] for one in found["leftovers"]] == ["partial"]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """One checkpoint of the backend."""
+    home = tmp_path / "node" / "iter_0000100"
+    content = {"common": {"common_digest": xxhash.xxh3_128_hexdigest(COMMON)}}
+    write_part(home, 100, 0, 0, content)
+    (home / "common.pt").write_bytes(COMMON)
+    publish(home, CheckpointMarker("local_replicated", 1))
+    return home
+
+
+@pytest.mark.parametrize(
+    ("content", "problems"),
+    [(COMMON, []), (b"another", ["damaged_common"]), (None, ["missing_common"])],
+)
+def test_the_common_state_of_the_backend_is_compared_too(
+    content: bytes | None, problems: Sequence[str], checkpoint: Path
+) -> None:
+    (checkpoint / "common.pt").unlink()
+    if content is not None:
+        (checkpoint / "common.pt").write_bytes(content)
+    for root in (checkpoint, checkpoint.parent):
+        found = as_json("verify", root)
+        assert [one["problem"] for one in found["findings"]] == problems
+        assert run("verify", root).exit_code == bool(problems)
+
+
+def test_a_checkpoint_of_the_backend_without_parts_is_not_whole(checkpoint: Path) -> None:
+    shutil.rmtree(checkpoint / "0")
+    (finding,) = as_json("verify", checkpoint)["findings"]
+
+    assert finding["problem"] == "missing_part"
+
+
+def test_a_directory_named_like_a_part_is_a_finding(session: Path) -> None:
+    (session / "0" / "iter_0000200_0_local_a1.part").mkdir()
+    (finding,) = as_json("verify", session)["findings"]
+
+    assert finding["problem"] == "damaged_part"

@@ -1,0 +1,168 @@
+"""Training goes on from the flat set of Megatron-Core 0.15.3, once it is upgraded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dist_ckpt_strategies import diff, upgrade
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import FusedLayoutAdam
+from dist_ckpt_strategies.cli.demo.task import ParallelLayout
+from dist_ckpt_strategies.config import Engine
+from dist_ckpt_strategies.errors import CheckpointError, StrategyError
+from dist_ckpt_strategies.storage.objects import dump_object, load_pickle
+from dist_ckpt_strategies.strategies.upgrade import upgraded_common
+from tests.golden.gpt import Trainee, gather_whole, parallel
+from tests.golden.routes import Route, begin_rank, load_along, require_done
+from tests.golden.sets import GoldenSet, differing
+from tests.support.ranks import run_processes
+
+NUM_ROWS = 128
+STATES = ("param", "exp_avg", "exp_avg_sq")
+PREFIX = "optimizer.state."
+
+
+def renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The expected tensors under the keys of today."""
+    return {key.replace(f"{PREFIX}fp32_param.", f"{PREFIX}param."): t for key, t in tensors.items()}
+
+
+def gradient(weight: torch.Tensor) -> torch.Tensor:
+    """Some gradient, small enough not to be clipped, the same whatever the layout."""
+    return weight.detach().float() * 1e-3 + 1e-5
+
+
+def step_of(trainee: Trainee) -> list[float]:
+    """Take one step; the number of steps that each group of parameters had taken before."""
+    groups = trainee.optimizer.param_groups
+    before = [group["step"] for group in groups]
+    for weight in trainee.model.parameters():
+        weight.main_grad.copy_(gradient(weight))
+    succeeded, norm, _ = trainee.optimizer.step()
+    assert succeeded
+    assert 0 < norm < 1
+    return before
+
+
+def train_on(
+    rank: int, checkpoint: str, layout: ParallelLayout, route: Route
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[float]]:
+    """Body of a rank: the whole state as loaded, and after one step."""
+    begin_rank(Engine.TENSORSTORE)
+    with parallel(layout):
+        trainee = Trainee.build(layout, NUM_ROWS)
+        loaded = load_along(route, trainee.state(is_loading=True), checkpoint)
+        trainee.take_over(loaded)
+        resumed = gather_whole(trainee.state(is_loading=False))
+        steps = step_of(trainee)
+        trained = gather_whole(trainee.state(is_loading=False))
+        return (resumed, trained, steps) if rank == 0 else ({}, {}, steps)
+
+
+def stepped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The expected tensors after the same step, without Megatron-Core, array by array."""
+    found: dict[str, torch.Tensor] = {}
+    for key, weight in tensors.items():
+        if key.startswith(PREFIX):
+            continue
+        master = torch.nn.Parameter(tensors[f"{PREFIX}param.{key}"].clone())
+        adam = FusedLayoutAdam([master], lr=0.001, eps=1e-8, weight_decay=0.01)
+        adam.param_groups[0]["step"] = 3
+        adam.state[master] = {
+            name: tensors[f"{PREFIX}{name}.{key}"].clone() for name in STATES if name != "param"
+        }
+        master.grad = gradient(weight)
+        adam.step()
+        state: dict[str, Any] = {"param": master.detach(), **adam.state[master]}
+        found |= {f"{PREFIX}{name}.{key}": state[name] for name in STATES}
+        found[key] = master.detach().to(weight.dtype)
+    return found
+
+
+@pytest.mark.multiprocess
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    ("to", "layout", "route"),
+    [
+        (None, ParallelLayout(tp=1, pp=1, dp=2), Route.MEGATRON),
+        ("zarr@2", ParallelLayout(tp=2, pp=2, dp=1), Route.OURS),
+        ("torch_dist", ParallelLayout(tp=2, pp=1, dp=1), Route.MEGATRON),
+    ],
+)
+def test_the_next_step_is_the_one_from_the_expected_tensors(
+    flat: GoldenSet, tmp_path: Path, to: str | None, layout: ParallelLayout, route: Route
+) -> None:
+    upgraded = tmp_path / "upgraded"
+    report = upgrade(flat.checkpoint, upgraded, to)
+    assert (report.num_arrays, report.num_objects) == (68, 20)
+
+    results = require_done(
+        run_processes(layout.num_ranks, train_on, str(upgraded), layout, route, timeout_s=120)
+    )
+
+    resumed, trained, steps = results[0]
+    expected = renamed(flat.tensors)
+    assert set(steps) == {3}
+    assert differing(resumed, expected) == []
+    after = stepped(expected)
+    assert set(differing(after, expected)) == after.keys()
+    assert differing(trained, after) == []
+
+
+@pytest.mark.multiprocess
+def test_without_the_upgrade_the_optimizer_cannot_be_loaded(flat: GoldenSet) -> None:
+    layout = ParallelLayout(tp=1, pp=1, dp=1)
+    (result,) = run_processes(1, train_on, flat.checkpoint, layout, Route.OURS)
+
+    assert isinstance(result, CheckpointError), result
+    assert f"{PREFIX}param." in str(result)
+
+
+def test_the_common_state_says_which_form_it_is(flat: GoldenSet, tmp_path: Path) -> None:
+    upgrade(flat.checkpoint, tmp_path / "upgraded")
+
+    report = diff(flat.checkpoint, tmp_path / "upgraded")
+
+    assert {found.where for found in report.objects} == {
+        "['optimizer']['param_state']",
+        "['optimizer']['param_state_sharding_type']",
+        "['content_metadata']['distrib_optim_sharding_type']",
+    }
+    assert {found.key.split(".")[2] for found in report.arrays} == {"fp32_param", "param"}
+    marker = json.loads((tmp_path / "upgraded" / "metadata.json").read_bytes())
+    assert (marker["sharded_backend"], marker["sharded_backend_version"]) == ("zarr", 1)
+
+
+def test_a_checkpoint_of_the_present_form_is_not_upgraded(
+    reshardable: GoldenSet, tmp_path: Path
+) -> None:
+    with pytest.raises(StrategyError, match=r"nothing to upgrade.*fully_reshardable"):
+        upgrade(reshardable.checkpoint, tmp_path / "upgraded")
+    assert not (tmp_path / "upgraded" / "metadata.json").exists()
+
+
+def test_steps_that_only_the_parameters_have_go_to_the_groups() -> None:
+    old: dict[str, Any] = {
+        "optimizer_states": [
+            {
+                "optimizer": {"param_groups": [{"lr": 1.0}, {"lr": 2.0, "step": 5}]},
+                "param_state": {0: {"step": torch.tensor(4.0)}, 1: {"step": torch.tensor(4.0)}},
+                "param_state_sharding_type": "fully_sharded_model_space",
+            }
+        ]
+    }
+    content = upgraded_common(dump_object(old, name="c"), "common.pt", ())
+
+    (found,) = load_pickle(content, "common.pt", "c", ())["optimizer_states"]
+    assert found == {
+        "optimizer": {"param_groups": [{"lr": 1.0, "step": 4.0}, {"lr": 2.0, "step": 5}]},
+        "param_state_sharding_type": "fully_reshardable",
+    }
+
+    old["optimizer_states"][0]["param_state"][1]["step"] = torch.tensor(3.0)
+    with pytest.raises(StrategyError, match="different numbers of steps"):
+        upgraded_common(dump_object(old, name="c"), "common.pt", ())

@@ -1,0 +1,174 @@
+"""Megatron-Core's own MCoreTensorAwareStateDict in local checkpoints, where NVRx is installed."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
+from dist_ckpt_strategies.errors import UnsafeObjectError
+from dist_ckpt_strategies.local import (
+    CliqueReplicationStrategy,
+    LocalCheckpointManager,
+    MCoreTensorAwareStateDict,
+)
+from dist_ckpt_strategies.megatron.tensor_aware import tensor_aware_class
+from tests.support.ranks import run_processes
+
+pytest.importorskip("nvidia_resiliency_ext", reason="needs nvidia-resiliency-ext: tox -e nvrx")
+
+pytestmark = pytest.mark.multiprocess
+
+NUM_RANKS = 4
+TIMEOUT_S = 40.0
+
+
+class Unknown:
+    """A class that nobody has allowed."""
+
+
+def rows(tp: int, iteration: int) -> torch.Tensor:
+    """This rank's rows of an array that ``tp`` neighbours divide."""
+    whole = torch.arange(48.0).reshape(12, 4) + iteration
+    return whole.chunk(tp)[dist.get_rank() % tp].clone()
+
+
+def state_of(tp: int, iteration: int, *, is_filled: bool = True) -> dict[str, Any]:
+    rank = dist.get_rank()
+    data = rows(tp, iteration)
+    half = torch.full((3, rank + 1), float(iteration), dtype=torch.bfloat16)
+    if not is_filled:
+        data, half = torch.zeros_like(data), torch.zeros_like(half)
+    content = {"seed": rank, "state": torch.tensor([rank, iteration])} if is_filled else None
+    return {
+        "iteration": iteration,
+        "model": {
+            "w": ShardedTensor.from_rank_offsets(
+                "w", data, (0, rank % tp, tp), replica_id=rank // tp
+            ),
+            f"own.{rank}": ShardedTensor.from_rank_offsets(f"own.{rank}", half),
+        },
+        "rng": ShardedObject("rng", content, (dist.get_world_size(),), (rank,)),
+    }
+
+
+def require_loaded(found: dict[str, Any], tp: int, iteration: int) -> None:
+    rank = dist.get_rank()
+    own = found["model"][f"own.{rank}"]
+    assert torch.equal(found["model"]["w"], rows(tp, iteration))
+    assert (own.shape, own.dtype, own.unique().tolist()) == (
+        (3, rank + 1),
+        torch.bfloat16,
+        [iteration],
+    )
+    assert (found["iteration"], found["rng"]["seed"]) == (iteration, rank)
+    assert found["rng"]["state"].tolist() == [rank, iteration]
+
+
+def manager_of(root: str) -> LocalCheckpointManager:
+    size = dist.get_world_size()
+    strategy = CliqueReplicationStrategy.from_replication_params(1, 2, timeout_s=TIMEOUT_S)
+    return LocalCheckpointManager(
+        Path(root) / f"node{dist.get_rank() * 2 // size}",
+        repl_strategy=strategy,
+        timeout_s=TIMEOUT_S,
+    )
+
+
+def save_and_load(rank: int, root: str, algo: str) -> list[str]:
+    """Save, behind training too; lose every other rank's directory; load, and refuse an object."""
+    megatrons = tensor_aware_class()
+    manager = manager_of(root)
+    with cpu_stand_ins():  # Megatron-Core's exchange moves to CUDA and synchronises it
+        state, cached = megatrons.from_state_dict(state_of(2, 1), algo)
+        manager.save(state, 1)
+        state, _ = megatrons.from_state_dict(state_of(2, 2), algo, cached_metadata=cached)
+        request = manager.save(state, 2, is_async=True)
+        assert request is not None
+        request.wait()
+        dist.barrier()
+        if rank % 2:
+            shutil.rmtree(manager.local_ckpt_dir)
+        dist.barrier()
+        assert manager.find_latest() == 2
+        loaded, _ = manager.load()
+        assert type(loaded) is megatrons
+        loaded.restore_tensor_device()
+        wanted = state_of(2, 2, is_filled=False)
+        require_loaded(loaded.to_state_dict(wanted, algo=algo), 2, 2)
+    strange = state_of(2, 3)
+    strange["rng"].data = Unknown() if rank == 2 else None
+    state, _ = megatrons.from_state_dict(strange, "atomic")
+    with pytest.raises(UnsafeObjectError) as caught:
+        manager.save(state, 3)
+    return [str(caught.value), str(manager.find_latest())]
+
+
+@pytest.mark.parametrize("algo", ["atomic", "fully_parallel"])
+def test_megatrons_state_is_saved_lost_and_found_again(algo: str, tmp_path: Path) -> None:
+    for found in run_processes(NUM_RANKS, save_and_load, str(tmp_path), algo):
+        assert isinstance(found, list), found
+        message, newest = found
+        assert "rank 2: " in message
+        assert "test_megatron_state.Unknown" in message
+        assert newest == "2"
+
+
+def save_only(rank: int, root: str) -> None:
+    with cpu_stand_ins():
+        state, _ = tensor_aware_class().from_state_dict(state_of(2, 5), "fully_parallel")
+        manager_of(root).save(state, 5)
+
+
+def load_resharded(rank: int, root: str) -> None:
+    loaded, _ = manager_of(root).load()
+    assert type(loaded) is MCoreTensorAwareStateDict
+    wanted = state_of(1, 5, is_filled=False)
+    del wanted["rng"]
+    found = loaded.to_state_dict(wanted)
+    assert torch.equal(found["model"]["w"], rows(1, 5))
+    assert found["iteration"] == 5
+
+
+def test_another_number_of_ranks_gets_it_in_a_class_that_reshards(tmp_path: Path) -> None:
+    assert run_processes(4, save_only, str(tmp_path)) == [None] * 4
+
+    assert run_processes(2, load_resharded, str(tmp_path)) == [None] * 2
+
+
+def replicate(rank: int) -> list[Any]:
+    from nvidia_resiliency_ext.checkpointing.local.replication import group_utils  # noqa: PLC0415
+
+    state, _ = tensor_aware_class().from_state_dict(state_of(1, 1), "atomic")
+    group: Any = group_utils.GroupWrapper(dist.group.WORLD)
+    strategy = CliqueReplicationStrategy(group, timeout_s=TIMEOUT_S)
+    copies, ids = strategy.replicate(state, f"part {rank}")
+    names = [f"own.{number}" for number in range(dist.get_world_size())]
+    plan = strategy.retrieve_plan({0: ids[:1], 1: ids[1:]}, [ids[1 - rank]])
+    got = strategy.retrieve_execute(plan, {ids[rank]: state})
+    return [
+        ids,
+        [type(copy) is tensor_aware_class() for copy in copies],
+        list(map(num_columns, copies, names)),
+        num_columns(got[ids[1 - rank]], names[1 - rank]),
+    ]
+
+
+def num_columns(state: Any, name: str) -> int:
+    return int(state.sharded_state_dict["model"][name].data.shape[1])
+
+
+def test_a_clique_of_nvrxs_group_exchanges_states_of_megatrons() -> None:
+    found = run_processes(2, replicate)
+
+    assert found == [
+        [["part 0", "part 1"], [True, True], [1, 2], 2],
+        [["part 0", "part 1"], [True, True], [1, 2], 1],
+    ]

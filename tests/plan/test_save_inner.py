@@ -1,0 +1,96 @@
+"""Plans whose chunks are made of inner chunks: one writer per file, whatever the sizes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.plan.inner_chunks import MAX_NBYTES
+from dist_ckpt_strategies.plan.manifest import build_manifest_plan
+from dist_ckpt_strategies.plan.save import Cutting, SavePlan, build_save_plan
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.inner_grid import InnerGrid
+from dist_ckpt_strategies.spec.region import Region
+from tests.support.boxes import Split, splits, times_covered
+
+some_splits = st.booleans().flatmap(lambda regular: splits(regular=regular))
+
+
+def planned(split: Split, cutting: Cutting = Cutting.INNER) -> tuple[ArraySpec, SavePlan]:
+    plan = build_save_plan(split.requests(num_ranks=8), cutting=cutting)
+    return plan.creations[0].array, plan
+
+
+def require_one_writer_per_file(split: Split, array: ArraySpec, plan: SavePlan) -> None:
+    touched = [list(array.chunks_of(write.region)) for write in plan.writes]
+    assert [len(indices) for indices in touched] == [1] * array.num_chunks
+    assert {tuple(*indices) for indices in touched} == set(array.chunk_indices())
+    for write, (index,) in zip(plan.writes, touched, strict=True):
+        assert InnerGrid.of(array, index).region == write.region
+        assert sum(piece.region.numel for piece in write.pieces) == write.region.numel
+    assert array.inner_shape is not None
+    divides = zip(array.chunk_shape, array.inner_shape, strict=True)
+    assert all(chunk % inner == 0 for chunk, inner in divides)
+    assert math.prod(array.inner_shape) * array.dtype.itemsize <= MAX_NBYTES
+
+
+@given(some_splits)
+def test_every_file_has_one_writer_and_whole_inner_chunks(split: Split) -> None:
+    array, plan = planned(split)
+
+    require_one_writer_per_file(split, array, plan)
+    assert (times_covered(split.shape, [write.region for write in plan.writes]) == 1).all()
+
+
+def rows_of(sizes: list[int], *others: int) -> Split:
+    """An array cut along its first dim; the n-th part is on rank n."""
+    starts = [sum(sizes[:n]) for n in range(len(sizes))]
+    zeros = (0,) * len(others)
+    parts = [Region((a, *zeros), (n, *others)) for a, n in zip(starts, sizes, strict=True)]
+    return Split((sum(sizes), *others), tuple(enumerate(parts)))
+
+
+@pytest.mark.parametrize(
+    ("split", "max_moved"),
+    [
+        pytest.param(rows_of([15_485_863] * 4), 0.02, id="primes in one dim"),
+        pytest.param(rows_of([25_129] * 2, 4096), 0.0, id="a vocabulary of an odd size"),
+        pytest.param(rows_of([50_257], 1024), 0.0, id="a whole vocabulary of a prime size"),
+        pytest.param(rows_of([1009] * 4, 8, 1009), 0.0, id="primes around a small dim"),
+        pytest.param(rows_of([7919] * 3, 7919), 0.0, id="one dim may be cut anywhere"),
+        pytest.param(rows_of([9_000_000, 12_345_677, 77]), 0.2, id="parts of any size"),
+        pytest.param(rows_of([4096] * 8, 4096), 0.0, id="powers of two"),
+    ],
+)
+def test_odd_sizes_move_little_and_only_where_nothing_divides(
+    split: Split, max_moved: float
+) -> None:
+    array, plan = planned(split)
+
+    require_one_writer_per_file(split, array, plan)
+    moved = sum(m.nbytes for w in plan.writes for m in w.moves)
+    assert moved <= max_moved * array.nbytes
+
+
+@given(
+    st.lists(st.text(max_size=4), min_size=1, max_size=30), st.integers(1, 9), st.integers(1, 4000)
+)
+def test_every_key_is_listed_in_one_part_and_parts_have_owners(
+    keys: list[str], num_ranks: int, max_nbytes: int
+) -> None:
+    arrays = [ArraySpec(key, (4, 4), DType.INT8, (2, 2), inner_shape=(2, 2)) for key in keys]
+
+    plan = build_manifest_plan(arrays, keys, num_ranks, max_nbytes)
+
+    assert list(plan.firsts) == sorted(set(plan.firsts))
+    assert 1 <= len(plan.firsts) == len(plan.owners) <= num_ranks
+    assert all(0 <= owner < num_ranks for owner in plan.owners)
+    assert len(set(plan.owners)) == len(plan.owners)
+    for key in keys:
+        number = plan.part_of(key)
+        assert plan.firsts[number] <= key
+        assert number + 1 == len(plan.firsts) or key < plan.firsts[number + 1]

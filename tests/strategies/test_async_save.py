@@ -1,0 +1,168 @@
+"""Saves that go on behind training: what is overwritten meanwhile, what fails, what waits."""
+
+from __future__ import annotations
+
+import resource
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.errors import StorageError, StrategyError
+from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+from tests.support.entries import Entry, Failure, load, outcome, prepare, require_failure_everywhere
+from tests.support.layouts import irregular, irregular_otherwise
+from tests.support.queues import GLOBAL, run_queue
+from tests.support.ranks import run_processes
+from tests.support.sharding import differences, no_data, on_grid, state_of
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+
+FORMATS = [("zarr", 1), ("zarr", 2)]
+by_format = pytest.mark.parametrize("backend", FORMATS, ids=["format1", "format2"])
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return run_queue(tmp_path_factory.mktemp("queue"), "megatron", GLOBAL)
+
+
+@pytest.mark.parametrize("mode", ["temporal", "persistent"])
+def test_megatrons_queue_finalises_saves_of_both_formats(mode: str, printed: str) -> None:
+    for rank in range(2):
+        for what in ("zarr 1: saved", "zarr 2: saved", "wrapped: saved"):
+            assert f"{mode}, rank {rank}: {what} True" in printed
+        for version in (1, 2):
+            assert f"{mode}, rank {rank}: zarr {version}: refused True: rank 1: " in printed
+
+
+def save_and_overwrite(rank: int, root: Path, backend: tuple[str, int]) -> list[str]:
+    """Two saves of everything, overwritten at once; what came back wrong."""
+    prepare(60)
+    cuts = [*irregular(), on_grid("grid", (64, 32), (2, 2))]
+    wanted = [*irregular_otherwise(), on_grid("grid", (64, 32), (4, 1))]
+    wrong = []
+    for name in ("first", "second"):
+        state: dict[str, Any] = state_of(rank, cuts)
+        step = {"iteration": torch.tensor(7)}
+        objects = {"o": ShardedObject("o", {"t": torch.full((3,), rank)}, (4,), (rank,))}
+        handle = dist_ckpt_strategies.save_async(state | step | objects, root / name, backend)
+        for value in state.values():
+            value.data.zero_()
+        step["iteration"].zero_()
+        objects["o"].data["t"].zero_()
+        if (root / name / "metadata.json").exists():
+            wrong.append(f"{name}: visible before it was waited for")
+        handle.wait()
+        handle.wait()  # once more changes nothing
+        asked = {"o": ShardedObject("o", None, (4,), (rank,))}
+        two_stage = TwoStageDataParallelLoadShardedStrategy(dist.group.WORLD)
+        for how in ({}, {"sharded_strategy": two_stage}):
+            loaded = load(Entry.OURS, state_of(rank, wanted, no_data) | asked, root / name, **how)
+            wrong += [f"{name}: {key}" for key in differences(rank, wanted, loaded)]
+            if loaded["iteration"] != 7 or not torch.equal(
+                loaded["o"]["t"], torch.full((3,), rank)
+            ):
+                wrong.append(f"{name}: {loaded['iteration']} {loaded['o']}")
+    return wrong
+
+
+@by_format
+def test_tensors_may_be_overwritten_as_soon_as_the_call_returns(
+    backend: tuple[str, int], tmp_path: Path
+) -> None:
+    assert run_processes(4, save_and_overwrite, tmp_path, backend) == [[]] * 4
+
+
+def weight(rank: int, rows: int = 30_000) -> dict[str, Any]:
+    tensor = torch.arange(float(rows)) + rank
+    return {"w": ShardedTensor.from_rank_offsets("w", tensor, (0, rank, dist.get_world_size()))}
+
+
+def fail_on_one_rank(rank: int, root: Path, backend: tuple[str, int]) -> list[Any]:
+    """Rank 2 cannot write more than a few bytes a file."""
+    prepare(30)
+    dist_ckpt_strategies.save_async(weight(rank), root / "good", backend).wait()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    handle = dist_ckpt_strategies.save_async(weight(rank), root / "bad", backend)
+    found = [outcome(handle.wait), outcome(handle.wait)]
+    if rank == 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    dist_ckpt_strategies.save_async(weight(rank), root / "again", backend).wait()
+    return [*found, (root / "bad" / "metadata.json").exists()]
+
+
+@by_format
+def test_a_failure_behind_training_reaches_every_rank_and_publishes_nothing(
+    backend: tuple[str, int], tmp_path: Path
+) -> None:
+    results = run_processes(4, fail_on_one_rank, tmp_path, backend)
+
+    for attempt in range(2):  # the second time the same is raised
+        require_failure_everywhere(
+            [found[attempt] for found in results], kind=StorageError, culprit=2, names=["w", "bad"]
+        )
+    assert [found[2] for found in results] == [False] * 4
+    assert (tmp_path / "again" / "metadata.json").exists()
+
+
+def change_the_structure(rank: int, root: Path, backend: tuple[str, int]) -> list[Any]:
+    prepare(60)
+    found = []
+    for number, rows in enumerate((100, 100, 60)):
+        handle = dist_ckpt_strategies.save_async(weight(rank, rows), root / str(number), backend)
+        handle.wait()
+        wanted = weight(rank, rows)
+        expected = wanted["w"].data.clone()
+        wanted["w"].data.zero_()
+        found.append(torch.equal(load(Entry.OURS, wanted, root / str(number))["w"], expected))
+    return found
+
+
+@by_format
+def test_a_changed_structure_is_never_saved_by_an_old_plan(
+    backend: tuple[str, int], tmp_path: Path
+) -> None:
+    assert run_processes(2, change_the_structure, tmp_path, backend) == [[True] * 3] * 2
+
+
+def save_while_one_runs(rank: int, root: Path) -> list[Any]:
+    """The second save begins while the first one still writes, into memory that both use."""
+    prepare(60)
+    first = dist_ckpt_strategies.save_async(weight(rank, 3_000_000), root / "1", ("zarr", 2))
+    second = dist_ckpt_strategies.save_async(weight(rank, 3_000_000), root / "2", ("zarr", 2))
+    was_done = first.done()
+    for handle in (first, second):
+        handle.wait()
+    found = []
+    for name in ("1", "2"):
+        wanted = weight(rank, 3_000_000)
+        expected = wanted["w"].data.clone()
+        wanted["w"].data.zero_()
+        found.append(torch.equal(load(Entry.OURS, wanted, root / name)["w"], expected))
+    return [was_done, *found, threading.active_count() < 20]
+
+
+def test_a_save_waits_until_the_one_before_has_written_its_share(tmp_path: Path) -> None:
+    assert run_processes(2, save_while_one_runs, tmp_path) == [[True] * 4] * 2
+
+
+def ask_for_what_is_not_offered(rank: int, root: Path) -> Any:
+    prepare(30)
+    return outcome(
+        lambda: dist_ckpt_strategies.save_async(weight(rank), root, ("local_replicated", 1))
+    )
+
+
+def test_a_strategy_that_only_saves_synchronously_is_refused(tmp_path: Path) -> None:
+    for found in run_processes(2, ask_for_what_is_not_offered, tmp_path / "c"):
+        assert isinstance(found, Failure)
+        assert StrategyError.__name__ in found.kinds
+        assert "synchronously" in found.text
