@@ -15,7 +15,6 @@ from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.store_url import SCHEMES, StoreUrl
 from dist_ckpt_strategies.storage import bucket_publication, publication
 from dist_ckpt_strategies.storage.buckets import Bucket
-from dist_ckpt_strategies.storage.files import MARKER_NAME
 
 Location = Path | Bucket
 
@@ -80,13 +79,6 @@ def is_finished(location: Location) -> bool:
     if isinstance(location, Bucket):
         return bucket_publication.is_finished(location)
     return publication.is_finished(location)
-
-
-def marker_path(location: Location) -> str:
-    """The marker's file, or object, as its user calls it."""
-    if isinstance(location, Bucket):
-        return location.path(MARKER_NAME)
-    return str(location / MARKER_NAME)
 
 
 def require_unfinished(location: Location) -> None:

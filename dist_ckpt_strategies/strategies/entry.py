@@ -48,12 +48,12 @@ from dist_ckpt_strategies.megatron.shards import (
 from dist_ckpt_strategies.megatron.wrappers import parallel_base, spread_main_replicas
 from dist_ckpt_strategies.run.checks import Preprocess, check_load, check_save
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
+from dist_ckpt_strategies.storage.files import MARKER_NAME
 from dist_ckpt_strategies.storage.locations import (
     Location,
     is_finished,
     located,
     make_directory,
-    marker_path,
     publish,
     read_marker,
     require_path,
@@ -421,7 +421,7 @@ def _told_of_marker(root: Location) -> Iterator[None]:
     try:
         yield
     except StrategyError as error:
-        path = marker_path(root)
+        path = f"{root}/{MARKER_NAME}"
         raise type(error)(f"{path}: {error.message}", path=path) from error
 
 

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist_ckpt_strategies.config import Engine
+from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.storage import stores, tensorstore_arrays, whole_flush
 from dist_ckpt_strategies.storage.base import ArrayWrite
-from dist_ckpt_strategies.storage.file_access import FileAccess, file_access
+from dist_ckpt_strategies.storage.file_access import FileAccess, permitted_access
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 from tests.support.leaks import open_files_below
 from tests.support.stores import TIMEOUT_S, store_of
@@ -121,10 +121,10 @@ def flush_whole(
 ) -> None:
     """Have every file system flushed whole, by what ``opened`` gives."""
 
-    def access(root: Path) -> FileAccess:
-        return replace(file_access(root), is_flushed_whole=True)
+    def access(root: Path, options: Options) -> FileAccess:
+        return replace(permitted_access(root, options), is_flushed_whole=True)
 
-    monkeypatch.setattr(stores, "file_access", access)
+    monkeypatch.setattr(stores, "permitted_access", access)
     monkeypatch.setattr(tensorstore_arrays, "whole_flush", opened)
 
 

@@ -131,9 +131,6 @@ def with_relative_paths(rank: int, scratch: Path) -> dict[str, Any]:
     seen["url"] = outcome(
         partial(dist_ckpt_strategies.save, state_of(rank, 6.0), "s3://bucket/run")
     )
-    seen["asynchronous"] = outcome(
-        partial(save, Entry.OURS, state_of(rank, 6.0), scratch / "async", async_sharded_save=True)
-    )
     return seen
 
 
@@ -304,8 +301,6 @@ def test_a_directory_that_is_not_there_is_said_so(ranks: list[Any]) -> None:
         assert "nowhere" in failure.text
 
 
-def test_a_url_and_an_asynchronous_save_are_refused_by_name(ranks: list[Any]) -> None:
+def test_a_url_is_refused_by_name_where_the_format_takes_none(ranks: list[Any]) -> None:
     for failure in failures(ranks, "url", "StrategyError"):
         assert "s3://bucket/run" in failure.text
-    for failure in failures(ranks, "asynchronous", "StrategyError"):
-        assert "async_sharded_save" in failure.text
