@@ -154,6 +154,25 @@ def test_a_save_waits_until_the_one_before_has_written_its_share(tmp_path: Path)
     assert run_processes(2, save_while_one_runs, tmp_path) == [[True] * 4] * 2
 
 
+def save_by_request(rank: int, root: Path) -> list[Any]:
+    """What ``save`` returns where a request is asked for; the request makes it visible."""
+    prepare(60)
+    request = dist_ckpt_strategies.save(
+        weight(rank, 50), root, ("zarr", 2), async_sharded_save=True
+    )
+    assert request is not None
+    was_visible = (root / "metadata.json").exists()
+    request.execute_sync()
+    wanted = weight(rank, 50)
+    expected = wanted["w"].data.clone()
+    wanted["w"].data.zero_()
+    return [was_visible, torch.equal(load(Entry.OURS, wanted, root)["w"], expected)]
+
+
+def test_save_returns_a_request_where_one_is_asked_for(tmp_path: Path) -> None:
+    assert run_processes(2, save_by_request, tmp_path / "c") == [[False, True]] * 2
+
+
 def ask_for_what_is_not_offered(rank: int, root: Path) -> Any:
     prepare(30)
     return outcome(

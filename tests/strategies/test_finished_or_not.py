@@ -301,6 +301,6 @@ def test_a_directory_that_is_not_there_is_said_so(ranks: list[Any]) -> None:
         assert "nowhere" in failure.text
 
 
-def test_a_url_is_refused_by_name_where_the_format_takes_none(ranks: list[Any]) -> None:
+def test_format_1_refuses_a_url_by_name(ranks: list[Any]) -> None:
     for failure in failures(ranks, "url", "StrategyError"):
         assert "s3://bucket/run" in failure.text
