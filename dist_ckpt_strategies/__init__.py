@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dist_ckpt_strategies.config import LocalOptions, Options
+    from dist_ckpt_strategies.config import LocalOptions, Options, StoreOptions
     from dist_ckpt_strategies.strategies.convert import ConvertOptions, convert, upgrade
     from dist_ckpt_strategies.strategies.defaults import register
     from dist_ckpt_strategies.strategies.diff import diff
@@ -34,6 +34,7 @@ _HOMES = {
     "LocalOptions": "config",
     "Options": "config",
     "SaveHandle": "strategies.entry",
+    "StoreOptions": "config",
     "StrategyAction": "strategies.registry",
     "StrategyKey": "strategies.registry",
     "StrategyRegistry": "strategies.registry",
@@ -56,6 +57,7 @@ __all__ = [
     "LocalOptions",
     "Options",
     "SaveHandle",
+    "StoreOptions",
     "StrategyAction",
     "StrategyKey",
     "StrategyRegistry",

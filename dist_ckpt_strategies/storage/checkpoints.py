@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
-
-import numpy as np
 
 from dist_ckpt_strategies.config import Options, Verify
 from dist_ckpt_strategies.errors import (
@@ -17,10 +15,12 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     StorageError,
 )
+from dist_ckpt_strategies.plan.chunking import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.manifest import ChunkRecord
 from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.base import ArrayRead, ArrayReader
-from dist_ckpt_strategies.storage.bucket_arrays import BucketReader
+from dist_ckpt_strategies.storage.base import ArrayReader
+from dist_ckpt_strategies.storage.bucket_arrays import BucketReader, check_chunk, num_requests
 from dist_ckpt_strategies.storage.bucket_publication import require_something
 from dist_ckpt_strategies.storage.buckets import Bucket
 from dist_ckpt_strategies.storage.chunk_files import BUFFER_NBYTES, ChunkFile, ChunkFileCheck
@@ -36,9 +36,6 @@ from dist_ckpt_strategies.storage.transfers import Job, run_pooled
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.storage.zarr3 import chunk_name, metadata_content, metadata_name
 from dist_ckpt_strategies.storage.zarr3_arrays import Zarr3Reader
-
-_NUM_BUCKET_READS = 4
-"""Chunks of an object store looked at side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +184,7 @@ class Format2Checkpoint:
             yield Job(array.key, self.place.path(name), partial(self._check_metadata, array))
             for index, chunk in record.chunks.items():
                 file = ChunkFile.of(array, index, self.place.path(chunk_name(array, index)))
-                check = ChunkFileCheck(file, chunk, buffers).run
-                if isinstance(self._root, Bucket):
-                    check = partial(self._read_chunk, file)
-                yield Job(array.key, file.path, check)
+                yield Job(array.key, file.path, self._check_of(file, chunk, buffers))
         for found in self.manifest.objects():
             if found.span is not None:
                 path = self.place.path(found.span.name)
@@ -204,18 +198,19 @@ class Format2Checkpoint:
             IncompleteCheckpointError, CorruptCheckpointError: what is wrong with the first that
                 is not.
         """
-        num_threads = _NUM_BUCKET_READS
-        if not isinstance(self._root, Bucket):
+        if isinstance(self._root, Bucket):
+            num_threads = num_requests(self._options, MAX_OBJECT_NBYTES)
+        else:
             num_threads = permitted_access(self._root, self._options).num_read_threads
         jobs = islice(self.checks(), share.rank, None, share.num_ranks)
         run_pooled(jobs, num_threads, _unexpected).wait(self._options.timeout_s)
 
-    def _read_chunk(self, file: ChunkFile) -> None:
-        """Read a chunk, and so have its inner chunks compared; takes memory for its elements."""
-        region = file.grid.region
-        target = np.empty(region.shape, file.array.dtype.numpy)
-        reads = [ArrayRead(file.array, region, target)]
-        self.array_reader.begin_reads(reads).wait(self._options.timeout_s)
+    def _check_of(
+        self, file: ChunkFile, record: ChunkRecord, buffers: BounceBuffers
+    ) -> Callable[[], None]:
+        if isinstance(self._root, Bucket):
+            return partial(check_chunk, self._root, file, record)
+        return ChunkFileCheck(file, record, buffers).run
 
     def _check_metadata(self, array: ArraySpec) -> None:
         name = metadata_name(array.key)
