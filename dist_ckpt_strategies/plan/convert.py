@@ -110,7 +110,10 @@ def build_convert_plan(
         CoverageError: the pieces of an array do not make it up.
         PlanError: the target cannot hold an array, or two arrays would have one key.
     """
-    named = sorted((renames.get(source.key, source.key), source) for source in sources)
+    named = sorted(
+        ((renames.get(source.key, source.key), source) for source in sources),
+        key=lambda pair: pair[0],
+    )
     _require_distinct([key for key, _ in named])
     if target is Format.ZARR1:
         require_storable_keys([key for key, _ in named], object_keys)

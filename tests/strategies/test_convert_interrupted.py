@@ -220,7 +220,7 @@ def test_flipped_bytes_of_elements_are_found(saved: Path, tmp_path: Path, source
     root = tmp_path / "c"
     shutil.copytree(saved / source, root)
     files = [p for p in root.rglob("*") if p.suffix == ".distcp" or p.name.startswith("c.")]
-    for number, path in enumerate(sorted(files)[:: len(files) // 6]):
+    for number, path in enumerate(sorted(files)[:: max(1, len(files) // 6)]):
         content = path.read_bytes()
         at = places_of_elements(path, content)[number % 3]
         flip(path, at)
