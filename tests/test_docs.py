@@ -64,10 +64,19 @@ _FORMAT_AFTER = """
 assert (whole == weight.float().numpy()).all() and (chunk == whole).all() and part.shape == (2, 8)
 """
 
+_CONVERT_BEFORE = f"""
+{_WORLD_OF_ONE}
+import dist_ckpt_strategies
+from megatron.core.dist_checkpointing import ShardedTensor
+weight = ShardedTensor.from_rank_offsets("w", torch.arange(6.0))
+dist_ckpt_strategies.save({{"w": weight}}, "old")
+"""
+
 SCRIPTS = {
     "README.md": (_README_BEFORE, _README_AFTER),
     "docs/quickstart.md": ("", ""),
     "docs/errors.md": ("", ""),
+    "docs/convert.md": (_CONVERT_BEFORE, ""),
     "docs/format.md": (_FORMAT_BEFORE, _FORMAT_AFTER),
 }
 
