@@ -162,9 +162,7 @@ def upgrade(
     """
     chosen = None if to is None else Format.named(to)
     if chosen is Format.SAFETENSORS:
-        raise PlanError(
-            "format: safetensors holds no optimizer state; convert the checkpoint as it is"
-        )
+        raise PlanError("format: safetensors holds no optimizer state; use convert for the model")
     job = _Job(source, target, chosen, options or ConvertOptions(), allow, watch)
     return job.run(None, is_upgrade=True)
 

@@ -237,7 +237,7 @@ def test_the_first_element_that_differs_is_found_across_boxes(tmp_path: Path) ->
     two[311, 699] -= 1
     for name, values in (("one", one), ("two", two)):
         root = write_checkpoint(tmp_path / name)
-        write_array(root, Engine.TENSORSTORE, values, key="v", chunk=(100, 700))
+        write_array(root, Engine.TENSORSTORE, values, key="v", chunk=(512, 300))
 
     result = run("diff", tmp_path / "one", tmp_path / "two", "--memory", "1", "--keys", "v")
 

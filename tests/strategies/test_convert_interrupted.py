@@ -277,6 +277,8 @@ def test_a_description_that_leaves_out_a_piece_is_refused(saved: Path, tmp_path:
 
     with pytest.raises(CoverageError, match="w1: main replicas cover"):
         convert(tmp_path / "c", tmp_path / "t", "zarr@2")
+    with pytest.raises(CoverageError, match="w1: main replicas cover"):
+        diff(tmp_path / "c", saved / "torch_dist")
 
 
 def test_arrays_in_another_shape_than_their_own_are_refused(saved: Path, tmp_path: Path) -> None:
