@@ -108,11 +108,20 @@ assert torch.equal(state_dict["w"], weight)
 assert (array.read().result() == weight.numpy()).all()
 """
 
+_CONVERT_BEFORE = f"""
+{_WORLD_OF_ONE}
+import dist_ckpt_strategies
+from megatron.core.dist_checkpointing import ShardedTensor
+weight = ShardedTensor.from_rank_offsets("w", torch.arange(6.0))
+dist_ckpt_strategies.save({{"w": weight}}, "old")
+"""
+
 SCRIPTS = {
     "README.md": (_README_BEFORE, _README_AFTER),
     "docs/quickstart.md": ("", ""),
     "docs/errors.md": ("", ""),
     "docs/stores.md": (_STORES_BEFORE, "server.kill()"),
+    "docs/convert.md": (_CONVERT_BEFORE, ""),
     "docs/format.md": (_FORMAT_BEFORE, _FORMAT_AFTER),
     "docs/format2.md": (_FORMAT2_BEFORE, _FORMAT2_AFTER),
     "docs/local.md": (_LOCAL_BEFORE, _LOCAL_AFTER),
