@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.config import LocalOptions, Options, StoreOptions
+    from dist_ckpt_strategies.run.prune import PruneReport, prune
     from dist_ckpt_strategies.strategies.convert import ConvertOptions, convert, upgrade
     from dist_ckpt_strategies.strategies.defaults import register
     from dist_ckpt_strategies.strategies.diff import diff
@@ -33,6 +34,7 @@ _HOMES = {
     "ConvertOptions": "strategies.convert",
     "LocalOptions": "config",
     "Options": "config",
+    "PruneReport": "run.prune",
     "SaveHandle": "strategies.entry",
     "StoreOptions": "config",
     "StrategyAction": "strategies.registry",
@@ -43,6 +45,7 @@ _HOMES = {
     "get_default_strategy": "strategies.registry",
     "load": "strategies.entry",
     "prepare_local_load": "strategies.local_replicated",
+    "prune": "run.prune",
     "register": "strategies.defaults",
     "register_default_strategy": "strategies.registry",
     "register_default_tensorstore_strategies": "strategies.tensorstore",
@@ -56,6 +59,7 @@ __all__ = [
     "ConvertOptions",
     "LocalOptions",
     "Options",
+    "PruneReport",
     "SaveHandle",
     "StoreOptions",
     "StrategyAction",
@@ -66,6 +70,7 @@ __all__ = [
     "get_default_strategy",
     "load",
     "prepare_local_load",
+    "prune",
     "register",
     "register_default_strategy",
     "register_default_tensorstore_strategies",

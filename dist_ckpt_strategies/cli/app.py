@@ -28,6 +28,12 @@ Looks for every chunk file, of the right size, every shard of every object, comm
 metadata.json, and compares objects and common.pt with their own checksums. Format 1 keeps no \
 checksums of arrays: a byte that has changed inside a chunk does not show. Of local checkpoints \
 every tensor is compared with its digest."""
+_PRUNE = """Remove checkpoints that are not to be kept, and what killed saves have left.
+
+ROOT holds the checkpoints, each in a directory whose name ends in its iteration. The newest \
+complete one stays in any case, and so does everything that is neither a checkpoint of format 1 or \
+2 nor what a killed save of these has left. What goes loses its marker first. Shows what goes and \
+asks before it removes anything."""
 _DEMO = """Train a small GPT on four CPU ranks, save it as Zarr, resume it in other layouts.
 
 Shows that weights and optimizer state come back bit for bit, and that the loss goes on from \
@@ -165,6 +171,61 @@ def verify(directory: _Directory, *, as_json: _Json = False, debug: _Debug = Fal
         from dist_ckpt_strategies.cli.verification import verify_checkpoint  # noqa: PLC0415
 
         status = verify_checkpoint(directory, as_json=as_json)
+    raise typer.Exit(status)
+
+
+@app.command(
+    help=_PRUNE,
+    epilog=f"Example: [bold]dist-ckpt prune ROOT --keep-last 3 --unfinished[/]\n\n{_STATUS}",
+)
+def prune(  # noqa: PLR0913 - one parameter for each option
+    root: Annotated[
+        Path,
+        typer.Argument(
+            metavar="ROOT", help="Directory that holds the checkpoints.", show_default=False
+        ),
+    ],
+    *,
+    keep_last: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Keep the N newest complete ones.", show_default=False
+        ),
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Keep those of every N-th iteration.", show_default=False
+        ),
+    ] = None,
+    unfinished: Annotated[
+        bool,
+        typer.Option("--unfinished", metavar=_FLAG, help="Remove what killed saves have left."),
+    ] = False,
+    older_than: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="Unfinished ones that changed since stay: they may still be written.",
+        ),
+    ] = "1h",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", metavar=_FLAG, help="Only show what would go.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", metavar=_FLAG, help="Do not ask.")] = False,
+    as_json: _Json = False,
+    debug: _Debug = False,
+) -> None:
+    """Remove old checkpoints."""
+    with reported_failures(debug=debug):
+        from dist_ckpt_strategies.cli.pruning import (  # noqa: PLC0415
+            parse_duration_s,
+            prune_checkpoints,
+        )
+        from dist_ckpt_strategies.plan.prune import Keeping  # noqa: PLC0415
+
+        keeping = Keeping(keep_last, keep_every, unfinished, parse_duration_s(older_than))
+        status = prune_checkpoints(root, keeping, dry_run=dry_run, is_agreed=yes, as_json=as_json)
     raise typer.Exit(status)
 
 

@@ -45,9 +45,9 @@ def print_list(
         right: titles of the columns that are aligned at the right.
     """
     columns = list(zip(titles.facts, *(row.facts for row in rows), strict=True))
-    widths = [max(map(cell_len, column)) for column in columns]
+    widths = [max(map(_width, column)) for column in columns]
     on_right = [title in right for title in titles.facts]
-    name_width = max(cell_len(row.name) for row in (titles, *rows))
+    name_width = max(_width(row.name) for row in (titles, *rows))
     width = name_width + sum(len(_GAP) + width for width in widths)
     stacked = console.is_terminal and width > console.width
     lines = []
@@ -83,4 +83,9 @@ def _padded(text: str, width: int, on_right: bool) -> str:  # noqa: FBT001 - one
 
 
 def _blank(text: str, width: int) -> str:
-    return " " * (width - cell_len(text))
+    return " " * (width - _width(text))
+
+
+def _width(text: str) -> int:
+    """Columns on a terminal; what is printable and ASCII takes one each."""
+    return len(text) if text.isascii() else cell_len(text)

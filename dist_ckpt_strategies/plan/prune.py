@@ -121,9 +121,9 @@ def _stays(complete: Sequence[FoundCheckpoint], keeping: Keeping) -> dict[str, s
     stays: dict[str, str] = {}
     if complete:
         stays[complete[-1].name] = "the newest"
-        latest = min(complete, key=lambda one: (one.age_s, one.name))
+        latest = min(reversed(complete), key=lambda one: one.age_s)
         stays.setdefault(latest.name, "written last")
-    for one in complete[len(complete) - (keeping.last or 0) :]:
+    for one in complete[max(0, len(complete) - (keeping.last or 0)) :]:
         stays.setdefault(one.name, f"one of the last {keeping.last}")
     for one in complete:
         if keeping.every and one.iteration is not None and one.iteration % keeping.every == 0:

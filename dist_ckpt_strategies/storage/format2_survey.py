@@ -16,6 +16,7 @@ from itertools import chain
 from pathlib import Path
 
 from dist_ckpt_strategies.errors import CheckpointError, IncompleteCheckpointError
+from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.inner_grid import InnerGrid
 from dist_ckpt_strategies.spec.manifest import ArrayRecord, ManifestIndex, ObjectRecord
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
@@ -53,7 +54,7 @@ from dist_ckpt_strategies.storage.manifest import (
 )
 from dist_ckpt_strategies.storage.places import Directory
 from dist_ckpt_strategies.storage.zarr2 import MAX_JSON_NBYTES
-from dist_ckpt_strategies.storage.zarr3 import ARRAYS_NAME, array_directory, metadata_name
+from dist_ckpt_strategies.storage.zarr3 import ARRAYS_NAME, METADATA_NAME, array_directory
 
 _MARKED = ("zarr", 2)
 _COMMON = ("torch", 1)
@@ -159,15 +160,18 @@ def survey_format2(root: Path, watch: Watch | None = None) -> Format2Survey | No
     files = dict(_files(root, top))
     marker = _read_marker(root)
     found = _ManifestRead(root, watch)
-    recorded = tuple(_recorded(record, files) for record in found.arrays)
+    names = {record.array.key: tuple(_names_of(record)) for record in found.arrays}
+    recorded = tuple(_recorded(r, names[r.array.key], files) for r in found.arrays)
     leftovers = tuple(
         Leftover(LeftoverKind.PARTIAL, name, files[name]) for name in files if _is_remains(name)
     )
     findings = [*_check_marker(marker), *found.findings, *_check_common(found.index, files)]
-    findings += chain.from_iterable(_check_array(record, files) for record in found.arrays)
+    findings += chain.from_iterable(
+        _check_array(r, names[r.array.key], files) for r in found.arrays
+    )
     findings += _check_packs(found.objects, files)
     if found.is_whole:
-        findings += _check_unexpected(found, files)
+        findings += _check_unexpected(found, names, files)
     return Format2Survey(
         root,
         marker if isinstance(marker, CheckpointMarker) else None,
@@ -281,26 +285,29 @@ def _others(top: Folder) -> tuple[str, ...]:
     return tuple(sorted(name for name in names if name not in mine and not _is_remains(name)))
 
 
-def _recorded(record: ArrayRecord, files: Mapping[str, int]) -> RecordedArray:
-    sizes = [files[name] for name in _chunk_names(record) if name in files]
+def _recorded(record: ArrayRecord, names: Sequence[str], files: Mapping[str, int]) -> RecordedArray:
+    sizes = [files[name] for name in names[1:] if name in files]
     return RecordedArray(record, len(sizes), sum(sizes))
 
 
-def _chunk_names(record: ArrayRecord) -> Iterator[str]:
-    """The names of an array's files, in the order of its records."""
+def _names_of(record: ArrayRecord) -> Iterator[str]:
+    """The files of an array: its metadata, then its chunks in the order of their records."""
     directory = array_directory(record.array.key)
+    yield f"{directory}/{METADATA_NAME}"
     for index in record.chunks:
         yield f"{directory}/{'.'.join(['c', *map(str, index)])}"
 
 
-def _check_array(record: ArrayRecord, files: Mapping[str, int]) -> Iterator[Finding]:
+def _check_array(
+    record: ArrayRecord, names: Sequence[str], files: Mapping[str, int]
+) -> Iterator[Finding]:
     array = record.array
-    name = metadata_name(array.key)
-    if name not in files:
+    if names[0] not in files:
         expected = "what other readers need to know"
-        yield Finding(Problem.MISSING_METADATA, array.key, name, expected, NO_FILE)
-    for (index, chunk), name in zip(record.chunks.items(), _chunk_names(record), strict=True):
-        expected_nbytes = InnerGrid.of(array, index).file_nbytes
+        yield Finding(Problem.MISSING_METADATA, array.key, names[0], expected, NO_FILE)
+    stored_nbytes, index_nbytes = _sizes(array)
+    for (index, chunk), name in zip(record.chunks.items(), names[1:], strict=True):
+        expected_nbytes = (chunk.num_digests - 1) * stored_nbytes + index_nbytes
         if files.get(name) == expected_nbytes:
             continue
         is_there = name in files
@@ -311,6 +318,17 @@ def _check_array(record: ArrayRecord, files: Mapping[str, int]) -> Iterator[Find
             f"{nbytes_text(expected_nbytes)} (chunk {index}, written by rank {chunk.writer})",
             nbytes_text(files[name]) if is_there else NO_FILE,
         )
+
+
+def _sizes(array: ArraySpec) -> tuple[int, int]:
+    """Bytes of one inner chunk, and of the index of each chunk's file.
+
+    Each inner chunk has a digest, and so has the index: the manifest was refused otherwise.
+    """
+    if not array.num_chunks:
+        return 0, 0
+    grid = InnerGrid.of(array, (0,) * len(array.shape))
+    return grid.stored_nbytes, grid.index_nbytes
 
 
 def _check_packs(objects: Sequence[ObjectRecord], files: Mapping[str, int]) -> Iterator[Finding]:
@@ -336,14 +354,15 @@ def _check_common(index: ManifestIndex | None, files: Mapping[str, int]) -> Iter
         yield Finding(Problem.DAMAGED_COMMON, None, COMMON_NAME, expected, found)
 
 
-def _check_unexpected(found: _ManifestRead, files: Mapping[str, int]) -> Iterator[Finding]:
+def _check_unexpected(
+    found: _ManifestRead, names: Mapping[str, Sequence[str]], files: Mapping[str, int]
+) -> Iterator[Finding]:
     assert found.index is not None  # noqa: S101 - the manifest is whole
     listed = {MARKER_NAME, COMMON_NAME, SAVE_NAME, INDEX_NAME}
     listed.update(entry.name for entry in found.index.parts)
     listed.update(record.span.name for record in found.objects if record.span is not None)
     for record in found.arrays:
-        listed.add(metadata_name(record.array.key))
-        listed.update(_chunk_names(record))
+        listed.update(names[record.array.key])
     for name, nbytes in files.items():
         if name not in listed and not _is_remains(name):
             expected = "no file that the manifest does not list"

@@ -163,6 +163,8 @@ def _is_of_format1(directory: Path, name: str) -> bool:
     for folder in folders_below(directory, [name]):
         if folder.links or folder.others or folder.failure:
             return False
+        if any(map(_is_remains, folder.key.split("/"))):
+            continue
         is_array = METADATA_NAME in folder.files
         for file in folder.files:
             is_object = file.endswith(OBJECT_SUFFIX) and StoredShard.parse(folder.path_of(file), 0)

@@ -18,8 +18,9 @@ from dist_ckpt_strategies.cli.failures import reported_failures
 from dist_ckpt_strategies.config import debug_from_environment
 from dist_ckpt_strategies.errors import CorruptCheckpointError
 from tests.support.checkpoints import WEIGHT, write_checkpoint
+from tests.support.format2_checkpoints import write_format2
 
-COMMANDS = ("inspect", "verify", "demo")
+COMMANDS = ("inspect", "verify", "prune", "demo")
 
 
 def console_script() -> list[str]:
@@ -104,12 +105,15 @@ for args in sys.argv[1:]:
 print([name for name in ("torch", "tensorstore", "zarr", "megatron") if name in sys.modules])
 """
     root = write_checkpoint(tmp_path / "ckpt")
-    commands = ["--help", f"inspect,{root}", f"verify,{root}"]
+    other = write_format2(tmp_path / "iter_0000001", is_finished=False)
+    commands = ["--help", f"inspect,{root}", f"verify,{root}", f"inspect,{other}"]
+    commands += [f"verify,{other}", f"prune,{tmp_path},--unfinished,--older-than,0,--yes"]
     result = subprocess.run(
         [sys.executable, "-c", script, *commands], check=True, capture_output=True, text=True
     )
 
     assert result.stdout.strip() == "[]"
+    assert not other.exists()
 
 
 def test_the_versions_are_told() -> None:

@@ -193,7 +193,7 @@ def test_another_backend_is_described_by_its_marker(tmp_path: Path) -> None:
 
     assert "backend     torch_dist 1; common state: torch 1" in text
     assert "in all      5 files" in text
-    assert "complete    not known; dist-ckpt looks into zarr 1 only" in text
+    assert "complete    not known; dist-ckpt looks into zarr 1 and zarr 2 only" in text
     found = as_json(root)
     assert found["complete"] is None
     assert found["marker"]["sharded_backend"] == "torch_dist"

@@ -1,0 +1,105 @@
+"""``dist-ckpt prune``: shows what goes, asks, and removes it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from dist_ckpt_strategies.cli.app import app
+from dist_ckpt_strategies.cli.pruning import parse_duration_s
+from dist_ckpt_strategies.errors import PlanError
+from tests.support.checkpoints import write_checkpoint
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Three checkpoints and an unfinished one."""
+    for number in range(1, 5):
+        write_checkpoint(tmp_path / f"iter_{number:07d}")
+    (tmp_path / "iter_0000004" / "metadata.json").unlink()
+    return tmp_path
+
+
+def pruned(*args: str | Path, answer: str = "") -> Result:
+    return CliRunner().invoke(app, ["prune", *map(str, args)], input=answer)
+
+
+def names_in(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_it_shows_what_goes_and_asks(root: Path) -> None:
+    declined = pruned(root, "--keep-last", "1", answer="n\n")
+
+    assert declined.exit_code == 1
+    lines = [line.split(maxsplit=2) for line in declined.stdout.splitlines()]
+    assert lines[1][:2] == ["iter_0000001", "goes"]
+    assert lines[1][2].endswith("complete, and not to be kept")
+    assert lines[3] == ["iter_0000003", "stays", "the newest"]
+    assert lines[4] == ["iter_0000004", "stays", "unfinished; nothing said about those"]
+    assert len(names_in(root)) == 4
+
+    agreed = pruned(root, "--keep-last", "1", answer="y\n")
+    assert agreed.exit_code == 0
+    assert "removed 2 checkpoints of 4" in agreed.stdout
+    assert names_in(root) == ["iter_0000003", "iter_0000004"]
+
+
+def test_yes_does_not_ask_and_unfinished_ones_go_by_age(root: Path) -> None:
+    assert "may still be written" in pruned(root, "--unfinished", "--yes").stdout
+    assert len(names_in(root)) == 4
+
+    assert pruned(root, "--unfinished", "--older-than", "0s", "--yes").exit_code == 0
+    assert names_in(root) == ["iter_0000001", "iter_0000002", "iter_0000003"]
+
+
+def test_a_dry_run_only_shows(root: Path) -> None:
+    result = pruned(root, "--keep-every", "2", "--dry-run", "--json")
+
+    found = json.loads(result.stdout)
+    assert (result.exit_code, found["dry_run"]) == (0, True)
+    assert [one["name"] for one in found["removed"]] == ["iter_0000001"]
+    assert {one["name"]: one["standing"] for one in found["kept"]}["iter_0000004"] == "unfinished"
+    assert len(names_in(root)) == 4
+
+
+def test_files_that_stay_are_named(root: Path) -> None:
+    (root / "iter_0000001" / "notes").write_text("mine")
+
+    result = pruned(root, "--keep-last", "2", "--yes")
+
+    assert "iter_0000001 stays, for what is no part of it: notes" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ((), "say what goes"),
+        (("--keep-last", "1", "--json"), "--json does not ask"),
+        (("--unfinished", "--older-than", "soon"), "'soon' is no duration"),
+    ],
+)
+def test_what_is_not_clear_is_refused(args: tuple[str, ...], text: str, root: Path) -> None:
+    result = pruned(root, *args)
+
+    assert result.exit_code == 1
+    assert text in result.stderr
+    assert len(names_in(root)) == 4
+
+
+def test_an_empty_root_has_nothing_to_go(tmp_path: Path) -> None:
+    assert "nothing goes" in pruned(tmp_path, "--keep-last", "1").stdout
+    shutil.rmtree(tmp_path)
+    assert "does not exist" in pruned(tmp_path, "--keep-last", "1").stderr
+
+
+def test_durations_have_units() -> None:
+    texts = ("90", "90s", "1.5m", "1h", "2d")
+
+    assert [parse_duration_s(text) for text in texts] == [90, 90, 90, 3600, 172_800]
+    with pytest.raises(PlanError):
+        parse_duration_s("1 week")
