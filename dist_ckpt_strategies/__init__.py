@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dist_ckpt_strategies.config import LocalOptions, Options
+    from dist_ckpt_strategies.config import LocalOptions, Options, StoreOptions
     from dist_ckpt_strategies.run.prune import PruneReport, prune
     from dist_ckpt_strategies.strategies.convert import ConvertOptions, convert, upgrade
     from dist_ckpt_strategies.strategies.defaults import register
@@ -36,6 +36,7 @@ _HOMES = {
     "Options": "config",
     "PruneReport": "run.prune",
     "SaveHandle": "strategies.entry",
+    "StoreOptions": "config",
     "StrategyAction": "strategies.registry",
     "StrategyKey": "strategies.registry",
     "StrategyRegistry": "strategies.registry",
@@ -60,6 +61,7 @@ __all__ = [
     "Options",
     "PruneReport",
     "SaveHandle",
+    "StoreOptions",
     "StrategyAction",
     "StrategyKey",
     "StrategyRegistry",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from numbers import Integral, Real
 from pathlib import Path
@@ -125,7 +125,7 @@ class Options:
             sizes.
         crc32c: whether a save of format 2 also has a CRC32C after every inner chunk, for readers
             without this package.
-        store: how object stores are reached.
+        store: how object stores are reached; None: as the environment says.
     """
 
     timeout_s: float = 1800.0
@@ -136,7 +136,7 @@ class Options:
     whole_flush: bool = True
     verify: Verify = Verify.READ
     crc32c: bool = False
-    store: StoreOptions = field(default_factory=StoreOptions)
+    store: StoreOptions | None = None
 
     def __post_init__(self) -> None:
         """Refuse values that could only hang or crash later."""
@@ -213,7 +213,7 @@ def options_from_environment(environ: Mapping[str, str] | None = None) -> Option
         name = _PREFIX + option.upper()
         if name in source:
             changes[option] = _parsed(name, source[name], parse)
-    return Options(store=store_options_from_environment(source)).with_changes(**changes)
+    return Options().with_changes(**changes)
 
 
 def store_options_from_environment(environ: Mapping[str, str] | None = None) -> StoreOptions:

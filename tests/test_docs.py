@@ -12,6 +12,7 @@ import pytest
 import dist_ckpt_strategies
 from dist_ckpt_strategies import errors
 from dist_ckpt_strategies.plan import chunking
+from dist_ckpt_strategies.storage import bucket_arrays, buckets
 from tests.support.pythons import Python
 
 ROOT = Path(__file__).parents[1]
@@ -62,6 +63,16 @@ _FORMAT_AFTER = """
 assert (whole == weight.float().numpy()).all() and (chunk == whole).all() and part.shape == (2, 8)
 """
 
+_STORES_BEFORE = f"""
+{_WORLD_OF_ONE}
+import atexit, os
+from tests.support.object_stores import Moto, free_port
+server = Moto(free_port())
+atexit.register(server.kill)
+server.store.make_bucket("checkpoints")
+os.environ.update(server.store.variables)
+"""
+
 _LOCAL_BEFORE = f"""
 {_WORLD_OF_ONE}
 from pathlib import Path
@@ -97,10 +108,20 @@ assert torch.equal(state_dict["w"], weight)
 assert (array.read().result() == weight.numpy()).all()
 """
 
+_CONVERT_BEFORE = f"""
+{_WORLD_OF_ONE}
+import dist_ckpt_strategies
+from megatron.core.dist_checkpointing import ShardedTensor
+weight = ShardedTensor.from_rank_offsets("w", torch.arange(6.0))
+dist_ckpt_strategies.save({{"w": weight}}, "old")
+"""
+
 SCRIPTS = {
     "README.md": (_README_BEFORE, _README_AFTER),
     "docs/quickstart.md": ("", ""),
     "docs/errors.md": ("", ""),
+    "docs/stores.md": (_STORES_BEFORE, "server.kill()"),
+    "docs/convert.md": (_CONVERT_BEFORE, ""),
     "docs/format.md": (_FORMAT_BEFORE, _FORMAT_AFTER),
     "docs/format2.md": (_FORMAT2_BEFORE, _FORMAT2_AFTER),
     "docs/local.md": (_LOCAL_BEFORE, _LOCAL_AFTER),
@@ -274,6 +295,17 @@ def test_every_public_name_of_the_package_is_in_the_reference() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
 
     assert [name for name in dist_ckpt_strategies.__all__ if name not in page] == []
+
+
+def test_the_figures_of_object_stores_are_those_of_the_code() -> None:
+    page = " ".join((ROOT / "docs" / "stores.md").read_text().split())
+    options = dist_ckpt_strategies.StoreOptions()
+
+    assert f"one object of {chunking.MAX_OBJECT_NBYTES >> 20} MiB at most" in page
+    assert f"requests of {bucket_arrays.REQUEST_NBYTES >> 20} MiB" in page
+    assert f"at most {buckets.MAX_REQUESTS} requests" in page
+    assert f"`DIST_CKPT_STORE_TIMEOUT_S` | {options.timeout_s:g} |" in page
+    assert f"`DIST_CKPT_STORE_MAX_RETRIES` | {options.max_retries} |" in page
 
 
 def test_the_figures_of_the_chunk_grid_are_those_of_the_code() -> None:

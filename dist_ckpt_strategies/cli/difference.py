@@ -105,8 +105,9 @@ def _array_line(found: ArrayDifference) -> str:
     place = f"[{', '.join(map(str, found.index or ()))}]"
     limit = found.max_abs_difference
     largest = "not a number" if limit is None else f"{limit:g}"
+    verb = "differs" if found.num_differing == 1 else "differ"
     return (
-        f"{found.key}: {counted(found.num_differing, 'element')} differ, the first at {place}: "
+        f"{found.key}: {counted(found.num_differing, 'element')} {verb}, the first at {place}: "
         f"{found.a} and {found.b}; largest absolute difference {largest}"
     )
 

@@ -85,13 +85,13 @@ def object_chunk_shape(chunk: Extent, itemsize: int) -> Extent:
     """
     sizes = list(chunk)
     for dim, size in enumerate(chunk):
-        least = -(-math.prod(sizes) * itemsize // MAX_OBJECT_NBYTES)
-        if least <= 1:
+        if math.prod(sizes) * itemsize <= MAX_OBJECT_NBYTES:
             break
-        divisors = (
-            n for n in range(least, min(_MAX_MORE_PARTS * least, size) + 1) if size % n == 0
-        )
-        sizes[dim] = -(-size // next(divisors, min(least, size)))
+        fitting = max(1, MAX_OBJECT_NBYTES // (math.prod(sizes[dim + 1 :]) * itemsize))
+        least = -(-size // fitting)
+        most = min(_MAX_MORE_PARTS * least, size)
+        divisors = (n for n in range(least, most + 1) if size % n == 0)
+        sizes[dim] = -(-size // next(divisors, least))
     return tuple(sizes)
 
 

@@ -110,7 +110,10 @@ def build_convert_plan(
         CoverageError: the pieces of an array do not make it up.
         PlanError: the target cannot hold an array, or two arrays would have one key.
     """
-    named = sorted((renames.get(source.key, source.key), source) for source in sources)
+    named = sorted(
+        ((renames.get(source.key, source.key), source) for source in sources),
+        key=lambda pair: pair[0],
+    )
     _require_distinct([key for key, _ in named])
     if target is Format.ZARR1:
         require_storable_keys([key for key, _ in named], object_keys)
@@ -175,7 +178,17 @@ def _grid_of(source: SourceArray) -> tuple[Extent, bool]:
     return chunk, True
 
 
-def _regions_of(source: SourceArray, array: ArraySpec) -> Iterator[Region]:
+def require_whole(source: SourceArray) -> None:
+    """Raise unless the pieces of an array make it up, once each.
+
+    Raises:
+        CoverageError: elements are missing, or a piece lies outside.
+        DuplicateWriterError: two pieces share an element.
+    """
+    _grid_of(source)
+
+
+def stored_boxes(source: SourceArray) -> Iterator[Region]:
     """The boxes in which the source keeps an array, cut at its edge; of an empty one, itself."""
     whole = Region.whole(source.shape)
     if not whole.numel:
@@ -183,6 +196,7 @@ def _regions_of(source: SourceArray, array: ArraySpec) -> Iterator[Region]:
     elif source.chunk_shape is None:
         yield from sorted(region for region, _ in source.pieces if region.numel)
     else:
+        array = ArraySpec(source.key, source.shape, source.dtype, source.chunk_shape)
         cut = (array.chunk_region(index).intersect(whole) for index in array.chunk_indices())
         yield from (region for region in cut if region is not None)
 
@@ -194,7 +208,7 @@ def _piece_files(
     parts = [
         _part(source, array, slab)
         for source, array in made
-        for region in _regions_of(source, array)
+        for region in stored_boxes(source)
         for slab in slabs(region, array.dtype.itemsize, limits.box_nbytes, source.grain)
     ]
     for number, share in enumerate(_shares(parts, limits.file_nbytes)):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dist_ckpt_strategies.plan.convert import slabs
+from dist_ckpt_strategies.plan.convert import slabs, stored_boxes
 from dist_ckpt_strategies.spec.conversion import SourceArray
 from dist_ckpt_strategies.spec.region import Extent, Region
 from dist_ckpt_strategies.storage.base import HostArray
@@ -181,10 +181,7 @@ class _Comparison:
         """How an array that both have in one shape and dtype differs."""
         first: tuple[Extent, str, str] | None = None
         num_differing, largest = 0, -1.0
-        whole = Region.whole(array.shape)
-        for box in slabs(whole, array.dtype.itemsize, self._box_nbytes, array.grain):
-            if not box.numel:
-                continue
+        for box in self._boxes(array):
             one = self._memory.array(box.shape, array.dtype, "a")
             other = self._memory.array(box.shape, array.dtype, "b")
             self._a.read(array.key, box, one)
@@ -193,8 +190,8 @@ class _Comparison:
             if _are_equal(one, other):
                 continue
             places = np.flatnonzero(_differing(one, other))
-            if first is None:
-                first = _first(box, one, other, int(places[0]))
+            found = _first(box, one, other, int(places[0]))
+            first = found if first is None else min(first, found)
             num_differing += places.size
             largest = max(largest, _largest(one.reshape(-1)[places], other.reshape(-1)[places]))
         if first is None:
@@ -203,6 +200,11 @@ class _Comparison:
         return ArrayDifference(
             array.key, Difference.VALUES, first[1], first[2], first[0], num_differing, limit
         )
+
+    def _boxes(self, array: SourceArray) -> Iterator[Region]:
+        """Boxes that lie within those of the first checkpoint, and fit the memory."""
+        for stored in stored_boxes(array) if array.nbytes else ():
+            yield from slabs(stored, array.dtype.itemsize, self._box_nbytes, array.grain)
 
     def _count(self, nbytes: int) -> None:
         with self._counting:

@@ -102,8 +102,7 @@ class BucketReader(ArrayReaderBase):
     """
 
     def __init__(self, bucket: Bucket, options: Options, find: FindRecord | None) -> None:
-        in_memory = options.max_inflight_bytes // (_NUM_COPIES * REQUEST_NBYTES)
-        super().__init__(max(1, min(options.io_threads, MAX_REQUESTS, in_memory)), find)
+        super().__init__(num_requests(options, REQUEST_NBYTES), find)
         self._bucket = bucket
 
     def path(self, name: str) -> str:
@@ -163,6 +162,32 @@ class BucketReader(ArrayReaderBase):
         if start + len(content) != expected:
             raise file.damaged(f"has {start + len(content)} bytes, expected {expected}")
         return np.frombuffer(content, np.uint8, end - start)
+
+
+def num_requests(options: Options, nbytes: int) -> int:
+    """Requests for so many bytes each that may be under way at the same time."""
+    in_memory = options.max_inflight_bytes // (_NUM_COPIES * nbytes)
+    return max(1, min(options.io_threads, MAX_REQUESTS, in_memory))
+
+
+def check_chunk(bucket: Bucket, file: ChunkFile, record: ChunkRecord) -> None:
+    """Raise unless the object of a chunk is as it was written, its index too.
+
+    Raises:
+        IncompleteCheckpointError: it is missing.
+        CorruptCheckpointError: it has another size, or other bytes.
+    """
+    with _key_errors(file.array.key):
+        try:
+            content = bucket.read(chunk_name(file.array, file.index))
+        except IncompleteCheckpointError:
+            raise missing_chunk(file.array, file.path) from None
+    grid = file.grid
+    if len(content) != grid.file_nbytes:
+        raise file.damaged(f"has {len(content)} bytes, expected {grid.file_nbytes}")
+    found = np.frombuffer(content, np.uint8)
+    file.require(record, 0, found[: grid.data_nbytes].reshape(grid.num_chunks, -1))
+    file.require(record, grid.num_chunks, found[grid.data_nbytes :].reshape(1, -1))
 
 
 @contextmanager

@@ -66,7 +66,10 @@ def require_something(bucket: Bucket) -> None:
         CheckpointNotFoundError: there is not.
     """
     if bucket.is_empty():
-        raise CheckpointNotFoundError(f"{bucket}: there is no checkpoint", path=str(bucket))
+        what = "there is no checkpoint"
+        if not bucket.tells_missing_buckets:
+            what += f", or no bucket {bucket.url.bucket!r}: listings do not tell"
+        raise CheckpointNotFoundError(f"{bucket}: {what}", path=str(bucket))
 
 
 def is_finished(bucket: Bucket) -> bool:

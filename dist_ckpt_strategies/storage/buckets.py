@@ -53,6 +53,14 @@ class Bucket:
         """See Place."""
         return str(self.url)
 
+    @property
+    def tells_missing_buckets(self) -> bool:
+        """Whether a request that changes nothing shows that the bucket is missing.
+
+        TensorStore takes Google's refusal to list a bucket for an empty list; a put shows it.
+        """
+        return self.url.scheme != "gs"
+
     def path(self, name: str) -> str:
         """See Place."""
         return f"{self.url}/{name}"
@@ -119,7 +127,7 @@ class Bucket:
         A missing object does not tell: TensorStore reports it, and a missing bucket, alike.
 
         Raises:
-            BucketNotFoundError: it is not there.
+            BucketNotFoundError: it is not there, and the store tells (``tells_missing_buckets``).
             StoreAccessError, StoreUnreachableError: nothing can be told.
         """
         self._listed(_NOTHING)

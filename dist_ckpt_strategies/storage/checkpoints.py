@@ -9,19 +9,18 @@ from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
-
 from dist_ckpt_strategies.config import Options, Verify
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
     StorageError,
 )
+from dist_ckpt_strategies.plan.chunking import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.manifest import ArrayRecord
 from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.spec.region import Extent
-from dist_ckpt_strategies.storage.base import ArrayRead, ArrayReader
-from dist_ckpt_strategies.storage.bucket_arrays import BucketReader
+from dist_ckpt_strategies.storage.base import ArrayReader
+from dist_ckpt_strategies.storage.bucket_arrays import BucketReader, check_chunk, num_requests
 from dist_ckpt_strategies.storage.bucket_publication import require_something
 from dist_ckpt_strategies.storage.buckets import Bucket
 from dist_ckpt_strategies.storage.chunk_files import ChunkFile
@@ -44,9 +43,6 @@ from dist_ckpt_strategies.storage.transfers import Job, run_pooled
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.storage.zarr3 import chunk_name
 from dist_ckpt_strategies.storage.zarr3_arrays import Zarr3Reader
-
-_NUM_BUCKET_READS = 4
-"""Chunks of an object store looked at side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +188,7 @@ class Format2Checkpoint:
         for record in self.manifest.arrays():
             yield self._job(metadata_check(self.place, record.array))
             if isinstance(self._root, Bucket):
-                yield from map(partial(self._read_job, record.array), record.chunks)
+                yield from self._bucket_jobs(self._root, record)
             else:
                 yield from map(self._job, chunk_checks(self.place, record, buffers))
         found = map(partial(object_check, self.place), self.manifest.objects())
@@ -206,8 +202,9 @@ class Format2Checkpoint:
             IncompleteCheckpointError, CorruptCheckpointError: what is wrong with the first that
                 is not.
         """
-        num_threads = _NUM_BUCKET_READS
-        if not isinstance(self._root, Bucket):
+        if isinstance(self._root, Bucket):
+            num_threads = num_requests(self._options, MAX_OBJECT_NBYTES)
+        else:
             num_threads = permitted_access(self._root, self._options).num_read_threads
         jobs = islice(self.checks(), share.rank, None, share.num_ranks)
         run_pooled(jobs, num_threads, _unexpected).wait(self._options.timeout_s)
@@ -216,16 +213,11 @@ class Format2Checkpoint:
         path = self.place.path(check.name)
         return Job(check.key or "", path, partial(_require_clean, check, path))
 
-    def _read_job(self, array: ArraySpec, index: Extent) -> Job:
-        file = ChunkFile.of(array, index, self.place.path(chunk_name(array, index)))
-        return Job(array.key, file.path, partial(self._read_chunk, file))
-
-    def _read_chunk(self, file: ChunkFile) -> None:
-        """Read a chunk, and so have its inner chunks compared; takes memory for its elements."""
-        region = file.grid.region
-        target = np.empty(region.shape, file.array.dtype.numpy)
-        reads = [ArrayRead(file.array, region, target)]
-        self.array_reader.begin_reads(reads).wait(self._options.timeout_s)
+    def _bucket_jobs(self, bucket: Bucket, record: ArrayRecord) -> Iterator[Job]:
+        array = record.array
+        for index, chunk in record.chunks.items():
+            file = ChunkFile.of(array, index, self.place.path(chunk_name(array, index)))
+            yield Job(array.key, file.path, partial(check_chunk, bucket, file, chunk))
 
     def require_common(self) -> None:
         """Raise unless the common state's file is the one that was there at the save.

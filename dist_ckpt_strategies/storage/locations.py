@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from urllib.parse import unquote
 
-from dist_ckpt_strategies.config import StoreOptions
+from dist_ckpt_strategies.config import StoreOptions, store_options_from_environment
 from dist_ckpt_strategies.errors import CheckpointExistsError, StrategyError
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.store_url import SCHEMES, StoreUrl
@@ -22,15 +22,15 @@ _LOST_A_SLASH = re.compile(rf"({'|'.join(SCHEMES)}|file):/(?!/)")
 _FILE = "file://"
 
 
-def located(checkpoint_dir: str | Path | Bucket, store: StoreOptions) -> Location:
+def located(checkpoint_dir: str | Path | Bucket, store: StoreOptions | None) -> Location:
     """The location that a caller means: ``s3://``, ``gs://``, ``file:///`` or a path.
 
     Args:
         checkpoint_dir: a location stays as it is.
-        store: how an object store is reached.
+        store: how an object store is reached; None: as the environment says.
 
     Raises:
-        StrategyError: it is no address, or a Path made of a URL.
+        StrategyError: it is no address, or a Path made of a URL; or the environment makes no sense.
     """
     if isinstance(checkpoint_dir, Bucket):
         return checkpoint_dir
@@ -42,7 +42,7 @@ def located(checkpoint_dir: str | Path | Bucket, store: StoreOptions) -> Locatio
     if text.startswith(_FILE):
         return _path_of(text)
     if "://" in text:
-        return Bucket(StoreUrl.parse(text), store)
+        return Bucket(StoreUrl.parse(text), store or store_options_from_environment())
     return Path(text).absolute()
 
 

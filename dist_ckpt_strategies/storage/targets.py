@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 import numpy as np
@@ -135,7 +135,8 @@ class Flush:
         if self._whole is not None:
             self._whole.run()
             return
-        for directory in sorted({os.path.dirname(name) for name in names}):  # noqa: PTH120
+        above = {str(parent) for name in names for parent in PurePosixPath(name).parents}
+        for directory in sorted(above):
             path = f"{self._root}/{directory}"
             with file_errors(None, path):
                 sync_path(path)

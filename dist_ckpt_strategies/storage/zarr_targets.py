@@ -37,6 +37,7 @@ from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     create_file,
     file_errors,
+    sync_path,
     write_file,
 )
 from dist_ckpt_strategies.storage.inner_codec import encode_index, encode_run
@@ -166,6 +167,8 @@ class Format2Conversion:
             with file_errors(array.key, path):
                 if not create_file(path, content):
                     write_file(Path(path), content)
+                elif self._flush.is_each:
+                    sync_path(path)
 
     def write(self, unit: Unit, read: ReadBox) -> Record:
         """See Target."""

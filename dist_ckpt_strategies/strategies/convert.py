@@ -161,6 +161,8 @@ def upgrade(
         StrategyError: there is nothing to upgrade; others as in ``convert``.
     """
     chosen = None if to is None else Format.named(to)
+    if chosen is Format.SAFETENSORS:
+        raise PlanError("format: safetensors holds no optimizer state; use convert for the model")
     job = _Job(source, target, chosen, options or ConvertOptions(), allow, watch)
     return job.run(None, is_upgrade=True)
 

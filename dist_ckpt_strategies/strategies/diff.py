@@ -8,6 +8,7 @@ from pathlib import Path
 from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.plan.convert import require_whole
 from dist_ckpt_strategies.plan.upgrade import is_of_optimizer
 from dist_ckpt_strategies.run.diff import DiffReport, run_diff
 from dist_ckpt_strategies.spec.conversion import Format, SourceArray
@@ -62,9 +63,13 @@ def diff(
 
 
 def _arrays(source: Source, keys: str | None, *, weights_only: bool) -> dict[str, SourceArray]:
-    return {
+    """The arrays to compare, each known to be whole."""
+    found = {
         array.key: array
         for array in source.arrays
         if (keys is None or fnmatchcase(array.key, keys))
         and not (weights_only and is_of_optimizer(array.key))
     }
+    for array in found.values():
+        require_whole(array)
+    return found

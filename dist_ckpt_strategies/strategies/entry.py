@@ -17,7 +17,7 @@ from typing import Any
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.torch_group import open_communicator
-from dist_ckpt_strategies.config import Options, StoreOptions, options_from_environment
+from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.local.requests import LocalSaveRequest
 from dist_ckpt_strategies.megatron.bases import (
@@ -446,7 +446,7 @@ class _Save:
 
     Attributes:
         comm: all ranks.
-        root: the checkpoint directory.
+        root: where the checkpoint goes.
         sharded: saves the sharded part.
         common_saver: saves the common state.
         parts: what is saved.
@@ -555,13 +555,13 @@ def _restore_node(comm: Communicator, checkpoint_dir: str | Path) -> None:
     """Put the files of a local checkpoint's common state where they are lost. Collective."""
 
     def backend() -> str | None:
-        root = located(checkpoint_dir, StoreOptions())
+        root = located(checkpoint_dir, None)
         is_local = isinstance(root, Path) and is_finished(root)
         return read_marker(root).sharded_backend if is_local else None
 
     backends = agree_and_gather(comm, backend)
     if None in backends and local_replicated.BACKEND in backends:
-        root = require_path(located(checkpoint_dir, StoreOptions()), local_replicated.BACKEND)
+        root = require_path(located(checkpoint_dir, None), local_replicated.BACKEND)
         restore_common(comm, root, str(checkpoint_dir))
 
 

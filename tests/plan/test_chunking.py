@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from dist_ckpt_strategies.plan.chunking import (
     MAX_ASSEMBLED_NBYTES,
+    MAX_OBJECT_NBYTES,
     chunk_parts,
     irregular_chunk_shape,
+    object_chunk_shape,
     regular_chunk_shape,
 )
 from dist_ckpt_strategies.plan.coverage import Holding
@@ -114,3 +116,27 @@ def test_an_array_without_elements_has_a_grid_all_the_same(shape: Extent) -> Non
 
 def test_a_scalar_has_a_grid_without_dims() -> None:
     assert regular_chunk_shape((), [Region.whole(())]) == ()
+
+
+@given(shapes(), st.sampled_from([1, 2, 4, 8]))
+def test_a_chunk_that_fits_an_object_stays_as_it_is(shape: Extent, itemsize: int) -> None:
+    assert object_chunk_shape(shape, itemsize) == shape
+
+
+@given(st.lists(st.integers(1, 1 << 20), min_size=1, max_size=4), st.sampled_from([1, 2, 4, 16]))
+def test_parts_of_a_chunk_fit_an_object_and_are_in_one_piece(
+    chunk: list[int], itemsize: int
+) -> None:
+    found = object_chunk_shape(tuple(chunk), itemsize)
+
+    assert math.prod(found) * itemsize <= MAX_OBJECT_NBYTES
+    assert all(1 <= f <= c for f, c in zip(found, chunk, strict=True))
+    cut = [dim for dim, (f, c) in enumerate(zip(found, chunk, strict=True)) if f < c]
+    assert all(n == 1 for n in found[: max(cut, default=0)])
+
+
+def test_a_shard_is_cut_into_equal_parts_where_its_rows_allow_it() -> None:
+    assert object_chunk_shape((32768, 8192), 2) == (4096, 8192)
+    assert object_chunk_shape((50304, 16384), 2)[0] in {n for n in range(1, 2049) if 50304 % n == 0}
+    assert object_chunk_shape((8, 14336, 4096), 4) == (1, 3584, 4096)
+    assert object_chunk_shape((16777259,), 8) == (5592420,)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_ckpt_strategies.plan.chunking import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.plan.inner_chunks import MAX_NBYTES
 from dist_ckpt_strategies.plan.manifest import build_manifest_plan
 from dist_ckpt_strategies.plan.save import Cutting, SavePlan, build_save_plan
@@ -94,3 +95,25 @@ def test_every_key_is_listed_in_one_part_and_parts_have_owners(
         number = plan.part_of(key)
         assert plan.firsts[number] <= key
         assert number + 1 == len(plan.firsts) or key < plan.firsts[number + 1]
+
+
+def test_a_shard_above_the_size_of_an_object_becomes_several_that_its_holder_writes() -> None:
+    rows = 3 * MAX_OBJECT_NBYTES >> 20
+    regions = [Region((n * rows, 0), (rows, 1 << 18)) for n in range(2)]
+    split = Split((2 * rows, 1 << 18), tuple(enumerate(regions)))
+
+    array, plan = planned(split, Cutting.BOUNDED)
+
+    assert len(plan.writes) == array.num_chunks == 6
+    assert array.chunk_nbytes <= MAX_OBJECT_NBYTES
+    assert not any(write.moves for write in plan.writes)
+    assert all(write.is_whole_shard for write in plan.writes)
+    assert [write.writer for write in plan.writes] == [0, 0, 0, 1, 1, 1]
+    whole, _ = planned(split, Cutting.INNER)
+    assert whole.num_chunks == 2
+
+
+@given(splits(regular=False))
+def test_bounded_plans_of_small_arrays_are_those_of_files(split: Split) -> None:
+    assert planned(split, Cutting.BOUNDED) == planned(split, Cutting.INNER)
+    assert planned(split, Cutting.BOUNDED_CRC32C) == planned(split, Cutting.INNER_CRC32C)

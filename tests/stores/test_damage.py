@@ -9,7 +9,8 @@ import torch
 from megatron.core.dist_checkpointing import ShardedObject
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.errors import StorageError
+from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
+from dist_ckpt_strategies.strategies.zarr_format2 import Format2LoadShardedStrategy
 from tests.support.entries import Failure, outcome
 from tests.support.object_stores import ObjectStore
 from tests.support.sharding import Cut, differences, no_data, on_grid, state_of
@@ -78,6 +79,25 @@ def test_a_flipped_cut_lengthened_or_missing_object_is_named(
         assert not require_exact_or_named(url, below), name
         environment.put(bucket, name, content)
     assert require_exact_or_named(url, "")
+
+
+@pytest.mark.parametrize("store", ["moto"], indirect=True)
+def test_a_full_verification_looks_at_what_the_load_does_not_ask_for(
+    environment: ObjectStore, bucket: str
+) -> None:
+    url = f"s3://{bucket}/run"
+    save(url)
+    wanted = [cut for cut in cuts() if cut.key == "v"]
+    full = Format2LoadShardedStrategy(verify="full")
+    dist_ckpt_strategies.load(state_of(0, wanted, no_data), url, full)
+    for name in ("run/arrays/w/c.0.0", "run/arrays/w/zarr.json"):
+        content = environment.read(bucket, name)
+        for changed in (flipped(content, len(content) - 3), content[:-1]):
+            environment.put(bucket, name, changed)
+            dist_ckpt_strategies.load(state_of(0, wanted, no_data), url)
+            with pytest.raises(CorruptCheckpointError, match=f"s3://{bucket}/{name}"):
+                dist_ckpt_strategies.load(state_of(0, wanted, no_data), url, full)
+        environment.put(bucket, name, content)
 
 
 @pytest.mark.parametrize("store", ["moto"], indirect=True)

@@ -9,6 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelSaveStrategyWrapper,
+)
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
@@ -51,6 +54,14 @@ def layouts() -> list[tuple[str, list[Cut], list[Cut]]]:
     return found + [(f"random {seed}", *random_layouts(seed)) for seed in range(2)]
 
 
+def savers() -> list[Any]:
+    return [
+        FORMAT2,
+        Format2SaveShardedStrategy(crc32c=True),
+        FullyParallelSaveStrategyWrapper(Format2SaveShardedStrategy()),
+    ]
+
+
 def save_and_load_all(rank: int, variables: dict[str, str], url: str) -> list[str]:
     os.environ.update(variables)
     wrong = []
@@ -59,8 +70,11 @@ def save_and_load_all(rank: int, variables: dict[str, str], url: str) -> list[st
         place = f"{url}/run {number}/iter_1"
         objects = {"o": ShardedObject("o", {"t": torch.arange(3) + rank}, (SIZE,), (rank,))}
         state = state_of(rank, saved) | objects | {"iteration": number}
-        saver: Any = FORMAT2 if number % 2 else Format2SaveShardedStrategy(crc32c=True)
-        dist_ckpt_strategies.save(state, place, saver)
+        saver = savers()[number % 3]
+        if number % 4 == 3:
+            dist_ckpt_strategies.save_async(state, place, saver).wait(60)
+        else:
+            dist_ckpt_strategies.save(state, place, saver)
         for how in ({}, {"sharded_strategy": two_stage}):
             target = (zeros, no_data)[number % 2]
             asked = {"o": ShardedObject("o", None, (SIZE,), ((rank + 1) % SIZE,))}

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 
 from dist_ckpt_strategies import ConvertOptions, convert, diff, upgrade
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
+from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointError,
@@ -130,6 +131,14 @@ def test_files_that_are_gone_or_cut_are_written_again(saved: Path, tmp_path: Pat
     assert diff(saved / "zarr@2", target).is_equal
 
 
+@pytest.mark.parametrize("to", TARGETS)
+def test_files_flushed_one_by_one_are_the_same(saved: Path, tmp_path: Path, to: str) -> None:
+    options = ConvertOptions(options=Options(whole_flush=False, direct_io=False))
+    convert(saved / "zarr@2", tmp_path / "t", to, options=options)
+
+    assert diff(saved / "zarr@2", tmp_path / "t").is_equal
+
+
 def test_another_conversion_does_not_go_on_with_what_is_there(saved: Path, tmp_path: Path) -> None:
     half_done(saved, tmp_path / "t", "zarr@1")
 
@@ -220,7 +229,7 @@ def test_flipped_bytes_of_elements_are_found(saved: Path, tmp_path: Path, source
     root = tmp_path / "c"
     shutil.copytree(saved / source, root)
     files = [p for p in root.rglob("*") if p.suffix == ".distcp" or p.name.startswith("c.")]
-    for number, path in enumerate(sorted(files)[:: len(files) // 6]):
+    for number, path in enumerate(sorted(files)[:: max(1, len(files) // 6)]):
         content = path.read_bytes()
         at = places_of_elements(path, content)[number % 3]
         flip(path, at)
@@ -268,6 +277,8 @@ def test_a_description_that_leaves_out_a_piece_is_refused(saved: Path, tmp_path:
 
     with pytest.raises(CoverageError, match="w1: main replicas cover"):
         convert(tmp_path / "c", tmp_path / "t", "zarr@2")
+    with pytest.raises(CoverageError, match="w1: main replicas cover"):
+        diff(tmp_path / "c", saved / "torch_dist")
 
 
 def test_arrays_in_another_shape_than_their_own_are_refused(saved: Path, tmp_path: Path) -> None:
@@ -316,6 +327,8 @@ def test_wrong_arguments_are_told(saved: Path, tmp_path: Path) -> None:
         ConvertOptions(max_memory_bytes=0)
     with pytest.raises(StrategyError, match=r"nothing to upgrade.*found none"):
         upgrade(saved / "zarr@1", tmp_path / "t")
+    with pytest.raises(PlanError, match="safetensors holds no optimizer state"):
+        upgrade(saved / "zarr@1", tmp_path / "t", "safetensors")
     convert(saved / "zarr@1", tmp_path / "s", "safetensors")
     with pytest.raises(StrategyError, match="a checkpoint needs its common state"):
         convert(tmp_path / "s", tmp_path / "t", "zarr@2")

@@ -18,8 +18,10 @@ from typing import Any
 _START_S = 60.0
 _PAUSE_S = 0.05
 _HOST = "127.0.0.1"
+_CEPH_PORTS = 1300
+_MAX_WORKERS = 4
 _SCRIPTS = Path(__file__).parents[2].parent / "shared" / "tools"
-_CEPH = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool")
+_CEPH = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "monmaptool", "curl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +188,12 @@ class Radosgw:
 
 
 def _ceph_port() -> int:
-    """A port below those that are given out, as those 1000 to 1200 above it must be free too."""
-    for port in range(17480, 30000, 1300):
+    """A port below those that are given out, as those 1000 to 1200 above it must be free too.
+
+    Processes that share a run of the tests each have ports of their own.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    for port in range(12480 + _CEPH_PORTS * worker, 30000, _MAX_WORKERS * _CEPH_PORTS):
         with socket.socket() as one, socket.socket() as other:
             try:
                 one.bind((_HOST, port))

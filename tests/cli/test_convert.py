@@ -1,0 +1,255 @@
+"""``dist-ckpt convert``, ``upgrade`` and ``diff``: what they print, and their exit status."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner, Result
+
+from dist_ckpt_strategies.cli.app import app
+from dist_ckpt_strategies.config import Engine
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.storage.files import COMMON_NAME, write_file
+from dist_ckpt_strategies.storage.objects import dump_object, write_object
+from tests.support.checkpoints import (
+    EMPTY,
+    NESTED,
+    RNG,
+    SCALAR,
+    WEIGHT,
+    copied,
+    golden_archives,
+    unpack,
+    write_checkpoint,
+    write_foreign_checkpoint,
+)
+from tests.support.samples import random_values
+from tests.support.stores import write_array
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of format 1, not to be changed."""
+    return write_checkpoint(tmp_path_factory.mktemp("whole") / "a")
+
+
+@pytest.fixture
+def other(written: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be changed."""
+    return copied(written, tmp_path / "b")
+
+
+def run(*args: str | Path) -> Result:
+    return CliRunner().invoke(app, [*map(str, args)])
+
+
+@pytest.mark.parametrize("to", ["zarr@2", "zarr@1", "torch_dist"])
+def test_a_checkpoint_is_converted_and_equal(written: Path, tmp_path: Path, to: str) -> None:
+    result = run("convert", written, tmp_path / "c", "--to", to)
+
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith(f"{tmp_path / 'c'}\n4 arrays with 114 B, 5 object shards; ")
+    assert result.stderr == ""
+    compared = run("diff", written, tmp_path / "c")
+    assert compared.exit_code == 0
+    assert compared.stdout == (
+        f"{written} and {tmp_path / 'c'} are equal\n"
+        "compared: 4 arrays with 114 B, 5 object shards\n"
+    )
+
+
+def test_a_model_goes_to_safetensors_in_files_of_the_size_asked_for(
+    written: Path, tmp_path: Path
+) -> None:
+    result = run("convert", written, tmp_path / "c", "--to", "safetensors", "--max-file", "1")
+
+    assert result.exit_code == 0, result.stderr
+    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [
+        "model.safetensors",
+        "model.safetensors.index.json",
+    ]
+    compared = run("diff", written, tmp_path / "c")
+    assert compared.exit_code == 0
+    assert "compared: 4 arrays with 114 B, 0 object shards\n" in compared.stdout
+
+
+def test_the_json_of_a_conversion(written: Path, tmp_path: Path) -> None:
+    result = run("convert", written, tmp_path / "c", "--to", "zarr@2", "--json", "--memory", "1")
+
+    found = json.loads(result.stdout)
+    assert found.pop("seconds") > 0
+    assert found == {
+        "schema": 1,
+        "command": "convert",
+        "source": str(written),
+        "target": str(tmp_path / "c"),
+        "num_arrays": 4,
+        "num_objects": 5,
+        "nbytes": 114,
+        "resumed_nbytes": 0,
+    }
+
+
+def test_a_checkpoint_of_megatrons_own_is_upgraded(tmp_path: Path) -> None:
+    root = unpack(golden_archives()["m0153_tp2pp2dp2_flat"], tmp_path)
+
+    result = run("upgrade", root, tmp_path / "c", "--to", "zarr@2")
+
+    assert result.exit_code == 0, result.stderr
+    compared = run("diff", root, tmp_path / "c", "--keys", "optimizer.*", "--json")
+    assert compared.exit_code == 1
+    found = json.loads(compared.stdout)
+    assert {item["difference"] for item in found["arrays"]} == {"only_in_a", "only_in_b"}
+    assert (found["num_arrays"], len(found["arrays"]), found["objects"]) == (34, 34, [])
+
+
+def test_failures_are_one_line_on_stderr(written: Path, tmp_path: Path) -> None:
+    foreign = write_foreign_checkpoint(tmp_path / "foreign")
+    for args, text in (
+        (("convert", written, tmp_path / "c", "--to", "tar"), "format: expected one of zarr@2"),
+        (("convert", foreign, tmp_path / "c", "--to", "zarr@2"), "describes no checkpoint"),
+        (("convert", tmp_path / "no", tmp_path / "c", "--to", "zarr@2"), "does not exist"),
+        (("upgrade", written, tmp_path / "c"), "nothing to upgrade"),
+    ):
+        result = run(*args)
+        assert result.exit_code == 1
+        assert result.stdout == ""
+        assert result.stderr.startswith("error: ")
+        assert text in result.stderr
+        assert result.stderr.count("\n") == 1
+    result = run("diff", written, tmp_path / "no")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "does not exist" in result.stderr
+
+
+def rewritten(root: Path, key: str, values: Any, chunk: tuple[int, ...] | None = None) -> None:
+    for path in (root / key).glob("*"):
+        if path.suffix != ".pt":
+            path.unlink()
+    write_array(root, Engine.TENSORSTORE, values, key=key, chunk=chunk)
+
+
+def change_values(root: Path) -> None:
+    values = random_values((4, 6), DType.FLOAT32)
+    values[2, 3] = 1.5
+    rewritten(root, WEIGHT, values, (2, 2))
+
+
+def change_shape(root: Path) -> None:
+    rewritten(root, NESTED, np.zeros(6, np.float32))
+
+
+def change_dtype(root: Path) -> None:
+    rewritten(root, SCALAR, np.array(3.0, np.float32))
+
+
+def remove_array(root: Path) -> None:
+    for path in (root / EMPTY).iterdir():
+        path.unlink()
+
+
+def change_object(root: Path) -> None:
+    write_object(root, ObjectId(RNG, (0, 1), (2, 2)), {"state": [0, 1, 2, 99]})
+
+
+def remove_object(root: Path) -> None:
+    (root / RNG / "shard_1.1_2.2.pt").unlink()
+
+
+def change_common(root: Path) -> None:
+    write_file(root / COMMON_NAME, dump_object({"iteration": 8, "new": 1}, name="common state"))
+
+
+CHANGES: list[tuple[Callable[[Path], None], str]] = [
+    (change_values, f"{WEIGHT}: 1 element differs, the first at [2, 3]: "),
+    (change_shape, f"{NESTED}: shape (5,) and (6,)"),
+    (change_dtype, f"{SCALAR}: dtype float64 and float32"),
+    (remove_array, f"{EMPTY}: only in the first"),
+    (change_object, f"{RNG}/shard_0.1_2.2: ['state']: 9 elements and 4 elements"),
+    (remove_object, f"{RNG}/shard_1.1_2.2: only in the first"),
+    (change_common, "common.pt: ['iteration']: 7 and 8\ncommon.pt: ['new']: nothing and 1"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), CHANGES)
+def test_each_difference_is_told_and_ends_with_status_1(
+    written: Path, other: Path, change: Callable[[Path], None], text: str
+) -> None:
+    change(other)
+
+    result = run("diff", written, other)
+
+    assert result.exit_code == 1, result.stderr
+    assert f"{text}\n" in result.stdout or (text.endswith(": ") and text in result.stdout)
+    assert f"{written} and {other} DIFFER\n" in result.stdout
+    assert json.loads(run("diff", written, other, "--json").stdout)["equal"] is False
+
+
+def values_compared(tmp_path: Path, one: Any, two: Any) -> dict[str, Any]:
+    for name, values in (("one", one), ("two", two)):
+        root = write_checkpoint(tmp_path / name)
+        write_array(root, Engine.TENSORSTORE, values, key="v", chunk=(3,) * values.ndim)
+    result = run("diff", tmp_path / "one", tmp_path / "two", "--json", "--keys", "v")
+    assert result.exit_code == 1, result.stderr
+    (found,) = json.loads(result.stdout)["arrays"]
+    return dict(found)
+
+
+LARGE = 2**62
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "first", "num_differing", "largest"),
+    [
+        (np.array([1.0, 2.0, 5.0]), np.array([1.0, 3.5, 9.0]), [1], 2, 4.0),
+        (np.array([math.nan, 1.0]), np.array([0.0, 1.0]), [0], 1, None),
+        (np.array([0.0]), np.array([-0.0]), [0], 1, 0.0),
+        (np.array([math.inf]), np.array([1.0]), [0], 1, "inf"),
+        (np.array([LARGE]), np.array([LARGE + 1]), [0], 1, 1.0),
+        (np.array([200], np.uint8), np.array([10], np.uint8), [0], 1, 190.0),
+        (np.array([True, False]), np.array([True, True]), [1], 1, 1.0),
+        (np.array([3 + 4j]), np.array([0j]), [0], 1, 5.0),
+    ],
+    ids=str,
+)
+def test_values_are_compared_to_the_bit_and_measured(
+    tmp_path: Path, one: Any, two: Any, first: list[int], num_differing: int, largest: Any
+) -> None:
+    found = values_compared(tmp_path, one, two)
+
+    assert found["index"] == first
+    assert found["num_differing"] == num_differing
+    assert found["max_abs_difference"] == largest
+    assert (found["a"], found["b"]) == (str(one[first[0]]), str(two[first[0]]))
+
+
+def test_the_first_element_that_differs_is_found_across_boxes(tmp_path: Path) -> None:
+    one = np.arange(600 * 700, dtype=np.float32).reshape(600, 700)
+    two = one.copy()
+    two[599, 3] += 2
+    two[311, 699] -= 1
+    for name, values in (("one", one), ("two", two)):
+        root = write_checkpoint(tmp_path / name)
+        write_array(root, Engine.TENSORSTORE, values, key="v", chunk=(512, 300))
+
+    result = run("diff", tmp_path / "one", tmp_path / "two", "--memory", "1", "--keys", "v")
+
+    assert result.stdout.startswith(
+        "v: 2 elements differ, the first at [311, 699]: 218399.0 and 218398.0; "
+        "largest absolute difference 2\n"
+    )
+
+
+def test_equal_numbers_of_other_objects_are_equal(written: Path, other: Path) -> None:
+    """Objects that were pickled in another way, with the same content."""
+    content = {"state": list(range(9))}
+    write_object(other, ObjectId(RNG, (0, 0), (2, 2)), {"state": [*content["state"]], **content})
+
+    assert run("diff", written, other).exit_code == 0

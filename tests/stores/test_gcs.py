@@ -1,0 +1,82 @@
+"""``gs://`` goes through TensorStore's driver for Google Cloud Storage; a stand-in answers it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.errors import (
+    BucketNotFoundError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StoreAccessError,
+)
+from tests.support.entries import Failure, outcome
+from tests.support.gcs import fake_gcs
+from tests.support.ranks import run_processes
+from tests.support.sharding import differences, no_data, on_grid, state_of
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+
+SIZE = 2
+SAVED = [on_grid("w", (64, 32), (2, 1), size=SIZE), on_grid("a/b", (8, 4), (1, 2), size=SIZE)]
+WANTED = [on_grid("w", (64, 32), (1, 2), size=SIZE), on_grid("a/b", (8, 4), (2, 1), size=SIZE)]
+
+
+def load(rank: int, url: str) -> Any:
+    def differing() -> list[str]:
+        loaded: Any = dist_ckpt_strategies.load(state_of(rank, WANTED, no_data), url)
+        return differences(rank, WANTED, loaded)
+
+    return outcome(differing)
+
+
+def save_and_load(rank: int, variables: dict[str, str]) -> list[Any]:
+    os.environ.update(variables)
+    found = []
+    for _ in range(2):
+        state = state_of(rank, SAVED)
+        dist_ckpt_strategies.save(state, "gs://there/run", ("zarr", 2), overwrite=True)
+        found.append(load(rank, "gs://there/run"))
+    found += [load(rank, url) for url in ("gs://there/other", "gs://not-there/run")]
+    state = state_of(rank, SAVED)
+    found.append(
+        outcome(lambda: dist_ckpt_strategies.save(state, "gs://not-there/run", ("zarr", 2)))
+    )
+    return found
+
+
+def load_without_credentials(rank: int, variables: dict[str, str]) -> Any:
+    os.environ.update(variables | {"GOOGLE_AUTH_TOKEN_FOR_TESTING": "another"})
+    return load(rank, "gs://there/run")
+
+
+def load_damaged(rank: int, variables: dict[str, str]) -> Any:
+    os.environ.update(variables)
+    return load(rank, "gs://there/run")
+
+
+def test_a_checkpoint_goes_there_and_back_and_what_is_missing_is_told_apart() -> None:
+    with fake_gcs("there") as (variables, buckets):
+        for saved, again, nothing, nowhere, unsaved in run_processes(
+            SIZE, save_and_load, variables
+        ):
+            assert saved == again == []
+            assert CheckpointNotFoundError.__name__ in nothing.kinds, nothing
+            assert CheckpointNotFoundError.__name__ in nowhere.kinds, nowhere
+            assert "no bucket 'not-there'" in nowhere.text
+            assert BucketNotFoundError.__name__ in unsaved.kinds, unsaved
+
+        (refused,) = run_processes(1, load_without_credentials, variables)
+        assert StoreAccessError.__name__ in refused.kinds, refused
+
+        name = "run/arrays/w/c.0.0"
+        content = buckets["there"][name]
+        buckets["there"][name] = content[:9] + bytes([content[9] ^ 1]) + content[10:]
+        for damaged in run_processes(SIZE, load_damaged, variables):
+            assert isinstance(damaged, Failure)
+            assert CorruptCheckpointError.__name__ in damaged.kinds
+            assert f"gs://there/{name}" in damaged.text
