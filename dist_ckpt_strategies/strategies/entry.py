@@ -6,12 +6,11 @@ appears whole, after everything else is durable. torch_dist never takes the plac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
@@ -21,11 +20,6 @@ from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.local.requests import LocalSaveRequest
 from dist_ckpt_strategies.megatron.bases import (
-    LoadCommonStrategy,
-    LoadShardedStrategy,
-    SaveCommonStrategy,
-    SaveShardedStrategy,
-    StrategyAction,
     StrictHandling,
 )
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
@@ -41,14 +35,12 @@ from dist_ckpt_strategies.megatron.flow import (
     take_apart_for_load,
     take_apart_for_save,
 )
-from dist_ckpt_strategies.megatron.registry import torch_dist_strategy
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
 )
 from dist_ckpt_strategies.megatron.wrappers import parallel_base, spread_main_replicas
 from dist_ckpt_strategies.run.checks import Preprocess, check_load, check_save
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.storage.files import MARKER_NAME
 from dist_ckpt_strategies.storage.locations import (
     Location,
     is_finished,
@@ -61,56 +53,18 @@ from dist_ckpt_strategies.storage.locations import (
     retract,
 )
 from dist_ckpt_strategies.storage.objects import Allowed, allowing, dump_object
-from dist_ckpt_strategies.strategies import common, local_replicated, zarr
-from dist_ckpt_strategies.strategies.common import (
-    TorchCommonLoadStrategy,
-    TorchCommonSaveStrategy,
+from dist_ckpt_strategies.strategies import local_replicated
+from dist_ckpt_strategies.strategies.choices import (
+    StrategyChoice,
+    load_strategies,
+    location_of,
+    require_taken,
+    save_strategies,
 )
 from dist_ckpt_strategies.strategies.local_replicated import (
-    LocalReplicatedLoadShardedStrategy,
-    LocalReplicatedSaveShardedStrategy,
     restore_common,
 )
-from dist_ckpt_strategies.strategies.registry import (
-    DEFAULT_REGISTRY,
-    StrategyKey,
-    strategy_not_found,
-)
 from dist_ckpt_strategies.strategies.sharded_strategies import BaseSaveShardedStrategy
-from dist_ckpt_strategies.strategies.zarr_format2 import (
-    Format2LoadShardedStrategy,
-    Format2SaveShardedStrategy,
-)
-
-_KINDS: Mapping[StrategyAction, Any] = MappingProxyType(
-    {
-        StrategyAction.SAVE_SHARDED: SaveShardedStrategy,
-        StrategyAction.LOAD_SHARDED: LoadShardedStrategy,
-        StrategyAction.SAVE_COMMON: SaveCommonStrategy,
-        StrategyAction.LOAD_COMMON: LoadCommonStrategy,
-    }
-)
-
-StrategyChoice = Any
-"""A strategy, a (backend, version) tuple, or None for the default."""
-
-_OWN: Mapping[StrategyKey, Callable[[], Any]] = MappingProxyType(
-    {
-        StrategyKey(StrategyAction.SAVE_SHARDED, "zarr", 1): zarr.ZarrSaveShardedStrategy,
-        StrategyKey(StrategyAction.LOAD_SHARDED, "zarr", 1): zarr.ZarrLoadShardedStrategy,
-        StrategyKey(StrategyAction.SAVE_SHARDED, "zarr", 2): Format2SaveShardedStrategy,
-        StrategyKey(StrategyAction.LOAD_SHARDED, "zarr", 2): Format2LoadShardedStrategy,
-        StrategyKey(
-            StrategyAction.SAVE_SHARDED, "local_replicated", 1
-        ): LocalReplicatedSaveShardedStrategy,
-        StrategyKey(
-            StrategyAction.LOAD_SHARDED, "local_replicated", 1
-        ): LocalReplicatedLoadShardedStrategy,
-        StrategyKey(StrategyAction.SAVE_COMMON, "torch", 1): TorchCommonSaveStrategy,
-        StrategyKey(StrategyAction.LOAD_COMMON, "torch", 1): TorchCommonLoadStrategy,
-    }
-)
-"""What ``save`` and ``load`` use without ``register``, which is for Megatron-Core's own."""
 
 
 @raises_megatron_errors
@@ -309,10 +263,10 @@ def load(  # noqa: PLR0913 - Megatron's signature
 
         def begin() -> tuple[Location, Any, Any, StateDict, LoadParts, StrictHandling]:
             _options(timeout_s)
-            root = _location(checkpoint_dir, sharded_strategy)
+            root = location_of(checkpoint_dir, sharded_strategy)
             stack.enter_context(allowing(allow))
-            loaders = _load_strategies(root, sharded_strategy, common_strategy)
-            _require_taken(root, loaders[0])
+            loaders = load_strategies(root, sharded_strategy, common_strategy)
+            require_taken(root, loaders[0])
             found: StateDict = loaders[1].load_common(root)
             parts = take_apart_for_load(sharded_state_dict)
             state = merged(found, parts.nonpersistent)
@@ -333,20 +287,6 @@ def load(  # noqa: PLR0913 - Megatron's signature
     return state
 
 
-def _location(checkpoint_dir: str | Path, strategy: StrategyChoice) -> Location:
-    """Where the checkpoint is; an object store is reached as the strategy's options say."""
-    inner = getattr(strategy, "base_strategy", strategy)
-    options = getattr(inner, "options", None) or options_from_environment()
-    return located(checkpoint_dir, options.store)
-
-
-def _require_taken(root: Location, strategy: Any) -> None:
-    """Raise where the strategy needs a directory, and this is none."""
-    inner = getattr(strategy, "base_strategy", strategy)
-    if not getattr(inner, "takes_urls", False):
-        require_path(root, getattr(inner, "format_name", type(inner).__name__))
-
-
 def _world(purpose: str, timeout_s: float | None) -> Communicator:
     """All ranks. Options that this rank cannot make are for the first agreed step to raise."""
     try:
@@ -358,38 +298,6 @@ def _world(purpose: str, timeout_s: float | None) -> Communicator:
 
 def _options(timeout_s: float | None) -> Options:
     return options_from_environment().with_changes(timeout_s=timeout_s)
-
-
-def _chosen(action: StrategyAction, choice: StrategyChoice) -> Any:
-    """The strategy that a caller means by an instance or by a tuple."""
-    if isinstance(choice, _KINDS[action]):
-        return choice
-    if not isinstance(choice, tuple):
-        raise StrategyError(
-            f"expected a {_KINDS[action].__name__} or a tuple (backend, version), found {choice!r}"
-        )
-    if len(choice) != len(("backend", "version")):
-        raise StrategyError(f"expected a strategy or a tuple (backend, version), found {choice!r}")
-    key = StrategyKey(action, *choice)
-    if key in DEFAULT_REGISTRY:
-        return DEFAULT_REGISTRY.get(key)
-    return _of_megatron_or_missing(key)
-
-
-def _of_megatron_or_missing(key: StrategyKey) -> Any:
-    """A strategy of ours that nobody has registered, or one that Megatron-Core itself has."""
-    if key in _OWN:
-        return _OWN[key]()
-    if (key.backend, key.version) == ("torch_dist", 1):
-        return torch_dist_strategy(key.action)
-    raise strategy_not_found(key, dict.fromkeys([*DEFAULT_REGISTRY.keys(), *_OWN]))
-
-
-def _save_strategies(sharded: StrategyChoice, common_choice: StrategyChoice) -> tuple[Any, Any]:
-    return (
-        _chosen(StrategyAction.SAVE_SHARDED, sharded or (zarr.BACKEND, zarr.VERSION)),
-        _chosen(StrategyAction.SAVE_COMMON, common_choice or (common.BACKEND, common.VERSION)),
-    )
 
 
 def _replaces(sharded: Any) -> bool:
@@ -405,39 +313,6 @@ def _replace(
     if base is not None:
         spread_main_replicas(sharded, state)
     (base or sharded).replace(state, root, save_common)
-
-
-def _load_strategies(
-    root: Location, sharded: StrategyChoice, common_choice: StrategyChoice
-) -> tuple[Any, Any]:
-    marker = read_marker(root)
-    with _told_of_marker(root):
-        return _fitting_strategies(marker, sharded, common_choice)
-
-
-@contextmanager
-def _told_of_marker(root: Location) -> Iterator[None]:
-    """Have an error about a format say which file names that."""
-    try:
-        yield
-    except StrategyError as error:
-        path = f"{root}/{MARKER_NAME}"
-        raise type(error)(f"{path}: {error.message}", path=path) from error
-
-
-def _fitting_strategies(
-    marker: CheckpointMarker, sharded: StrategyChoice, common_choice: StrategyChoice
-) -> tuple[Any, Any]:
-    """The strategies of a checkpoint, or those of the caller's that can read it."""
-    sharded_key = (marker.sharded_backend, marker.sharded_backend_version)
-    common_key = (marker.common_backend, marker.common_backend_version)
-    loader = _chosen(StrategyAction.LOAD_SHARDED, sharded or sharded_key)
-    common_loader = _chosen(StrategyAction.LOAD_COMMON, common_choice or common_key)
-    loader.check_backend_compatibility(marker.sharded_backend)
-    loader.check_version_compatibility(marker.sharded_backend_version)
-    common_loader.check_backend_compatibility(marker.common_backend)
-    common_loader.check_version_compatibility(marker.common_backend_version)
-    return loader, common_loader
 
 
 @dataclass(frozen=True, slots=True)
@@ -484,9 +359,9 @@ def _begun_save(  # noqa: PLR0913 - those of save
 
     def check() -> _Save:
         _options(timeout_s)
-        chosen = _save_strategies(sharded_strategy, common_strategy)
-        root = _location(checkpoint_dir, chosen[0])
-        _require_taken(root, chosen[0])
+        chosen = save_strategies(sharded_strategy, common_strategy)
+        root = location_of(checkpoint_dir, chosen[0])
+        require_taken(root, chosen[0])
         parts = take_apart_for_save(state_dict, content_metadata)
         if comm.rank == 0:
             dump_object(parts.common, name="common state")

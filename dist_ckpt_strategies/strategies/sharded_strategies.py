@@ -45,6 +45,7 @@ class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
 
     Attributes:
         takes_urls: whether a checkpoint may be in an object store.
+        memory: what is kept from one save to the next.
 
     Args:
         backend: name of the format.
@@ -67,7 +68,7 @@ class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         memory: SaveMemory | None = None,
     ) -> None:
         super().__init__(backend, version)
-        self._memory = memory or SaveMemory()
+        self.memory = memory or SaveMemory()
         self._group = group
         self._options = options or options_from_environment()
 
@@ -160,7 +161,7 @@ class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
             self._opener(root, comm, keeps_old=save_common is not None),
             comm,
             self._options,
-            self._memory,
+            self.memory,
             save_common,
             publish,
         )
@@ -187,7 +188,7 @@ class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
             self._opener(root, comm, keeps_old=save_common is not None),
             comm,
             self._options,
-            self._memory,
+            self.memory,
             save_common,
         )
         logger.info("rank %s: save to %s: %s", comm.global_rank(comm.rank), root, report)
@@ -210,6 +211,7 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
 
     Attributes:
         takes_urls: whether a checkpoint may be in an object store.
+        memory: what is kept from one save to the next.
 
     Args:
         group: ranks that load together; the world by default.

@@ -48,7 +48,7 @@ def test_a_save_that_does_not_flush_takes_longer_to_be_durable(results: Results)
 def test_every_contender_is_measured_or_said_to_be_missing(results: Results) -> None:
     named = {x["contender"] for x in results.of_kind("sample") + results.of_kind("skipped")}
     assert named == {
-        *("raw write+fsync", "raw write", "zarr 1", "torch_dist"),
+        *("raw write+fsync", "raw write", "zarr 1", "zarr 2", "torch_dist"),
         *("torch dcp", "torch.save", "safetensors"),
     }
 

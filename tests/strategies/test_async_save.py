@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import threading
 from pathlib import Path
@@ -152,6 +153,20 @@ def save_while_one_runs(rank: int, root: Path) -> list[Any]:
 
 def test_a_save_waits_until_the_one_before_has_written_its_share(tmp_path: Path) -> None:
     assert run_processes(2, save_while_one_runs, tmp_path) == [[True] * 4] * 2
+
+
+def save_without_registration(rank: int, root: Path) -> bool:
+    """Whether two saves in a row take the same memory."""
+    os.environ["DIST_CKPT_TIMEOUT_S"] = "60"
+    for number in range(2):
+        dist_ckpt_strategies.save_async(weight(rank, 50), root / str(number), ("zarr", 2)).wait()
+    action = dist_ckpt_strategies.StrategyAction.SAVE_SHARDED
+    found = [dist_ckpt_strategies.get_default_strategy(action, "zarr", 2) for _ in range(2)]
+    return found[0].memory is found[1].memory and found[0].memory.last is not None
+
+
+def test_what_a_save_keeps_is_there_for_the_next_without_registration(tmp_path: Path) -> None:
+    assert run_processes(2, save_without_registration, tmp_path) == [True] * 2
 
 
 def save_by_request(rank: int, root: Path) -> list[Any]:

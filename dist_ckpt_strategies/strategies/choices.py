@@ -1,0 +1,173 @@
+"""Which strategies save and load a checkpoint, and where that is, by what a caller says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from dist_ckpt_strategies.config import options_from_environment
+from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.megatron.bases import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
+    StrategyAction,
+)
+from dist_ckpt_strategies.megatron.registry import torch_dist_strategy
+from dist_ckpt_strategies.spec.marker import CheckpointMarker
+from dist_ckpt_strategies.storage.files import MARKER_NAME
+from dist_ckpt_strategies.storage.locations import Location, located, read_marker, require_path
+from dist_ckpt_strategies.strategies import common, zarr
+from dist_ckpt_strategies.strategies.common import (
+    TorchCommonLoadStrategy,
+    TorchCommonSaveStrategy,
+)
+from dist_ckpt_strategies.strategies.local_replicated import (
+    LocalReplicatedLoadShardedStrategy,
+    LocalReplicatedSaveShardedStrategy,
+)
+from dist_ckpt_strategies.strategies.registry import (
+    DEFAULT_REGISTRY,
+    StrategyKey,
+    strategy_not_found,
+)
+from dist_ckpt_strategies.strategies.save_planning import SaveMemory
+from dist_ckpt_strategies.strategies.sharded_strategies import BaseSaveShardedStrategy
+from dist_ckpt_strategies.strategies.zarr_format2 import (
+    Format2LoadShardedStrategy,
+    Format2SaveShardedStrategy,
+)
+
+_KINDS: Mapping[StrategyAction, Any] = MappingProxyType(
+    {
+        StrategyAction.SAVE_SHARDED: SaveShardedStrategy,
+        StrategyAction.LOAD_SHARDED: LoadShardedStrategy,
+        StrategyAction.SAVE_COMMON: SaveCommonStrategy,
+        StrategyAction.LOAD_COMMON: LoadCommonStrategy,
+    }
+)
+
+StrategyChoice = Any
+"""A strategy, a (backend, version) tuple, or None for the default."""
+
+_OWN: Mapping[StrategyKey, Callable[[], Any]] = MappingProxyType(
+    {
+        StrategyKey(StrategyAction.SAVE_SHARDED, "zarr", 1): zarr.ZarrSaveShardedStrategy,
+        StrategyKey(StrategyAction.LOAD_SHARDED, "zarr", 1): zarr.ZarrLoadShardedStrategy,
+        StrategyKey(StrategyAction.SAVE_SHARDED, "zarr", 2): Format2SaveShardedStrategy,
+        StrategyKey(StrategyAction.LOAD_SHARDED, "zarr", 2): Format2LoadShardedStrategy,
+        StrategyKey(
+            StrategyAction.SAVE_SHARDED, "local_replicated", 1
+        ): LocalReplicatedSaveShardedStrategy,
+        StrategyKey(
+            StrategyAction.LOAD_SHARDED, "local_replicated", 1
+        ): LocalReplicatedLoadShardedStrategy,
+        StrategyKey(StrategyAction.SAVE_COMMON, "torch", 1): TorchCommonSaveStrategy,
+        StrategyKey(StrategyAction.LOAD_COMMON, "torch", 1): TorchCommonLoadStrategy,
+    }
+)
+"""What ``save`` and ``load`` use without ``register``, which is for Megatron-Core's own."""
+
+
+def location_of(checkpoint_dir: str | Path, strategy: StrategyChoice) -> Location:
+    """Where the checkpoint is; an object store is reached as the strategy's options say."""
+    inner = getattr(strategy, "base_strategy", strategy)
+    options = getattr(inner, "options", None) or options_from_environment()
+    return located(checkpoint_dir, options.store)
+
+
+def require_taken(root: Location, strategy: Any) -> None:
+    """Raise where the strategy needs a directory, and this is none."""
+    inner = getattr(strategy, "base_strategy", strategy)
+    if not getattr(inner, "takes_urls", False):
+        require_path(root, getattr(inner, "format_name", type(inner).__name__))
+
+
+def _chosen(action: StrategyAction, choice: StrategyChoice) -> Any:
+    """The strategy that a caller means by an instance or by a tuple."""
+    if isinstance(choice, _KINDS[action]):
+        return choice
+    if not isinstance(choice, tuple):
+        raise StrategyError(
+            f"expected a {_KINDS[action].__name__} or a tuple (backend, version), found {choice!r}"
+        )
+    if len(choice) != len(("backend", "version")):
+        raise StrategyError(f"expected a strategy or a tuple (backend, version), found {choice!r}")
+    key = StrategyKey(action, *choice)
+    if key in DEFAULT_REGISTRY:
+        return DEFAULT_REGISTRY.get(key)
+    return _of_megatron_or_missing(key)
+
+
+def _of_megatron_or_missing(key: StrategyKey) -> Any:
+    """A strategy of ours that nobody has registered, or one that Megatron-Core itself has."""
+    if key in _OWN:
+        return _own(key)
+    if (key.backend, key.version) == ("torch_dist", 1):
+        return torch_dist_strategy(key.action)
+    raise strategy_not_found(key, dict.fromkeys([*DEFAULT_REGISTRY.keys(), *_OWN]))
+
+
+def _own(key: StrategyKey) -> Any:
+    """A strategy of ours; those that save keep their memory from one call to the next."""
+    cls: Any = _OWN[key]
+    if not issubclass(cls, BaseSaveShardedStrategy):
+        return cls()
+    DEFAULT_REGISTRY.register(key, partial(cls, memory=SaveMemory()))
+    return DEFAULT_REGISTRY.get(key)
+
+
+def save_strategies(sharded: StrategyChoice, common_choice: StrategyChoice) -> tuple[Any, Any]:
+    """Those that save the sharded part and the common one.
+
+    Raises:
+        StrategyError: there is no such strategy.
+    """
+    return (
+        _chosen(StrategyAction.SAVE_SHARDED, sharded or (zarr.BACKEND, zarr.VERSION)),
+        _chosen(StrategyAction.SAVE_COMMON, common_choice or (common.BACKEND, common.VERSION)),
+    )
+
+
+def load_strategies(
+    root: Location, sharded: StrategyChoice, common_choice: StrategyChoice
+) -> tuple[Any, Any]:
+    """Those that load the sharded part and the common one; by default what the marker names.
+
+    Raises:
+        CheckpointNotFoundError, IncompleteCheckpointError: there is no finished checkpoint.
+        StrategyError: there is no such strategy, or it reads another format.
+    """
+    marker = read_marker(root)
+    with _told_of_marker(root):
+        return _fitting_strategies(marker, sharded, common_choice)
+
+
+@contextmanager
+def _told_of_marker(root: Location) -> Iterator[None]:
+    """Have an error about a format say which file names that."""
+    try:
+        yield
+    except StrategyError as error:
+        path = f"{root}/{MARKER_NAME}"
+        raise type(error)(f"{path}: {error.message}", path=path) from error
+
+
+def _fitting_strategies(
+    marker: CheckpointMarker, sharded: StrategyChoice, common_choice: StrategyChoice
+) -> tuple[Any, Any]:
+    """The strategies of a checkpoint, or those of the caller's that can read it."""
+    sharded_key = (marker.sharded_backend, marker.sharded_backend_version)
+    common_key = (marker.common_backend, marker.common_backend_version)
+    loader = _chosen(StrategyAction.LOAD_SHARDED, sharded or sharded_key)
+    common_loader = _chosen(StrategyAction.LOAD_COMMON, common_choice or common_key)
+    loader.check_backend_compatibility(marker.sharded_backend)
+    loader.check_version_compatibility(marker.sharded_backend_version)
+    common_loader.check_backend_compatibility(marker.common_backend)
+    common_loader.check_version_compatibility(marker.common_backend_version)
+    return loader, common_loader
