@@ -148,6 +148,10 @@ def _judged(spec: Spec, kill: Kill, ranks: Ranks) -> Killed:
     return Killed(kill, max(loaded, default=None), complaint)
 
 
+_MAX_WAITS = 2
+"""A rank that is no neighbour of the one killed may wait out the limit, once, before it is told."""
+
+
 def _complaint(
     spec: Spec, kill: Kill, newer: Sequence[Outcome], older: Sequence[Outcome]
 ) -> str | None:
@@ -160,7 +164,7 @@ def _complaint(
         one.ending is Ending.REFUSED and one.text.startswith(_REFUSALS) for one in newer
     ):
         return f"there is no marker, and loading it is not refused for that: {list(newer)}"
-    if kill.seconds > spec.timeout_s:
+    if kill.seconds > _MAX_WAITS * spec.timeout_s:
         return f"the others took {kill.seconds:.1f} s to end"
     told = [one for one in kill.survivors if one.ending is Ending.SAVED]
     if told and not is_there:

@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 import dist_ckpt_strategies
 from benchmarks.fault_worker import Ending, Outcome, fingerprint
 from benchmarks.harness import RankContext, join_gloo
+from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import CheckpointError, kind_of
 
 PRELOAD = ("benchmarks.format2_faults",)
@@ -212,6 +213,7 @@ class Format2Worker:
     def __init__(self, context: RankContext, spec: Spec) -> None:
         join_gloo(context)
         torch.set_num_threads(1)
+        dist_ckpt_strategies.register(options=Options(timeout_s=spec.timeout_s))
         self._rank, self._spec = context.global_rank, spec
         self._loader = Loader(spec, context.global_rank, context.num_ranks)
 
