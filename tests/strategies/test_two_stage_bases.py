@@ -18,6 +18,7 @@ from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import PeerError, PlanError, StrategyError
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr_format2 import EitherFormatLoadShardedStrategy
 from tests.support.entries import Entry, Failure, outcome, prepare, save
 from tests.support.groups import group_of_size
 from tests.support.ranks import allow_torch_dist, run_processes
@@ -208,6 +209,5 @@ def test_options_come_from_the_base_unless_they_are_given() -> None:
 
     assert strategy.base_strategy is base
     assert strategy._options == base.options.with_changes(timeout_s=5)
-    assert isinstance(
-        TwoStageDataParallelLoadShardedStrategy(None).base_strategy, ZarrLoadShardedStrategy
-    )
+    by_default = TwoStageDataParallelLoadShardedStrategy(None).base_strategy
+    assert isinstance(by_default, EitherFormatLoadShardedStrategy)
