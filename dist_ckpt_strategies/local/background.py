@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import tempfile
@@ -13,6 +14,8 @@ from typing import Generic, TypeVar
 
 from dist_ckpt_strategies.errors import PeerTimeoutError
 from dist_ckpt_strategies.storage.files import file_errors
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -64,10 +67,13 @@ class BackgroundWork(Generic[T]):
         return self._results[0]
 
     def forget_mark(self) -> None:
-        """Remove what tells other processes of its end."""
-        self.end_mark.unlink(missing_ok=True)
-        if self.end_mark.parent.exists():
-            self.end_mark.parent.rmdir()
+        """Remove what tells other processes of its end. A failure is logged: the work is done."""
+        try:
+            self.end_mark.unlink(missing_ok=True)
+            if self.end_mark.parent.exists():
+                self.end_mark.parent.rmdir()
+        except OSError as error:
+            logger.warning("%s is still there: %s", self.end_mark.parent, error)
 
     def _run(self) -> None:
         try:

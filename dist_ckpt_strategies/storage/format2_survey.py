@@ -53,6 +53,7 @@ from dist_ckpt_strategies.storage.manifest import (
     SAVE_NAME,
     Manifest,
 )
+from dist_ckpt_strategies.storage.marker_file import marker_or_finding
 from dist_ckpt_strategies.storage.places import Directory
 from dist_ckpt_strategies.storage.zarr2 import MAX_JSON_NBYTES
 from dist_ckpt_strategies.storage.zarr3 import ARRAYS_NAME, METADATA_NAME, array_directory
@@ -138,7 +139,7 @@ def is_format2(root: Path) -> bool:
     """Whether a directory is of format 2: by its manifest, its first file, or its marker."""
     if any((root / name).is_file() for name in (SAVE_NAME, INDEX_NAME)):
         return True
-    marker = _read_marker(root)
+    marker = marker_or_finding(root)
     return isinstance(marker, CheckpointMarker) and _sharded(marker) == _MARKED
 
 
@@ -159,7 +160,7 @@ def survey_format2(root: Path, watch: Watch | None = None) -> Format2Survey | No
         return None
     top = read_folder(root, "")
     files = dict(_files(root, top))
-    marker = _read_marker(root)
+    marker = marker_or_finding(root)
     found = _ManifestRead(root, watch)
     names = {record.array.key: tuple(_names_of(record)) for record in found.arrays}
     recorded = tuple(_recorded(r, names[r.array.key], files) for r in found.arrays)
@@ -368,19 +369,6 @@ def _check_unexpected(
         if name not in listed and not _is_remains(name):
             expected = "no file that the manifest does not list"
             yield Finding(Problem.UNEXPECTED_FILE, None, name, expected, nbytes_text(nbytes))
-
-
-def _read_marker(root: Path) -> CheckpointMarker | Finding:
-    try:
-        return CheckpointMarker.from_json(read_file(root / MARKER_NAME, MAX_JSON_NBYTES))
-    except FileNotFoundError:
-        expected = "the last file that a save writes"
-        return Finding(Problem.MISSING_MARKER, None, MARKER_NAME, expected, NO_FILE)
-    except OSError as error:
-        return unreadable(None, MARKER_NAME, reason(error))
-    except (ValueError, TypeError) as error:
-        expected = "the fields of a marker as JSON"
-        return Finding(Problem.BAD_MARKER, None, MARKER_NAME, expected, str(error))
 
 
 def _sharded(marker: CheckpointMarker) -> tuple[str, int]:

@@ -22,9 +22,10 @@ from dist_ckpt_strategies.storage.contents import (
     count_contents,
     read_contents,
 )
-from dist_ckpt_strategies.storage.files import COMMON_NAME, read_file, require_directory
-from dist_ckpt_strategies.storage.findings import NO_FILE, Finding, Problem, Watch, unreadable
-from dist_ckpt_strategies.storage.folders import Folder, read_folder, reason
+from dist_ckpt_strategies.storage.files import COMMON_NAME, require_directory
+from dist_ckpt_strategies.storage.findings import NO_FILE, Finding, Problem, Watch
+from dist_ckpt_strategies.storage.folders import Folder, read_folder
+from dist_ckpt_strategies.storage.marker_file import marker_or_finding
 from dist_ckpt_strategies.storage.publication import MARKER_NAME
 from dist_ckpt_strategies.storage.stored_arrays import StoredArray
 from dist_ckpt_strategies.storage.stored_objects import (
@@ -34,7 +35,7 @@ from dist_ckpt_strategies.storage.stored_objects import (
     check_shards,
     stored_objects,
 )
-from dist_ckpt_strategies.storage.zarr2 import MAX_JSON_NBYTES, METADATA_NAME
+from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME
 
 _SHARDED_BACKENDS = (("zarr", 1),)
 _COMMON_BACKENDS = (("torch", 1),)
@@ -95,7 +96,7 @@ def survey_checkpoint(root: Path, watch: Watch | None = None) -> Survey:
     """
     root = root.absolute()
     require_directory(root)
-    top, marker = read_folder(root, ""), _read_marker(root)
+    top, marker = read_folder(root, ""), marker_or_finding(root)
     foreign = isinstance(marker, CheckpointMarker) and not _is_known(marker)
     look = count_contents if foreign else partial(read_contents, root)
     contents = tuple(_look_at_all(root, look, watch))
@@ -156,19 +157,6 @@ def _look_at_all(
         done += 1
         if watch:
             watch(done, done + len(waiting))
-
-
-def _read_marker(root: Path) -> CheckpointMarker | Finding:
-    try:
-        return CheckpointMarker.from_json(read_file(root / MARKER_NAME, MAX_JSON_NBYTES))
-    except FileNotFoundError:
-        expected = "the last file that a save writes"
-        return Finding(Problem.MISSING_MARKER, None, MARKER_NAME, expected, NO_FILE)
-    except OSError as error:
-        return unreadable(None, MARKER_NAME, reason(error))
-    except (ValueError, TypeError) as error:
-        expected = "the fields of a marker as JSON"
-        return Finding(Problem.BAD_MARKER, None, MARKER_NAME, expected, str(error))
 
 
 def _require_checkpoint(survey: Survey, top: Folder) -> None:

@@ -37,7 +37,10 @@ from dist_ckpt_strategies.strategies.registry import (
     strategy_not_found,
 )
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
-from dist_ckpt_strategies.strategies.sharded_strategies import BaseSaveShardedStrategy
+from dist_ckpt_strategies.strategies.sharded_strategies import (
+    BaseLoadShardedStrategy,
+    BaseSaveShardedStrategy,
+)
 from dist_ckpt_strategies.strategies.zarr_format2 import (
     Format2LoadShardedStrategy,
     Format2SaveShardedStrategy,
@@ -122,22 +125,50 @@ def _own(key: StrategyKey) -> Any:
     return DEFAULT_REGISTRY.get(key)
 
 
-def save_strategies(sharded: StrategyChoice, common_choice: StrategyChoice) -> tuple[Any, Any]:
+def save_strategies(
+    sharded: StrategyChoice, common_choice: StrategyChoice, timeout_s: float | None
+) -> tuple[Any, Any]:
     """Those that save the sharded part and the common one.
+
+    Args:
+        sharded: an instance, which stays as it is, or a tuple; None for the default.
+        common_choice: the same for the common part.
+        timeout_s: time limit of a sharded strategy that is no instance; None for its own.
 
     Raises:
         StrategyError: there is no such strategy.
     """
     return (
-        _chosen(StrategyAction.SAVE_SHARDED, sharded or (zarr.BACKEND, zarr.VERSION)),
+        _limited(
+            _chosen(StrategyAction.SAVE_SHARDED, sharded or (zarr.BACKEND, zarr.VERSION)),
+            sharded,
+            timeout_s,
+        ),
         _chosen(StrategyAction.SAVE_COMMON, common_choice or (common.BACKEND, common.VERSION)),
     )
 
 
+def _limited(made: Any, choice: StrategyChoice, timeout_s: float | None) -> Any:
+    """The strategy, with a time limit where the caller gave one, and no instance."""
+    is_ours = isinstance(made, (BaseSaveShardedStrategy, BaseLoadShardedStrategy))
+    if made is choice or timeout_s is None or not is_ours:
+        return made
+    return made.limited(timeout_s)
+
+
 def load_strategies(
-    root: Location, sharded: StrategyChoice, common_choice: StrategyChoice
+    root: Location,
+    sharded: StrategyChoice,
+    common_choice: StrategyChoice,
+    timeout_s: float | None,
 ) -> tuple[Any, Any]:
     """Those that load the sharded part and the common one; by default what the marker names.
+
+    Args:
+        root: the checkpoint.
+        sharded: as in ``save_strategies``.
+        common_choice: as in ``save_strategies``.
+        timeout_s: as in ``save_strategies``.
 
     Raises:
         CheckpointNotFoundError, IncompleteCheckpointError: there is no finished checkpoint.
@@ -145,7 +176,8 @@ def load_strategies(
     """
     marker = read_marker(root)
     with _told_of_marker(root):
-        return _fitting_strategies(marker, sharded, common_choice)
+        loader, common_loader = _fitting_strategies(marker, sharded, common_choice)
+    return _limited(loader, sharded, timeout_s), common_loader
 
 
 @contextmanager

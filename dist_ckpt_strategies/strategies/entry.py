@@ -101,7 +101,8 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         overwrite: replace a finished checkpoint in the directory, once the new state dict is
             known to be one that can be saved; its marker goes first. Without a marker, also remove
             arrays and objects that this save does not replace.
-        timeout_s: longest wait for a peer in the steps around the strategies.
+        timeout_s: longest wait for a peer in the steps around the strategies, and within those of
+            ("zarr", 1) and ("zarr", 2) that are not given as instances.
 
     Raises:
         CheckpointExistsError: the directory holds a finished checkpoint, or other arrays.
@@ -115,17 +116,14 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
     began = _begun_save(
         sharded_state_dict,
         checkpoint_dir,
-        sharded_strategy,
-        common_strategy,
+        (sharded_strategy, common_strategy),
         content_metadata,
-        overwrite=overwrite,
-        timeout_s=timeout_s,
-    )
-    _prepare_directory(
-        began,
-        preprocess_common_before_consistancy_check,
-        validates=validate_access_integrity,
-        overwrite=overwrite,
+        _Manner(
+            validate_access_integrity,
+            preprocess_common_before_consistancy_check,
+            overwrite,
+            timeout_s,
+        ),
     )
     if async_sharded_save:
         return _begin_async(began)
@@ -174,17 +172,14 @@ def save_async(  # noqa: PLR0913 - those of save
     began = _begun_save(
         sharded_state_dict,
         checkpoint_dir,
-        sharded_strategy,
-        common_strategy,
+        (sharded_strategy, common_strategy),
         content_metadata,
-        overwrite=overwrite,
-        timeout_s=timeout_s,
-    )
-    _prepare_directory(
-        began,
-        preprocess_common_before_consistancy_check,
-        validates=validate_access_integrity,
-        overwrite=overwrite,
+        _Manner(
+            validate_access_integrity,
+            preprocess_common_before_consistancy_check,
+            overwrite,
+            timeout_s,
+        ),
     )
     return SaveHandle(_begin_async(began))
 
@@ -245,7 +240,8 @@ def load(  # noqa: PLR0913 - Megatron's signature
         validate_access_integrity: also run Megatron-Core's own checks of the sharding.
         strict: what to do about keys that only one side has, as in Megatron-Core.
         allow: further classes that objects of this checkpoint may be unpickled to.
-        timeout_s: longest wait for a peer in the steps around the strategies.
+        timeout_s: longest wait for a peer in the steps around the strategies, and within those of
+            ("zarr", 1) and ("zarr", 2) that are not given as instances.
 
     Returns:
         The state dict, and for the RETURN_* values of ``strict`` missing and unexpected keys.
@@ -265,7 +261,7 @@ def load(  # noqa: PLR0913 - Megatron's signature
             _options(timeout_s)
             root = location_of(checkpoint_dir, sharded_strategy)
             stack.enter_context(allowing(allow))
-            loaders = load_strategies(root, sharded_strategy, common_strategy)
+            loaders = load_strategies(root, sharded_strategy, common_strategy, timeout_s)
             require_taken(root, loaders[0])
             found: StateDict = loaders[1].load_common(root)
             parts = take_apart_for_load(sharded_state_dict)
@@ -344,60 +340,63 @@ class _Save:
         publish(self.root, marker)
 
 
-def _begun_save(  # noqa: PLR0913 - those of save
+@dataclass(frozen=True, slots=True)
+class _Manner:
+    """How a save is prepared; see ``save``."""
+
+    validates: bool
+    preprocess: Preprocess | None
+    overwrite: bool
+    timeout_s: float | None
+
+
+def _begun_save(
     state_dict: StateDict,
     checkpoint_dir: str | Path,
-    sharded_strategy: StrategyChoice,
-    common_strategy: StrategyChoice,
+    strategies: tuple[StrategyChoice, StrategyChoice],
     content_metadata: dict[str, Any] | None,
-    *,
-    overwrite: bool,
-    timeout_s: float | None,
+    manner: _Manner,
 ) -> _Save:
-    """What is saved, where to and by whom, once every rank knows. Collective."""
-    comm = _world(f"save to {checkpoint_dir}", timeout_s)
+    """What is saved, where to and by whom; checked, and the directory ready for it. Collective."""
+    comm = _world(f"save to {checkpoint_dir}", manner.timeout_s)
 
     def check() -> _Save:
-        _options(timeout_s)
-        chosen = save_strategies(sharded_strategy, common_strategy)
+        _options(manner.timeout_s)
+        chosen = save_strategies(*strategies, manner.timeout_s)
         root = location_of(checkpoint_dir, chosen[0])
         require_taken(root, chosen[0])
         parts = take_apart_for_save(state_dict, content_metadata)
         if comm.rank == 0:
             dump_object(parts.common, name="common state")
-            if not overwrite:
+            if not manner.overwrite:
                 require_unfinished(root)
         return _Save(comm, root, *chosen, parts)
 
-    return agree(comm, check)
-
-
-def _prepare_directory(
-    began: _Save, preprocess: Preprocess | None, *, validates: bool, overwrite: bool
-) -> None:
-    """Check what is saved, and make the directory ready for it. Collective."""
-
     def prepare() -> None:
         make_directory(began.root)
-        if overwrite and not (_replaces(began.sharded) and is_finished(began.root)):
+        if manner.overwrite and not (_replaces(began.sharded) and is_finished(began.root)):
             retract(began.root)
 
-    if validates:
-        check_save(began.comm, began.parts, preprocess)
-    agree_on_first(began.comm, prepare)
+    began = agree(comm, check)
+    if manner.validates:
+        check_save(comm, began.parts, manner.preprocess)
+    agree_on_first(comm, prepare)
+    return began
 
 
 def _begin_async(began: _Save) -> LocalSaveRequest:
     """Copy what is saved, and write it behind training. Collective."""
-    base = parallel_base(began.sharded) or began.sharded
-    if not isinstance(base, BaseSaveShardedStrategy):
-        raise StrategyError(
-            f"{began.sharded}: saves synchronously only; save behind training with ('zarr', 1) or "
-            "('zarr', 2)"
-        )
+
+    def keep() -> tuple[BaseSaveShardedStrategy, _Save]:
+        base = parallel_base(began.sharded) or began.sharded
+        if not isinstance(base, BaseSaveShardedStrategy):
+            raise StrategyError(
+                f"{began.sharded}: saves synchronously only; save behind training with "
+                "('zarr', 1) or ('zarr', 2)"
+            )
+        return base, replace(began, parts=SaveParts({}, deepcopy(began.parts.common)))
 
     def begin() -> LocalSaveRequest:
-        kept = replace(began, parts=SaveParts({}, deepcopy(began.parts.common)))
         if base is not began.sharded:
             spread_main_replicas(began.sharded, began.parts.sharded)
         request: LocalSaveRequest = base.begin(
@@ -405,6 +404,7 @@ def _begin_async(began: _Save) -> LocalSaveRequest:
         )
         return request
 
+    base, kept = agree(began.comm, keep)
     return agree(began.comm, begin)
 
 

@@ -166,10 +166,14 @@ def begin_save(  # noqa: PLR0913, PLR0917 - what a save is made of
 
     work = agree(comm, prepare)
 
+    def written() -> SaveReport:
+        work.wait(options.timeout_s)
+        return work.result()
+
     @raises_megatron_errors
     def finalise() -> None:
         try:
-            report = agree(comm, work.result)
+            report = agree(comm, written)
             if save_common is not None:
                 agree(comm, save_common)
             target.complete(planned, comm)

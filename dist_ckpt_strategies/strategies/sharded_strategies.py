@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -77,6 +78,16 @@ class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         """How saves are carried out."""
         return self._options
 
+    def limited(self, timeout_s: float) -> Self:
+        """The same strategy with another time limit, in seconds; it shares all that is kept.
+
+        Raises:
+            StrategyError: the limit is out of range.
+        """
+        other = copy(self)
+        other._options = self._options.with_changes(timeout_s=timeout_s)  # noqa: SLF001 - a copy
+        return other
+
     @property
     def can_handle_sharded_objects(self) -> bool:
         """ShardedObjects are written too, where Megatron-Core's common strategy puts them."""
@@ -141,7 +152,7 @@ class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
     def begin(
         self,
         sharded_state_dict: StateDict,
-        checkpoint_dir: str | Path,
+        checkpoint_dir: str | Location,
         save_common: Callable[[], None] | None,
         publish: Callable[[], None] | None,
     ) -> LocalSaveRequest:
@@ -193,7 +204,7 @@ class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         )
         logger.info("rank %s: save to %s: %s", comm.global_rank(comm.rank), root, report)
 
-    def _place(self, checkpoint_dir: str | Path) -> tuple[Location, Communicator]:
+    def _place(self, checkpoint_dir: str | Location) -> tuple[Location, Communicator]:
         root = located(checkpoint_dir, self._options.store)
         comm = open_communicator(
             self._group, timeout_s=self._options.timeout_s, purpose=f"save to {root}"
@@ -232,6 +243,16 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         self._group = group
         self._options = options or options_from_environment()
         self._allow = tuple(allow)
+
+    def limited(self, timeout_s: float) -> Self:
+        """The same strategy with another time limit, in seconds; it shares all that is kept.
+
+        Raises:
+            StrategyError: the limit is out of range.
+        """
+        other = copy(self)
+        other._options = self._options.with_changes(timeout_s=timeout_s)  # noqa: SLF001 - a copy
+        return other
 
     @property
     def can_handle_sharded_objects(self) -> bool:

@@ -14,8 +14,11 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import StorageError, StrategyError
+from dist_ckpt_strategies.strategies.choices import save_strategies
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr_format2 import Format2SaveShardedStrategy
 from tests.support.entries import Entry, Failure, load, outcome, prepare, require_failure_everywhere
 from tests.support.layouts import irregular, irregular_otherwise
 from tests.support.queues import GLOBAL, run_queue
@@ -167,6 +170,19 @@ def save_without_registration(rank: int, root: Path) -> bool:
 
 def test_what_a_save_keeps_is_there_for_the_next_without_registration(tmp_path: Path) -> None:
     assert run_processes(2, save_without_registration, tmp_path) == [True] * 2
+
+
+def test_a_time_limit_reaches_a_strategy_that_is_no_instance() -> None:
+    own = Format2SaveShardedStrategy(options=Options(timeout_s=70))
+
+    named, _ = save_strategies(("zarr", 2), None, 5.0)
+    given, _ = save_strategies(own, None, 5.0)
+    unlimited, _ = save_strategies(("zarr", 1), None, None)
+
+    assert named._options.timeout_s == 5.0
+    assert given is own
+    assert own._options.timeout_s == 70
+    assert unlimited._options.timeout_s == Options().timeout_s
 
 
 def save_by_request(rank: int, root: Path) -> list[Any]:

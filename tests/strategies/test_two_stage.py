@@ -279,14 +279,17 @@ def measure_memory(rank: int, root: Path) -> dict[str, Any]:
             dist.group.WORLD, max_inflight_bytes=budget
         )
         for is_transposed in (False, True):
-            wanted = large(rank, is_transposed=is_transposed)
             strategy.load(large(rank, is_transposed=False), root)  # what a first load keeps
-            before = resident_nbytes()
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-            loaded = strategy.load(wanted, root)
-            extra = peak_nbytes() - before
+            extras = []
+            for _ in range(3):  # the allocator may return memory of before, or take some anew
+                wanted = large(rank, is_transposed=is_transposed)
+                before = resident_nbytes()
+                Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+                loaded = strategy.load(wanted, root)
+                extras.append(peak_nbytes() - before)
+                dist.barrier()
             right = [bool((loaded[key] == n + 1).all()) for n, key in enumerate(LARGE)]
-            seen[f"{budget} {is_transposed}"] = budget, all(right), extra
+            seen[f"{budget} {is_transposed}"] = budget, all(right), min(extras)
     return seen
 
 
@@ -296,7 +299,7 @@ def test_memory_beside_the_tensors_is_bounded(tmp_path: Path) -> None:
         assert isinstance(seen, dict), seen
         for budget, is_right, extra in seen.values():
             assert is_right
-            assert extra <= budget + 32 * MIB, seen  # the allocator keeps some of what was freed
+            assert extra <= budget + 8 * MIB, seen
 
 
 @dataclass

@@ -1,0 +1,25 @@
+"""The marker of a checkpoint that may be damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dist_ckpt_strategies.spec.marker import CheckpointMarker
+from dist_ckpt_strategies.storage.files import MARKER_NAME, read_file
+from dist_ckpt_strategies.storage.findings import NO_FILE, Finding, Problem, unreadable
+from dist_ckpt_strategies.storage.folders import reason
+from dist_ckpt_strategies.storage.zarr2 import MAX_JSON_NBYTES
+
+
+def marker_or_finding(root: Path) -> CheckpointMarker | Finding:
+    """The marker in a directory, or what is wrong with it."""
+    try:
+        return CheckpointMarker.from_json(read_file(root / MARKER_NAME, MAX_JSON_NBYTES))
+    except FileNotFoundError:
+        expected = "the last file that a save writes"
+        return Finding(Problem.MISSING_MARKER, None, MARKER_NAME, expected, NO_FILE)
+    except OSError as error:
+        return unreadable(None, MARKER_NAME, reason(error))
+    except (ValueError, TypeError) as error:
+        expected = "the fields of a marker as JSON"
+        return Finding(Problem.BAD_MARKER, None, MARKER_NAME, expected, str(error))
