@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ import tensorstore as ts
 
 from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.storage.array_files import begin_creates, begin_syncs
-from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, Transfer
+from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, HostArray, Transfer
 from dist_ckpt_strategies.storage.file_access import FileAccess
 from dist_ckpt_strategies.storage.files import file_errors
 from dist_ckpt_strategies.storage.raw_chunks import (
@@ -128,10 +129,10 @@ class TensorStoreArrays:
         opened = self._open_all([write.array for write in writes])
         pendings = []
         for write, target in zip(writes, opened, strict=True):
-            array = write.array
-            box = target[write.region.slices()]
-            done = box.write(write.source, can_reference_source_data_indefinitely=True)
-            pendings.append(self._pending(array, done.commit))
+            for box, memory in _by_chunk(write.array, write.region, write.source):
+                stored = target[box.slices()]
+                done = stored.write(memory, can_reference_source_data_indefinitely=True)
+                pendings.append(self._pending(write.array, done.commit))
         return PendingTransfers(tuple(pendings))
 
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
@@ -152,9 +153,10 @@ class TensorStoreArrays:
         opened = self._open_all([read.array for read in reads])
         pendings = []
         for read, stored in zip(reads, opened, strict=True):
-            source = stored[read.region.slices()]
-            target = ts.array(read.target, copy=False, write=True)
-            pendings.append(self._pending(read.array, target.write(source.translate_to[0]).commit))
+            for box, memory in _by_chunk(read.array, read.region, read.target):
+                source = stored[box.slices()].translate_to[0]
+                done = ts.array(memory, copy=False, write=True).write(source)
+                pendings.append(self._pending(read.array, done.commit))
         return PendingTransfers(tuple(pendings))
 
     def _require_plausible(self, read: ArrayRead) -> None:
@@ -197,6 +199,20 @@ class TensorStoreArrays:
     def _pending(self, array: ArraySpec, future: Any) -> Pending:
         directory = self._root / array.key
         return Pending(f"{array.key}: {directory}", future, partial(_translated, array, directory))
+
+
+def _by_chunk(
+    array: ArraySpec, region: Region, memory: HostArray
+) -> Iterator[tuple[Region, HostArray]]:
+    """The part of ``region`` in each of its chunks, with the part of ``memory`` that belongs to it.
+
+    One transfer over many chunks is reported as failed with its first chunk, while the others still
+    run; a transfer over one chunk has ended when it is reported.
+    """
+    for index in array.chunks_of(region):
+        box = region.intersect(array.chunk_region(index))
+        if box is not None:
+            yield box, memory[box.within(region).slices() or ...]  # () would copy a scalar
 
 
 def _translated(array: ArraySpec, directory: Path, error: Exception) -> CheckpointError:
