@@ -1,0 +1,124 @@
+"""What a rank asks of the coordinator of a job: who it is, when all are there, who has failed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+
+class FaultMode(StrEnum):
+    """What happened to the rank that failed."""
+
+    EXCEPTION = "exception"
+    """The block raised; the process is alive."""
+
+    DEATH = "death"
+    """The process is gone."""
+
+    HANG = "hang"
+    """No sign of progress for too long."""
+
+    UNHEALTHY = "unhealthy"
+    """A health check failed; the process ends itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why an epoch has ended.
+
+    Attributes:
+        global_rank: the rank that failed first; None where nobody knows.
+        epoch: the attempt that it ended.
+        mode: what happened to the rank.
+        why: in words, for logs and errors.
+    """
+
+    global_rank: int | None
+    epoch: int
+    mode: FaultMode
+    why: str
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        who = "a rank" if self.global_rank is None else f"rank {self.global_rank}"
+        return f"{who}: {self.mode} in epoch {self.epoch}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """One attempt of all ranks to run the block together.
+
+    Attributes:
+        number: counted by the coordinator, never by a rank; grows, and may skip numbers.
+    """
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankInfo:
+    """The place that a process takes in the job.
+
+    Attributes:
+        global_rank: of all processes.
+        local_rank: among those of its node.
+        world_size: ranks of the job.
+        local_world_size: ranks of this node.
+        environment: variables that the process needs for this place, ``MASTER_ADDR`` among them.
+    """
+
+    global_rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+class Coordinator(Protocol):
+    """One rank's way to the others that works when no process group does.
+
+    Every method may be called from any thread, several at the same time; none holds up another.
+    Where the coordinator itself is gone, each raises PeerLostError. docs/design/recovery.md has
+    the protocol.
+    """
+
+    def wait_rank(self, timeout_s: float | None = None) -> RankInfo:
+        """This process's place; a spare waits here until it gets one.
+
+        Raises:
+            PeerTimeoutError: it got none in time.
+        """
+        ...
+
+    def barrier(self, timeout_s: float) -> Epoch:
+        """Join the forming epoch; return it once every rank of the world has joined.
+
+        Faults while it forms only make it another epoch; the wait goes on.
+
+        Raises:
+            PeerTimeoutError: ranks are missing; names them.
+        """
+        ...
+
+    def wait_fault(self, epoch: int, timeout_s: float) -> Fault | None:
+        """The fault that ended ``epoch``, as soon as there is one; None after ``timeout_s``."""
+        ...
+
+    def report(self, global_rank: int, epoch: int, mode: FaultMode, why: str) -> None:
+        """End ``epoch`` for all ranks. The first report counts; none against an ended epoch."""
+        ...
+
+    def finish(self, epoch: int, timeout_s: float) -> bool:
+        """Say that this rank has returned from the block; wait for the others.
+
+        True once all have; False as soon as a fault ends the epoch.
+
+        Raises:
+            PeerTimeoutError: neither happened in time.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give up the connections. Nothing may be asked afterwards."""
+        ...
