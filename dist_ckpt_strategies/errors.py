@@ -165,6 +165,10 @@ class PeerLostError(PeerError):
     """Contact with another rank broke off."""
 
 
+class WaitReleasedError(PeerLostError, RuntimeError):
+    """This process was told to stop waiting for its peers, because a rank has failed."""
+
+
 class NoReplicasAvailableError(PeerError):
     """No surviving rank holds a copy of what is asked for."""
 

@@ -243,6 +243,8 @@ class TorchCommunicator:
         """What was started; a connection that had broken off before shows here."""
         try:
             return start()
+        except PeerError:
+            raise
         except RuntimeError as error:
             raise self._peer_error(error, time.monotonic() + self._timeout_s, None) from error
 
@@ -251,6 +253,8 @@ class TorchCommunicator:
             if device.type != "cpu":
                 _wait_for_device(work, deadline)
             work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except PeerError:
+            raise
         except RuntimeError as error:
             raise self._peer_error(error, deadline, peer) from error
 

@@ -1,0 +1,194 @@
+"""What is ended at once when a fault is heard, while the block is still running."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from dist_ckpt_strategies.comm.sockets import SocketFilter, leave_none_alone
+from dist_ckpt_strategies.errors import RestartError
+from dist_ckpt_strategies.inprocess.health_check import HPState
+
+logger = logging.getLogger(__name__)
+
+
+class Abort(ABC):
+    """A part of what this process does that can be ended from another thread.
+
+    It must not wait for other ranks, and may be called again.
+    """
+
+    @abstractmethod
+    def __call__(self, state: HPState) -> HPState:
+        """End it; the state, unchanged."""
+
+
+class Compose(Abort):
+    """Several parts, ended one after the other, the first one given first.
+
+    All are called, whatever the ones before raise.
+
+    Args:
+        instances: in this order.
+    """
+
+    def __init__(self, *instances: Callable[[HPState], HPState]) -> None:
+        self.instances: tuple[Callable[[HPState], HPState], ...] = instances
+
+    def __call__(self, state: HPState) -> HPState:
+        """See Abort.
+
+        Raises:
+            RestartError: some raised; with the text of each.
+        """
+        errors: list[Exception] = []
+        for instance in self.instances:
+            try:
+                state = instance(state)
+            except Exception as error:  # noqa: BLE001 - the others must run; all are told below
+                errors.append(error)
+                logger.warning("%s: %r", _name_of(instance), error)
+        if errors:
+            texts = "; ".join(f"{type(error).__name__}: {error}" for error in errors)
+            raise RestartError(f"abort failed: {texts}") from ExceptionGroup("abort", errors)
+        return state
+
+    def with_first(self, kind: type) -> Compose:
+        """The same with the parts of a kind before all others."""
+        first = [one for one in self.instances if isinstance(one, kind)]
+        rest = [one for one in self.instances if not isinstance(one, kind)]
+        return Compose(*first, *rest)
+
+
+class AbortTransformerEngine(Abort):
+    """Transformer Engine's buffers for overlapped communication, where it is imported."""
+
+    def __call__(self, state: HPState) -> HPState:
+        """See Abort."""
+        base = sys.modules.get("transformer_engine.pytorch.module.base")
+        destroy = getattr(base, "destroy_ub", None)
+        if destroy is not None:
+            destroy()
+        return state
+
+
+class HPCheckpointingAbort(Abort):
+    """Saves that go on behind training: nobody is going to finalise them.
+
+    Our own end by themselves, invisible; processes that Megatron-Core's queues started are killed.
+    """
+
+    def __call__(self, state: HPState) -> HPState:
+        """See Abort."""
+        for caller in _live_callers():
+            process = getattr(caller, "process", None)
+            if process is not None and process.is_alive():
+                process.kill()
+        return state
+
+
+class HPAbortTorchDistributed(Abort):
+    """All communication of torch.distributed: connections are cut, then waits are released.
+
+    Args:
+        is_protected: connections that must be left alone, besides the coordinator's and those
+            that were open when the attempt began.
+    """
+
+    def __init__(self, is_protected: SocketFilter = leave_none_alone) -> None:
+        self.is_protected = is_protected
+
+    def __call__(self, state: HPState) -> HPState:
+        """See Abort."""
+        if state.communication is not None:
+            report = state.communication.end(self.is_protected)
+            logger.debug("communication ended: %s", report)
+        return state
+
+
+class HPDataLoaderAbort(Abort):
+    """The worker processes of torch's data loaders."""
+
+    def __call__(self, state: HPState) -> HPState:
+        """See Abort."""
+        module = sys.modules.get("torch.utils.data.dataloader")
+        if module is None:
+            return state
+        kind = module._MultiProcessingDataLoaderIter  # noqa: SLF001 - no public way
+        for found in gc.get_objects():
+            if type(found) is kind:
+                _end_workers(found)
+        return state
+
+
+class CheckpointlessAbortManager:
+    """Makes and changes what is ended when a fault is heard."""
+
+    @staticmethod
+    def get_default_checkpointless_abort() -> Compose:
+        """Transformer Engine, checkpointing, torch.distributed, data loaders."""
+        return Compose(
+            AbortTransformerEngine(),
+            HPCheckpointingAbort(),
+            HPAbortTorchDistributed(),
+            HPDataLoaderAbort(),
+        )
+
+    @staticmethod
+    def create_custom_abort(*abort_instances: Abort) -> Compose:
+        """Only these, in this order.
+
+        Raises:
+            ValueError: none is given.
+        """
+        if not abort_instances:
+            raise ValueError("abort_instances: expected one or more, found none")
+        return Compose(*abort_instances)
+
+    @staticmethod
+    def override_abort(abort_compose: Compose, abort_type: type, new_abort: Abort) -> Compose:
+        """A copy in which ``new_abort`` stands wherever ``abort_compose`` has an ``abort_type``.
+
+        Raises:
+            ValueError: ``abort_compose`` has no ``instances``, or none of the type.
+        """
+        instances = getattr(abort_compose, "instances", None)
+        if instances is None:
+            raise ValueError(f"abort_compose: expected a Compose, found {abort_compose!r}")
+        if not any(isinstance(one, abort_type) for one in instances):
+            names = ", ".join(map(_name_of, instances))
+            raise ValueError(f"{abort_type.__name__}: expected one of {names}")
+        return Compose(*(new_abort if isinstance(one, abort_type) else one for one in instances))
+
+
+def _name_of(instance: Any) -> str:
+    return type(instance).__name__
+
+
+def _live_callers() -> list[Any]:
+    """Megatron-Core's runners of asynchronous saves, of the modules that are imported."""
+    core = sys.modules.get("megatron.core.dist_checkpointing.strategies.async_utils")
+    kinds = tuple(
+        kind
+        for name in ("TemporalAsyncCaller", "PersistentAsyncCaller")
+        if isinstance(kind := getattr(core, name, None), type)
+    )
+    return [found for found in gc.get_objects() if isinstance(found, kinds)] if kinds else []
+
+
+def _end_workers(iterator: Any) -> None:
+    """Kill the workers. Torch raises in the main thread for those it still watches over."""
+    signals = sys.modules["torch.utils.data._utils.signal_handling"]
+    if iterator._worker_pids_set:  # noqa: SLF001 - no public way
+        signals._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]  # noqa: SLF001
+        iterator._worker_pids_set = False  # noqa: SLF001
+    iterator._shutdown = True  # noqa: SLF001
+    pinning = getattr(iterator, "_pin_memory_thread_done_event", None)
+    if pinning is not None:
+        pinning.set()
+    for worker in iterator._workers:  # noqa: SLF001
+        worker.kill()

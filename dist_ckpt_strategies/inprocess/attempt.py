@@ -1,0 +1,186 @@
+"""One attempt to run the block, watched by a thread that stops it when a fault is heard."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from dist_ckpt_strategies.comm.teardown import Communication
+from dist_ckpt_strategies.errors import PeerError
+from dist_ckpt_strategies.inprocess.coordinator import Coordinator, Fault, FaultMode
+from dist_ckpt_strategies.inprocess.health_check import HPState
+from dist_ckpt_strategies.inprocess.interruption import Interrupter
+
+logger = logging.getLogger(__name__)
+
+EXIT_UNSTOPPABLE = 86
+"""Exit code of a process whose block could not be stopped in time."""
+
+_POLL_S = 0.5
+_PAUSE_S = 0.002
+_CUT_PAUSE_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptOptions:
+    """How an attempt is stopped.
+
+    Attributes:
+        abort: ends what the block does with others; None: nothing is ended.
+        abort_timeout_s: from the fault until the block must have been left.
+        raises_early: interrupt the block once communication has ended, not after all of abort.
+        progress_timeout_s: longest time between two signs of progress; None for any.
+    """
+
+    abort: Callable[[HPState], HPState] | None
+    abort_timeout_s: float
+    raises_early: bool
+    progress_timeout_s: float | None
+
+
+class Attempt:
+    """One epoch of this process.
+
+    Attributes:
+        fault: what has ended it, once heard.
+        lost: what the coordinator said when it could not be asked any more.
+    """
+
+    def __init__(
+        self,
+        state: HPState,
+        coordinator: Coordinator,
+        interrupter: Interrupter,
+        options: AttemptOptions,
+    ) -> None:
+        assert state.communication is not None  # noqa: S101 - made by the caller, two lines above
+        self.fault: Fault | None = None
+        self.lost: PeerError | None = None
+        self._state = state
+        self._communication: Communication = state.communication
+        self._coordinator = coordinator
+        self._interrupter = interrupter
+        self._options = options
+        self._over = threading.Event()
+        self._heard = threading.Event()
+        self._stopped = threading.Event()
+        self._aborted = threading.Event()
+        self._progress_at = time.monotonic()
+        self._thread = threading.Thread(
+            target=self._watch, name=f"dist_ckpt-faults-{state.epoch}", daemon=True
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The coordinator's number."""
+        return self._state.epoch
+
+    @property
+    def state(self) -> HPState:
+        """What abort, finalize and health checks are told."""
+        return replace(self._state, fault=self.fault)
+
+    def start(self) -> None:
+        """Watch for faults from now on."""
+        self._progress_at = time.monotonic()
+        self._interrupter.prepare()
+        self._thread.start()
+
+    def ping(self) -> None:
+        """The block makes progress."""
+        self._progress_at = time.monotonic()
+
+    def report(self, error: BaseException) -> None:
+        """Say that the block of this rank has raised, unless a fault is known already."""
+        why = f"{type(error).__name__}: {error}"
+        self._coordinator.report(self._state.rank, self.epoch, FaultMode.EXCEPTION, why)
+
+    def hears_within(self, timeout_s: float) -> bool:
+        """Whether a fault is known by then."""
+        return self._heard.wait(timeout_s)
+
+    def wait_stopped(self) -> None:
+        """Return when communication has ended, and nothing of this attempt is going on.
+
+        The process ends if that takes longer than it may.
+        """
+        self._stopped.wait()
+        self._thread.join()
+
+    def end(self) -> None:
+        """Watch no longer."""
+        self._interrupter.leave()
+        self._over.set()
+
+    def _watch(self) -> None:
+        try:
+            fault = self._awaited_fault()
+        except PeerError as error:
+            self.lost = error
+            why = f"the coordinator does not answer: {error}"
+            fault = Fault(None, self.epoch, FaultMode.DEATH, why)
+        if fault is None or self._over.is_set():
+            return
+        self.fault = fault
+        self._heard.set()
+        logger.warning("%s", fault)
+        self._stop(fault)
+        self._stopped.set()
+
+    def _awaited_fault(self) -> Fault | None:
+        limit_s = self._options.progress_timeout_s
+        poll_s = _POLL_S if limit_s is None else min(_POLL_S, limit_s / 4)
+        while not self._over.is_set():
+            fault = self._coordinator.wait_fault(self.epoch, poll_s)
+            if fault is not None:
+                return fault
+            self._report_hang(limit_s)
+        return None
+
+    def _report_hang(self, limit_s: float | None) -> None:
+        """A block that has returned waits for others, and need not make progress."""
+        if limit_s is None or self._interrupter.has_left:
+            return
+        silent_s = time.monotonic() - self._progress_at
+        if silent_s > limit_s:
+            why = f"no progress for {silent_s:.1f} s, {limit_s:g} s allowed"
+            self._coordinator.report(self._state.rank, self.epoch, FaultMode.HANG, why)
+
+    def _stop(self, fault: Fault) -> None:
+        deadline = time.monotonic() + self._options.abort_timeout_s
+        aborting = threading.Thread(target=self._abort, name="dist_ckpt-abort", daemon=True)
+        aborting.start()
+        while not self._may_interrupt() and time.monotonic() < deadline:
+            time.sleep(_PAUSE_S)
+        has_left = self._interrupter.interrupt(fault, max(0.0, deadline - time.monotonic()))
+        aborting.join(max(0.0, deadline - time.monotonic()))
+        if not has_left or aborting.is_alive():
+            self._give_up(has_left=has_left)
+
+    def _may_interrupt(self) -> bool:
+        if self._options.raises_early and self._communication.is_ended:
+            return True
+        return self._aborted.is_set()
+
+    def _abort(self) -> None:
+        """Abort, and cut what is opened afterwards, until the block has been left."""
+        try:
+            if self._options.abort is not None:
+                self._options.abort(self.state)
+        except Exception:
+            logger.exception("epoch %d: abort failed; the restart goes on", self.epoch)
+        finally:
+            self._aborted.set()
+        while self._communication.is_ended and not self._interrupter.has_left:
+            self._communication.cut()
+            time.sleep(_CUT_PAUSE_S)
+
+    def _give_up(self, *, has_left: bool) -> None:
+        limit_s = self._options.abort_timeout_s
+        what = "abort is not done" if has_left else "the block has not been left"
+        logger.critical("%s within %g s: this process ends", what, limit_s)
+        os._exit(EXIT_UNSTOPPABLE)

@@ -1,0 +1,105 @@
+"""What is cleaned up between two attempts, once nothing of the block is running any more."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from abc import ABC, abstractmethod
+from typing import Any
+
+from dist_ckpt_strategies.inprocess.health_check import HPState
+
+
+class Finalize(ABC):
+    """A step between two attempts, in the main thread. It may be called again."""
+
+    @abstractmethod
+    def __call__(self, *a: Any, **kw: Any) -> Any:
+        """Clean up; given the state, returns it."""
+
+
+class CheckpointlessFinalizeCleanup(Finalize):
+    """Megatron-Core's, Transformer Engine's and a trainer's leavings, where they are imported.
+
+    Attributes:
+        trainer: see ``register_attributes``; forgotten after each call.
+    """
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+
+    def __call__(self, *a: Any, **kw: Any) -> HPState | None:
+        """Clean up, in a fixed order; again does nothing more. Returns the state it was given."""
+        abort_megatron()
+        abort_te()
+        cleanup_rope()
+        cleanup_ddp()
+        self._forget_trainer()
+        gc.collect()
+        release_cached_memory()
+        return a[0] if a else kw.get("state")
+
+    def register_attributes(self, trainer: Any) -> None:
+        """Name the trainer whose model, optimizers and loops are let go of."""
+        self.trainer = trainer
+
+    def _forget_trainer(self) -> None:
+        trainer, self.trainer = self.trainer, None
+        strategy = getattr(trainer, "strategy", None)
+        for owner, names in (
+            (strategy, ("_lightning_module", "_model", "_optimizers", "lr_scheduler_configs")),
+            (trainer, ("train_dataloader",)),
+        ):
+            for name in names:
+                _clear(owner, name)
+
+
+def abort_megatron() -> None:
+    """Take Megatron-Core's parallel layout and its global buffers down."""
+    if "megatron.core.parallel_state" not in sys.modules:
+        return
+    from dist_ckpt_strategies.megatron.parallel_layout import (  # noqa: PLC0415 - only if imported
+        forget_parallel_layout,
+    )
+
+    forget_parallel_layout()
+
+
+def abort_te() -> None:
+    """Let Transformer Engine make its global state anew."""
+    fp8 = sys.modules.get("transformer_engine.pytorch.fp8")
+    manager = getattr(fp8, "FP8GlobalStateManager", None)
+    if manager is not None:
+        manager.reset()
+
+
+def cleanup_rope() -> None:
+    """Forget cached rotary embeddings: they may belong to a dead layout."""
+    module = sys.modules.get("megatron.core.models.common.embeddings.rotary_pos_embedding")
+    kind = getattr(module, "RotaryEmbedding", None)
+    cached = getattr(getattr(kind, "forward", None), "cache_clear", None)
+    if cached is not None:
+        cached()
+
+
+def cleanup_ddp() -> None:
+    """Forget the module that torch's DistributedDataParallel takes for the one in forward."""
+    module = sys.modules.get("torch.nn.parallel.distributed")
+    kind = getattr(module, "DistributedDataParallel", None)
+    if kind is not None:
+        kind._active_ddp_module = None  # noqa: SLF001 - no public way
+
+
+def release_cached_memory() -> None:
+    """Give back what torch's CUDA allocator keeps, where CUDA has been used."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _clear(owner: Any, name: str) -> None:
+    value = getattr(owner, name, None)
+    if isinstance(value, list):
+        value.clear()
+    elif value is not None:
+        setattr(owner, name, None)

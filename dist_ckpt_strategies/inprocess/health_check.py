@@ -1,0 +1,145 @@
+"""Whether this process is fit for another attempt."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import sys
+import threading
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+from dist_ckpt_strategies.comm.teardown import Communication
+from dist_ckpt_strategies.errors import HealthCheckError
+from dist_ckpt_strategies.inprocess.coordinator import Fault
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class HPState:
+    """What abort, finalize and health checks are told.
+
+    Attributes:
+        rank: this process's place in the job.
+        world_size: ranks of the job.
+        epoch: the attempt's number, as the coordinator counts.
+        attempt: how many this process has taken part in, this one included.
+        fault: what has ended the attempt.
+        communication: all that this process opened to talk to its peers in the attempt.
+    """
+
+    rank: int
+    world_size: int
+    epoch: int
+    attempt: int
+    fault: Fault | None = None
+    communication: Communication | None = None
+
+
+class HealthCheck(ABC):
+    """A check between two attempts; what it raises ends this process, not the job."""
+
+    @abstractmethod
+    def __call__(
+        self, state: HPState, train_ex: BaseException | None = None
+    ) -> tuple[HPState, BaseException | None]:
+        """Both arguments, unchanged.
+
+        Args:
+            state: of the attempt that has ended.
+            train_ex: what the block raised, where it did.
+        """
+
+
+class CudaHealthCheck(HealthCheck):
+    """The GPU answers. Where CUDA has not been used, it passes without touching it.
+
+    Args:
+        timeout: longest time for the GPU to answer.
+    """
+
+    def __init__(self, timeout: datetime.timedelta = datetime.timedelta(seconds=30)) -> None:
+        self.timeout = timeout
+
+    def __call__(
+        self, state: HPState, train_ex: BaseException | None = None
+    ) -> tuple[HPState, BaseException | None]:
+        """See HealthCheck.
+
+        Raises:
+            TimeoutError: the GPU does not answer in time.
+            HealthCheckError: it answers with an error.
+        """
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return state, train_ex
+        self._require_answer(torch)
+        return state, train_ex
+
+    def _require_answer(self, torch: Any) -> None:
+        device = torch.cuda.current_device()
+        errors: list[Exception] = []
+
+        def synchronize() -> None:
+            try:
+                torch.cuda.synchronize(device)
+            except Exception as error:  # noqa: BLE001 - raised below, where somebody hears it
+                errors.append(error)
+
+        thread = threading.Thread(target=synchronize, name="dist_ckpt-cuda-check", daemon=True)
+        thread.start()
+        thread.join(self.timeout.total_seconds())
+        if thread.is_alive():
+            limit_s = self.timeout.total_seconds()
+            raise TimeoutError(f"CUDA device {device} did not answer within {limit_s:g} s")
+        for error in errors:
+            raise HealthCheckError(f"CUDA device {device}: {error}") from error
+
+
+class FaultCounter(HealthCheck):
+    """This process has raised no more than so many faults itself.
+
+    Args:
+        max_faults: allowed; None for any number.
+    """
+
+    def __init__(self, max_faults: int | None = None) -> None:
+        self.max_faults = max_faults
+        self.num_faults = 0
+
+    def __call__(
+        self, state: HPState, train_ex: BaseException | None = None
+    ) -> tuple[HPState, BaseException | None]:
+        """See HealthCheck.
+
+        Raises:
+            HealthCheckError: it has raised more.
+        """
+        if state.fault is not None and state.fault.global_rank == state.rank:
+            self.num_faults += 1
+        if self.max_faults is not None and self.num_faults > self.max_faults:
+            raise HealthCheckError(
+                f"rank {state.rank}: {self.num_faults} faults, {self.max_faults} allowed"
+            )
+        return state, train_ex
+
+
+class ChainedHealthCheck(HealthCheck):
+    """Several checks, one after the other; the first that raises counts.
+
+    Args:
+        checks: in this order.
+    """
+
+    def __init__(self, *checks: HealthCheck) -> None:
+        self.checks = checks
+
+    def __call__(
+        self, state: HPState, train_ex: BaseException | None = None
+    ) -> tuple[HPState, BaseException | None]:
+        """See HealthCheck."""
+        for check in self.checks:
+            state, train_ex = check(state, train_ex)
+        return state, train_ex
