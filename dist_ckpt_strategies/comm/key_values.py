@@ -1,0 +1,225 @@
+"""Keys and values that outlive ranks: the store of a launcher, or of a world of one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError, DistStoreError
+
+from dist_ckpt_strategies.errors import PeerLostError
+
+T = TypeVar("T")
+
+_NEVER_WRITTEN = "\0"
+"""A value that no key has: comparing with it reads a key without waiting for it."""
+
+
+class KeyValues(Protocol):
+    """Text by key, seen alike by all ranks; values are never empty. No method but ``wait`` waits.
+
+    Each raises PeerLostError where the store is gone.
+    """
+
+    def read(self, key: str) -> str | None:
+        """The value; None where nobody has written one."""
+        ...
+
+    def write(self, key: str, value: str) -> None:
+        """Set the value; once this returns, everybody reads it."""
+        ...
+
+    def write_once(self, key: str, value: str) -> str:
+        """Set the value where there is none; the value that is there then."""
+        ...
+
+    def replace(self, key: str, expected: str, value: str) -> str:
+        """Set the value where it is the expected one; the value that is there then."""
+        ...
+
+    def add(self, key: str) -> int:
+        """Count one more; the count, this one included. Such keys are for counting alone."""
+        ...
+
+    def wait(self, key: str, timeout_s: float) -> bool:
+        """Whether somebody has written the key in time. Holds up all others who ask this object."""
+        ...
+
+    def another(self) -> KeyValues:
+        """The same store, over a connection of its own."""
+        ...
+
+    def close(self) -> None:
+        """Give up the connection; who waits over it may go on waiting until the store ends."""
+        ...
+
+
+class TcpKeyValues:
+    """A TCPStore that somebody else hosts.
+
+    Args:
+        host: where it is.
+        port: of it.
+        prefix: that all keys begin with.
+        timeout_s: for the connection, in seconds.
+
+    Raises:
+        PeerLostError: nobody answers there.
+    """
+
+    def __init__(self, host: str, port: int, *, prefix: str = "", timeout_s: float = 30.0) -> None:
+        self._place = (host, port)
+        self._prefix = prefix
+        self._timeout_s = timeout_s
+        self._store = self._asked(
+            lambda: TCPStore(
+                host,
+                port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=timeout_s),
+            )
+        )
+
+    def read(self, key: str) -> str | None:
+        """See KeyValues."""
+        value = self.replace(key, _NEVER_WRITTEN, _NEVER_WRITTEN)
+        return None if value == _NEVER_WRITTEN else value
+
+    def write(self, key: str, value: str) -> None:
+        """See KeyValues."""
+        name = self._prefix + key
+        self._asked(lambda: self._store.set(name, value))
+        # Setting does not wait for an answer, so the question after it does.
+        self._asked(lambda: self._store.check([name]))
+
+    def write_once(self, key: str, value: str) -> str:
+        """See KeyValues."""
+        return self.replace(key, "", value)
+
+    def replace(self, key: str, expected: str, value: str) -> str:
+        """See KeyValues."""
+        name = self._prefix + key
+        found: bytes = self._asked(lambda: self._store.compare_set(name, expected, value))
+        return found.decode()
+
+    def add(self, key: str) -> int:
+        """See KeyValues."""
+        return self._asked(lambda: self._store.add(self._prefix + key, 1))
+
+    def wait(self, key: str, timeout_s: float) -> bool:
+        """See KeyValues."""
+
+        def waited() -> bool:
+            try:
+                self._store.wait([self._prefix + key], timedelta(seconds=timeout_s))
+            except DistStoreError:
+                return False
+            return True
+
+        return self._asked(waited)
+
+    def another(self) -> TcpKeyValues:
+        """See KeyValues."""
+        host, port = self._place
+        return TcpKeyValues(host, port, prefix=self._prefix, timeout_s=self._timeout_s)
+
+    def close(self) -> None:
+        """See KeyValues. The socket itself is closed with the last reference."""
+        vars(self).pop("_store", None)
+
+    def _asked(self, ask: Callable[[], T]) -> T:
+        try:
+            return ask()
+        except (DistError, AttributeError) as error:  # AttributeError: it has been closed
+            host, port = self._place
+            reason = str(error).partition("\n")[0]
+            raise PeerLostError(
+                None, f"the coordinator's store at {host}:{port} does not answer: {reason}"
+            ) from error
+
+
+class TcpHost:
+    """A TCPStore in this process, on a port of its own; it ends with this object.
+
+    Args:
+        host: the address that others reach it at.
+    """
+
+    def __init__(self, host: str = "127.0.0.1") -> None:
+        self.host = host
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self.port = int(self._store.port)
+
+
+class LocalKeyValues:
+    """The same within one process: for a world of one, and for ranks that are threads."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    def read(self, key: str) -> str | None:
+        """See KeyValues."""
+        with self._changed:
+            self._require_open()
+            return self._values.get(key)
+
+    def write(self, key: str, value: str) -> None:
+        """See KeyValues."""
+        with self._changed:
+            self._set(key, value)
+
+    def write_once(self, key: str, value: str) -> str:
+        """See KeyValues."""
+        with self._changed:
+            if key not in self._values:
+                self._set(key, value)
+            return self._values[key]
+
+    def replace(self, key: str, expected: str, value: str) -> str:
+        """See KeyValues."""
+        with self._changed:
+            if self._values.get(key) == expected:
+                self._set(key, value)
+            return self._values.get(key, expected)
+
+    def add(self, key: str) -> int:
+        """See KeyValues."""
+        with self._changed:
+            count = int(self._values.get(key, "0")) + 1
+            self._set(key, str(count))
+            return count
+
+    def wait(self, key: str, timeout_s: float) -> bool:
+        """See KeyValues; unlike there, nobody is held up."""
+        deadline = time.monotonic() + timeout_s
+        with self._changed:
+            while key not in self._values and time.monotonic() < deadline:
+                self._require_open()
+                self._changed.wait(deadline - time.monotonic())
+            return key in self._values
+
+    def another(self) -> LocalKeyValues:
+        """See KeyValues: this one, which everybody may use."""
+        return self
+
+    def close(self) -> None:
+        """End it for all who use it."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _set(self, key: str, value: str) -> None:
+        self._require_open()
+        self._values[key] = value
+        self._changed.notify_all()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise PeerLostError(None, "the coordinator's store has been closed")

@@ -1,0 +1,164 @@
+"""The coordinator over a store that the launcher hosts; docs/design/recovery.md has the keys."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+
+from dist_ckpt_strategies.comm.key_values import KeyValues
+from dist_ckpt_strategies.errors import PeerError, PeerTimeoutError
+from dist_ckpt_strategies.inprocess.coordinator import Epoch, Fault, FaultMode, RankInfo
+from dist_ckpt_strategies.inprocess.epoch_book import BarrierState, EpochBook, FinishState
+from dist_ckpt_strategies.inprocess.fault_watch import FaultWatch
+
+_FIRST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.01
+
+
+class StoreCoordinator:
+    """One worker's Coordinator. Both of its connections are made here, none later.
+
+    Args:
+        store: of the job.
+        worker: what the supervisor calls this process.
+        place: in the job; None: the supervisor says, under ``assign/<worker>``.
+        first_epoch: number of the first epoch; the same for all.
+
+    Raises:
+        PeerLostError: the store does not answer.
+    """
+
+    def __init__(
+        self, store: KeyValues, worker: str, place: RankInfo | None = None, *, first_epoch: int = 1
+    ) -> None:
+        self._store = store
+        self._worker = worker
+        self._place = place
+        self._book = EpochBook(store, first_epoch)
+        self._watch = FaultWatch(store.another(), first_epoch)
+        self._joined = (-1, 0)
+        self._returned = (-1, 0)
+
+    def wait_rank(self, timeout_s: float | None = None) -> RankInfo:
+        """See Coordinator."""
+        if self._place is None:
+            self._place = self._assigned(timeout_s)
+        return self._place
+
+    def barrier(self, timeout_s: float) -> Epoch:
+        """See Coordinator."""
+        deadline = time.monotonic() + timeout_s
+        place = self.wait_rank(timeout_s)
+        while True:
+            epoch = self._book.current()
+            if self._passes(epoch, place, deadline):
+                return Epoch(epoch)
+            if time.monotonic() > deadline:
+                raise self._timed_out(epoch, "joined", self._book.missing(epoch, place.world_size))
+
+    def wait_fault(self, epoch: int, timeout_s: float) -> Fault | None:
+        """See Coordinator."""
+        if epoch < self._watch.start:
+            return self._book.fault(epoch)
+        return self._watch.wait_fault(epoch, timeout_s)
+
+    def report(self, global_rank: int | None, epoch: int, mode: FaultMode, why: str) -> None:
+        """See Coordinator."""
+        self._book.end(Fault(global_rank, epoch, mode, why))
+
+    def finish(self, epoch: int, timeout_s: float) -> bool:
+        """See Coordinator."""
+        place = self.wait_rank(timeout_s)
+        if self._returned[0] != epoch:
+            self._returned = (epoch, self._book.count_return(epoch, place.global_rank))
+        if self._returned[1] == place.world_size:
+            self._book.mark_done(epoch)
+        for _ in _pauses(time.monotonic() + timeout_s):
+            if self._book.finish(epoch) is not None:
+                is_done = self._book.settle(epoch) is FinishState.DONE
+                self._watch.wait_end(epoch, timeout_s)
+                return is_done
+        late = self._book.unfinished(epoch, place.world_size)
+        raise self._timed_out(epoch, "returned from the block", late)
+
+    def close(self) -> None:
+        """See Coordinator."""
+        self._watch.close()
+        self._store.close()
+
+    def _passes(self, epoch: int, place: RankInfo, deadline: float) -> bool:
+        """Whether the barrier opened; False where the epoch has ended, or the time is over."""
+        if self._joined[0] != epoch:
+            count = self._book.join(epoch, self._worker, place.global_rank)
+            self._joined = (epoch, count)
+            self._watch.want(epoch)
+        is_counted = self._joined[1] <= place.world_size
+        if self._joined[1] == place.world_size:
+            self._book.open_barrier(epoch)
+        for _ in _pauses(deadline):
+            barrier = self._book.barrier(epoch)
+            if barrier is BarrierState.BROKEN:
+                self._book.settle(epoch)
+                return False
+            if barrier is BarrierState.OPEN and is_counted:
+                return True
+            # Who comes on top of a full world read an old epoch: it waits for the next one.
+            if not is_counted and self._book.current() != epoch:
+                return False
+        return False
+
+    def _assigned(self, timeout_s: float | None) -> RankInfo:
+        self._store.write(f"ready/{self._worker}", "1")
+        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
+        for _ in _pauses(deadline):
+            text = self._store.read(assignment_key(self._worker))
+            if text is not None:
+                return place_from_text(text)
+        raise PeerTimeoutError(
+            None, f"worker {self._worker}: expected a rank in {timeout_s:g} s, got none"
+        )
+
+    def _timed_out(self, epoch: int, what: str, ranks: tuple[int, ...]) -> PeerTimeoutError:
+        names = ", ".join(map(str, ranks)) or "none"
+        return PeerTimeoutError(
+            ranks[0] if ranks else None,
+            f"epoch {epoch}: not all ranks have {what} in time; missing: {names}",
+        )
+
+
+def assignment_key(worker: str) -> str:
+    """Where the supervisor writes the place of a worker."""
+    return f"assign/{worker}"
+
+
+def place_to_text(place: RankInfo) -> str:
+    """What the supervisor writes there."""
+    return json.dumps(asdict(place))
+
+
+def place_from_text(text: str) -> RankInfo:
+    """What a worker reads there.
+
+    Raises:
+        PeerError: it is no place.
+    """
+    try:
+        found = json.loads(text)
+        environment = tuple((str(name), str(value)) for name, value in found.pop("environment"))
+        return RankInfo(
+            **{name: int(value) for name, value in found.items()}, environment=environment
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PeerError(None, f"expected a place in the job, found {text[:200]!r}") from error
+
+
+def _pauses(deadline: float) -> Iterator[None]:
+    """Comes back at once, and then after growing pauses, until the deadline has passed."""
+    pause_s = _FIRST_PAUSE_S
+    yield
+    while (left_s := deadline - time.monotonic()) > 0:
+        time.sleep(min(pause_s, left_s))
+        yield
+        pause_s = min(_LONGEST_PAUSE_S, pause_s * 1.3)
