@@ -25,6 +25,13 @@ _HOST = torch.device("cpu")
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
+def uses_cuda() -> bool:
+    """Whether this process has used CUDA; asking does not make it."""
+    if not torch.cuda.is_available():
+        return False
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def dtype_of(tensor: torch.Tensor, *, key: str) -> DType:
     """The element type of a tensor.
 

@@ -92,6 +92,11 @@ def is_default_group(group: ProcessGroup | None) -> bool:
     return group is None or group is dist.group.WORLD
 
 
+def global_rank() -> int:
+    """This process among all; 0 where it is alone."""
+    return dist.get_rank() if is_distributed() else 0
+
+
 def group_ranks(group: ProcessGroup | None) -> tuple[int, ...]:
     """The global ranks of a group; of the world if there is none, or of this process alone."""
     if not is_distributed():

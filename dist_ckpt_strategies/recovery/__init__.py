@@ -1,7 +1,21 @@
-"""Get training going again: from local checkpoints, from global ones, whichever is newest."""
+"""Get training going again: from the memory of other ranks, or from the newest checkpoint."""
 
 from __future__ import annotations
 
+from dist_ckpt_strategies.recovery.checksums import MemoryChecksumManager
 from dist_ckpt_strategies.recovery.latest import Attempt, Loaded, Tier, load_latest
+from dist_ckpt_strategies.recovery.manager import CheckpointManager
+from dist_ckpt_strategies.recovery.provider import Phase, StateProvider
+from dist_ckpt_strategies.recovery.update_lock import ParameterUpdateLock
 
-__all__ = ["Attempt", "Loaded", "Tier", "load_latest"]
+__all__ = [
+    "Attempt",
+    "CheckpointManager",
+    "Loaded",
+    "MemoryChecksumManager",
+    "ParameterUpdateLock",
+    "Phase",
+    "StateProvider",
+    "Tier",
+    "load_latest",
+]

@@ -153,3 +153,36 @@ class RetrievalReport:
             f"{self.num_parts} parts, {self.read_nbytes} bytes read and {self.received_nbytes} "
             f"received in {self.seconds:.3f} s"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryReport:
+    """One rank's share of a recovery from the memory of others.
+
+    Attributes:
+        step: that is run next, on all ranks.
+        role: what became of this rank's state: ``keep``, ``roll forward`` or ``receive``.
+        sources: ranks that it received from.
+        received_nbytes: payload bytes that it received.
+        sent_nbytes: payload bytes that it sent.
+        copied_nbytes: bytes copied from its own old tensors to new ones.
+        gathered: whether the weights were made anew from the shards.
+        seconds: wall time, waiting for peers included.
+    """
+
+    step: int
+    role: str
+    sources: tuple[int, ...]
+    received_nbytes: int
+    sent_nbytes: int
+    copied_nbytes: int
+    gathered: bool
+    seconds: float
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        return (
+            f"step {self.step}: {self.role}; {self.received_nbytes} bytes received from ranks "
+            f"{list(self.sources)}, {self.sent_nbytes} sent, {self.copied_nbytes} copied, in "
+            f"{self.seconds:.3f} s"
+        )

@@ -1,0 +1,103 @@
+"""What a rank keeps through a fault."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from dist_ckpt_strategies.device import to_host
+from dist_ckpt_strategies.errors import RestartError
+from dist_ckpt_strategies.run.state_provider import StateProvider
+from dist_ckpt_strategies.spec.phase import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class KeptState:
+    """A state, and how far it is. Replaced as a whole, so that an interruption finds one or other.
+
+    Attributes:
+        provider: whose tensors are live.
+        step: that it is in.
+        phase: how far it is within it.
+    """
+
+    provider: StateProvider
+    step: int
+    phase: Phase
+
+
+class HostCopy:
+    """A copy of a state on the host, as a StateProvider: others can take it over.
+
+    Args:
+        provider: what is copied.
+        holds_parts: whether its tensors are; not of a torn state, of which only the step counts.
+    """
+
+    def __init__(self, provider: StateProvider, step: int, *, holds_parts: bool = True) -> None:
+        self._step = step
+        self._objects = copy.deepcopy(dict(provider.objects()))
+        self._gathered = provider.gathered_parts()
+        self._parts = {
+            part_id: _on_host(tensors)
+            for part_id, tensors in (provider.parts().items() if holds_parts else ())
+        }
+
+    @property
+    def step(self) -> int:
+        """See StateProvider."""
+        return self._step
+
+    def set_step(self, step: int) -> None:
+        """See StateProvider."""
+        self._step = step
+
+    def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """See StateProvider."""
+        return self._parts
+
+    def gathered_parts(self) -> frozenset[str]:
+        """See StateProvider."""
+        return self._gathered
+
+    def objects(self) -> Mapping[str, Any]:
+        """See StateProvider."""
+        return self._objects
+
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """See StateProvider."""
+        self._objects = copy.deepcopy(dict(objects))
+
+    def apply_update(self) -> NoReturn:
+        """A copy has no gradients.
+
+        Raises:
+            RestartError: always.
+        """
+        raise RestartError("a copy on the host has no gradients to update from")
+
+    def gather_weights(self) -> NoReturn:
+        """A copy trains nothing.
+
+        Raises:
+            RestartError: always.
+        """
+        raise RestartError("a copy on the host gathers no weights")
+
+
+def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies, in pinned memory where they come from CUDA."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        source = tensor.detach()
+        if source.device.type == "cpu":
+            found[name] = source.clone()
+            continue
+        raw = source.resolve_conj().resolve_neg().contiguous()
+        host = torch.from_numpy(to_host([raw.reshape(-1).view(torch.uint8)])[0])
+        found[name] = host.view(raw.dtype).reshape(raw.shape)
+    return found

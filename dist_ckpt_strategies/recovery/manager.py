@@ -1,0 +1,431 @@
+"""State in memory that outlives an attempt, and how ranks get it from those that have it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from dist_ckpt_strategies.comm.ballot import Ballot
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.torch_group import ProcessGroup, global_rank, open_communicator
+from dist_ckpt_strategies.device import uses_cuda
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    PeerLostError,
+    PeerTimeoutError,
+    RestartError,
+)
+from dist_ckpt_strategies.plan.recover import HeldState, RankFacts
+from dist_ckpt_strategies.recovery.checksums import MemoryChecksumManager
+from dist_ckpt_strategies.recovery.kept_state import HostCopy, KeptState
+from dist_ckpt_strategies.recovery.random_states import (
+    RandomLog,
+    RandomState,
+    capture_random_states,
+    decode_random_states,
+    encode_random_states,
+    restore_random_states,
+)
+from dist_ckpt_strategies.recovery.update_lock import ParameterUpdateLock
+from dist_ckpt_strategies.run.flat_parts import FlatPart, flat_parts
+from dist_ckpt_strategies.run.recover import (
+    Recovered,
+    RecoveryOptions,
+    Survivor,
+    gather_facts,
+    plan_recovery,
+    run_recovery,
+)
+from dist_ckpt_strategies.run.report import RecoveryReport
+from dist_ckpt_strategies.run.state_provider import StateProvider
+from dist_ckpt_strategies.spec.phase import Phase
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointManager:
+    """Keeps a rank's state through faults, and brings all ranks back to one step.
+
+    It is made outside the block that is run again. In the block::
+
+        loaded = manager.try_checkpointless_load(provider)   # None: start, or load a checkpoint
+        manager.track(provider, replica_group=replicas)
+        while provider.step < num_steps:
+            manager.begin_step()
+            ...                                # forward, backward, reduce the gradients
+            manager.vote()                     # from here on the step counts
+            with manager.updating():
+                ...                            # update the shard and the objects
+            ...                                # gather the weights
+            manager.end_step()
+
+    Between the vote and the end of the step nothing may draw a random number. What the
+    documentation of HyperPod calls a trainer is a StateProvider here.
+
+    Args:
+        enable_checksum: compare the copies of every part before any is used, and the state in
+            memory with its digests of the step's beginning. Looks at every byte in every step.
+        enable_offload: let ``maybe_offload_checkpoint`` move the copy to the host.
+        timeout_s: longest wait for a peer in each meeting.
+
+    Attributes:
+        checksum_manager: the digests, where ``enable_checksum`` is.
+        parameter_update_lock: held while parameters change.
+        last_report: of the last recovery that succeeded.
+        last_failure: why the last one was not possible.
+    """
+
+    def __init__(
+        self,
+        enable_checksum: bool = False,  # noqa: FBT001, FBT002 - the kept signature
+        enable_offload: bool = False,  # noqa: FBT001, FBT002
+        *,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.enable_checksum = enable_checksum
+        self.enable_offload = enable_offload
+        self.checksum_manager = MemoryChecksumManager()
+        self.parameter_update_lock = ParameterUpdateLock()
+        self.last_report: RecoveryReport | None = None
+        self.last_failure: CheckpointError | None = None
+        self._timeout_s = timeout_s
+        self._kept: KeptState | None = None
+        self._random = RandomLog()
+        self._ballot: Ballot | None = None
+        self._restores = False
+
+    @property
+    def global_step(self) -> int | None:
+        """The step that the kept state is in; None where none is kept."""
+        return None if self._kept is None else self._kept.step
+
+    @property
+    def phase(self) -> Phase | None:
+        """How far the kept state is within its step; None where none is kept."""
+        return None if self._kept is None else self._kept.phase
+
+    @property
+    def rng_states(self) -> list[RandomState] | None:
+        """This rank's random states at the beginning of its step; None if they are not known."""
+        content = self._random.get(global_rank(), self.global_step or 0)
+        return None if content is None else list(decode_random_states(content))
+
+    def track(
+        self,
+        provider: StateProvider,
+        *,
+        group: ProcessGroup | None = None,
+        replica_group: ProcessGroup | None = None,
+    ) -> None:
+        """Keep this state from now on, by reference; the first thing after it is loaded.
+
+        Args:
+            provider: it is at the beginning of its step.
+            group: ranks that vote; None for the world.
+            replica_group: ranks that mirror their random states to each other: those that hold
+                the same parts. None for ``group``.
+        """
+        self._kept = KeptState(provider, provider.step, Phase.RUNNING)
+        self._ballot = Ballot(group, replica_group, timeout_s=self._timeout_s)
+
+    def begin_step(self) -> None:
+        """Note that a step begins. In the first of an attempt, collective over the replicas.
+
+        Raises:
+            RestartError: nothing is tracked, or the step before has not ended.
+        """
+        kept, ballot = self._tracked({Phase.RUNNING})
+        if ballot.is_new:
+            self._begin_attempt(kept, ballot)
+        elif kept.step != kept.provider.step:
+            raise RestartError(f"step {kept.provider.step} begins, expected {kept.step}")
+
+    def vote(self) -> None:
+        """Meet all ranks after the last change of a gradient; afterwards the step counts.
+
+        Collective: four bytes among those that vote, the random states among the replicas. What
+        needs other ranks for the update, such as the norm of the gradients, comes before.
+
+        Raises:
+            RestartError: other ranks vote on another step.
+        """
+        kept, ballot = self._tracked({Phase.RUNNING})
+        after = kept.step + 1
+        content = encode_random_states(capture_random_states())
+        self._random.note(global_rank(), after, content)
+        self._kept = KeptState(kept.provider, kept.step, Phase.GRADS_FINAL)
+        self._mirror(ballot, after, content)
+        # Whoever comes out of this knows that all have been in it, and so have mirrored theirs.
+        highest = ballot.highest(kept.step)
+        if highest != kept.step:
+            raise RestartError(f"vote on step {kept.step}: another rank votes on {highest}")
+        self._kept = KeptState(kept.provider, kept.step, Phase.COMMITTED)
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Hold the lock while the block changes this rank's shard and objects.
+
+        Left by an exception, the state counts as torn.
+        """
+        kept, _ = self._tracked({Phase.COMMITTED})
+        with self.parameter_update_lock:
+            self._kept = KeptState(kept.provider, kept.step, Phase.UPDATING)
+            yield
+            self._kept = KeptState(kept.provider, kept.step, Phase.UPDATED)
+
+    def end_step(self) -> None:
+        """Note that the step is over: the weights are gathered."""
+        kept, _ = self._tracked({Phase.UPDATED})
+        self._kept = KeptState(kept.provider, kept.step + 1, Phase.RUNNING)
+        kept.provider.set_step(kept.step + 1)
+        self._random.forget_before(kept.step + 1)
+        self._record_checksums()
+
+    def save_checkpoint(self, trainer: StateProvider) -> None:
+        """Keep this state, by reference; takes its digests where they are enabled.
+
+        Of a state that is tracked, nothing but that: how far it is within its step stays known.
+        """
+        if self._kept is None or self._kept.provider is not trainer:
+            self._kept = KeptState(trainer, trainer.step, Phase.RUNNING)
+            self.store_rng_states()
+        self._record_checksums()
+
+    def delete_checkpoint(self) -> None:
+        """Forget the kept state and its random states, and collect what they leave."""
+        self._release()
+        self._random.clear()
+        gc.collect()
+        if uses_cuda():
+            torch.cuda.empty_cache()
+
+    def store_rng_states(self) -> None:
+        """Take the random states of this process for those of its step's beginning."""
+        content = encode_random_states(capture_random_states())
+        self._random.note(global_rank(), self.global_step or 0, content)
+
+    def load_rng_states(self) -> None:
+        """Go back to the random states of the step's beginning.
+
+        Raises:
+            RestartError: they are not known.
+        """
+        states = self.rng_states
+        if states is None:
+            raise RestartError(f"no random states are known for step {self.global_step}")
+        restore_random_states(states)
+
+    def maybe_offload_checkpoint(self) -> None:
+        """Move the kept state to the host, if that is enabled and the state may be let go of.
+
+        A rank whose step counts finishes it first. One that cannot know yet whether its step
+        counts keeps its live state: it needs its gradients.
+        """
+        kept = self._kept
+        if not self.enable_offload or kept is None or isinstance(kept.provider, HostCopy):
+            return
+        if kept.phase is Phase.GRADS_FINAL:
+            logger.info("step %d may count or not: its state stays where it is", kept.step)
+            return
+        if kept.phase is Phase.COMMITTED:
+            self._finish_step()
+        kept = self._kept
+        assert kept is not None  # noqa: S101 - finishing a step keeps it
+        is_whole = kept.phase is not Phase.UPDATING
+        host = HostCopy(kept.provider, kept.step, holds_parts=is_whole)
+        self._kept = KeptState(host, kept.step, kept.phase)
+
+    def checkpointless_recovery_feasible(
+        self,
+        trainer: StateProvider,
+        include_checksum_verification: bool = True,  # noqa: FBT001, FBT002 - the kept signature
+        *,
+        group: ProcessGroup | None = None,
+    ) -> bool:
+        """Whether all ranks can get to one step from memory; the reason stays if not.
+
+        Collective; changes nothing.
+
+        Args:
+            trainer: the state to be filled.
+            include_checksum_verification: compare the copies, where checksums are enabled.
+            group: ranks that take part; None for the world.
+
+        Raises:
+            PeerTimeoutError, PeerLostError: a rank does not take part any more.
+        """
+        comm = self._communicator(group)
+        try:
+            self._plan(comm, trainer, with_digests=include_checksum_verification)
+        except (PeerTimeoutError, PeerLostError):
+            raise
+        except CheckpointError as error:
+            self._refuse(error)
+            return False
+        return True
+
+    def try_checkpointless_load(
+        self, trainer: StateProvider, *, group: ProcessGroup | None = None
+    ) -> dict[str, Any] | None:
+        """Fill a state from memory, this rank's own or that of others.
+
+        Collective. Before it nothing may touch what is kept: where the model is the same as in
+        the attempt before, its gradients may still be needed. Afterwards, whether it succeeded or
+        not, what was kept is let go of; but where a peer was lost on the way nothing was decided,
+        and it is kept for another attempt.
+
+        Args:
+            trainer: the state to be filled; afterwards it is the one that is kept.
+            group: ranks that take part; None for the world.
+
+        Returns:
+            What was done, ``global_step`` the step that is run next; None, on all ranks alike,
+            where it cannot be done: ``last_failure`` says why.
+
+        Raises:
+            PeerTimeoutError, PeerLostError: a rank does not take part any more.
+        """
+        comm = self._communicator(group)
+        try:
+            recovered = self._recover(comm, trainer)
+        except (PeerTimeoutError, PeerLostError):
+            raise
+        except CheckpointError as error:
+            self._refuse(error)
+            self._release()
+            self._random.clear()
+            return None
+        self._adopt(trainer, recovered)
+        return {"global_step": recovered.report.step, **asdict(recovered.report)}
+
+    def _tracked(self, phases: set[Phase]) -> tuple[KeptState, Ballot]:
+        if self._kept is None or self._ballot is None:
+            raise RestartError("no state is tracked; call track(provider) first")
+        if self._kept.phase not in phases:
+            names = " or ".join(sorted(phase.name for phase in phases))
+            raise RestartError(
+                f"step {self._kept.step}: it is {self._kept.phase.name}, expected {names}"
+            )
+        return self._kept, self._ballot
+
+    def _begin_attempt(self, kept: KeptState, ballot: Ballot) -> None:
+        """The beginning of the first step: the one point that no vote of a step before covers."""
+        step = kept.provider.step
+        self._kept = KeptState(kept.provider, step, Phase.RUNNING)
+        if self._restores:
+            self.load_rng_states()
+            self._restores = False
+        self.store_rng_states()
+        content = self._random.get(global_rank(), step)
+        assert content is not None  # noqa: S101 - just stored
+        self._mirror(ballot, step, content)
+        self._record_checksums()
+
+    def _mirror(self, ballot: Ballot, step: int, content: bytes) -> None:
+        for rank, found in ballot.mirror(content).items():
+            self._random.note(rank, step, found)
+
+    def _record_checksums(self) -> None:
+        if self.enable_checksum and self._kept is not None and self._kept.phase is Phase.RUNNING:
+            self.checksum_manager.record(self._kept.step, self._kept.provider.parts())
+
+    def _communicator(self, group: ProcessGroup | None) -> Communicator:
+        return open_communicator(
+            group, timeout_s=self._timeout_s, purpose="recovery from the memory of other ranks"
+        )
+
+    def _plan(self, comm: Communicator, new: StateProvider, *, with_digests: bool) -> Any:
+        parts: list[dict[str, FlatPart]] = []
+
+        def describe() -> RankFacts:
+            wanted = flat_parts(new.parts())
+            held, why = self._held(with_digests=with_digests)
+            parts.extend([wanted, {} if self._kept is None else self._flat_kept()])
+            return RankFacts(
+                tuple(part.facts() for part in wanted.values()),
+                tuple(sorted(new.gathered_parts())),
+                held,
+                why,
+                tuple(sorted(self._random.all())),
+            )
+
+        facts = gather_facts(comm, describe)
+        return plan_recovery(comm, facts, parts)
+
+    def _held(self, *, with_digests: bool) -> tuple[HeldState | None, str]:
+        """What this rank offers. Of a state that is not what it was, only how far it had come."""
+        kept = self._kept
+        if kept is None:
+            return None, "has no state"
+        damage = self._damage(kept)
+        if damage:
+            logger.error("the state in memory is not used: %s", "; ".join(damage))
+            return HeldState(kept.step, kept.phase, ()), damage[0]
+        digests = with_digests and self.enable_checksum and kept.phase < Phase.COMMITTED
+        found = tuple(part.facts(with_digest=digests) for part in self._flat_kept().values())
+        return HeldState(kept.step, kept.phase, found), ""
+
+    def _flat_kept(self) -> dict[str, FlatPart]:
+        return {} if self._kept is None else flat_parts(self._kept.provider.parts())
+
+    def _damage(self, kept: KeptState) -> list[str]:
+        recorded = self.checksum_manager
+        is_comparable = kept.phase < Phase.UPDATING and recorded.step == kept.step
+        if not (self.enable_checksum and is_comparable):
+            return []
+        return recorded.differences(kept.provider.parts())
+
+    def _recover(self, comm: Communicator, new: StateProvider) -> Recovered:
+        plan = self._plan(comm, new, with_digests=False)
+        kept = self._kept
+        survivor = (
+            None
+            if kept is None
+            else Survivor(kept.provider, kept.step, kept.phase, self._finish_step)
+        )
+        return run_recovery(
+            comm,
+            plan,
+            survivor,
+            new,
+            self._random.all(),
+            RecoveryOptions(compares_copies=self.enable_checksum),
+        )
+
+    def _finish_step(self) -> None:
+        """Update the kept state from its gradients; interrupted, it is torn, and known to be."""
+        kept = self._kept
+        assert kept is not None  # noqa: S101 - only called for a state that is kept
+        with self.parameter_update_lock:
+            self._kept = KeptState(kept.provider, kept.step, Phase.UPDATING)
+            kept.provider.apply_update()
+            self._kept = KeptState(kept.provider, kept.step, Phase.UPDATED)
+
+    def _adopt(self, new: StateProvider, recovered: Recovered) -> None:
+        report = recovered.report
+        for rank, content in recovered.random_states.items():
+            self._random.note(rank, report.step, content)
+        self._random.forget_before(report.step)
+        self._kept = KeptState(new, report.step, Phase.RUNNING)
+        self._ballot = None
+        self._restores = True
+        self.load_rng_states()
+        self._record_checksums()
+        self.last_report, self.last_failure = report, None
+        logger.info("recovered from memory: %s", report)
+
+    def _refuse(self, error: CheckpointError) -> None:
+        self.last_failure = error
+        logger.warning("no recovery from memory: %s", error)
+
+    def _release(self) -> None:
+        self._kept = None
+        self._ballot = None
+        self._restores = False
+        self.checksum_manager.clear()

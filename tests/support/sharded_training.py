@@ -1,0 +1,183 @@
+"""A small GPT with dropout and a sharded Adam: ranks in replicas, each cut into equal shards.
+
+Rank ``r`` of ``replicas * shards`` is shard ``r % shards`` of replica ``r // shards``. All draw
+different batches and different dropout masks; their gradients are averaged over the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional
+
+VOCAB = 32
+WIDTH = 16
+LENGTH = 12
+_BETAS = (0.9, 0.95)
+_EPS = 1e-8
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward layer, with dropout behind both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.wide = nn.Linear(WIDTH, 4 * WIDTH)
+        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of shape ``(batch, length, width)``, as is what comes back."""
+        query, key, value = self.mix(self.norms[0](x)).chunk(3, dim=-1)
+        seen = functional.scaled_dot_product_attention(
+            query[:, None], key[:, None], value[:, None], is_causal=True
+        )[:, 0]
+        x = x + functional.dropout(self.out(seen), 0.1)
+        return x + functional.dropout(
+            self.narrow(functional.gelu(self.wide(self.norms[1](x)))), 0.1
+        )
+
+
+class TinyGpt(nn.Module):
+    """Embeddings, two blocks, logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCAB, WIDTH)
+        self.places = nn.Embedding(LENGTH, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Logits for every place."""
+        x = self.words(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Where a rank stands, and with whom; made anew in every attempt.
+
+    Attributes:
+        shard: number of its shard.
+        num_shards: that a replica is cut into.
+        replica: ranks that share the weights of one replica, one for each shard.
+        twins: ranks that hold the same shard.
+    """
+
+    shard: int
+    num_shards: int
+    replica: Any
+    twins: Any
+
+
+def make_groups(num_shards: int) -> Groups:
+    """This rank's groups. Collective: world."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    num_replicas = size // num_shards
+    replicas = [
+        dist.new_group([r * num_shards + s for s in range(num_shards)]) for r in range(num_replicas)
+    ]
+    twins = [
+        dist.new_group([r * num_shards + s for r in range(num_replicas)]) for s in range(num_shards)
+    ]
+    shard = rank % num_shards
+    return Groups(shard, num_shards, replicas[rank // num_shards], twins[shard])
+
+
+class ShardedTraining:
+    """A rank's training, and its StateProvider.
+
+    Parts: the weights, which all ranks hold and gather anew; and a shard of master weights and
+    moments, which the twins hold.
+    """
+
+    def __init__(self, groups: Groups, *, seed: int = 7) -> None:
+        torch.manual_seed(seed)
+        self.groups = groups
+        self.model = TinyGpt()
+        sizes = [p.numel() for p in self.model.parameters()]
+        total = sum(sizes)
+        self.shard_size = -(-total // groups.num_shards)
+        self.flat = torch.zeros(self.shard_size * groups.num_shards)
+        self.grads = torch.zeros_like(self.flat)
+        at = 0
+        for param, size in zip(self.model.parameters(), sizes, strict=True):
+            self.flat[at : at + size] = param.detach().reshape(-1)
+            param.data = self.flat[at : at + size].view(param.shape)
+            param.grad = self.grads[at : at + size].view(param.shape)
+            at += size
+        self.start = groups.shard * self.shard_size
+        self.master = self.flat[self.start : self.start + self.shard_size].clone()
+        self.moments = {name: torch.zeros(self.shard_size) for name in ("first", "second")}
+        self.scale = 1.0
+        self._step = 0
+        self.num_updates = 0
+        torch.manual_seed(1000 * seed + dist.get_rank())
+
+    def forward_backward(self) -> float:
+        """The loss on a batch of this rank's own; its gradients are ready."""
+        self.grads.zero_()
+        tokens = torch.randint(VOCAB, (2, LENGTH + 1))
+        logits = self.model(tokens[:, :-1])
+        loss = functional.cross_entropy(logits.reshape(-1, VOCAB), tokens[:, 1:].reshape(-1))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    def reduce_gradients(self) -> None:
+        """Average over the world, and the factor that keeps their norm at one. Collective."""
+        dist.all_reduce(self.grads)
+        self.grads /= dist.get_world_size()
+        self.scale = min(1.0, 1.0 / (float(self.grads.norm()) + _EPS))
+
+    @property
+    def step(self) -> int:
+        """See StateProvider."""
+        return self._step
+
+    def set_step(self, step: int) -> None:
+        """See StateProvider."""
+        self._step = step
+
+    def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """See StateProvider."""
+        return {
+            "weights": dict(self.model.named_parameters()),
+            f"shard/{self.groups.shard}": {"master": self.master, **self.moments},
+        }
+
+    def gathered_parts(self) -> frozenset[str]:
+        """See StateProvider."""
+        return frozenset({"weights"})
+
+    def objects(self) -> Mapping[str, Any]:
+        """See StateProvider."""
+        return {"num_updates": self.num_updates}
+
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """See StateProvider."""
+        self.num_updates = int(objects["num_updates"])
+
+    def apply_update(self) -> None:
+        """See StateProvider: Adam on this rank's shard, with a rate that the objects make up."""
+        self.num_updates += 1
+        grad = self.grads[self.start : self.start + self.shard_size] * self.scale
+        first, second = self.moments["first"], self.moments["second"]
+        first.lerp_(grad, 1 - _BETAS[0])
+        second.lerp_(grad * grad, 1 - _BETAS[1])
+        rate = 0.01 / self.num_updates**0.5
+        self.master.addcdiv_(first, second.sqrt() + _EPS, value=-rate)
+
+    def gather_weights(self) -> None:
+        """See StateProvider."""
+        dist.all_gather_into_tensor(self.flat, self.master, group=self.groups.replica)
