@@ -143,7 +143,7 @@ class HPWrapper:
             return self.coordinator, False
         if self.hp_api_factory is not None:
             return self.hp_api_factory(), True
-        from dist_ckpt_strategies.inprocess.store_coordinator import (  # noqa: PLC0415 - needs torch's store
+        from dist_ckpt_strategies.inprocess.launched import (  # noqa: PLC0415 - needs torch's store
             coordinator_from_environment,
         )
 
