@@ -6,7 +6,7 @@ different batches and different dropout masks; their gradients are averaged over
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,10 @@ WIDTH = 16
 LENGTH = 12
 _BETAS = (0.9, 0.95)
 _EPS = 1e-8
+
+
+def _nothing() -> None:
+    """What happens half-way through a pass, usually."""
 
 
 class Block(nn.Module):
@@ -55,11 +59,19 @@ class TinyGpt(nn.Module):
         self.blocks = nn.ModuleList([Block(), Block()])
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits for every place."""
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        in_forward: Callable[[], None] = _nothing,
+        in_backward: Callable[[], None] = _nothing,
+    ) -> torch.Tensor:
+        """Logits for every place; the callables are called half-way through each pass."""
         x = self.words(tokens) + self.places.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
+        x = self.blocks[0](x)
+        in_forward()
+        if x.requires_grad:
+            x.register_hook(lambda _grad: in_backward())
+        x = self.blocks[1](x)
         logits: torch.Tensor = self.head(x)
         return logits
 
@@ -125,11 +137,18 @@ class ShardedTraining:
         self.num_updates = 0
         torch.manual_seed(1000 * seed + dist.get_rank())
 
-    def forward_backward(self) -> float:
-        """The loss on a batch of this rank's own; its gradients are ready."""
+    def forward_backward(
+        self,
+        in_forward: Callable[[], None] = _nothing,
+        in_backward: Callable[[], None] = _nothing,
+    ) -> float:
+        """The loss on a batch of this rank's own; its gradients are ready.
+
+        The callables are called half-way through each pass.
+        """
         self.grads.zero_()
         tokens = torch.randint(VOCAB, (2, LENGTH + 1))
-        logits = self.model(tokens[:, :-1])
+        logits = self.model(tokens[:, :-1], in_forward, in_backward)
         loss = functional.cross_entropy(logits.reshape(-1, VOCAB), tokens[:, 1:].reshape(-1))
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
