@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import stat
 import threading
@@ -9,6 +10,9 @@ import threading
 from dist_ckpt_strategies.config import Launch
 
 _NAME = "dist-ckpt-heartbeat"
+
+BEAT, FAREWELL = b".", b"!"
+"""What goes to the supervisor: this process is alive; it is about to end, and falls silent."""
 
 
 def start_heartbeat(launch: Launch) -> None:
@@ -23,6 +27,8 @@ def start_heartbeat(launch: Launch) -> None:
     if not _is_pipe(fd, inode):
         return
     os.set_blocking(fd, False)
+    # Taking a large interpreter down takes seconds, in which no thread runs.
+    atexit.register(_told, fd, FAREWELL)
     args = (fd, launch.heartbeat_s)
     threading.Thread(target=_beat, args=args, name=_NAME, daemon=True).start()
 
@@ -41,14 +47,14 @@ def _is_pipe(fd: int, inode: int) -> bool:
 
 def _beat(fd: int, interval_s: float) -> None:
     pause = threading.Event()
-    while _told(fd):
+    while _told(fd, BEAT):
         pause.wait(interval_s)
 
 
-def _told(fd: int) -> bool:
+def _told(fd: int, sign: bytes) -> bool:
     """False once nobody listens any more."""
     try:
-        os.write(fd, b".")
+        os.write(fd, sign)
     except BlockingIOError:
         return True  # the supervisor is slow, and finds enough of them once it looks
     except OSError:

@@ -15,9 +15,12 @@ from pathlib import Path
 
 from dist_ckpt_strategies.config import HEARTBEAT_PIPE, HEARTBEAT_S, WORKER
 from dist_ckpt_strategies.inprocess import tied_exec
+from dist_ckpt_strategies.inprocess.heartbeat import FAREWELL
 
 _CHUNK = 1 << 16
 _BEATS_PER_TIMEOUT = 4
+_LEAVING_S = 60.0
+"""More time for a process that has said that it is about to end."""
 
 
 class OutputLines:
@@ -109,9 +112,12 @@ class WorkerProcess:
 
     def hear(self) -> bool:
         """Take note of the signs of life that have come; False once no more can."""
-        if not os.read(self.beats, _CHUNK):
+        signs = os.read(self.beats, _CHUNK)
+        if not signs:
             return False
         self._last_beat = time.monotonic()
+        if FAREWELL in signs:
+            self._last_beat += _LEAVING_S
         return True
 
     def excuse(self) -> None:

@@ -17,7 +17,7 @@ from dist_ckpt_strategies.cli.chaos.faults import InjectedFault, Kind
 from dist_ckpt_strategies.cli.chaos.task import NUM_RANKS, ChaosTask, read_events
 from dist_ckpt_strategies.config import environment
 
-HEARTBEAT_TIMEOUT_S = 1.0
+HEARTBEAT_TIMEOUT_S = 3.0
 _NUM_TAIL_LINES = 30
 _FAREWELL_S = 10.0
 _GONE = " is gone: "

@@ -13,7 +13,7 @@ from dist_ckpt_strategies.cli.chaos.faults import InjectedFault
 
 NUM_RANKS = 4
 NUM_SHARDS = 2
-PROGRESS_TIMEOUT_S = 1.5
+PROGRESS_TIMEOUT_S = 5.0
 """A block without a step for so long is stuck."""
 
 
