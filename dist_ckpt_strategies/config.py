@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from numbers import Integral, Real
@@ -261,12 +261,109 @@ def local_world_size(environ: Mapping[str, str] | None = None) -> int:
     return int(text)
 
 
-def set_restart_count(number: int) -> None:
-    """Tell torch's rendezvous, by the variable of its launcher, which attempt this is.
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How this process finds the coordinator of its job.
 
-    ``init_process_group`` of every rank meets the others under this number.
+    Attributes:
+        address: host and port of the launcher's store; None: there is none, a world of one.
+        worker: what the launcher calls this process.
+        rank: its place as torchrun says; None where the supervisor assigns it.
+        attempt: how often the launcher has restarted all of them.
+        heartbeat_pipe: file descriptor and inode of what signs of life go to; None: nobody
+            listens.
+        heartbeat_s: seconds between two of them.
     """
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+
+    address: tuple[str, int] | None = None
+    worker: str = "0"
+    rank: int | None = None
+    attempt: int = 0
+    heartbeat_pipe: tuple[int, int] | None = None
+    heartbeat_s: float = 1.0
+
+
+COORDINATOR, WORKER = _PREFIX + "COORDINATOR", _PREFIX + "WORKER"
+HEARTBEAT_PIPE, HEARTBEAT_S = _PREFIX + "HEARTBEAT_PIPE", _PREFIX + "HEARTBEAT_S"
+_ATTEMPT = _PREFIX + "TORCHRUN_ATTEMPT"
+
+
+def launch_from_environment(environ: MutableMapping[str, str] | None = None) -> Launch:
+    """How this process was started: by ``dist-ckpt run``, by torchrun, or on its own.
+
+    Raises:
+        StrategyError: in another way, as one of several; or a variable makes no sense.
+    """
+    source = os.environ if environ is None else environ
+    if source.get(COORDINATOR):
+        return _supervised(source)
+    if source.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return _under_torchrun(source)
+    if source.get("WORLD_SIZE", "1") in {"", "1"}:
+        return Launch()
+    raise StrategyError(
+        f"WORLD_SIZE is {source['WORLD_SIZE']}, but nothing here coordinates restarts: start the "
+        "script with dist-ckpt run or torchrun, or give HPWrapper an hp_api_factory"
+    )
+
+
+def update_environment(changes: Mapping[str, str]) -> None:
+    """Set variables of this process: what a launcher would have set, had it known."""
+    os.environ.update(changes)
+
+
+def environment() -> dict[str, str]:
+    """A copy of the environment, for processes to start."""
+    return dict(os.environ)
+
+
+def _supervised(source: Mapping[str, str]) -> Launch:
+    pipe = source.get(HEARTBEAT_PIPE)
+    return Launch(
+        _parsed(COORDINATOR, source[COORDINATOR], _address),
+        source.get(WORKER, ""),
+        heartbeat_pipe=None if not pipe else _parsed(HEARTBEAT_PIPE, pipe, _pipe),
+        heartbeat_s=_parsed(HEARTBEAT_S, source.get(HEARTBEAT_S, "1"), float),
+    )
+
+
+def _under_torchrun(source: MutableMapping[str, str]) -> Launch:
+    # Each attempt in place gives TORCHELASTIC_RESTART_COUNT another value.
+    count = source.setdefault(_ATTEMPT, source.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    rank = _parsed("RANK", source.get("RANK", ""), int)
+    address = f"{source.get('MASTER_ADDR', '')}:{source.get('MASTER_PORT', '')}"
+    return Launch(
+        _parsed("MASTER_ADDR:MASTER_PORT", address, _address),
+        str(rank),
+        rank=rank,
+        attempt=_parsed(_ATTEMPT, count, int),
+    )
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host:
+        raise ValueError(text)
+    return host, int(port)
+
+
+def _pipe(text: str) -> tuple[int, int]:
+    fd, _, inode = text.partition(":")
+    return int(fd), int(inode)
+
+
+def world_from_environment(environ: Mapping[str, str] | None = None) -> tuple[int, int, int]:
+    """WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them.
+
+    Raises:
+        StrategyError: one is missing, or is no number.
+    """
+    source = os.environ if environ is None else environ
+    names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    world_size, local_rank, local_size = (
+        _parsed(name, source.get(name, ""), int) for name in names
+    )
+    return world_size, local_rank, local_size
 
 
 def _switch(text: str) -> bool:
@@ -279,5 +376,10 @@ def _parsed(name: str, text: str, parse: Callable[[str], Any]) -> Any:
     try:
         return parse(text)
     except ValueError:
-        expected = "0 or 1" if parse is _switch else parse.__name__
+        expected = _EXPECTED.get(parse, parse.__name__)
         raise StrategyError(f"{name}: expected {expected}, found {text!r}") from None
+
+
+_EXPECTED: Mapping[Callable[[str], Any], str] = MappingProxyType(
+    {_switch: "0 or 1", _address: "host:port", _pipe: "fd:inode"}
+)

@@ -53,6 +53,14 @@ _UPGRADE = """Convert a checkpoint of Megatron-Core <= 0.15 or NeMo 1.x so that 
 Optimizer state of the form fully_sharded_model_space (optimizer.state.fp32_param.*), which \
 Megatron-Core 0.16 cannot load, becomes fully_reshardable (optimizer.state.param.*). Otherwise \
 like convert."""
+_RUN = """Run a training script on N ranks of this node, and replace a worker that dies.
+
+The others stay alive: with HPWrapper around its training the script goes on in place. Everything \
+behind SCRIPT goes to the script. A worker is found dead at once, and hung after the time without \
+a sign of life; spares wait with everything imported, for scripts that call wait_rank()."""
+_RUN_STATUS = (
+    "[bold]Exit status:[/] 0 all ranks have ended well, 1 gave up, 2 wrong usage, 130 interrupted."
+)
 _DIFF_STATUS = "[bold]Exit status:[/] 0 equal, 1 different, 2 failed or wrong usage."
 _FLAG = ""
 """No placeholder for a value after the name of a flag."""
@@ -349,4 +357,52 @@ def diff(
         from dist_ckpt_strategies.cli.difference import diff_checkpoints  # noqa: PLC0415
 
         status = diff_checkpoints(a, b, keys, memory=memory, as_json=as_json)
+    raise typer.Exit(status)
+
+
+@app.command(
+    help=_RUN,
+    epilog=f"Example: [bold]dist-ckpt run --nproc 4 --spares 1 train.py[/]\n\n{_RUN_STATUS}",
+    context_settings={"allow_interspersed_args": False},
+)
+def run(  # noqa: PLR0913
+    script: Annotated[
+        str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.")
+    ],
+    args: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="What the script gets.")
+    ] = None,
+    *,
+    nproc: Annotated[
+        int, typer.Option("--nproc", "-n", metavar="N", min=1, help="Ranks.", show_default=False)
+    ],
+    spares: Annotated[
+        int, typer.Option(metavar="S", min=0, help="Processes that wait to take over a rank.")
+    ] = 0,
+    max_restarts: Annotated[
+        int, typer.Option(metavar="R", min=0, help="Workers that may be replaced, all in all.")
+    ] = 16,
+    heartbeat_timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0, help="Silence that makes a worker a hung one; 0: none does."
+        ),
+    ] = 30.0,
+    is_module: Annotated[
+        bool, typer.Option("--module", "-m", metavar=_FLAG, help="SCRIPT names a module.")
+    ] = False,
+    debug: _Debug = False,
+) -> None:
+    """Run a script on several ranks."""
+    with reported_failures(debug=debug):
+        from dist_ckpt_strategies.cli.running import run_script  # noqa: PLC0415
+        from dist_ckpt_strategies.inprocess.supervisor import (  # noqa: PLC0415
+            Job,
+            script_command,
+        )
+
+        if not is_module and not Path(script).is_file():
+            raise typer.BadParameter(f"{script} is no file", param_hint="SCRIPT")
+        command = script_command(script, args or (), is_module=is_module)
+        status = run_script(Job(command, nproc, spares, max_restarts, heartbeat_timeout))
     raise typer.Exit(status)

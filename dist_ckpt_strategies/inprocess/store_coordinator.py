@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 
 from dist_ckpt_strategies.comm.key_values import KeyValues
-from dist_ckpt_strategies.errors import PeerError, PeerTimeoutError
+from dist_ckpt_strategies.errors import PeerTimeoutError
 from dist_ckpt_strategies.inprocess.coordinator import Epoch, Fault, FaultMode, RankInfo
 from dist_ckpt_strategies.inprocess.epoch_book import BarrierState, EpochBook, FinishState
 from dist_ckpt_strategies.inprocess.fault_watch import FaultWatch
+from dist_ckpt_strategies.inprocess.places import assignment_key, place_from_text, ready_key
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.01
@@ -110,7 +109,7 @@ class StoreCoordinator:
         return False
 
     def _assigned(self, timeout_s: float | None) -> RankInfo:
-        self._store.write(f"ready/{self._worker}", "1")
+        self._store.write(ready_key(self._worker), "1")
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         for _ in _pauses(deadline):
             text = self._store.read(assignment_key(self._worker))
@@ -126,32 +125,6 @@ class StoreCoordinator:
             ranks[0] if ranks else None,
             f"epoch {epoch}: not all ranks have {what} in time; missing: {names}",
         )
-
-
-def assignment_key(worker: str) -> str:
-    """Where the supervisor writes the place of a worker."""
-    return f"assign/{worker}"
-
-
-def place_to_text(place: RankInfo) -> str:
-    """What the supervisor writes there."""
-    return json.dumps(asdict(place))
-
-
-def place_from_text(text: str) -> RankInfo:
-    """What a worker reads there.
-
-    Raises:
-        PeerError: it is no place.
-    """
-    try:
-        found = json.loads(text)
-        environment = tuple((str(name), str(value)) for name, value in found.pop("environment"))
-        return RankInfo(
-            **{name: int(value) for name, value in found.items()}, environment=environment
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PeerError(None, f"expected a place in the job, found {text[:200]!r}") from error
 
 
 def _pauses(deadline: float) -> Iterator[None]:

@@ -18,7 +18,7 @@ from typing import Any
 from dist_ckpt_strategies.comm.interruptible_gloo import register_interruptible_gloo
 from dist_ckpt_strategies.comm.rendezvous import rendezvous_by_attempt
 from dist_ckpt_strategies.comm.teardown import Communication
-from dist_ckpt_strategies.config import set_restart_count
+from dist_ckpt_strategies.config import update_environment
 from dist_ckpt_strategies.errors import (
     MissingDependencyError,
     PeerError,
@@ -219,7 +219,7 @@ class HPCallWrapper:
         self._epoch = epoch.number
         self.num_attempts += 1
         self.step_upon_restart = 0
-        set_restart_count(epoch.number)
+        update_environment({"TORCHELASTIC_RESTART_COUNT": str(epoch.number)})
         _call_hook(self.wrapper.checkpoint_manager, "on_attempt", epoch)
 
     def start_hp_fault_handling_thread(self) -> None:

@@ -1,0 +1,304 @@
+"""Starts the workers of a job on this node, sees them die, and fills their place."""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dist_ckpt_strategies.comm.key_values import TcpHost, TcpKeyValues
+from dist_ckpt_strategies.config import COORDINATOR
+from dist_ckpt_strategies.errors import RestartError, RestartLimitError
+from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode, RankInfo
+from dist_ckpt_strategies.inprocess.epoch_book import EpochBook, FinishState
+from dist_ckpt_strategies.inprocess.launched import KEY_PREFIX
+from dist_ckpt_strategies.inprocess.places import (
+    assignment_key,
+    environment_of,
+    place_to_text,
+    ready_key,
+)
+from dist_ckpt_strategies.inprocess.signal_inbox import SignalInbox
+from dist_ckpt_strategies.inprocess.worker_process import WorkerProcess, reason_of
+
+_HOST = "127.0.0.1"
+_SIGNAL_CODE = 128
+_PATIENCE_S = 1.0
+_AWAY_S = 0.5
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a supervisor runs.
+
+    Attributes:
+        command: program and arguments of every worker.
+        num_ranks: of the world.
+        num_spares: processes that wait, with everything imported, to take over a rank.
+        max_restarts: how often a worker may be replaced, all ranks counted together.
+        heartbeat_timeout_s: seconds of silence after which a worker is taken for hung; 0: never.
+        grace_s: seconds that workers get to end by themselves when they are told to.
+    """
+
+    command: tuple[str, ...]
+    num_ranks: int
+    num_spares: int = 0
+    max_restarts: int = 16
+    heartbeat_timeout_s: float = 30.0
+    grace_s: float = 5.0
+
+
+class Listener(Protocol):
+    """Who hears what a job says."""
+
+    def line(self, who: str, stream: str, line: bytes) -> None:
+        """A worker has written a line, to "stdout" or "stderr"."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something has happened that is worth a line of the supervisor's own."""
+        ...
+
+
+class Supervisor:
+    """One job of one node. Linux only; ``run`` belongs into the main thread.
+
+    Args:
+        job: what to run.
+        environment: of the workers, but for what the supervisor sets.
+        listener: hears what they print.
+    """
+
+    def __init__(self, job: Job, environment: Mapping[str, str], listener: Listener) -> None:
+        self._job = job
+        self._listener = listener
+        self._host = TcpHost(_HOST)
+        self._environment = _environment(job, environment, self._host)
+        self._store = TcpKeyValues(_HOST, self._host.port, prefix=KEY_PREFIX)
+        self._book = EpochBook(self._store)
+        self._selector = selectors.DefaultSelector()
+        self._workers: dict[str, WorkerProcess] = {}
+        self._ranks: dict[str, int] = {}
+        self._finished: set[int] = set()
+        self._failures: Counter[int] = Counter()
+        self._num_failures = 0
+        self._num_started = 0
+
+    def run(self) -> int:
+        """Run the job to its end; the exit code: 0, or 128 and the number of a signal.
+
+        No process of the job is left, however this returns or raises.
+
+        Raises:
+            RestartLimitError: workers have died too often.
+            RestartError: one died after others had finished.
+        """
+        with SignalInbox() as inbox:
+            self._selector.register(inbox, selectors.EVENT_READ, _nothing)
+            try:
+                self._start_all()
+                while len(self._finished) < self._job.num_ranks and not inbox.received:
+                    self._step()
+            finally:
+                self._end_all(inbox)
+        return _SIGNAL_CODE + inbox.received[0] if inbox.received else 0
+
+    def _start_all(self) -> None:
+        for rank in range(self._job.num_ranks):
+            self._assign(self._start(rank), rank)
+        for _ in range(self._job.num_spares):
+            self._start(None)
+
+    def _step(self) -> None:
+        """Wait until something happens, and deal with it."""
+        patience_s = self._patience_s()
+        started = time.monotonic()
+        self._deal_with_events(patience_s)
+        # Where this process was stopped itself, it knows nothing of the silence of others.
+        was_away = time.monotonic() - started > patience_s + _AWAY_S
+        for worker in list(self._workers.values()):
+            if was_away:
+                worker.excuse()
+            if worker.seconds_left() <= 0:
+                worker.kill_as_hung()
+
+    def _deal_with_events(self, patience_s: float) -> None:
+        for key, _ in self._selector.select(patience_s):
+            # What one event has closed, others of the same moment may still name.
+            if self._selector.get_map().get(key.fd) is key:
+                key.data()
+
+    def _patience_s(self) -> float:
+        left_s = min(
+            (worker.seconds_left() for worker in self._workers.values()), default=_PATIENCE_S
+        )
+        return max(0.0, min(_PATIENCE_S, left_s))
+
+    def _start(self, rank: int | None) -> WorkerProcess:
+        name = f"worker{self._num_started}"
+        self._num_started += 1
+        place = {} if rank is None else environment_of(self._place(rank))
+        worker = WorkerProcess(
+            name,
+            self._job.command,
+            {**self._environment, **place},
+            self._job.heartbeat_timeout_s,
+            lambda stream, line: self._listener.line(self._label(name), stream, line),
+        )
+        self._workers[name] = worker
+        self._watch(worker)
+        return worker
+
+    def _watch(self, worker: WorkerProcess) -> None:
+        self._hear(worker.pidfd, lambda: self._lose(worker))
+        self._hear_while(worker.beats, worker.hear)
+        for output in worker.outputs:
+            self._hear_while(output.fileno(), output.pump)
+
+    def _hear(self, fd: int, deed: Callable[[], object]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, deed)
+
+    def _hear_while(self, fd: int, deed: Callable[[], bool]) -> None:
+        """Until the deed says that nothing more can come."""
+        self._hear(fd, lambda: deed() or self._selector.unregister(fd))
+
+    def _lose(self, worker: WorkerProcess) -> None:
+        """A worker is gone."""
+        code = self._take_away(worker)
+        rank = self._ranks.get(worker.name)
+        why = reason_of(code)
+        if worker.is_hung:
+            why = f"no sign of life for {self._job.heartbeat_timeout_s:g} s"
+        if rank is None:
+            self._lose_spare(code, why)
+        elif code == 0:
+            self._finished.add(rank)
+        else:
+            self._replace(worker, rank, why)
+
+    def _lose_spare(self, code: int, why: str) -> None:
+        if code == 0:
+            self._listener.note("a spare has ended without waiting in wait_rank(); it is no spare")
+            return
+        self._count_failure(None, why)
+        self._start(None)
+
+    def _replace(self, worker: WorkerProcess, rank: int, why: str) -> None:
+        mode = FaultMode.HANG if worker.is_hung else FaultMode.DEATH
+        epoch = self._book.joined(worker.name)
+        if epoch is not None:
+            # First the end of the epoch, then the new place: no spare may join what has died.
+            self._book.end(Fault(rank, epoch, mode, why))
+            self._require_replaceable(rank, epoch, why)
+        self._count_failure(rank, why)
+        spare = self._ready_spare()
+        taken = "a new process" if spare is None else f"spare {spare.name}"
+        self._listener.note(f"rank {rank} is gone: {why}; {taken} takes its place")
+        self._assign(spare or self._start(rank), rank)
+        if spare is not None:
+            self._start(None)
+
+    def _require_replaceable(self, rank: int, epoch: int, why: str) -> None:
+        if self._finished or self._book.finish(epoch) is FinishState.DONE:
+            raise RestartError(
+                f"rank {rank} died after the wrapped block had ended on all ranks: {why}; a new "
+                "process could not catch up with the others"
+            )
+
+    def _count_failure(self, rank: int | None, why: str) -> None:
+        self._num_failures += 1
+        if rank is not None:
+            self._failures[rank] += 1
+        if self._num_failures <= self._job.max_restarts:
+            return
+        counts = ", ".join(f"rank {r} {n}x" for r, n in self._failures.most_common(8))
+        who = "a spare" if rank is None else f"rank {rank}"
+        raise RestartLimitError(
+            f"{self._num_failures} workers have died ({counts or 'spares'}), "
+            f"{self._job.max_restarts} restarts are allowed; the last one was {who}: {why}"
+        )
+
+    def _ready_spare(self) -> WorkerProcess | None:
+        for name, worker in self._workers.items():
+            is_ready = self._store.read(ready_key(name)) is not None
+            if name not in self._ranks and is_ready and worker.seconds_left() > 0:
+                return worker
+        return None
+
+    def _assign(self, worker: WorkerProcess, rank: int) -> None:
+        self._ranks[worker.name] = rank
+        self._store.write(assignment_key(worker.name), place_to_text(self._place(rank)))
+
+    def _place(self, rank: int) -> RankInfo:
+        size = self._job.num_ranks
+        port = str(self._host.port)
+        return RankInfo(rank, rank, size, size, (("MASTER_ADDR", _HOST), ("MASTER_PORT", port)))
+
+    def _label(self, name: str) -> str:
+        rank = self._ranks.get(name)
+        return "spare" if rank is None else str(rank)
+
+    def _take_away(self, worker: WorkerProcess) -> int:
+        """The exit code of a worker that is gone, or is ended now."""
+        for fd in (worker.pidfd, worker.beats, *(output.fileno() for output in worker.outputs)):
+            if fd in self._selector.get_map():
+                self._selector.unregister(fd)
+        del self._workers[worker.name]
+        return worker.end()
+
+    def _end_all(self, inbox: SignalInbox) -> None:
+        """Tell those that still run to end, give them their time, and kill the others.
+
+        What the supervisor was told by a signal it passes on; a second one ends the waiting.
+        """
+        if inbox.received:
+            self._listener.note(f"{signal.Signals(inbox.received[0]).name}: ending all workers")
+        self._tell_all(inbox.received[0] if inbox.received else signal.SIGTERM)
+        for worker in self._workers.values():
+            self._selector.modify(
+                worker.pidfd, selectors.EVENT_READ, lambda w=worker: self._take_away(w)
+            )
+        deadline = time.monotonic() + self._job.grace_s
+        self._selector.unregister(inbox)
+        num_signals = len(inbox.received)
+        while self._workers and time.monotonic() < deadline and num_signals == len(inbox.received):
+            self._deal_with_events(min(_POLL_S, max(0.0, deadline - time.monotonic())))
+        for worker in list(self._workers.values()):
+            self._take_away(worker)
+        self._selector.close()
+        self._store.close()
+
+    def _tell_all(self, number: int) -> None:
+        for worker in self._workers.values():
+            # A spare does nothing that it would have to bring to an end.
+            worker.signal(number if worker.name in self._ranks else signal.SIGTERM)
+
+
+def script_command(script: str, args: Sequence[str], *, is_module: bool) -> tuple[str, ...]:
+    """What runs a script, or a module, with this Python."""
+    return (sys.executable, *(("-m",) if is_module else ()), script, *args)
+
+
+def _environment(job: Job, given: Mapping[str, str], host: TcpHost) -> dict[str, str]:
+    num_threads = {} if job.num_ranks == 1 else {"OMP_NUM_THREADS": "1"}
+    return {
+        **num_threads,
+        "PYTHONUNBUFFERED": "1",
+        **given,
+        "MASTER_ADDR": host.host,
+        "MASTER_PORT": str(host.port),
+        # init_process_group(...) of a worker finds this store, and under it a place of the attempt.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        COORDINATOR: f"{host.host}:{host.port}",
+    }
+
+
+def _nothing() -> None:
+    """A signal has come: the loop looks for it after each step."""

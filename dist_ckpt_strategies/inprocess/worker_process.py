@@ -1,0 +1,175 @@
+"""One process of a supervised job: started, heard, and ended with all that it started."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from dist_ckpt_strategies.config import HEARTBEAT_PIPE, HEARTBEAT_S, WORKER
+from dist_ckpt_strategies.inprocess import tied_exec
+
+_CHUNK = 1 << 16
+_BEATS_PER_TIMEOUT = 4
+
+
+class OutputLines:
+    """The lines of one output of a worker, as they come.
+
+    Args:
+        on_line: called with each line, its end included.
+    """
+
+    def __init__(self, on_line: Callable[[bytes], None]) -> None:
+        self._on_line = on_line
+        self._rest = b""
+        self._ours, self.theirs = os.pipe()
+
+    def fileno(self) -> int:
+        """What to wait for, until it can be read."""
+        return self._ours
+
+    def pump(self) -> bool:
+        """Pass on what is there, or comes; False once nothing more can."""
+        chunk = os.read(self._ours, _CHUNK)
+        lines = (self._rest + chunk).splitlines(keepends=True)
+        is_cut = bool(lines) and not lines[-1].endswith((b"\n", b"\r")) and len(lines[-1]) < _CHUNK
+        self._rest = lines.pop() if chunk and is_cut else b""
+        for line in lines:
+            self._pass_on(line)
+        return bool(chunk)
+
+    def drain(self) -> None:
+        """Pass on all that is there, a line without an end too."""
+        while select.select([self._ours], [], [], 0)[0] and self.pump():
+            continue
+        if self._rest:
+            self._pass_on(self._rest)
+            self._rest = b""
+
+    def close(self) -> None:
+        """Listen no more."""
+        os.close(self._ours)
+
+    def _pass_on(self, line: bytes) -> None:
+        self._on_line(line if line.endswith((b"\n", b"\r")) else line + b"\n")
+
+
+class WorkerProcess:
+    """A worker from its start to its end.
+
+    Args:
+        name: what it is called, in variables and keys.
+        command: program and arguments.
+        environment: all of it, but for what only this worker gets.
+        heartbeat_timeout_s: after which silence is a hang; 0: never.
+        on_line: called with "stdout" or "stderr" and each line of it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        heartbeat_timeout_s: float,
+        on_line: Callable[[str, bytes], None],
+    ) -> None:
+        self.name = name
+        self._timeout_s = heartbeat_timeout_s
+        self._last_beat: float | None = None
+        self.is_hung = False
+        self.beats, theirs = os.pipe()
+        self.outputs = tuple(
+            OutputLines(partial(on_line, stream)) for stream in ("stdout", "stderr")
+        )
+        own = {
+            WORKER: name,
+            HEARTBEAT_PIPE: f"{theirs}:{os.fstat(theirs).st_ino}" if heartbeat_timeout_s else "",
+            HEARTBEAT_S: str(min(1.0, (heartbeat_timeout_s or 1) / _BEATS_PER_TIMEOUT)),
+        }
+        out, err = (output.theirs for output in self.outputs)
+        try:
+            self._process = _started(command, {**environment, **own}, (out, err), theirs)
+        finally:
+            for fd in (theirs, out, err):
+                os.close(fd)
+        self.pidfd = os.pidfd_open(self._process.pid)
+
+    @property
+    def pid(self) -> int:
+        """Of the process, and of the group of all that it started."""
+        return self._process.pid
+
+    def hear(self) -> bool:
+        """Take note of the signs of life that have come; False once no more can."""
+        if not os.read(self.beats, _CHUNK):
+            return False
+        self._last_beat = time.monotonic()
+        return True
+
+    def excuse(self) -> None:
+        """Count from now on: it was the supervisor that has not listened."""
+        if self._last_beat is not None:
+            self._last_beat = time.monotonic()
+
+    def seconds_left(self) -> float:
+        """Until its silence is a hang; infinite before its first sign of life."""
+        if self._last_beat is None or not self._timeout_s or self.is_hung:
+            return float("inf")
+        return self._last_beat + self._timeout_s - time.monotonic()
+
+    def kill_as_hung(self) -> None:
+        """End it for its silence."""
+        self.is_hung = True
+        self.signal(signal.SIGKILL)
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process and all that it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def end(self) -> int:
+        """The exit code of a process that is dying or dead; nothing of it is left afterwards."""
+        self.signal(signal.SIGKILL)
+        code = self._process.wait()
+        for output in self.outputs:
+            output.drain()
+            output.close()
+        os.close(self.pidfd)
+        os.close(self.beats)
+        return code
+
+
+def reason_of(code: int) -> str:
+    """Why a process is gone, in words."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def _started(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    outputs: tuple[int, int],
+    heartbeat_fd: int,
+) -> subprocess.Popen[bytes]:
+    tied = [sys.executable, "-I", "-S", str(Path(tied_exec.__file__)), str(os.getpid())]
+    return subprocess.Popen(  # noqa: S603 - what whoever started the supervisor wants to run
+        [*tied, *command],
+        stdin=subprocess.DEVNULL,
+        stdout=outputs[0],
+        stderr=outputs[1],
+        env=dict(environment),
+        pass_fds=(heartbeat_fd,),
+        start_new_session=True,
+    )
