@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -24,7 +23,7 @@ GROUP_TIMEOUT_S = 30.0
 def run_restartable(
     size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0
 ) -> list[Any]:
-    """Call ``body(rank, wrapper, *args)`` in processes; ``wrapper(...)`` is an HPWrapper."""
+    """Call ``body(rank, wrapper, *args)`` in processes; ``wrapper(...)`` is one of Wrappers."""
     host = TcpHost()
     try:
         return run_processes(
@@ -50,10 +49,26 @@ def _on_rank(
     store = TcpKeyValues(HOST, port, prefix="coordinator")
     coordinator = StoreCoordinator(store, f"worker{rank}", RankInfo(rank, rank, size, size))
 
-    def wrapper(**settings: Any) -> HPWrapper:
+    try:
+        return body(rank, Wrappers(coordinator, size, port), *args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        coordinator.close()
+
+
+class Wrappers:
+    """Makes HPWrappers of one rank, with short limits."""
+
+    def __init__(self, coordinator: StoreCoordinator, size: int, port: int) -> None:
+        self.coordinator = coordinator
+        self.size = size
+        self.port = port
+
+    def __call__(self, **settings: Any) -> HPWrapper:
         return HPWrapper(
             **{
-                "coordinator": coordinator,
+                "coordinator": self.coordinator,
                 "barrier_timeout_s": 30.0,
                 "finish_timeout_s": 30.0,
                 "abort_timeout": 10.0,
@@ -61,20 +76,9 @@ def _on_rank(
             }
         )
 
-    try:
-        return body(rank, wrapper, *args)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        coordinator.close()
 
-
-class Stopwatch:
-    """When things happened in this process, in seconds since it was made."""
-
-    def __init__(self) -> None:
-        self._begun = time.monotonic()
-        self.times: list[float] = []
-
-    def note(self) -> None:
-        self.times.append(time.monotonic() - self._begun)
+def successor_of(wrappers: Wrappers, rank: int) -> HPWrapper:
+    """For the process that takes a rank over: here it is the same one, with another name."""
+    store = TcpKeyValues(HOST, wrappers.port, prefix="coordinator")
+    place = RankInfo(rank, rank, wrappers.size, wrappers.size)
+    return wrappers(coordinator=StoreCoordinator(store, f"successor{rank}", place))
