@@ -261,14 +261,6 @@ def local_world_size(environ: Mapping[str, str] | None = None) -> int:
     return int(text)
 
 
-def set_restart_count(number: int) -> None:
-    """Tell torch's rendezvous, by the variable of its launcher, which attempt this is.
-
-    ``init_process_group`` of every rank meets the others under this number.
-    """
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
-
-
 @dataclass(frozen=True, slots=True)
 class Launch:
     """How this process finds the coordinator of its job.

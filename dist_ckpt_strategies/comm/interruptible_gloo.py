@@ -12,6 +12,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from dist_ckpt_strategies.comm.waiters import RELEASED, Waiters
 from dist_ckpt_strategies.errors import WaitReleasedError
@@ -95,7 +96,7 @@ DEFAULT_WAIT_CONTROL = WaitControl()
 """That of the groups which ``init_process_group("interruptible_gloo")`` makes."""
 
 
-class _InterruptibleWork(dist.Work):  # type: ignore[misc]
+class _InterruptibleWork(dist.Work):
     """A collective that is under way in gloo."""
 
     def __init__(self, group: InterruptibleGloo, inner: Any) -> None:
@@ -179,18 +180,18 @@ class _MessageWork(_InterruptibleWork):
         return future
 
 
-class InterruptibleGloo(dist.ProcessGroup):  # type: ignore[misc]
+class InterruptibleGloo(dist.ProcessGroup):
     """A process group that hands all it is asked to a gloo group, and can be told to stop."""
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         size: int,
         timeout: timedelta,
         control: WaitControl,
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._group_name = ""
         self._group_desc = ""
         self._is_released = False
@@ -198,13 +199,16 @@ class InterruptibleGloo(dist.ProcessGroup):  # type: ignore[misc]
         self._pending: deque[Any] = deque()
         self._futures: set[_Future] = set()
         self._waiters = Waiters(f"dist_ckpt-gloo-{rank}")
-        self._inner: Any = _gloo_group(store, rank, size, timeout)
+        self._inner: Any = None
+        self._is_taken_down = False
         control.admit(self)
+        # Not here: who waits for a rank that never connects has no connection that could be cut.
+        self._inner = self._waiters.run(lambda: _gloo_group(store, rank, size, timeout))
 
     @property
     def is_taken_down(self) -> bool:
         """Whether ``take_down`` has been called."""
-        return self._inner is None
+        return self._is_taken_down
 
     @property
     def inner(self) -> Any:
@@ -244,6 +248,7 @@ class InterruptibleGloo(dist.ProcessGroup):  # type: ignore[misc]
         self._waiters.close()
         with self._lock:
             inner, self._inner = self._inner, None
+            self._is_taken_down = True
             pending = list(self._pending)
             self._pending.clear()
         return inner, pending
@@ -357,11 +362,11 @@ def register_interruptible_gloo() -> None:
     dist.Backend.register_backend(BACKEND_NAME, _new_group, devices=["cpu"])
 
 
-def _new_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> InterruptibleGloo:
+def _new_group(store: Store, rank: int, size: int, timeout: timedelta) -> InterruptibleGloo:
     return InterruptibleGloo(store, rank, size, timeout, DEFAULT_WAIT_CONTROL)
 
 
-def _gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Any:
+def _gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """A group as torch makes it for the backend gloo."""
     backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
     backend._set_sequence_number_for_group()  # noqa: SLF001 - as torch does

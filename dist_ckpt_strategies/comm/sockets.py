@@ -58,14 +58,14 @@ def num_sockets() -> int:
 
 
 def _sockets() -> Iterator[tuple[int, int]]:
-    for name in os.listdir(_FILES):
+    for file in _FILES.iterdir():
         try:
-            target = os.readlink(_FILES / name)
+            target = str(file.readlink())
         except OSError:  # closed since it was listed
             continue
         found = _INODE.match(target)
         if found:
-            yield int(name), int(found[1])
+            yield int(file.name), int(found[1])
 
 
 def _shut_down(fd: int, inode: int, is_protected: SocketFilter) -> bool:

@@ -107,7 +107,10 @@ class Communication:
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
         for group in self._control.groups():
-            self._undertaker.take(*group.take_down())
+            inner, pending = group.take_down()
+            if inner is not None:
+                self._undertaker.take(inner, pending)
+            del inner
         others = [group for group in groups if not isinstance(group, InterruptibleGloo)]
         groups.clear()
         while others:

@@ -184,7 +184,7 @@ def _end_workers(iterator: Any) -> None:
     """Kill the workers. Torch raises in the main thread for those it still watches over."""
     signals = sys.modules["torch.utils.data._utils.signal_handling"]
     if iterator._worker_pids_set:  # noqa: SLF001 - no public way
-        signals._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]  # noqa: SLF001
+        signals._remove_worker_pids(id(iterator))  # noqa: SLF001
         iterator._worker_pids_set = False  # noqa: SLF001
     iterator._shutdown = True  # noqa: SLF001
     pinning = getattr(iterator, "_pin_memory_thread_done_event", None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import logging
 import sys
 import threading
@@ -60,7 +60,7 @@ class CudaHealthCheck(HealthCheck):
         timeout: longest time for the GPU to answer.
     """
 
-    def __init__(self, timeout: datetime.timedelta = datetime.timedelta(seconds=30)) -> None:
+    def __init__(self, timeout: dt.timedelta = dt.timedelta(seconds=30)) -> None:
         self.timeout = timeout
 
     def __call__(

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dist_ckpt_strategies.comm.interruptible_gloo import register_interruptible_gloo
+from dist_ckpt_strategies.comm.rendezvous import rendezvous_by_attempt
 from dist_ckpt_strategies.comm.teardown import Communication
-from dist_ckpt_strategies.config import set_restart_count
+from dist_ckpt_strategies.config import update_environment
 from dist_ckpt_strategies.errors import (
     MissingDependencyError,
     PeerError,
@@ -143,7 +144,7 @@ class HPWrapper:
             return self.coordinator, False
         if self.hp_api_factory is not None:
             return self.hp_api_factory(), True
-        from dist_ckpt_strategies.inprocess.launched import (  # noqa: PLC0415 - needs torch's store
+        from dist_ckpt_strategies.inprocess.launched import (  # noqa: PLC0415 - only where asked
             coordinator_from_environment,
         )
 
@@ -200,7 +201,7 @@ class HPCallWrapper:
         self._open()
         kw = self._with_self(fn, a, kw)
         try:
-            with self._interrupter.installed():
+            with self._interrupter.installed(), rendezvous_by_attempt(lambda: self._epoch):
                 while True:
                     outcome = self._attempted(fn, a, kw)
                     if outcome is not None:
@@ -218,7 +219,7 @@ class HPCallWrapper:
         self._epoch = epoch.number
         self.num_attempts += 1
         self.step_upon_restart = 0
-        set_restart_count(epoch.number)
+        update_environment({"TORCHELASTIC_RESTART_COUNT": str(epoch.number)})
         _call_hook(self.wrapper.checkpoint_manager, "on_attempt", epoch)
 
     def start_hp_fault_handling_thread(self) -> None:

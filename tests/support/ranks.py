@@ -31,6 +31,8 @@ _PRELOADED = (
     "dist_ckpt_strategies.strategies.entry",
     "dist_ckpt_strategies.strategies.defaults",
     "dist_ckpt_strategies.cli.demo.worker",
+    "dist_ckpt_strategies.inprocess.wrap",
+    "dist_ckpt_strategies.inprocess.store_coordinator",
     "torch.distributed.checkpoint",
     "hypothesis",
     "psutil",
@@ -59,10 +61,15 @@ class _Meeting:
     size: int
     port: int
     timeout_s: float
+    makes_group: bool
 
 
 def run_processes(
-    size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+    size: int,
+    body: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    makes_group: bool = True,
 ) -> list[Any]:
     """Call ``body(rank, *args)`` in ``size`` new processes, the world of a gloo process group.
 
@@ -74,6 +81,7 @@ def run_processes(
         body: a function at the top level of its module.
         args: passed to it; they and the result are pickled.
         timeout_s: by which every rank has to be done, in seconds.
+        makes_group: False: the ranks make process groups themselves, and take them down.
 
     Returns:
         By rank: what ``body`` returned; the exception, as an object, where it raised; a
@@ -86,7 +94,7 @@ def run_processes(
     context.set_forkserver_preload(list(_PRELOADED))
     # As under torchrun, the store lives outside the ranks and outlasts each of them.
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
-    meeting = _Meeting(size, store.port, timeout_s)
+    meeting = _Meeting(size, store.port, timeout_s, makes_group)
     processes: list[ForkServerProcess] = []
     pipes: list[Connection] = []
     farewell_s = 0.0
@@ -169,6 +177,10 @@ def _run_rank(
         "GLOO_SOCKET_IFNAME": "lo",
     }
     torch.set_num_threads(1)
+    if not meeting.makes_group:
+        pipe.send_bytes(_pickled(_outcome(rank, body, args)))
+        _await_the_others(pipe)
+        return
     limit = timedelta(seconds=meeting.timeout_s)
     store = TCPStore(_HOST, meeting.port, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=meeting.size, timeout=limit)

@@ -1,0 +1,217 @@
+"""Taking a thread out of a block, wherever it is."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode
+from dist_ckpt_strategies.inprocess.interruption import SIGNAL, Interrupter, RankShouldRestart
+
+FAULT = Fault(1, 7, FaultMode.EXCEPTION, "a test")
+
+
+@contextmanager
+def interrupted_after(interrupter: Interrupter, delay_s: float) -> Iterator[Future[bool]]:
+    """Another thread interrupts; whether the block was left in time."""
+    found: Future[bool] = Future()
+
+    def interrupt() -> None:
+        time.sleep(delay_s)
+        found.set_result(interrupter.interrupt(FAULT, 5.0))
+
+    interrupter.prepare()
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        yield found
+    finally:
+        interrupter.leave()
+        thread.join()
+
+
+def locked() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def spinning() -> None:
+    while True:
+        pass
+
+
+def condition() -> None:
+    waiting = threading.Condition()
+    with waiting:
+        waiting.wait()
+
+
+def swallowing() -> None:
+    """What ignores the first interruption, as a careless ``except`` does."""
+    try:
+        time.sleep(60)
+    except BaseException:  # noqa: BLE001 - the point of it
+        logging.getLogger(__name__).debug("swallowed")
+    time.sleep(60)
+
+
+WAITS: list[Callable[[], Any]] = [
+    lambda: time.sleep(60),
+    locked,
+    spinning,
+    condition,
+    lambda: queue.Queue[int]().get(),
+    lambda: threading.Event().wait(),
+    swallowing,
+]
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_the_main_thread_leaves_whatever_it_waits_for(wait: Callable[[], Any]) -> None:
+    interrupter = Interrupter()
+
+    with interrupter.installed(), interrupted_after(interrupter, 0.02) as left:
+        with pytest.raises(RankShouldRestart) as found:
+            interrupter.guarded(wait)
+
+    assert found.value.fault == FAULT
+    assert left.result()
+
+
+def test_what_the_block_returns_comes_back_and_the_old_handler_too() -> None:
+    interrupter = Interrupter()
+    before = signal.getsignal(SIGNAL)
+
+    with interrupter.installed():
+        assert interrupter.guarded(lambda: 5) == 5
+
+    assert signal.getsignal(SIGNAL) is before
+
+
+def test_no_interruption_comes_after_the_block_has_returned() -> None:
+    """A thousand blocks that return about when the signal comes: never an exception outside."""
+    interrupter = Interrupter()
+    num_interrupted = 0
+    switch_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    with interrupter.installed():
+        for turn in range(1000):
+            with interrupted_after(interrupter, 0.0) as left:
+                until = time.perf_counter() + (turn % 50) * 2e-5
+                try:
+                    interrupter.guarded(lambda: busy_until(until))  # noqa: B023 - called at once
+                except RankShouldRestart:
+                    num_interrupted += 1
+                assert left.result(5.0)
+    sys.setswitchinterval(switch_s)
+    assert 0 < num_interrupted < 1000
+
+
+def busy_until(until: float) -> None:
+    while time.perf_counter() < until:
+        pass
+
+
+class Lock:
+    def __init__(self) -> None:
+        self.owner: int | None = None
+
+    def held_by(self, thread_id: int) -> bool:
+        return self.owner == thread_id
+
+
+def test_an_update_under_the_lock_is_not_interrupted() -> None:
+    lock = Lock()
+    interrupter = Interrupter(lock)
+    steps: list[str] = []
+
+    def update() -> None:
+        lock.owner = threading.get_ident()
+        time.sleep(0.3)
+        steps.append("updated")
+        lock.owner = None
+        time.sleep(60)
+
+    with interrupter.installed(), interrupted_after(interrupter, 0.02) as left:
+        with pytest.raises(RankShouldRestart):
+            interrupter.guarded(update)
+
+    assert steps == ["updated"]
+    assert left.result()
+
+
+class SlowlyDeleted:
+    def __init__(self, steps: list[str]) -> None:
+        self.steps = steps
+
+    def __del__(self) -> None:
+        time.sleep(0.2)
+        self.steps.append("deleted")
+
+
+def test_a_finaliser_is_not_interrupted() -> None:
+    """Python would ignore the exception there, and the finaliser would stop half-way."""
+    interrupter = Interrupter()
+    steps: list[str] = []
+
+    def block() -> None:
+        held = SlowlyDeleted(steps)
+        del held
+        time.sleep(60)
+
+    with interrupter.installed(), interrupted_after(interrupter, 0.02):
+        with pytest.raises(RankShouldRestart):
+            interrupter.guarded(block)
+
+    assert steps == ["deleted"]
+
+
+def test_a_block_that_is_not_left_is_told() -> None:
+    lock = Lock()
+    lock.owner = threading.get_ident()
+    interrupter = Interrupter(lock)
+    with interrupter.installed():
+        interrupter.prepare()
+        found: Future[bool] = Future()
+        thread = threading.Thread(
+            target=lambda: found.set_result(interrupter.interrupt(FAULT, 0.1))
+        )
+        thread.start()
+        interrupter.guarded(lambda: time.sleep(0.3))
+        thread.join()
+
+    assert found.result() is False
+
+
+def test_a_block_outside_the_main_thread_is_left_and_nothing_stays_pending() -> None:
+    ends: Future[str] = Future()
+
+    def elsewhere() -> None:
+        interrupter = Interrupter()
+        try:
+            with interrupter.installed(), interrupted_after(interrupter, 0.02):
+                try:
+                    interrupter.guarded(spinning)
+                except RankShouldRestart:
+                    for _ in range(1000):
+                        sys.getrefcount(None)
+                    ends.set_result("left")
+        except BaseException as error:  # noqa: BLE001 - looked at below
+            ends.set_exception(error)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join(10)
+
+    assert ends.result(0) == "left"

@@ -1,0 +1,317 @@
+"""Faults at awkward moments, over real ranks."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dist_ckpt_strategies.comm.burial import DEFAULT_UNDERTAKER
+from dist_ckpt_strategies.comm.sockets import num_sockets
+from dist_ckpt_strategies.errors import HealthCheckError, RestartLimitError
+from dist_ckpt_strategies.inprocess.coordinator import FaultMode
+from dist_ckpt_strategies.inprocess.health_check import FaultCounter
+from dist_ckpt_strategies.inprocess.states import State
+from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
+from tests.support.restarts import join_group, run_restartable, successor_of
+
+pytestmark = pytest.mark.multiprocess
+
+SIZE = 4
+LIMIT_S = 5.0
+NUM_RANDOM = 30
+NUM_FOR_LEAKS = 50
+
+
+def require_results(results: list[Any]) -> list[Any]:
+    for result in results:
+        assert not isinstance(result, Exception), (result, getattr(result, "__notes__", []))
+    return results
+
+
+def collective(kind: int, data: torch.Tensor, part: Any) -> None:
+    if kind == 0:
+        dist.all_reduce(data)
+    elif kind == 1:
+        dist.all_gather([torch.empty_like(data) for _ in range(SIZE)], data)
+    elif kind == 2:
+        dist.broadcast(data, 0)
+    elif kind == 3:
+        dist.all_reduce(data, group=part)
+    else:
+        dist.barrier()
+
+
+def in_collectives_until(until: float, dice: random.Random, size: int) -> None:
+    pairs = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    part = pairs[dist.get_rank() // 2]
+    data = torch.ones(size)
+    while time.monotonic() < until:
+        collective(dice.randrange(5), data, part)
+
+
+def many_faults(rank: int, wrapper: Any, num_faults: int, sizes: tuple[int, ...]) -> Any:
+    """Body of a rank: in each attempt another one raises at a random moment."""
+    ended: list[float] = []
+    waits: list[float] = []
+    counts: list[tuple[int, int]] = []
+    original = [0.0]
+
+    @wrapper()
+    def block(call: HPCallWrapper) -> int:
+        attempt = call.num_attempts - 1
+        if attempt:
+            waits.append(time.monotonic() - ended[-1])
+        counts.append((num_threads(), num_sockets()))
+        dice = random.Random(attempt)
+        faulty, delay_s, size = dice.randrange(SIZE), dice.random() * 0.1, dice.choice(sizes)
+        try:
+            join_group()
+            if attempt == num_faults:
+                return attempt
+            until = time.monotonic() + (delay_s if rank == faulty else 60)
+            in_collectives_until(until, dice, size)
+            raise ValueError("random")
+        finally:
+            ended.append(time.monotonic())
+
+    original[0] = block()
+    return original[0], waits, counts
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_every_one_of_many_faults_in_collectives_is_survived() -> None:
+    results = run_restartable(SIZE, many_faults, NUM_RANDOM, (1, 1000, 200_000, 2_000_000))
+
+    for returned, waits, _ in require_results(results):
+        assert returned == NUM_RANDOM
+        assert max(waits) < LIMIT_S
+
+
+def test_threads_and_sockets_do_not_grow_over_many_restarts() -> None:
+    results = run_restartable(SIZE, many_faults, NUM_FOR_LEAKS, (1, 1000))
+
+    for _, _, counts in require_results(results):
+        threads, sockets = zip(*counts[5:], strict=True)
+        assert min(threads[-10:]) <= min(threads[:10]) + 2, threads
+        assert min(sockets[-10:]) <= min(sockets[:10]) + 2, sockets
+
+
+def one_fault(rank: int, wrapper: Any, fail: Callable[..., None], settings: Any) -> Any:
+    """Body of a rank: ``fail(rank, call)`` in the first attempt, then a sum."""
+
+    @wrapper(**settings)
+    def block(call: HPCallWrapper | None = None) -> float:
+        assert call is not None
+        if call.num_attempts == 1:
+            fail(rank, call)
+        join_group()
+        total = torch.tensor(float(rank))
+        dist.all_reduce(total)
+        faults.append(call.last_fault)
+        return float(total)
+
+    faults: list[Any] = []
+    return block(), faults[-1]
+
+
+def before_the_group(rank: int, _call: HPCallWrapper) -> None:
+    if rank == 1:
+        raise ValueError("before the group")
+    join_group()
+
+
+def in_the_middle_of_a_group(rank: int, _call: HPCallWrapper) -> None:
+    join_group()
+    if rank == 1:
+        raise ValueError("no new group")
+    dist.new_group([0, 1, 2])
+
+
+def two_at_once(rank: int, _call: HPCallWrapper) -> None:
+    join_group()
+    dist.barrier()
+    if rank:
+        raise ValueError(f"rank {rank}")
+    time.sleep(60)
+
+
+@pytest.mark.parametrize("fail", [before_the_group, in_the_middle_of_a_group, two_at_once])
+def test_a_fault_is_survived(fail: Callable[..., None]) -> None:
+    for total, fault in require_results(run_restartable(3, one_fault, fail, {})):
+        assert total == 3.0
+        assert fault.mode is FaultMode.EXCEPTION
+        assert "ValueError" in fault.why
+
+
+def silent(rank: int, call: HPCallWrapper) -> None:
+    join_group()
+    while rank != 1:
+        call.ping()
+        time.sleep(0.01)
+    time.sleep(60)
+
+
+def test_a_rank_that_makes_no_progress_is_a_fault() -> None:
+    settings = {"progress_timeout_s": 0.5}
+    for total, fault in require_results(run_restartable(3, one_fault, silent, settings)):
+        assert total == 3.0
+        assert (fault.mode, fault.global_rank) == (FaultMode.HANG, 1)
+
+
+def fault_after_return(rank: int, wrapper: Any) -> Any:
+    """Body of a rank: all but the last return; the last raises when they have."""
+    states: list[State] = []
+
+    @wrapper()
+    def block(call: HPCallWrapper) -> int:
+        if call.num_attempts == 1 and rank == 2:
+            time.sleep(0.3)
+            raise ValueError("late")
+        return call.num_attempts
+
+    return block()
+
+
+def test_a_fault_while_others_wait_at_the_end_makes_all_run_the_block_again() -> None:
+    assert run_restartable(3, fault_after_return) == [2, 2, 2]
+
+
+def unhealthy(rank: int, wrapper: Any) -> Any:
+    """Body of a rank: the process of rank 1 is not fit for a second attempt."""
+
+    def block(call: HPCallWrapper) -> int:
+        join_group()
+        total = torch.tensor(1.0)
+        dist.all_reduce(total)
+        if call.last_fault is None and os.environ.get("IS_SECOND") is None:
+            if rank == 1:
+                raise ValueError("once")
+            time.sleep(60)
+        return int(total)
+
+    try:
+        return wrapper(health_check=FaultCounter(max_faults=0))(block)()
+    except HealthCheckError as error:
+        os.environ["IS_SECOND"] = "1"
+        return str(error), successor_of(wrapper, rank)(block)()
+
+
+def test_a_failed_health_check_ends_that_process_alone() -> None:
+    results = require_results(run_restartable(3, unhealthy))
+
+    assert results[0] == results[2] == 3
+    assert results[1] == ("rank 1: 1 faults, 0 allowed", 3)
+
+
+def too_often(rank: int, wrapper: Any) -> Any:
+    """Body of a rank: it fails for ever."""
+
+    @wrapper(max_attempts=3)
+    def block(call: HPCallWrapper) -> None:
+        raise ValueError(f"attempt {call.num_attempts}")
+
+    return block()
+
+
+def test_the_attempts_of_all_ranks_come_to_an_end_together() -> None:
+    for result in run_restartable(2, too_often):
+        assert isinstance(result, RestartLimitError)
+        assert "3 attempts, 3 allowed" in str(result)
+
+
+def leaves_nothing(rank: int, wrapper: Any) -> Any:
+    """Body of a rank: whether what the first attempt's frames held is gone in the second."""
+    held: list[weakref.ref[torch.Tensor]] = []
+    was_gone: list[bool] = []
+
+    @wrapper()
+    def block(call: HPCallWrapper) -> None:
+        if held:
+            was_gone.append(held[0]() is None)
+            return
+        join_group()
+        tensor = torch.ones(10)
+        held.append(weakref.ref(tensor))
+        if rank == 0:
+            raise ValueError("the frame has to go")
+        dist.all_gather([torch.ones(10) for _ in range(2)], tensor)
+
+    block()
+    return was_gone
+
+
+def test_the_frames_of_an_attempt_are_gone_in_the_next() -> None:
+    assert run_restartable(2, leaves_nothing) == [[True], [True]]
+
+
+def interrupted_by(rank: int, wrapper: Any, how: str) -> Any:
+    """Body of a rank: the user, or the script itself, ends the process."""
+
+    @wrapper()
+    def block(call: HPCallWrapper) -> None:
+        if how == "ctrl-c":
+            signal.raise_signal(signal.SIGINT)
+        raise SystemExit(int(how))
+
+    try:
+        block()
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt"
+    except SystemExit as leaving:
+        return leaving.code
+    return "returned"
+
+
+@pytest.mark.parametrize(("how", "expected"), [("ctrl-c", "KeyboardInterrupt"), ("0", 0), ("3", 3)])
+def test_who_ends_the_process_is_not_held_up(how: str, expected: Any) -> None:
+    assert run_restartable(1, interrupted_by, how) == [expected]
+
+
+def groups_of_the_old_attempt(rank: int, wrapper: Any) -> Any:
+    """Body of a rank: a group that the block kept is dead in the next attempt."""
+    kept: list[Any] = []
+    said: list[str] = []
+
+    @wrapper()
+    def block(call: HPCallWrapper) -> int:
+        join_group()
+        if not kept:
+            kept.append(dist.group.WORLD)
+            if rank == 0:
+                raise ValueError("once")
+            dist.barrier()
+        try:
+            kept[0].allreduce([torch.ones(1)])
+        except RuntimeError as error:
+            said.append(type(error).__name__)
+        dist.barrier()
+        return 1
+
+    block()
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while DEFAULT_UNDERTAKER.num_waiting and time.monotonic() < deadline:
+        time.sleep(0.01)
+    names = [t.name for t in threading.enumerate() if "burial" in t.name or "gloo" in t.name]
+    return said, DEFAULT_UNDERTAKER.num_waiting, names
+
+
+def test_a_group_that_outlives_its_attempt_is_dead_and_nothing_waits_for_it() -> None:
+    for said, num_waiting, _ in require_results(run_restartable(2, groups_of_the_old_attempt)):
+        assert said == ["WaitReleasedError"]
+        assert num_waiting == 0

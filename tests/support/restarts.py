@@ -1,0 +1,84 @@
+"""Ranks that run a block again in place: real processes, a coordinator over a real store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from dist_ckpt_strategies.comm.key_values import TcpHost, TcpKeyValues
+from dist_ckpt_strategies.inprocess.coordinator import RankInfo
+from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
+from dist_ckpt_strategies.inprocess.wrap import HPWrapper
+from tests.support.ranks import run_processes
+
+HOST = "127.0.0.1"
+GROUP_TIMEOUT_S = 30.0
+"""Of process groups: no test may come near it."""
+
+
+def run_restartable(
+    size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+) -> list[Any]:
+    """Call ``body(rank, wrapper, *args)`` in processes; ``wrapper(...)`` is one of Wrappers."""
+    host = TcpHost()
+    try:
+        return run_processes(
+            size, _on_rank, size, host.port, body, args, timeout_s=timeout_s, makes_group=False
+        )
+    finally:
+        del host
+
+
+def join_group(backend: str = "interruptible_gloo", timeout_s: float = GROUP_TIMEOUT_S) -> None:
+    """Make the default process group of this attempt, as a script under a launcher does."""
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+
+
+def _on_rank(
+    rank: int, size: int, port: int, body: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
+    os.environ |= {
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    store = TcpKeyValues(HOST, port, prefix="coordinator")
+    coordinator = StoreCoordinator(store, f"worker{rank}", RankInfo(rank, rank, size, size))
+
+    try:
+        return body(rank, Wrappers(coordinator, size, port), *args)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        coordinator.close()
+
+
+class Wrappers:
+    """Makes HPWrappers of one rank, with short limits."""
+
+    def __init__(self, coordinator: StoreCoordinator, size: int, port: int) -> None:
+        self.coordinator = coordinator
+        self.size = size
+        self.port = port
+
+    def __call__(self, **settings: Any) -> HPWrapper:
+        return HPWrapper(
+            **{
+                "coordinator": self.coordinator,
+                "barrier_timeout_s": 30.0,
+                "finish_timeout_s": 30.0,
+                "abort_timeout": 10.0,
+                **settings,
+            }
+        )
+
+
+def successor_of(wrappers: Wrappers, rank: int) -> HPWrapper:
+    """For the process that takes a rank over: here it is the same one, with another name."""
+    store = TcpKeyValues(HOST, wrappers.port, prefix="coordinator")
+    place = RankInfo(rank, rank, wrappers.size, wrappers.size)
+    return wrappers(coordinator=StoreCoordinator(store, f"successor{rank}", place))
