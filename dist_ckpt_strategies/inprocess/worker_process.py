@@ -19,8 +19,8 @@ from dist_ckpt_strategies.inprocess.heartbeat import FAREWELL
 
 _CHUNK = 1 << 16
 _BEATS_PER_TIMEOUT = 4
-_LEAVING_S = 60.0
-"""More time for a process that has said that it is about to end."""
+_FAREWELL_S = 60.0
+"""How long the end of an interpreter may take: it gives no more signs of life."""
 
 
 class OutputLines:
@@ -115,9 +115,9 @@ class WorkerProcess:
         signs = os.read(self.beats, _CHUNK)
         if not signs:
             return False
-        self._last_beat = time.monotonic()
         if FAREWELL in signs:
-            self._last_beat += _LEAVING_S
+            self._timeout_s = max(_FAREWELL_S, self._timeout_s)
+        self._last_beat = time.monotonic()
         return True
 
     def excuse(self) -> None:
