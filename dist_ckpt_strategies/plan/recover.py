@@ -75,7 +75,7 @@ class RankFacts:
         wanted: the parts of its new state, sorted by id.
         gathered: ids of those that the ranks make anew from the others, once they have these.
         held: what it has kept; None if nothing.
-        why: why nothing, in words.
+        why: why nothing, or no parts, in words.
         random_states: whose random states it has, and of the beginning of which step.
     """
 
@@ -311,7 +311,7 @@ def _why_not(one: RankFacts, role: Role) -> str:
     if one.held is None:
         return one.why
     if role is not Role.RECEIVE:
-        return f"is at the target, but without it (step {one.held.step})"
+        return one.why or f"is at the target, but without it (step {one.held.step})"
     if one.held.phase is Phase.UPDATING:
         return f"was interrupted in its update of step {one.held.step}: its state is torn"
     return f"has the state of step {one.held.step}, {one.held.phase.name}"

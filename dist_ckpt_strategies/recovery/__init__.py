@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from dist_ckpt_strategies.recovery.checksums import MemoryChecksumManager
 from dist_ckpt_strategies.recovery.manager import CheckpointManager
+from dist_ckpt_strategies.recovery.peft import PEFTCheckpointManager
 from dist_ckpt_strategies.recovery.provider import Phase, StateProvider
+from dist_ckpt_strategies.recovery.torch_provider import TorchStateProvider
 from dist_ckpt_strategies.recovery.update_lock import ParameterUpdateLock
 
 if TYPE_CHECKING:
@@ -24,10 +26,12 @@ __all__ = [
     "CheckpointManager",
     "Loaded",
     "MemoryChecksumManager",
+    "PEFTCheckpointManager",
     "ParameterUpdateLock",
     "Phase",
     "StateProvider",
     "Tier",
+    "TorchStateProvider",
     "load_latest",
 ]
 

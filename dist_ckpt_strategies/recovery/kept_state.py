@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -87,6 +87,62 @@ class HostCopy:
             RestartError: always.
         """
         raise RestartError("a copy on the host gathers no weights")
+
+
+class PartsView:
+    """A StateProvider of another one's state, with some of its tensors only.
+
+    Args:
+        provider: whose state it is.
+        parts: gives the tensors of this view, as they are when asked for.
+        is_bare: whether the view is of tensors alone: no objects, no step, nothing to gather.
+    """
+
+    def __init__(
+        self,
+        provider: StateProvider,
+        parts: Callable[[], Mapping[str, Mapping[str, torch.Tensor]]],
+        *,
+        is_bare: bool = False,
+    ) -> None:
+        self._provider = provider
+        self._parts = parts
+        self._is_bare = is_bare
+
+    @property
+    def step(self) -> int:
+        """See StateProvider."""
+        return 0 if self._is_bare else self._provider.step
+
+    def set_step(self, step: int) -> None:
+        """See StateProvider."""
+        if not self._is_bare:
+            self._provider.set_step(step)
+
+    def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """See StateProvider."""
+        return self._parts()
+
+    def gathered_parts(self) -> frozenset[str]:
+        """See StateProvider."""
+        return frozenset() if self._is_bare else self._provider.gathered_parts()
+
+    def objects(self) -> Mapping[str, Any]:
+        """See StateProvider."""
+        return {} if self._is_bare else self._provider.objects()
+
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """See StateProvider."""
+        if not self._is_bare:
+            self._provider.load_objects(objects)
+
+    def apply_update(self) -> None:
+        """See StateProvider."""
+        self._provider.apply_update()
+
+    def gather_weights(self) -> None:
+        """See StateProvider."""
+        self._provider.gather_weights()
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -238,7 +238,7 @@ class CheckpointManager:
         kept = self._kept
         assert kept is not None  # noqa: S101 - finishing a step keeps it
         is_whole = kept.phase is not Phase.UPDATING
-        host = HostCopy(kept.provider, kept.step, holds_parts=is_whole)
+        host = HostCopy(self._view(kept.provider), kept.step, holds_parts=is_whole)
         self._kept = KeptState(host, kept.step, kept.phase)
 
     def checkpointless_recovery_feasible(
@@ -342,14 +342,15 @@ class CheckpointManager:
 
     def _plan(self, comm: Communicator, new: StateProvider, *, with_digests: bool) -> Any:
         parts: list[dict[str, FlatPart]] = []
+        view = self._view(new)
 
         def describe() -> RankFacts:
-            wanted = flat_parts(new.parts())
+            wanted = flat_parts(view.parts())
             held, why = self._held(with_digests=with_digests)
             parts.extend([wanted, {} if self._kept is None else self._flat_kept()])
             return RankFacts(
                 tuple(part.facts() for part in wanted.values()),
-                tuple(sorted(new.gathered_parts())),
+                tuple(sorted(view.gathered_parts())),
                 held,
                 why,
                 tuple(sorted(self._random.all())),
@@ -372,7 +373,7 @@ class CheckpointManager:
         return HeldState(kept.step, kept.phase, found), ""
 
     def _flat_kept(self) -> dict[str, FlatPart]:
-        return {} if self._kept is None else flat_parts(self._kept.provider.parts())
+        return {} if self._kept is None else flat_parts(self._view(self._kept.provider).parts())
 
     def _damage(self, kept: KeptState) -> list[str]:
         recorded = self.checksum_manager
@@ -387,16 +388,20 @@ class CheckpointManager:
         survivor = (
             None
             if kept is None
-            else Survivor(kept.provider, kept.step, kept.phase, self._finish_step)
+            else Survivor(self._view(kept.provider), kept.step, kept.phase, self._finish_step)
         )
         return run_recovery(
             comm,
             plan,
             survivor,
-            new,
+            self._view(new),
             self._random.all(),
             RecoveryOptions(compares_copies=self.enable_checksum),
         )
+
+    def _view(self, provider: StateProvider) -> StateProvider:
+        """What of a state a recovery moves: here all of it."""
+        return provider
 
     def _finish_step(self) -> None:
         """Update the kept state from its gradients; interrupted, it is torn, and known to be."""

@@ -1,0 +1,192 @@
+"""The state of a plain torch training: a module, an optimizer, a schedule."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from dist_ckpt_strategies.errors import PlanError, StrategyError
+
+_ZERO_AT_FIRST = frozenset({"Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta", "SGD"})
+"""Optimizers of torch whose state before the first step, where they make it then, is zeros."""
+
+
+class TorchStateProvider:
+    """A StateProvider where every rank holds everything, as with DistributedDataParallel.
+
+    There is one part, of the parameters and buffers of the module and all tensors of the
+    optimizer. Most optimizers make their state in the first step; here it is made at once, as
+    zeros, which is what it is then, so that a fresh rank has a place for what it receives.
+
+    Gradients are reduced before the vote, by DistributedDataParallel or otherwise; the update is
+    ``apply_update()``, which asks no peer.
+
+    Args:
+        module: its parameters' names are those of the tensors.
+        optimizer: one of torch's, or one that has its state already.
+        scheduler: stepped with every update; anything with ``step``, ``state_dict`` and
+            ``load_state_dict``.
+        step: steps that the state has seen.
+        part_id: where a world trains several such models.
+
+    Raises:
+        StrategyError: what the optimizer begins with is not known here.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        *,
+        step: int = 0,
+        part_id: str = "model",
+    ) -> None:
+        self._module = module
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._step = step
+        self._part_id = part_id
+        self._names = {param: name for name, param in module.named_parameters()}
+        _make_state(optimizer)
+
+    @property
+    def step(self) -> int:
+        """See StateProvider."""
+        return self._step
+
+    def set_step(self, step: int) -> None:
+        """See StateProvider."""
+        self._step = step
+
+    def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """See StateProvider."""
+        found: dict[str, torch.Tensor] = {
+            **{f"module/{name}": param for name, param in self._module.named_parameters()},
+            **{f"module/{name}": buffer for name, buffer in self._module.named_buffers()},
+        }
+        for param, name in self._optimized():
+            for key, value in self._optimizer.state[param].items():
+                if isinstance(value, torch.Tensor):
+                    found[f"optimizer/{name}/{key}"] = value
+        return {self._part_id: found}
+
+    def gathered_parts(self) -> frozenset[str]:
+        """See StateProvider; none, as every rank updates everything."""
+        return frozenset()
+
+    def objects(self) -> Mapping[str, Any]:
+        """See StateProvider.
+
+        Raises:
+            PlanError: something of the optimizer or the schedule is no JSON.
+        """
+        return {
+            "groups": [
+                _as_json({key: value for key, value in group.items() if key != "params"})
+                for group in self._optimizer.param_groups
+            ],
+            "state": {
+                name: _as_json(
+                    {k: v for k, v in self._optimizer.state[param].items() if not _is_tensor(v)}
+                )
+                for param, name in self._optimized()
+            },
+            "scheduler": _as_json(self._scheduler.state_dict()) if self._scheduler else None,
+        }
+
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """See StateProvider."""
+        for group, values in zip(self._optimizer.param_groups, objects["groups"], strict=True):
+            for key, value in values.items():
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        for param, name in self._optimized():
+            self._optimizer.state[param].update(objects["state"].get(name, {}))
+        if self._scheduler:
+            self._scheduler.load_state_dict(objects["scheduler"])
+
+    def apply_update(self) -> None:
+        """See StateProvider; the block calls it too."""
+        self._optimizer.step()
+        if self._scheduler:
+            self._scheduler.step()
+
+    def gather_weights(self) -> None:
+        """See StateProvider; there is nothing to gather."""
+
+    def _optimized(self) -> list[tuple[torch.Tensor, str]]:
+        found = [param for group in self._optimizer.param_groups for param in group["params"]]
+        return [
+            (param, self._names.get(param, f"parameter {number}"))
+            for number, param in enumerate(found)
+        ]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(json.dumps(dict(values)))
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"state that is neither tensor nor JSON: {error}") from error
+    return found
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer make its state, without a change to any parameter.
+
+    It takes a step of rate zero on gradients of zero; then what it has made is set to zero.
+    """
+    params = [
+        param
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.requires_grad and not optimizer.state.get(param)
+    ]
+    if not params:
+        return
+    if any(group.get("dampening") for group in optimizer.param_groups) or (
+        type(optimizer).__name__ not in _ZERO_AT_FIRST
+    ):
+        raise StrategyError(
+            f"{type(optimizer).__name__}: its state before the first step is not known; make it "
+            "first, and give the optimizer with it"
+        )
+    _step_in_place(optimizer, params)
+    for param in params:
+        for key, value in optimizer.state[param].items():
+            optimizer.state[param][key] = value.zero_() if _is_tensor(value) else value
+
+
+@torch.no_grad()
+def _step_in_place(optimizer: torch.optim.Optimizer, params: list[torch.Tensor]) -> None:
+    before = [(param.clone(), param.grad) for param in params]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    others = [
+        (param, param.grad)
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if not any(param is one for one in params)
+    ]
+    try:
+        for param, _ in others:
+            param.grad = None
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        optimizer.step()
+    finally:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for param, (value, grad) in zip(params, before, strict=True):
+            param.copy_(value)
+            param.grad = grad
+        for param, grad in others:
+            param.grad = grad

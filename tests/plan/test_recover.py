@@ -1,0 +1,225 @@
+"""Who keeps, who finishes, who receives from whom: all cases of a small world, and properties."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.errors import (
+    CorruptCheckpointError,
+    NoReplicasAvailableError,
+    PlanError,
+)
+from dist_ckpt_strategies.plan.recover import (
+    HeldState,
+    PartFacts,
+    RankFacts,
+    RecoveryPlan,
+    Role,
+    build_recovery_plan,
+)
+from dist_ckpt_strategies.spec.phase import Phase
+
+STEP = 5
+SIZE = 4
+WEIGHTS = PartFacts("weights", 100_000, "w")
+
+
+def parts_of(rank: int, num_shards: int = 2) -> tuple[PartFacts, ...]:
+    shard = rank % num_shards
+    return (PartFacts(f"shard/{shard}", 30_000, f"s{shard}"), WEIGHTS)
+
+
+def facts_of(
+    states: Sequence[tuple[int, Phase] | None], num_shards: int = 2
+) -> tuple[RankFacts, ...]:
+    """Ranks at a step and phase, or without state; everybody knows all random states."""
+    known = tuple((rank, step) for rank in range(len(states)) for step in range(STEP - 1, STEP + 3))
+    return tuple(
+        RankFacts(
+            parts_of(rank, num_shards),
+            ("weights",),
+            None if state is None else HeldState(*state, parts_of(rank, num_shards)),
+            "died",
+            () if state is None else known,
+        )
+        for rank, state in enumerate(states)
+    )
+
+
+def require_sound(facts: Sequence[RankFacts], plan: RecoveryPlan) -> None:
+    """What holds of every plan."""
+    held = [one.held for one in facts]
+    counts = [s.step + 1 for s in held if s is not None and s.phase >= Phase.COMMITTED]
+    begun = [s.step for s in held if s is not None]
+    assert plan.target == max([*counts, *begun])
+    for rank, (state, role) in enumerate(zip(held, plan.roles, strict=True)):
+        if role is Role.ROLL_FORWARD:  # once, from gradients that are final
+            assert state is not None
+            assert state.step == plan.target - 1
+            assert state.phase in {Phase.GRADS_FINAL, Phase.COMMITTED}
+        if role is Role.KEEP:  # the update is there already, or the step does not count
+            assert state is not None
+            is_updated = state.phase is Phase.UPDATED and state.step == plan.target - 1
+            is_before = state.phase <= Phase.GRADS_FINAL and state.step == plan.target
+            assert is_updated or is_before
+        require_whole(facts[rank], rank, plan)
+    for copy in plan.copies:
+        assert plan.roles[copy.source] is not Role.RECEIVE
+    for source in (*plan.object_sources, *plan.random_sources):
+        assert held[source] is not None
+
+
+def require_whole(one: RankFacts, rank: int, plan: RecoveryPlan) -> None:
+    """Every byte of every part comes from one place: kept, gathered, or one sender."""
+    for part in one.wanted:
+        copies = [c for c in plan.copies if (c.receiver, c.part_id) == (rank, part.part_id)]
+        is_gathered = plan.needs_gather and part.part_id in one.gathered
+        is_kept = part.part_id in plan.local_parts(rank)
+        assert is_gathered + is_kept + bool(copies) == 1 or not part.nbytes
+        at = 0
+        for copy in copies:
+            assert copy.start == at
+            assert copy.nbytes > 0
+            at += copy.nbytes
+        assert not copies or at == part.nbytes
+
+
+def is_covered(facts: Sequence[RankFacts], target: int) -> bool:
+    """Whether every shard has a holder that is, or can get, to the target."""
+    covered = set()
+    for one in facts:
+        state = one.held
+        if state is None:
+            continue
+        is_there = state.step == target or (
+            state.step == target - 1
+            and state.phase in {Phase.GRADS_FINAL, Phase.COMMITTED, Phase.UPDATED}
+        )
+        if is_there:
+            covered |= {part.part_id for part in state.parts}
+    return covered >= {part.part_id for one in facts for part in one.wanted}
+
+
+ONE_STEP = [None, *((STEP, phase) for phase in Phase), (STEP + 1, Phase.RUNNING)]
+
+
+def test_every_combination_of_phases_and_losses_has_a_sound_plan_or_a_reason() -> None:
+    num_plans = 0
+    for states in itertools.product(ONE_STEP, repeat=SIZE):
+        facts = facts_of(states)
+        alive = [state for state in states if state is not None]
+        target = max((s + (p >= Phase.COMMITTED) for s, p in alive), default=-1)
+        if alive and is_covered(facts, target):
+            require_sound(facts, build_recovery_plan(facts))
+            num_plans += 1
+        else:
+            with pytest.raises(NoReplicasAvailableError):
+                build_recovery_plan(facts)
+    assert num_plans > len(ONE_STEP) ** SIZE // 3
+
+
+@given(
+    st.lists(
+        st.one_of(st.none(), st.tuples(st.integers(STEP - 1, STEP + 1), st.sampled_from(Phase))),
+        min_size=1,
+        max_size=9,
+    ),
+    st.integers(1, 4),
+)
+def test_plans_of_any_world_are_sound_or_say_who_is_missing(
+    states: list[tuple[int, Phase] | None], num_shards: int
+) -> None:
+    facts = facts_of(states, num_shards)
+    alive = [state for state in states if state is not None]
+    target = max((s + (p >= Phase.COMMITTED) for s, p in alive), default=-1)
+    if not (alive and is_covered(facts, target)):
+        with pytest.raises(NoReplicasAvailableError, match="rank"):
+            build_recovery_plan(facts)
+        return
+    plan = build_recovery_plan(facts)
+    require_sound(facts, plan)
+    assert build_recovery_plan(list(facts)) == plan
+
+
+@given(st.integers(0, 200_000), st.integers(1, 5))
+def test_the_bytes_of_a_part_are_split_evenly(nbytes: int, num_holders: int) -> None:
+    part = PartFacts("p", nbytes, "l")
+    random = tuple((rank, STEP) for rank in range(num_holders + 1))
+    held = HeldState(STEP, Phase.RUNNING, (part,))
+    facts = [RankFacts((part,), (), held, "", random)] * num_holders
+    plan = build_recovery_plan([*facts, RankFacts((part,), (), None)])
+
+    require_sound([*facts, RankFacts((part,), (), None)], plan)
+    sizes = [copy.nbytes for copy in plan.copies]
+    assert sum(sizes) == nbytes
+    assert not sizes or max(sizes) <= nbytes / num_holders + 2 * 4096
+
+
+def test_three_holders_share_what_one_receives() -> None:
+    plan = build_recovery_plan(facts_of([(STEP, Phase.RUNNING)] * 3 + [None], num_shards=1))
+
+    assert {copy.source for copy in plan.copies} == {0, 1, 2}
+    assert plan.max_peers() == 3
+    assert not plan.needs_gather
+
+
+def test_where_both_holders_of_a_shard_are_lost_the_part_and_its_ranks_are_named() -> None:
+    states = [(STEP, Phase.COMMITTED), None, (STEP, Phase.COMMITTED), (STEP, Phase.UPDATING)]
+    with pytest.raises(
+        NoReplicasAvailableError,
+        match=r"shard/1: no rank holds it at step 6.*rank 1 died; rank 3 was interrupted",
+    ):
+        build_recovery_plan(facts_of(states))
+
+
+def test_where_nobody_has_state_every_rank_says_why() -> None:
+    with pytest.raises(NoReplicasAvailableError, match="rank 0 died; rank 1 died"):
+        build_recovery_plan(facts_of([None, None]))
+
+
+def test_random_states_that_nobody_has_are_named() -> None:
+    facts = [
+        replace(one, random_states=tuple((r, s) for r, s in one.random_states if r != 1))
+        for one in facts_of([(STEP, Phase.RUNNING), None], num_shards=1)
+    ]
+    with pytest.raises(NoReplicasAvailableError, match=f"random states of rank 1 .* {STEP}"):
+        build_recovery_plan(facts)
+
+
+def test_ranks_that_name_a_part_alike_must_have_the_same_tensors() -> None:
+    facts = list(facts_of([(STEP, Phase.RUNNING)] * 2 + [None], num_shards=1))
+    other = (PartFacts("shard/0", 30_000, "another"), WEIGHTS)
+    facts[2] = replace(facts[2], wanted=other)
+    with pytest.raises(PlanError, match="shard/0: other tensors on rank 2 than on rank 0"):
+        build_recovery_plan(facts)
+
+
+def test_copies_that_differ_are_no_source() -> None:
+    facts = [
+        replace(one, held=replace(one.held, parts=(replace(WEIGHTS, digest=digest),)))
+        for one, digest in zip(
+            facts_of([(STEP, Phase.RUNNING)] * 3, num_shards=1), "aba", strict=True
+        )
+        if one.held is not None
+    ]
+    facts = [replace(one, wanted=(WEIGHTS,)) for one in facts]
+    expected = re.escape("weights: copies differ: a on ranks 0, 2; b on rank 1")
+    with pytest.raises(CorruptCheckpointError, match=expected):
+        build_recovery_plan(facts)
+
+
+def test_a_rank_that_kept_its_place_but_no_parts_receives_them() -> None:
+    facts = list(facts_of([(STEP, Phase.RUNNING)] * 2, num_shards=1))
+    facts[0] = replace(facts[0], held=HeldState(STEP, Phase.RUNNING, ()))
+
+    plan = build_recovery_plan(facts)
+
+    require_sound(facts, plan)
+    assert {copy.receiver for copy in plan.copies} == {0}

@@ -1,0 +1,311 @@
+"""What the manager keeps, when it lets go of it, and what it says where it cannot help."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dist_ckpt_strategies.errors import NoReplicasAvailableError, RestartError
+from dist_ckpt_strategies.recovery import CheckpointManager, Phase
+from tests.support.memory_provider import MemoryProvider
+from tests.support.ranks import run_processes
+
+
+def provider(value: float, step: int = 0) -> MemoryProvider:
+    return MemoryProvider({"p": {"x": torch.full((4,), value)}}, step=step)
+
+
+def value_of(found: MemoryProvider) -> float:
+    (value,) = set(found.parts()["p"]["x"].tolist())
+    return float(value)
+
+
+def tracking(
+    old: MemoryProvider, phase: Phase = Phase.RUNNING, **options: Any
+) -> CheckpointManager:
+    """A manager in a world of one, in a step of that provider."""
+    manager = CheckpointManager(**options)
+    manager.track(old)
+    manager.begin_step()
+    if phase >= Phase.GRADS_FINAL:
+        manager.vote()
+    if phase is Phase.GRADS_FINAL:
+        kept = manager._kept
+        assert kept is not None
+        manager._kept = type(kept)(kept.provider, kept.step, phase)
+    if phase is Phase.UPDATING:
+        with pytest.raises(ValueError, match="torn"), manager.updating():
+            raise ValueError("torn")
+    if phase is Phase.UPDATED:
+        with manager.updating():
+            old.apply_update()
+    return manager
+
+
+def test_at_the_first_start_there_is_nothing_to_load() -> None:
+    manager = CheckpointManager()
+
+    assert manager.try_checkpointless_load(provider(0)) is None
+    assert not manager.checkpointless_recovery_feasible(provider(0))
+    assert isinstance(manager.last_failure, NoReplicasAvailableError)
+    assert "rank 0 has no state" in str(manager.last_failure)
+    assert (manager.global_step, manager.phase, manager.rng_states) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("phase", "expected_step", "expected_value"),
+    [
+        (Phase.RUNNING, 6, 1.0),
+        (Phase.GRADS_FINAL, 6, 1.0),
+        (Phase.COMMITTED, 7, 2.0),
+        (Phase.UPDATED, 7, 2.0),
+    ],
+)
+def test_a_new_model_takes_over_what_the_old_one_had(
+    phase: Phase, expected_step: int, expected_value: float
+) -> None:
+    manager, new = tracking(provider(1.0, step=6), phase), provider(9.0)
+
+    assert manager.checkpointless_recovery_feasible(new)
+    loaded = manager.try_checkpointless_load(new)
+
+    assert loaded is not None
+    assert loaded["global_step"] == expected_step
+    assert manager.last_report is not None
+    assert (value_of(new), new.step, manager.global_step) == (
+        expected_value,
+        expected_step,
+        expected_step,
+    )
+
+
+def test_a_committed_step_is_finished_once_however_often_recovery_is_interrupted() -> None:
+    class Interrupted(MemoryProvider):
+        def load_objects(self, objects: Any) -> None:
+            raise KeyboardInterrupt
+
+    manager = tracking(provider(1.0, step=6), Phase.COMMITTED)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            manager.try_checkpointless_load(Interrupted({"p": {"x": torch.zeros(4)}}))
+        assert manager.phase is Phase.UPDATED
+    new = provider(9.0)
+
+    assert manager.try_checkpointless_load(new) is not None
+    assert value_of(new) == 2.0
+
+
+def test_a_torn_state_without_a_replica_cannot_be_used() -> None:
+    manager = tracking(provider(1.0, step=6), Phase.UPDATING)
+
+    assert manager.try_checkpointless_load(provider(9.0)) is None
+    assert "rank 0 was interrupted in its update of step 6: its state is torn" in str(
+        manager.last_failure
+    )
+    assert not manager.parameter_update_lock.locked()
+
+
+def test_an_update_that_fails_leaves_no_state_behind() -> None:
+    class Failing(MemoryProvider):
+        def apply_update(self) -> None:
+            raise ValueError("no gradients")
+
+    manager = tracking(Failing({"p": {"x": torch.zeros(4)}}), Phase.COMMITTED)
+
+    assert manager.try_checkpointless_load(provider(9.0)) is None
+    assert isinstance(manager.last_failure, RestartError)
+    assert "apply_update raised ValueError: no gradients" in str(manager.last_failure)
+    assert manager.global_step is None
+
+
+@pytest.mark.parametrize("phase", [Phase.COMMITTED, Phase.UPDATING])
+def test_the_old_state_is_released_whether_the_load_succeeds_or_not(phase: Phase) -> None:
+    old = provider(1.0)
+    seen = weakref.ref(old), weakref.ref(old.parts()["p"]["x"])
+    manager = tracking(old, phase)
+    del old
+
+    new = provider(9.0)
+    loaded = manager.try_checkpointless_load(new)
+    gc.collect()
+
+    assert (loaded is not None) == (phase is Phase.COMMITTED)
+    assert [one() for one in seen] == [None, None]
+
+
+def test_a_deleted_checkpoint_is_gone() -> None:
+    old = provider(1.0)
+    seen = weakref.ref(old)
+    manager = tracking(old)
+    del old
+    manager.delete_checkpoint()
+
+    assert seen() is None
+    assert manager.rng_states is None
+    assert manager.try_checkpointless_load(provider(9.0)) is None
+
+
+def numbers() -> tuple[float, float, float]:
+    drawn = float(np.random.rand())  # noqa: NPY002 - it is the global generator that counts
+    return random.random(), drawn, float(torch.rand(()))
+
+
+def test_a_step_is_run_again_from_the_random_states_of_its_beginning() -> None:
+    manager = tracking(provider(1.0, step=6))
+    first = numbers()
+    manager.vote()
+    with manager.updating():
+        pass
+    manager.end_step()
+    second = numbers()
+
+    new = provider(9.0)
+    assert manager.try_checkpointless_load(new) is not None
+    numbers()
+    manager.track(new)
+    manager.begin_step()
+    assert numbers() == second
+    assert first != second
+
+    manager.load_rng_states()
+    assert numbers() == second
+
+
+def test_random_states_stored_by_hand_are_loaded_again() -> None:
+    manager = CheckpointManager()
+    with pytest.raises(RestartError, match="no random states are known"):
+        manager.load_rng_states()
+    manager.store_rng_states()
+    drawn = numbers()
+    numbers()
+    manager.load_rng_states()
+
+    assert numbers() == drawn
+    assert manager.rng_states is not None
+    assert [name for name, _ in manager.rng_states][:3] == ["python", "numpy", "torch"]
+
+
+def test_saving_what_is_tracked_does_not_change_how_far_it_is() -> None:
+    old = provider(1.0, step=6)
+    manager = tracking(old, Phase.COMMITTED)
+    manager.save_checkpoint(old)
+    assert manager.phase is Phase.COMMITTED
+
+    other = provider(2.0, step=8)
+    manager.save_checkpoint(other)
+    assert (manager.phase, manager.global_step) == (Phase.RUNNING, 8)
+    new = provider(9.0)
+    assert manager.try_checkpointless_load(new) is not None
+    assert value_of(new) == 2.0
+
+
+@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.COMMITTED, Phase.UPDATED])
+def test_an_offloaded_state_can_be_used_and_the_live_one_is_let_go_of(phase: Phase) -> None:
+    old = provider(1.0, step=6)
+    seen = weakref.ref(old)
+    manager = tracking(old, phase, enable_offload=True)
+    del old
+    manager.maybe_offload_checkpoint()
+    manager.maybe_offload_checkpoint()
+    assert seen() is None
+
+    new = provider(9.0)
+    assert manager.try_checkpointless_load(new) is not None
+    assert value_of(new) == (1.0 if phase is Phase.RUNNING else 2.0)
+
+
+def test_a_state_that_may_have_to_finish_its_step_is_not_offloaded() -> None:
+    old = provider(1.0)
+    manager = tracking(old, Phase.GRADS_FINAL, enable_offload=True)
+    manager.maybe_offload_checkpoint()
+
+    assert manager._kept is not None
+    assert manager._kept.provider is old
+
+
+def test_without_the_option_nothing_is_offloaded() -> None:
+    old = provider(1.0)
+    manager = tracking(old)
+    manager.maybe_offload_checkpoint()
+
+    assert manager._kept is not None
+    assert manager._kept.provider is old
+
+
+def test_a_byte_that_flips_in_memory_is_found_and_the_tensor_named() -> None:
+    old = provider(1.0)
+    manager = tracking(old, enable_checksum=True)
+    assert manager.checksum_manager.verify(old.parts())
+    old.parts()["p"]["x"].view(torch.uint8)[5] ^= 1
+
+    assert not manager.checkpointless_recovery_feasible(provider(9.0))
+    assert manager.try_checkpointless_load(provider(9.0)) is None
+    assert "p: no rank holds it" in str(manager.last_failure)
+    assert "p: x: has digest" in str(manager.last_failure)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [("vote", "RUNNING"), ("end_step", "UPDATED")],
+)
+def test_a_step_goes_through_its_phases_in_order(call: str, expected: str) -> None:
+    manager = CheckpointManager()
+    with pytest.raises(RestartError, match="no state is tracked"):
+        manager.vote()
+    manager = tracking(provider(1.0), Phase.COMMITTED)
+    with pytest.raises(RestartError, match=f"step 0: it is COMMITTED, expected {expected}"):
+        getattr(manager, call)()
+
+
+def with_two_shards(rank: int, *, lost: tuple[int, ...], flipped: tuple[int, ...]) -> Any:
+    """Body of a rank: ranks 0 and 2 hold one part, 1 and 3 another; step 6 is committed by all."""
+    part = f"shard/{rank % 2}"
+    old = MemoryProvider({part: {"x": torch.full((1000,), 1.0 + rank % 2)}}, step=6)
+    manager = CheckpointManager(enable_checksum=True, timeout_s=20)
+    assert manager.try_checkpointless_load(old) is None
+    manager.track(old)
+    manager.begin_step()
+    expected = torch.rand(2)
+    if rank in flipped:
+        old.parts()[part]["x"].view(torch.uint8)[-1] ^= 1
+    if rank in lost:
+        manager = CheckpointManager(enable_checksum=True, timeout_s=20)
+    new = MemoryProvider({part: {"x": torch.zeros(1000)}})
+    if not manager.checkpointless_recovery_feasible(new):
+        assert manager.try_checkpointless_load(new) is None
+        return str(manager.last_failure)
+    assert manager.try_checkpointless_load(new) is not None
+    is_equal = bool((new.parts()[part]["x"] == 1.0 + rank % 2).all())
+    report = manager.last_report
+    assert report is not None
+    return is_equal, new.step, torch.equal(torch.rand(2), expected), report.sources
+
+
+@pytest.mark.multiprocess
+def test_a_rank_with_damaged_memory_is_served_like_one_that_lost_it() -> None:
+    found = run_processes(4, _damaged_and_lost)
+
+    assert found == [(True, 6, True, (2,)), (True, 6, True, (3,)), *[(True, 6, True, ())] * 2]
+
+
+def _damaged_and_lost(rank: int) -> Any:
+    return with_two_shards(rank, lost=(0,), flipped=(1,))
+
+
+@pytest.mark.multiprocess
+def test_where_both_holders_are_lost_no_rank_loads_and_all_know_why() -> None:
+    found = run_processes(4, _both_lost)
+
+    assert len(set(found)) == 1
+    assert "shard/1: no rank holds it at step 6" in found[0]
+    assert "rank 1 has no state; rank 3 has no state" in found[0]
+
+
+def _both_lost(rank: int) -> Any:
+    return with_two_shards(rank, lost=(1, 3), flipped=())

@@ -1,0 +1,100 @@
+"""Fine-tuning: the base model is noted once, and only the rest travels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dist_ckpt_strategies.recovery import PEFTCheckpointManager, TorchStateProvider
+from tests.support.ranks import run_processes
+
+
+def make(seed: int) -> tuple[Any, TorchStateProvider]:
+    """A frozen base with an adapter beside it."""
+    torch.manual_seed(seed)
+    found = nn.ModuleDict({"base": nn.Linear(64, 64), "lora": nn.Linear(64, 2)})
+    found["base"].requires_grad_(requires_grad=False)
+    optimizer = torch.optim.AdamW(found["lora"].parameters(), lr=0.01)
+    return found, TorchStateProvider(found, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("decoder.adapter.linear_in", True),
+        ("decoder.adapters", True),
+        ("chosen.weight", True),
+        ("decoder.weight", False),
+        (("w", nn.Parameter(torch.zeros(1))), True),
+        (("w", nn.Parameter(torch.zeros(1), requires_grad=False)), False),
+    ],
+)
+def test_adapters_are_known_by_name_or_by_their_gradient(key: Any, expected: bool) -> None:
+    manager = PEFTCheckpointManager()
+    manager.params_to_save.add("chosen.weight")
+
+    assert manager.is_adapter_key(key) is expected
+
+
+def test_the_base_model_is_noted_once_and_offloaded_with_the_rest() -> None:
+    found, provider = make(1)
+    manager: Any = PEFTCheckpointManager(enable_offload=True)
+    assert manager.base_model_weights is None
+    manager.save_checkpoint(provider)
+    noted = manager.base_model_weights
+    manager.maybe_save_base_model(make(2)[1])
+
+    assert manager.base_model_weights is noted
+    assert manager.base_model_keys_to_extract == [
+        "model/module/base.bias",
+        "model/module/base.weight",
+    ]
+    manager.maybe_offload_checkpoint()
+    weight = manager.base_model_weights["model/module/base.weight"]
+    assert torch.equal(weight, found["base"].weight)
+
+
+def body(rank: int, lost: tuple[int, ...]) -> Any:
+    first, provider = make(1)
+    manager = PEFTCheckpointManager(timeout_s=20)
+    assert manager.try_base_model_checkpointless_load(provider) is None
+    manager.track(provider)
+    manager.maybe_save_base_model(provider)
+    manager.begin_step()
+    first["lora"](first["base"](torch.ones(3, 64))).sum().backward()
+    manager.vote()
+    if rank in lost:
+        manager = PEFTCheckpointManager(timeout_s=20)
+    second, new = make(2)
+    base = manager.try_base_model_checkpointless_load(new)
+    if base is None:
+        return str(manager.last_failure)
+    loaded = manager.try_checkpointless_load(new)
+    assert loaded is not None, manager.last_failure
+    provider.apply_update()
+    has_updated_twice = rank not in lost
+    is_equal = torch.equal(first["base"].weight, second["base"].weight)
+    adapter = torch.equal(first["lora"].weight, second["lora"].weight)
+    assert adapter is not has_updated_twice
+    return is_equal, loaded["global_step"], base["received_nbytes"], loaded["received_nbytes"]
+
+
+@pytest.mark.multiprocess
+def test_a_lost_rank_gets_the_base_model_and_the_adapter_each_by_itself() -> None:
+    found = run_processes(3, body, (2,))
+
+    base_nbytes = 4 * (64 * 64 + 64)
+    num_adapter = 64 * 2 + 2
+    adapter_nbytes = 4 * (3 * num_adapter + 2)  # with two moments, and a counter of each tensor
+    assert found[:2] == [(True, 1, 0, 0)] * 2
+    assert found[2] == (True, 1, base_nbytes, adapter_nbytes)
+
+
+@pytest.mark.multiprocess
+def test_where_nobody_has_the_base_model_all_ranks_know_it() -> None:
+    found = run_processes(2, body, (0, 1))
+
+    assert ["no rank has kept its state" in one for one in found] == [True, True]

@@ -1,0 +1,146 @@
+"""Plain torch trainings: the provider changes nothing, and a lost rank goes on bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dist_ckpt_strategies.errors import PlanError, StrategyError
+from dist_ckpt_strategies.recovery import CheckpointManager, TorchStateProvider
+from tests.support.ranks import run_processes
+from tests.support.tensors import bits
+
+OPTIMIZERS: dict[str, Any] = {
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.01),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=0.01),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, nesterov=True),
+    "plain SGD": lambda p: torch.optim.SGD(p, lr=0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01, initial_accumulator_value=0.1),
+}
+
+
+def model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Dropout(0.3), nn.Linear(7, 2))
+
+
+def train(found: nn.Module, num_steps: int, update: Any, optimizer: Any) -> None:
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        found(torch.randn(6, 5)).square().mean().backward()
+        update()
+
+
+def state_of(found: nn.Module) -> dict[str, bytes]:
+    return {name: bits(tensor) for name, tensor in found.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_training_with_a_provider_is_that_without(name: str) -> None:
+    states = []
+    for has_provider in (False, True):
+        found = model()
+        with torch.no_grad():
+            next(found.parameters())[0, 0] = -0.0
+        optimizer = OPTIMIZERS[name](found.parameters())
+        before = state_of(found)
+        update = TorchStateProvider(found, optimizer).apply_update if has_provider else None
+        assert state_of(found) == before
+        torch.manual_seed(5)
+        train(found, 3, update or optimizer.step, optimizer)
+        states.append(state_of(found))
+
+    assert states[0] == states[1]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_one_provider_gives_another_one_goes_on_from(name: str) -> None:
+    def make(seed: int) -> tuple[nn.Module, Any, TorchStateProvider]:
+        found = model(seed)
+        optimizer = OPTIMIZERS[name](found.parameters())
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=9)
+        return found, optimizer, TorchStateProvider(found, optimizer, schedule)
+
+    first, optimizer, old = make(1)
+    train(first, 3, old.apply_update, optimizer)
+    manager = CheckpointManager()
+    manager.save_checkpoint(old)
+    second, other, new = make(2)
+    assert manager.try_checkpointless_load(new) is not None
+
+    for found, of_it, provider in ((first, optimizer, old), (second, other, new)):
+        torch.manual_seed(3)
+        train(found, 3, provider.apply_update, of_it)
+    assert state_of(first) == state_of(second)
+
+
+def test_an_optimizer_whose_beginning_is_not_known_is_refused_unless_it_has_begun() -> None:
+    found = model()
+    optimizer = torch.optim.Rprop(found.parameters())
+    with pytest.raises(StrategyError, match="Rprop: its state before the first step"):
+        TorchStateProvider(found, optimizer)
+    train(found, 1, optimizer.step, optimizer)
+
+    assert TorchStateProvider(found, optimizer).parts()["model"]
+    damped = torch.optim.SGD(model().parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    with pytest.raises(StrategyError, match="SGD"):
+        TorchStateProvider(found, damped)
+
+
+def test_state_that_is_neither_tensor_nor_json_is_refused() -> None:
+    found = model()
+    optimizer = torch.optim.SGD(found.parameters(), lr=0.1)
+    optimizer.param_groups[0]["rule"] = object()
+    with pytest.raises(PlanError, match="neither tensor nor JSON"):
+        TorchStateProvider(found, optimizer).objects()
+
+
+def body(rank: int, lost: int | None) -> list[bytes]:
+    """Data parallel over all ranks; where a rank is lost, in the third step, after the vote."""
+    manager = CheckpointManager(timeout_s=20)
+
+    def make(seed: int) -> tuple[nn.Module, Any, TorchStateProvider]:
+        found = model(seed)
+        optimizer = torch.optim.AdamW(found.parameters(), lr=0.01)
+        return found, optimizer, TorchStateProvider(found, optimizer)
+
+    found, optimizer, provider = make(1)
+    manager.track(provider)
+    torch.manual_seed(rank)
+    while provider.step < 5:
+        manager.begin_step()
+        optimizer.zero_grad()
+        found(torch.randn(6, 5)).square().mean().backward()
+        for param in found.parameters():
+            dist.all_reduce(param.grad)
+        for buffer in found.buffers():
+            dist.broadcast(buffer, 0)
+        manager.vote()
+        if provider.step == 2 and lost is not None:
+            if rank == lost:
+                manager = CheckpointManager(timeout_s=20)
+            found, optimizer, provider = make(7)
+            assert manager.try_checkpointless_load(provider) is not None
+            manager.track(provider)
+            lost = None
+            continue
+        with manager.updating():
+            provider.apply_update()
+        manager.end_step()
+    return [*state_of(found).values(), bits(torch.rand(3))]
+
+
+@pytest.mark.multiprocess
+def test_a_lost_rank_of_a_data_parallel_training_goes_on_bit_for_bit() -> None:
+    expected = run_processes(3, body, None)
+
+    assert run_processes(3, body, 1) == expected
+    assert len({tuple(one[:-1]) for one in expected}) == 1

@@ -1,0 +1,292 @@
+"""State that goes from rank to rank: what arrives, what is found out, and what is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.comm.base import Communicator, Exchange, Receive, Send
+from dist_ckpt_strategies.comm.threads import run_ranks
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    PeerError,
+    RestartError,
+    ShapeMismatchError,
+)
+from dist_ckpt_strategies.plan.recover import HeldState, RankFacts
+from dist_ckpt_strategies.run.flat_parts import flat_parts
+from dist_ckpt_strategies.run.recover import (
+    Recovered,
+    RecoveryOptions,
+    Survivor,
+    gather_facts,
+    plan_recovery,
+    run_recovery,
+)
+from dist_ckpt_strategies.spec.phase import Phase
+from tests.support.memory_provider import MemoryProvider
+from tests.support.tensors import LAYOUTS, bits
+
+STEP = 3
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
+ALL_KNOWN = {(rank, step): b"%d at %d" % (rank, step) for rank in range(4) for step in range(6)}
+
+
+def filled(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A tensor of random numbers that the dtype can hold."""
+    generator = torch.Generator().manual_seed(seed)
+    numbers = torch.randint(0, 2 if dtype is torch.bool else 100, tuple(shape), generator=generator)
+    return numbers.to(dtype)
+
+
+def one_of_everything(seed: int) -> dict[str, torch.Tensor]:
+    """Tensors of all dtypes and layouts, empty ones and a scalar among them."""
+    tensors = {str(dtype): filled((3, 7), dtype, seed) for dtype in DTYPES}
+    for name, layout in LAYOUTS.items():
+        tensors[name] = layout(filled((4, 6), torch.float32, seed))
+        tensors[f"{name} in bfloat16"] = layout(filled((4, 6), torch.bfloat16, seed))
+    tensors["scalar"] = torch.tensor(float(seed))
+    tensors["empty"] = torch.empty(0, 5, dtype=torch.bfloat16)
+    tensors["large"] = filled((700_000,), torch.float32, seed)
+    return tensors
+
+
+Carrier = Callable[[Communicator], Communicator]
+
+
+def recover(
+    comm: Communicator,
+    new: MemoryProvider,
+    old: MemoryProvider | None,
+    phase: Phase = Phase.RUNNING,
+    options: RecoveryOptions = RecoveryOptions(max_bucket_nbytes=1 << 20),  # noqa: B008 - frozen
+) -> Recovered:
+    """Facts, plan and run, as the manager does it."""
+    wanted, held = flat_parts(new.parts()), flat_parts(old.parts() if old else {})
+
+    def describe() -> RankFacts:
+        return RankFacts(
+            tuple(part.facts() for part in wanted.values()),
+            tuple(new.gathered_parts()),
+            HeldState(STEP, phase, tuple(p.facts() for p in held.values())) if old else None,
+            random_states=tuple(sorted(ALL_KNOWN)) if old else (),
+        )
+
+    plan = plan_recovery(comm, gather_facts(comm, describe), [wanted, held])
+    survivor = Survivor(old, STEP, phase, old.apply_update) if old else None
+    return run_recovery(comm, plan, survivor, new, ALL_KNOWN if old else {}, options)
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except CheckpointError as error:
+        return error
+
+
+@pytest.mark.parametrize("num_holders", [1, 2, 3])
+def test_every_dtype_and_layout_arrives_bit_for_bit_from_all_holders(num_holders: int) -> None:
+    def body(comm: Communicator) -> tuple[Recovered, MemoryProvider]:
+        is_holder = comm.rank < num_holders
+        old = MemoryProvider({"a": one_of_everything(1)}, step=STEP) if is_holder else None
+        new = MemoryProvider({"a": one_of_everything(2)})
+        return recover(comm, new, old), new
+
+    expected = one_of_everything(1)
+    for rank, (recovered, new) in enumerate(run_ranks(num_holders + 1, body)):
+        found = new.parts()["a"]
+        assert {n: bits(t) for n, t in found.items()} == {n: bits(t) for n, t in expected.items()}
+        assert (new.step, new.objects()) == (STEP, {"step": STEP})
+        assert recovered.random_states[rank] == b"%d at %d" % (rank, STEP)
+        report = recovered.report
+        if rank == num_holders:
+            assert report.sources == tuple(range(num_holders))
+            assert report.received_nbytes == sum(t.nbytes for t in expected.values())
+            assert recovered.random_states.keys() == set(range(4))
+        else:
+            assert report.copied_nbytes == sum(t.nbytes for t in expected.values())
+
+
+def test_the_same_tensors_are_not_copied() -> None:
+    def body(comm: Communicator) -> int:
+        parts = {"a": one_of_everything(1)}
+        old = MemoryProvider(parts, step=STEP)
+        return recover(comm, MemoryProvider(parts), old).report.copied_nbytes
+
+    assert run_ranks(2, body) == [0, 0]
+
+
+def test_a_laggard_finishes_its_step_and_all_gather() -> None:
+    def body(comm: Communicator) -> tuple[str, float, int, int, Any]:
+        parts = {"shard": {"x": torch.full((3,), float(comm.rank == 0))}}
+        phase = (Phase.UPDATED, Phase.COMMITTED, Phase.GRADS_FINAL, Phase.RUNNING)[comm.rank]
+        old = MemoryProvider(parts, step=STEP, gathered=frozenset({"w"}))
+        new = MemoryProvider({"shard": {"x": torch.zeros(3)}}, gathered=frozenset({"w"}))
+        if phase is Phase.UPDATED:
+            old.load_objects({"step": STEP + 1})
+        report = recover(comm, new, old, phase).report
+        value = float(new.parts()["shard"]["x"][0])
+        return report.role, value, new.step, new.num_gathers, new.objects()["step"]
+
+    after = (1.0, STEP + 1, 1, STEP + 1)
+    assert run_ranks(4, body) == [
+        ("keep", *after),
+        ("roll forward", *after),
+        ("roll forward", *after),
+        ("receive", *after),
+    ]
+
+
+class _Flipping:
+    """A communicator that changes one bit of what its rank receives."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
+        self._comm.begin_exchange(sends, receives).wait()
+        for receive in receives[-1:]:
+            torch.as_tensor(receive.into)[-1] ^= 1
+        return _Over()
+
+    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
+        self.begin_exchange(sends, receives)
+
+
+class _Over:
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+def test_a_bit_that_flips_on_the_way_is_found_by_the_receiver_and_named_everywhere() -> None:
+    def body(comm: Communicator) -> Any:
+        old = MemoryProvider({"a": one_of_everything(1)}, step=STEP) if comm.rank else None
+        new = MemoryProvider({"a": one_of_everything(2)})
+        found: Any = _Flipping(comm) if comm.rank == 0 else comm
+        return outcome(lambda: recover(found, new, old))
+
+    errors = run_ranks(3, body)
+
+    assert all(isinstance(error, CorruptCheckpointError) for error in errors)
+    assert all(isinstance(error, PeerError) for error in errors[1:])
+    assert {error.global_rank for error in errors} == {0}
+    assert "a: bytes" in str(errors[0])
+    assert "from rank" in str(errors[0])
+
+
+def test_objects_that_arrive_damaged_are_found() -> None:
+    def body(comm: Communicator) -> Any:
+        old = MemoryProvider({}, step=STEP) if comm.rank else None
+        found: Any = _Flipping(comm) if comm.rank == 0 else comm
+        return outcome(lambda: recover(found, MemoryProvider({}), old))
+
+    errors = run_ranks(2, body)
+
+    assert "objects and random states from rank 1 arrived damaged" in str(errors[0])
+    assert all(isinstance(error, CorruptCheckpointError) for error in errors)
+
+
+def test_copies_that_differ_in_memory_are_found_where_they_are_compared() -> None:
+    def body(comm: Communicator) -> Any:
+        tensors = one_of_everything(1)
+        if comm.rank == 1:
+            tensors["torch.bfloat16"][0, 0] += 1
+        old = MemoryProvider({"a": tensors}, step=STEP) if comm.rank else None
+        new = MemoryProvider({"a": one_of_everything(2)})
+        options = RecoveryOptions(compares_copies=True)
+        return outcome(lambda: recover(comm, new, old, options=options))
+
+    errors = run_ranks(4, body)
+
+    assert all(isinstance(error, CorruptCheckpointError) for error in errors)
+    assert all("a: copies differ: " in str(error) for error in errors)
+    assert all("on rank 1; " in str(e) and "on ranks 2, 3" in str(e) for e in errors)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shown"),
+    [
+        (torch.zeros(2, 2, dtype=torch.bfloat16), "x: float32 (2, 2) and bfloat16 (2, 2)"),
+        (torch.zeros(4), "x: float32 (2, 2) and float32 (4,)"),
+        (None, "x: float32 (2, 2) and no such tensor"),
+    ],
+)
+def test_tensors_that_differ_are_named_before_any_byte_is_sent(
+    tensor: torch.Tensor | None, shown: str
+) -> None:
+    def body(comm: Communicator) -> Any:
+        own = {"x": torch.ones(2, 2)}
+        other = {} if tensor is None else {"x": tensor}
+        old = MemoryProvider({"a": own}, step=STEP) if comm.rank == 0 else None
+        new = MemoryProvider({"a": own if comm.rank == 0 else other})
+        return outcome(lambda: recover(comm, new, old))
+
+    for error in run_ranks(2, body):
+        assert isinstance(error, ShapeMismatchError)
+        assert f"a: tensors differ between ranks 0 and 1: {shown}" in str(error)
+
+
+def test_a_provider_that_raises_on_one_rank_fails_the_recovery_on_all() -> None:
+    class Stubborn(MemoryProvider):
+        def load_objects(self, objects: Any) -> None:
+            raise ValueError("no such schedule")
+
+    def body(comm: Communicator) -> Any:
+        kind = Stubborn if comm.rank == 1 else MemoryProvider
+        return outcome(lambda: recover(comm, kind({}), MemoryProvider({}, step=STEP)))
+
+    for error in run_ranks(2, body):
+        assert isinstance(error, RestartError)
+        assert "rank 1: the state provider's load_objects raised ValueError: no such" in str(error)
+
+
+def test_a_tensor_whose_elements_share_memory_cannot_be_filled() -> None:
+    def body(comm: Communicator) -> Any:
+        old = MemoryProvider({"a": {"x": torch.ones(3, 2)}}, step=STEP) if comm.rank else None
+        shared = torch.zeros(1, 2).expand(3, 2)
+        new = MemoryProvider({"a": {"x": torch.zeros(3, 2) if comm.rank else shared}})
+        return outcome(lambda: recover(comm, new, old))
+
+    assert all("a: x: its elements share memory" in str(error) for error in run_ranks(2, body))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 400_000), st.booleans()), max_size=6),
+    st.integers(1, 3),
+)
+def test_parts_of_any_sizes_arrive(sizes: list[tuple[int, bool]], num_holders: int) -> None:
+    def tensors(seed: int) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for number, (size, in_order) in enumerate(sizes):
+            whole = filled((size, 2), torch.int64, seed + number)
+            found[str(number)] = whole if in_order else whole.t()
+        return found
+
+    def body(comm: Communicator) -> bool:
+        old = MemoryProvider({"a": tensors(1)}, step=STEP) if comm.rank < num_holders else None
+        new = MemoryProvider({"a": tensors(50)})
+        recover(comm, new, old)
+        return all(torch.equal(t, new.parts()["a"][n]) for n, t in tensors(1).items())
+
+    assert all(run_ranks(num_holders + 1, body))
