@@ -10,7 +10,9 @@ import json
 import logging
 import sys
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -28,6 +30,7 @@ from dist_ckpt_strategies.inprocess import (
     CheckpointlessAbortManager,
     CudaHealthCheck,
     HPCallWrapper,
+    HPState,
     HPWrapper,
 )
 from dist_ckpt_strategies.inprocess.train_utils import wait_rank
@@ -48,6 +51,11 @@ class Rank:
         self.injector = FaultInjector(task.faults, global_rank, task.fired, self._note)
         self.epoch = 0
 
+    def stopped(self, state: HPState) -> HPState:
+        """The block has been left, after a fault of any rank."""
+        self.log.note("stopped", epoch=state.epoch)
+        return state
+
     def _note(self, fault: InjectedFault) -> None:
         self.log.note("fault", number=fault.number, epoch=self.epoch)
 
@@ -55,11 +63,15 @@ class Rank:
 def main(path: Path) -> None:
     """Train to the end, whatever happens."""
     torch.set_num_threads(1)
+    task = ChaosTask.read(path)
+    if task.save_every:
+        _checkpoint()
     wait_rank()
-    rank = Rank(ChaosTask.read(path), int(environment()["RANK"]))
+    rank = Rank(task, int(environment()["RANK"]))
     wrapper = HPWrapper(
         abort=CheckpointlessAbortManager.get_default_checkpointless_abort(),
         health_check=CudaHealthCheck(),
+        finalize=rank.stopped,
         checkpoint_manager=rank.manager,
         abort_timeout=_ABORT_TIMEOUT_S,
         progress_timeout_s=PROGRESS_TIMEOUT_S,
@@ -73,14 +85,33 @@ def train(rank: Rank, call: HPCallWrapper | None = None) -> None:
     dist.init_process_group("interruptible_gloo", timeout=timedelta(seconds=_GROUP_TIMEOUT_S))
     groups = make_groups(NUM_SHARDS)
     training = ShardedTraining(groups, seed=rank.task.seed)
-    loaded = rank.manager.try_checkpointless_load(training)
-    rank.log.note("loaded", epoch=rank.epoch, step=training.step, found=loaded is not None)
+    if rank.manager.try_checkpointless_load(training) is not None:
+        source = "memory"
+    else:
+        source = _from_disk(rank, training)
+    rank.log.note("loaded", epoch=rank.epoch, step=training.step, source=source)
     rank.manager.track(training, replica_group=groups.twins)
     while training.step < rank.task.num_steps:
         if call is not None:
             call.ping()
+        if rank.task.save_every and training.step % rank.task.save_every == 0:
+            _checkpoint().save(training, rank.task.checkpoints)
         _step(rank, training)
     rank.task.final(rank.global_rank).write_text(json.dumps(_digests(training)), encoding="utf-8")
+
+
+def _from_disk(rank: Rank, training: ShardedTraining) -> str:
+    """Load the newest checkpoint, where there is one; in words, where the state is from."""
+    if not rank.task.save_every:
+        return "nowhere"
+    checkpoint = _checkpoint()
+    step = checkpoint.load_newest(training, rank.task.checkpoints)
+    return "nowhere" if step is None else "disk"
+
+
+def _checkpoint() -> ModuleType:
+    """What saves and loads; its import takes seconds, and only some runs need it."""
+    return import_module("dist_ckpt_strategies.cli.chaos.checkpoint")
 
 
 def _step(rank: Rank, training: ShardedTraining) -> None:
