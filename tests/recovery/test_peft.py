@@ -42,12 +42,13 @@ def test_adapters_are_known_by_name_or_by_their_gradient(key: Any, expected: boo
 def test_the_base_model_is_noted_once_and_offloaded_with_the_rest() -> None:
     found, provider = make(1)
     manager: Any = PEFTCheckpointManager(enable_offload=True)
-    assert manager.base_model_weights is None
+    assert not manager.base_model_weights
     manager.save_checkpoint(provider)
-    noted = manager.base_model_weights
+    noted = dict(manager.base_model_weights)
     manager.maybe_save_base_model(make(2)[1])
 
-    assert manager.base_model_weights is noted
+    assert manager.base_model_weights.keys() == noted.keys()
+    assert all(manager.base_model_weights[key] is tensor for key, tensor in noted.items())
     assert manager.base_model_keys_to_extract == [
         "model/module/base.bias",
         "model/module/base.weight",

@@ -1,0 +1,149 @@
+"""A Megatron-Core model and distributed optimizer, taken apart into what ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
+
+from dist_ckpt_strategies.errors import StrategyError
+
+_FUSED = frozenset({"FusedAdam", "FusedLayoutAdam"})
+"""Adams that count steps once per group, and whose moments begin as zeros."""
+
+Tensors = dict[str, torch.Tensor]
+
+
+def model_place() -> str:
+    """This rank's place in model parallelism: ranks of one place hold the same weights."""
+    tensor = parallel_state.get_tensor_model_parallel_rank()
+    pipeline = parallel_state.get_pipeline_model_parallel_rank()
+    expert = parallel_state.get_expert_model_parallel_rank()
+    return f"tp{tensor}.pp{pipeline}.ep{expert}"
+
+
+def shard_number() -> int:
+    """Which shard of the optimizer this rank holds; each instance has one of every number."""
+    found: int = parallel_state.get_data_parallel_rank(
+        with_context_parallel=True, partial_data_parallel=True
+    )
+    return found
+
+
+def distributed_optimizers(optimizer: Any) -> list[Any]:
+    """The distributed optimizers that an optimizer is made of.
+
+    Raises:
+        StrategyError: one is none, or keeps its state in a way that cannot be moved from here.
+    """
+    found = [
+        one
+        for one in getattr(optimizer, "chained_optimizers", [optimizer])
+        if not one.is_stub_optimizer
+    ]
+    for one in found:
+        if not isinstance(one, DistributedOptimizer):
+            raise StrategyError(
+                f"{type(one).__name__}: expected Megatron-Core's DistributedOptimizer; set "
+                "use_distributed_optimizer=True"
+            )
+        if type(one.optimizer).__name__ not in _FUSED:
+            raise StrategyError(f"{type(one.optimizer).__name__}: expected one of {sorted(_FUSED)}")
+        if one.grad_scaler is not None and one.config.loss_scale is None and one.config.fp16:
+            raise StrategyError("a dynamic loss scale changes before the vote: expected bfloat16")
+    return found
+
+
+def make_moments(optimizers: Sequence[Any]) -> None:
+    """Let every optimizer have its moments, as zeros where it has none yet."""
+    for one in optimizers:
+        for param in _main_params(one):
+            state = one.optimizer.state[param]
+            for name in ("exp_avg", "exp_avg_sq"):
+                state.setdefault(name, torch.zeros_like(param))
+
+
+def shard_tensors(optimizers: Sequence[Any]) -> Tensors:
+    """This rank's main parameters and moments."""
+    found: Tensors = {}
+    for number, one in enumerate(optimizers):
+        for index, param in enumerate(_main_params(one)):
+            found[f"{number}/{index}/main"] = param
+            for name, value in one.optimizer.state[param].items():
+                if isinstance(value, torch.Tensor):
+                    found[f"{number}/{index}/{name}"] = value
+    return found
+
+
+def weight_tensors(chunks: Sequence[Any]) -> tuple[Tensors, Tensors]:
+    """The weights that are made anew from the shards, and all else of the model."""
+    gathered: Tensors = {}
+    fixed: Tensors = {}
+    for number, chunk in enumerate(chunks):
+        for name, param in chunk.module.named_parameters():
+            (gathered if param.requires_grad else fixed)[f"{number}/{name}"] = param
+        for name, buffer in chunk.module.named_buffers():
+            fixed[f"{number}/{name}"] = buffer
+    return gathered, fixed
+
+
+def group_values(optimizers: Sequence[Any]) -> list[list[dict[str, Any]]]:
+    """What the optimizers' groups say beside their parameters: rates, and the step."""
+    return [
+        [{k: v for k, v in group.items() if k != "params"} for group in one.optimizer.param_groups]
+        for one in optimizers
+    ]
+
+
+def set_group_values(optimizers: Sequence[Any], values: Sequence[Sequence[Any]]) -> None:
+    """Take over what ``group_values`` gave."""
+    for one, of_it in zip(optimizers, values, strict=True):
+        for group, found in zip(one.optimizer.param_groups, of_it, strict=True):
+            _set_values(group, found)
+
+
+def finish_gradients(optimizer: Any, optimizers: Sequence[Any]) -> bool:
+    """Copy, check and clip the gradients; False if the step is to be skipped.
+
+    Collective. What Megatron-Core's ``step`` does before it changes a parameter.
+    """
+    if optimizer.prepare_grads():
+        return False
+    norm = optimizer.get_grad_norm()
+    for one in optimizers:
+        if one.config.clip_grad > 0.0:
+            clip_grad_by_total_norm_fp32(
+                one.get_parameters(), max_norm=one.config.clip_grad, total_norm=norm
+            )
+    return True
+
+
+def update_shards(optimizers: Sequence[Any]) -> None:
+    """Step every optimizer, and copy main parameters to the model's; no rank is asked."""
+    for one in optimizers:
+        MixedPrecisionOptimizer.step_with_ready_grads(one)
+
+
+def gather_parameters(optimizers: Sequence[Any], chunks: Sequence[Any]) -> None:
+    """Make the model's parameters anew from the shards. Collective over each instance."""
+    for one in optimizers:
+        one._copy_main_params_to_model_params()  # noqa: SLF001 - Megatron has no other way
+    for chunk in chunks:
+        chunk.start_param_sync(force_sync=True)
+
+
+def _main_params(optimizer: Any) -> Iterator[torch.Tensor]:
+    for group in optimizer.optimizer.param_groups:
+        yield from group["params"]
+
+
+def _set_values(group: dict[str, Any], found: Mapping[str, Any]) -> None:
+    for key in [key for key in group if key != "params" and key not in found]:
+        del group[key]
+    for key, value in found.items():
+        group[key] = tuple(value) if isinstance(group.get(key), tuple) else value

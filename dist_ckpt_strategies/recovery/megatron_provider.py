@@ -1,0 +1,134 @@
+"""The state of a Megatron-Core training, with its distributed optimizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.megatron.training_state import (
+    distributed_optimizers,
+    finish_gradients,
+    gather_parameters,
+    group_values,
+    make_moments,
+    model_place,
+    set_group_values,
+    shard_number,
+    shard_tensors,
+    update_shards,
+    weight_tensors,
+)
+
+
+class MegatronStateProvider:
+    """A StateProvider over DistributedDataParallel chunks and a distributed optimizer.
+
+    With ``num_distributed_optimizer_instances`` of two or more, each shard of the optimizer is
+    held by as many ranks. Megatron's ``optimizer.step()`` is cut in three::
+
+        provider.finish_gradients()       # collective: copies, checks and clips them
+        manager.vote()
+        with manager.updating():
+            provider.apply_update()       # local
+        provider.gather_weights()         # collective within the instance
+
+    Args:
+        chunks: the model's chunks, in Megatron's DistributedDataParallel.
+        optimizer: what ``get_megatron_optimizer`` gave.
+        scheduler: Megatron's OptimizerParamScheduler, or None.
+        increment: samples by which each update moves the scheduler on.
+        step: steps that the state has seen.
+
+    Raises:
+        StrategyError: the optimizer is of a kind whose state cannot be moved from here.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        optimizer: Any,
+        scheduler: Any = None,
+        *,
+        increment: int = 1,
+        step: int = 0,
+    ) -> None:
+        self._chunks = list(chunks)
+        self._optimizer = optimizer
+        self._optimizers = distributed_optimizers(optimizer)
+        self._scheduler = scheduler
+        self._increment = increment
+        self._step = step
+        self._applies = True
+        # Kept, for Megatron's own groups may be gone when they are asked for again.
+        self._place, self._shard = model_place(), shard_number()
+        make_moments(self._optimizers)
+
+    @property
+    def step(self) -> int:
+        """See StateProvider."""
+        return self._step
+
+    def set_step(self, step: int) -> None:
+        """See StateProvider."""
+        self._step = step
+
+    def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """See StateProvider."""
+        gathered, fixed = weight_tensors(self._chunks)
+        return {
+            f"weights/{self._place}": gathered,
+            f"fixed/{self._place}": fixed,
+            f"optimizer/{self._place}/{self._shard}": shard_tensors(self._optimizers),
+        }
+
+    def gathered_parts(self) -> frozenset[str]:
+        """See StateProvider."""
+        return frozenset({f"weights/{self._place}"})
+
+    def objects(self) -> Mapping[str, Any]:
+        """See StateProvider.
+
+        Raises:
+            PlanError: something of the optimizer or the schedule is no JSON.
+        """
+        schedule = self._scheduler.state_dict() if self._scheduler else None
+        try:
+            found: dict[str, Any] = json.loads(
+                json.dumps({"groups": group_values(self._optimizers), "scheduler": schedule})
+            )
+        except (TypeError, ValueError) as error:
+            raise PlanError(f"state that is neither tensor nor JSON: {error}") from error
+        return found
+
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """See StateProvider."""
+        if self._scheduler:
+            self._scheduler.load_state_dict(objects["scheduler"])
+        set_group_values(self._optimizers, objects["groups"])
+
+    def finish_gradients(self) -> bool:
+        """Make the gradients final; False if they are not finite, and the update does nothing.
+
+        Collective over the ranks of the model. The vote comes next.
+        """
+        with torch.no_grad():
+            self._applies = finish_gradients(self._optimizer, self._optimizers)
+        return self._applies
+
+    def apply_update(self) -> None:
+        """See StateProvider; the block calls it too."""
+        if not self._applies:
+            return
+        with torch.no_grad():
+            update_shards(self._optimizers)
+        if self._scheduler:
+            self._scheduler.step(increment=self._increment)
+
+    def gather_weights(self) -> None:
+        """See StateProvider."""
+        with torch.no_grad():
+            gather_parameters(self._optimizers, self._chunks)
