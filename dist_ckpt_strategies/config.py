@@ -285,7 +285,7 @@ class Launch:
 
 COORDINATOR, WORKER = _PREFIX + "COORDINATOR", _PREFIX + "WORKER"
 HEARTBEAT_PIPE, HEARTBEAT_S = _PREFIX + "HEARTBEAT_PIPE", _PREFIX + "HEARTBEAT_S"
-_ATTEMPT = _PREFIX + "TORCHRUN_ATTEMPT"
+_TORCHRUN = _PREFIX + "TORCHRUN"
 
 
 def launch_from_environment(environ: MutableMapping[str, str] | None = None) -> Launch:
@@ -328,15 +328,16 @@ def _supervised(source: Mapping[str, str]) -> Launch:
 
 
 def _under_torchrun(source: MutableMapping[str, str]) -> Launch:
-    # Each attempt in place gives TORCHELASTIC_RESTART_COUNT another value.
-    count = source.setdefault(_ATTEMPT, source.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    rank = _parsed("RANK", source.get("RANK", ""), int)
+    # Each attempt in place gives these variables other values; the first ones are torchrun's.
+    count = source.get("TORCHELASTIC_RESTART_COUNT", "0")
     address = f"{source.get('MASTER_ADDR', '')}:{source.get('MASTER_PORT', '')}"
+    count, _, address = source.setdefault(_TORCHRUN, f"{count}@{address}").partition("@")
+    rank = _parsed("RANK", source.get("RANK", ""), int)
     return Launch(
         _parsed("MASTER_ADDR:MASTER_PORT", address, _address),
         str(rank),
         rank=rank,
-        attempt=_parsed(_ATTEMPT, count, int),
+        attempt=_parsed("TORCHELASTIC_RESTART_COUNT", count, int),
     )
 
 

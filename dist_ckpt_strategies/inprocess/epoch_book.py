@@ -52,6 +52,14 @@ class EpochBook:
         self._store.write(f"arrived/{epoch}/{global_rank}", worker)
         return self._store.add(f"arrived/{epoch}")
 
+    def announce_master(self, epoch: int, address: str) -> None:
+        """Say where the process groups of an epoch meet; rank 0 does, before it joins."""
+        self._store.write(f"master/{epoch}", address)
+
+    def master(self, epoch: int) -> str | None:
+        """Where the process groups of an epoch meet, as host:port; None: nobody has said."""
+        return self._store.read(f"master/{epoch}")
+
     def joined(self, worker: str) -> int | None:
         """The last epoch that a worker has joined."""
         found = self._store.read(_joined(worker))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import stat
 import threading
+from contextlib import suppress
 
 from dist_ckpt_strategies.config import Launch
 
 _NAME = "dist-ckpt-heartbeat"
+
+SIGN = b"."
+FAREWELL = b"!"
+"""The last sign: the interpreter ends, and threads with it, some time before the process."""
 
 
 def start_heartbeat(launch: Launch) -> None:
@@ -24,6 +30,7 @@ def start_heartbeat(launch: Launch) -> None:
         return
     os.set_blocking(fd, False)
     args = (fd, launch.heartbeat_s)
+    atexit.register(_tell, fd, FAREWELL)
     threading.Thread(target=_beat, args=args, name=_NAME, daemon=True).start()
 
 
@@ -41,16 +48,12 @@ def _is_pipe(fd: int, inode: int) -> bool:
 
 def _beat(fd: int, interval_s: float) -> None:
     pause = threading.Event()
-    while _told(fd):
-        pause.wait(interval_s)
+    with suppress(BrokenPipeError):  # nobody listens any more
+        while True:
+            _tell(fd, SIGN)
+            pause.wait(interval_s)
 
 
-def _told(fd: int) -> bool:
-    """False once nobody listens any more."""
-    try:
-        os.write(fd, b".")
-    except BlockingIOError:
-        return True  # the supervisor is slow, and finds enough of them once it looks
-    except OSError:
-        return False
-    return True
+def _tell(fd: int, sign: bytes) -> None:
+    with suppress(BlockingIOError):  # the supervisor is slow, and finds enough once it looks
+        os.write(fd, sign)

@@ -6,10 +6,12 @@ from dist_ckpt_strategies.comm.key_values import LocalKeyValues, TcpKeyValues
 from dist_ckpt_strategies.config import (
     Launch,
     launch_from_environment,
+    update_environment,
     world_from_environment,
 )
-from dist_ckpt_strategies.inprocess.coordinator import RankInfo
+from dist_ckpt_strategies.inprocess.coordinator import Coordinator, Epoch, RankInfo
 from dist_ckpt_strategies.inprocess.heartbeat import start_heartbeat
+from dist_ckpt_strategies.inprocess.places import environment_of
 from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
 
 KEY_PREFIX = "dist_ckpt/"
@@ -18,12 +20,26 @@ KEY_PREFIX = "dist_ckpt/"
 _EPOCHS_PER_ATTEMPT = 1_000_000
 
 
-def coordinator_from_environment() -> StoreCoordinator:
+class LaunchedCoordinator(StoreCoordinator):
+    """A Coordinator that sets this process's variables, as its launcher would have."""
+
+    def barrier(self, timeout_s: float) -> Epoch:
+        """See Coordinator; RANK and its kin, and where process groups meet, are set then."""
+        epoch = super().barrier(timeout_s)
+        place = environment_of(self.wait_rank(timeout_s))
+        update_environment({**place, **dict(epoch.environment)})
+        return epoch
+
+
+def coordinator_from_environment() -> Coordinator:
     """The coordinator of this process's job; and from now on, it gives signs of life.
 
     Under ``dist-ckpt run`` the supervisor's; under torchrun one over the agent's store, which
     hears of exceptions only: when a process dies, torchrun restarts them all. Without either, and
     with no WORLD_SIZE above 1, a coordinator of this process alone.
+
+    Its ``barrier`` sets the variables of the attempt in this process's environment, so that
+    ``init_process_group`` finds the other ranks.
 
     Raises:
         StrategyError: the environment names none of these.
@@ -35,22 +51,17 @@ def coordinator_from_environment() -> StoreCoordinator:
         return StoreCoordinator(LocalKeyValues(), launch.worker, RankInfo(0, 0, 1, 1))
     host, port = launch.address
     if launch.rank is None:
-        return StoreCoordinator(TcpKeyValues(host, port, prefix=KEY_PREFIX), launch.worker)
+        store = TcpKeyValues(host, port, prefix=KEY_PREFIX)
+        return LaunchedCoordinator(store, launch.worker, master=host)
     return _under_torchrun(launch, launch.rank, (host, port))
 
 
-def _under_torchrun(launch: Launch, rank: int, address: tuple[str, int]) -> StoreCoordinator:
+def _under_torchrun(launch: Launch, rank: int, address: tuple[str, int]) -> Coordinator:
     world_size, local_rank, local_world_size = world_from_environment()
     host, port = address
     # The agent's store outlives the processes, and with it what they wrote: of each attempt the
-    # keys are others, and so are the numbers that process groups are told apart by.
+    # keys are others, and so are the epochs.
     store = TcpKeyValues(host, port, prefix=f"{KEY_PREFIX}{launch.attempt}/")
-    place = RankInfo(
-        rank,
-        local_rank,
-        world_size,
-        local_world_size,
-        (("MASTER_ADDR", host), ("MASTER_PORT", str(port))),
-    )
+    place = RankInfo(rank, local_rank, world_size, local_world_size)
     first = launch.attempt * _EPOCHS_PER_ATTEMPT + 1
-    return StoreCoordinator(store, launch.worker, place, first_epoch=first)
+    return LaunchedCoordinator(store, launch.worker, place, first_epoch=first, master=host)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from dist_ckpt_strategies.comm.key_values import KeyValues
+from dist_ckpt_strategies.comm.key_values import KeyValues, TcpHost
 from dist_ckpt_strategies.errors import PeerTimeoutError
 from dist_ckpt_strategies.inprocess.coordinator import Epoch, Fault, FaultMode, RankInfo
 from dist_ckpt_strategies.inprocess.epoch_book import BarrierState, EpochBook, FinishState
@@ -24,19 +24,29 @@ class StoreCoordinator:
         worker: what the supervisor calls this process.
         place: in the job; None: the supervisor says, under ``assign/<worker>``.
         first_epoch: number of the first epoch; the same for all.
+        master: address at which rank 0 hosts, for each attempt, a store for its process groups;
+            None: it hosts none.
 
     Raises:
         PeerLostError: the store does not answer.
     """
 
     def __init__(
-        self, store: KeyValues, worker: str, place: RankInfo | None = None, *, first_epoch: int = 1
+        self,
+        store: KeyValues,
+        worker: str,
+        place: RankInfo | None = None,
+        *,
+        first_epoch: int = 1,
+        master: str | None = None,
     ) -> None:
         self._store = store
         self._worker = worker
         self._place = place
         self._book = EpochBook(store, first_epoch)
         self._watch = FaultWatch(store.another(), first_epoch)
+        self._master = master
+        self._hosted: TcpHost | None = None
         self._joined = (-1, 0)
         self._returned = (-1, 0)
 
@@ -53,7 +63,7 @@ class StoreCoordinator:
         while True:
             epoch = self._book.current()
             if self._passes(epoch, place, deadline):
-                return Epoch(epoch)
+                return Epoch(epoch, self._meeting_place(epoch))
             if time.monotonic() > deadline:
                 raise self._timed_out(epoch, "joined", self._book.missing(epoch, place.world_size))
 
@@ -90,6 +100,7 @@ class StoreCoordinator:
     def _passes(self, epoch: int, place: RankInfo, deadline: float) -> bool:
         """Whether the barrier opened; False where the epoch has ended, or the time is over."""
         if self._joined[0] != epoch:
+            self._host_meeting(epoch, place)
             count = self._book.join(epoch, self._worker, place.global_rank)
             self._joined = (epoch, count)
             self._watch.want(epoch)
@@ -107,6 +118,24 @@ class StoreCoordinator:
             if not is_counted and self._book.current() != epoch:
                 return False
         return False
+
+    def _host_meeting(self, epoch: int, place: RankInfo) -> None:
+        """Where process groups met before, keys of then are left: each attempt has a new store."""
+        if self._master is not None and place.global_rank == 0:
+            self._hosted = TcpHost(self._master)
+            self._book.announce_master(epoch, f"{self._master}:{self._hosted.port}")
+
+    def _meeting_place(self, epoch: int) -> tuple[tuple[str, str], ...]:
+        address = None if self._master is None else self._book.master(epoch)
+        if address is None:
+            return ()
+        host, _, port = address.rpartition(":")
+        return (
+            ("MASTER_ADDR", host),
+            ("MASTER_PORT", port),
+            ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+            ("TORCHELASTIC_RESTART_COUNT", str(epoch)),
+        )
 
     def _assigned(self, timeout_s: float | None) -> RankInfo:
         self._store.write(ready_key(self._worker), "1")

@@ -15,9 +15,12 @@ from pathlib import Path
 
 from dist_ckpt_strategies.config import HEARTBEAT_PIPE, HEARTBEAT_S, WORKER
 from dist_ckpt_strategies.inprocess import tied_exec
+from dist_ckpt_strategies.inprocess.heartbeat import FAREWELL
 
 _CHUNK = 1 << 16
 _BEATS_PER_TIMEOUT = 4
+_FAREWELL_S = 60.0
+"""How long the end of an interpreter may take: it gives no more signs of life."""
 
 
 class OutputLines:
@@ -109,8 +112,11 @@ class WorkerProcess:
 
     def hear(self) -> bool:
         """Take note of the signs of life that have come; False once no more can."""
-        if not os.read(self.beats, _CHUNK):
+        signs = os.read(self.beats, _CHUNK)
+        if not signs:
             return False
+        if FAREWELL in signs:
+            self._timeout_s = max(_FAREWELL_S, self._timeout_s)
         self._last_beat = time.monotonic()
         return True
 

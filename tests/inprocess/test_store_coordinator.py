@@ -1,0 +1,365 @@
+"""Epochs over a store: no barrier opens too early, no fault is lost, nobody is held up."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+
+from dist_ckpt_strategies.comm.key_values import KeyValues, LocalKeyValues, TcpHost, TcpKeyValues
+from dist_ckpt_strategies.errors import PeerLostError, PeerTimeoutError
+from dist_ckpt_strategies.inprocess.coordinator import Epoch, Fault, FaultMode, RankInfo
+from dist_ckpt_strategies.inprocess.epoch_book import BarrierState, EpochBook
+from dist_ckpt_strategies.inprocess.places import assignment_key, place_to_text
+from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
+
+LIMIT_S = 20.0
+
+
+class StoppedError(Exception):
+    """The rank does nothing any more, as if it had been killed."""
+
+
+class StoppingStore(LocalKeyValues):
+    """Lets through a number of writes of one rank, and none after."""
+
+    def __init__(self, store: LocalKeyValues, num_writes: int) -> None:
+        self._inner = store
+        self._left = num_writes
+
+    def _spent(self) -> None:
+        if self._left <= 0:
+            raise StoppedError
+        self._left -= 1
+
+    def read(self, key: str) -> str | None:
+        return self._inner.read(key)
+
+    def write(self, key: str, value: str) -> None:
+        self._spent()
+        self._inner.write(key, value)
+
+    def write_once(self, key: str, value: str) -> str:
+        self._spent()
+        return self._inner.write_once(key, value)
+
+    def replace(self, key: str, expected: str, value: str) -> str:
+        self._spent()
+        return self._inner.replace(key, expected, value)
+
+    def add(self, key: str) -> int:
+        self._spent()
+        return self._inner.add(key)
+
+
+def place(rank: int, size: int) -> RankInfo:
+    return RankInfo(rank, rank, size, size)
+
+
+def in_threads(*bodies: Callable[[], object]) -> list[object]:
+    """What each returned, or the error that it raised."""
+    results: list[object] = [None] * len(bodies)
+
+    def call(index: int) -> None:
+        try:
+            results[index] = bodies[index]()
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            results[index] = error
+
+    threads = [threading.Thread(target=call, args=(i,), daemon=True) for i in range(len(bodies))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+@pytest.fixture(params=["local", "tcp"])
+def store(request: pytest.FixtureRequest) -> Iterator[KeyValues]:
+    """Of both kinds. On leaving, whoever still waits for an epoch is let go."""
+    if request.param == "local":
+        yield LocalKeyValues()
+        return
+    host = TcpHost()
+    client = TcpKeyValues(host.host, host.port, timeout_s=LIMIT_S)
+    yield client
+    book = EpochBook(client)
+    book.end(Fault(None, book.current(), FaultMode.DEATH, "the test is over"))
+    time.sleep(0.05)
+
+
+def world(store: KeyValues, size: int) -> list[StoreCoordinator]:
+    ranks = range(size)
+    return [StoreCoordinator(store.another(), f"w{r}", place(r, size)) for r in ranks]
+
+
+def test_all_ranks_pass_the_barrier_into_the_same_epoch(store: KeyValues) -> None:
+    ranks = world(store, 3)
+
+    assert in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks)) == [Epoch(1)] * 3
+
+
+def test_a_barrier_that_times_out_names_the_ranks_that_are_missing(store: KeyValues) -> None:
+    first = world(store, 4)[2]
+
+    with pytest.raises(PeerTimeoutError, match="missing: 0, 1, 3"):
+        first.barrier(0.05)
+
+
+def test_a_rank_that_waits_again_after_a_timeout_is_counted_once(store: KeyValues) -> None:
+    ranks = world(store, 2)
+    for _ in range(3):
+        with pytest.raises(PeerTimeoutError):
+            ranks[0].barrier(0.02)
+
+    assert in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks)) == [Epoch(1)] * 2
+
+
+def test_the_first_fault_reaches_everybody_and_later_ones_change_nothing(store: KeyValues) -> None:
+    ranks = world(store, 3)
+    in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks))
+
+    ranks[1].report(1, 1, FaultMode.EXCEPTION, "boom")
+    ranks[2].report(2, 1, FaultMode.EXCEPTION, "because of 1")
+
+    expected = Fault(1, 1, FaultMode.EXCEPTION, "boom")
+    assert in_threads(*(lambda c=c: c.wait_fault(1, LIMIT_S) for c in ranks)) == [expected] * 3
+
+
+def test_a_fault_is_heard_while_it_is_waited_for(store: KeyValues) -> None:
+    ranks = world(store, 2)
+    in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks))
+    started = time.monotonic()
+
+    def report() -> None:
+        time.sleep(0.1)
+        ranks[0].report(0, 1, FaultMode.HANG, "silent")
+
+    heard = in_threads(lambda: ranks[1].wait_fault(1, LIMIT_S), report)[0]
+
+    assert heard == Fault(0, 1, FaultMode.HANG, "silent")
+    assert time.monotonic() - started < LIMIT_S / 2
+
+
+def test_a_fault_against_an_old_epoch_changes_nothing(store: KeyValues) -> None:
+    ranks = world(store, 2)
+    in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks))
+    ranks[0].report(0, 1, FaultMode.EXCEPTION, "boom")
+    assert in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks)) == [Epoch(2)] * 2
+
+    ranks[1].report(1, 1, FaultMode.EXCEPTION, "late")
+
+    assert ranks[0].wait_fault(2, 0.05) is None
+    assert in_threads(*(lambda c=c: c.finish(2, LIMIT_S) for c in ranks)) == [True] * 2
+
+
+def test_a_fault_against_the_forming_epoch_moves_those_who_wait_in_it(store: KeyValues) -> None:
+    ranks = world(store, 3)
+
+    def die_and_be_replaced() -> Epoch:
+        while EpochBook(store).missing(1, 3) != (2,):
+            time.sleep(0.001)
+        ranks[2].report(2, 1, FaultMode.DEATH, "killed")
+        return ranks[2].barrier(LIMIT_S)
+
+    waiting = (lambda c=c: c.barrier(LIMIT_S) for c in ranks[:2])
+
+    assert in_threads(*waiting, die_and_be_replaced) == [Epoch(2)] * 3
+
+
+def test_who_has_finished_hears_of_a_fault_and_runs_again(store: KeyValues) -> None:
+    ranks = world(store, 2)
+    in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks))
+
+    def fail_late() -> None:
+        time.sleep(0.05)
+        ranks[1].report(1, 1, FaultMode.EXCEPTION, "boom")
+
+    assert in_threads(lambda: ranks[0].finish(1, LIMIT_S), fail_late)[0] is False
+    assert in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks)) == [Epoch(2)] * 2
+    assert in_threads(*(lambda c=c: c.finish(2, LIMIT_S) for c in ranks)) == [True] * 2
+
+
+def test_a_fault_after_all_have_finished_is_none(store: KeyValues) -> None:
+    ranks = world(store, 2)
+    in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks))
+    in_threads(*(lambda c=c: c.finish(1, LIMIT_S) for c in ranks))
+
+    ranks[0].report(0, 1, FaultMode.DEATH, "killed while it ended")
+
+    assert ranks[1].wait_fault(1, 0.02) is None
+    assert in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks)) == [Epoch(2)] * 2
+
+
+def test_finish_names_the_ranks_that_have_not_returned(store: KeyValues) -> None:
+    ranks = world(store, 3)
+    in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks))
+
+    with pytest.raises(PeerTimeoutError, match="missing: 1, 2"):
+        ranks[0].finish(1, 0.05)
+
+
+@pytest.mark.parametrize("num_writes", range(8))
+def test_a_reporter_that_stops_between_two_writes_holds_up_nobody(num_writes: int) -> None:
+    shared = LocalKeyValues()
+    ranks = world(shared, 3)
+    in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks))
+
+    with suppress(StoppedError):
+        EpochBook(StoppingStore(shared, num_writes)).end(Fault(2, 1, FaultMode.EXCEPTION, "boom"))
+    # Whoever watches has to hear of its death, and reports that.
+    ranks[0].report(2, 1, FaultMode.DEATH, "killed")
+
+    faults = in_threads(*(lambda c=c: c.wait_fault(1, LIMIT_S) for c in ranks))
+    assert len(set(faults)) == 1
+    assert isinstance(faults[0], Fault)
+    assert in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks)) == [Epoch(2)] * 3
+
+
+@pytest.mark.parametrize("num_writes", range(2, 6))
+def test_once_a_fault_is_written_it_needs_no_second_reporter(num_writes: int) -> None:
+    shared = LocalKeyValues()
+    ranks = world(shared, 2)
+    in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks))
+
+    # Asking for the current epoch is the first of its writes, the fault the second.
+    with suppress(StoppedError):
+        EpochBook(StoppingStore(shared, num_writes)).end(Fault(1, 1, FaultMode.EXCEPTION, "boom"))
+
+    assert in_threads(*(lambda c=c: c.finish(1, LIMIT_S) for c in ranks)) == [False] * 2
+    assert in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks)) == [Epoch(2)] * 2
+
+
+@pytest.mark.parametrize("num_writes", range(5))
+def test_a_joiner_that_dies_between_two_writes_opens_no_barrier(num_writes: int) -> None:
+    shared = LocalKeyValues()
+    book = EpochBook(shared)
+    with suppress(StoppedError):
+        EpochBook(StoppingStore(shared, num_writes)).join(1, "dead", 1)
+    joined = book.joined("dead")
+    if joined is not None:  # what a supervisor does about a death
+        book.end(Fault(1, joined, FaultMode.DEATH, "killed"))
+    ranks = world(shared, 2)
+
+    with pytest.raises(PeerTimeoutError, match="missing: 1"):
+        ranks[0].barrier(0.05)
+    epochs = in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks))
+    assert epochs == [Epoch(1 if joined is None else 2)] * 2
+
+
+def test_a_spare_with_an_old_epoch_does_not_pass_its_open_barrier(store: KeyValues) -> None:
+    ranks = world(store, 2)
+    in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks))
+    book = EpochBook(store)
+    assert book.barrier(1) is BarrierState.OPEN
+    spare = StoreCoordinator(store.another(), "spare", place(1, 2))
+
+    def end_it() -> Epoch:
+        while book.joined("spare") is None:
+            time.sleep(0.001)
+        ranks[0].report(1, 1, FaultMode.DEATH, "killed")
+        return ranks[0].barrier(LIMIT_S)
+
+    # The spare reads epoch 1, whose barrier is open, before anybody has ended it.
+    assert in_threads(lambda: spare.barrier(LIMIT_S), end_it) == [Epoch(2)] * 2
+
+
+def test_a_spare_waits_until_it_is_given_a_rank(store: KeyValues) -> None:
+    spare = StoreCoordinator(store.another(), "spare")
+    with pytest.raises(PeerTimeoutError, match="worker spare"):
+        spare.wait_rank(0.02)
+    assert store.read("ready/spare") == "1"
+    given = RankInfo(3, 1, 8, 4, (("MASTER_PORT", "1234"),))
+
+    store.write(assignment_key("spare"), place_to_text(given))
+
+    assert spare.wait_rank(LIMIT_S) == given
+
+
+def test_whoever_waits_learns_that_the_store_is_gone() -> None:
+    host: TcpHost | None = TcpHost()
+    assert host is not None
+    rank = StoreCoordinator(TcpKeyValues(host.host, host.port), "w0", place(0, 2))
+    waiting = threading.Thread(target=lambda: time.sleep(0.1), daemon=True)
+    waiting.start()
+    results: list[object] = []
+
+    def wait() -> None:
+        try:
+            results.append(rank.wait_fault(1, LIMIT_S))
+        except PeerLostError as error:
+            results.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    time.sleep(0.05)
+    del host
+    thread.join(LIMIT_S)
+
+    assert isinstance(results[0], PeerLostError)
+    for ask in (
+        lambda: rank.barrier(0.1),
+        lambda: rank.finish(1, 0.1),
+        lambda: rank.report(0, 1, FaultMode.HANG, ""),
+    ):
+        with pytest.raises(PeerLostError):
+            ask()
+
+
+def test_closing_wakes_up_who_waits() -> None:
+    rank = StoreCoordinator(LocalKeyValues(), "w0", place(0, 1))
+    rank.barrier(1.0)
+
+    def close() -> None:
+        time.sleep(0.05)
+        rank.close()
+
+    assert isinstance(in_threads(lambda: rank.wait_fault(1, LIMIT_S), close)[0], PeerLostError)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_in_any_interleaving_ranks_run_only_with_all_others_in_the_same_epoch(seed: int) -> None:
+    """Ranks join, fail and finish at random moments, some die and are replaced."""
+    size, shared = 4, LocalKeyValues()
+    running: dict[int, set[int]] = {}
+    passed: dict[int, set[int]] = {}
+    lock = threading.Lock()
+
+    def life(rank: int) -> int:
+        rng = random.Random(seed * 100 + rank)
+        incarnation = 0
+        me = StoreCoordinator(shared, f"{rank}.0", place(rank, size))
+        while True:
+            epoch = me.barrier(LIMIT_S).number
+            with lock:
+                passed.setdefault(epoch, set()).add(rank)
+            # All W have joined this very epoch: nobody passes before.
+            joined = {r for r in range(size) if r not in EpochBook(shared).missing(epoch, size)}
+            assert joined == set(range(size))
+            with lock:
+                running.setdefault(epoch, set()).add(rank)
+            fate = rng.random() if epoch < 8 else 1.0
+            time.sleep(rng.random() * 0.004)
+            if fate < 0.25:
+                me.report(rank, epoch, FaultMode.EXCEPTION, f"{rank} fails")
+            elif fate < 0.5:
+                # It dies; whoever watches reports it, and a new process comes, with an old report.
+                EpochBook(shared).end(Fault(rank, epoch, FaultMode.DEATH, "killed"))
+                incarnation += 1
+                me = StoreCoordinator(shared, f"{rank}.{incarnation}", place(rank, size))
+                me.report(rank, epoch - 1, FaultMode.EXCEPTION, "late")
+            elif me.finish(epoch, LIMIT_S):
+                return epoch
+            if me.wait_fault(epoch, LIMIT_S) is None:
+                raise AssertionError(f"rank {rank} runs again, but epoch {epoch} has no fault")
+
+    ends = in_threads(*(lambda r=r: life(r) for r in range(size)))
+
+    assert len(set(ends)) == 1, ends
+    assert isinstance(ends[0], int), ends
+    assert running[ends[0]] == set(range(size))
