@@ -104,8 +104,8 @@ class Communication:
         self._control.release()
         groups = _known_groups()
         num_groups = len(groups)
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
+        if dist.is_available():
+            _destroy_all()
         for group in self._control.groups():
             inner, pending = group.take_down()
             if inner is not None:
@@ -133,6 +133,15 @@ def bury_in_a_thread(group: Any) -> None:
     held = [group]
     del group
     threading.Thread(target=held.clear, name="dist_ckpt-burial-of-one", daemon=True).start()
+
+
+def _destroy_all() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # Torch names groups by a count that it resets when it destroys the world. An initialisation
+    # that was interrupted counts too, and leaves nothing to destroy: this rank's next world would
+    # look for the others under a name that they do not have.
+    dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - no public way
 
 
 def _known_groups() -> list[Any]:

@@ -1,0 +1,333 @@
+"""The backend interruptible_gloo: gloo's results, and waits that end when told to."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from dist_ckpt_strategies.comm.interruptible_gloo import (
+    BACKEND_NAME,
+    DEFAULT_WAIT_CONTROL,
+    register_interruptible_gloo,
+)
+from dist_ckpt_strategies.comm.torch_group import open_communicator
+from dist_ckpt_strategies.errors import PeerTimeoutError, WaitReleasedError
+from tests.support.ranks import run_processes
+
+pytestmark = pytest.mark.multiprocess
+
+SIZE = 4
+Group = Any
+
+
+def ours() -> Group:
+    """A group of all ranks over the backend. Collective: world."""
+    register_interruptible_gloo()
+    register_interruptible_gloo()
+    return dist.new_group(backend=BACKEND_NAME, timeout=timedelta(seconds=20))
+
+
+def mine(numel: int = 8) -> torch.Tensor:
+    return torch.arange(numel, dtype=torch.float32) + 10 * dist.get_rank()
+
+
+def empty(numel: int = 8) -> torch.Tensor:
+    return torch.zeros(numel)
+
+
+def many(numel: int = 8) -> list[torch.Tensor]:
+    return [torch.zeros(numel) for _ in range(SIZE)]
+
+
+def all_reduce(group: Group) -> Any:
+    data = mine()
+    dist.all_reduce(data, op=dist.ReduceOp.MAX, group=group)
+    return data
+
+
+def all_reduce_future(group: Group) -> Any:
+    work = dist.all_reduce(mine(), group=group, async_op=True)
+    return work.get_future().wait()
+
+
+def all_gather(group: Group) -> Any:
+    into = many()
+    dist.all_gather(into, mine(), group=group)
+    return into
+
+
+def all_gather_into_tensor(group: Group) -> Any:
+    into = empty(8 * SIZE)
+    dist.all_gather_into_tensor(into, mine(), group=group)
+    return into
+
+
+def all_gather_object(group: Group) -> Any:
+    into: list[Any] = [None] * SIZE
+    dist.all_gather_object(into, {"rank": dist.get_rank()}, group=group)
+    return into
+
+
+def gather_object(group: Group) -> Any:
+    into: list[Any] | None = [None] * SIZE if dist.get_rank() == 1 else None
+    dist.gather_object(dist.get_rank(), into, dst=1, group=group)
+    return into
+
+
+def broadcast(group: Group) -> Any:
+    data = mine()
+    dist.broadcast(data, 2, group=group)
+    return data
+
+
+def broadcast_object_list(group: Group) -> Any:
+    objects = [dist.get_rank(), "x"]
+    dist.broadcast_object_list(objects, 3, group=group)
+    return objects
+
+
+def scatter_object_list(group: Group) -> Any:
+    into: list[Any] = [None]
+    dist.scatter_object_list(into, list(range(SIZE)), src=0, group=group)
+    return into
+
+
+def reduce(group: Group) -> Any:
+    data = mine()
+    dist.reduce(data, 1, group=group)
+    return data if dist.get_rank() == 1 else None
+
+
+def gather(group: Group) -> Any:
+    into = many() if dist.get_rank() == 0 else None
+    dist.gather(mine(), into, 0, group=group)
+    return into
+
+
+def scatter(group: Group) -> Any:
+    data = empty()
+    parts = [mine() + i for i in range(SIZE)] if dist.get_rank() == 1 else None
+    dist.scatter(data, parts, 1, group=group)
+    return data
+
+
+def reduce_scatter(group: Group) -> Any:
+    data = empty()
+    dist.reduce_scatter(data, [mine() + i for i in range(SIZE)], group=group)
+    return data
+
+
+def reduce_scatter_tensor(group: Group) -> Any:
+    data = empty(2)
+    dist.reduce_scatter_tensor(data, mine(), group=group)
+    return data
+
+
+def all_to_all_single(group: Group) -> Any:
+    data = empty()
+    dist.all_to_all_single(data, mine(), group=group)
+    return data
+
+
+def all_to_all_uneven(group: Group) -> Any:
+    rank = dist.get_rank()
+    data = empty(SIZE * (rank + 1))
+    sizes = [i + 1 for i in range(SIZE)]
+    dist.all_to_all_single(data, mine(sum(sizes)), [rank + 1] * SIZE, sizes, group=group)
+    return data
+
+
+def ring(group: Group) -> Any:
+    rank = dist.get_rank()
+    data = empty()
+    sent = dist.isend(mine(), (rank + 1) % SIZE, group=group)
+    received = dist.irecv(data, (rank - 1) % SIZE, group=group)
+    assert sent is not None
+    assert received is not None
+    received.wait()
+    sent.wait()
+    return data
+
+
+def from_anybody(group: Group) -> Any:
+    if dist.get_rank() == 0:
+        data = empty()
+        return sorted(dist.recv(data, group=group) for _ in range(SIZE - 1))
+    dist.send(mine(), 0, group=group)
+    return None
+
+
+def batched(group: Group) -> Any:
+    peer = dist.get_rank() ^ 1
+    data = empty()
+    operations = [
+        dist.P2POp(dist.isend, mine(), peer, group=group),
+        dist.P2POp(dist.irecv, data, peer, group=group),
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return data
+
+
+def object_to_one(group: Group) -> Any:
+    objects: list[Any] = [dist.get_rank()]
+    if dist.get_rank() == 0:
+        dist.send_object_list(objects, 1, group=group)
+    elif dist.get_rank() == 1:
+        dist.recv_object_list(objects, 0, group=group)
+    return objects
+
+
+def barriers(group: Group) -> Any:
+    dist.barrier(group=group)
+    group.monitored_barrier()
+    return dist.get_world_size(group), dist.get_process_group_ranks(group)
+
+
+def coalesced(group: Group) -> Any:
+    data = [mine(), mine(3)]
+    with dist._coalescing_manager(group=group, async_ops=False):
+        for one in data:
+            dist.all_reduce(one, group=group)
+    return data
+
+
+def functional(group: Group) -> Any:
+    summed = torch.ops._c10d_functional.all_reduce(mine(), "sum", group.group_name)
+    return torch.ops._c10d_functional.wait_tensor(summed)
+
+
+def ddp(group: Group) -> Any:
+    torch.manual_seed(1)
+    model = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), process_group=group
+    )
+    for _ in range(2):
+        model(mine()).sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def our_messages(group: Group) -> Any:
+    comm = open_communicator(group, timeout_s=10, purpose="a test")
+    return comm.all_gather({"rank": comm.rank}), str(comm)[:1]
+
+
+CALLS: list[Callable[[Group], Any]] = [
+    all_reduce, all_reduce_future, all_gather, all_gather_into_tensor, all_gather_object,
+    gather_object, broadcast, broadcast_object_list, scatter_object_list, reduce, gather, scatter,
+    reduce_scatter, reduce_scatter_tensor, all_to_all_single, all_to_all_uneven, ring,
+    from_anybody, batched, object_to_one, barriers, coalesced, functional, ddp, our_messages,
+]  # fmt: skip
+
+
+def compare_with_gloo(rank: int) -> list[str]:
+    """Body of a rank: the calls whose results are not gloo's."""
+    group, gloo = ours(), dist.new_group()
+    return [call.__name__ for call in CALLS if not is_equal(call(group), call(gloo))]
+
+
+def is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(is_equal, a, b))
+    return bool(a == b)
+
+
+def test_every_call_gives_what_gloo_gives() -> None:
+    assert run_processes(SIZE, compare_with_gloo) == [[]] * SIZE
+
+
+def waits() -> list[Callable[[Group], Any]]:
+    return [
+        lambda group: dist.all_reduce(torch.ones(10), group=group),
+        lambda group: dist.recv(torch.ones(10), 0, group=group),
+        lambda group: dist.recv(torch.ones(10), group=group),
+        lambda group: dist.barrier(group=group),
+        lambda group: group.monitored_barrier(timedelta(seconds=20)),
+        lambda group: (
+            dist.all_reduce(torch.ones(1), group=group, async_op=True).get_future().wait()
+        ),
+        lambda group: dist.all_gather_object([None] * 2, 1, group=group),
+    ]
+
+
+def released(rank: int, which: int) -> Any:
+    """Body of a rank: the first stays away; the other is told to stop waiting."""
+    group = ours()
+    if rank == 0:
+        dist.barrier()
+        return None
+    threading.Timer(0.1, DEFAULT_WAIT_CONTROL.release).start()
+    begun = time.monotonic()
+    try:
+        waits()[which](group)
+    except RuntimeError as error:
+        took_s = time.monotonic() - begun
+        DEFAULT_WAIT_CONTROL.renew()
+        dist.barrier()
+        return isinstance(error, WaitReleasedError), str(error), took_s
+    return "it came back"
+
+
+@pytest.mark.parametrize("which", range(len(waits())))
+def test_a_wait_ends_when_it_is_told_to(which: int) -> None:
+    _, found = run_processes(2, released, which)
+
+    is_ours, text, took_s = found
+    assert "told to stop waiting" in text
+    assert is_ours or which == 5  # a future gives the text of the error only
+    assert took_s < 5
+
+
+def limited(rank: int) -> Any:
+    """Body of a rank: limits of time are kept, and named as everywhere in the package."""
+    comm = open_communicator(ours(), timeout_s=0.5, purpose="a test")
+    if rank:
+        dist.barrier()
+        return None
+    begun = time.monotonic()
+    try:
+        comm.all_gather(1)
+    except PeerTimeoutError as error:
+        took_s = time.monotonic() - begun
+        dist.barrier()
+        return error.rank, took_s
+    return "it came back"
+
+
+def test_a_limit_of_time_is_kept() -> None:
+    absent, took_s = run_processes(2, limited)[0]
+
+    assert absent == 1
+    assert 0.4 < took_s < 10
+
+
+def megatrons_layout(rank: int, creates_gloo: bool) -> Any:
+    """Body of a rank: sums over Megatron-Core's groups."""
+    register_interruptible_gloo()
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    prefixed = dist.PrefixStore("ours", store)
+    dist.init_process_group(BACKEND_NAME, store=prefixed, rank=rank, world_size=SIZE)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=2, create_gloo_process_groups=creates_gloo
+    )
+    total = torch.tensor(float(rank))
+    dist.all_reduce(total, group=parallel_state.get_tensor_model_parallel_group())
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    parallel_state.destroy_model_parallel()
+    return float(total)
+
+
+@pytest.mark.parametrize("creates_gloo", [False, True])
+def test_megatrons_parallel_layout_works_over_it(creates_gloo: bool) -> None:
+    assert run_processes(SIZE, megatrons_layout, creates_gloo) == [6.0] * SIZE
