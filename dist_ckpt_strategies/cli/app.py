@@ -37,7 +37,11 @@ asks before it removes anything."""
 _DEMO = """Train a small GPT on four CPU ranks, save it as Zarr, resume it in other layouts.
 
 Shows that weights and optimizer state come back bit for bit, and that the loss goes on from \
-where it was. Takes a few minutes on two cores."""
+where it was. Takes a few minutes on two cores.
+
+With --chaos: four ranks train under `dist-ckpt run` while one after the other is made to fail, \
+is killed or hangs, at every point of a step. Weights, moments, random numbers and every loss must \
+be those of a run without a fault, bit for bit."""
 _CONVERT = """Convert a checkpoint to another format, bit for bit.
 
 From ("zarr", 1), ("zarr", 2) and torch_dist of Megatron-Core 0.16; optimizer state, objects \
@@ -250,15 +254,30 @@ def demo(
             show_default=False,
         ),
     ] = None,
+    chaos: Annotated[
+        bool,
+        typer.Option(
+            "--chaos",
+            metavar=_FLAG,
+            help="Break ranks at every point of a step instead, and show that nothing is lost.",
+        ),
+    ] = False,
     debug: _Debug = False,
 ) -> None:
     """Run the demonstration."""
+    if chaos and keep is not None:
+        raise typer.BadParameter("--keep belongs to the demonstration without --chaos")
     with reported_failures(debug=debug):
         from rich.console import Console  # noqa: PLC0415
 
-        from dist_ckpt_strategies.cli.demo.main import run_demo  # noqa: PLC0415
+        if chaos:
+            from dist_ckpt_strategies.cli.chaos.demo import run_chaos_demo  # noqa: PLC0415
 
-        status = run_demo(keep, Console())
+            status = run_chaos_demo(Console())
+        else:
+            from dist_ckpt_strategies.cli.demo.main import run_demo  # noqa: PLC0415
+
+            status = run_demo(keep, Console())
     raise typer.Exit(status)
 
 
