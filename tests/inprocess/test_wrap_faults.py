@@ -22,10 +22,9 @@ from dist_ckpt_strategies.comm.sockets import num_sockets
 from dist_ckpt_strategies.errors import HealthCheckError, RestartLimitError
 from dist_ckpt_strategies.inprocess.coordinator import FaultMode
 from dist_ckpt_strategies.inprocess.health_check import FaultCounter
-from dist_ckpt_strategies.inprocess.states import State
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
 from tests.support.groups import group_of_size
-from tests.support.restarts import join_group, run_restartable, successor_of
+from tests.support.restarts import Wrappers, join_group, run_restartable, successor_of
 
 pytestmark = pytest.mark.multiprocess
 
@@ -61,7 +60,7 @@ def in_collectives_until(until: float, dice: random.Random, size: int) -> None:
         collective(dice.randrange(5), data, part)
 
 
-def many_faults(rank: int, wrapper: Any, num_faults: int, sizes: tuple[int, ...]) -> Any:
+def many_faults(rank: int, wrapper: Wrappers, num_faults: int, sizes: tuple[int, ...]) -> Any:
     """Body of a rank: in each attempt another one raises at a random moment."""
     ended: list[float] = []
     waits: list[float] = []
@@ -114,7 +113,7 @@ def test_threads_and_sockets_do_not_grow_over_many_restarts() -> None:
         assert min(sockets[-10:]) <= min(sockets[:10]) + 2, sockets
 
 
-def one_fault(rank: int, wrapper: Any, fail: Callable[..., None], settings: Any) -> Any:
+def one_fault(rank: int, wrapper: Wrappers, fail: Callable[..., None], settings: Any) -> Any:
     """Body of a rank: ``fail(rank, call)`` in the first attempt, then a sum."""
 
     @wrapper(**settings)
@@ -176,9 +175,8 @@ def test_a_rank_that_makes_no_progress_is_a_fault() -> None:
         assert (fault.mode, fault.global_rank) == (FaultMode.HANG, 1)
 
 
-def fault_after_return(rank: int, wrapper: Any) -> Any:
+def fault_after_return(rank: int, wrapper: Wrappers) -> Any:
     """Body of a rank: all but the last return; the last raises when they have."""
-    states: list[State] = []
 
     @wrapper()
     def block(call: HPCallWrapper) -> int:
@@ -194,7 +192,7 @@ def test_a_fault_while_others_wait_at_the_end_makes_all_run_the_block_again() ->
     assert run_restartable(3, fault_after_return) == [2, 2, 2]
 
 
-def unhealthy(rank: int, wrapper: Any) -> Any:
+def unhealthy(rank: int, wrapper: Wrappers) -> Any:
     """Body of a rank: the process of rank 1 is not fit for a second attempt."""
 
     def block(call: HPCallWrapper) -> int:
@@ -221,7 +219,7 @@ def test_a_failed_health_check_ends_that_process_alone() -> None:
     assert results[1] == ("rank 1: 1 faults, 0 allowed", 3)
 
 
-def too_often(rank: int, wrapper: Any) -> Any:
+def too_often(rank: int, wrapper: Wrappers) -> Any:
     """Body of a rank: it fails for ever."""
 
     @wrapper(max_attempts=3)
@@ -237,7 +235,7 @@ def test_the_attempts_of_all_ranks_come_to_an_end_together() -> None:
         assert "3 attempts, 3 allowed" in str(result)
 
 
-def leaves_nothing(rank: int, wrapper: Any) -> Any:
+def leaves_nothing(rank: int, wrapper: Wrappers) -> Any:
     """Body of a rank: whether what the first attempt's frames held is gone in the second."""
     held: list[weakref.ref[torch.Tensor]] = []
     was_gone: list[bool] = []
@@ -262,7 +260,7 @@ def test_the_frames_of_an_attempt_are_gone_in_the_next() -> None:
     assert run_restartable(2, leaves_nothing) == [[True], [True]]
 
 
-def interrupted_by(rank: int, wrapper: Any, how: str) -> Any:
+def interrupted_by(rank: int, wrapper: Wrappers, how: str) -> Any:
     """Body of a rank: the user, or the script itself, ends the process."""
 
     @wrapper()
@@ -285,7 +283,7 @@ def test_who_ends_the_process_is_not_held_up(how: str, expected: Any) -> None:
     assert run_restartable(1, interrupted_by, how) == [expected]
 
 
-def groups_of_the_old_attempt(rank: int, wrapper: Any) -> Any:
+def groups_of_the_old_attempt(rank: int, wrapper: Wrappers) -> Any:
     """Body of a rank: a group that the block kept is dead in the next attempt."""
     kept: list[Any] = []
     said: list[str] = []
