@@ -81,9 +81,12 @@ WAITS: list[Callable[[], Any]] = [
 def test_the_main_thread_leaves_whatever_it_waits_for(wait: Callable[[], Any]) -> None:
     interrupter = Interrupter()
 
-    with interrupter.installed(), interrupted_after(interrupter, 0.02) as left:
-        with pytest.raises(RankShouldRestart) as found:
-            interrupter.guarded(wait)
+    with (
+        interrupter.installed(),
+        interrupted_after(interrupter, 0.02) as left,
+        pytest.raises(RankShouldRestart) as found,
+    ):
+        interrupter.guarded(wait)
 
     assert found.value.fault == FAULT
     assert left.result()
@@ -143,9 +146,12 @@ def test_an_update_under_the_lock_is_not_interrupted() -> None:
         lock.owner = None
         time.sleep(60)
 
-    with interrupter.installed(), interrupted_after(interrupter, 0.02) as left:
-        with pytest.raises(RankShouldRestart):
-            interrupter.guarded(update)
+    with (
+        interrupter.installed(),
+        interrupted_after(interrupter, 0.02) as left,
+        pytest.raises(RankShouldRestart),
+    ):
+        interrupter.guarded(update)
 
     assert steps == ["updated"]
     assert left.result()
@@ -170,9 +176,12 @@ def test_a_finaliser_is_not_interrupted() -> None:
         del held
         time.sleep(60)
 
-    with interrupter.installed(), interrupted_after(interrupter, 0.02):
-        with pytest.raises(RankShouldRestart):
-            interrupter.guarded(block)
+    with (
+        interrupter.installed(),
+        interrupted_after(interrupter, 0.02),
+        pytest.raises(RankShouldRestart),
+    ):
+        interrupter.guarded(block)
 
     assert steps == ["deleted"]
 
