@@ -413,6 +413,8 @@ def run(  # noqa: PLR0913
     debug: _Debug = False,
 ) -> None:
     """Run a script on several ranks."""
+    if not is_module and not Path(script).is_file():
+        raise typer.BadParameter(f"{script} is no file", param_hint="SCRIPT")
     with reported_failures(debug=debug):
         from dist_ckpt_strategies.cli.running import run_script  # noqa: PLC0415
         from dist_ckpt_strategies.inprocess.supervisor import (  # noqa: PLC0415
@@ -420,8 +422,6 @@ def run(  # noqa: PLR0913
             script_command,
         )
 
-        if not is_module and not Path(script).is_file():
-            raise typer.BadParameter(f"{script} is no file", param_hint="SCRIPT")
         command = script_command(script, args or (), is_module=is_module)
         status = run_script(Job(command, nproc, spares, max_restarts, heartbeat_timeout))
     raise typer.Exit(status)
