@@ -392,7 +392,9 @@ class Life:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_in_any_interleaving_ranks_run_only_with_all_others_in_the_same_epoch(seed: int) -> None:
+def test_in_any_interleaving_ranks_run_only_with_all_others_in_the_same_epoch(  # noqa: PLR0915
+    seed: int,
+) -> None:
     shared = LocalKeyValues()
 
     ends = in_threads(*(Life(shared, rank, 4, seed).run for rank in range(4)))

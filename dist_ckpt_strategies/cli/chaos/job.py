@@ -177,8 +177,7 @@ def _environment() -> dict[str, str]:
 
 
 def _follow(stream: IO[bytes], lines: list[tuple[float, str]]) -> None:
-    for line in stream:
-        lines.append((time.monotonic(), line.decode(errors="replace").rstrip("\n")))
+    lines.extend((time.monotonic(), line.decode(errors="replace").rstrip("\n")) for line in stream)
 
 
 def _ended(
