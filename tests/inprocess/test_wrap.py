@@ -158,6 +158,32 @@ def test_attempts_are_limited() -> None:
         wrapper(max_attempts=1)(fails_once)()
 
 
+def test_a_block_that_fails_every_time_is_not_run_for_ever() -> None:
+    calls: list[int] = []
+
+    def fails() -> None:
+        calls.append(1)
+        raise ValueError("always")
+
+    with pytest.raises(RestartLimitError, match=r"3 attempts in a row .* ValueError: always"):
+        wrapper()(fails)()
+    assert len(calls) == 3
+
+
+def test_attempts_that_do_a_step_are_not_counted_as_idle() -> None:
+    calls: list[int] = []
+
+    def fails_often(call: HPCallWrapper) -> str:
+        calls.append(1)
+        if len(calls) % 3:
+            call.step_upon_restart += 1
+        if len(calls) < 12:
+            raise ValueError
+        return "done"
+
+    assert wrapper()(fails_often)() == "done"
+
+
 def test_steps_are_counted_anew_in_each_attempt() -> None:
     found: list[int] = []
 

@@ -69,9 +69,9 @@ def _lost(number: int, step: int, point: Point, *global_ranks: int) -> InjectedF
     return InjectedFault(number, step, point, Kind.KILL, global_ranks)
 
 
-WHOLE_REPLICA = Scene("a whole replica killed", (_lost(0, 7, Point.BACKWARD, 0, 1),), save_every=5)
+WHOLE_REPLICA = Scene("a whole replica", (_lost(0, 7, Point.BACKWARD, 0, 1),), save_every=5)
 BOTH_HOLDERS = Scene(
-    "both holders of a shard killed", (_lost(0, 8, Point.AFTER_VOTE, 0, 2),), save_every=5
+    "both holders of a shard", (_lost(0, 8, Point.AFTER_VOTE, 0, 2),), save_every=5
 )
 SINGLE = (
     Scene("exception", every_fault([Kind.EXCEPTION], _RANKS)),
@@ -193,13 +193,14 @@ def _single_table(played: Sequence[Played]) -> Table:
     ranks = " and ".join(map(str, _RANKS))
     table = Table(
         box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
         pad_edge=False,
         title=f"One rank fails: seconds until all are in a step again (ranks {ranks})",
     )
     table.caption = "SIGSTOP: from its detection on. A new process has to import torch first."
     table.add_column("at", no_wrap=True)
     for one in played:
-        table.add_column(one.scene.name, justify="right")
+        table.add_column(one.scene.name.replace(", ", "\n"), justify="right", no_wrap=True)
     for point in Point:
         table.add_row(point, *(_cell(one, point) for one in played))
     table.add_section()
@@ -209,8 +210,13 @@ def _single_table(played: Sequence[Played]) -> Table:
 
 
 def _several_table(played: Sequence[Played]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title="Two ranks are killed at once")
-    for name in ("what", "seconds", "the state comes from", "bit-identical"):
+    table = Table(
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+        title="Two ranks are killed at once",
+    )
+    for name in ("killed", "seconds", "the state comes from", "bit-identical"):
         table.add_column(name, no_wrap=True)
     for one in played:
         table.add_row(one.scene.name, _median(one), one.source, _answer(one))
@@ -220,7 +226,7 @@ def _several_table(played: Sequence[Played]) -> Table:
 def _cell(one: Played, point: Point) -> str:
     of_point = [fault for fault in one.scene.faults if fault.point is point]
     by_rank = sorted(of_point, key=lambda fault: fault.global_ranks)
-    return "  ".join(_seconds(one.seconds.get(fault.number)) for fault in by_rank)
+    return " / ".join(_seconds(one.seconds.get(fault.number)) for fault in by_rank)
 
 
 def _seconds(seconds: float | None) -> str:

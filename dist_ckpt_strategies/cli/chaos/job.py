@@ -102,6 +102,7 @@ def run_job(
     finally:
         _end(process)
     reader.join(_FAREWELL_S)
+    process.stdout.close()
     return Outcome(
         code,
         tuple(text for _, text in lines[-_NUM_TAIL_LINES:]),
@@ -173,6 +174,9 @@ def _environment() -> dict[str, str]:
     found = environment() | {"CUDA_VISIBLE_DEVICES": ""}
     found["PYTHONPATH"] = ":".join(filter(None, [root, found.get("PYTHONPATH")]))
     found.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Torch's store looks up the name of every peer, only to log it; where no name server answers,
+    # one connection in twenty takes 5 s.
+    found.setdefault("RES_OPTIONS", "attempts:0")
     return found
 
 
