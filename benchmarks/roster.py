@@ -116,6 +116,30 @@ BLOCKING_ONLY: Final = frozenset({MEMCPY})
 TRAINING_ONLY: Final = frozenset({IDLE, RAW_WRITER})
 """Floors of one part of the benchmark."""
 
+READ_FILES: Final = "raw read"
+COPY_FILES: Final = "raw copy"
+VERIFY: Final = "verify"
+TO_ZARR_2: Final = "to zarr 2"
+TO_TORCH_DIST: Final = "to torch_dist"
+
+TOOL_PACKAGES: Final[Mapping[str, str | None]] = {
+    READ_FILES: None,
+    COPY_FILES: None,
+    VERIFY: None,
+    TO_ZARR_2: None,
+    TO_TORCH_DIST: None,
+}
+"""The tools, floors first, and the package that each needs."""
+
+RAW_PUT: Final = "tensorstore put"
+
+STORE_PACKAGES: Final[Mapping[str, str | None]] = {
+    RAW_PUT: None,
+    "boto3 put": "boto3",
+    "zarr 2": None,
+}
+"""Everyone who saves to an object store, floors first, and the package that each needs."""
+
 
 def missing_package(package: str | None) -> str | None:
     """What a contender lacks, as a sentence; None where its package can be imported."""
