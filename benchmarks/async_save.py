@@ -78,6 +78,7 @@ SLOWDOWN, WORST, WORST_IDLE, NUM_STEPS = "slowdown", "worst", "worst_idle", "num
 BEGIN, FINISH = "begin_seconds", "finish_seconds"
 
 _OF_IDLE = "steps, of those of an idle machine"
+_WORKER = "benchmarks.async_worker"
 _NUM_RANKS = 2
 _NUM_IDLE = 12
 """Steps before and after each save."""
@@ -112,14 +113,14 @@ class AsyncCase(Case):
 
 def make_worker(size: GptSize, names: Sequence[str], context: RankContext) -> object:
     """The worker of one rank, made in its process."""
-    return importlib.import_module("benchmarks.async_worker").AsyncWorker(context, size, names)
+    return importlib.import_module(_WORKER).AsyncWorker(context, size, names)
 
 
 def run_blocking(size: GptSize, contest: Contest, output: Output) -> None:
     """Time what is waited for, in every place."""
     names = [name for name in contest.names if name not in TRAINING_ONLY]
     make = partial(make_worker, size, names)
-    with Ranks(_NUM_RANKS, make, timeout_s=contest.timeout_s) as ranks:
+    with Ranks(_NUM_RANKS, make, timeout_s=contest.timeout_s, preload=(_WORKER,)) as ranks:
         nbytes = sum(ranks.step("nbytes").values)
         for place in contest.places:
             case = AsyncCase(file_system(place), nbytes, size.num_arrays, _NUM_RANKS)
@@ -153,7 +154,7 @@ def run_training(
     names = [name for name in contest.names if name not in BLOCKING_ONLY]
     make = partial(make_worker, size, names)
     schedule = Schedule(cores[-1], cores[0], pace.step_seconds, pace.num_idle)
-    with Ranks(1, make, timeout_s=contest.timeout_s) as ranks:
+    with Ranks(1, make, timeout_s=contest.timeout_s, preload=(_WORKER,)) as ranks:
         nbytes = ranks.step("nbytes").values[0]
         for place in contest.places:
             plain = AsyncCase(file_system(place), nbytes, size.num_arrays, 1, part=TRAINING)

@@ -54,6 +54,7 @@ from benchmarks.store_site import MOTO, RADOSGW, StoreSite, delete_below, open_s
 from benchmarks.timings import Case, Step
 
 SAVE, LOAD = "save", "load"
+_WORKER = "benchmarks.store_worker"
 _NUM_RANKS = 2
 _BUCKET = "bench"
 _REQUEST_TIMEOUT_S = "120"
@@ -65,7 +66,7 @@ def make_worker(
     size: GptSize, names: Sequence[str], site: StoreSite, context: RankContext
 ) -> object:
     """The worker of one rank, made in its process."""
-    module = importlib.import_module("benchmarks.store_worker")
+    module = importlib.import_module(_WORKER)
     return module.build_store_worker(size, names, site, context)
 
 
@@ -85,7 +86,7 @@ def run_size(size: GptSize, site: StoreSite, client: Any, contest: Contest, outp
     """Time one size, and report it."""
     names = contest.names
     make = partial(make_worker, size, names, site)
-    with Ranks(_NUM_RANKS, make, timeout_s=contest.timeout_s) as ranks:
+    with Ranks(_NUM_RANKS, make, timeout_s=contest.timeout_s, preload=(_WORKER,)) as ranks:
         nbytes = sum(ranks.step("nbytes").values)
         case = Case(site.server, nbytes, size.num_arrays, _NUM_RANKS)
         measures = output.write_samples(case, _rounds(ranks, case, client, contest))

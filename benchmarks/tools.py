@@ -6,7 +6,7 @@
 One GPT-like state, saved by two ranks in format 1 and in format 2. Every run has a process of its
 own, whose peak of resident memory is taken at its end; the time is that of the tool, without the
 start of Python. Warm: the page cache holds the source; cold: it holds nothing of it. Alternating
-contenders, medians; the first round is not counted.
+contenders, medians.
 
 The floors have as many threads as the tools: ``raw read`` reads the same files, ``raw copy`` also
 writes and flushes each as it is. A conversion is durable when it returns.
@@ -162,7 +162,7 @@ def _rounds(
     make: MakeWorker, case: ToolCase, root: Path, names: Sequence[str], contest: Contest
 ) -> Iterator[Measure]:
     for step in case.loads:
-        for repetition, name in alternate(names, contest.repetitions + 1):
+        for repetition, name in alternate(names, contest.repetitions):
             target = root.with_name(f"from {root.name}")
             target.mkdir()
             with Ranks(1, make, timeout_s=contest.timeout_s, preload=(_WORKER,)) as ranks:
@@ -174,14 +174,13 @@ def _rounds(
                 seconds = ranks.step("run", name, root, target).seconds
                 (memory,) = ranks.step("memory").values
             retire(target, root.with_name("attic"))
-            if repetition > 0:
-                values = {
-                    SECONDS: seconds,
-                    SPEED: case.file_nbytes / seconds,
-                    PEAK: memory.peak_nbytes,
-                    BEFORE: memory.before_nbytes,
-                }
-                yield Measure(_CACHE[step], name, repetition, values)
+            values = {
+                SECONDS: seconds,
+                SPEED: case.file_nbytes / seconds,
+                PEAK: memory.peak_nbytes,
+                BEFORE: memory.before_nbytes,
+            }
+            yield Measure(_CACHE[step], name, repetition, values)
 
 
 def _speed_column(floor: str) -> Column:
