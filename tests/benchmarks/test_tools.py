@@ -9,6 +9,8 @@ from benchmarks.roster import TOOL_PACKAGES
 from benchmarks.tools import SOURCES
 from tests.support.scripts import Results, results_of
 
+slow = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
@@ -16,7 +18,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
 
 class TestScript:
-    pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+    pytestmark = slow
 
     def test_every_tool_is_measured_on_its_source_beside_both_floors(
         self, results: Results
