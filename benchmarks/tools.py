@@ -149,7 +149,7 @@ def run_place(
 def _save_all(size: GptSize, directory: Path, contest: Contest) -> int:
     """Store the state in each format; how many bytes it has."""
     make = partial(make_saver, size)
-    with Ranks(_NUM_RANKS, make, timeout_s=contest.timeout_s) as ranks:
+    with Ranks(_NUM_RANKS, make, timeout_s=contest.timeout_s, preload=(_WORKER,)) as ranks:
         for source in SOURCES:
             target = directory / source
             target.mkdir()

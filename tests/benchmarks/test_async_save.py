@@ -12,12 +12,12 @@ from tests.support.scripts import Results, results_of
 
 CORES = sorted(os.sched_getaffinity(0))
 needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="there is one core only")
-slow = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+slow = [pytest.mark.multiprocess, pytest.mark.timeout(260)]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return results_of("async_save.py", tmp_path_factory.mktemp("run"))
+    return results_of("async_save.py", tmp_path_factory.mktemp("run"), limit_s=240)
 
 
 class TestScript:

@@ -9,12 +9,12 @@ from benchmarks.roster import TOOL_PACKAGES
 from benchmarks.tools import SOURCES
 from tests.support.scripts import Results, results_of
 
-slow = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+slow = [pytest.mark.multiprocess, pytest.mark.timeout(260)]
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    return results_of("tools.py", tmp_path_factory.mktemp("run"))
+    return results_of("tools.py", tmp_path_factory.mktemp("run"), limit_s=240)
 
 
 class TestScript:
