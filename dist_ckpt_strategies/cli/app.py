@@ -68,10 +68,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_Directory = Annotated[
-    Path,
+_Place = Annotated[
+    str,
     typer.Argument(
-        metavar="DIR", help="Directory of one checkpoint, or of local ones.", show_default=False
+        metavar="DIR",
+        help="Directory or URL of one checkpoint, or directory of local ones.",
+        show_default=False,
     ),
 ]
 _Json = Annotated[
@@ -138,7 +140,7 @@ def _root(
     help=_INSPECT, epilog=f"Example: [bold]dist-ckpt inspect DIR --keys 'decoder.*'[/]\n\n{_STATUS}"
 )
 def inspect(
-    directory: _Directory,
+    directory: _Place,
     *,
     keys: Annotated[
         str | None,
@@ -165,7 +167,7 @@ def inspect(
     help=_VERIFY,
     epilog=f"Example: [bold]dist-ckpt verify DIR && rsync -a DIR backup:[/]\n\n{_STATUS}",
 )
-def verify(directory: _Directory, *, as_json: _Json = False, debug: _Debug = False) -> None:
+def verify(directory: _Place, *, as_json: _Json = False, debug: _Debug = False) -> None:
     """Check a checkpoint."""
     with reported_failures(debug=debug):
         from dist_ckpt_strategies.cli.verification import verify_checkpoint  # noqa: PLC0415
