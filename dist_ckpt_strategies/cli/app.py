@@ -182,9 +182,9 @@ def verify(directory: _Place, *, as_json: _Json = False, debug: _Debug = False) 
 )
 def prune(  # noqa: PLR0913 - one parameter for each option
     root: Annotated[
-        Path,
+        str,
         typer.Argument(
-            metavar="ROOT", help="Directory that holds the checkpoints.", show_default=False
+            metavar="ROOT", help="Directory or URL that holds the checkpoints.", show_default=False
         ),
     ],
     *,
