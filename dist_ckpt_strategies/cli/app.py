@@ -86,10 +86,12 @@ _Debug = Annotated[
     ),
 ]
 _Source = Annotated[
-    Path, typer.Argument(metavar="SRC", help="Directory of a checkpoint.", show_default=False)
+    str,
+    typer.Argument(metavar="SRC", help="Directory or URL of a checkpoint.", show_default=False),
 ]
 _Target = Annotated[
-    Path, typer.Argument(metavar="DST", help="New or empty directory.", show_default=False)
+    str,
+    typer.Argument(metavar="DST", help="New or empty directory, or a URL.", show_default=False),
 ]
 _Memory = Annotated[
     int,
@@ -331,8 +333,8 @@ def upgrade(
     help=_DIFF, epilog=f"Example: [bold]dist-ckpt diff A B && rm -r A[/]\n\n{_DIFF_STATUS}"
 )
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_default=False)],
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)],
     *,
     keys: Annotated[
         str | None,

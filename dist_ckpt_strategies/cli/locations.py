@@ -28,6 +28,11 @@ def location_of(address: str) -> Path | Bucket:
     return location
 
 
+def place_text(address: str) -> str:
+    """An address as JSON has it: a directory's absolute path, or the URL."""
+    return str(parsed_address(address))
+
+
 def survey_of(bucket: Bucket) -> Format2Survey:
     """What a place in an object store holds.
 

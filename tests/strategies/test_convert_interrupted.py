@@ -175,7 +175,7 @@ def test_there_must_be_nothing_else_in_the_target(saved: Path, tmp_path: Path) -
     with pytest.raises(CheckpointExistsError, match="holds files of something else"):
         convert(saved / "zarr@1", tmp_path / "full", "zarr@2")
     for target in (saved / "zarr@1", saved / "zarr@1" / "below", saved):
-        with pytest.raises(StrategyError, match="must be a directory beside the source"):
+        with pytest.raises(StrategyError, match="must be a place beside the source"):
             convert(saved / "zarr@1", target, "zarr@2")
 
 
