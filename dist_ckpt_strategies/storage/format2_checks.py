@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -69,6 +69,15 @@ def object_check(place: Place, record: ObjectRecord) -> FileCheck | None:
         return None
     run = partial(_check_object, place, record)
     return FileCheck(record.id.unique_key, span.name, span.nbytes, run)
+
+
+def pack_ends(objects: Iterable[ObjectRecord]) -> Mapping[str, int]:
+    """The size of each file of objects, by its name."""
+    ends: dict[str, int] = {}
+    for span in (record.span for record in objects):
+        if span is not None:
+            ends[span.name] = max(ends.get(span.name, 0), span.byte_offset + span.nbytes)
+    return ends
 
 
 def common_check(place: Place, listed: FileDigest) -> FileCheck:

@@ -44,6 +44,7 @@ from dist_ckpt_strategies.storage.format2_checks import (
     common_check,
     metadata_check,
     object_check,
+    pack_ends,
 )
 from dist_ckpt_strategies.storage.format2_files import (
     FORMAT2,
@@ -271,7 +272,7 @@ def _sized(
     """The files; those that are listed have the listed size, where their own is not known."""
     if None not in files.values():
         return files
-    listed: dict[str, int] = dict(_pack_ends(found.objects))
+    listed: dict[str, int] = dict(pack_ends(found.objects))
     for record in found.arrays:
         listed |= zip(names[record.array.key], _sizes_of(record), strict=True)
     if found.index is not None:
@@ -352,19 +353,10 @@ def _sizes(array: ArraySpec) -> tuple[int, int]:
     return grid.stored_nbytes, grid.index_nbytes
 
 
-def _pack_ends(objects: Sequence[ObjectRecord]) -> Mapping[str, int]:
-    """The size of each file of objects, by its name."""
-    ends: dict[str, int] = {}
-    for span in (record.span for record in objects):
-        if span is not None:
-            ends[span.name] = max(ends.get(span.name, 0), span.byte_offset + span.nbytes)
-    return ends
-
-
 def _check_packs(
     objects: Sequence[ObjectRecord], files: Mapping[str, int | None]
 ) -> Iterator[Finding]:
-    for name, end in _pack_ends(objects).items():
+    for name, end in pack_ends(objects).items():
         if files.get(name) != end:
             found = _size_text(files[name]) if name in files else NO_FILE
             problem = Problem.WRONG_FILE_SIZE if name in files else Problem.MISSING_OBJECT
@@ -377,7 +369,7 @@ def _check_pack_sizes(survey: Format2Survey) -> Iterator[Finding]:
         return
     from dist_ckpt_strategies.storage.bucket_files import size_finding  # noqa: PLC0415
 
-    for name, end in _pack_ends(survey.objects).items():
+    for name, end in pack_ends(survey.objects).items():
         found = size_finding(survey.root, name, end) if name in survey.files else None
         if found is not None:
             yield found
