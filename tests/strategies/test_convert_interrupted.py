@@ -322,7 +322,7 @@ def test_wrong_arguments_are_told(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ArrayNotFoundError, match="no arrays of a model whose keys match 'nothing'"):
         convert(saved / "zarr@1", tmp_path / "t", "safetensors", keys="nothing")
     with pytest.raises(StrategyError, match="found a URL"):
-        convert("s3://bucket/c", tmp_path / "t", "zarr@2")
+        convert(saved / "zarr@1", "s3://bucket/c", "zarr@1")
     with pytest.raises(StrategyError, match="max_memory_bytes: expected a number > 0"):
         ConvertOptions(max_memory_bytes=0)
     with pytest.raises(StrategyError, match=r"nothing to upgrade.*found none"):
