@@ -80,10 +80,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_Directory = Annotated[
-    Path,
+_Place = Annotated[
+    str,
     typer.Argument(
-        metavar="DIR", help="Directory of one checkpoint, or of local ones.", show_default=False
+        metavar="DIR",
+        help="Directory or URL of one checkpoint, or directory of local ones.",
+        show_default=False,
     ),
 ]
 _Json = Annotated[
@@ -96,10 +98,12 @@ _Debug = Annotated[
     ),
 ]
 _Source = Annotated[
-    Path, typer.Argument(metavar="SRC", help="Directory of a checkpoint.", show_default=False)
+    str,
+    typer.Argument(metavar="SRC", help="Directory or URL of a checkpoint.", show_default=False),
 ]
 _Target = Annotated[
-    Path, typer.Argument(metavar="DST", help="New or empty directory.", show_default=False)
+    str,
+    typer.Argument(metavar="DST", help="New or empty directory, or a URL.", show_default=False),
 ]
 _Memory = Annotated[
     int,
@@ -150,7 +154,7 @@ def _root(
     help=_INSPECT, epilog=f"Example: [bold]dist-ckpt inspect DIR --keys 'decoder.*'[/]\n\n{_STATUS}"
 )
 def inspect(
-    directory: _Directory,
+    directory: _Place,
     *,
     keys: Annotated[
         str | None,
@@ -177,7 +181,7 @@ def inspect(
     help=_VERIFY,
     epilog=f"Example: [bold]dist-ckpt verify DIR && rsync -a DIR backup:[/]\n\n{_STATUS}",
 )
-def verify(directory: _Directory, *, as_json: _Json = False, debug: _Debug = False) -> None:
+def verify(directory: _Place, *, as_json: _Json = False, debug: _Debug = False) -> None:
     """Check a checkpoint."""
     with reported_failures(debug=debug):
         from dist_ckpt_strategies.cli.verification import verify_checkpoint  # noqa: PLC0415
@@ -192,9 +196,9 @@ def verify(directory: _Directory, *, as_json: _Json = False, debug: _Debug = Fal
 )
 def prune(  # noqa: PLR0913 - one parameter for each option
     root: Annotated[
-        Path,
+        str,
         typer.Argument(
-            metavar="ROOT", help="Directory that holds the checkpoints.", show_default=False
+            metavar="ROOT", help="Directory or URL that holds the checkpoints.", show_default=False
         ),
     ],
     *,
@@ -356,8 +360,8 @@ def upgrade(
     help=_DIFF, epilog=f"Example: [bold]dist-ckpt diff A B && rm -r A[/]\n\n{_DIFF_STATUS}"
 )
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_default=False)],
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)],
     *,
     keys: Annotated[
         str | None,
