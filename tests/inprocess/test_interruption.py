@@ -232,7 +232,7 @@ def test_an_import_is_not_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """A module of which half was run would stay like that as long as the process lives."""
     name = "takes_long_to_import"
     (tmp_path / f"{name}.py").write_text("import time\ntime.sleep(2.5)\nwhole = True\n")
-    monkeypatch.syspath_prepend(tmp_path)  # type: ignore[no-untyped-call]
+    monkeypatch.syspath_prepend(tmp_path)
     interrupter = Interrupter()
 
     def block() -> None:
