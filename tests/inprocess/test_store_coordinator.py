@@ -392,7 +392,7 @@ class Life:
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_in_any_interleaving_ranks_run_only_with_all_others_in_the_same_epoch(  # noqa: PLR0915
+def test_in_any_interleaving_ranks_run_only_with_all_others_in_the_same_epoch(
     seed: int,
 ) -> None:
     shared = LocalKeyValues()
