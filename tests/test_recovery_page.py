@@ -161,7 +161,9 @@ def test_the_plain_script_goes_on_after_an_exception_and_a_death_and_from_the_di
         assert steps_of(own)[-1] == expected[rank][-1]
     assert expected[0][-1].startswith("step 12: ")
     assert "ValueError: on purpose" in done.stderr
-    assert done.stderr.count("is gone: ") == done.stderr.count("killed by SIGKILL") == 1
+    assert re.findall(r"rank \d is gone: .*?;", done.stderr) == [
+        "rank 1 is gone: killed by SIGKILL;"
+    ]
     assert done.stderr.count("recovered from memory: step ") == 4
     assert "recovered from memory: step 6: receive" in done.stderr
 
@@ -178,8 +180,8 @@ def test_the_script_for_megatron_goes_on_after_a_torn_update_and_from_the_disk(
 
     assert all(len(steps) == 6 for steps in expected)
     for rank in range(4):
-        # Who finished the step for the others says nothing of it.
-        assert steps_of(torn[rank]) == expected[rank][:4] + expected[rank][5:]
+        # A rank of the other instance may have ended the step and said so, before it heard.
+        assert steps_of(torn[rank]) in (expected[rank], expected[rank][:4] + expected[rank][5:])
         assert steps_of(later[rank])[0].startswith("step 4: ")
 
 
