@@ -328,16 +328,22 @@ class InterruptibleGloo(dist.ProcessGroup):
 
 
 class _Future:
-    """A future that is set once, by whoever comes first."""
+    """A future that is set once, by whoever comes first.
+
+    ``set_exception`` of torch makes an exception the *value*, and has Python raise it. C++ does not
+    know of that: DistributedDataParallel takes the first tensor of what has none, and the process
+    dies. What a callback raises is an error for C++ too, so what is given out is one step further.
+    """
 
     def __init__(self) -> None:
-        self.future: torch.futures.Future[Any] = torch.futures.Future()
+        self._promise: torch.futures.Future[Any] = torch.futures.Future()
+        self.future: torch.futures.Future[Any] = self._promise.then(_value_of)
         self._lock = threading.Lock()
         self._is_set = False
 
     def fail(self, error: Exception) -> None:
         if self._is_mine():
-            self.future.set_exception(error)
+            self._promise.set_exception(error)
 
     def follow(self, done: Any) -> None:
         if not self._is_mine():
@@ -345,14 +351,18 @@ class _Future:
         try:
             value = done.value()
         except RuntimeError as error:
-            self.future.set_exception(error)
+            self._promise.set_exception(error)
         else:
-            self.future.set_result(value)
+            self._promise.set_result(value)
 
     def _is_mine(self) -> bool:
         with self._lock:
             is_mine, self._is_set = not self._is_set, True
         return is_mine
+
+
+def _value_of(done: torch.futures.Future[Any]) -> Any:
+    return done.value()
 
 
 def register_interruptible_gloo() -> None:

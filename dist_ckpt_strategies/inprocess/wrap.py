@@ -33,6 +33,7 @@ from dist_ckpt_strategies.inprocess.health_check import HealthCheck, HPState
 from dist_ckpt_strategies.inprocess.interruption import Interrupter, RankShouldRestart
 from dist_ckpt_strategies.inprocess.memory_status import MemoryLog
 from dist_ckpt_strategies.inprocess.states import Event, State, next_state
+from dist_ckpt_strategies.inprocess.torch_modes import TorchModes
 
 logger = logging.getLogger(__name__)
 
@@ -196,6 +197,7 @@ class HPCallWrapper:
         lock = getattr(wrapper.checkpoint_manager, "parameter_update_lock", None)
         self._interrupter = Interrupter(lock)
         self._memory = MemoryLog()
+        self._modes: TorchModes | None = None
 
     def run(self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]) -> Any:
         """What ``fn`` returns in the first attempt that no fault ends.
@@ -207,6 +209,7 @@ class HPCallWrapper:
             PeerLostError: the coordinator does not answer.
         """
         self._open()
+        self._modes = TorchModes.take()
         kw = self._with_self(fn, a, kw)
         try:
             with self._interrupter.installed(), rendezvous_by_attempt(lambda: self._epoch):
@@ -353,6 +356,8 @@ class HPCallWrapper:
         return outcome
 
     def _finalize(self, attempt: Attempt) -> None:
+        if self._modes is not None:
+            self._modes.restore()
         _call_hook(self.wrapper.checkpoint_manager, "on_fault", attempt.fault)
         state = attempt.state
         assert state.communication is not None  # noqa: S101 - made with the attempt

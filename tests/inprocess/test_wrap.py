@@ -10,6 +10,7 @@ import time
 from typing import Any, Optional
 
 import pytest
+import torch
 
 from dist_ckpt_strategies.comm.key_values import LocalKeyValues
 from dist_ckpt_strategies.errors import (
@@ -151,6 +152,21 @@ def test_what_the_health_check_raises_leaves_the_call() -> None:
 
     with pytest.raises(HealthCheckError, match="unfit"):
         wrapper(health_check=unhealthy)(fails_once)()
+
+
+def test_modes_of_torch_that_a_block_was_torn_from_are_set_back() -> None:
+    found = []
+
+    def block(call: HPCallWrapper) -> None:
+        found.append((torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")))
+        if call.num_attempts == 1:
+            torch.set_grad_enabled(False)
+            torch.set_autocast_enabled("cpu", True)  # noqa: FBT003 - torch's
+            raise ValueError("once")
+
+    wrapper()(block)()
+
+    assert found == [(True, False)] * 2
 
 
 def test_attempts_are_limited() -> None:

@@ -1,0 +1,219 @@
+"""The scripts on the page of recovery train to the end, whatever happens to their ranks."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import runpy
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import fields
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
+from dist_ckpt_strategies.comm.key_values import TcpHost
+from dist_ckpt_strategies.inprocess import HPWrapper
+from dist_ckpt_strategies.inprocess.supervisor import Job
+from dist_ckpt_strategies.recovery import CheckpointManager
+from dist_ckpt_strategies.recovery.megatron_provider import MegatronStateProvider
+from tests.recovery.test_megatron_provider import host_streams
+from tests.support.ranks import run_processes
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "recovery.md").read_text()
+PLAIN, MEGATRON = (
+    block
+    for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    if "wait_rank()" in block
+)
+LIMIT_S = 150
+
+ON_CPUS = {
+    'BACKEND = "nccl"': 'BACKEND = "interruptible_gloo"',
+    "gradient_accumulation_fusion=False,": (
+        "gradient_accumulation_fusion=False, bias_activation_fusion=False,"
+        "masked_softmax_fusion=False, use_cpu_initialization=True,"
+    ),
+}
+"""What a GPU has and a CPU has not."""
+
+FAULTS = {
+    "\nNUM_STEPS": """
+import os
+from pathlib import Path
+
+def is_first(name):
+    try:
+        Path(name).mkdir()
+    except FileExistsError:
+        return False
+    return True
+
+NUM_STEPS""",
+    "        loss.backward()": """
+        if state.step == 2 and dist.get_rank() == 0 and is_first("raised"):
+            raise ValueError("on purpose")
+        loss.backward()""",
+    "        with manager.updating():": """
+        if state.step == 5 and dist.get_rank() == 1 and is_first("killed"):
+            os.kill(os.getpid(), 9)
+        with manager.updating():""",
+}
+"""One exception and one death."""
+
+
+def changed(script: str, changes: dict[str, str]) -> str:
+    for old, new in changes.items():
+        assert script.count(old) == 1, old
+        script = script.replace(old, new)
+    return script
+
+
+def run_page(rank: int, port: int, script: str, size: int, torn: bool) -> list[str]:
+    """Body of a rank: what the script prints, started as torchrun starts it."""
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "LOCAL_WORLD_SIZE": str(size),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    os.chdir(Path(script).parent)
+    warnings.simplefilter("ignore")
+    if torn and rank == 1:
+        tear_once(4)
+    printed = StringIO()
+    on_cpu = mock.patch("torch.cuda.set_device")
+    with cpu_stand_ins(), host_streams(), on_cpu, redirect_stdout(printed):
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue().splitlines()
+
+
+def tear_once(step: int) -> None:
+    """From now on the update of a step fails half-way, the first time."""
+    update: Callable[[Any], None] = MegatronStateProvider.apply_update
+    left = [ValueError("on purpose")]
+
+    def torn(self: Any) -> None:
+        update(self)
+        if self.step == step and left:
+            raise left.pop()
+
+    setattr(MegatronStateProvider, "apply_update", torn)  # noqa: B010 - in this fork alone
+
+
+def printed_by(size: int, directory: Path, script: str, *, torn: bool = False) -> list[list[str]]:
+    """What the script prints on each rank."""
+    directory.mkdir(exist_ok=True)
+    path = directory / "train.py"
+    path.write_text(script)
+    host = TcpHost()
+    found = run_processes(
+        size, run_page, host.port, str(path), size, torn, timeout_s=100, makes_group=False
+    )
+    for one in found:
+        assert not isinstance(one, Exception), (one, one.__notes__)
+    return found
+
+
+def steps_of(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("step ")]
+
+
+@pytest.mark.multiprocess
+def test_the_plain_script_goes_on_after_an_exception_and_a_death_and_from_the_disk(
+    tmp_path: Path,
+) -> None:
+    expected = [steps_of(lines) for lines in printed_by(2, tmp_path / "reference", PLAIN)]
+    shorter = changed(PLAIN, {"NUM_STEPS, SAVE_EVERY = 12": "NUM_STEPS, SAVE_EVERY = 10"})
+    printed_by(2, tmp_path / "disk", shorter)
+    later = [steps_of(lines) for lines in printed_by(2, tmp_path / "disk", PLAIN)]
+    assert later == [steps[8:] for steps in expected]
+    script = tmp_path / "train.py"
+    script.write_text(changed(PLAIN, FAULTS))
+    variables = {"PYTHONPATH": str(ROOT), "RES_OPTIONS": "attempts:0", "GLOO_SOCKET_IFNAME": "lo"}
+
+    done = subprocess.run(
+        [sys.executable, "-m", "dist_ckpt_strategies.cli", "run", "--nproc", "2", str(script)],
+        cwd=tmp_path,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for rank in range(2):
+        own = [line.removeprefix(f"[{rank}] ") for line in lines if line.startswith(f"[{rank}] ")]
+        assert set(steps_of(own)) <= set(expected[rank])
+        assert steps_of(own)[-1] == expected[rank][-1]
+    assert expected[0][-1].startswith("step 12: ")
+    assert "ValueError: on purpose" in done.stderr
+    assert re.findall(r"rank \d is gone: .*?;", done.stderr) == [
+        "rank 1 is gone: killed by SIGKILL;"
+    ]
+    assert done.stderr.count("recovered from memory: step ") == 4
+    assert "recovered from memory: step 6: receive" in done.stderr
+
+
+@pytest.mark.multiprocess
+def test_the_script_for_megatron_goes_on_after_a_torn_update_and_from_the_disk(
+    tmp_path: Path,
+) -> None:
+    script = changed(MEGATRON, ON_CPUS)
+
+    expected = [steps_of(lines) for lines in printed_by(4, tmp_path / "reference", script)]
+    torn = printed_by(4, tmp_path / "torn", script, torn=True)
+    later = printed_by(4, tmp_path / "torn", script)
+
+    assert all(len(steps) == 6 for steps in expected)
+    for rank in range(4):
+        # A rank of the other instance may have ended the step and said so, before it heard.
+        assert steps_of(torn[rank]) in (expected[rank], expected[rank][:4] + expected[rank][5:])
+        assert steps_of(later[rank])[0].startswith("step 4: ")
+
+
+def defaults_on_the_page(heading: str) -> dict[str, str]:
+    section = PAGE.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    return dict(re.findall(r"^\| `([^`]+)`[^|]*\| `?([^|`]*)`? \|", section, re.MULTILINE))
+
+
+def shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@pytest.mark.parametrize("kind", [HPWrapper, CheckpointManager])
+def test_the_page_has_every_option_with_its_default(kind: type) -> None:
+    parameters = inspect.signature(kind).parameters.values()
+    expected = {one.name: shown(one.default) for one in parameters if one.name != "abort"}
+
+    found = {
+        name: text.strip()
+        for name, text in defaults_on_the_page(f"Options of {kind.__name__}").items()
+    }
+
+    assert found.pop("abort", "Compose(HPAbortTorchDistributed())") == (
+        "Compose(HPAbortTorchDistributed())"
+    )
+    assert found == expected
+
+
+def test_the_page_has_the_launchers_defaults() -> None:
+    found = defaults_on_the_page("Starting it")
+    defaults = {field.name: field.default for field in fields(Job)}
+
+    assert found["--spares S"].strip() == shown(defaults["num_spares"])
+    assert found["--max-restarts R"].strip() == shown(defaults["max_restarts"])
+    assert found["--heartbeat-timeout SECONDS"].strip() == shown(defaults["heartbeat_timeout_s"])
