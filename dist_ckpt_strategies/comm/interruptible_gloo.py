@@ -307,7 +307,7 @@ class InterruptibleGloo(dist.ProcessGroup):
     def allreduce(self, *args: Any, **kwargs: Any) -> Any:
         """As gloo's, and the average of whole numbers too."""
         tensors, options = args[0], args[1] if len(args) > 1 else None
-        if not _is_average_of_integers(tensors, options):
+        if options is None or not _is_average_of_integers(tensors, options):
             return self.begun(self.inner.allreduce(*args, **kwargs))
         options.reduceOp = dist.ReduceOp.SUM
         inner = self.inner.allreduce(*args, **kwargs)
@@ -424,8 +424,10 @@ def _gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 def _is_average_of_integers(tensors: Any, options: Any) -> bool:
     if not (isinstance(tensors, list) and isinstance(options, dist.AllreduceOptions)):
         return False
-    is_average = options.reduceOp == dist.ReduceOp.AVG
-    return is_average and not (tensors[0].is_floating_point() or tensors[0].is_complex())
+    op: Any = options.reduceOp
+    return op == dist.ReduceOp.AVG and not (
+        tensors[0].is_floating_point() or tensors[0].is_complex()
+    )
 
 
 def _slice_before(deadline: float | None) -> timedelta:
