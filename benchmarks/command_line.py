@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -17,8 +17,8 @@ from rich.table import Table
 
 from benchmarks.gpt_state import GB, GptSize, gpt_size
 from benchmarks.records import JsonLines, run_facts
-from benchmarks.timings import Case, Sample
 
+_Written = TypeVar("_Written")
 _TABLE_WIDTH = 100
 _SMOKE = GptSize(num_layers=2, hidden=32, vocabulary=64)
 
@@ -62,7 +62,7 @@ class Output:
     lines: JsonLines
     console: Console
 
-    def write_samples(self, case: Case, samples: Iterable[Sample]) -> list[Sample]:
+    def write_samples(self, case: object, samples: Iterable[_Written]) -> list[_Written]:
         """Write each as it comes, and return them all."""
         written = []
         for sample in samples:
@@ -70,7 +70,12 @@ class Output:
             written.append(sample)
         return written
 
-    def write_summaries(self, case: Case, summaries: Sequence[Any], table: Table) -> None:
+    def skip(self, contender: str, reason: str) -> None:
+        """Say who or what is left out, and why."""
+        self.lines.write("skipped", {"contender": contender, "reason": reason})
+        self.console.print(f"{contender}: skipped, {reason}")
+
+    def write_summaries(self, case: object, summaries: Sequence[Any], table: Table) -> None:
         """Write what the samples amount to, and show it."""
         for summary in summaries:
             self.lines.write("summary", summary, case=case)
@@ -121,9 +126,8 @@ def chosen_names(
         raise typer.BadParameter(f"contender {unknown[0]!r}: expected one of {list(lacks)}")
     names = [name for name in lacks if not wanted or name in {*wanted, *always}]
     for name in names:
-        if lacks[name] is not None:
-            output.lines.write("skipped", {"contender": name, "reason": lacks[name]})
-            output.console.print(f"{name}: skipped, {lacks[name]}")
+        if (reason := lacks[name]) is not None:
+            output.skip(name, reason)
     return tuple(name for name in names if lacks[name] is None)
 
 

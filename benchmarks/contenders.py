@@ -64,20 +64,24 @@ class Megatron:
         self, shards: tuple[Shard, ...], backend: tuple[str, int], loader: Any = None
     ) -> None:
         self._shards = shards
-        self._backend = backend
+        self.backend = backend
         self._loader = loader
 
     def save(self, directory: Path) -> None:
         """See Contender."""
-        state = {"iteration": 1, "args": {"hidden": 1}, **self._sharded()}
-        dist_checkpointing.save(state, str(directory), self._backend)
+        dist_checkpointing.save(self.state(), str(directory), self.backend)
 
     def load(self, directory: Path) -> Tensors:
         """See Contender."""
-        loaded = dist_checkpointing.load(self._sharded(), str(directory), self._loader)
+        loaded = dist_checkpointing.load(self.sharded(), str(directory), self._loader)
         return {shard.key: loaded[shard.key] for shard in self._shards}
 
-    def _sharded(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
+        """What is saved: the shards and a common state."""
+        return {"iteration": 1, "args": {"hidden": 1}, **self.sharded()}
+
+    def sharded(self) -> dict[str, Any]:
+        """This rank's shards, as Megatron-Core describes them."""
         return {
             shard.key: ShardedTensor.from_rank_offsets(
                 shard.key,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 
@@ -51,6 +52,32 @@ class Shard:
     tensor: torch.Tensor
 
 
+class Split(StrEnum):
+    """Along which dim the arrays are divided."""
+
+    TENSOR_PARALLEL = "TP"
+    ROWS = "rows"
+    COLUMNS = "columns"
+
+    def axis(self, num_dims: int, tensor_parallel_axis: int) -> int:
+        """The dim; a vector has but one."""
+        match self:
+            case Split.TENSOR_PARALLEL:
+                return tensor_parallel_axis
+            case Split.ROWS:
+                return 0
+            case Split.COLUMNS:
+                return num_dims - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How the state is divided among ranks: along which dim, into how many equal parts."""
+
+    split: Split
+    num_parts: int
+
+
 def gpt_size(nbytes: int) -> GptSize:
     """A model of 24 layers, 291 arrays, whose state takes about ``nbytes``, all parts together."""
     sizes = [GptSize(24, hidden, 8192) for hidden in range(_GRANULE, 8192, _GRANULE)]
@@ -69,6 +96,23 @@ def build_shards(size: GptSize, part: int, num_parts: int) -> tuple[Shard, ...]:
         local[axis] //= num_parts
         tensor = torch.empty(local, dtype=dtype).normal_(generator=generator)
         shards.append(Shard(key, axis, part, num_parts, tensor))
+    return tuple(shards)
+
+
+def build_slices(size: GptSize, part: int, division: Division) -> tuple[Shard, ...]:
+    """One part of every array, cut out of values that are the same however the state is divided.
+
+    Takes the memory of one whole array beside the parts.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shards = []
+    for key, shape, own_axis, dtype in _arrays(size):
+        axis = division.split.axis(len(shape), own_axis)
+        whole = torch.empty(shape, dtype=dtype).normal_(generator=generator)
+        tensor = whole.chunk(division.num_parts, axis)[part].clone(
+            memory_format=torch.contiguous_format
+        )
+        shards.append(Shard(key, axis, part, division.num_parts, tensor))
     return tuple(shards)
 
 

@@ -87,6 +87,59 @@ GROUP_ENTRIES: Final[Mapping[str, GroupEntry]] = {
 }
 """Everyone who loads what all ranks want whole, the two parts of the floor first."""
 
+RESHARD_PACKAGES: Final[Mapping[str, str | None]] = {
+    READ_SHARES: None,
+    "zarr 2": None,
+    "zarr 1": None,
+    "torch_dist": "psutil",
+}
+"""Everyone who loads in another layout, the floor first, and the package that each needs."""
+
+MEMCPY: Final = "memcpy"
+IDLE: Final = "idle"
+RAW_WRITER: Final = "raw writer"
+ASYNC_ZARR_2: Final = "zarr 2"
+ASYNC_ZARR_1: Final = "zarr 1"
+QUEUE: Final = "torch_dist, queue"
+
+ASYNC_PACKAGES: Final[Mapping[str, str | None]] = {
+    MEMCPY: None,
+    IDLE: None,
+    RAW_WRITER: None,
+    ASYNC_ZARR_2: None,
+    ASYNC_ZARR_1: None,
+    QUEUE: "psutil",
+}
+"""Everyone who saves behind training, floors first, and the package that each needs."""
+
+BLOCKING_ONLY: Final = frozenset({MEMCPY})
+TRAINING_ONLY: Final = frozenset({IDLE, RAW_WRITER})
+"""Floors of one part of the benchmark."""
+
+READ_FILES: Final = "raw read"
+COPY_FILES: Final = "raw copy"
+VERIFY: Final = "verify"
+TO_ZARR_2: Final = "to zarr 2"
+TO_TORCH_DIST: Final = "to torch_dist"
+
+TOOL_PACKAGES: Final[Mapping[str, str | None]] = {
+    READ_FILES: None,
+    COPY_FILES: None,
+    VERIFY: None,
+    TO_ZARR_2: None,
+    TO_TORCH_DIST: None,
+}
+"""The tools, floors first, and the package that each needs."""
+
+RAW_PUT: Final = "tensorstore put"
+
+STORE_PACKAGES: Final[Mapping[str, str | None]] = {
+    RAW_PUT: None,
+    "boto3 put": "boto3",
+    "zarr 2": None,
+}
+"""Everyone who saves to an object store, floors first, and the package that each needs."""
+
 
 def missing_package(package: str | None) -> str | None:
     """What a contender lacks, as a sentence; None where its package can be imported."""

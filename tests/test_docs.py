@@ -55,7 +55,8 @@ from dist_ckpt_strategies.storage.zarr_dtypes import register_extension_dtypes
 from megatron.core.dist_checkpointing import ShardedTensor
 register_extension_dtypes()
 weight = torch.arange(32.0, dtype=torch.bfloat16).reshape(4, 8)
-dist_ckpt_strategies.save({{"w": ShardedTensor.from_rank_offsets("w", weight)}}, "ckpt")
+state = {{"w": ShardedTensor.from_rank_offsets("w", weight)}}
+dist_ckpt_strategies.save(state, "ckpt", ("zarr", 1))
 array_directory = Path("ckpt/w")
 """
 
@@ -113,7 +114,7 @@ _CONVERT_BEFORE = f"""
 import dist_ckpt_strategies
 from megatron.core.dist_checkpointing import ShardedTensor
 weight = ShardedTensor.from_rank_offsets("w", torch.arange(6.0))
-dist_ckpt_strategies.save({{"w": weight}}, "old")
+dist_ckpt_strategies.save({{"w": weight}}, "old", ("zarr", 1))
 """
 
 SCRIPTS = {

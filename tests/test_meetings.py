@@ -44,7 +44,7 @@ def counted_meetings(rank: int, root: str) -> tuple[int, int]:
 
     dist_ckpt_strategies.register()
     sys.setprofile(watch)
-    dist_ckpt_strategies.save(state, root)
+    dist_ckpt_strategies.save(state, root, ("zarr", 1))
     num_in_save = counts.total()
     dist_ckpt_strategies.load(state, root)
     sys.setprofile(None)

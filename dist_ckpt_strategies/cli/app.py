@@ -37,7 +37,11 @@ asks before it removes anything."""
 _DEMO = """Train a small GPT on four CPU ranks, save it as Zarr, resume it in other layouts.
 
 Shows that weights and optimizer state come back bit for bit, and that the loss goes on from \
-where it was. Takes a few minutes on two cores."""
+where it was. Takes a few minutes on two cores.
+
+With --chaos: four ranks train under `dist-ckpt run` while one after the other is made to fail, \
+is killed or hangs, at every point of a step. Weights, moments, random numbers and every loss must \
+be those of a run without a fault, bit for bit."""
 _CONVERT = """Convert a checkpoint to another format, bit for bit.
 
 From ("zarr", 1), ("zarr", 2) and torch_dist of Megatron-Core 0.16; optimizer state, objects \
@@ -76,10 +80,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_Directory = Annotated[
-    Path,
+_Place = Annotated[
+    str,
     typer.Argument(
-        metavar="DIR", help="Directory of one checkpoint, or of local ones.", show_default=False
+        metavar="DIR",
+        help="Directory or URL of one checkpoint, or directory of local ones.",
+        show_default=False,
     ),
 ]
 _Json = Annotated[
@@ -92,10 +98,12 @@ _Debug = Annotated[
     ),
 ]
 _Source = Annotated[
-    Path, typer.Argument(metavar="SRC", help="Directory of a checkpoint.", show_default=False)
+    str,
+    typer.Argument(metavar="SRC", help="Directory or URL of a checkpoint.", show_default=False),
 ]
 _Target = Annotated[
-    Path, typer.Argument(metavar="DST", help="New or empty directory.", show_default=False)
+    str,
+    typer.Argument(metavar="DST", help="New or empty directory, or a URL.", show_default=False),
 ]
 _Memory = Annotated[
     int,
@@ -146,7 +154,7 @@ def _root(
     help=_INSPECT, epilog=f"Example: [bold]dist-ckpt inspect DIR --keys 'decoder.*'[/]\n\n{_STATUS}"
 )
 def inspect(
-    directory: _Directory,
+    directory: _Place,
     *,
     keys: Annotated[
         str | None,
@@ -173,7 +181,7 @@ def inspect(
     help=_VERIFY,
     epilog=f"Example: [bold]dist-ckpt verify DIR && rsync -a DIR backup:[/]\n\n{_STATUS}",
 )
-def verify(directory: _Directory, *, as_json: _Json = False, debug: _Debug = False) -> None:
+def verify(directory: _Place, *, as_json: _Json = False, debug: _Debug = False) -> None:
     """Check a checkpoint."""
     with reported_failures(debug=debug):
         from dist_ckpt_strategies.cli.verification import verify_checkpoint  # noqa: PLC0415
@@ -188,9 +196,9 @@ def verify(directory: _Directory, *, as_json: _Json = False, debug: _Debug = Fal
 )
 def prune(  # noqa: PLR0913 - one parameter for each option
     root: Annotated[
-        Path,
+        str,
         typer.Argument(
-            metavar="ROOT", help="Directory that holds the checkpoints.", show_default=False
+            metavar="ROOT", help="Directory or URL that holds the checkpoints.", show_default=False
         ),
     ],
     *,
@@ -250,15 +258,30 @@ def demo(
             show_default=False,
         ),
     ] = None,
+    chaos: Annotated[
+        bool,
+        typer.Option(
+            "--chaos",
+            metavar=_FLAG,
+            help="Break ranks at every point of a step instead, and show that nothing is lost.",
+        ),
+    ] = False,
     debug: _Debug = False,
 ) -> None:
     """Run the demonstration."""
+    if chaos and keep is not None:
+        raise typer.BadParameter("--keep belongs to the demonstration without --chaos")
     with reported_failures(debug=debug):
         from rich.console import Console  # noqa: PLC0415
 
-        from dist_ckpt_strategies.cli.demo.main import run_demo  # noqa: PLC0415
+        if chaos:
+            from dist_ckpt_strategies.cli.chaos.demo import run_chaos_demo  # noqa: PLC0415
 
-        status = run_demo(keep, Console())
+            status = run_chaos_demo(Console())
+        else:
+            from dist_ckpt_strategies.cli.demo.main import run_demo  # noqa: PLC0415
+
+            status = run_demo(keep, Console())
     raise typer.Exit(status)
 
 
@@ -337,8 +360,8 @@ def upgrade(
     help=_DIFF, epilog=f"Example: [bold]dist-ckpt diff A B && rm -r A[/]\n\n{_DIFF_STATUS}"
 )
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.", show_default=False)],
+    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)],
     *,
     keys: Annotated[
         str | None,
@@ -394,6 +417,8 @@ def run(  # noqa: PLR0913
     debug: _Debug = False,
 ) -> None:
     """Run a script on several ranks."""
+    if not is_module and not Path(script).is_file():
+        raise typer.BadParameter(f"{script} is no file", param_hint="SCRIPT")
     with reported_failures(debug=debug):
         from dist_ckpt_strategies.cli.running import run_script  # noqa: PLC0415
         from dist_ckpt_strategies.inprocess.supervisor import (  # noqa: PLC0415
@@ -401,8 +426,6 @@ def run(  # noqa: PLR0913
             script_command,
         )
 
-        if not is_module and not Path(script).is_file():
-            raise typer.BadParameter(f"{script} is no file", param_hint="SCRIPT")
         command = script_command(script, args or (), is_module=is_module)
         status = run_script(Job(command, nproc, spares, max_restarts, heartbeat_timeout))
     raise typer.Exit(status)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from dist_ckpt_strategies.cli.json_form import SCHEMA
+from dist_ckpt_strategies.cli.locations import place_text
 from dist_ckpt_strategies.cli.progress import open_byte_progress, watched
 from dist_ckpt_strategies.cli.text import bytes_text, counted, printable
 from dist_ckpt_strategies.config import MIB
@@ -21,8 +21,8 @@ _MB = 1_000_000
 
 
 def convert_checkpoint(  # noqa: PLR0913
-    source: Path,
-    target: Path,
+    source: str,
+    target: str,
     to: str,
     *,
     keys: str | None,
@@ -33,8 +33,8 @@ def convert_checkpoint(  # noqa: PLR0913
     """Convert a checkpoint, and say what was done.
 
     Args:
-        source: the checkpoint.
-        target: a new or empty directory.
+        source: directory or URL of the checkpoint.
+        target: a new or empty directory, or a URL.
         to: the format.
         keys: a glob, for safetensors.
         memory: bound on elements in memory, in MiB.
@@ -49,7 +49,7 @@ def convert_checkpoint(  # noqa: PLR0913
 
 
 def upgrade_checkpoint(
-    source: Path, target: Path, to: str | None, *, memory: int, as_json: bool
+    source: str, target: str, to: str | None, *, memory: int, as_json: bool
 ) -> None:
     """Upgrade a checkpoint, and say what was done; see convert_checkpoint."""
     options = ConvertOptions(memory * MIB)
@@ -59,12 +59,10 @@ def upgrade_checkpoint(
     _show("upgrade", source, target, report, as_json=as_json)
 
 
-def _show(
-    command: str, source: Path, target: Path, report: ConvertReport, *, as_json: bool
-) -> None:
+def _show(command: str, source: str, target: str, report: ConvertReport, *, as_json: bool) -> None:
     if as_json:
         head = {"schema": SCHEMA, "command": command}
-        paths = {"source": str(source.absolute()), "target": str(target.absolute())}
+        paths = {"source": place_text(source), "target": place_text(target)}
         typer.echo(json.dumps(head | paths | asdict(report), indent=2))
         return
     console = Console(highlight=False)
@@ -76,5 +74,5 @@ def _show(
         else ""
     )
     text = f"{arrays}, {objects}; {report.seconds:.1f} s{resumed}"
-    console.print(Text(printable(str(target)), "bold green"), soft_wrap=True)
+    console.print(Text(printable(target), "bold green"), soft_wrap=True)
     console.print(Text(text, "dim"), soft_wrap=True)

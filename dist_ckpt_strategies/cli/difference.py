@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from dist_ckpt_strategies.cli.json_form import SCHEMA
+from dist_ckpt_strategies.cli.locations import place_text
 from dist_ckpt_strategies.cli.progress import open_byte_progress, watched
 from dist_ckpt_strategies.cli.text import bytes_text, counted, printable
 from dist_ckpt_strategies.config import MIB
@@ -32,12 +32,12 @@ STATUS_DIFFERENT = 1
 _MAX_SHOWN = 100
 
 
-def diff_checkpoints(a: Path, b: Path, keys: str | None, *, memory: int, as_json: bool) -> int:
+def diff_checkpoints(a: str, b: str, keys: str | None, *, memory: int, as_json: bool) -> int:
     """Compare two checkpoints and show how they differ; returns the exit status.
 
     Args:
-        a: the first.
-        b: the second.
+        a: directory or URL of the first.
+        b: of the second.
         keys: a glob; then no objects are compared.
         memory: bound on elements in memory, in MiB.
         as_json: print one JSON object.
@@ -52,12 +52,12 @@ def diff_checkpoints(a: Path, b: Path, keys: str | None, *, memory: int, as_json
     return STATUS_EQUAL if report.is_equal else STATUS_DIFFERENT
 
 
-def _print_json(a: Path, b: Path, report: DiffReport) -> None:
+def _print_json(a: str, b: str, report: DiffReport) -> None:
     fields = {
         "schema": SCHEMA,
         "command": "diff",
-        "a": str(a.absolute()),
-        "b": str(b.absolute()),
+        "a": place_text(a),
+        "b": place_text(b),
         "equal": report.is_equal,
         "num_arrays": report.num_arrays,
         "num_objects": report.num_objects,
@@ -77,7 +77,7 @@ def _array_fields(found: ArrayDifference) -> dict[str, Any]:
     return fields
 
 
-def _print_lists(console: Console, a: Path, b: Path, report: DiffReport) -> None:
+def _print_lists(console: Console, a: str, b: str, report: DiffReport) -> None:
     lines = [_array_line(found) for found in report.arrays]
     lines += [_object_line(found) for found in report.objects]
     _print_some(console, lines)
@@ -85,7 +85,7 @@ def _print_lists(console: Console, a: Path, b: Path, report: DiffReport) -> None
         f"compared: {counted(report.num_arrays, 'array')} with {bytes_text(report.nbytes)}, "
         f"{counted(report.num_objects, 'object shard')}"
     )
-    names = f"{printable(str(a))} and {printable(str(b))}"
+    names = f"{printable(a)} and {printable(b)}"
     verdict, style = ("are equal", "bold green") if report.is_equal else ("DIFFER", "bold red")
     console.print(Text(names) + Text(f" {verdict}", style), soft_wrap=True)
     console.print(Text(compared, "dim"), soft_wrap=True)

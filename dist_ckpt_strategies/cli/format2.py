@@ -19,7 +19,8 @@ from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.spec.manifest import ObjectRecord
 from dist_ckpt_strategies.spec.region import Extent
 from dist_ckpt_strategies.storage.findings import Finding
-from dist_ckpt_strategies.storage.format2_survey import Format2Survey, RecordedArray, SaveBegun
+from dist_ckpt_strategies.storage.format2_files import SaveBegun
+from dist_ckpt_strategies.storage.format2_survey import Format2Survey, RecordedArray
 
 _MAX_FINDINGS = 3
 _MAX_PER_KEY = 20
@@ -57,7 +58,7 @@ def inspect_format2(
             "objects": list(map(_object_fields, shown_objects)),
             "findings": list(map(finding_fields, survey.findings)),
         }
-        print_json("inspect", survey.root, _summary_fields(survey) | fields)
+        print_json("inspect", str(survey.root), _summary_fields(survey) | fields)
         return
     console = Console(highlight=False)
     _print_rows(console, _ARRAY_TITLES, list(map(_array_row, arrays)))
@@ -87,7 +88,7 @@ def show_verdict(
             "bytes_per_second": survey.nbytes / max(seconds, 1e-9),
             "findings": list(map(finding_fields, findings)),
         }
-        print_json("verify", survey.root, _summary_fields(survey) | fields)
+        print_json("verify", str(survey.root), _summary_fields(survey) | fields)
         return
     console = Console(highlight=False)
     for key, some in groupby(findings, lambda finding: finding.key):
@@ -193,8 +194,10 @@ def _summary(survey: Format2Survey) -> Iterator[tuple[str, str]]:
 def _completeness(survey: Format2Survey) -> str:
     if survey.is_unfinished:
         return f"NO, {_unfinished(survey.begun)}"
-    if not survey.findings:
+    if not survey.findings and survey.has_sizes:
         return "yes, by names and sizes; `dist-ckpt verify` compares every digest"
+    if not survey.findings:
+        return "yes, by names; `dist-ckpt verify` compares sizes and every digest"
     count = counted(len(survey.findings), "finding")
     return f"NO, {count}; `dist-ckpt verify` lists them all"
 

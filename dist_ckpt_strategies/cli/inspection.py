@@ -19,6 +19,7 @@ from dist_ckpt_strategies.cli.json_form import (
     print_json,
     summary_fields,
 )
+from dist_ckpt_strategies.cli.locations import location_of, survey_of
 from dist_ckpt_strategies.cli.parts import inspect_parts
 from dist_ckpt_strategies.cli.text import bytes_text, counted, printable
 from dist_ckpt_strategies.errors import ArrayNotFoundError
@@ -41,20 +42,25 @@ _LEFTOVERS = {
 
 
 def inspect_checkpoint(
-    directory: Path, keys: str | None, *, with_objects: bool, as_json: bool
+    address: str, keys: str | None, *, with_objects: bool, as_json: bool
 ) -> None:
     """Show the arrays and objects of a checkpoint, or the parts of local ones, and if it is whole.
 
     Args:
-        directory: the checkpoint, or a directory of local ones.
+        address: directory or URL of the checkpoint, or a directory of local ones.
         keys: show only keys, or ids of parts, that match this glob.
         with_objects: show objects too.
         as_json: print one JSON object.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint directory.
+        CheckpointNotFoundError: there is no checkpoint.
         ArrayNotFoundError: no key matches.
     """
+    directory = location_of(address)
+    if not isinstance(directory, Path):
+        survey_in_store = survey_of(directory)
+        inspect_format2(survey_in_store, keys, with_objects=with_objects, as_json=as_json)
+        return
     local = survey_parts(directory)
     if local is not None:
         inspect_parts(local, keys, as_json=as_json)

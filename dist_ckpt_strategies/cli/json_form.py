@@ -19,8 +19,8 @@ from dist_ckpt_strategies.storage.survey import Survey
 SCHEMA = 1
 
 
-def print_json(command: str, root: Path, fields: Mapping[str, Any]) -> None:
-    """Print one object: which command looked at which directory, and further fields."""
+def print_json(command: str, root: Path | str, fields: Mapping[str, Any]) -> None:
+    """Print one object: which command looked at what, and further fields."""
     head = {"schema": SCHEMA, "command": command, "path": str(root)}
     typer.echo(json.dumps(head | dict(fields), indent=2))
 

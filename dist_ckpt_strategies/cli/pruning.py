@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import asdict
-from pathlib import Path
 
 import typer
 from rich.console import Console
@@ -16,7 +15,7 @@ from dist_ckpt_strategies.cli.json_form import print_json
 from dist_ckpt_strategies.cli.text import bytes_text, counted, printable
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.plan.prune import Keeping
-from dist_ckpt_strategies.run.prune import PruneReport, prune
+from dist_ckpt_strategies.run.prune import PruneReport, Removal, prune
 
 STATUS_FINE = 0
 STATUS_DECLINED = 1
@@ -38,7 +37,7 @@ def parse_duration_s(text: str) -> float:
 
 
 def prune_checkpoints(
-    root: Path, keeping: Keeping, *, dry_run: bool, is_agreed: bool, as_json: bool
+    root: str, keeping: Keeping, *, dry_run: bool, is_agreed: bool, as_json: bool
 ) -> int:
     """Show what goes, ask, and remove it; returns the exit status.
 
@@ -77,7 +76,7 @@ def prune_checkpoints(
     return STATUS_FINE
 
 
-def _pruned(root: Path, keeping: Keeping, *, dry_run: bool) -> PruneReport:
+def _pruned(root: str, keeping: Keeping, *, dry_run: bool) -> PruneReport:
     return prune(
         root,
         keep_last=keeping.last,
@@ -90,7 +89,7 @@ def _pruned(root: Path, keeping: Keeping, *, dry_run: bool) -> PruneReport:
 
 def _print_plan(console: Console, plan: PruneReport) -> None:
     goes = [
-        Row(printable(one.name), ("goes", bytes_text(one.nbytes), one.why), is_marked=True)
+        Row(printable(one.name), ("goes", _size(one), one.why), is_marked=True)
         for one in plan.removed
     ]
     stays = [Row(printable(one.found.name), ("stays", "", one.why)) for one in plan.kept]
@@ -105,10 +104,15 @@ def _print_plan(console: Console, plan: PruneReport) -> None:
     console.print(Text(f"{root}: {_counted(plan)} to go"), soft_wrap=True)
 
 
+def _size(removal: Removal) -> str:
+    return "unknown" if removal.nbytes is None else bytes_text(removal.nbytes)
+
+
 def _counted(report: PruneReport) -> str:
     of = f" of {len(report.removed) + len(report.kept):,}"
     count = counted(len(report.removed), "checkpoint")
-    return f"{count}{of}, {bytes_text(report.nbytes)}"
+    is_known = all(removal.nbytes is not None for removal in report.removed)
+    return f"{count}{of}, {'' if is_known else 'at least '}{bytes_text(report.nbytes)}"
 
 
 def _print_json(report: PruneReport) -> None:
@@ -121,4 +125,4 @@ def _print_json(report: PruneReport) -> None:
             for one in report.kept
         ],
     }
-    print_json("prune", report.root, fields)
+    print_json("prune", str(report.root), fields)

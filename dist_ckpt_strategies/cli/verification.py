@@ -14,10 +14,15 @@ from rich.text import Text
 from dist_ckpt_strategies.cli import format2
 from dist_ckpt_strategies.cli.columns import print_wrapped
 from dist_ckpt_strategies.cli.json_form import finding_fields, print_json, summary_fields
+from dist_ckpt_strategies.cli.locations import location_of, survey_of
 from dist_ckpt_strategies.cli.parts import show_verdict
 from dist_ckpt_strategies.cli.text import bytes_text, counted, printable
 from dist_ckpt_strategies.storage.findings import Finding, Watch
-from dist_ckpt_strategies.storage.format2_survey import check_format2, survey_format2
+from dist_ckpt_strategies.storage.format2_survey import (
+    Format2Survey,
+    check_format2,
+    survey_format2,
+)
 from dist_ckpt_strategies.storage.part_survey import check_parts, survey_parts
 from dist_ckpt_strategies.storage.survey import Survey, check_survey, survey_checkpoint
 
@@ -28,17 +33,20 @@ _MAX_PER_KEY = 20
 _LABEL_WIDTH = 19
 
 
-def verify_checkpoint(directory: Path, *, as_json: bool) -> int:
+def verify_checkpoint(address: str, *, as_json: bool) -> int:
     """Check a checkpoint and show what is wrong with it; returns the exit status.
 
     Args:
-        directory: the checkpoint, or a directory of local ones.
+        address: directory or URL of the checkpoint, or a directory of local ones.
         as_json: print one JSON object.
 
     Raises:
-        CheckpointNotFoundError: there is no checkpoint directory.
+        CheckpointNotFoundError: there is no checkpoint.
     """
     began = time.monotonic()
+    directory = location_of(address)
+    if not isinstance(directory, Path):
+        return _verify_format2(survey_of(directory), began, as_json=as_json)
     local = survey_parts(directory)
     if local is not None:
         with _open_progress() as progress:
@@ -47,10 +55,7 @@ def verify_checkpoint(directory: Path, *, as_json: bool) -> int:
         return STATUS_DAMAGED if findings else STATUS_WHOLE
     recorded = survey_format2(directory)
     if recorded is not None:
-        with _open_progress() as progress:
-            findings = check_format2(recorded, _watch(progress, "comparing digests"))
-        format2.show_verdict(recorded, findings, time.monotonic() - began, as_json=as_json)
-        return STATUS_DAMAGED if findings else STATUS_WHOLE
+        return _verify_format2(recorded, began, as_json=as_json)
     with _open_progress() as progress:
         survey = survey_checkpoint(directory, _watch(progress, "looking at directories"))
         findings = check_survey(survey, _watch(progress, "reading objects"))
@@ -63,6 +68,13 @@ def verify_checkpoint(directory: Path, *, as_json: bool) -> int:
         console = Console(highlight=False)
         _print_findings(console, findings)
         _print_verdict(console, survey, findings, seconds)
+    return STATUS_DAMAGED if findings else STATUS_WHOLE
+
+
+def _verify_format2(survey: Format2Survey, began: float, *, as_json: bool) -> int:
+    with _open_progress() as progress:
+        findings = check_format2(survey, _watch(progress, "comparing digests"))
+    format2.show_verdict(survey, findings, time.monotonic() - began, as_json=as_json)
     return STATUS_DAMAGED if findings else STATUS_WHOLE
 
 

@@ -64,9 +64,9 @@ class Undertaker:
                 self._thread = None
                 atexit.unregister(self._leave)
                 return None
-            ready = [grave.group for grave in self._graves if grave.is_quiet()]
-            self._graves = [grave for grave in self._graves if not grave.is_quiet()]
-            return ready
+            quiet = [grave for grave in self._graves if grave.is_quiet()]
+            self._graves = [grave for grave in self._graves if grave not in quiet]
+            return [grave.group for grave in quiet]
 
     def _leave(self) -> None:
         self._exits.set()

@@ -29,8 +29,9 @@ def start_heartbeat(launch: Launch) -> None:
     if not _is_pipe(fd, inode):
         return
     os.set_blocking(fd, False)
+    _tell(fd, SIGN)  # from here on silence counts, even if the thread never comes to run
     args = (fd, launch.heartbeat_s)
-    atexit.register(_tell, fd, FAREWELL)
+    atexit.register(_say_farewell, fd, inode)
     threading.Thread(target=_beat, args=args, name=_NAME, daemon=True).start()
 
 
@@ -57,3 +58,9 @@ def _beat(fd: int, interval_s: float) -> None:
 def _tell(fd: int, sign: bytes) -> None:
     with suppress(BlockingIOError):  # the supervisor is slow, and finds enough once it looks
         os.write(fd, sign)
+
+
+def _say_farewell(fd: int, inode: int) -> None:
+    if _is_pipe(fd, inode):
+        with suppress(BrokenPipeError):
+            _tell(fd, FAREWELL)

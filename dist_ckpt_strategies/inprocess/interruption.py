@@ -23,7 +23,8 @@ _RETRY_S = 0.01
 _AGAIN_S = 0.25
 _LONGEST_S = 2.0
 _DEFER_S = 2.0
-_FRAGILE_MODULES = frozenset({"logging", "importlib._bootstrap", "importlib._bootstrap_external"})
+_IMPORTING = frozenset({"importlib._bootstrap", "importlib._bootstrap_external"})
+_FRAGILE_MODULES = frozenset({"logging"})
 _FRAGILE_FUNCTIONS = frozenset({"__del__"})
 
 
@@ -157,7 +158,8 @@ class Interrupter:
             return False
         defers = time.monotonic() - self._requested_at < _DEFER_S
         while frame is not None and frame is not self._guard:
-            if defers and _is_fragile(frame):
+            # A module whose import was broken off stays broken as long as the process lives.
+            if _is_importing(frame) or (defers and _is_fragile(frame)):
                 return False
             frame = frame.f_back
         return frame is not None
@@ -181,6 +183,10 @@ class Interrupter:
                     self._left.set()
             except RankShouldRestart:
                 continue
+
+
+def _is_importing(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__") in _IMPORTING
 
 
 def _is_fragile(frame: FrameType) -> bool:

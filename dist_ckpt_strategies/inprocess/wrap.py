@@ -27,7 +27,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.inprocess.abort import Abort, Compose, HPAbortTorchDistributed
 from dist_ckpt_strategies.inprocess.attempt import Attempt, AttemptOptions
-from dist_ckpt_strategies.inprocess.coordinator import Coordinator, RankInfo
+from dist_ckpt_strategies.inprocess.coordinator import Coordinator, Fault, FaultMode, RankInfo
 from dist_ckpt_strategies.inprocess.finalize import Finalize
 from dist_ckpt_strategies.inprocess.health_check import HealthCheck, HPState
 from dist_ckpt_strategies.inprocess.interruption import Interrupter, RankShouldRestart
@@ -70,6 +70,10 @@ class HPWrapper:
         barrier_timeout_s: longest wait for all ranks to join an epoch.
         finish_timeout_s: longest wait for all ranks to return from the block.
         max_attempts: of this process; None for any number.
+        max_idle_attempts: after so many attempts in a row that this rank's own exception has
+            ended, before a step was done, the process ends: what fails every time is not mended by
+            trying again. A step is done where ``step_upon_restart`` grows, or the step of the
+            ``checkpoint_manager``. None for any number.
         progress_timeout_s: longest time between two calls of ``ping`` in the block, the first
             counted from its start; None for any.
 
@@ -95,6 +99,7 @@ class HPWrapper:
         barrier_timeout_s: float = 1800.0,
         finish_timeout_s: float = 7 * 86400.0,
         max_attempts: int | None = None,
+        max_idle_attempts: int | None = 3,
         progress_timeout_s: float | None = None,
     ) -> None:
         self.abort = abort
@@ -112,6 +117,7 @@ class HPWrapper:
         self.barrier_timeout_s = barrier_timeout_s
         self.finish_timeout_s = finish_timeout_s
         self.max_attempts = max_attempts
+        self.max_idle_attempts = max_idle_attempts
         self.progress_timeout_s = progress_timeout_s
         if enabled and trace_file_path is not None:
             _require_viztracer()
@@ -184,6 +190,8 @@ class HPCallWrapper:
         self._closes = False
         self._place: RankInfo | None = None
         self._epoch = 0
+        self._num_idle = 0
+        self._first_step: int | None = None
         self._attempt: Attempt | None = None
         lock = getattr(wrapper.checkpoint_manager, "parameter_update_lock", None)
         self._interrupter = Interrupter(lock)
@@ -219,6 +227,7 @@ class HPCallWrapper:
         self._epoch = epoch.number
         self.num_attempts += 1
         self.step_upon_restart = 0
+        self._first_step = self._step()
         update_environment({"TORCHELASTIC_RESTART_COUNT": str(epoch.number)})
         _call_hook(self.wrapper.checkpoint_manager, "on_attempt", epoch)
 
@@ -360,8 +369,30 @@ class HPCallWrapper:
             raise RestartLimitError(
                 f"{self.num_attempts} attempts, {limit} allowed; the last: {state.fault}"
             ) from train_ex
+        self._count_idle(state.fault)
+        limit = self.wrapper.max_idle_attempts
+        if limit is not None and self._num_idle >= limit:
+            raise RestartLimitError(
+                f"{self._num_idle} attempts in a row ended in an exception of this rank before a "
+                f"step was done; the last: {state.fault}"
+            ) from train_ex
         if self.wrapper.health_check is not None:
             self.wrapper.health_check(state, train_ex)
+
+    def _count_idle(self, fault: Fault | None) -> None:
+        """How often in a row this rank itself has failed without having done a step."""
+        place = self._place
+        assert place is not None  # noqa: S101 - known since the call was opened
+        is_own = fault is not None and fault.global_rank == place.global_rank
+        if self.step_upon_restart > 0 or self._step() != self._first_step:
+            self._num_idle = 0
+        elif is_own and fault is not None and fault.mode is FaultMode.EXCEPTION:
+            self._num_idle += 1
+
+    def _step(self) -> int | None:
+        """The step that the checkpoint manager keeps, if it says."""
+        step: int | None = getattr(self.wrapper.checkpoint_manager, "global_step", None)
+        return step
 
     def _with_self(
         self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]

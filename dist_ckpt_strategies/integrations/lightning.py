@@ -168,7 +168,6 @@ class CheckpointlessCallback(_Callback):  # type: ignore[misc]
         wrapper_of(trainer).ping()
         if self._is_in_step:
             return
-        wrapper_of(trainer).step_upon_restart += 1
         self._is_in_step = True
         if self.enable_checkpointless:
             manager = manager_of(trainer)
@@ -182,6 +181,7 @@ class CheckpointlessCallback(_Callback):  # type: ignore[misc]
         if not self.enable_inprocess or trainer.fit_loop._should_accumulate():  # noqa: SLF001
             return
         self._is_in_step = False
+        wrapper_of(trainer).step_upon_restart += 1
         if not self.enable_checkpointless:
             return
         manager = manager_of(trainer)

@@ -77,17 +77,17 @@ def irregular_chunk_shape(shape: Extent, itemsize: int, holdings: Sequence[Holdi
     return best[2]
 
 
-def object_chunk_shape(chunk: Extent, itemsize: int) -> Extent:
-    """A chunk of a shard's shape, cut until it has MAX_OBJECT_NBYTES at most.
+def object_chunk_shape(chunk: Extent, itemsize: int, max_nbytes: int = MAX_OBJECT_NBYTES) -> Extent:
+    """A chunk of a shard's shape, cut until it has ``max_nbytes`` at most.
 
     Outer dims first: the parts of a tensor in C order are in one piece then. Into equal parts
     where a number of parts near the least one allows it, so that no part reaches across shards.
     """
     sizes = list(chunk)
     for dim, size in enumerate(chunk):
-        if math.prod(sizes) * itemsize <= MAX_OBJECT_NBYTES:
+        if math.prod(sizes) * itemsize <= max_nbytes:
             break
-        fitting = max(1, MAX_OBJECT_NBYTES // (math.prod(sizes[dim + 1 :]) * itemsize))
+        fitting = max(1, max_nbytes // (math.prod(sizes[dim + 1 :]) * itemsize))
         least = -(-size // fitting)
         most = min(_MAX_MORE_PARTS * least, size)
         divisors = (n for n in range(least, most + 1) if size % n == 0)

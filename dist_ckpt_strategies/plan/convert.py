@@ -12,6 +12,7 @@ from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.plan.chunking import (
     fills_grid,
     irregular_chunk_shape,
+    object_chunk_shape,
     regular_chunk_shape,
 )
 from dist_ckpt_strategies.plan.coverage import Holding, require_partition
@@ -58,11 +59,13 @@ class ConvertLimits:
         file_nbytes: wanted size of a file that holds several arrays; an array that is larger has
             one of its own.
         noted_nbytes: after so many bytes what is done is made durable, and noted as done.
+        object_nbytes: no chunk is larger, where a chunk is an object of a store; None for any.
     """
 
     box_nbytes: int
     file_nbytes: int
     noted_nbytes: int = 1 << 30
+    object_nbytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ def build_convert_plan(
     _require_distinct([key for key, _ in named])
     if target is Format.ZARR1:
         require_storable_keys([key for key, _ in named], object_keys)
-    made = [(source, _array_of(key, source, target)) for key, source in named]
+    made = [(source, _array_of(key, source, target, limits)) for key, source in named]
     if target is Format.TORCH_DIST:
         units = list(_piece_files(made, limits))
     elif target is Format.SAFETENSORS:
@@ -141,7 +144,7 @@ def _part(source: SourceArray, array: ArraySpec, region: Region, byte_offset: in
     return Part(source.key, array, region, source.grain, byte_offset)
 
 
-def _array_of(key: str, source: SourceArray, target: Format) -> ArraySpec:
+def _array_of(key: str, source: SourceArray, target: Format, limits: ConvertLimits) -> ArraySpec:
     """The array with the target's chunk grid."""
     if target is Format.SAFETENSORS and source.dtype not in SAFETENSORS_DTYPES:
         known = ", ".join(dtype.value for dtype in SAFETENSORS_DTYPES)
@@ -154,7 +157,9 @@ def _array_of(key: str, source: SourceArray, target: Format) -> ArraySpec:
     array = ArraySpec(key, source.shape, source.dtype, chunk)
     if target is not Format.ZARR2:
         return array
-    itemsize = source.dtype.itemsize
+    itemsize, most = source.dtype.itemsize, limits.object_nbytes
+    if most is not None and math.prod(chunk) * itemsize > most:
+        chunk, is_regular = object_chunk_shape(chunk, itemsize, most), False
     cut = cut_chunk(chunk, source.shape, itemsize, is_movable=not is_regular)
     cut = cut or cut_chunk(chunk, source.shape, itemsize, is_movable=True)
     assert cut is not None  # noqa: S101 - where boundaries may move, every chunk can be cut

@@ -7,17 +7,16 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
 
 from dist_ckpt_strategies.plan.convert import ConvertPlan
 from dist_ckpt_strategies.spec.conversion import Unit
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.findings import Watch
-from dist_ckpt_strategies.storage.journal import Journal, Record
-from dist_ckpt_strategies.storage.publication import publish
+from dist_ckpt_strategies.storage.journal import Notes, Record
+from dist_ckpt_strategies.storage.locations import Location, publish
 from dist_ckpt_strategies.storage.sources import Source
-from dist_ckpt_strategies.storage.targets import Contents, Flush, Target
+from dist_ckpt_strategies.storage.targets import Contents, Flushing, Target
 
 _NOTED_S = 10.0
 """After so many seconds what is done is made durable and noted in the journal."""
@@ -48,11 +47,11 @@ class ConvertReport:
 def run_convert(  # noqa: PLR0913, PLR0917
     plan: ConvertPlan,
     source: Source,
-    root: Path,
+    root: Location,
     target: Target,
-    flush: Flush,
+    flush: Flushing,
     contents: Contents,
-    journal: Journal,
+    journal: Notes,
     num_threads: int,
     watch: Watch | None = None,
 ) -> ConvertReport:
@@ -63,7 +62,7 @@ def run_convert(  # noqa: PLR0913, PLR0917
     Args:
         plan: what is written.
         source: where elements come from.
-        root: the target's directory.
+        root: the target's directory, or its place in an object store.
         target: writes there.
         flush: makes that durable.
         contents: objects and common state.

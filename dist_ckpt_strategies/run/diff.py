@@ -254,7 +254,7 @@ def _objects(a: Source, b: Source, allow: Allowed) -> Iterator[ObjectDifference]
         else:
             contents = a.object_content(object_id), b.object_content(object_id)
             yield from _contents(key, contents, (str(a.root), str(b.root)), allow)
-    paths = (str(a.root / COMMON_NAME), str(b.root / COMMON_NAME))
+    paths = (f"{a.root}/{COMMON_NAME}", f"{b.root}/{COMMON_NAME}")
     yield from _contents(COMMON_NAME, (a.common_content(), b.common_content()), paths, allow)
 
 

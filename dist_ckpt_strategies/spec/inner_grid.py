@@ -111,14 +111,10 @@ class InnerGrid:
 
     def box(self, offset: Extent, shape: Extent | None = None) -> Region:
         """The array's box of one inner chunk, or of several; cut at the array's edge."""
-        starts = tuple(
-            r + o * i for r, o, i in zip(self.region.offset, offset, self.inner_shape, strict=True)
-        )
-        sizes = shape or (1,) * len(offset)
-        whole = Region(starts, tuple(map(operator.mul, sizes, self.inner_shape)))
-        cut = whole.intersect(self.region)
-        assert cut is not None  # noqa: S101 - the grid ends with the region
-        return cut
+        whole, inner = self.region, self.inner_shape
+        start = tuple(map(operator.add, whole.offset, map(operator.mul, offset, inner)))
+        wanted = map(operator.mul, shape, inner) if shape else inner
+        return Region(start, tuple(map(min, wanted, map(operator.sub, whole.end, start))))
 
     def all(self, max_chunks: int) -> Iterator[Run]:
         """All inner chunks, in the order of the file, up to ``max_chunks`` at a time."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from dist_ckpt_strategies.errors import StrategyError
@@ -37,6 +37,10 @@ class StoreUrl:
     def prefix(self) -> str:
         """What stands before a name below the checkpoint, in the name of an object."""
         return f"{self.path}/" if self.path else ""
+
+    def below(self, name: str) -> Self:
+        """The address of what lies below this one, under a name without a ``/``."""
+        return replace(self, path=f"{self.prefix}{name}")
 
     @classmethod
     def parse(cls, text: str) -> Self:

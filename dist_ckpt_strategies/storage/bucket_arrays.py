@@ -71,12 +71,12 @@ class BucketWriter(ArrayWriterBase):
 
     def _put(self, file: ChunkFile, source: HostArray) -> list[int]:
         with self._budget.held(_NUM_COPIES * file.grid.file_nbytes), _key_errors(file.array.key):
-            content, digests = _encoded(file, source)
+            content, digests = encoded_chunk(file, source)
             self._bucket.write(chunk_name(file.array, file.index), content)
         return digests
 
 
-def _encoded(file: ChunkFile, source: HostArray) -> tuple[bytes, list[int]]:
+def encoded_chunk(file: ChunkFile, source: HostArray) -> tuple[bytes, list[int]]:
     """The whole object of a chunk, and the digests of its inner chunks and its index."""
     grid = file.grid
     digests: list[int] = []

@@ -14,7 +14,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.buckets import Bucket
-from dist_ckpt_strategies.storage.files import MARKER_NAME
+from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
 from dist_ckpt_strategies.storage.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -102,6 +102,22 @@ def retract(bucket: Bucket) -> None:
         return
     for folder in _FOLDERS:
         bucket.delete(name for name in bucket.names(folder) if name != SAVE_NAME)
+
+
+def remove(bucket: Bucket) -> tuple[str, ...]:
+    """Remove a checkpoint, or what a killed save left: the marker first, what it is known by last.
+
+    Objects that are no part of it stay.
+
+    Returns:
+        What stays: names, without what comes behind their first ``/``.
+    """
+    withdraw_marker(bucket)
+    bucket.delete([COMMON_NAME])
+    for folder in _FOLDERS:
+        bucket.delete(name for name in bucket.names(folder) if name != SAVE_NAME)
+    bucket.delete([SAVE_NAME])
+    return tuple(sorted({name.partition("/")[0] for name in bucket.names("")}))
 
 
 def require_room(bucket: Bucket) -> None:

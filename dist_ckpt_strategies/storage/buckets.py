@@ -16,7 +16,11 @@ from typing import Any
 import tensorstore as ts
 
 from dist_ckpt_strategies.config import Credentials, StoreOptions
-from dist_ckpt_strategies.errors import IncompleteCheckpointError, StorageError
+from dist_ckpt_strategies.errors import (
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    StorageError,
+)
 from dist_ckpt_strategies.spec.store_url import StoreUrl
 from dist_ckpt_strategies.storage.bucket_errors import no_answer, shortened, store_error
 
@@ -61,6 +65,10 @@ class Bucket:
         """
         return self.url.scheme != "gs"
 
+    def below(self, name: str) -> Bucket:
+        """What lies below this, under a name without a ``/``."""
+        return Bucket(self.url.below(name), self._options)
+
     def path(self, name: str) -> str:
         """See Place."""
         return f"{self.url}/{name}"
@@ -92,11 +100,34 @@ class Bucket:
         self._result(self._store.write(name, content), name)
 
     def nbytes(self, name: str) -> int | None:
-        """See Place. Takes reading the object: no request of TensorStore's gives its size."""
-        try:
-            return len(self.read(name))
-        except IncompleteCheckpointError:
+        """The size of an object; None where it is missing.
+
+        Takes some sixty requests for one byte: none of TensorStore's tells.
+        """
+        if not self.has(name):
             return None
+        low, high = 0, 1
+        while self._has_byte(name, high - 1):
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._has_byte(name, middle - 1) else (low, middle)
+        return low
+
+    def has_nbytes(self, name: str, nbytes: int) -> bool:
+        """Whether an object that is there has this size. Takes two requests for one byte."""
+        return not self._has_byte(name, nbytes) and (not nbytes or self._has_byte(name, nbytes - 1))
+
+    def _has_byte(self, name: str, byte_offset: int) -> bool:
+        """Whether an object reaches this far.
+
+        Raises:
+            IncompleteCheckpointError: it is missing.
+        """
+        try:
+            return bool(self.read_span(name, byte_offset, 1))
+        except CorruptCheckpointError:
+            return False
 
     def has(self, name: str) -> bool:
         """Whether there is an object of that name."""
@@ -107,7 +138,7 @@ class Bucket:
 
     def names(self, prefix: str) -> Iterator[str]:
         """See Place."""
-        return iter(self._listed(f"{prefix}/"))
+        return iter(self._listed(f"{prefix}/" if prefix else ""))
 
     def is_empty(self) -> bool:
         """Whether nothing lies below the URL."""

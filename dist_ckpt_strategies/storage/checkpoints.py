@@ -25,7 +25,12 @@ from dist_ckpt_strategies.storage.bucket_publication import require_something
 from dist_ckpt_strategies.storage.buckets import Bucket
 from dist_ckpt_strategies.storage.chunk_files import ChunkFile
 from dist_ckpt_strategies.storage.file_access import file_access, permitted_access
-from dist_ckpt_strategies.storage.files import COMMON_NAME, require_directory, storage_error
+from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
+    file_errors,
+    require_directory,
+    storage_error,
+)
 from dist_ckpt_strategies.storage.format2_checks import (
     FileCheck,
     check_buffers,
@@ -33,6 +38,7 @@ from dist_ckpt_strategies.storage.format2_checks import (
     common_check,
     metadata_check,
     object_check,
+    pack_ends,
 )
 from dist_ckpt_strategies.storage.locations import Location
 from dist_ckpt_strategies.storage.manifest import INDEX_NAME, Manifest, digest_of
@@ -193,6 +199,9 @@ class Format2Checkpoint:
                 yield from map(self._job, chunk_checks(self.place, record, buffers))
         found = map(partial(object_check, self.place), self.manifest.objects())
         yield from map(self._job, filter(None, found))
+        for name, nbytes in pack_ends(self.manifest.objects()).items():
+            run = partial(self._require_nbytes, name, nbytes)
+            yield Job("", self.place.path(name), run)
         yield Job("", self.place.path(COMMON_NAME), self.require_common)
 
     def require_whole(self, share: Share) -> None:
@@ -218,6 +227,19 @@ class Format2Checkpoint:
         for index, chunk in record.chunks.items():
             file = ChunkFile.of(array, index, self.place.path(chunk_name(array, index)))
             yield Job(array.key, file.path, partial(check_chunk, bucket, file, chunk))
+
+    def _require_nbytes(self, name: str, nbytes: int) -> None:
+        """Raise unless a file ends where the last object in it does."""
+        path = self.place.path(name)
+        if isinstance(self._root, Bucket):
+            is_right = self._root.has_nbytes(name, nbytes)
+        else:
+            with file_errors(None, path):
+                is_right = (self._root / name).stat().st_size == nbytes
+        if not is_right:
+            raise CorruptCheckpointError(
+                f"{path} is damaged: it does not end after {nbytes} bytes of objects", path=path
+            )
 
     def require_common(self) -> None:
         """Raise unless the common state's file is the one that was there at the save.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -71,6 +71,15 @@ def object_check(place: Place, record: ObjectRecord) -> FileCheck | None:
     return FileCheck(record.id.unique_key, span.name, span.nbytes, run)
 
 
+def pack_ends(objects: Iterable[ObjectRecord]) -> Mapping[str, int]:
+    """The size of each file of objects, by its name."""
+    ends: dict[str, int] = {}
+    for span in (record.span for record in objects):
+        if span is not None:
+            ends[span.name] = max(ends.get(span.name, 0), span.byte_offset + span.nbytes)
+    return ends
+
+
 def common_check(place: Place, listed: FileDigest) -> FileCheck:
     """A check of the common state's file."""
     return FileCheck(None, COMMON_NAME, listed.nbytes, partial(_check_common, place, listed))
@@ -104,17 +113,24 @@ def _check_chunk(
         index = np.empty(grid.index_nbytes, np.uint8)
         read_buffered(handle, grid.data_nbytes, index)
     found += digests_of(index[None])
+    return chunk_findings(name, file, record, found)
+
+
+def chunk_findings(
+    name: str, file: ChunkFile, record: ChunkRecord, digests: Sequence[int]
+) -> list[Finding]:
+    """What the digests of all inner chunks of a file, and of its index, show to be wrong."""
     where = f"chunk {file.index}, written by rank {record.writer}"
     return [
         Finding(
             Problem.DAMAGED_CHUNK,
             file.array.key,
             name,
-            f"{'its index' if number == grid.num_chunks else f'inner chunk {number}'} with digest "
-            f"{record.digest(number):016x} ({where})",
+            f"{'its index' if number == file.grid.num_chunks else f'inner chunk {number}'} with "
+            f"digest {record.digest(number):016x} ({where})",
             f"{digest:016x}",
         )
-        for number, digest in enumerate(found)
+        for number, digest in enumerate(digests)
         if digest != record.digest(number)
     ]
 

@@ -6,29 +6,28 @@ every digest is a second step.
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dist_ckpt_strategies.errors import CheckpointError, IncompleteCheckpointError
+from dist_ckpt_strategies.errors import (
+    BucketNotFoundError,
+    CheckpointError,
+    IncompleteCheckpointError,
+    StoreAccessError,
+    StoreUnreachableError,
+)
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.inner_grid import InnerGrid
 from dist_ckpt_strategies.spec.manifest import ArrayRecord, ManifestIndex, ObjectRecord
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.contents import Leftover, LeftoverKind
-from dist_ckpt_strategies.storage.files import (
-    COMMON_NAME,
-    MARKER_NAME,
-    PARTIAL_PREFIX,
-    REMOVED_PREFIX,
-    read_file,
-    require_directory,
-)
+from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
 from dist_ckpt_strategies.storage.findings import (
     NO_FILE,
     Finding,
@@ -37,7 +36,7 @@ from dist_ckpt_strategies.storage.findings import (
     nbytes_text,
     unreadable,
 )
-from dist_ckpt_strategies.storage.folders import Folder, folders_below, read_folder, reason
+from dist_ckpt_strategies.storage.folders import reason
 from dist_ckpt_strategies.storage.format2_checks import (
     FileCheck,
     check_buffers,
@@ -45,34 +44,29 @@ from dist_ckpt_strategies.storage.format2_checks import (
     common_check,
     metadata_check,
     object_check,
+    pack_ends,
 )
-from dist_ckpt_strategies.storage.manifest import (
-    INDEX_NAME,
-    MANIFEST_NAME,
-    OBJECTS_NAME,
-    SAVE_NAME,
-    Manifest,
+from dist_ckpt_strategies.storage.format2_files import (
+    FORMAT2,
+    FoundFiles,
+    SaveBegun,
+    files_of_directory,
+    is_remains,
+    read_begun,
+    sharded_format,
 )
-from dist_ckpt_strategies.storage.marker_file import marker_or_finding
-from dist_ckpt_strategies.storage.places import Directory
-from dist_ckpt_strategies.storage.zarr2 import MAX_JSON_NBYTES
-from dist_ckpt_strategies.storage.zarr3 import ARRAYS_NAME, METADATA_NAME, array_directory
+from dist_ckpt_strategies.storage.manifest import INDEX_NAME, SAVE_NAME, Manifest
+from dist_ckpt_strategies.storage.places import Directory, Place
+from dist_ckpt_strategies.storage.zarr3 import METADATA_NAME, array_directory, metadata_content
 
-_MARKED = ("zarr", 2)
+if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
+    from dist_ckpt_strategies.storage.buckets import Bucket
+
+    Location = Path | Bucket
+
+_ChunkChecks = Callable[[ArrayRecord], Iterator[FileCheck]]
+
 _COMMON = ("torch", 1)
-
-
-@dataclass(frozen=True, slots=True)
-class SaveBegun:
-    """When and where a save began, as the first file of it says.
-
-    Attributes:
-        seconds: since the epoch.
-        host: name of the machine of the first rank.
-    """
-
-    seconds: float
-    host: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +94,7 @@ class Format2Survey:
     """What a directory holds.
 
     Attributes:
-        root: the directory, absolute.
+        root: the directory, absolute, or the place in an object store.
         marker: None where it is missing or cannot be read.
         begun: when the save began; None where that cannot be read.
         index: the manifest's table of contents; None where it is missing or damaged.
@@ -111,11 +105,11 @@ class Format2Survey:
         others: names beside the checkpoint's own, which the manifest says nothing about.
         findings: what names and sizes show to be wrong, sorted by key.
         num_files: files of the checkpoint.
-        nbytes: their bytes.
-        files: size of each, by name.
+        nbytes: their bytes; of an object store, of those whose size the manifest lists.
+        files: size of each, by name; None where only reading would tell.
     """
 
-    root: Path
+    root: Location
     marker: CheckpointMarker | None
     begun: SaveBegun | None
     index: ManifestIndex | None
@@ -127,7 +121,12 @@ class Format2Survey:
     findings: tuple[Finding, ...]
     num_files: int
     nbytes: int
-    files: Mapping[str, int] = field(repr=False)
+    files: Mapping[str, int | None] = field(repr=False)
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether the sizes of files were compared; an object store's list has names alone."""
+        return isinstance(self.root, Path)
 
     @property
     def is_unfinished(self) -> bool:
@@ -135,103 +134,102 @@ class Format2Survey:
         return any(finding.problem is Problem.MISSING_MARKER for finding in self.findings)
 
 
-def is_format2(root: Path) -> bool:
-    """Whether a directory is of format 2: by its manifest, its first file, or its marker."""
-    if any((root / name).is_file() for name in (SAVE_NAME, INDEX_NAME)):
-        return True
-    marker = marker_or_finding(root)
-    return isinstance(marker, CheckpointMarker) and _sharded(marker) == _MARKED
-
-
-def survey_format2(root: Path, watch: Watch | None = None) -> Format2Survey | None:
-    """What a directory holds; None where it is not of format 2. Reads the manifest, and no data.
+def survey_format2(root: Location, watch: Watch | None = None) -> Format2Survey | None:
+    """What a place holds; None where it is not of format 2. Reads the manifest, and no data.
 
     Args:
-        root: the directory.
+        root: the directory, or the place in an object store. That tells names, and no sizes.
         watch: told about parts of the manifest.
 
     Raises:
-        CheckpointNotFoundError: it does not exist.
+        CheckpointNotFoundError: it does not exist; in an object store also where it is no
+            checkpoint itself but holds some.
         IncompatibleVersionError: a later version of this package wrote it.
+        BucketNotFoundError, StoreAccessError, StoreUnreachableError: nothing can be told.
     """
-    root = root.absolute()
-    require_directory(root)
-    if not is_format2(root):
+    there = files_of_directory(root.absolute()) if isinstance(root, Path) else _of_bucket(root)
+    if there is None:
         return None
-    top = read_folder(root, "")
-    files = dict(_files(root, top))
-    marker = marker_or_finding(root)
-    found = _ManifestRead(root, watch)
+    found = _ManifestRead(there.place, watch)
     names = {record.array.key: tuple(_names_of(record)) for record in found.arrays}
-    recorded = tuple(_recorded(r, names[r.array.key], files) for r in found.arrays)
-    leftovers = tuple(
-        Leftover(LeftoverKind.PARTIAL, name, files[name]) for name in files if _is_remains(name)
+    files = _sized(there.files, found, names)
+    leftovers = (
+        Leftover(LeftoverKind.PARTIAL, name, nbytes or 0)
+        for name, nbytes in files.items()
+        if is_remains(name)
     )
-    findings = [*_check_marker(marker), *found.findings, *_check_common(found.index, files)]
-    findings += chain.from_iterable(
-        _check_array(r, names[r.array.key], files) for r in found.arrays
-    )
-    findings += _check_packs(found.objects, files)
-    if found.is_whole:
-        findings += _check_unexpected(found, names, files)
+    marker = there.marker
     return Format2Survey(
-        root,
+        root.absolute() if isinstance(root, Path) else root,
         marker if isinstance(marker, CheckpointMarker) else None,
-        read_begun(root),
+        read_begun(there.place),
         found.index,
-        recorded,
+        tuple(_recorded(r, names[r.array.key], files) for r in found.arrays),
         found.objects,
         files.get(COMMON_NAME),
         tuple(sorted(leftovers, key=lambda leftover: leftover.path)),
-        _others(top),
-        tuple(sorted(findings, key=lambda finding: (finding.key or "", finding.path))),
+        there.others,
+        _sorted((*_check_marker(marker), *found.findings, *_check_files(found, names, files))),
         len(files),
-        sum(files.values()),
+        sum(nbytes or 0 for nbytes in files.values()),
         files,
     )
+
+
+def _of_bucket(bucket: Bucket) -> FoundFiles | None:
+    from dist_ckpt_strategies.storage.bucket_files import files_of_bucket  # noqa: PLC0415
+
+    return files_of_bucket(bucket)
+
+
+def _sorted(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    return tuple(sorted(findings, key=lambda finding: (finding.key or "", finding.path)))
 
 
 def check_format2(survey: Format2Survey, watch: Watch | None = None) -> tuple[Finding, ...]:
     """The findings of a survey, and those of comparing every digest; sorted by key.
 
-    As many threads read as there are processors; each takes a few MiB of memory.
+    As many threads read as there are processors, and from an object store 16; each takes a few MiB
+    of memory, or those of the object that it looks at.
 
     Args:
         survey: of the checkpoint.
         watch: told about bytes.
+
+    Raises:
+        StoreAccessError, StoreUnreachableError: an object store does not answer any more.
     """
-    named = {finding.path for finding in survey.findings}
+    findings = [*survey.findings, *_check_pack_sizes(survey)]
+    named = {finding.path for finding in findings}
     checks = [check for check in _checks(survey) if check.name not in named]
     total, done = sum(check.nbytes for check in checks), 0
-    findings = list(survey.findings)
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "dist-ckpt-verify") as pool:
+    with ThreadPoolExecutor(_num_threads(survey), "dist-ckpt-verify") as pool:
         for check, found in zip(checks, pool.map(_run, checks), strict=True):
             findings += found
             done += check.nbytes
             if watch:
                 watch(done, total)
-    return tuple(sorted(findings, key=lambda finding: (finding.key or "", finding.path)))
+    return _sorted(findings)
 
 
-def read_begun(root: Path) -> SaveBegun | None:
-    """When and where the save to a directory began; None where nothing says so."""
-    try:
-        fields = json.loads(read_file(root / SAVE_NAME, MAX_JSON_NBYTES))
-        return SaveBegun(float(fields["time"]), str(fields["host"]))
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+def _num_threads(survey: Format2Survey) -> int:
+    if isinstance(survey.root, Path):
+        return len(os.sched_getaffinity(0))
+    from dist_ckpt_strategies.storage.bucket_files import NUM_THREADS  # noqa: PLC0415
+
+    return NUM_THREADS
 
 
 class _ManifestRead:
     """The manifest, as far as it can be read, and what is wrong with the rest."""
 
-    def __init__(self, root: Path, watch: Watch | None) -> None:
+    def __init__(self, place: Place, watch: Watch | None) -> None:
         self.index: ManifestIndex | None = None
         self.arrays: tuple[ArrayRecord, ...] = ()
         self.objects: tuple[ObjectRecord, ...] = ()
         self.findings: list[Finding] = []
         try:
-            manifest = Manifest(Directory(root))
+            manifest = Manifest(place)
         except IncompleteCheckpointError:
             expected = "the manifest's table of contents"
             self.findings.append(
@@ -268,28 +266,35 @@ def _bad_manifest(name: str, error: CheckpointError) -> Finding:
     return Finding(Problem.BAD_MANIFEST, None, name, "what the save wrote", text)
 
 
-def _files(root: Path, top: Folder) -> Iterator[tuple[str, int]]:
-    """The checkpoint's own files, and what lies among them."""
-    mine = (MARKER_NAME, COMMON_NAME)
-    yield from (one for one in top.files.items() if one[0] in mine or _is_remains(one[0]))
-    below = [name for name in (ARRAYS_NAME, OBJECTS_NAME, MANIFEST_NAME) if name in top.folders]
-    for folder in folders_below(root, below):
-        yield from ((folder.path_of(name), nbytes) for name, nbytes in folder.files.items())
+def _sized(
+    files: Mapping[str, int | None], found: _ManifestRead, names: Mapping[str, Sequence[str]]
+) -> Mapping[str, int | None]:
+    """The files; those that are listed have the listed size, where their own is not known."""
+    if None not in files.values():
+        return files
+    listed: dict[str, int] = dict(pack_ends(found.objects))
+    for record in found.arrays:
+        listed |= zip(names[record.array.key], _sizes_of(record), strict=True)
+    if found.index is not None:
+        listed |= {part.name: part.nbytes for part in found.index.parts}
+        if found.index.common is not None:
+            listed[COMMON_NAME] = found.index.common.nbytes
+    return {n: listed.get(n) if nbytes is None else nbytes for n, nbytes in files.items()}
 
 
-def _is_remains(name: str) -> bool:
-    return any(part.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)) for part in name.split("/"))
-
-
-def _others(top: Folder) -> tuple[str, ...]:
-    mine = {MARKER_NAME, COMMON_NAME, ARRAYS_NAME, OBJECTS_NAME, MANIFEST_NAME}
-    names = (*top.files, *top.folders, *top.links, *top.others)
-    return tuple(sorted(name for name in names if name not in mine and not _is_remains(name)))
-
-
-def _recorded(record: ArrayRecord, names: Sequence[str], files: Mapping[str, int]) -> RecordedArray:
-    sizes = [files[name] for name in names[1:] if name in files]
+def _recorded(
+    record: ArrayRecord, names: Sequence[str], files: Mapping[str, int | None]
+) -> RecordedArray:
+    sizes = [files[name] or 0 for name in names[1:] if name in files]
     return RecordedArray(record, len(sizes), sum(sizes))
+
+
+def _sizes_of(record: ArrayRecord) -> Iterator[int]:
+    """Sizes of the files of ``_names_of``, as they have to be."""
+    yield len(metadata_content(record.array))
+    stored_nbytes, index_nbytes = _sizes(record.array)
+    for chunk in record.chunks.values():
+        yield (chunk.num_digests - 1) * stored_nbytes + index_nbytes
 
 
 def _names_of(record: ArrayRecord) -> Iterator[str]:
@@ -300,26 +305,41 @@ def _names_of(record: ArrayRecord) -> Iterator[str]:
         yield f"{directory}/{'.'.join(['c', *map(str, index)])}"
 
 
+def _check_files(
+    found: _ManifestRead, names: Mapping[str, Sequence[str]], files: Mapping[str, int | None]
+) -> Iterator[Finding]:
+    """What names and sizes show, compared with what can be read of the manifest."""
+    yield from _check_common(found.index, files)
+    for record in found.arrays:
+        yield from _check_array(record, names[record.array.key], files)
+    yield from _check_packs(found.objects, files)
+    if found.is_whole:
+        yield from _check_unexpected(found, names, files)
+
+
 def _check_array(
-    record: ArrayRecord, names: Sequence[str], files: Mapping[str, int]
+    record: ArrayRecord, names: Sequence[str], files: Mapping[str, int | None]
 ) -> Iterator[Finding]:
     array = record.array
     if names[0] not in files:
         expected = "what other readers need to know"
         yield Finding(Problem.MISSING_METADATA, array.key, names[0], expected, NO_FILE)
-    stored_nbytes, index_nbytes = _sizes(array)
-    for (index, chunk), name in zip(record.chunks.items(), names[1:], strict=True):
-        expected_nbytes = (chunk.num_digests - 1) * stored_nbytes + index_nbytes
-        if files.get(name) == expected_nbytes:
+    sizes = islice(_sizes_of(record), 1, None)
+    for (index, chunk), name, nbytes in zip(record.chunks.items(), names[1:], sizes, strict=True):
+        if files.get(name) == nbytes:
             continue
         is_there = name in files
         yield Finding(
             Problem.WRONG_CHUNK_SIZE if is_there else Problem.MISSING_CHUNK,
             array.key,
             name,
-            f"{nbytes_text(expected_nbytes)} (chunk {index}, written by rank {chunk.writer})",
-            nbytes_text(files[name]) if is_there else NO_FILE,
+            f"{nbytes_text(nbytes)} (chunk {index}, written by rank {chunk.writer})",
+            _size_text(files[name]) if is_there else NO_FILE,
         )
+
+
+def _size_text(nbytes: int | None) -> str:
+    return "an object" if nbytes is None else nbytes_text(nbytes)
 
 
 def _sizes(array: ArraySpec) -> tuple[int, int]:
@@ -333,31 +353,43 @@ def _sizes(array: ArraySpec) -> tuple[int, int]:
     return grid.stored_nbytes, grid.index_nbytes
 
 
-def _check_packs(objects: Sequence[ObjectRecord], files: Mapping[str, int]) -> Iterator[Finding]:
-    ends: dict[str, int] = {}
-    for span in (record.span for record in objects):
-        if span is not None:
-            ends[span.name] = max(ends.get(span.name, 0), span.byte_offset + span.nbytes)
-    for name, end in ends.items():
+def _check_packs(
+    objects: Sequence[ObjectRecord], files: Mapping[str, int | None]
+) -> Iterator[Finding]:
+    for name, end in pack_ends(objects).items():
         if files.get(name) != end:
-            found = nbytes_text(files[name]) if name in files else NO_FILE
+            found = _size_text(files[name]) if name in files else NO_FILE
             problem = Problem.WRONG_FILE_SIZE if name in files else Problem.MISSING_OBJECT
             yield Finding(problem, None, name, f"{nbytes_text(end)} of objects", found)
 
 
-def _check_common(index: ManifestIndex | None, files: Mapping[str, int]) -> Iterator[Finding]:
+def _check_pack_sizes(survey: Format2Survey) -> Iterator[Finding]:
+    """What only asking for sizes shows: an object store's list does not tell them."""
+    if isinstance(survey.root, Path):
+        return
+    from dist_ckpt_strategies.storage.bucket_files import size_finding  # noqa: PLC0415
+
+    for name, end in pack_ends(survey.objects).items():
+        found = size_finding(survey.root, name, end) if name in survey.files else None
+        if found is not None:
+            yield found
+
+
+def _check_common(
+    index: ManifestIndex | None, files: Mapping[str, int | None]
+) -> Iterator[Finding]:
     listed = None if index is None else index.common
     if COMMON_NAME not in files:
         expected = "the state that all ranks share"
         yield Finding(Problem.MISSING_COMMON, None, COMMON_NAME, expected, NO_FILE)
     elif listed is not None and files[COMMON_NAME] != listed.nbytes:
-        found = nbytes_text(files[COMMON_NAME])
+        found = _size_text(files[COMMON_NAME])
         expected = nbytes_text(listed.nbytes)
         yield Finding(Problem.DAMAGED_COMMON, None, COMMON_NAME, expected, found)
 
 
 def _check_unexpected(
-    found: _ManifestRead, names: Mapping[str, Sequence[str]], files: Mapping[str, int]
+    found: _ManifestRead, names: Mapping[str, Sequence[str]], files: Mapping[str, int | None]
 ) -> Iterator[Finding]:
     assert found.index is not None  # noqa: S101 - the manifest is whole
     listed = {MARKER_NAME, COMMON_NAME, SAVE_NAME, INDEX_NAME}
@@ -366,13 +398,9 @@ def _check_unexpected(
     for record in found.arrays:
         listed.update(names[record.array.key])
     for name, nbytes in files.items():
-        if name not in listed and not _is_remains(name):
+        if name not in listed and not is_remains(name):
             expected = "no file that the manifest does not list"
-            yield Finding(Problem.UNEXPECTED_FILE, None, name, expected, nbytes_text(nbytes))
-
-
-def _sharded(marker: CheckpointMarker) -> tuple[str, int]:
-    return marker.sharded_backend, marker.sharded_backend_version
+            yield Finding(Problem.UNEXPECTED_FILE, None, name, expected, _size_text(nbytes))
 
 
 def _check_marker(marker: CheckpointMarker | Finding) -> Iterator[Finding]:
@@ -381,7 +409,7 @@ def _check_marker(marker: CheckpointMarker | Finding) -> Iterator[Finding]:
         return
     common = marker.common_backend, marker.common_backend_version
     for which, found, expected in (
-        ("sharded", _sharded(marker), _MARKED),
+        ("sharded", sharded_format(marker), FORMAT2),
         ("common", common, _COMMON),
     ):
         if found != expected:
@@ -395,18 +423,32 @@ def _check_marker(marker: CheckpointMarker | Finding) -> Iterator[Finding]:
 
 
 def _checks(survey: Format2Survey) -> Iterator[FileCheck]:
-    place, buffers = Directory(survey.root), check_buffers()
+    root = survey.root
+    place, chunks = (_on_disk(root)) if isinstance(root, Path) else _in_bucket(root)
     for stored in survey.arrays:
         yield metadata_check(place, stored.record.array)
-        yield from chunk_checks(place, stored.record, buffers)
+        yield from chunks(stored.record)
     yield from filter(None, map(partial(object_check, place), survey.objects))
     if survey.index is not None and survey.index.common is not None:
         yield common_check(place, survey.index.common)
 
 
+def _on_disk(root: Path) -> tuple[Place, _ChunkChecks]:
+    place = Directory(root)
+    return place, partial(chunk_checks, place, buffers=check_buffers())
+
+
+def _in_bucket(bucket: Bucket) -> tuple[Place, _ChunkChecks]:
+    from dist_ckpt_strategies.storage.bucket_files import bucket_chunk_checks  # noqa: PLC0415
+
+    return bucket, partial(bucket_chunk_checks, bucket)
+
+
 def _run(check: FileCheck) -> list[Finding]:
     try:
         return check.run()
+    except (StoreAccessError, StoreUnreachableError, BucketNotFoundError):
+        raise  # no other object would be read either
     except CheckpointError as error:
         return [unreadable(check.key, check.name, error.message)]
     except OSError as error:

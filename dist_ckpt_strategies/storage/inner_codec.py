@@ -18,7 +18,6 @@ import google_crc32c
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from numpy.lib.stride_tricks import as_strided
 
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.inner_grid import InnerGrid, Run
@@ -95,14 +94,11 @@ def is_in_place(grid: InnerGrid, run: Run, region: Region) -> bool:
 
     Then a target whose box is contiguous can take them as they come.
     """
-    box = grid.box(run.offset, run.shape)
     is_row = all(n == 1 for n in run.shape[1:]) or all(i == 1 for i in grid.inner_shape[:-1])
-    return (
-        is_row
-        and box.shape == _whole_shape(grid, run)
-        and grid.stored_nbytes == grid.raw_nbytes
-        and region.contains(box)
-    )
+    if not is_row or grid.stored_nbytes != grid.raw_nbytes:
+        return False
+    box = grid.box(run.offset, run.shape)
+    return box.shape == _whole_shape(grid, run) and region.contains(box)
 
 
 def at_box(elements: HostArray, box: Region) -> HostArray:
@@ -142,8 +138,9 @@ def _whole_shape(grid: InnerGrid, run: Run) -> Extent:
 def _split(part: HostArray, grid: InnerGrid) -> HostArray:
     """A view with each dim cut in two: which inner chunk, and where in it; the former first."""
     counts = tuple(map(operator.floordiv, part.shape, grid.inner_shape))
-    steps = tuple(map(operator.mul, part.strides, grid.inner_shape))
-    return as_strided(part, (*counts, *grid.inner_shape), (*steps, *part.strides))
+    pairs = [extent for pair in zip(counts, grid.inner_shape, strict=True) for extent in pair]
+    dims = range(2 * part.ndim)
+    return part.reshape(pairs).transpose(*dims[::2], *dims[1::2])  # splitting dims never copies
 
 
 def _each(run: Run, elements: HostArray) -> Iterator[tuple[Extent, HostArray]]:

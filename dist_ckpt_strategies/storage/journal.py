@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -23,6 +23,24 @@ JOURNAL_NAME = f"{PARTIAL_PREFIX}conversion.jsonl"
 
 Record = Mapping[str, Any]
 """What has to be known of a unit afterwards, of JSON types."""
+
+
+class Notes(Protocol):
+    """What a conversion has done so far.
+
+    Attributes:
+        done: of the units that earlier runs finished, by number.
+    """
+
+    done: dict[int, Record]
+
+    def add(self, records: Mapping[int, Record]) -> None:
+        """Note units as done, durably; their files are durable already."""
+        ...
+
+    def remove(self) -> None:
+        """Forget it all, durably: the conversion is complete."""
+        ...
 
 
 class Journal:
@@ -47,23 +65,25 @@ class Journal:
         self.done: dict[int, Record] = {}
         with file_errors(None, self._path):
             if not self._path.exists():
-                write_file(self._path, _line(purpose))
+                write_file(self._path, journal_line(purpose))
             content = read_file(self._path)
             whole = 0
-            for number, (end, value) in enumerate(_lines(content)):
+            for number, (end, value) in enumerate(journal_lines(content)):
                 if number == 0 and value != purpose:
-                    raise _of_another(root)
+                    raise of_another_conversion(root)
                 whole = end
                 if number:
                     self.done[int(value[0])] = value[1]
             if not whole:
-                raise _of_another(root)
+                raise of_another_conversion(root)
             os.truncate(self._path, whole)
 
     def add(self, records: Mapping[int, Record]) -> None:
         """Note units as done, durably; their files are durable already."""
         with file_errors(None, self._path), self._path.open("ab") as file:
-            file.write(b"".join(_line([number, record]) for number, record in records.items()))
+            file.write(
+                b"".join(journal_line([number, record]) for number, record in records.items())
+            )
             file.flush()
             os.fsync(file.fileno())
 
@@ -74,7 +94,8 @@ class Journal:
             sync_path(self._path.parent)
 
 
-def _of_another(root: Path) -> CheckpointExistsError:
+def of_another_conversion(root: object) -> CheckpointExistsError:
+    """The error where a place holds the journal of another conversion."""
     return CheckpointExistsError(
         f"{root} holds an unfinished conversion of another checkpoint, of another state of this "
         "one, or with other options; repeat that one, or remove the directory",
@@ -82,12 +103,13 @@ def _of_another(root: Path) -> CheckpointExistsError:
     )
 
 
-def _line(value: Any) -> bytes:
+def journal_line(value: Any) -> bytes:
+    """A value of JSON types, behind its digest."""
     content = json.dumps(value, separators=(",", ":")).encode()
     return _digest(content) + b" " + content + b"\n"
 
 
-def _lines(content: bytes) -> Iterator[tuple[int, Any]]:
+def journal_lines(content: bytes) -> Iterator[tuple[int, Any]]:
     """Where each whole line ends, and its value."""
     end = 0
     for line in content.splitlines(keepends=True):

@@ -5,21 +5,16 @@ A location is a Path, absolute, or a Bucket. Both go through strategies as ``che
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from urllib.parse import unquote
 
 from dist_ckpt_strategies.config import StoreOptions, store_options_from_environment
 from dist_ckpt_strategies.errors import CheckpointExistsError, StrategyError
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.spec.store_url import SCHEMES, StoreUrl
 from dist_ckpt_strategies.storage import bucket_publication, publication
+from dist_ckpt_strategies.storage.addresses import parsed_address
 from dist_ckpt_strategies.storage.buckets import Bucket
 
 Location = Path | Bucket
-
-_LOST_A_SLASH = re.compile(rf"({'|'.join(SCHEMES)}|file):/(?!/)")
-_FILE = "file://"
 
 
 def located(checkpoint_dir: str | Path | Bucket, store: StoreOptions | None) -> Location:
@@ -34,23 +29,10 @@ def located(checkpoint_dir: str | Path | Bucket, store: StoreOptions | None) -> 
     """
     if isinstance(checkpoint_dir, Bucket):
         return checkpoint_dir
-    text = str(checkpoint_dir)
-    if not text:
-        raise StrategyError("checkpoint_dir is empty; name the checkpoint's directory")
-    if isinstance(checkpoint_dir, Path) and _LOST_A_SLASH.match(text):
-        raise StrategyError(f"{text}: a Path takes slashes out of a URL; pass it as a str")
-    if text.startswith(_FILE):
-        return _path_of(text)
-    if "://" in text:
-        return Bucket(StoreUrl.parse(text), store or store_options_from_environment())
-    return Path(text).absolute()
-
-
-def _path_of(url: str) -> Path:
-    host, slash, path = url.removeprefix(_FILE).partition("/")
-    if host not in {"", "localhost"} or not slash:
-        raise StrategyError(f"{url}: expected file:///path")
-    return Path("/", unquote(path))
+    found = parsed_address(checkpoint_dir)
+    if isinstance(found, Path):
+        return found
+    return Bucket(found, store or store_options_from_environment())
 
 
 def require_path(location: Location, what: str) -> Path:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.storage.files import file_errors, read_file, sync_path, write_file
 
 
@@ -43,10 +42,6 @@ class Place(Protocol):
 
     def write(self, name: str, content: bytes) -> None:
         """Make a file, whole and durable, or replace it."""
-        ...
-
-    def nbytes(self, name: str) -> int | None:
-        """The size of a file; None where it is missing."""
         ...
 
     def names(self, prefix: str) -> Iterator[str]:
@@ -92,15 +87,6 @@ class Directory:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 sync_path(path.parent.parent)
             write_file(path, content)
-
-    def nbytes(self, name: str) -> int | None:
-        """See Place."""
-        path = self.path(name)
-        try:
-            with file_errors(None, path):
-                return os.stat(path).st_size  # noqa: PTH116 - a text
-        except IncompleteCheckpointError:
-            return None
 
     def names(self, prefix: str) -> Iterator[str]:
         """See Place."""

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from dist_ckpt_strategies.errors import CheckpointError
 from dist_ckpt_strategies.plan.prune import FoundCheckpoint, Standing
@@ -66,13 +67,65 @@ def find_checkpoints(root: Path, now_s: float) -> list[FoundCheckpoint]:
 
 def look_at(root: Path, name: str, now_s: float, tracked: int | None = None) -> FoundCheckpoint:
     """What one directory in ``root`` is; arguments and errors as for ``find_checkpoints``."""
-    number = _NUMBER.search(name)
-    iteration = int(number[1]) if number else None
+    iteration = iteration_of(name)
     standing = _standing(root / name)
     is_ours = standing is not Standing.OTHER
     age_s = max(0.0, now_s - _newest_s(root / name, standing)) if is_ours else 0.0
     is_named = tracked is not None and iteration == tracked
     return FoundCheckpoint(name, iteration, standing, age_s, is_named)
+
+
+def iteration_of(name: str) -> int | None:
+    """The number that a name ends in; None where it ends in none."""
+    number = _NUMBER.search(name)
+    return int(number[1]) if number else None
+
+
+class Shelf(Protocol):
+    """What holds many checkpoints, each under a name of its own."""
+
+    def find(self, now_s: float) -> list[FoundCheckpoint]:
+        """What each of them is, and whatever else is there."""
+        ...
+
+    def look_at(self, name: str, now_s: float) -> FoundCheckpoint:
+        """What one of them is."""
+        ...
+
+    def nbytes(self, name: str) -> int | None:
+        """Bytes of the files of one of them; None where that cannot be told."""
+        ...
+
+    def remove(self, name: str) -> tuple[str, ...]:
+        """Remove one of them, its marker first; names of what is no part of it, and stays."""
+        ...
+
+
+class DirectoryShelf:
+    """A directory that holds checkpoints; see Shelf.
+
+    Args:
+        root: the directory.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def find(self, now_s: float) -> list[FoundCheckpoint]:
+        """See Shelf."""
+        return find_checkpoints(self.root, now_s)
+
+    def look_at(self, name: str, now_s: float) -> FoundCheckpoint:
+        """See Shelf."""
+        return look_at(self.root, name, now_s)
+
+    def nbytes(self, name: str) -> int | None:
+        """See Shelf."""
+        return checkpoint_nbytes(self.root / name)
+
+    def remove(self, name: str) -> tuple[str, ...]:
+        """See Shelf."""
+        return remove_checkpoint(self.root / name)
 
 
 def checkpoint_nbytes(directory: Path) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.storage.base import ArrayRead, HostArray
+from dist_ckpt_strategies.storage.buckets import Bucket
 from dist_ckpt_strategies.storage.checkpoints import Format1Checkpoint, Format2Checkpoint
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
@@ -34,8 +35,9 @@ from dist_ckpt_strategies.storage.files import (
     storage_error,
 )
 from dist_ckpt_strategies.storage.inner_codec import at_box
+from dist_ckpt_strategies.storage.locations import Location, read_marker
 from dist_ckpt_strategies.storage.manifest import INDEX_NAME as MANIFEST_INDEX_NAME
-from dist_ckpt_strategies.storage.manifest import digest_of
+from dist_ckpt_strategies.storage.manifest import SAVE_NAME, digest_of
 from dist_ckpt_strategies.storage.objects import (
     Allowed,
     archive_damage,
@@ -43,7 +45,6 @@ from dist_ckpt_strategies.storage.objects import (
     load_pickle,
     object_ids,
 )
-from dist_ckpt_strategies.storage.publication import read_marker
 from dist_ckpt_strategies.storage.safetensors_source import INDEX_NAME, SafetensorsSource
 from dist_ckpt_strategies.storage.torch_archives import TensorArchive
 from dist_ckpt_strategies.storage.torch_dist import METADATA_NAME, Stretch, read_index
@@ -57,8 +58,8 @@ class Source(Protocol):
     """A finished checkpoint. Any thread may read."""
 
     @property
-    def root(self) -> Path:
-        """Its directory, absolute."""
+    def root(self) -> Location:
+        """Its directory, absolute, or its place in an object store."""
         ...
 
     @property
@@ -110,19 +111,24 @@ class Source(Protocol):
         ...
 
 
-def open_source(root: Path, options: Options, allow: Allowed) -> Source:
-    """The finished checkpoint in a directory.
+def open_source(root: Location, options: Options, allow: Allowed) -> Source:
+    """The finished checkpoint at a place.
 
     Args:
-        root: the directory, absolute.
+        root: the directory, absolute, or a place in an object store.
         options: how to read, and what to verify.
         allow: classes that objects of torch_dist may be unpickled to: they are kept in lists.
 
     Raises:
         CheckpointNotFoundError, IncompleteCheckpointError: there is none.
-        IncompatibleVersionError: it is of a format that this package does not read.
+        IncompatibleVersionError: it is of a format that this package does not read, or not from
+            there.
     """
-    if (root / INDEX_NAME).exists() and not (root / MARKER_NAME).exists():
+    if (
+        isinstance(root, Path)
+        and (root / INDEX_NAME).exists()
+        and not (root / MARKER_NAME).exists()
+    ):
         return SafetensorsSource(root)
     marker = read_marker(root)
     backend = (marker.sharded_backend, marker.sharded_backend_version)
@@ -131,10 +137,14 @@ def open_source(root: Path, options: Options, allow: Allowed) -> Source:
         raise IncompatibleVersionError(
             f"{root}: common state of format {common}, this package reads ('torch', 1)"
         )
-    if backend == ("zarr", 1):
-        return Format1Source(root, marker, options)
     if backend == ("zarr", 2):
         return Format2Source(root, marker, options)
+    if isinstance(root, Bucket):
+        raise IncompatibleVersionError(
+            f"{root}: format {backend}; from an object store only ('zarr', 2) is read"
+        )
+    if backend == ("zarr", 1):
+        return Format1Source(root, marker, options)
     if backend == ("torch_dist", 1):
         return TorchDistSource(root, marker, allow)
     raise IncompatibleVersionError(
@@ -196,7 +206,7 @@ class Format1Source:
 class Format2Source:
     """A checkpoint of format ("zarr", 2); see Source. Everything has a digest."""
 
-    def __init__(self, root: Path, marker: CheckpointMarker, options: Options) -> None:
+    def __init__(self, root: Location, marker: CheckpointMarker, options: Options) -> None:
         self.root, self.marker = root, marker
         self._options = options
         self._checkpoint = Format2Checkpoint(root, options)
@@ -216,7 +226,12 @@ class Format2Source:
     @cached_property
     def identity(self) -> str:
         """See Source."""
-        return _identity(self.root, self._checkpoint.place.read(MANIFEST_INDEX_NAME))
+        place = self._checkpoint.place
+        description = place.read(MANIFEST_INDEX_NAME)
+        if isinstance(self.root, Path):
+            return _identity(self.root, description)
+        published = digest_of(place.read(SAVE_NAME))
+        return _digest_of_all(description, self.common_content(), [str(self.root), published])
 
     @property
     def layout(self) -> Mapping[str, int]:
@@ -237,7 +252,10 @@ class Format2Source:
     def common_content(self) -> bytes:
         """See Source."""
         self._checkpoint.require_common()
-        return _common(self.root)
+        place = self._checkpoint.place
+        content = place.read(COMMON_NAME)
+        _require_archive(content, "common state", place.path(COMMON_NAME))
+        return content
 
 
 class TorchDistSource:
@@ -383,9 +401,14 @@ def _identity(root: Path, description: bytes) -> str:
         published = path.stat().st_mtime_ns
     except OSError as error:
         raise storage_error(None, path, error) from error
+    facts = [str(root), published, asdict(read_marker(root))]
+    return _digest_of_all(description, _common(root), facts)
+
+
+def _digest_of_all(description: bytes, common: bytes, facts: list[Any]) -> str:
     parts: Iterable[bytes] = (
         description,
-        digest_of(_common(root)).encode(),
-        json.dumps([str(root), published, asdict(read_marker(root))]).encode(),
+        digest_of(common).encode(),
+        json.dumps(facts).encode(),
     )
     return digest_of(b"".join(digest_of(part).encode() for part in parts))

@@ -1,4 +1,4 @@
-"""What a conversion writes to: a directory of a file system, unit by unit."""
+"""What a conversion writes to, unit by unit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Contents:
 
 
 class Target(Protocol):
-    """A directory that a checkpoint is converted into. ``write`` is called from several threads."""
+    """A place that a checkpoint is converted into. ``write`` is called from several threads."""
 
     @property
     def marker(self) -> CheckpointMarker | None:
@@ -110,6 +110,21 @@ def read_part(part: Part, box: Region, read: ReadBox, memory: Memory) -> HostArr
         bits = np.dtype((np.void, part.array.dtype.itemsize))
         found.view(bits)[inside.within(box).slices()] = held.view(bits)
     return found
+
+
+class Flushing(Protocol):
+    """Makes what was written durable."""
+
+    def run(self, names: Iterable[str]) -> None:
+        """Return once the files of these names, and the names themselves, are durable."""
+        ...
+
+
+class StoreFlush:
+    """What an object store has acknowledged is durable; see Flushing."""
+
+    def run(self, names: Iterable[str]) -> None:
+        """See Flushing."""
 
 
 class Flush:

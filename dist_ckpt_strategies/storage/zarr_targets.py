@@ -56,7 +56,7 @@ from dist_ckpt_strategies.storage.manifest import (
     part_name,
 )
 from dist_ckpt_strategies.storage.objects import dump_object, plain_value, write_dumped
-from dist_ckpt_strategies.storage.places import Directory
+from dist_ckpt_strategies.storage.places import Directory, Place
 from dist_ckpt_strategies.storage.raw_chunks import write_buffered
 from dist_ckpt_strategies.storage.targets import (
     Contents,
@@ -154,14 +154,7 @@ class Format2Conversion:
 
     def begin(self, plan: ConvertPlan) -> None:
         """See Target."""
-        saving = {
-            "schema": SCHEMA,
-            "version": SCHEMA_VERSION,
-            "token": uuid.uuid4().hex,
-            "host": socket.gethostname(),
-            "time": time.time(),
-        }
-        self._place.write(SAVE_NAME, json.dumps(saving).encode())
+        begin_save(self._place)
         for array in plan.arrays:
             path, content = self._place.path(metadata_name(array.key)), metadata_content(array)
             with file_errors(array.key, path):
@@ -182,7 +175,7 @@ class Format2Conversion:
             index = np.frombuffer(encode_index(grid), np.uint8)
             write_buffered(handle, index)
         digests.append(xxhash.xxh3_64_intdigest(index.data))
-        return {"digests": ChunkRecord.of(0, digests).digests.hex()}
+        return digests_record(digests)
 
     def _write_run(
         self, handle: int, grid: InnerGrid, run: Run, part: Part, read: ReadBox
@@ -204,23 +197,10 @@ class Format2Conversion:
 
     def finish(self, plan: ConvertPlan, records: Mapping[int, Record], contents: Contents) -> None:
         """See Target."""
-        chunks: dict[str, dict[Extent, ChunkRecord]] = defaultdict(dict)
-        for number, record in records.items():
-            part = plan.units[number].parts[0]
-            index = part.array.chunk_at(part.region)
-            assert index is not None  # noqa: S101 - the plan has a part for each chunk
-            chunks[part.array.key][index] = ChunkRecord(0, bytes.fromhex(record["digests"]))
         objects = self._write_objects(contents.objects)
         write_common(self._root, contents.common)
         self._flush.run([metadata_name(array.key) for array in plan.arrays])
-        manifest = build_manifest_plan(
-            plan.arrays, (found.id.key for found in objects), num_ranks=_MAX_PARTS
-        )
-        arrays = [ArrayRecord(array, chunks.get(array.key, {})) for array in plan.arrays]
-        entries = self._write_parts(manifest, arrays, objects)
-        common = FileDigest(len(contents.common), digest_of(contents.common))
-        index_of = ManifestIndex(entries, common, contents.layout, contents.versions)
-        self._place.write(INDEX_NAME, index_content(index_of))
+        write_manifest(self._place, plan, records, objects, contents)
 
     def _write_objects(self, objects: Iterable[tuple[ObjectId, bytes]]) -> list[ObjectRecord]:
         """Small plain values are for the manifest, the others go to one file."""
@@ -229,9 +209,9 @@ class Format2Conversion:
         byte_offset = 0
         with new_file(self._place.path(name), None, is_flushed=True) as handle:
             for object_id, content in objects:
-                plain = plain_value(content) if len(content) <= _MAX_PLAIN_NBYTES else None
+                plain = plain_record(object_id, content)
                 if plain is not None:
-                    found.append(ObjectRecord(object_id, 0, None, plain.value))
+                    found.append(plain)
                     continue
                 span = Span(name, byte_offset, len(content), digest_of(content))
                 found.append(ObjectRecord(object_id, 0, span))
@@ -242,22 +222,78 @@ class Format2Conversion:
             os.rmdir(os.path.dirname(self._place.path(name)))  # noqa: PTH106, PTH120
         return found
 
-    def _write_parts(
-        self, manifest: ManifestPlan, arrays: list[ArrayRecord], objects: list[ObjectRecord]
-    ) -> tuple[PartEntry, ...]:
-        described: dict[int, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
-        for record in arrays:
-            described[manifest.part_of(record.array.key)][0].append(array_fields(record))
-        for found in objects:
-            described[manifest.part_of(found.id.key)][1].append(object_fields(found))
-        entries = []
-        for number, first in enumerate(manifest.firsts):
-            content = part_content(*described[number])
-            self._place.write(part_name(number), content)
-            counts = map(len, described[number])
-            entry = PartEntry(part_name(number), first, len(content), digest_of(content), *counts)
-            entries.append(entry)
-        return tuple(entries)
+
+def begin_save(place: Place) -> None:
+    """Write the first file of a save, by which the place is known to be one of format 2."""
+    saving = {
+        "schema": SCHEMA,
+        "version": SCHEMA_VERSION,
+        "token": uuid.uuid4().hex,
+        "host": socket.gethostname(),
+        "time": time.time(),
+    }
+    place.write(SAVE_NAME, json.dumps(saving).encode())
+
+
+def plain_record(object_id: ObjectId, content: bytes) -> ObjectRecord | None:
+    """What the manifest holds of a small plain object; None where it takes a file."""
+    plain = plain_value(content) if len(content) <= _MAX_PLAIN_NBYTES else None
+    return None if plain is None else ObjectRecord(object_id, 0, None, plain.value)
+
+
+def digests_record(digests: list[int]) -> Record:
+    """What ``write_manifest`` has to know of a chunk."""
+    return {"digests": ChunkRecord.of(0, digests).digests.hex()}
+
+
+def write_manifest(
+    place: Place,
+    plan: ConvertPlan,
+    records: Mapping[int, Record],
+    objects: list[ObjectRecord],
+    contents: Contents,
+) -> None:
+    """Write the manifest of a conversion, its index last.
+
+    Args:
+        place: the target.
+        plan: what was written.
+        records: of every unit, as ``digests_record`` gave them.
+        objects: all shards of objects.
+        contents: what else there is.
+    """
+    chunks: dict[str, dict[Extent, ChunkRecord]] = defaultdict(dict)
+    for number, record in records.items():
+        part = plan.units[number].parts[0]
+        index = part.array.chunk_at(part.region)
+        assert index is not None  # noqa: S101 - the plan has a part for each chunk
+        chunks[part.array.key][index] = ChunkRecord(0, bytes.fromhex(record["digests"]))
+    arrays = [ArrayRecord(array, chunks.get(array.key, {})) for array in plan.arrays]
+    manifest = build_manifest_plan(
+        plan.arrays, (found.id.key for found in objects), num_ranks=_MAX_PARTS
+    )
+    entries = _write_parts(place, manifest, arrays, objects)
+    common = FileDigest(len(contents.common), digest_of(contents.common))
+    index_of = ManifestIndex(entries, common, contents.layout, contents.versions)
+    place.write(INDEX_NAME, index_content(index_of))
+
+
+def _write_parts(
+    place: Place, manifest: ManifestPlan, arrays: list[ArrayRecord], objects: list[ObjectRecord]
+) -> tuple[PartEntry, ...]:
+    described: dict[int, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
+    for record in arrays:
+        described[manifest.part_of(record.array.key)][0].append(array_fields(record))
+    for found in objects:
+        described[manifest.part_of(found.id.key)][1].append(object_fields(found))
+    entries = []
+    for number, first in enumerate(manifest.firsts):
+        content = part_content(*described[number])
+        place.write(part_name(number), content)
+        counts = map(len, described[number])
+        entry = PartEntry(part_name(number), first, len(content), digest_of(content), *counts)
+        entries.append(entry)
+    return tuple(entries)
 
 
 def _grid_of(part: Part) -> InnerGrid:

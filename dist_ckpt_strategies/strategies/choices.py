@@ -42,6 +42,8 @@ from dist_ckpt_strategies.strategies.sharded_strategies import (
     BaseSaveShardedStrategy,
 )
 from dist_ckpt_strategies.strategies.zarr_format2 import (
+    BACKEND,
+    VERSION,
     Format2LoadShardedStrategy,
     Format2SaveShardedStrategy,
 )
@@ -57,6 +59,8 @@ _KINDS: Mapping[StrategyAction, Any] = MappingProxyType(
 
 StrategyChoice = Any
 """A strategy, a (backend, version) tuple, or None for the default."""
+
+_DEFAULT_SHARDED = (BACKEND, VERSION)
 
 _OWN: Mapping[StrategyKey, Callable[[], Any]] = MappingProxyType(
     {
@@ -131,7 +135,7 @@ def save_strategies(
     """Those that save the sharded part and the common one.
 
     Args:
-        sharded: an instance, which stays as it is, or a tuple; None for the default.
+        sharded: an instance, which stays as it is, or a tuple; None for ("zarr", 2).
         common_choice: the same for the common part.
         timeout_s: time limit of a sharded strategy that is no instance; None for its own.
 
@@ -140,7 +144,7 @@ def save_strategies(
     """
     return (
         _limited(
-            _chosen(StrategyAction.SAVE_SHARDED, sharded or (zarr.BACKEND, zarr.VERSION)),
+            _chosen(StrategyAction.SAVE_SHARDED, sharded or _DEFAULT_SHARDED),
             sharded,
             timeout_s,
         ),

@@ -24,14 +24,22 @@ from dist_ckpt_strategies.run.convert import ConvertReport, run_convert
 from dist_ckpt_strategies.spec.array import array_to_wire
 from dist_ckpt_strategies.spec.conversion import Format, SourceArray
 from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.storage.bucket_targets import BucketConversion, BucketJournal
+from dist_ckpt_strategies.storage.buckets import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors
 from dist_ckpt_strategies.storage.findings import Watch
-from dist_ckpt_strategies.storage.journal import JOURNAL_NAME, Journal
+from dist_ckpt_strategies.storage.journal import JOURNAL_NAME, Journal, Notes
+from dist_ckpt_strategies.storage.locations import (
+    Location,
+    is_finished,
+    located,
+    make_directory,
+    require_path,
+)
 from dist_ckpt_strategies.storage.manifest import digest_of
 from dist_ckpt_strategies.storage.objects import Allowed
-from dist_ckpt_strategies.storage.publication import is_finished, make_directory
 from dist_ckpt_strategies.storage.sources import Source, open_source
-from dist_ckpt_strategies.storage.targets import Contents, Flush, Target
+from dist_ckpt_strategies.storage.targets import Contents, Flush, Flushing, StoreFlush, Target
 from dist_ckpt_strategies.storage.torch_targets import (
     SafetensorsConversion,
     TorchDistConversion,
@@ -89,10 +97,19 @@ class ConvertOptions:
         share = self.max_memory_bytes // (_BUFFERS * self.threads)
         return max(_LEAST_BOX_NBYTES, min(_LARGEST_BOX_NBYTES, share))
 
-    def limits(self, to: Format) -> ConvertLimits:
-        """What the plan has to keep to."""
+    def limits(self, to: Format, target: Location) -> ConvertLimits:
+        """What the plan has to keep to. An object of a store is held whole, as a box is."""
         default = 5 * 10**9 if to is Format.SAFETENSORS else 512 * MIB
-        return ConvertLimits(self.box_nbytes, self.max_file_bytes or default, self.noted_bytes)
+        most = self.box_nbytes if isinstance(target, Bucket) else None
+        file_nbytes = self.max_file_bytes or default
+        return ConvertLimits(self.box_nbytes, file_nbytes, self.noted_bytes, most)
+
+    def reading(self, source: Location) -> Options:
+        """How boxes of a source are read: what is on its way from a store takes memory too."""
+        options = self.options or options_from_environment()
+        if isinstance(source, Path):
+            return options
+        return options.with_changes(max_inflight_bytes=2 * self.box_nbytes)
 
 
 @raises_megatron_errors
@@ -113,8 +130,9 @@ def convert(  # noqa: PLR0913
 
     Args:
         source: directory of a finished checkpoint: ("zarr", 1), ("zarr", 2), or torch_dist of
-            Megatron-Core 0.16.
-        target: a directory that is new, empty, or holds an unfinished run of this conversion.
+            Megatron-Core 0.16. Of ("zarr", 2) also its URL.
+        target: a directory that is new, empty, or holds an unfinished run of this conversion; to
+            ("zarr", 2) also a URL.
         to: ``"zarr@2"``, ``"zarr@1"``, ``"torch_dist"``; or ``"safetensors"`` for the model's
             arrays alone.
         keys: for safetensors: take only arrays whose keys match this glob.
@@ -126,6 +144,7 @@ def convert(  # noqa: PLR0913
         CheckpointExistsError: there is something else in the target.
         IncompatibleVersionError: the source is of a format that is not read.
         PlanError: the target's format cannot hold an array.
+        StrategyError: a URL, and another format than ("zarr", 2); or one that makes no sense.
         StorageError: the source is damaged, or the target cannot be written.
         UnsafeObjectError: an object needs a class that is not allowed.
     """
@@ -179,17 +198,19 @@ class _Job:
         allow: Allowed,
         watch: Watch | None,
     ) -> None:
-        root = directory_of(source)
-        self._root = directory_of(target)
         self._options = options
         self._storage = options.options or options_from_environment()
+        root, self._root = (resolved(place, self._storage) for place in (source, target))
+        if to is not None:
+            _require_taken(self._root, to)
         self._allow = [*default_allowed(), *allow]
-        self._source: Source = open_source(root, self._storage, self._allow)
+        self._source: Source = open_source(root, options.reading(root), self._allow)
         self._to = to or Format(_own_format(self._source))
+        _require_taken(self._root, self._to)
         self._watch = watch
-        if self._root == root or root in self._root.parents or self._root in root.parents:
+        if is_within(root, self._root) or is_within(self._root, root):
             raise StrategyError(
-                f"{self._root}: the target must be a directory beside the source, {root}, not "
+                f"{self._root}: the target must be a place beside the source, {root}, not "
                 "the same, nor one within the other"
             )
 
@@ -202,22 +223,22 @@ class _Job:
         plan = build_convert_plan(
             arrays,
             to,
-            self._options.limits(to),
+            self._options.limits(to, self._root),
             renames,
             [object_id.key for object_id in object_ids],
             **({"chunk_name": chunk_name} if to is Format.ZARR2 else {}),
         )
         common = source.common_content()
         if is_upgrade:
-            common = upgraded_common(common, str(source.root / COMMON_NAME), self._allow)
+            common = upgraded_common(common, f"{source.root}/{COMMON_NAME}", self._allow)
         contents = Contents(self._contents(), common, source.layout, package_versions())
         journal = self._journal(plan, is_upgrade=is_upgrade)
-        flush = Flush(self._root, self._storage)
+        target, flush = self._target()
         return run_convert(
             plan,
             source,
             self._root,
-            self._target(flush),
+            target,
             flush,
             contents,
             journal,
@@ -250,13 +271,11 @@ class _Job:
         for object_id in self._source.objects:
             yield object_id, self._source.object_content(object_id)
 
-    def _journal(self, plan: ConvertPlan, *, is_upgrade: bool) -> Journal:
+    def _journal(self, plan: ConvertPlan, *, is_upgrade: bool) -> Notes:
         """What was done before; a new one in a new or empty directory."""
         root = self._root
         make_directory(root)
-        with file_errors(None, root):
-            names = {path.name for path in root.iterdir()}
-        if JOURNAL_NAME not in names and (names or is_finished(root)):
+        if not _has_room(root):
             what = "a finished checkpoint" if is_finished(root) else "files of something else"
             raise CheckpointExistsError(
                 f"{root} holds {what}; name a new or empty directory", path=str(root)
@@ -268,17 +287,41 @@ class _Job:
             is_upgrade,
             [array_to_wire(array) for array in plan.arrays],
         ]
-        return Journal(root, digest_of(json.dumps(facts).encode()))
+        purpose = digest_of(json.dumps(facts).encode())
+        return BucketJournal(root, purpose) if isinstance(root, Bucket) else Journal(root, purpose)
 
-    def _target(self, flush: Flush) -> Target:
+    def _target(self) -> tuple[Target, Flushing]:
+        root = self._root
+        if isinstance(root, Bucket):
+            return BucketConversion(root), StoreFlush()
+        flush = Flush(root, self._storage)
+        return self._target_on_disk(root, flush), flush
+
+    def _target_on_disk(self, root: Path, flush: Flush) -> Target:
         box_nbytes = self._options.box_nbytes
         if self._to is Format.ZARR1:
-            return Format1Conversion(self._root, flush, box_nbytes)
+            return Format1Conversion(root, flush, box_nbytes)
         if self._to is Format.ZARR2:
-            return Format2Conversion(self._root, flush, box_nbytes)
+            return Format2Conversion(root, flush, box_nbytes)
         if self._to is Format.TORCH_DIST:
-            return TorchDistConversion(self._root, flush, self._allow)
-        return SafetensorsConversion(self._root, flush)
+            return TorchDistConversion(root, flush, self._allow)
+        return SafetensorsConversion(root, flush)
+
+
+def _require_taken(root: Location, to: Format) -> None:
+    """Raise where the target is in an object store, and the format does not go there."""
+    if to is not Format.ZARR2:
+        require_path(root, f"a target of format {to}")
+
+
+def _has_room(root: Location) -> bool:
+    """Whether there is nothing, or an unfinished conversion."""
+    if isinstance(root, Bucket):
+        root.require_bucket()
+        return root.is_empty() or any(True for _ in root.names(JOURNAL_NAME))
+    with file_errors(None, root):
+        names = {path.name for path in root.iterdir()}
+    return not names or JOURNAL_NAME in names
 
 
 def _own_format(source: Source) -> str:
@@ -288,12 +331,18 @@ def _own_format(source: Source) -> str:
     return f"{marker.sharded_backend}@{marker.sharded_backend_version}"
 
 
-def directory_of(name: str | Path) -> Path:
-    """The directory of that name, absolute, links resolved.
+def resolved(name: str | Path, options: Options) -> Location:
+    """The place of that name; a directory absolute, links resolved.
 
     Raises:
-        StrategyError: it is a URL.
+        StrategyError: it is no address.
     """
-    if "://" in str(name):
-        raise StrategyError(f"{name}: expected a directory on a file system, found a URL")
-    return Path(name).resolve()
+    location = located(name, options.store)
+    return location.resolve() if isinstance(location, Path) else location
+
+
+def is_within(inner: Location, outer: Location) -> bool:
+    """Whether one place is the other, or a part of it."""
+    if isinstance(inner, Path) or isinstance(outer, Path):
+        return isinstance(inner, Path) and inner.is_relative_to(str(outer))
+    return f"{inner}/".startswith(f"{outer}/")

@@ -15,7 +15,7 @@ from dist_ckpt_strategies.spec.conversion import Format, SourceArray
 from dist_ckpt_strategies.storage.findings import Watch
 from dist_ckpt_strategies.storage.objects import Allowed
 from dist_ckpt_strategies.storage.sources import Source, open_source
-from dist_ckpt_strategies.strategies.convert import ConvertOptions, directory_of
+from dist_ckpt_strategies.strategies.convert import ConvertOptions, resolved
 
 
 @raises_megatron_errors
@@ -34,6 +34,7 @@ def diff(
 
     Args:
         a: directory of a finished checkpoint: ("zarr", 1), ("zarr", 2), torch_dist, safetensors.
+            Of ("zarr", 2) also its URL.
         b: another one.
         keys: compare only arrays whose keys match this glob, and no objects.
         allow: further classes that objects and the common state may be unpickled to.
@@ -46,8 +47,9 @@ def diff(
     """
     chosen = options or ConvertOptions()
     storage = chosen.options or options_from_environment()
+    roots = [resolved(name, storage) for name in (a, b)]
     allowed = [*default_allowed(), *allow]
-    one, other = (open_source(directory_of(root), storage, allowed) for root in (a, b))
+    one, other = (open_source(root, chosen.reading(root), allowed) for root in roots)
     weights_only = Format.SAFETENSORS in {s.marker.sharded_backend for s in (one, other)}
     mine, theirs = (_arrays(source, keys, weights_only=weights_only) for source in (one, other))
     return run_diff(

@@ -90,7 +90,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
             that every rank holds alike.
         checkpoint_dir: a directory that all ranks see; for ("zarr", 2) also ``s3://bucket/path``
             or ``gs://bucket/path``. ``file:///path`` is a directory.
-        sharded_strategy: strategy or (backend, version); ("zarr", 1) by default.
+        sharded_strategy: strategy or (backend, version); ("zarr", 2) by default.
         common_strategy: strategy or (backend, version); ("torch", 1) by default.
         validate_access_integrity: also run Megatron-Core's own checks of the sharding.
         async_sharded_save: write behind training, and return a request for Megatron-Core's queue;
@@ -153,7 +153,8 @@ def save_async(  # noqa: PLR0913 - those of save
     Args:
         sharded_state_dict: as in ``save``.
         checkpoint_dir: as in ``save``.
-        sharded_strategy: strategy or (backend, version) of ("zarr", 1) or ("zarr", 2).
+        sharded_strategy: strategy or (backend, version) of ("zarr", 1) or ("zarr", 2), the
+            default.
         common_strategy: as in ``save``.
         validate_access_integrity: as in ``save``.
         preprocess_common_before_consistancy_check: as in ``save``.

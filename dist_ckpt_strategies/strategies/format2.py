@@ -157,9 +157,10 @@ class Format2Target:
 
     def _common(self) -> FileDigest | None:
         """The common state's file; through Megatron-Core's own save it is there already."""
-        if self._place.nbytes(COMMON_NAME) is None:
+        try:
+            content = self._place.read(COMMON_NAME)
+        except IncompleteCheckpointError:
             return None
-        content = self._place.read(COMMON_NAME)
         return FileDigest(len(content), digest_of(content))
 
     def _known(self, planned: Planned) -> dict[int, bytes]:

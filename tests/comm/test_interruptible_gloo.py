@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch._C._distributed_c10d import PrefixStore
 
 from dist_ckpt_strategies.comm.interruptible_gloo import (
     BACKEND_NAME,
@@ -194,7 +195,7 @@ def barriers(group: Group) -> Any:
 
 def coalesced(group: Group) -> Any:
     data = [mine(), mine(3)]
-    with dist._coalescing_manager(group=group, async_ops=False):
+    with dist.distributed_c10d._coalescing_manager(group=group, async_ops=False):
         for one in data:
             dist.all_reduce(one, group=group)
     return data
@@ -351,7 +352,7 @@ def megatrons_layout(rank: int, creates_gloo: bool) -> Any:
     register_interruptible_gloo()
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
-    prefixed = dist.PrefixStore("ours", store)
+    prefixed = PrefixStore("ours", store)
     dist.init_process_group(BACKEND_NAME, store=prefixed, rank=rank, world_size=SIZE)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=2, create_gloo_process_groups=creates_gloo

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import queue
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,9 +83,12 @@ WAITS: list[Callable[[], Any]] = [
 def test_the_main_thread_leaves_whatever_it_waits_for(wait: Callable[[], Any]) -> None:
     interrupter = Interrupter()
 
-    with interrupter.installed(), interrupted_after(interrupter, 0.02) as left:
-        with pytest.raises(RankShouldRestart) as found:
-            interrupter.guarded(wait)
+    with (
+        interrupter.installed(),
+        interrupted_after(interrupter, 0.02) as left,
+        pytest.raises(RankShouldRestart) as found,
+    ):
+        interrupter.guarded(wait)
 
     assert found.value.fault == FAULT
     assert left.result()
@@ -143,9 +148,12 @@ def test_an_update_under_the_lock_is_not_interrupted() -> None:
         lock.owner = None
         time.sleep(60)
 
-    with interrupter.installed(), interrupted_after(interrupter, 0.02) as left:
-        with pytest.raises(RankShouldRestart):
-            interrupter.guarded(update)
+    with (
+        interrupter.installed(),
+        interrupted_after(interrupter, 0.02) as left,
+        pytest.raises(RankShouldRestart),
+    ):
+        interrupter.guarded(update)
 
     assert steps == ["updated"]
     assert left.result()
@@ -170,9 +178,12 @@ def test_a_finaliser_is_not_interrupted() -> None:
         del held
         time.sleep(60)
 
-    with interrupter.installed(), interrupted_after(interrupter, 0.02):
-        with pytest.raises(RankShouldRestart):
-            interrupter.guarded(block)
+    with (
+        interrupter.installed(),
+        interrupted_after(interrupter, 0.02),
+        pytest.raises(RankShouldRestart),
+    ):
+        interrupter.guarded(block)
 
     assert steps == ["deleted"]
 
@@ -215,3 +226,24 @@ def test_a_block_outside_the_main_thread_is_left_and_nothing_stays_pending() -> 
     thread.join(10)
 
     assert ends.result(0) == "left"
+
+
+def test_an_import_is_not_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of which half was run would stay like that as long as the process lives."""
+    name = "takes_long_to_import"
+    (tmp_path / f"{name}.py").write_text("import time\ntime.sleep(2.5)\nwhole = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    interrupter = Interrupter()
+
+    def block() -> None:
+        importlib.import_module(name)
+        time.sleep(60)
+
+    with (
+        interrupter.installed(),
+        interrupted_after(interrupter, 0.02),
+        pytest.raises(RankShouldRestart),
+    ):
+        interrupter.guarded(block)
+
+    assert sys.modules[name].whole

@@ -79,12 +79,14 @@ def in_threads(*bodies: Callable[[], object]) -> list[object]:
     return results
 
 
-@pytest.fixture(params=["local", "tcp"])
-def store(request: pytest.FixtureRequest) -> Iterator[KeyValues]:
-    """Of both kinds. On leaving, whoever still waits for an epoch is let go."""
-    if request.param == "local":
-        yield LocalKeyValues()
-        return
+@pytest.fixture
+def store() -> KeyValues:
+    return LocalKeyValues()
+
+
+@pytest.fixture
+def tcp_store() -> Iterator[KeyValues]:
+    """On leaving, whoever still waits for an epoch is let go."""
     host = TcpHost()
     client = TcpKeyValues(host.host, host.port, timeout_s=LIMIT_S)
     yield client
@@ -102,6 +104,39 @@ def test_all_ranks_pass_the_barrier_into_the_same_epoch(store: KeyValues) -> Non
     ranks = world(store, 3)
 
     assert in_threads(*(lambda c=c: c.barrier(LIMIT_S) for c in ranks)) == [Epoch(1)] * 3
+
+
+def test_over_a_real_store_a_fault_ends_an_epoch_and_the_next_one_is_finished(
+    tcp_store: KeyValues,
+) -> None:
+    ranks = world(tcp_store, 2)
+
+    def life(rank: int) -> tuple[Epoch, Fault | None, Epoch, bool, Fault | None]:
+        me = ranks[rank]
+        first = me.barrier(LIMIT_S)
+        if rank == 1:
+            me.report(1, first.number, FaultMode.EXCEPTION, "boom")
+        fault = me.wait_fault(first.number, LIMIT_S)
+        second = me.barrier(LIMIT_S)
+        is_done = me.finish(second.number, LIMIT_S)
+        return first, fault, second, is_done, me.wait_fault(second.number, 0.01)
+
+    expected = (Epoch(1), Fault(1, 1, FaultMode.EXCEPTION, "boom"), Epoch(2), True, None)
+    assert in_threads(lambda: life(0), lambda: life(1)) == [expected] * 2
+
+
+def test_a_real_store_reads_and_writes_as_a_local_one_does(tcp_store: KeyValues) -> None:
+    for keys in (tcp_store, LocalKeyValues()):
+        assert keys.read("a") is None
+        assert (keys.write_once("a", "1"), keys.write_once("a", "2")) == ("1", "1")
+        assert (keys.replace("a", "2", "3"), keys.replace("a", "1", "3")) == ("1", "3")
+        assert keys.read("a") == "3"
+        keys.write("a", "4")
+        assert keys.read("a") == "4"
+        assert (keys.add("n"), keys.add("n")) == (1, 2)
+        assert keys.wait("a", 1.0)
+        assert not keys.wait("b", 0.02)
+        assert keys.read("b") is None
 
 
 def test_a_barrier_that_times_out_names_the_ranks_that_are_missing(store: KeyValues) -> None:
@@ -322,44 +357,47 @@ def test_closing_wakes_up_who_waits() -> None:
     assert isinstance(in_threads(lambda: rank.wait_fault(1, LIMIT_S), close)[0], PeerLostError)
 
 
-@pytest.mark.parametrize("seed", range(25))
-def test_in_any_interleaving_ranks_run_only_with_all_others_in_the_same_epoch(seed: int) -> None:
-    """Ranks join, fail and finish at random moments, some die and are replaced."""
-    size, shared = 4, LocalKeyValues()
-    running: dict[int, set[int]] = {}
-    passed: dict[int, set[int]] = {}
-    lock = threading.Lock()
+class Life:
+    """One rank that fails, dies or finishes at random moments, until all finish together."""
 
-    def life(rank: int) -> int:
-        rng = random.Random(seed * 100 + rank)
-        incarnation = 0
-        me = StoreCoordinator(shared, f"{rank}.0", place(rank, size))
+    def __init__(self, shared: LocalKeyValues, rank: int, size: int, seed: int) -> None:
+        self._shared = shared
+        self._rank = rank
+        self._size = size
+        self._rng = random.Random(seed * 100 + rank)
+        self._me = StoreCoordinator(shared, f"{rank}", place(rank, size))
+
+    def run(self) -> int:
         while True:
-            epoch = me.barrier(LIMIT_S).number
-            with lock:
-                passed.setdefault(epoch, set()).add(rank)
-            # All W have joined this very epoch: nobody passes before.
-            joined = {r for r in range(size) if r not in EpochBook(shared).missing(epoch, size)}
-            assert joined == set(range(size))
-            with lock:
-                running.setdefault(epoch, set()).add(rank)
-            fate = rng.random() if epoch < 8 else 1.0
-            time.sleep(rng.random() * 0.004)
-            if fate < 0.25:
-                me.report(rank, epoch, FaultMode.EXCEPTION, f"{rank} fails")
-            elif fate < 0.5:
-                # It dies; whoever watches reports it, and a new process comes, with an old report.
-                EpochBook(shared).end(Fault(rank, epoch, FaultMode.DEATH, "killed"))
-                incarnation += 1
-                me = StoreCoordinator(shared, f"{rank}.{incarnation}", place(rank, size))
-                me.report(rank, epoch - 1, FaultMode.EXCEPTION, "late")
-            elif me.finish(epoch, LIMIT_S):
+            epoch = self._me.barrier(LIMIT_S).number
+            assert EpochBook(self._shared).missing(epoch, self._size) == ()
+            time.sleep(self._rng.random() * 0.004)
+            if self._ends(epoch):
                 return epoch
-            if me.wait_fault(epoch, LIMIT_S) is None:
-                raise AssertionError(f"rank {rank} runs again, but epoch {epoch} has no fault")
+            assert self._me.wait_fault(epoch, LIMIT_S) is not None
 
-    ends = in_threads(*(lambda r=r: life(r) for r in range(size)))
+    def _ends(self, epoch: int) -> bool:
+        fate = self._rng.random() if epoch < 8 else 1.0
+        if fate < 0.25:
+            self._me.report(self._rank, epoch, FaultMode.EXCEPTION, "fails")
+            return False
+        if fate < 0.5:
+            # Whoever watches reports the death; and what the dead one has sent comes late.
+            EpochBook(self._shared).end(Fault(self._rank, epoch, FaultMode.DEATH, "killed"))
+            name = f"{self._rank}.{epoch}"
+            self._me = StoreCoordinator(self._shared, name, place(self._rank, self._size))
+            self._me.report(self._rank, epoch - 1, FaultMode.EXCEPTION, "late")
+            return False
+        return self._me.finish(epoch, LIMIT_S)
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_in_any_interleaving_ranks_run_only_with_all_others_in_the_same_epoch(
+    seed: int,
+) -> None:
+    shared = LocalKeyValues()
+
+    ends = in_threads(*(Life(shared, rank, 4, seed).run for rank in range(4)))
 
     assert len(set(ends)) == 1, ends
     assert isinstance(ends[0], int), ends
-    assert running[ends[0]] == set(range(size))

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dist_ckpt_strategies.inprocess.abort import CheckpointlessAbortManager
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
-from tests.support.restarts import join_group, run_restartable
+from tests.support.restarts import Wrappers, join_group, run_restartable
 
 pytestmark = pytest.mark.multiprocess
 
@@ -95,7 +95,7 @@ PLACES: list[Callable[[], None]] = [
 ]
 
 
-def one_fault_in_each_place(rank: int, wrapper: Any) -> list[Any]:
+def one_fault_in_each_place(rank: int, wrapper: Wrappers) -> list[Any]:
     """Body of a rank: in attempt ``i``, the faulty one raises while the others are in place i."""
     waits: list[float] = []
     attempts: Iterator[int] = iter(range(1000))

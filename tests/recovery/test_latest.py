@@ -89,7 +89,7 @@ def falls_back(rank: int, root: str) -> list[str]:
     assert (refused.tier, refused.iteration) == (Tier.LOCAL, 100)
     dist.barrier()
     if rank == 0:
-        (run.directory(95) / "w" / "1").unlink()
+        (run.directory(95) / "arrays" / "w" / "c.1").unlink()
     dist.barrier()
     reasons = [str(one) for one in run.require(Tier.LOCAL, 90).attempts]
     run.damage_local(90)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +99,25 @@ def test_a_full_verification_looks_at_what_the_load_does_not_ask_for(
             with pytest.raises(CorruptCheckpointError, match=f"s3://{bucket}/{name}"):
                 dist_ckpt_strategies.load(state_of(0, wanted, no_data), url, full)
         environment.put(bucket, name, content)
+
+
+@pytest.mark.parametrize("store", ["moto"], indirect=True)
+def test_a_full_verification_finds_bytes_behind_the_last_object(
+    environment: ObjectStore, bucket: str, tmp_path: Path
+) -> None:
+    """In a store and in a directory alike."""
+    url, pack = f"s3://{bucket}/run", "objects/rank-00000.bin"
+    full = Format2LoadShardedStrategy(verify="full")
+    for place in (url, str(tmp_path / "run")):
+        save(place)
+        dist_ckpt_strategies.load(state_of(0, cuts(), no_data), place, full)
+    environment.put(bucket, f"run/{pack}", environment.read(bucket, f"run/{pack}") + b"x")
+    with (tmp_path / "run" / pack).open("ab") as file:
+        file.write(b"x")
+
+    for place in (url, str(tmp_path / "run")):
+        with pytest.raises(CorruptCheckpointError, match=f"{place}/{pack}.*does not end after"):
+            dist_ckpt_strategies.load(state_of(0, cuts(), no_data), place, full)
 
 
 @pytest.mark.parametrize("store", ["moto"], indirect=True)

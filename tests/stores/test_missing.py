@@ -150,7 +150,7 @@ def test_an_address_that_makes_no_sense_is_refused(
 
 def test_format_1_and_others_take_no_url() -> None:
     state = {"w": torch.zeros(2)}
-    for strategy in (None, ("zarr", 1), ("local_replicated", 1), ("torch_dist", 1)):
+    for strategy in (("zarr", 1), ("local_replicated", 1), ("torch_dist", 1)):
         with pytest.raises(StrategyError, match=r"s3://bucket/run.*file system"):
             dist_ckpt_strategies.save(state, "s3://bucket/run", strategy)
 

@@ -175,7 +175,7 @@ def test_there_must_be_nothing_else_in_the_target(saved: Path, tmp_path: Path) -
     with pytest.raises(CheckpointExistsError, match="holds files of something else"):
         convert(saved / "zarr@1", tmp_path / "full", "zarr@2")
     for target in (saved / "zarr@1", saved / "zarr@1" / "below", saved):
-        with pytest.raises(StrategyError, match="must be a directory beside the source"):
+        with pytest.raises(StrategyError, match="must be a place beside the source"):
             convert(saved / "zarr@1", target, "zarr@2")
 
 
@@ -322,7 +322,7 @@ def test_wrong_arguments_are_told(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(ArrayNotFoundError, match="no arrays of a model whose keys match 'nothing'"):
         convert(saved / "zarr@1", tmp_path / "t", "safetensors", keys="nothing")
     with pytest.raises(StrategyError, match="found a URL"):
-        convert("s3://bucket/c", tmp_path / "t", "zarr@2")
+        convert(saved / "zarr@1", "s3://bucket/c", "zarr@1")
     with pytest.raises(StrategyError, match="max_memory_bytes: expected a number > 0"):
         ConvertOptions(max_memory_bytes=0)
     with pytest.raises(StrategyError, match=r"nothing to upgrade.*found none"):

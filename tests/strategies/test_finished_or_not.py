@@ -129,7 +129,7 @@ def with_relative_paths(rank: int, scratch: Path) -> dict[str, Any]:
     seen["others replaced"] = value_in(rank, relative, key="new")
     seen["nowhere"] = value_in(rank, scratch / "nowhere")
     seen["url"] = outcome(
-        partial(dist_ckpt_strategies.save, state_of(rank, 6.0), "s3://bucket/run")
+        partial(dist_ckpt_strategies.save, state_of(rank, 6.0), "s3://bucket/run", ("zarr", 1))
     )
     return seen
 

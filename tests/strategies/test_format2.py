@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject
 
+import dist_ckpt_strategies
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.storage.checkpoints import Format2Checkpoint
 from dist_ckpt_strategies.storage.manifest import digest_of
 from dist_ckpt_strategies.storage.objects import dump_object
+from dist_ckpt_strategies.storage.publication import read_marker
 from dist_ckpt_strategies.storage.zarr3 import array_directory
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
@@ -244,3 +246,19 @@ def test_a_full_check_finds_what_is_not_read(name: str, tmp_path: Path) -> None:
     for found in run_processes(4, load_verified, tmp_path / "c", "full"):
         assert isinstance(found, Failure)
         assert str(path) in found.text
+
+
+def replace_format_1_by_the_default(rank: int, root: Path) -> Any:
+    prepare(30)
+    cuts, found = [on_grid("w", (8, 4), (4, 1))], []
+    for choice in (("zarr", 1), None, ("zarr", 1)):
+        dist_ckpt_strategies.save(state_of(rank, cuts), root, choice, overwrite=True)
+        marker = read_marker(root)
+        loaded: Any = dist_ckpt_strategies.load(state_of(rank, cuts, no_data), root)
+        found.append((marker.sharded_backend_version, differences(rank, cuts, loaded)))
+    return found
+
+
+def test_the_default_is_format_2_and_either_format_replaces_the_other(tmp_path: Path) -> None:
+    for found in run_processes(4, replace_format_1_by_the_default, tmp_path / "c"):
+        assert found == [(1, []), (2, []), (1, [])]

@@ -36,7 +36,7 @@ def wanted(*local_shape: int, **fields: Any) -> Any:
 def save_weight(_rank: int, root: Path) -> None:
     """Body of a rank: a checkpoint with one array in a folder and one at the top."""
     state = {key: ShardedTensor.from_rank_offsets(key, WEIGHT) for key in ("w", "a/b")}
-    dist_ckpt_strategies.save(state, root)
+    dist_ckpt_strategies.save(state, root, ("zarr", 1))
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,1 @@
-"""``dist-ckpt demo --chaos``: faults at every point of a training step, and what comes after them."""
+"""``dist-ckpt demo --chaos``: faults at every point of a step, and what comes after them."""

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -20,6 +20,7 @@ from dist_ckpt_strategies.config import environment
 HEARTBEAT_TIMEOUT_S = 3.0
 _NUM_TAIL_LINES = 30
 _FAREWELL_S = 10.0
+_POLL_S = 0.1
 _GONE = " is gone: "
 
 
@@ -66,8 +67,16 @@ class Outcome:
         return {key: frozenset(values) for key, values in found.items()}
 
 
-def run_job(task: ChaosTask, options: JobOptions) -> Outcome:
-    """Start the ranks under ``dist-ckpt run``, and wait for their end."""
+def run_job(
+    task: ChaosTask, options: JobOptions, watch: Callable[[int], None] | None = None
+) -> Outcome:
+    """Start the ranks under ``dist-ckpt run``, and wait for their end.
+
+    Args:
+        task: what they do.
+        options: how they are started.
+        watch: called now and then with the number of faults that have happened.
+    """
     path = task.write()
     command = [
         *(sys.executable, "-P", "-m", "dist_ckpt_strategies.cli", "run"),
@@ -88,8 +97,12 @@ def run_job(task: ChaosTask, options: JobOptions) -> Outcome:
     lines: list[tuple[float, str]] = []
     reader = threading.Thread(target=_follow, args=(process.stdout, lines), daemon=True)
     reader.start()
-    code = _ended(process, options.timeout_s)
+    try:
+        code = _ended(process, options.timeout_s, lambda: watch and watch(_num_fired(task)))
+    finally:
+        _end(process)
     reader.join(_FAREWELL_S)
+    process.stdout.close()
     return Outcome(
         code,
         tuple(text for _, text in lines[-_NUM_TAIL_LINES:]),
@@ -161,26 +174,41 @@ def _environment() -> dict[str, str]:
     found = environment() | {"CUDA_VISIBLE_DEVICES": ""}
     found["PYTHONPATH"] = ":".join(filter(None, [root, found.get("PYTHONPATH")]))
     found.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    # Torch's store looks up the name of every peer, only to log it; where no name server answers,
+    # one connection in twenty takes 5 s.
+    found.setdefault("RES_OPTIONS", "attempts:0")
     return found
 
 
 def _follow(stream: IO[bytes], lines: list[tuple[float, str]]) -> None:
-    for line in stream:
-        lines.append((time.monotonic(), line.decode(errors="replace").rstrip("\n")))
+    lines.extend((time.monotonic(), line.decode(errors="replace").rstrip("\n")) for line in stream)
 
 
-def _ended(process: subprocess.Popen[bytes], timeout_s: float) -> int | None:
-    """The exit code; None where the time was up. Nobody is left either way."""
-    try:
-        return process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        process.terminate()
+def _ended(
+    process: subprocess.Popen[bytes], timeout_s: float, watch: Callable[[], object]
+) -> int | None:
+    """The exit code; None where the time was up."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            return process.wait(_POLL_S)
+        except subprocess.TimeoutExpired:
+            watch()
+    return None
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Nobody is left afterwards."""
+    process.terminate()
     try:
         process.wait(_FAREWELL_S)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    return None
+
+
+def _num_fired(task: ChaosTask) -> int:
+    return len({path.name.partition(".")[0] for path in task.fired.iterdir()})
 
 
 def _read(path: Path) -> dict[str, str]:

@@ -27,6 +27,7 @@ class ChaosTask:
         seed: of weights, batches and dropout.
         faults: none for the run that the others are compared with.
         save_every: steps between two checkpoints on the disk; 0: none.
+        pause_s: before each fault, in which a spare gets ready.
     """
 
     scratch: Path
@@ -34,6 +35,7 @@ class ChaosTask:
     seed: int
     faults: tuple[InjectedFault, ...] = ()
     save_every: int = 0
+    pause_s: float = 0.0
 
     @property
     def events(self) -> Path:
@@ -64,6 +66,7 @@ class ChaosTask:
             "seed": self.seed,
             "faults": [fault.to_json() for fault in self.faults],
             "save_every": self.save_every,
+            "pause_s": self.pause_s,
         }
         path.write_text(json.dumps(fields), encoding="utf-8")
         return path

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 import sys
+import time
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -57,6 +58,7 @@ class Rank:
         return state
 
     def _note(self, fault: InjectedFault) -> None:
+        time.sleep(self.task.pause_s)
         self.log.note("fault", number=fault.number, epoch=self.epoch)
 
 

@@ -1,0 +1,148 @@
+"""Save and load one GPT-like state in an object store, beside plain puts and gets of its bytes.
+
+    python benchmarks/object_stores.py --out object_stores.jsonl
+    python benchmarks/object_stores.py --smoke --server moto
+
+The server, Ceph's radosgw or moto, is started for the benchmark on this machine, keeps its objects
+in memory, and shares the cores with the ranks. Two ranks, alternating contenders, medians; every
+load is checked; the first round is not counted. The floors put and get the same bytes, one object
+for each shard or 64 MiB of it, with as many requests at the same time as format 2 has.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+# Run as a script, Python looks for modules beside this file only; the package is one level up.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import typer
+
+from benchmarks.command_line import (
+    Contest,
+    Names,
+    Out,
+    Output,
+    Repetitions,
+    Sizes,
+    Smoke,
+    TimeoutS,
+    chosen_names,
+    chosen_sizes,
+    open_output,
+)
+from benchmarks.disks import touch_memory, workspace
+from benchmarks.gpt_state import GptSize
+from benchmarks.harness import RankContext, Ranks, alternate
+from benchmarks.measures import (
+    SECONDS,
+    Measure,
+    build_measure_table,
+    ratio_column,
+    seconds_column,
+    summarise_measures,
+)
+from benchmarks.roster import RAW_PUT, STORE_PACKAGES, missing_package
+from benchmarks.rounds import load_rounds
+from benchmarks.store_site import MOTO, RADOSGW, StoreSite, delete_below, open_store, why_not
+from benchmarks.timings import Case, Step
+
+SAVE, LOAD = "save", "load"
+_WORKER = "benchmarks.store_worker"
+_NUM_RANKS = 2
+_BUCKET = "bench"
+_REQUEST_TIMEOUT_S = "120"
+_NOWHERE = Path("/nowhere")
+"""No file lies there: of such a path only the last part counts, as the name in the bucket."""
+
+
+def make_worker(
+    size: GptSize, names: Sequence[str], site: StoreSite, context: RankContext
+) -> object:
+    """The worker of one rank, made in its process."""
+    module = importlib.import_module(_WORKER)
+    return module.build_store_worker(size, names, site, context)
+
+
+def run_server(server: str, directory: Path, contest: Contest, output: Output) -> None:
+    """Time every size against a server of its own, and report it."""
+    for size in contest.sizes:
+        place = directory / f"{server}-{size.hidden}"
+        place.mkdir()
+        with open_store(server, place) as store:
+            os.environ.update(store.variables | {"DIST_CKPT_STORE_TIMEOUT_S": _REQUEST_TIMEOUT_S})
+            store.make_bucket(_BUCKET)
+            site = StoreSite(server, store.endpoint, _BUCKET)
+            run_size(size, site, store.client(), contest, output)
+
+
+def run_size(size: GptSize, site: StoreSite, client: Any, contest: Contest, output: Output) -> None:
+    """Time one size, and report it."""
+    names = contest.names
+    make = partial(make_worker, size, names, site)
+    with Ranks(_NUM_RANKS, make, timeout_s=contest.timeout_s, preload=(_WORKER,)) as ranks:
+        nbytes = sum(ranks.step("nbytes").values)
+        case = Case(site.server, nbytes, size.num_arrays, _NUM_RANKS)
+        measures = output.write_samples(case, _rounds(ranks, case, client, contest))
+    summaries = summarise_measures(measures, names, names[: names.index("zarr 2")])
+    columns = (seconds_column(), *(ratio_column(floor) for floor in summaries[0].ratios))
+    table = build_measure_table(f"{case}: median seconds, ratios", summaries, columns)
+    output.write_summaries(case, summaries, table)
+
+
+def _rounds(ranks: Ranks, case: Case, client: Any, contest: Contest) -> Iterator[Measure]:
+    """Saves, the last of which stay, and loads of those."""
+    for repetition, name in alternate(contest.names, contest.repetitions + 1):
+        delete_below(client, _BUCKET, name)
+        touch_memory(case.held_nbytes)
+        seconds = ranks.step("save", name, _NOWHERE / name).seconds
+        if repetition > 0:
+            yield Measure(SAVE, name, repetition, {SECONDS: seconds})
+    stored = {name: _NOWHERE / name for name in contest.names}
+    for sample in load_rounds(ranks, case, Step.LOAD_WARM, stored, contest.repetitions):
+        yield Measure(LOAD, sample.contender, sample.repetition, {SECONDS: sample.seconds})
+
+
+def main(  # noqa: PLR0913 - one parameter for each option
+    *,
+    size: Sizes = None,
+    server: Annotated[
+        list[str] | None, typer.Option(help="radosgw or moto. [default: radosgw, else moto]")
+    ] = None,
+    directory: Annotated[
+        Path | None, typer.Option(help="For the server's files. [default: the temporary one]")
+    ] = None,
+    contender: Names = None,
+    repetitions: Repetitions = 7,
+    out: Out = Path("/dev/null"),
+    smoke: Smoke = False,
+    timeout_s: TimeoutS = 300.0,
+) -> None:
+    """Save and load one GPT-like state in an object store with every contender in turn."""
+    servers = server or [MOTO if why_not(RADOSGW) else RADOSGW]
+    if unknown := sorted(set(servers) - {RADOSGW, MOTO}):
+        raise typer.BadParameter(f"server {unknown[0]!r}: expected {RADOSGW} or {MOTO}")
+    with open_output(out, "object_stores.py") as output, workspace(directory) as place:
+        lacks = {name: missing_package(package) for name, package in STORE_PACKAGES.items()}
+        contest = Contest(
+            chosen_sizes(size, smoke=smoke),
+            (place,),
+            chosen_names(contender, lacks, (RAW_PUT,), output),
+            1 if smoke else repetitions,
+            timeout_s,
+        )
+        for one in servers:
+            if reason := why_not(one):
+                output.skip(one, reason)
+            else:
+                run_server(one, place, contest, output)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,196 @@
+"""Break ranks of a training at random: does it go on as if nothing had happened?
+
+    python benchmarks/recovery_faults.py --out recovery_faults.jsonl
+    python benchmarks/recovery_faults.py --smoke
+
+Four gloo ranks, two replicas of two shards, train a small GPT with dropout under ``dist-ckpt run``.
+A rank raises, is killed, is stopped or waits for ever, at a random point of a step; a few steps
+later the next one. In every second job a spare waits to take over. At the end of each job weights,
+moments, random numbers and every loss that any rank has computed have to be those of a run without
+a fault, bit for bit, and every recovery has to have come from memory.
+
+Times are from the fault until all ranks are in a step again; those of SIGSTOP and of a stuck rank
+from its detection on.
+
+Ends with status 1 at the first job that differs or hangs, and says its seed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+# Run as a script, Python looks for modules beside this file only; the package is one level up.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.command_line import Out, Output, Smoke, open_output
+from benchmarks.disks import workspace
+from dist_ckpt_strategies.cli.chaos.faults import InjectedFault, Kind, random_faults
+from dist_ckpt_strategies.cli.chaos.job import (
+    JobOptions,
+    Outcome,
+    differences,
+    recovery_seconds,
+    run_job,
+)
+from dist_ckpt_strategies.cli.chaos.task import NUM_RANKS, ChaosTask
+
+SMOKE_SHARE = 20
+FAULTS_PER_JOB = 25
+_STEPS_AFTER = 3
+_TRAINING_SEED = 5
+
+
+class ViolationError(Exception):
+    """A job that did not end as the one without a fault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Campaign:
+    """What is asked for.
+
+    Attributes:
+        seed: of all faults.
+        num_faults: in all jobs together.
+        timeout_s: longest time for one job.
+    """
+
+    seed: int
+    num_faults: int
+    timeout_s: float
+
+    def jobs(self) -> Iterator[tuple[int, tuple[InjectedFault, ...]]]:
+        """Number and faults of each."""
+        left, number = self.num_faults, 0
+        while left > 0:
+            count = min(left, FAULTS_PER_JOB)
+            seed = 1000 * self.seed + number
+            yield number, random_faults(seed, count, NUM_RANKS, tuple(Kind))
+            left, number = left - count, number + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """One fault, and what came after it.
+
+    Attributes:
+        job: its number.
+        fault: what happened.
+        num_spares: that were waiting.
+        seconds: until all ranks were in a step again.
+    """
+
+    job: int
+    fault: InjectedFault
+    num_spares: int
+    seconds: float
+
+
+def run_jobs(campaign: Campaign, root: Path) -> Iterator[list[Recovery]]:
+    """The recoveries of each job.
+
+    Raises:
+        ViolationError: a job hung, ended badly, or something differs.
+    """
+    longest = max(faults[-1].step for _, faults in campaign.jobs()) + _STEPS_AFTER
+    task = ChaosTask(root / "reference", longest, _TRAINING_SEED)
+    reference = run_job(task, JobOptions(timeout_s=campaign.timeout_s))
+    for number, faults in campaign.jobs():
+        num_spares = number % 2
+        task = ChaosTask(root / str(number), longest, _TRAINING_SEED, faults)
+        outcome = run_job(task, JobOptions(num_spares, campaign.timeout_s))
+        seconds = recovery_seconds(outcome, faults)
+        wrong = [*differences(outcome, reference), *_unrecovered(outcome, faults, seconds)]
+        if wrong:
+            raise ViolationError(f"job {number}: " + "\n".join(wrong))
+        yield [
+            Recovery(number, fault, num_spares, seconds[fault.number] or 0.0) for fault in faults
+        ]
+
+
+def _unrecovered(
+    outcome: Outcome, faults: Sequence[InjectedFault], seconds: Mapping[int, float | None]
+) -> Iterator[str]:
+    for fault in faults:
+        if seconds.get(fault.number) is None:
+            yield f"fault {fault.number} did not happen, or no step came after it"
+    for event in outcome.events:
+        if event["event"] == "loaded" and event["epoch"] > 1 and event["source"] != "memory":
+            yield f"epoch {event['epoch']}: rank {event['rank']} has its state from nowhere"
+
+
+def build_recovery_table(campaign: Campaign, recoveries: Sequence[Recovery]) -> Table:
+    """The recoveries by kind, with and without a spare."""
+    table = Table(title=f"Recovery under faults, seed {campaign.seed}: all bit-identical, no hang")
+    table.add_column("fault")
+    for name in ("spares", "faults", "median s", "90 % s", "longest s"):
+        table.add_column(name, justify="right")
+    groups: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for one in recoveries:
+        groups[one.fault.kind, one.num_spares].append(one.seconds)
+    for (kind, num_spares), seconds in sorted(groups.items()):
+        table.add_row(kind, str(num_spares), str(len(seconds)), *_quantiles(seconds))
+    return table
+
+
+def _quantiles(seconds: Sequence[float]) -> tuple[str, str, str]:
+    ordered = sorted(seconds)
+    at_ninety = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+    return tuple(f"{s:.3f}" for s in (statistics.median(ordered), at_ninety, ordered[-1]))  # type: ignore[return-value]
+
+
+def run_campaign(campaign: Campaign, directory: Path | None, output: Output) -> None:
+    """Run all jobs, and report them.
+
+    Raises:
+        ViolationError: as ``run_jobs``.
+    """
+    recoveries: list[Recovery] = []
+    with (
+        workspace(directory) as place,
+        Progress(console=Console(stderr=True), transient=True) as progress,
+    ):
+        task = progress.add_task("faults", total=campaign.num_faults)
+        for found in run_jobs(campaign, place):
+            for one in found:
+                output.lines.write("recovery", one)
+            recoveries += found
+            progress.advance(task, len(found))
+    output.lines.write("campaign", campaign, violations=0, faults=len(recoveries))
+    output.console.print(build_recovery_table(campaign, recoveries))
+
+
+def main(
+    *,
+    faults: Annotated[int, typer.Option(min=1, help="Faults, all jobs together.")] = 500,
+    seed: Annotated[int, typer.Option(help="Of the faults.")] = 0,
+    directory: Annotated[
+        Path | None, typer.Option(help="Where to write. [default: the temporary directory]")
+    ] = None,
+    out: Out = Path("/dev/null"),
+    smoke: Smoke = False,
+    timeout_s: Annotated[float, typer.Option(help="Longest time for one job.")] = 600.0,
+) -> None:
+    """Break ranks of a training at random: does it go on as if nothing had happened?"""
+    campaign = Campaign(seed, faults // (SMOKE_SHARE if smoke else 1), timeout_s)
+    with open_output(out, "recovery_faults.py") as output:
+        try:
+            run_campaign(campaign, directory, output)
+        except ViolationError as violation:
+            output.lines.write("violation", {"why": str(violation)}, seed=seed)
+            typer.echo(f"VIOLATION with --seed {seed}: {violation}", err=True)
+            raise typer.Exit(1) from violation
+
+
+if __name__ == "__main__":
+    typer.run(main)

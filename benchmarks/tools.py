@@ -1,0 +1,234 @@
+"""Verify and convert a checkpoint, beside reading and copying its files; and how much memory.
+
+    python benchmarks/tools.py --out tools.jsonl
+    python benchmarks/tools.py --smoke
+
+One GPT-like state, saved by two ranks in format 1 and in format 2. Every run has a process of its
+own, whose peak of resident memory is taken at its end; the time is that of the tool, without the
+start of Python. Warm: the page cache holds the source; cold: it holds nothing of it. Alternating
+contenders, medians.
+
+The floors have as many threads as the tools: ``raw read`` reads the same files, ``raw copy`` also
+writes and flushes each as it is. A conversion is durable when it returns.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated
+
+# Run as a script, Python looks for modules beside this file only; the package is one level up.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import typer
+
+from benchmarks.command_line import (
+    Contest,
+    Directories,
+    Names,
+    Out,
+    Output,
+    Repetitions,
+    Smoke,
+    TimeoutS,
+    chosen_names,
+    chosen_places,
+    chosen_sizes,
+    open_output,
+)
+from benchmarks.disks import (
+    drop_cache,
+    file_system,
+    files_below,
+    fill_cache,
+    retire,
+    touch_memory,
+    workspace,
+)
+from benchmarks.gpt_state import GB, GptSize
+from benchmarks.harness import MakeWorker, RankContext, Ranks, alternate
+from benchmarks.measures import (
+    SECONDS,
+    Column,
+    Measure,
+    MeasureSummary,
+    build_measure_table,
+    seconds_column,
+    summarise_measures,
+)
+from benchmarks.roster import (
+    COPY_FILES,
+    READ_FILES,
+    TO_TORCH_DIST,
+    TO_ZARR_2,
+    TOOL_PACKAGES,
+    VERIFY,
+    missing_package,
+)
+from benchmarks.timings import Case, Step
+
+MIB = 1 << 20
+SPEED, PEAK, BEFORE = "nbytes_per_second", "peak_nbytes", "before_nbytes"
+SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"zarr 1": (TO_ZARR_2,), "zarr 2": (VERIFY, TO_TORCH_DIST)}
+)
+"""Formats, and the tools that take them."""
+
+_NUM_RANKS = 2
+_WORKER = "benchmarks.tool_worker"
+_CACHE = MappingProxyType({Step.LOAD_WARM: "warm", Step.LOAD_COLD: "cold"})
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCase(Case):
+    """One checkpoint on one file system.
+
+    Attributes:
+        source: its format.
+        file_nbytes: of all its files.
+        num_threads: of tools and floors.
+        max_memory_nbytes: for elements, in a conversion.
+    """
+
+    source: str = ""
+    file_nbytes: int = 0
+    num_threads: int = 1
+    max_memory_nbytes: int = 0
+
+    def __str__(self) -> str:
+        """For the title of a table."""
+        return (
+            f"from {self.source}, {self.file_nbytes / GB:.2g} GB, {self.num_arrays} arrays, "
+            f"{self.file_system}, {self.num_threads} threads"
+        )
+
+
+def make_saver(size: GptSize, context: RankContext) -> object:
+    """The worker of a rank that saves, made in its process."""
+    return importlib.import_module("benchmarks.worker").build_worker(size, list(SOURCES), context)
+
+
+def make_tool(num_threads: int, max_memory_nbytes: int, context: RankContext) -> object:
+    """The worker of one run, made in its process."""
+    module = importlib.import_module(_WORKER)
+    return module.ToolWorker(module.Bounds(num_threads, max_memory_nbytes), context)
+
+
+def run_place(
+    size: GptSize, place: Path, max_memory_nbytes: int, contest: Contest, output: Output
+) -> None:
+    """Time every tool in one place, and report it."""
+    num_threads = max(2, len(os.sched_getaffinity(0)))
+    make = partial(make_tool, num_threads, max_memory_nbytes)
+    with workspace(place) as directory:
+        nbytes = _save_all(size, directory, contest)
+        for source, tools in SOURCES.items():
+            names = [name for name in contest.names if name in {*tools, READ_FILES, COPY_FILES}]
+            if not set(names) & set(tools):
+                continue
+            root = directory / source
+            file_nbytes = sum(path.stat().st_size for path in files_below(root))
+            case = ToolCase(
+                file_system(place), nbytes, size.num_arrays, 1,
+                source=source, file_nbytes=file_nbytes,
+                num_threads=num_threads, max_memory_nbytes=max_memory_nbytes,
+            )  # fmt: skip
+            measures = output.write_samples(case, _rounds(make, case, root, names, contest))
+            summaries = summarise_measures(measures, names, (READ_FILES, COPY_FILES))
+            table = build_measure_table(f"{case}: medians", summaries, _COLUMNS)
+            output.write_summaries(case, summaries, table)
+
+
+def _save_all(size: GptSize, directory: Path, contest: Contest) -> int:
+    """Store the state in each format; how many bytes it has."""
+    make = partial(make_saver, size)
+    with Ranks(_NUM_RANKS, make, timeout_s=contest.timeout_s, preload=(_WORKER,)) as ranks:
+        for source in SOURCES:
+            target = directory / source
+            target.mkdir()
+            ranks.step("save", source, target)
+            ranks.step("flush", target)
+        return sum(ranks.step("nbytes").values)
+
+
+def _rounds(
+    make: MakeWorker, case: ToolCase, root: Path, names: Sequence[str], contest: Contest
+) -> Iterator[Measure]:
+    for step in case.loads:
+        for repetition, name in alternate(names, contest.repetitions):
+            target = root.with_name(f"from {root.name}")
+            target.mkdir()
+            with Ranks(1, make, timeout_s=contest.timeout_s, preload=(_WORKER,)) as ranks:
+                touch_memory(2 * case.max_memory_nbytes)
+                if step is Step.LOAD_COLD:
+                    drop_cache(root)
+                else:
+                    fill_cache(root)
+                seconds = ranks.step("run", name, root, target).seconds
+                (memory,) = ranks.step("memory").values
+            retire(target, root.with_name("attic"))
+            values = {
+                SECONDS: seconds,
+                SPEED: case.file_nbytes / seconds,
+                PEAK: memory.peak_nbytes,
+                BEFORE: memory.before_nbytes,
+            }
+            yield Measure(_CACHE[step], name, repetition, values)
+
+
+def _speed_column(floor: str) -> Column:
+    """The speed as a part of the floor's."""
+
+    def cell(summary: MeasureSummary) -> str:
+        return f"{100 / summary.ratios[floor]:.0f} %" if floor in summary.ratios else "-"
+
+    return Column(f"of {floor}", cell)
+
+
+_COLUMNS = (
+    seconds_column(),
+    Column("GB/s", lambda summary: f"{summary.medians[SPEED] / GB:.2f}"),
+    _speed_column(READ_FILES),
+    _speed_column(COPY_FILES),
+    Column("MiB before", lambda summary: f"{summary.medians[BEFORE] / MIB:.0f}"),
+    Column("peak, MiB", lambda summary: f"{summary.maxima[PEAK] / MIB:.0f}"),
+)
+
+
+def main(  # noqa: PLR0913 - one parameter for each option
+    *,
+    size: Annotated[
+        list[float] | None, typer.Option(help="GB of the whole state. [default: 4]")
+    ] = None,
+    memory: Annotated[int, typer.Option(min=1, help="MiB that a conversion is given.")] = 256,
+    directory: Directories = None,
+    contender: Names = None,
+    repetitions: Repetitions = 5,
+    out: Out = Path("/dev/null"),
+    smoke: Smoke = False,
+    timeout_s: TimeoutS = 600.0,
+) -> None:
+    """Verify and convert one GPT-like checkpoint with every tool in turn."""
+    with open_output(out, "tools.py") as output:
+        lacks = {name: missing_package(package) for name, package in TOOL_PACKAGES.items()}
+        contest = Contest(
+            chosen_sizes(size or [4.0], smoke=smoke),
+            chosen_places(directory),
+            chosen_names(contender, lacks, (READ_FILES, COPY_FILES), output),
+            1 if smoke else repetitions,
+            timeout_s,
+        )
+        for one in contest.sizes:
+            for place in contest.places:
+                run_place(one, place, memory * MIB, contest, output)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,42 @@
+"""What an address means, before anything that it takes to reach it is imported."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.spec.store_url import SCHEMES, StoreUrl
+
+_LOST_A_SLASH = re.compile(rf"({'|'.join(SCHEMES)}|file):/(?!/)")
+_FILE = "file://"
+
+
+def parsed_address(address: str | Path, *, what: str = "checkpoint_dir") -> Path | StoreUrl:
+    """What a caller means: ``s3://``, ``gs://``, ``file:///`` or a path, which becomes absolute.
+
+    Args:
+        address: of a checkpoint, or of what holds several.
+        what: what an empty one is the address of, for messages.
+
+    Raises:
+        StrategyError: it is no address, or a Path made of a URL.
+    """
+    text = str(address)
+    if not text:
+        raise StrategyError(f"{what} is empty; name the checkpoint's directory")
+    if isinstance(address, Path) and _LOST_A_SLASH.match(text):
+        raise StrategyError(f"{text}: a Path takes slashes out of a URL; pass it as a str")
+    if text.startswith(_FILE):
+        return _path_of(text)
+    if "://" in text:
+        return StoreUrl.parse(text)
+    return Path(text).absolute()
+
+
+def _path_of(url: str) -> Path:
+    host, slash, path = url.removeprefix(_FILE).partition("/")
+    if host not in {"", "localhost"} or not slash:
+        raise StrategyError(f"{url}: expected file:///path")
+    return Path("/", unquote(path))

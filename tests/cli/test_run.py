@@ -1,0 +1,97 @@
+"""``dist-ckpt run`` as a command: what it prints, how it ends, and whom it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dist_ckpt_strategies.cli.app import app
+
+LIMIT_S = 100
+
+
+def command(*args: str | Path) -> list[str]:
+    return [sys.executable, "-m", "dist_ckpt_strategies.cli", "run", *map(str, args)]
+
+
+def script(directory: Path, body: str) -> Path:
+    path = directory / "script.py"
+    path.write_text("import os, sys, time\nfrom pathlib import Path\n" + body)
+    return path
+
+
+def test_a_script_that_is_not_there_is_wrong_usage() -> None:
+    done = CliRunner().invoke(app, ["run", "--nproc", "2", "/nowhere/train.py"])
+
+    assert done.exit_code == 2
+    assert "/nowhere/train.py" in done.output
+
+
+@pytest.mark.parametrize(
+    "options", [[], ["--nproc", "0"], ["--nproc", "2", "--spares", "-1"], ["--nproc", "2", "--x"]]
+)
+def test_bad_options_are_wrong_usage(options: list[str], tmp_path: Path) -> None:
+    path = script(tmp_path, "")
+
+    assert CliRunner().invoke(app, ["run", *options, str(path)]).exit_code == 2
+
+
+@pytest.mark.multiprocess
+def test_lines_come_behind_their_rank_and_the_limit_is_status_1(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "print('out', *sys.argv[1:])\nprint('err', file=sys.stderr)\n"
+        "sys.exit(9 if os.environ['RANK'] == '0' else 0)",
+    )
+
+    done = subprocess.run(
+        command("-n", "2", "--max-restarts", "1", path, "--nproc", "7"),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+    assert done.returncode == 1
+    assert "[0] out --nproc 7\n" in done.stdout
+    assert "[0] err\n" in done.stderr
+    assert "dist-ckpt: rank 0 is gone: exit code 9; a new process takes its place" in done.stderr
+    assert "error: 2 workers have died (rank 0 2x), 1 restarts are allowed" in done.stderr
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_no_worker_is_left_when_the_supervisor_is_interrupted_or_killed(
+    number: int, status: int, tmp_path: Path
+) -> None:
+    path = script(
+        tmp_path, "(Path(__file__).parent / f'{os.getpid()}.pid').touch()\ntime.sleep(100)"
+    )
+    with subprocess.Popen(
+        command("-n", "2", path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as process:
+        pids = appeared(tmp_path, 2)
+        os.kill(process.pid, number)
+        assert process.wait(LIMIT_S) == status
+
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+
+
+def appeared(directory: Path, count: int) -> list[str]:
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        found = [path.stem for path in directory.glob("*.pid")]
+        if len(found) == count:
+            return found
+        time.sleep(0.02)
+    raise TimeoutError(f"{count} workers have not started")

@@ -1,0 +1,170 @@
+"""Abort, finalize and health checks, each for itself."""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from dist_ckpt_strategies.errors import HealthCheckError, RestartError
+from dist_ckpt_strategies.inprocess.abort import (
+    Abort,
+    AbortTransformerEngine,
+    CheckpointlessAbortManager,
+    Compose,
+    HPAbortTorchDistributed,
+    HPCheckpointingAbort,
+    HPDataLoaderAbort,
+)
+from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode
+from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup
+from dist_ckpt_strategies.inprocess.health_check import (
+    ChainedHealthCheck,
+    CudaHealthCheck,
+    FaultCounter,
+    HPState,
+)
+from dist_ckpt_strategies.inprocess.memory_status import MemoryLog, MemoryStatus
+
+STATE = HPState(rank=1, world_size=4, epoch=3, attempt=2)
+
+
+class Noting(Abort):
+    def __init__(self, told: list[str], name: str, error: Exception | None = None) -> None:
+        self.told = told
+        self.name = name
+        self.error = error
+
+    def __call__(self, state: HPState) -> HPState:
+        self.told.append(self.name)
+        if self.error:
+            raise self.error
+        return state
+
+
+def test_all_parts_are_called_in_order_and_every_text_is_kept() -> None:
+    told: list[str] = []
+    parts = Compose(
+        Noting(told, "a", ValueError("first")), Noting(told, "b"), Noting(told, "c", OSError("2nd"))
+    )
+
+    with pytest.raises(RestartError, match="abort failed: ValueError: first; OSError: 2nd"):
+        parts(STATE)
+    assert told == ["a", "b", "c"]
+
+
+def test_the_default_has_the_documented_parts_in_order() -> None:
+    default = CheckpointlessAbortManager.get_default_checkpointless_abort()
+
+    assert list(map(type, default.instances)) == [
+        AbortTransformerEngine,
+        HPCheckpointingAbort,
+        HPAbortTorchDistributed,
+        HPDataLoaderAbort,
+    ]
+    assert default(STATE) is STATE
+    assert default(STATE) is STATE
+    early = default.with_first(HPAbortTorchDistributed)
+    assert type(early.instances[0]) is HPAbortTorchDistributed
+    assert len(early.instances) == 4
+
+
+def test_a_custom_abort_has_what_it_is_given_and_not_nothing() -> None:
+    part = Noting([], "a")
+
+    assert CheckpointlessAbortManager.create_custom_abort(part).instances == (part,)
+    with pytest.raises(ValueError, match="expected one or more"):
+        CheckpointlessAbortManager.create_custom_abort()
+
+
+def test_a_part_is_replaced_in_a_copy() -> None:
+    default = CheckpointlessAbortManager.get_default_checkpointless_abort()
+    part = Noting([], "a")
+
+    changed = CheckpointlessAbortManager.override_abort(default, HPCheckpointingAbort, part)
+
+    assert changed.instances[1] is part
+    assert type(default.instances[1]) is HPCheckpointingAbort
+    assert changed.instances[2] is default.instances[2]
+
+
+def test_only_a_compose_with_such_a_part_can_be_overridden() -> None:
+    part: Any = Noting([], "a")
+    with pytest.raises(ValueError, match="expected a Compose"):
+        CheckpointlessAbortManager.override_abort(part, HPCheckpointingAbort, part)
+    with pytest.raises(ValueError, match="HPDataLoaderAbort: expected one of Noting"):
+        CheckpointlessAbortManager.override_abort(Compose(part), HPDataLoaderAbort, part)
+
+
+class Endless(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(60)
+        return torch.zeros(1)
+
+
+def test_workers_of_data_loaders_are_ended() -> None:
+    iterator: Any = iter(torch.utils.data.DataLoader(Endless(), num_workers=2))
+    workers = iterator._workers
+
+    HPDataLoaderAbort()(STATE)
+
+    for worker in workers:
+        worker.join(10)
+        assert worker.exitcode == -9
+    time.sleep(0.05)  # torch's own signal handler would raise here
+
+
+def test_cleaning_up_can_be_repeated_and_lets_the_trainer_go() -> None:
+    class Strategy:
+        _lightning_module: Any = torch.nn.Linear(2, 2)
+
+    class Trainer:
+        strategy: Any = Strategy()
+        train_dataloader: Any = object()
+
+    finalize = CheckpointlessFinalizeCleanup()
+    trainer = Trainer()
+    finalize.register_attributes(trainer)
+
+    assert finalize(STATE) is STATE
+    assert finalize(STATE) is STATE
+    assert finalize.trainer is None
+    assert trainer.strategy._lightning_module is None
+
+
+def test_a_process_that_never_used_cuda_passes() -> None:
+    cuda: Any = torch.cuda
+    error = ValueError("x")
+
+    assert CudaHealthCheck(dt.timedelta(seconds=1))(STATE, error) == (STATE, error)
+    assert CudaHealthCheck().timeout == dt.timedelta(seconds=30)
+    assert not cuda.is_initialized()
+
+
+def fault_of(rank: int) -> HPState:
+    fault = Fault(rank, 3, FaultMode.EXCEPTION, "a test")
+    return HPState(rank=1, world_size=4, epoch=3, attempt=2, fault=fault)
+
+
+def test_only_this_ranks_faults_are_counted() -> None:
+    check = ChainedHealthCheck(FaultCounter(max_faults=1))
+
+    check(fault_of(0))
+    check(fault_of(1))
+    check(fault_of(2))
+    with pytest.raises(HealthCheckError, match="rank 1: 2 faults, 1 allowed"):
+        check(fault_of(1))
+
+
+def test_memory_that_grows_is_told_apart_from_memory_that_varies() -> None:
+    first = MemoryStatus(1 << 30, 1 << 30)
+
+    assert not MemoryStatus((1 << 30) + (300 << 20), 1 << 30).has_outgrown(first)
+    assert MemoryStatus(1 << 30, 2 << 30).has_outgrown(first)
+    assert MemoryLog().note(1).resident > 1 << 20

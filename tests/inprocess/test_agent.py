@@ -1,0 +1,125 @@
+"""The coordinator over an agent: four ranks, and an agent that speaks six calls over a socket."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from dist_ckpt_strategies.errors import (
+    MissingDependencyError,
+    PeerError,
+    PeerLostError,
+    PeerTimeoutError,
+    StrategyError,
+)
+from dist_ckpt_strategies.inprocess.coordinator import Coordinator, Epoch, Fault, FaultMode
+from dist_ckpt_strategies.inprocess.train_utils import HPAgentK8sAPIFactory
+from tests.support.agent import Agent, AgentSocketClient
+
+SIZE = 4
+LIMIT_S = 20.0
+
+
+@pytest.fixture
+def agent() -> Iterator[Agent]:
+    found = Agent(SIZE)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def ranks(agent: Agent) -> list[Coordinator]:
+    return [HPAgentK8sAPIFactory(AgentSocketClient(agent.port, r))() for r in range(SIZE)]
+
+
+def on_all(ranks: list[Coordinator], body: Callable[[int, Coordinator], Any]) -> list[Any]:
+    with ThreadPoolExecutor(SIZE) as pool:
+        return list(pool.map(body, range(SIZE), ranks))
+
+
+def test_each_rank_is_told_its_place(ranks: list[Coordinator]) -> None:
+    places = on_all(ranks, lambda _, me: me.wait_rank(LIMIT_S))
+
+    assert [place.global_rank for place in places] == [0, 1, 2, 3]
+    assert places[3].environment == (("MASTER_ADDR", "10.0.0.1"),)
+
+
+def test_a_fault_of_one_rank_takes_all_to_the_next_epoch_and_all_finish_it(
+    agent: Agent, ranks: list[Coordinator]
+) -> None:
+    def life(rank: int, me: Coordinator) -> tuple[Epoch, Fault | None, Epoch, bool]:
+        first = me.barrier(LIMIT_S)
+        if rank == 2:
+            me.report(2, first.number, FaultMode.EXCEPTION, "boom")
+        fault = me.wait_fault(first.number, LIMIT_S)
+        second = me.barrier(LIMIT_S)
+        return first, fault, second, me.finish(second.number, LIMIT_S)
+
+    boom = Fault(2, 1, FaultMode.EXCEPTION, "boom")
+    assert on_all(ranks, life) == [(Epoch(1), boom, Epoch(2), True)] * SIZE
+    assert agent.calls.count("past_barrier") == 2 * SIZE
+
+
+def test_who_has_finished_runs_again_with_those_who_failed(ranks: list[Coordinator]) -> None:
+    def life(rank: int, me: Coordinator) -> tuple[bool, int, bool]:
+        first = me.barrier(LIMIT_S).number
+        if rank == 0:
+            me.report(0, first, FaultMode.EXCEPTION, "late")
+            is_done = False
+        else:
+            is_done = me.finish(first, LIMIT_S)
+        second = me.barrier(LIMIT_S).number
+        return is_done, second - first, me.finish(second, LIMIT_S)
+
+    assert on_all(ranks, life) == [(False, 1, True)] * SIZE
+
+
+def test_waiting_for_others_has_an_end(ranks: list[Coordinator]) -> None:
+    with pytest.raises(PeerTimeoutError, match="barrier"):
+        ranks[0].barrier(0.05)
+    assert ranks[0].wait_fault(1, 0.01) is None
+
+
+def test_an_agent_that_is_gone_is_a_lost_peer(agent: Agent, ranks: list[Coordinator]) -> None:
+    agent.close()
+
+    with pytest.raises(PeerLostError, match="agent is gone"):
+        ranks[0].report(0, 1, FaultMode.EXCEPTION, "boom")
+
+
+def test_after_closing_nothing_can_be_asked(ranks: list[Coordinator]) -> None:
+    ranks[0].close()
+
+    with pytest.raises(PeerLostError, match="closed"):
+        ranks[0].barrier(1.0)
+
+
+def test_a_client_without_the_calls_is_refused_by_name() -> None:
+    class Half:
+        def init(self) -> None:
+            """Does nothing."""
+
+    with pytest.raises(StrategyError, match=r"Half.*lacks wait_rank_info, barrier"):
+        HPAgentK8sAPIFactory(Half())()  # type: ignore[arg-type]
+
+
+def test_without_a_client_the_agents_package_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hyperpod_elastic_agent", None)
+
+    with pytest.raises(MissingDependencyError, match="hyperpod-elastic-agent"):
+        HPAgentK8sAPIFactory()()
+
+
+def test_a_place_that_makes_no_sense_is_refused(agent: Agent) -> None:
+    class Odd(AgentSocketClient):
+        def wait_rank_info(self, timeout_s: float | None) -> dict[str, str]:
+            return {**super().wait_rank_info(timeout_s), "RANK": "first"}
+
+    me = HPAgentK8sAPIFactory(Odd(agent.port, 0))()
+
+    with pytest.raises(PeerError, match="RANK='first'"):
+        me.wait_rank(LIMIT_S)

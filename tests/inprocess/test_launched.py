@@ -1,0 +1,135 @@
+"""Which coordinator a process gets, by how it was started."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from dist_ckpt_strategies.comm.key_values import TcpHost, TcpKeyValues
+from dist_ckpt_strategies.config import Launch, launch_from_environment
+from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.inprocess.coordinator import FaultMode, RankInfo
+from dist_ckpt_strategies.inprocess.heartbeat import start_heartbeat
+from dist_ckpt_strategies.inprocess.launched import KEY_PREFIX, coordinator_from_environment
+from dist_ckpt_strategies.inprocess.places import assignment_key, place_to_text
+from dist_ckpt_strategies.inprocess.train_utils import wait_rank
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of how the tests were started, and nothing left of what they set."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    for name in list(os.environ):
+        if name.startswith(("DIST_CKPT_", "TORCHELASTIC_")) or name in VARIABLES:
+            del os.environ[name]
+
+
+@pytest.fixture
+def host() -> Iterator[TcpHost]:
+    found = TcpHost()
+    yield found
+    time.sleep(0.05)
+
+
+def test_a_script_started_on_its_own_is_a_world_of_one() -> None:
+    me = coordinator_from_environment()
+
+    assert me.wait_rank() == RankInfo(0, 0, 1, 1)
+    first = me.barrier(1.0).number
+    me.report(0, first, FaultMode.EXCEPTION, "boom")
+    fault = me.wait_fault(first, 1.0)
+    assert fault is not None
+    assert fault.why == "boom"
+    second = me.barrier(1.0).number
+    assert (second, me.finish(second, 1.0)) == (first + 1, True)
+    me.close()
+
+
+def test_one_of_several_without_a_launcher_is_told_what_to_do() -> None:
+    with pytest.raises(StrategyError, match=r"WORLD_SIZE is 4.*dist-ckpt run or torchrun"):
+        launch_from_environment({"WORLD_SIZE": "4"})
+
+
+@pytest.mark.parametrize("address", ["here", "host:", ":1", "host:x"])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(StrategyError, match="DIST_CKPT_COORDINATOR: expected host:port"):
+        launch_from_environment({"DIST_CKPT_COORDINATOR": address})
+
+
+def test_the_variables_of_torchrun_are_those_of_the_first_look() -> None:
+    variables = {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "2",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+        "RANK": "3",
+    }
+    expected = Launch(("10.0.0.1", 29500), "3", rank=3, attempt=2)
+    assert launch_from_environment(variables) == expected
+
+    variables |= {"TORCHELASTIC_RESTART_COUNT": "77", "MASTER_PORT": "40000"}
+
+    assert launch_from_environment(variables) == expected
+
+
+def test_under_torchrun_an_attempt_has_epochs_and_a_meeting_place_of_its_own(
+    host: TcpHost,
+) -> None:
+    os.environ |= {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "MASTER_ADDR": host.host,
+        "MASTER_PORT": str(host.port),
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+    }
+    me = coordinator_from_environment()
+
+    epoch = me.barrier(10.0)
+
+    assert epoch.number == 1_000_001
+    assert int(os.environ["MASTER_PORT"]) != host.port
+    assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "1000001"
+    assert me.finish(epoch.number, 10.0)
+    me.close()
+
+
+def test_wait_rank_sets_the_variables_that_the_supervisor_assigns(host: TcpHost) -> None:
+    os.environ["DIST_CKPT_COORDINATOR"] = f"{host.host}:{host.port}"
+    os.environ["DIST_CKPT_WORKER"] = "spare7"
+    store = TcpKeyValues(host.host, host.port, prefix=KEY_PREFIX)
+    place = RankInfo(3, 1, 8, 2, (("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "29500")))
+    store.write(assignment_key("spare7"), place_to_text(place))
+
+    wait_rank()
+
+    assert [os.environ[name] for name in VARIABLES] == ["3", "1", "8", "2", "10.0.0.1", "29500"]
+    assert store.read("ready/spare7") == "1"
+
+
+def test_signs_of_life_go_to_the_pipe_of_this_process_and_to_nothing_else() -> None:
+    ours, theirs = os.pipe()
+    inode = os.fstat(theirs).st_ino
+    before = threading.active_count()
+
+    start_heartbeat(Launch(heartbeat_pipe=(theirs, inode + 1), heartbeat_s=0.01))
+    assert threading.active_count() == before
+    start_heartbeat(Launch(heartbeat_pipe=(theirs, inode), heartbeat_s=0.01))
+    start_heartbeat(Launch(heartbeat_pipe=(theirs, inode), heartbeat_s=0.01))
+
+    assert threading.active_count() == before + 1
+    assert os.read(ours, 1) + os.read(ours, 1) + os.read(ours, 1) == b"..."
+    os.close(ours)
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+    os.close(theirs)

@@ -1,0 +1,295 @@
+"""A supervised job: who dies is replaced, the others stay, and nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dist_ckpt_strategies.errors import RestartError, RestartLimitError
+from dist_ckpt_strategies.inprocess.supervisor import Job, Supervisor, script_command
+from dist_ckpt_strategies.inprocess.worker_process import reason_of
+
+pytestmark = pytest.mark.multiprocess
+
+ROOT = Path(__file__).parents[2]
+BEATS = """
+from dist_ckpt_strategies.config import launch_from_environment
+from dist_ckpt_strategies.inprocess.heartbeat import start_heartbeat
+start_heartbeat(launch_from_environment())
+"""
+START = """
+import os, signal, sys, time
+from pathlib import Path
+rank, here = os.environ.get("RANK"), Path(__file__).parent
+def is_first(what):
+    mark = here / f"{what}.{rank}"
+    found = mark.exists()
+    mark.touch()
+    return not found
+def wait_for(name, limit_s=60):
+    end = time.monotonic() + limit_s
+    while not (here / name).exists():
+        assert time.monotonic() < end, name
+        time.sleep(0.01)
+(here / f"pid.{os.getpid()}").touch()
+"""
+
+
+class Heard:
+    """What a job has said."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str, str]] = []
+        self.notes: list[str] = []
+
+    def line(self, who: str, stream: str, line: bytes) -> None:
+        self.lines.append((who, stream, line.decode()))
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def of(self, who: str) -> list[str]:
+        """To its standard output."""
+        return [text for found, stream, text in self.lines if (found, stream) == (who, "stdout")]
+
+
+class Jobs:
+    """Jobs of one script in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.heard = Heard()
+
+    def run(self, body: str, num_ranks: int, **options: float) -> int:
+        script = self.directory / "script.py"
+        script.write_text(START + body)
+        command = script_command(str(script), ("--lr", "0.1"), is_module=False)
+        fields = {"heartbeat_timeout_s": 0.0, "grace_s": 2.0, **options}
+        job = Job(command, num_ranks, **fields)  # type: ignore[arg-type]
+        # Each connection to a TCPStore asks for the name of an address: five seconds where the
+        # name server does not answer.
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "RES_OPTIONS": "attempts:0"}
+        return Supervisor(job, environment, self.heard).run()
+
+    def pids(self) -> list[int]:
+        return [int(path.suffix[1:]) for path in self.directory.glob("pid.*")]
+
+    def left(self) -> list[int]:
+        """Those that still run, a moment after they were killed."""
+        deadline = time.monotonic() + 5
+        while any(map(is_running, self.pids())) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return [pid for pid in self.pids() if is_running(pid)]
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Jobs:
+    return Jobs(tmp_path)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def soon(body: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_each_worker_knows_its_place_and_the_job_ends_with_the_last(jobs: Jobs) -> None:
+    status = jobs.run(
+        "names = ('LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'TORCHELASTIC_USE_AGENT_STORE')\n"
+        "print(*(os.environ[n] for n in names), *sys.argv[1:])\n"
+        "print('no end', end='', file=sys.stderr)",
+        2,
+    )
+
+    assert status == 0
+    for rank in ("0", "1"):
+        assert sorted(line for line in jobs.heard.lines if line[0] == rank) == [
+            (rank, "stderr", "no end\n"),
+            (rank, "stdout", f"{rank} 2 2 True --lr 0.1\n"),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("death", "why"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
+        ("sys.exit(3)", "exit code 3"),
+        ("os.abort()", "killed by SIGABRT"),
+    ],
+)
+def test_a_worker_that_dies_is_replaced_and_the_others_stay(
+    jobs: Jobs, death: str, why: str
+) -> None:
+    status = jobs.run(
+        f"if rank == '1' and is_first('death'): {death}\n"
+        "print('pid', os.getpid())\n"
+        "(here / 'again').touch() if rank == '1' else wait_for('again')",
+        2,
+    )
+
+    assert status == 0
+    assert [note for note in jobs.heard.notes if why in note and "rank 1" in note]
+    assert len(jobs.pids()) == 3
+    assert len(jobs.heard.of("0")) == 1
+
+
+def test_a_stopped_worker_is_killed_as_hung_and_replaced(jobs: Jobs) -> None:
+    status = jobs.run(
+        BEATS + "if rank == '0' and is_first('stop'): os.kill(os.getpid(), signal.SIGSTOP)",
+        1,
+        heartbeat_timeout_s=1.0,
+    )
+
+    assert status == 0
+    assert "no sign of life for 1 s" in jobs.heard.notes[0]
+
+
+def test_a_worker_that_computes_or_ends_for_longer_than_the_limit_is_not_hung(jobs: Jobs) -> None:
+    status = jobs.run(
+        BEATS
+        + "import atexit\natexit.register(time.sleep, 0.7)\n"
+        + "import hashlib\nend = time.monotonic() + 1.2\n"
+        + "while time.monotonic() < end: hashlib.sha256(b'x' * 1000).digest()",
+        1,
+        heartbeat_timeout_s=0.6,
+    )
+
+    assert (status, jobs.heard.notes) == (0, [])
+
+
+def test_too_many_deaths_end_the_job_and_name_the_rank(jobs: Jobs) -> None:
+    with pytest.raises(RestartLimitError, match=r"rank 1 3x.*2 restarts.*rank 1: exit code 7"):
+        jobs.run("sys.exit(7) if rank == '1' else time.sleep(60)", 2, max_restarts=2)
+
+    assert jobs.left() == []
+
+
+def test_a_signal_reaches_the_workers_and_ends_the_job(jobs: Jobs) -> None:
+    body = """
+def end(number, frame):
+    print("told", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGINT, end)
+(here / f"up.{rank}").touch()
+time.sleep(60)
+"""
+    main = threading.main_thread().ident
+
+    def interrupt() -> None:
+        while len(list(jobs.directory.glob("up.*"))) < 2:
+            time.sleep(0.01)
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGINT)
+
+    interrupter = soon(interrupt)
+    status = jobs.run(body, 2, grace_s=30.0)
+    interrupter.join()
+
+    assert status == 130
+    assert (jobs.heard.of("0"), jobs.heard.of("1")) == (["told\n"], ["told\n"])
+    assert jobs.left() == []
+
+
+def test_who_ignores_a_signal_is_killed_with_all_that_it_started(jobs: Jobs) -> None:
+    body = """
+import subprocess
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
+(here / f"pid.{child.pid}").touch()
+(here / "up").touch()
+time.sleep(60)
+"""
+    main = threading.main_thread().ident
+
+    def terminate() -> None:
+        while not (jobs.directory / "up").exists():
+            time.sleep(0.01)
+        assert main is not None
+        signal.pthread_kill(main, signal.SIGTERM)
+
+    terminator = soon(terminate)
+    status = jobs.run(body, 1, grace_s=0.3)
+    terminator.join()
+
+    assert status == 143
+    assert len(jobs.pids()) == 2
+    assert jobs.left() == []
+
+
+def test_a_spare_takes_over_the_rank_of_a_dead_worker(jobs: Jobs) -> None:
+    body = """
+if rank is None:
+    from dist_ckpt_strategies.inprocess.train_utils import wait_rank
+    (here / "warm").touch()
+    wait_rank()
+    print("now", os.environ["RANK"], os.environ["WORLD_SIZE"])
+    (here / "taken").touch()
+elif rank == "1":
+    wait_for("warm")
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+else:
+    wait_for("taken")
+"""
+    status = jobs.run(body, 2, num_spares=1)
+
+    assert status == 0
+    assert "spare" in jobs.heard.notes[0]
+    assert jobs.heard.of("1") == ["now 1 2\n"]
+    assert jobs.left() == []
+
+
+def test_a_death_counts_against_the_epoch_that_the_worker_had_joined(jobs: Jobs) -> None:
+    body = """
+from dist_ckpt_strategies.inprocess.launched import coordinator_from_environment
+me = coordinator_from_environment()
+epoch = me.barrier(60)
+if rank == "1" and is_first("death"): os.kill(os.getpid(), signal.SIGKILL)
+if epoch.number == 1:
+    print(me.wait_fault(1, 60))
+    epoch = me.barrier(60)
+print(epoch.number, me.finish(epoch.number, 60), os.environ["MASTER_PORT"])
+"""
+    status = jobs.run(body, 2)
+
+    assert status == 0
+    first, second = jobs.heard.of("0")
+    assert first == "rank 1: death in epoch 1: killed by SIGKILL\n"
+    assert second.startswith("2 True ")
+    assert jobs.heard.of("1") == [second]
+
+
+def test_a_death_after_the_end_of_the_block_ends_the_job(jobs: Jobs) -> None:
+    body = """
+from dist_ckpt_strategies.inprocess.launched import coordinator_from_environment
+me = coordinator_from_environment()
+assert me.finish(me.barrier(60).number, 60)
+sys.exit(5)
+"""
+    with pytest.raises(RestartError, match=r"rank 0 died after the wrapped block.*exit code 5"):
+        jobs.run(body, 1)
+
+
+def test_reasons_are_words() -> None:
+    assert reason_of(2) == "exit code 2"
+    assert reason_of(-signal.SIGSEGV) == "killed by SIGSEGV"
+    assert reason_of(-77) == "killed by signal 77"
+
+
+def test_a_module_is_run_as_python_would() -> None:
+    assert script_command("a.b", ["c"], is_module=True) == (sys.executable, "-m", "a.b", "c")

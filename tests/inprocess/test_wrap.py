@@ -1,0 +1,244 @@
+"""HPWrapper on one rank, without process groups."""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import inspect
+import threading
+import time
+from typing import Any, Optional
+
+import pytest
+
+from dist_ckpt_strategies.comm.key_values import LocalKeyValues
+from dist_ckpt_strategies.errors import (
+    HealthCheckError,
+    MissingDependencyError,
+    RestartError,
+    RestartLimitError,
+)
+from dist_ckpt_strategies.inprocess.coordinator import Epoch, Fault, RankInfo
+from dist_ckpt_strategies.inprocess.health_check import HPState
+from dist_ckpt_strategies.inprocess.states import State
+from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
+from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper, parameter_for_call
+
+ALONE = RankInfo(0, 0, 1, 1)
+
+
+def alone() -> StoreCoordinator:
+    """The coordinator of a world of one."""
+    return StoreCoordinator(LocalKeyValues(), "worker", ALONE)
+
+
+def wrapper(**settings: Any) -> HPWrapper:
+    return HPWrapper(hp_api_factory=alone, barrier_timeout_s=10, **settings)
+
+
+def fails_once(call: HPCallWrapper) -> int:
+    if call.num_attempts == 1:
+        raise ValueError("once")
+    return call.num_attempts
+
+
+def test_a_wrapper_that_is_not_enabled_gives_the_function_back() -> None:
+    assert HPWrapper(enabled=False)(fails_once) is fails_once
+
+
+def test_the_function_keeps_its_name_arguments_and_result() -> None:
+    def block(a: int, b: int = 2) -> int:
+        return a + b
+
+    wrapped = wrapper()(block)
+
+    assert wrapped.__name__ == "block"
+    assert wrapped(1) == 3
+    assert wrapped(1, b=5) == 6
+
+
+def test_unset_parts_are_valid() -> None:
+    bare = wrapper(abort=None, finalize=None, health_check=None, checkpoint_manager=None)
+
+    assert bare(fails_once)() == 2
+
+
+def test_a_block_that_raises_is_run_again() -> None:
+    assert wrapper()(fails_once)() == 2
+
+
+def in_optional(x: int, call: Optional[HPCallWrapper] = None) -> Any:  # noqa: UP045 - as users do
+    return call
+
+
+def in_text(call: HPCallWrapper | None = None) -> Any:
+    return call
+
+
+def test_the_parameter_is_found_by_its_annotation() -> None:
+    assert parameter_for_call(in_optional) == "call"
+    assert parameter_for_call(in_text) == "call"
+    assert parameter_for_call(lambda call: call) is None
+    in_union = inspect.Signature([inspect.Parameter("c", inspect.Parameter.KEYWORD_ONLY)])
+    in_union = in_union.replace(
+        parameters=[in_union.parameters["c"].replace(annotation=HPCallWrapper | None)]
+    )
+    in_text.__dict__["__signature__"] = in_union
+    assert parameter_for_call(in_text) == "c"
+    del in_text.__dict__["__signature__"]
+
+
+def test_what_the_caller_gives_for_the_parameter_is_kept() -> None:
+    mine = HPCallWrapper(wrapper())
+
+    assert wrapper()(in_text)(mine) is mine
+    assert isinstance(wrapper()(in_text)(), HPCallWrapper)
+
+
+class Manager:
+    """A checkpoint manager that notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def on_attempt(self, epoch: Epoch) -> None:
+        self.told.append(f"attempt {epoch.number}")
+
+    def on_fault(self, fault: Fault) -> None:
+        self.told.append(f"fault {fault.epoch}")
+
+
+def test_parts_are_called_in_order() -> None:
+    manager = Manager()
+    told = manager.told
+
+    def abort(state: HPState) -> HPState:
+        assert state.fault is not None
+        told.append(f"abort {state.fault.why}")
+        return state
+
+    def health(state: HPState, train_ex: BaseException | None) -> Any:
+        told.append(f"health {train_ex!r}")
+        return state, train_ex
+
+    def finalize(state: HPState) -> HPState:
+        told.append(f"finalize {state.attempt}")
+        return state
+
+    made = wrapper(abort=abort, finalize=finalize, health_check=health, checkpoint_manager=manager)
+
+    assert made(fails_once)() == 2
+    assert told == [
+        "attempt 1",
+        "abort ValueError: once",
+        "fault 1",
+        "finalize 1",
+        "health ValueError('once')",
+        "attempt 2",
+    ]
+
+
+def test_an_abort_that_fails_does_not_end_the_restart() -> None:
+    def abort(state: HPState) -> HPState:
+        raise RuntimeError("abort")
+
+    assert wrapper(abort=abort)(fails_once)() == 2
+
+
+def test_what_the_health_check_raises_leaves_the_call() -> None:
+    def unhealthy(state: HPState, train_ex: BaseException | None) -> Any:
+        raise HealthCheckError("unfit")
+
+    with pytest.raises(HealthCheckError, match="unfit"):
+        wrapper(health_check=unhealthy)(fails_once)()
+
+
+def test_attempts_are_limited() -> None:
+    with pytest.raises(RestartLimitError, match="1 attempts, 1 allowed; the last: rank 0: exc"):
+        wrapper(max_attempts=1)(fails_once)()
+
+
+def test_a_block_that_fails_every_time_is_not_run_for_ever() -> None:
+    calls: list[int] = []
+
+    def fails() -> None:
+        calls.append(1)
+        raise ValueError("always")
+
+    with pytest.raises(RestartLimitError, match=r"3 attempts in a row .* ValueError: always"):
+        wrapper()(fails)()
+    assert len(calls) == 3
+
+
+def test_attempts_that_do_a_step_are_not_counted_as_idle() -> None:
+    calls: list[int] = []
+
+    def fails_often(call: HPCallWrapper) -> str:
+        calls.append(1)
+        if len(calls) % 3:
+            call.step_upon_restart += 1
+        if len(calls) < 12:
+            raise ValueError
+        return "done"
+
+    assert wrapper()(fails_often)() == "done"
+
+
+def test_steps_are_counted_anew_in_each_attempt() -> None:
+    found: list[int] = []
+
+    def block(call: HPCallWrapper) -> None:
+        found.append(call.step_upon_restart)
+        call.step_upon_restart += 5
+        fails_once(call)
+
+    wrapper()(block)()
+
+    assert found == [0, 0]
+
+
+def test_a_block_without_progress_is_interrupted() -> None:
+    def block(call: HPCallWrapper) -> int:
+        if call.num_attempts == 1:
+            time.sleep(60)
+        return call.num_attempts
+
+    begun = time.monotonic()
+    assert wrapper(progress_timeout_s=0.1)(block)() == 2
+    assert time.monotonic() - begun < 5
+
+
+def test_a_block_outside_the_main_thread_is_run_again_too() -> None:
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(wrapper()(fails_once)()))
+    thread.start()
+    thread.join(10)
+
+    assert found == [2]
+
+
+def test_nothing_of_a_call_is_left() -> None:
+    before = set(threading.enumerate())
+    wrapper()(fails_once)()
+    deadline = time.monotonic() + 5
+    while set(threading.enumerate()) - before and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+    assert set(threading.enumerate()) <= before
+    assert gc.get_freeze_count() == 0
+
+
+def test_methods_out_of_turn_say_so() -> None:
+    call = HPCallWrapper(wrapper())
+
+    with pytest.raises(RestartError, match="no attempt is running"):
+        call.handle_fn_exception(ValueError("x"))
+    call.shutdown()
+    call.shutdown()
+    assert call.state is State.JOINING
+
+
+@pytest.mark.skipif(importlib.util.find_spec("viztracer") is not None, reason="it is installed")
+def test_a_trace_needs_its_library() -> None:
+    with pytest.raises(MissingDependencyError, match="pip install viztracer"):
+        HPWrapper(trace_file_path="trace.json")

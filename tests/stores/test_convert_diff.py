@@ -1,0 +1,237 @@
+"""``convert``, ``upgrade`` and ``diff`` where one of the two, or both, are in object stores."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing import ShardedObject
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies import ConvertOptions, convert, diff
+from dist_ckpt_strategies.errors import (
+    BucketNotFoundError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleVersionError,
+    IncompleteCheckpointError,
+    StrategyError,
+)
+from dist_ckpt_strategies.storage.journal import JOURNAL_NAME
+from dist_ckpt_strategies.storage.locations import is_finished, located
+from tests.stores.commands import CHUNK, PACK, json_of, run, write
+from tests.support.gcs import fake_gcs
+from tests.support.object_stores import ObjectStore
+from tests.support.ranks import RankDiedError, run_processes
+from tests.support.sharding import Cut, differences, no_data, on_grid, state_of
+
+pytestmark = pytest.mark.timeout(120)
+
+ONE_SERVER = pytest.mark.parametrize("store", ["moto"], indirect=True)
+SMALL_BOXES = ConvertOptions(max_memory_bytes=1, num_threads=2)
+"""Boxes of 64 KiB."""
+
+STEP_BY_STEP = ConvertOptions(max_memory_bytes=1, num_threads=2, noted_bytes=1)
+
+
+def cuts() -> list[Cut]:
+    """Arrays of one chunk: one of it is larger than a box, one is a scalar, one is empty."""
+    return [
+        on_grid("large", (300, 200), (1, 1)),
+        on_grid("a/b", (7,), (1,), dtype=torch.bfloat16),
+        on_grid("scalar", (), ()),
+    ]
+
+
+def save(place: str | Path, backend: tuple[str, int]) -> None:
+    values: dict[str, Any] = {"t": {"t": torch.arange(5)}, "plain": [1, 2.5], "big": "x" * 9000}
+    objects = {key: ShardedObject(key, value, (1,), (0,)) for key, value in values.items()}
+    dist_ckpt_strategies.save(state_of(0, cuts()) | objects | {"iteration": 7}, place, backend)
+
+
+def differing(place: str | Path) -> list[str]:
+    """Names of what a load gives otherwise than ``save`` had it."""
+    asked = {key: ShardedObject(key, None, (1,), (0,)) for key in ("t", "plain", "big")}
+    loaded: Any = dist_ckpt_strategies.load(state_of(0, cuts(), no_data) | asked, place)
+    assert loaded["t"]["t"].tolist() == [0, 1, 2, 3, 4]
+    assert (loaded["plain"], loaded["big"], loaded["iteration"]) == ([1, 2.5], "x" * 9000, 7)
+    return differences(0, cuts(), loaded)
+
+
+@pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)])
+def test_a_checkpoint_goes_to_a_store_and_back(
+    environment: ObjectStore, bucket: str, tmp_path: Path, backend: tuple[str, int]
+) -> None:
+    save(tmp_path / "source", backend)
+    url, back, again = f"s3://{bucket}/run", tmp_path / "back", f"s3://{bucket}/again"
+    seen: list[tuple[int, int]] = []
+
+    there = convert(
+        tmp_path / "source",
+        url,
+        "zarr@2",
+        options=SMALL_BOXES,
+        watch=lambda done, total: seen.append((done, total)),
+    )
+    convert(url, back, f"zarr@{backend[1]}", options=SMALL_BOXES)
+    convert(url, again, "zarr@2", options=SMALL_BOXES)
+
+    for place in (url, back, again):
+        assert differing(place) == []
+        assert diff(tmp_path / "source", place, options=SMALL_BOXES).is_equal
+    assert diff(again, url).is_equal
+    assert max(seen) == (there.nbytes, there.nbytes)
+    names = environment.names(bucket)
+    chunks = [name for name in names if name.startswith("run/arrays/large/c.")]
+    assert len(chunks) > 3  # of 64 KiB, where the array has 240 kB
+    assert max(len(environment.read(bucket, name)) for name in chunks) < (64 << 10) + 4096
+    assert not [name for name in names if JOURNAL_NAME in name]
+    assert run("verify", url).exit_code == 0
+
+
+@ONE_SERVER
+def test_other_formats_do_not_go_to_a_store_and_say_so(
+    environment: ObjectStore, bucket: str, tmp_path: Path
+) -> None:
+    save(tmp_path / "one", ("zarr", 1))
+    url = write(f"s3://{bucket}/run")
+
+    for to in ("zarr@1", "torch_dist", "safetensors"):
+        with pytest.raises(StrategyError, match=rf"s3://{bucket}/x: .*{to} needs a directory"):
+            convert(tmp_path / "one", f"s3://{bucket}/x", to)
+        with pytest.raises(StrategyError, match="file system"):
+            convert(url, f"s3://{bucket}/x", to)
+    with pytest.raises(StrategyError, match="needs a directory"):
+        dist_ckpt_strategies.upgrade(tmp_path / "one", f"s3://{bucket}/x")
+    assert not [name for name in environment.names(bucket) if name.startswith("x")]
+
+    environment.put(
+        bucket, "run/metadata.json", b'{"sharded_backend":"torch_dist","common_backend":"torch"}'
+    )
+    with pytest.raises(IncompatibleVersionError, match="from an object store only"):
+        diff(url, tmp_path / "one")
+
+
+@ONE_SERVER
+def test_a_target_that_is_taken_or_the_source_itself_is_refused(
+    environment: ObjectStore, bucket: str, tmp_path: Path
+) -> None:
+    url = write(f"s3://{bucket}/run")
+    environment.put(bucket, "other/x", b"x")
+    other = write(f"s3://{bucket}/run-2")
+
+    with pytest.raises(CheckpointExistsError, match="a finished checkpoint"):
+        convert(other, url, "zarr@2")
+    with pytest.raises(CheckpointExistsError, match="files of something else"):
+        convert(url, f"s3://{bucket}/other", "zarr@2")
+    for target in (url, f"{url}/inner", f"s3://{bucket}"):
+        with pytest.raises(StrategyError, match="beside the source"):
+            convert(url, target, "zarr@2")
+    convert(url, f"{url}-3", "zarr@2")
+    assert diff(url, f"{url}-3").is_equal
+
+
+def convert_and_die(
+    _rank: int, source: Path, url: str, variables: dict[str, str], num_noted: int
+) -> None:
+    os.environ.update(variables)
+
+    def die(_done: int, _total: int) -> None:
+        if sum(1 for _ in located(url, None).names(JOURNAL_NAME)) > num_noted:  # type: ignore[union-attr,misc]
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    convert(source, url, "zarr@2", options=STEP_BY_STEP, watch=die)
+
+
+@pytest.mark.multiprocess
+@ONE_SERVER
+def test_a_killed_conversion_goes_on_where_it_stopped(
+    environment: ObjectStore, bucket: str, tmp_path: Path
+) -> None:
+    save(tmp_path / "source", ("zarr", 1))
+    url = f"s3://{bucket}/run"
+
+    (died,) = run_processes(1, convert_and_die, tmp_path / "source", url, environment.variables, 2)
+    assert isinstance(died, RankDiedError)
+    assert not is_finished(located(url, None))
+    with pytest.raises(IncompleteCheckpointError):
+        diff(url, tmp_path / "source")
+    with pytest.raises(CheckpointExistsError, match="with other options"):
+        convert(tmp_path / "source", url, "zarr@2")
+    done = [n for n in environment.names(bucket) if n.startswith("run/arrays/large/c.")]
+    environment.delete(bucket, done[0])
+    report = convert(tmp_path / "source", url, "zarr@2", options=STEP_BY_STEP)
+
+    assert 0 < report.resumed_nbytes < report.nbytes
+    assert differing(url) == []
+    assert not [name for name in environment.names(bucket) if JOURNAL_NAME in name]
+
+
+@ONE_SERVER
+def test_damage_in_the_source_is_named_and_nothing_is_visible(
+    environment: ObjectStore, bucket: str, tmp_path: Path
+) -> None:
+    url = write(f"s3://{bucket}/run")
+    for name in (CHUNK, PACK, "common.pt"):
+        content = bytearray(environment.read(bucket, f"run/{name}"))
+        content[40] ^= 1
+        whole = environment.read(bucket, f"run/{name}")
+        environment.put(bucket, f"run/{name}", bytes(content))
+        with pytest.raises(CorruptCheckpointError, match=f"{url}/{name}"):
+            convert(url, tmp_path / name, "zarr@2")
+        assert not is_finished(tmp_path / name)
+        environment.put(bucket, f"run/{name}", whole)
+
+
+def test_what_is_missing_is_told_apart(
+    environment: ObjectStore, bucket: str, tmp_path: Path
+) -> None:
+    save(tmp_path / "source", ("zarr", 2))
+
+    with pytest.raises(BucketNotFoundError):
+        convert(tmp_path / "source", "s3://not-there/run", "zarr@2")
+    with pytest.raises(BucketNotFoundError):
+        diff("s3://not-there/run", tmp_path / "source")
+    with pytest.raises(CheckpointNotFoundError):
+        convert(f"s3://{bucket}/run", tmp_path / "target", "zarr@2")
+
+
+@ONE_SERVER
+def test_the_commands_take_urls(environment: ObjectStore, bucket: str, tmp_path: Path) -> None:
+    save(tmp_path / "source", ("zarr", 2))
+    url = f"s3://{bucket}/run"
+
+    converted = run("convert", tmp_path / "source", url, "--to", "zarr@2", "--json")
+    assert converted.exit_code == 0, converted.stderr
+    found = json.loads(converted.stdout)
+    assert (found["source"], found["target"]) == (str(tmp_path / "source"), url)
+    assert run("diff", f"file://{tmp_path}/source", url).exit_code == 0
+    assert json_of("diff", url, tmp_path / "source")["a"] == url
+
+    other = write(f"s3://{bucket}/other")
+    differs = run("diff", other, url)
+    assert differs.exit_code == 1
+    assert f"{other} and {url} DIFFER" in differs.stdout
+    assert run("diff", f"s3://{bucket}/nothing", url).exit_code == 2
+
+
+def test_google_cloud_storage_takes_conversions_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "source", ("zarr", 2))
+    with fake_gcs("there") as (variables, _):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        convert(tmp_path / "source", "gs://there/run/iter_1", "zarr@2")
+
+        assert diff("gs://there/run/iter_1", tmp_path / "source").is_equal
+        assert run("verify", "gs://there/run/iter_1").exit_code == 0
+        assert run("verify", "gs://there/run").exit_code == 1
+        report = dist_ckpt_strategies.prune("gs://there/run", keep_last=1)
+        assert [one.why for one in report.kept] == ["the newest"]

@@ -1,0 +1,161 @@
+"""``prune`` of checkpoints in object stores: the old ones and what killed saves left, no others."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable
+
+import pytest
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.config import Credentials, StoreOptions
+from dist_ckpt_strategies.errors import BucketNotFoundError, CheckpointNotFoundError
+from dist_ckpt_strategies.plan.prune import Standing
+from dist_ckpt_strategies.storage.locations import is_finished, located
+from tests.stores.commands import json_of, run, write
+from tests.support.faulty_proxy import BUSY, NONE, Fault, FaultyProxy, Request
+from tests.support.object_stores import ObjectStore
+
+pytestmark = pytest.mark.timeout(120)
+
+ONE_SERVER = pytest.mark.parametrize("store", ["moto"], indirect=True)
+OLD_S = 7200
+
+
+@pytest.fixture
+def root(environment: ObjectStore, bucket: str) -> str:
+    """Four checkpoints, the last of them killed before its end; the first begun the longest ago."""
+    for number in range(1, 5):
+        write(f"s3://{bucket}/run/iter_{number:07d}", number)
+        age(environment, bucket, f"run/iter_{number:07d}", OLD_S - number)
+    environment.delete(bucket, "run/iter_0000004/metadata.json")
+    return f"s3://{bucket}/run"
+
+
+def age(store: ObjectStore, bucket: str, name: str, seconds: float) -> None:
+    """Have a save begun so long ago."""
+    path = f"{name}/manifest/save.json"
+    fields = json.loads(store.read(bucket, path)) | {"time": time.time() - seconds}
+    store.put(bucket, path, json.dumps(fields).encode())
+
+
+def folders(names: Iterable[str]) -> list[str]:
+    return sorted({name.split("/")[1] for name in names if name.startswith("run/")})
+
+
+def test_old_ones_go_and_what_is_no_part_of_them_stays(
+    environment: ObjectStore, bucket: str, root: str
+) -> None:
+    environment.put(bucket, "run/iter_0000001/notes/mine", b"x")
+    environment.put(bucket, "run/iter_0000009/mine", b"x")
+    before = set(environment.names(bucket))
+
+    plan = dist_ckpt_strategies.prune(root, keep_last=1, dry_run=True)
+    assert set(environment.names(bucket)) == before
+    report = dist_ckpt_strategies.prune(root, keep_last=1)
+
+    assert plan.removed[1] == report.removed[1]
+    assert [(one.name, one.stays) for one in report.removed] == [
+        ("iter_0000001", ("notes",)),
+        ("iter_0000002", ()),
+    ]
+    assert report.nbytes > 4 * 300 * 200 * 4
+    assert str(report.root) == root
+    why = {one.found.name: (one.found.standing, one.why) for one in report.kept}
+    assert why["iter_0000003"] == (Standing.COMPLETE, "the newest")
+    assert why["iter_0000004"][0] is Standing.UNFINISHED
+    assert why["iter_0000009"][0] is Standing.OTHER
+    kept = {n for n in before if n.split("/")[1] not in {"iter_0000001", "iter_0000002"}}
+    assert set(environment.names(bucket)) == kept | {"run/iter_0000001/notes/mine"}
+
+
+@ONE_SERVER
+def test_what_a_killed_save_left_goes_once_it_began_long_ago(
+    environment: ObjectStore, bucket: str, root: str
+) -> None:
+    age(environment, bucket, "run/iter_0000004", 60)
+    environment.delete(bucket, "run/iter_0000004/manifest/index.json")
+
+    young = dist_ckpt_strategies.prune(root, unfinished=True)
+    assert young.removed == ()
+    assert any("may still be written: changed 60 s ago" in one.why for one in young.kept)
+
+    old = dist_ckpt_strategies.prune(root, unfinished=True, older_than_s=30)
+    assert [(one.name, one.nbytes) for one in old.removed] == [("iter_0000004", None)]
+    assert folders(environment.names(bucket)) == [f"iter_{number:07d}" for number in (1, 2, 3)]
+
+
+@ONE_SERVER
+def test_what_is_to_be_kept_is_kept(environment: ObjectStore, bucket: str, root: str) -> None:
+    environment.put(bucket, "run/latest_checkpointed_iteration.txt", b"1\n")
+    age(environment, bucket, "run/iter_0000002", 5)
+
+    report = dist_ckpt_strategies.prune(root, keep_last=1)
+
+    assert report.removed == ()
+    why = {one.found.name: one.why for one in report.kept}
+    assert why["iter_0000001"] == "the run's own note names it"
+    assert why["iter_0000002"] == "written last"
+    assert dist_ckpt_strategies.prune(root, keep_every=3).removed == ()
+
+
+@ONE_SERVER
+def test_damaged_ones_and_conversions_are_left_alone(
+    environment: ObjectStore, bucket: str, root: str
+) -> None:
+    environment.put(bucket, "run/iter_0000001/metadata.json", b"{}")
+    environment.put(bucket, "run/iter_0000002/manifest/index.json", b"{}")
+    environment.put(bucket, "run/iter_0000004/.partial-conversion.jsonl/00000", b"{}")
+
+    report = dist_ckpt_strategies.prune(root, keep_last=1, unfinished=True, older_than_s=0)
+
+    assert report.removed == ()
+    standings = [one.found.standing for one in report.kept]
+    assert standings.count(Standing.OTHER) == 3
+
+
+@ONE_SERVER
+def test_a_prune_that_breaks_off_leaves_nothing_that_counts_and_the_next_goes_on(
+    environment: ObjectStore, bucket: str, root: str
+) -> None:
+    def decide(request: Request) -> Fault:
+        is_of_first = "iter_0000001/arrays/w" in request.path
+        return BUSY if request.method == "DELETE" and is_of_first else NONE
+
+    with FaultyProxy(environment) as proxy, proxy.faulty(decide):
+        options = StoreOptions(
+            proxy.store.endpoint, credentials=Credentials.ENVIRONMENT, timeout_s=2
+        )
+        with pytest.raises(ConnectionError, match="within 2 s"):
+            dist_ckpt_strategies.prune(root, keep_last=1, store=options)
+
+    assert not is_finished(located(f"{root}/iter_0000001", None))
+    assert is_finished(located(f"{root}/iter_0000002", None))
+    report = dist_ckpt_strategies.prune(root, keep_last=1, unfinished=True)
+    assert [one.name for one in report.removed] == ["iter_0000001", "iter_0000004", "iter_0000002"]
+    assert folders(environment.names(bucket)) == ["iter_0000003"]
+
+
+@ONE_SERVER
+def test_the_command_asks_and_says_what_goes(
+    environment: ObjectStore, bucket: str, root: str
+) -> None:
+    environment.delete(bucket, "run/iter_0000004/manifest/index.json")
+    declined = run("prune", root, "--keep-last", "2", "--unfinished", answer="n\n")
+
+    assert declined.exit_code == 1
+    shown = {line.split()[0]: line.split()[1:] for line in declined.stdout.splitlines() if line}
+    assert shown["iter_0000001"][0] == shown["iter_0000004"][0] == "goes"
+    assert shown["iter_0000004"][1] == "unknown"
+    assert f"{root}: 2 checkpoints of 4, at least " in declined.stdout
+    found = json_of("prune", root, "--keep-last", "2", "--yes")
+    assert (found["path"], found["dry_run"]) == (root, False)
+    assert folders(environment.names(bucket)) == [f"iter_{number:07d}" for number in (2, 3, 4)]
+
+
+def test_what_is_missing_is_told_apart(environment: ObjectStore, bucket: str) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=f"s3://{bucket}/run"):
+        dist_ckpt_strategies.prune(f"s3://{bucket}/run", keep_last=1)
+    with pytest.raises(BucketNotFoundError):
+        dist_ckpt_strategies.prune("s3://not-there/run", keep_last=1)

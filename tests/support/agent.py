@@ -1,0 +1,133 @@
+"""An agent that speaks the six calls of docs/recovery_agent.md over a socket, and its client."""
+
+from __future__ import annotations
+
+import json
+import socket
+import socketserver
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+_TICK_S = 0.01
+
+
+class Agent:
+    """The agent of one job; a thread for each question, as each has a connection of its own."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.calls: list[str] = []
+        self.epoch = 1
+        self.faults: dict[int, dict[str, Any]] = {}
+        self._arrived: dict[int, set[int]] = {1: set()}
+        self._opened: set[int] = set()
+        self._changed = threading.Condition()
+        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server.agent = self
+        self.port = int(self._server.server_address[1])
+        threading.Thread(target=self._server.serve_forever, args=(_TICK_S,), daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def answer(self, rank: int, call: str, args: Mapping[str, Any]) -> Any:
+        with self._changed:
+            self.calls.append(call)
+            found = getattr(self, f"_{call}")(rank, **args)
+            self._changed.notify_all()
+            return found
+
+    def _init(self, rank: int) -> None:
+        assert 0 <= rank < self.size
+
+    def _wait_rank_info(self, rank: int, timeout_s: float | None) -> dict[str, str]:
+        size = str(self.size)
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "10.0.0.1",
+        }
+
+    def _barrier(self, rank: int, timeout_s: float) -> int | None:
+        """Waits in whatever epoch is the forming one; a fault takes all who wait to the next."""
+
+        def is_open() -> bool:
+            arrived = self._arrived.setdefault(self.epoch, set())
+            arrived.add(rank)
+            if len(arrived) == self.size:
+                self._opened.add(self.epoch)
+                self._arrived[self.epoch + 1] = set()
+                self._changed.notify_all()
+            return bool(self._opened & {e for e, ranks in self._arrived.items() if rank in ranks})
+
+        if self.epoch in self._opened:
+            self.epoch += 1
+        if not self._changed.wait_for(is_open, timeout_s):
+            return None
+        return max(e for e in self._opened if rank in self._arrived[e])
+
+    def _past_barrier(self, rank: int, epoch: int) -> None:
+        assert epoch in self._opened
+
+    def _report_fault(self, rank: int, global_rank: int, epoch: int, mode: str, why: str) -> None:
+        if epoch == self.epoch:
+            self.faults[epoch] = {"rank": global_rank, "mode": mode, "why": why}
+            self.epoch += 1
+
+    def _wait_fault(self, rank: int, epoch: int, timeout_s: float) -> dict[str, Any] | None:
+        self._changed.wait_for(lambda: epoch in self.faults, timeout_s)
+        return self.faults.get(epoch)
+
+
+class AgentSocketClient:
+    """One rank's client of an Agent."""
+
+    def __init__(self, port: int, rank: int) -> None:
+        self._port = port
+        self._rank = rank
+
+    def init(self) -> None:
+        self._ask("init")
+
+    def wait_rank_info(self, timeout_s: float | None) -> Mapping[str, str]:
+        return dict(self._ask("wait_rank_info", timeout_s=timeout_s))
+
+    def barrier(self, timeout_s: float) -> int:
+        epoch = self._ask("barrier", timeout_s=timeout_s)
+        if epoch is None:
+            raise TimeoutError(f"not all ranks came in {timeout_s:g} s")
+        return int(epoch)
+
+    def past_barrier(self, epoch: int) -> None:
+        self._ask("past_barrier", epoch=epoch)
+
+    def report_fault(self, global_rank: int, epoch: int, mode: str, why: str) -> None:
+        self._ask("report_fault", global_rank=global_rank, epoch=epoch, mode=mode, why=why)
+
+    def wait_fault(self, epoch: int, timeout_s: float) -> Mapping[str, Any] | None:
+        found: Mapping[str, Any] | None = self._ask("wait_fault", epoch=epoch, timeout_s=timeout_s)
+        return found
+
+    def _ask(self, call: str, **args: Any) -> Any:
+        with socket.create_connection(("127.0.0.1", self._port), timeout=30) as connection:
+            question = {"rank": self._rank, "call": call, "args": args}
+            connection.sendall(json.dumps(question).encode() + b"\n")
+            with connection.makefile("rb") as answers:
+                return json.loads(answers.readline())
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    agent: Agent
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        assert isinstance(self.server, _Server)
+        question = json.loads(self.rfile.readline())
+        found = self.server.agent.answer(question["rank"], question["call"], question["args"])
+        self.wfile.write(json.dumps(found).encode() + b"\n")
