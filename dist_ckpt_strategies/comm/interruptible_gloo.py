@@ -32,7 +32,6 @@ _COLLECTIVES = (
     "allgather",
     "allgather_coalesced",
     "allgather_into_tensor_coalesced",
-    "allreduce",
     "allreduce_coalesced",
     "alltoall",
     "alltoall_base",
@@ -180,6 +179,26 @@ class _MessageWork(_InterruptibleWork):
         return future
 
 
+class _AverageWork(_InterruptibleWork):
+    """A sum of whole numbers that becomes their average, rounded down, where it is waited for.
+
+    Gloo's own average divides into a float, which whole numbers cannot hold. Who finds the
+    backend's name to be another than gloo asks for an average, of counts too: Lightning does.
+    """
+
+    def __init__(self, group: InterruptibleGloo, inner: Any, tensors: list[torch.Tensor]) -> None:
+        super().__init__(group, inner)
+        self._tensors = tensors
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """See above."""
+        super().wait(timeout)
+        tensors, self._tensors = self._tensors, []
+        for tensor in tensors:
+            tensor.div_(self._group.size(), rounding_mode="floor")
+        return True
+
+
 class InterruptibleGloo(dist.ProcessGroup):
     """A process group that hands all it is asked to a gloo group, and can be told to stop."""
 
@@ -285,6 +304,16 @@ class InterruptibleGloo(dist.ProcessGroup):
         self.require_waiting()
         return self._waiters.run(wait)
 
+    def allreduce(self, *args: Any, **kwargs: Any) -> Any:
+        """As gloo's, and the average of whole numbers too."""
+        tensors, options = args[0], args[1] if len(args) > 1 else None
+        if options is None or not _is_average_of_integers(tensors, options):
+            return self.begun(self.inner.allreduce(*args, **kwargs))
+        options.reduceOp = dist.ReduceOp.SUM
+        inner = self.inner.allreduce(*args, **kwargs)
+        self.begun(inner)
+        return _AverageWork(self, inner, tensors)
+
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
         """As gloo's. ``dist.monitored_barrier`` takes only groups whose backend is named gloo."""
         inner = self.inner
@@ -385,6 +414,15 @@ def _gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     group._set_default_backend(kind)  # noqa: SLF001 - as torch does
     group._register_backend(_CPU, kind, backend)  # noqa: SLF001 - as torch does
     return group
+
+
+def _is_average_of_integers(tensors: Any, options: Any) -> bool:
+    if not (isinstance(tensors, list) and isinstance(options, dist.AllreduceOptions)):
+        return False
+    op: Any = options.reduceOp
+    return op == dist.ReduceOp.AVG and not (
+        tensors[0].is_floating_point() or tensors[0].is_complex()
+    )
 
 
 def _slice_before(deadline: float | None) -> timedelta:

@@ -12,6 +12,11 @@ from torch._C._distributed_c10d import PrefixStore
 _SCHEMES = ("env", "tcp")
 
 
+def store_of_attempt(base: Any, attempt: str) -> Any:
+    """A store over another one, with keys of this attempt only."""
+    return PrefixStore(f"attempt{attempt}", base)
+
+
 @contextmanager
 def rendezvous_by_attempt(attempt: Callable[[], int]) -> Iterator[None]:
     """While this is open, ``init_process_group`` meets only ranks in the same attempt.

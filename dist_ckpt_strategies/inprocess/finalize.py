@@ -48,7 +48,7 @@ class CheckpointlessFinalizeCleanup(Finalize):
         strategy = getattr(trainer, "strategy", None)
         for owner, names in (
             (strategy, ("_lightning_module", "_model", "_optimizers", "lr_scheduler_configs")),
-            (trainer, ("train_dataloader",)),
+            (getattr(trainer, "fit_loop", None), ("_combined_loader", "_data_fetcher")),
         ):
             for name in names:
                 _clear(owner, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -24,6 +25,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.plan.recover import HeldState, RankFacts
 from dist_ckpt_strategies.recovery.checksums import MemoryChecksumManager
 from dist_ckpt_strategies.recovery.kept_state import HostCopy, KeptState
+from dist_ckpt_strategies.recovery.provider import HasStateProvider, provider_of
 from dist_ckpt_strategies.recovery.random_states import (
     RandomLog,
     RandomState,
@@ -66,7 +68,8 @@ class CheckpointManager:
             manager.end_step()
 
     Between the vote and the end of the step nothing may draw a random number. What the
-    documentation of HyperPod calls a trainer is a StateProvider here.
+    documentation of HyperPod calls a trainer is a StateProvider here, or has one as its
+    ``state_provider``.
 
     Args:
         enable_checksum: compare the copies of every part before any is used, and the state in
@@ -118,7 +121,7 @@ class CheckpointManager:
 
     def track(
         self,
-        provider: StateProvider,
+        provider: StateProvider | HasStateProvider,
         *,
         group: ProcessGroup | None = None,
         replica_group: ProcessGroup | None = None,
@@ -131,7 +134,8 @@ class CheckpointManager:
             replica_group: ranks that mirror their random states to each other: those that hold
                 the same parts. None for ``group``.
         """
-        self._kept = KeptState(provider, provider.step, Phase.RUNNING)
+        found = provider_of(provider)
+        self._kept = KeptState(found, found.step, Phase.RUNNING)
         self._ballot = Ballot(group, replica_group, timeout_s=self._timeout_s)
 
     def begin_step(self) -> None:
@@ -173,11 +177,37 @@ class CheckpointManager:
 
         Left by an exception, the state counts as torn.
         """
-        kept, _ = self._tracked({Phase.COMMITTED})
-        with self.parameter_update_lock:
-            self._kept = KeptState(kept.provider, kept.step, Phase.UPDATING)
+        self.begin_update()
+        try:
             yield
-            self._kept = KeptState(kept.provider, kept.step, Phase.UPDATED)
+        except BaseException:
+            self.abandon_update()
+            raise
+        self.end_update()
+
+    def begin_update(self) -> None:
+        """Take the lock: this rank's shard and objects change from here on.
+
+        Where a block has no place for ``updating()``; ``end_update`` or ``abandon_update`` follows.
+        """
+        kept, _ = self._tracked({Phase.COMMITTED})
+        self.parameter_update_lock.acquire()
+        self._kept = KeptState(kept.provider, kept.step, Phase.UPDATING)
+
+    def end_update(self) -> None:
+        """Give the lock back: this rank's shard and objects are those of the next step."""
+        kept, _ = self._tracked({Phase.UPDATING})
+        self._kept = KeptState(kept.provider, kept.step, Phase.UPDATED)
+        self.parameter_update_lock.release()
+
+    def abandon_update(self) -> None:
+        """Give the lock back if this thread holds it; a state in the middle of it is torn."""
+        if self.parameter_update_lock.held_by(threading.get_ident()):
+            self.parameter_update_lock.release()
+
+    def on_fault(self, _fault: object) -> None:
+        """The block has been left; HPWrapper calls this in its thread."""
+        self.abandon_update()
 
     def end_step(self) -> None:
         """Note that the step is over: the weights are gathered."""
@@ -187,13 +217,14 @@ class CheckpointManager:
         self._random.forget_before(kept.step + 1)
         self._record_checksums()
 
-    def save_checkpoint(self, trainer: StateProvider) -> None:
+    def save_checkpoint(self, trainer: StateProvider | HasStateProvider) -> None:
         """Keep this state, by reference; takes its digests where they are enabled.
 
         Of a state that is tracked, nothing but that: how far it is within its step stays known.
         """
-        if self._kept is None or self._kept.provider is not trainer:
-            self._kept = KeptState(trainer, trainer.step, Phase.RUNNING)
+        provider = provider_of(trainer)
+        if self._kept is None or self._kept.provider is not provider:
+            self._kept = KeptState(provider, provider.step, Phase.RUNNING)
             self.store_rng_states()
         self._record_checksums()
 
@@ -243,7 +274,7 @@ class CheckpointManager:
 
     def checkpointless_recovery_feasible(
         self,
-        trainer: StateProvider,
+        trainer: StateProvider | HasStateProvider,
         include_checksum_verification: bool = True,  # noqa: FBT001, FBT002 - the kept signature
         *,
         group: ProcessGroup | None = None,
@@ -262,7 +293,7 @@ class CheckpointManager:
         """
         comm = self._communicator(group)
         try:
-            self._plan(comm, trainer, with_digests=include_checksum_verification)
+            self._plan(comm, provider_of(trainer), with_digests=include_checksum_verification)
         except (PeerTimeoutError, PeerLostError):
             raise
         except CheckpointError as error:
@@ -271,7 +302,7 @@ class CheckpointManager:
         return True
 
     def try_checkpointless_load(
-        self, trainer: StateProvider, *, group: ProcessGroup | None = None
+        self, trainer: StateProvider | HasStateProvider, *, group: ProcessGroup | None = None
     ) -> dict[str, Any] | None:
         """Fill a state from memory, this rank's own or that of others.
 
@@ -291,9 +322,10 @@ class CheckpointManager:
         Raises:
             PeerTimeoutError, PeerLostError: a rank does not take part any more.
         """
+        provider = provider_of(trainer)
         comm = self._communicator(group)
         try:
-            recovered = self._recover(comm, trainer)
+            recovered = self._recover(comm, provider)
         except (PeerTimeoutError, PeerLostError):
             raise
         except CheckpointError as error:
@@ -301,7 +333,7 @@ class CheckpointManager:
             self._release()
             self._random.clear()
             return None
-        self._adopt(trainer, recovered)
+        self._adopt(provider, recovered)
         return {"global_step": recovered.report.step, **asdict(recovered.report)}
 
     def _tracked(self, phases: set[Phase]) -> tuple[KeptState, Ballot]:

@@ -13,6 +13,7 @@ from dist_ckpt_strategies.errors import CheckpointError, PeerLostError, PeerTime
 from dist_ckpt_strategies.plan.recover import HeldState, RankFacts
 from dist_ckpt_strategies.recovery.kept_state import PartsView
 from dist_ckpt_strategies.recovery.manager import CheckpointManager
+from dist_ckpt_strategies.recovery.provider import HasStateProvider, provider_of
 from dist_ckpt_strategies.run.flat_parts import FlatPart
 from dist_ckpt_strategies.run.recover import Survivor, gather_facts, plan_recovery, run_recovery
 from dist_ckpt_strategies.run.state_provider import StateProvider
@@ -46,12 +47,12 @@ class PEFTCheckpointManager(CheckpointManager):
             return bool(key[1].requires_grad)
         return key in self.params_to_save or ".adapter." in key or key.endswith(".adapters")
 
-    def maybe_save_base_model(self, trainer: StateProvider) -> None:
+    def maybe_save_base_model(self, trainer: StateProvider | HasStateProvider) -> None:
         """Note the base model's weights, by reference; nothing where that has been done."""
         if self.base_model_weights is None:
-            self._note_base(self._base_of(trainer))
+            self._note_base(self._base_of(provider_of(trainer)))
 
-    def save_checkpoint(self, trainer: StateProvider) -> None:
+    def save_checkpoint(self, trainer: StateProvider | HasStateProvider) -> None:
         """See CheckpointManager; notes the base model too."""
         self.maybe_save_base_model(trainer)
         super().save_checkpoint(trainer)
@@ -65,7 +66,7 @@ class PEFTCheckpointManager(CheckpointManager):
             }
 
     def try_base_model_checkpointless_load(
-        self, trainer: StateProvider, *, group: ProcessGroup | None = None
+        self, trainer: StateProvider | HasStateProvider, *, group: ProcessGroup | None = None
     ) -> dict[str, Any] | None:
         """Fill the base model from memory, this rank's own or that of others.
 
@@ -81,11 +82,12 @@ class PEFTCheckpointManager(CheckpointManager):
         Raises:
             PeerTimeoutError, PeerLostError: a rank does not take part any more.
         """
-        new = self._base_of(trainer)
+        provider = provider_of(trainer)
+        new = self._base_of(provider)
         comm = self._communicator(group)
         everyone = {(comm.global_rank(rank), 0): b"" for rank in range(comm.size)}
         weights = self.base_model_weights
-        old = None if weights is None else _bare(trainer, weights)
+        old = None if weights is None else _bare(provider, weights)
 
         def describe() -> RankFacts:
             held = () if weights is None else (FlatPart(_BASE, weights).facts(),)
@@ -101,7 +103,7 @@ class PEFTCheckpointManager(CheckpointManager):
             parts = [{_BASE: FlatPart(_BASE, found)} for found in (new, weights or {})]
             plan = plan_recovery(comm, facts, parts)
             survivor = None if old is None else Survivor(old, 0, Phase.RUNNING, old.apply_update)
-            target = _bare(trainer, new)
+            target = _bare(provider, new)
             known = {} if weights is None else everyone
             recovered = run_recovery(comm, plan, survivor, target, known)
         except (PeerTimeoutError, PeerLostError):

@@ -289,6 +289,41 @@ def test_a_wait_ends_when_it_is_told_to(which: int) -> None:
     assert took_s < 5
 
 
+def backward_without_a_peer(rank: int) -> str:
+    """Body of a rank: the first does not take part in the other's gradients."""
+    group = ours()
+    module = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1), process_group=group)
+    if rank == 0:
+        dist.barrier()
+        return ""
+    threading.Timer(0.1, DEFAULT_WAIT_CONTROL.release).start()
+    try:
+        module(torch.ones(2, 4)).sum().backward()
+    except RuntimeError as error:
+        DEFAULT_WAIT_CONTROL.renew()
+        dist.barrier()
+        return str(error)
+    return "it came back"
+
+
+def test_a_backward_pass_that_waits_for_gradients_is_left_with_an_error() -> None:
+    _, found = run_processes(2, backward_without_a_peer)
+
+    assert "told to stop waiting" in found, found
+
+
+def averaged(rank: int) -> list[float]:
+    """Body of a rank: averages of whole numbers and of others."""
+    counts, values = torch.tensor([rank + 1, 4]), torch.tensor([rank + 1.0])
+    for tensor in (counts, values):
+        dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=ours())
+    return [*counts.tolist(), *values.tolist()]
+
+
+def test_whole_numbers_are_averaged_and_rounded_down() -> None:
+    assert run_processes(2, averaged) == [[1, 4, 1.5]] * 2
+
+
 def limited(rank: int) -> Any:
     """Body of a rank: limits of time are kept, and named as everywhere in the package."""
     comm = open_communicator(ours(), timeout_s=0.5, purpose="a test")

@@ -1,0 +1,344 @@
+"""Lightning trainings that survive faults: a callback, a checkpoint connector, faults on purpose.
+
+Needs Lightning: the package ``lightning``, or else ``pytorch_lightning``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from dist_ckpt_strategies.errors import MissingDependencyError, StrategyError
+from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
+from dist_ckpt_strategies.integrations.lightning_faults import (
+    FaultKind,
+    FaultPoint,
+    FaultSchedule,
+    InjectedFaultError,
+    PlannedFault,
+)
+from dist_ckpt_strategies.integrations.lightning_state import LightningStateProvider
+from dist_ckpt_strategies.integrations.lightning_steps import (
+    attach_state_provider,
+    call_after_closure,
+    clear_tensor_hooks,
+    go_to_batch,
+    manager_of,
+    peft_callback_of,
+    wrapper_of,
+)
+from dist_ckpt_strategies.recovery import PEFTCheckpointManager, Phase
+
+__all__ = [
+    "CheckpointlessCallback",
+    "CheckpointlessCompatibleConnector",
+    "FaultKind",
+    "FaultPoint",
+    "HPFaultInjectionCallback",
+    "InjectedFaultError",
+    "LightningStateProvider",
+    "PlannedFault",
+]
+
+_FITTING = "fit"
+
+
+def _of_lightning(module: str, name: str) -> Any:
+    """A class of Lightning's.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    for package in ("lightning.pytorch", "pytorch_lightning"):
+        try:
+            return getattr(import_module(f"{package}.{module}"), name)
+        except ModuleNotFoundError as error:
+            missing = error
+    raise MissingDependencyError(
+        "dist_ckpt_strategies.integrations.lightning needs Lightning: pip install lightning"
+    ) from missing
+
+
+_Callback: Any = _of_lightning("callbacks", "Callback")
+_CheckpointConnector: Any = _of_lightning(
+    "trainer.connectors.checkpoint_connector", "_CheckpointConnector"
+)
+
+
+class CheckpointlessCallback(_Callback):  # type: ignore[misc]
+    """Tells the wrapper and its manager how far each step of a Lightning training is.
+
+    The trainer is made in the block; ``trainer.wrapper`` is the HPCallWrapper of the call. Give it
+    as the last of the callbacks that change what the next step sees.
+
+    What is drawn between two steps (validation, loading of data) does not move the random numbers
+    of the next step: each begins with those of the vote before it.
+
+    Args:
+        enable_inprocess: report progress to the wrapper, and count steps.
+        enable_checkpointless: vote on each step, hold the lock during its update, and keep the
+            state. Needs ``enable_inprocess``.
+        enable_checksum: have the manager compare checksums. Needs ``enable_checkpointless``.
+        clean_tensor_hook: after a fault, take all hooks off CUDA tensors. Looks at every object.
+        clean_lightning_module: after a fault, let go of what the trainer holds, through the
+            wrapper's CheckpointlessFinalizeCleanup.
+
+    Attributes:
+        tried_adapter_checkpointless: whether adapters have been asked for from memory.
+
+    Raises:
+        StrategyError: a flag is set without the one that it needs.
+    """
+
+    def __init__(
+        self,
+        enable_inprocess: bool = False,  # noqa: FBT001, FBT002 - the kept signature
+        enable_checkpointless: bool = False,  # noqa: FBT001, FBT002
+        enable_checksum: bool = False,  # noqa: FBT001, FBT002
+        clean_tensor_hook: bool = False,  # noqa: FBT001, FBT002
+        clean_lightning_module: bool = False,  # noqa: FBT001, FBT002
+    ) -> None:
+        super().__init__()
+        if enable_checkpointless and not enable_inprocess:
+            raise StrategyError("enable_checkpointless=True needs enable_inprocess=True")
+        if enable_checksum and not enable_checkpointless:
+            raise StrategyError("enable_checksum=True needs enable_checkpointless=True")
+        self.enable_inprocess = enable_inprocess
+        self.enable_checkpointless = enable_checkpointless
+        self.enable_checksum = enable_checksum
+        self.clean_tensor_hook = clean_tensor_hook
+        self.clean_lightning_module = clean_lightning_module
+        self.tried_adapter_checkpointless = False
+        self._is_in_step = False
+
+    def get_wrapper_from_trainer(self, trainer: Any) -> HPCallWrapper:
+        """What the block has put on its trainer.
+
+        Raises:
+            StrategyError: it has not.
+        """
+        return wrapper_of(trainer)
+
+    def get_peft_callback(self, trainer: Any) -> Any:
+        """NeMo's PEFT among the trainer's callbacks, or None."""
+        return peft_callback_of(trainer)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Give the trainer its StateProvider; see Lightning."""
+        if stage != _FITTING or not self.enable_inprocess:
+            return
+        wrapper = wrapper_of(trainer)
+        if self.enable_checkpointless:
+            attach_state_provider(trainer)
+            manager = manager_of(trainer)
+            manager.enable_checksum = manager.enable_checksum or self.enable_checksum
+        register = getattr(wrapper.wrapper.finalize, "register_attributes", None)
+        if self.clean_lightning_module and register is not None:
+            register(trainer)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Ask for adapters, where no connector of ours does it; see Lightning."""
+        peft = self.get_peft_callback(trainer)
+        own = isinstance(trainer._checkpoint_connector, CheckpointlessCompatibleConnector)  # noqa: SLF001
+        if self.enable_checkpointless and peft is not None and not own:
+            self._try_adapter_checkpointless_restore(trainer, set(peft.params_to_save))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Track the state, which is loaded by now, and have the data go on from there."""
+        if not self.enable_checkpointless:
+            return
+        manager, provider = manager_of(trainer), trainer.state_provider
+        if isinstance(provider, LightningStateProvider):
+            if trainer.fit_loop.is_resuming:
+                go_to_batch(trainer, provider.num_batches_done())
+            provider.objects()
+            call_after_closure(trainer.precision_plugin, lambda: self._gradients_are_final(trainer))
+        manager.save_checkpoint(trainer)
+        manager.track(provider)
+        self._is_in_step = False
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, *args: Any, **kwargs: Any
+    ) -> None:
+        """Report progress; where an update's first batch begins, the step begins."""
+        if not self.enable_inprocess:
+            return
+        wrapper_of(trainer).ping()
+        if self._is_in_step:
+            return
+        self._is_in_step = True
+        if self.enable_checkpointless:
+            manager = manager_of(trainer)
+            manager.begin_step()
+            manager.load_rng_states()
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Give the parameter update lock back, where this batch's update has taken it."""
+        if not self.enable_inprocess or trainer.fit_loop._should_accumulate():  # noqa: SLF001
+            return
+        self._is_in_step = False
+        wrapper_of(trainer).step_upon_restart += 1
+        if not self.enable_checkpointless:
+            return
+        manager = manager_of(trainer)
+        if manager.phase is Phase.UPDATING:
+            if isinstance(trainer.state_provider, LightningStateProvider):
+                trainer.state_provider.capture()
+            manager.end_update()
+        if manager.phase is Phase.UPDATED:
+            manager.end_step()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the state where it is: it is taken over from there, or known to be torn."""
+        if not self.enable_inprocess:
+            return
+        if self.enable_checkpointless:
+            manager_of(trainer).abandon_update()
+            # Moving it off its device would be a copy, and for an update on another device.
+            trainer.strategy.teardown = _nothing
+        if self.clean_tensor_hook:
+            clear_tensor_hooks("cuda")
+
+    def _gradients_are_final(self, trainer: Any) -> None:
+        manager = manager_of(trainer)
+        manager.vote()
+        manager.begin_update()
+
+    def _try_adapter_checkpointless_restore(self, trainer: Any, params_to_save: set[str]) -> bool:
+        """Fill adapters, optimizer and objects from memory, once; whether they are. Collective."""
+        manager = manager_of(trainer)
+        if self.tried_adapter_checkpointless or not isinstance(manager, PEFTCheckpointManager):
+            return False
+        self.tried_adapter_checkpointless = True
+        manager.params_to_save = set(params_to_save)
+        return manager.try_checkpointless_load(trainer) is not None
+
+
+class CheckpointlessCompatibleConnector(_CheckpointConnector):  # type: ignore[misc]
+    """Lightning's checkpoint connector, which asks the memory of the ranks first.
+
+    In the block: ``trainer._checkpoint_connector = CheckpointlessCompatibleConnector(trainer)``.
+    A strategy that loads before it is set up has no optimizer yet, so there the whole restore comes
+    after that. Where memory has no answer, what ``trainer.fresume`` finds (NeMo's AutoResume),
+    or else the path that ``fit`` was given, is loaded as ever.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self._loaded_checkpoint: dict[str, Any] = {}
+        self._deferred: tuple[Any, dict[str, Any]] | None = None
+        self._is_last_chance = False
+
+    def resume_start(self, checkpoint_path: Any = None, **kwargs: Any) -> None:
+        """Fill the state from memory, or read the checkpoint. Collective."""
+        callback = self._callback()
+        if self.trainer.state.fn != _FITTING or callback is None:
+            super().resume_start(checkpoint_path, **kwargs)
+            return
+        if not self.trainer.optimizers and not self._is_last_chance:
+            self._deferred = (checkpoint_path, kwargs)
+            return
+        if self._recovered(callback):
+            self._loaded_checkpoint = {}
+            return
+        super().resume_start(self._found_path(checkpoint_path), **kwargs)
+
+    def restore_training_state(self) -> None:
+        """See Lightning; comes after the strategy's setup."""
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            self._is_last_chance = True
+            path, kwargs = deferred
+            self._restore_modules_and_callbacks(path, **kwargs)
+        super().restore_training_state()
+
+    def resume_end(self) -> None:
+        """See Lightning: what was read is released, and all ranks are there."""
+        super().resume_end()
+        self._is_last_chance = False
+        if self.trainer.state.fn == _FITTING and self._callback() is not None:
+            self.trainer.state_provider.objects()  # as they were loaded: the loops change next
+
+    def _callback(self) -> CheckpointlessCallback | None:
+        for one in self.trainer.callbacks:
+            if isinstance(one, CheckpointlessCallback) and one.enable_checkpointless:
+                return one
+        return None
+
+    def _recovered(self, callback: CheckpointlessCallback) -> bool:
+        manager, peft = manager_of(self.trainer), peft_callback_of(self.trainer)
+        if not isinstance(manager, PEFTCheckpointManager):
+            return manager.try_checkpointless_load(self.trainer) is not None
+        params = manager.params_to_save if peft is None else set(peft.params_to_save)
+        manager.params_to_save = params
+        if manager.try_base_model_checkpointless_load(self.trainer) is None:
+            manager.delete_checkpoint()
+            return False
+        return callback._try_adapter_checkpointless_restore(self.trainer, params)  # noqa: SLF001
+
+    def _found_path(self, checkpoint_path: Any) -> Any:
+        resume = getattr(self.trainer, "fresume", None)
+        if resume is None:
+            return checkpoint_path
+        resume.setup(self.trainer, self.trainer.lightning_module, force_setup=True)
+        return self._ckpt_path or checkpoint_path
+
+
+class HPFaultInjectionCallback(_Callback):  # type: ignore[misc]
+    """Makes ranks fail at points of their steps; for tests of a training's recovery.
+
+    Args:
+        faults: of all ranks, each of which happens once.
+        directory: where it is noted which have happened; the same in all attempts.
+    """
+
+    def __init__(self, faults: Sequence[PlannedFault], directory: str | Path) -> None:
+        super().__init__()
+        self._schedule = FaultSchedule(faults, directory)
+        self._trainer: Any = None
+
+    def register_hooks(self, trainer: Any) -> None:
+        """Have the forward pass of the module's first part come by here. Again does nothing."""
+        if self._trainer is trainer:
+            return
+        self._trainer = trainer
+        for part in trainer.lightning_module.children():
+            part.register_forward_hook(lambda *_: self._reach(FaultPoint.FORWARD))
+            break
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """See Lightning."""
+        self.register_hooks(trainer)
+
+    def on_train_batch_start(self, trainer: Any, *_a: Any, **_kw: Any) -> None:
+        """See Lightning."""
+        self._reach(FaultPoint.BATCH_START)
+
+    def on_before_backward(self, trainer: Any, *_a: Any) -> None:
+        """See Lightning."""
+        self._reach(FaultPoint.AFTER_FORWARD)
+
+    def on_after_backward(self, trainer: Any, *_a: Any) -> None:
+        """See Lightning."""
+        self._reach(FaultPoint.AFTER_BACKWARD)
+
+    def on_before_optimizer_step(self, trainer: Any, *_a: Any) -> None:
+        """See Lightning."""
+        self._reach(FaultPoint.BEFORE_OPTIMIZER_STEP)
+
+    def on_train_batch_end(self, trainer: Any, *_a: Any, **_kw: Any) -> None:
+        """See Lightning."""
+        self._reach(FaultPoint.BATCH_END)
+
+    def _reach(self, point: FaultPoint) -> None:
+        trainer = self._trainer
+        if trainer is not None and trainer.training:
+            self._schedule.reach(trainer.global_rank, trainer.global_step, point)
+
+
+def _nothing() -> None:
+    """What a strategy tears down after a fault."""

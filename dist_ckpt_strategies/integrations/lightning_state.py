@@ -1,0 +1,202 @@
+"""The state of a Lightning trainer, as a StateProvider. Imports nothing of Lightning."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from dist_ckpt_strategies.errors import PlanError, StrategyError
+from dist_ckpt_strategies.integrations.plain_values import from_plain, to_plain
+from dist_ckpt_strategies.recovery.torch_provider import TorchStateProvider
+
+logger = logging.getLogger(__name__)
+
+_REPLICATING = frozenset({"DDPStrategy", "SingleDeviceStrategy"})
+"""Strategies, and classes made from them, whose ranks all hold everything."""
+
+
+class LightningStateProvider:
+    """A StateProvider over a trainer whose ranks all hold everything.
+
+    Tensors: the LightningModule's and its optimizer's. Objects: loops, schedules, precision and
+    callbacks, as they were at the end of the last step; ``capture`` takes them. That is the moment
+    at which Lightning's own checkpoints of a step are made, and its loops know how to go on from.
+
+    Nothing of the trainer is asked for before it is set up. From then on module, optimizer,
+    schedules and loops are held here, so that an update can be finished after its teardown.
+
+    Args:
+        trainer: with automatic optimization, hence one optimizer.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._live: _Live | None = None
+        self._captured: dict[str, Any] | None = None
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._step: int | None = None
+
+    @property
+    def step(self) -> int:
+        """See StateProvider; updates of the optimizer."""
+        return int(self._trainer.global_step) if self._step is None else self._step
+
+    def set_step(self, step: int) -> None:
+        """See StateProvider."""
+        self._step = step
+
+    def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """See StateProvider."""
+        return {
+            part_id: {**tensors, **self._buffers}
+            for part_id, tensors in self._bound().tensors.parts().items()
+        }
+
+    def gathered_parts(self) -> frozenset[str]:
+        """See StateProvider; none, as every rank updates everything."""
+        return frozenset()
+
+    def objects(self) -> Mapping[str, Any]:
+        """See StateProvider."""
+        if self._captured is None:
+            self.capture()
+        assert self._captured is not None  # noqa: S101 - just captured
+        return self._captured
+
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """See StateProvider."""
+        live = self._bound()
+        live.tensors.load_objects(objects["optimizer"])
+        live.load(objects)
+        self._captured = dict(objects)
+        self._buffers = live.copied_buffers()
+
+    def apply_update(self) -> None:
+        """See StateProvider; the optimizer's step and what Lightning does right after it."""
+        live = self._bound()
+        live.update()
+        live.advance()
+        self.capture()
+
+    def gather_weights(self) -> None:
+        """See StateProvider; there is nothing to gather."""
+
+    def capture(self) -> None:
+        """Take objects and buffers as they are now, at the end of a step, for those of the state.
+
+        Buffers are copied: forward changes them, and a step that is run again must not find that.
+        """
+        live = self._bound()
+        self._buffers = live.copied_buffers()
+        self._captured = {"optimizer": dict(live.tensors.objects()), **live.objects()}
+
+    def num_batches_done(self) -> int:
+        """Batches of its epoch that the state has seen, and that a new data loader gives again.
+
+        0 where the epoch is over, and where the loader has a state of its own.
+        """
+        loops = from_plain(self.objects()["loops"])
+        if loops["state_dict"].get("combined_loader"):
+            return 0
+        progress = loops["epoch_loop.batch_progress"]
+        done = int(progress["current"]["ready"])
+        return 0 if progress["is_last_batch"] else done
+
+    def _bound(self) -> _Live:
+        if self._live is None:
+            self._live = _Live(self._trainer)
+        return self._live
+
+
+class _Live:
+    """What a trainer that has been set up trains with."""
+
+    def __init__(self, trainer: Any) -> None:
+        _require_replicated(trainer)
+        self._module = trainer.lightning_module
+        (self._optimizer,) = trainer.optimizers
+        self._schedules = list(trainer.lr_scheduler_configs)
+        self._precision = trainer.precision_plugin
+        self._fit = trainer.fit_loop
+        self._callbacks = list(trainer.callbacks)
+        self.tensors = TorchStateProvider(self._module, self._optimizer)
+
+    def copied_buffers(self) -> dict[str, torch.Tensor]:
+        buffers = self._module.named_buffers()
+        return {f"module/{name}": buffer.detach().clone() for name, buffer in buffers}
+
+    def objects(self) -> dict[str, Any]:
+        return {
+            "loops": to_plain(self._fit.state_dict()),
+            "schedules": [to_plain(one.scheduler.state_dict()) for one in self._schedules],
+            "precision": to_plain(self._precision.state_dict()),
+            "callbacks": dict(self._callback_states()),
+        }
+
+    def load(self, objects: Mapping[str, Any]) -> None:
+        loops = from_plain(objects["loops"])
+        # To a loop that has not begun, a state would say that it goes on from somewhere.
+        if loops["epoch_loop.batch_progress"]["total"]["ready"]:
+            self._fit.load_state_dict(loops)
+        for one, state in zip(self._schedules, objects["schedules"], strict=True):
+            one.scheduler.load_state_dict(from_plain(state))
+        self._precision.load_state_dict(from_plain(objects["precision"]))
+        for callback in self._callbacks:
+            state = objects["callbacks"].get(callback.state_key)
+            if state is not None:
+                callback.load_state_dict(from_plain(state))
+
+    def update(self) -> None:
+        """The optimizer's step, from gradients that are there, unscaled and clipped."""
+        scaler = getattr(self._precision, "scaler", None)
+        if scaler is None:
+            self._optimizer.step()
+            return
+        scaler.step(self._optimizer)
+        scaler.update()
+
+    def advance(self) -> None:
+        """Counters and schedules, from the optimizer's step to the end of its batch."""
+        loop = self._fit.epoch_loop
+        ready = loop.batch_progress.current.ready
+        loop.automatic_optimization.optim_progress.optimizer.step.increment_completed()
+        loop.batch_progress.increment_processed()
+        self._step_schedules("step", ready)
+        if ready == self._fit.max_batches or loop.batch_progress.is_last_batch:
+            self._step_schedules("epoch", self._fit.epoch_progress.current.completed + 1)
+
+    def _step_schedules(self, interval: str, number: int) -> None:
+        for one in self._schedules:
+            is_due = one.interval == interval and number % one.frequency == 0
+            if is_due and not one.reduce_on_plateau:
+                self._fit.epoch_loop.scheduler_progress.increment_ready()
+                self._module.lr_scheduler_step(one.scheduler, None)
+                self._fit.epoch_loop.scheduler_progress.increment_completed()
+
+    def _callback_states(self) -> dict[str, Any]:
+        found = {}
+        for callback in self._callbacks:
+            state = callback.state_dict()
+            try:
+                found.update({callback.state_key: to_plain(state)} if state else {})
+            except PlanError as error:
+                logger.warning("%s is not recovered: %s", callback.state_key, error)
+        return found
+
+
+def _require_replicated(trainer: Any) -> None:
+    kinds = {kind.__name__ for kind in type(trainer.strategy).__mro__}
+    if not kinds & _REPLICATING:
+        raise StrategyError(
+            f"{type(trainer.strategy).__name__}: expected a strategy whose ranks all hold "
+            f"everything, {' or '.join(sorted(_REPLICATING))}; give the trainer a StateProvider "
+            "as state_provider"
+        )
+    if not trainer.lightning_module.automatic_optimization or len(trainer.optimizers) != 1:
+        raise StrategyError(
+            f"{len(trainer.optimizers)} optimizers: recovery from memory needs automatic "
+            "optimization and one optimizer, so that a step has one place for the vote"
+        )

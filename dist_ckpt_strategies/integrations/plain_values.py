@@ -1,0 +1,68 @@
+"""State of callbacks and loops as JSON types, and back."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
+
+
+def to_plain(value: Any) -> Any:
+    """As JSON types: numbers, text, None, lists, tuples, dicts with any of these as keys, tensors.
+
+    Raises:
+        PlanError: something in it is nothing of these.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.Tensor):
+        return {"tensor": _of_tensor(value)}
+    if isinstance(value, dict):
+        return {"dict": [[to_plain(key), to_plain(item)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [to_plain(item) for item in value]}
+    raise PlanError(f"{type(value).__name__}: expected a number, text, list, dict or tensor")
+
+
+def from_plain(value: Any) -> Any:
+    """What ``to_plain`` was given; tensors are on the CPU.
+
+    Raises:
+        CorruptCheckpointError: it is nothing that ``to_plain`` gives.
+    """
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind not in _FROM:
+        raise CorruptCheckpointError(f"a value of kind {kind!r}: expected one of {sorted(_FROM)}")
+    return _FROM[kind](content)
+
+
+def _of_tensor(tensor: torch.Tensor) -> list[Any]:
+    whole = tensor.detach().cpu().contiguous()
+    content = whole.reshape(-1).view(torch.uint8).numpy().tobytes()
+    text = base64.b64encode(content).decode()
+    return [str(whole.dtype).removeprefix("torch."), list(whole.shape), text]
+
+
+def _to_tensor(content: list[Any]) -> torch.Tensor:
+    name, shape, text = content
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise CorruptCheckpointError(f"a tensor of dtype {name!r}: torch has none of that name")
+    raw = np.frombuffer(base64.b64decode(text), np.uint8).copy()
+    return torch.from_numpy(raw).view(dtype).reshape(shape)
+
+
+_FROM: dict[str, Callable[[Any], Any]] = {
+    "dict": lambda content: {from_plain(key): from_plain(item) for key, item in content},
+    "list": lambda content: [from_plain(item) for item in content],
+    "tuple": lambda content: tuple(from_plain(item) for item in content),
+    "tensor": _to_tensor,
+}

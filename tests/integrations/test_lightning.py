@@ -1,0 +1,198 @@
+"""A training with real Lightning: faults of its ranks, and the same result to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pl = pytest.importorskip("lightning.pytorch")
+boring = pytest.importorskip("lightning.pytorch.demos.boring_classes")
+
+from dist_ckpt_strategies.errors import StrategyError  # noqa: E402
+from dist_ckpt_strategies.inprocess import CheckpointlessFinalizeCleanup, HPCallWrapper, HPWrapper  # noqa: E402
+from dist_ckpt_strategies.integrations.lightning import (  # noqa: E402
+    CheckpointlessCallback,
+    CheckpointlessCompatibleConnector,
+    FaultPoint,
+    HPFaultInjectionCallback,
+    InjectedFaultError,
+    PlannedFault,
+)
+from dist_ckpt_strategies.recovery import CheckpointManager, PEFTCheckpointManager  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice
+
+ROOT = Path(__file__).parents[2]
+FAULTS = [
+    {"rank": 1, "step": 2, "point": "forward", "kind": "exception"},
+    {"rank": 0, "step": 5, "point": "batch start", "kind": "exception"},
+    {"rank": 2, "step": 6, "point": "after the backward pass", "kind": "SIGKILL"},
+    {"rank": 3, "step": 8, "point": "before the optimizer's step", "kind": "exception"},
+    {"rank": 1, "step": 10, "point": "batch end", "kind": "exception"},
+]
+"""Step 5 is the first of an epoch, step 10 begins when the last batch of one has ended."""
+
+
+def run_job(scratch: Path, faults: list[Any], **trainer: Any) -> dict[str, Any]:
+    """Four ranks under ``dist-ckpt run``: what they wrote down."""
+    scratch.mkdir()
+    task = scratch / "task.json"
+    fields = {"max_epochs": -1, **trainer}
+    task.write_text(json.dumps({"faults": faults, "progress_timeout_s": 60, "trainer": fields}))
+    variables = {"CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    launcher = [sys.executable, "-P", "-m", "dist_ckpt_strategies.cli", "run", "--nproc", "4"]
+    script = Path(__file__).with_name("lightning_job.py")
+    done = subprocess.run(
+        [*launcher, str(script), str(task)],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=270,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    lines = [
+        json.loads(line)
+        for path in sorted(scratch.glob("lines*"))
+        for line in path.read_text().splitlines()
+    ]
+    return {
+        "losses": {tuple(line) for line in lines if line[0] == "loss"},
+        "starts": sorted({tuple(line[1:]) for line in lines if line[0] == "start"}, key=str),
+        "finals": [json.loads((scratch / f"final{r}.json").read_text()) for r in range(4)],
+    }
+
+
+@pytest.mark.multiprocess
+def test_exceptions_and_a_killed_rank_leave_the_result_as_it_is_without_them(
+    tmp_path: Path,
+) -> None:
+    undisturbed = run_job(tmp_path / "undisturbed", [], max_steps=13)
+    found = run_job(tmp_path / "faults", FAULTS, max_steps=13)
+
+    assert len(undisturbed["losses"]) == 4 * 13
+    assert found["losses"] == undisturbed["losses"]
+    assert found["finals"] == undisturbed["finals"]
+    memory = {(rank, step, step) for rank in range(4) for step in (2, 5, 6, 8, 10)}
+    assert set(found["starts"]) == memory | {(rank, 0, None) for rank in range(4)}
+
+
+class Trainer:
+    """What callbacks look at before anything runs."""
+
+    def __init__(self, manager: Any = None, callbacks: Any = (), finalize: Any = None) -> None:
+        self.wrapper = HPCallWrapper(HPWrapper(checkpoint_manager=manager, finalize=finalize))
+        self.callbacks = list(callbacks)
+        self.global_rank = 0
+        self.global_step = 0
+        self.training = True
+
+
+class PEFT:
+    """Named as NeMo's."""
+
+    params_to_save = frozenset({"a.adapter"})
+
+
+@pytest.mark.parametrize(
+    "flags", [{"enable_checkpointless": True}, {"enable_inprocess": True, "enable_checksum": True}]
+)
+def test_a_flag_without_the_one_that_it_needs_is_refused(flags: dict[str, bool]) -> None:
+    with pytest.raises(StrategyError, match="needs"):
+        CheckpointlessCallback(**flags)
+
+
+def test_the_wrapper_and_the_peft_callback_are_found_on_the_trainer() -> None:
+    callback, peft = CheckpointlessCallback(), PEFT()
+    trainer = Trainer(callbacks=[callback, peft])
+
+    assert callback.get_wrapper_from_trainer(trainer) is trainer.wrapper
+    assert callback.get_peft_callback(trainer) is peft
+    assert callback.get_peft_callback(Trainer()) is None
+    with pytest.raises(StrategyError, match="no wrapper"):
+        callback.get_wrapper_from_trainer(object())
+
+
+def test_setting_up_gives_the_trainer_its_state_and_finalize_its_trainer() -> None:
+    finalize, manager = CheckpointlessFinalizeCleanup(), CheckpointManager()
+    trainer: Any = Trainer(manager, finalize=finalize)
+    callback = CheckpointlessCallback(
+        enable_inprocess=True,
+        enable_checkpointless=True,
+        enable_checksum=True,
+        clean_lightning_module=True,
+    )
+
+    callback.setup(trainer, None, "fit")
+
+    assert trainer.state_provider.step == 0
+    assert manager.enable_checksum
+    assert finalize.trainer is trainer
+
+
+def test_adapters_are_asked_for_once() -> None:
+    class Manager(PEFTCheckpointManager):
+        num_loads = 0
+
+        def try_checkpointless_load(self, trainer: Any, **_: Any) -> Any:
+            self.num_loads += 1
+            return {}
+
+    manager, callback = Manager(), CheckpointlessCallback()
+    trainer = Trainer(manager)
+
+    assert callback._try_adapter_checkpointless_restore(trainer, {"a"})
+    assert not callback._try_adapter_checkpointless_restore(trainer, {"b"})
+    assert callback.tried_adapter_checkpointless
+    assert (manager.params_to_save, manager.num_loads) == ({"a"}, 1)
+
+
+def test_a_fault_on_purpose_happens_once(tmp_path: Path) -> None:
+    trainer: Any = Trainer()
+    trainer.lightning_module = torch.nn.Sequential()
+    fault = PlannedFault(0, 0, FaultPoint.BATCH_START)
+
+    def attempt() -> None:
+        callback = HPFaultInjectionCallback([fault], tmp_path)
+        callback.on_fit_start(trainer, None)
+        callback.on_train_batch_start(trainer)
+
+    with pytest.raises(InjectedFaultError, match="rank 0, step 0: batch start"):
+        attempt()
+    attempt()
+
+
+def test_without_an_answer_from_memory_the_connector_loads_the_checkpoint(tmp_path: Path) -> None:
+    def fit(**options: Any) -> Any:
+        trainer: Any = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            limit_val_batches=0,
+            default_root_dir=tmp_path,
+            max_steps=options.pop("max_steps"),
+            callbacks=[CheckpointlessCallback(enable_inprocess=True, enable_checkpointless=True)],
+        )
+        trainer._checkpoint_connector = CheckpointlessCompatibleConnector(trainer)
+        trainer.wrapper = HPCallWrapper(HPWrapper(checkpoint_manager=CheckpointManager()))
+        trainer.fit(boring.BoringModel(), **options)
+        return trainer
+
+    first = fit(max_steps=3)
+    first.save_checkpoint(tmp_path / "three.ckpt")
+    second = fit(max_steps=5, ckpt_path=tmp_path / "three.ckpt")
+
+    assert second.global_step == 5
+    assert second.wrapper.wrapper.checkpoint_manager.global_step == 5
+    assert not any(torch.isnan(p).any() for p in second.lightning_module.parameters())

@@ -1,0 +1,101 @@
+"""What the Lightning adapter is made of, without Lightning."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dist_ckpt_strategies.errors import (
+    CorruptCheckpointError,
+    MissingDependencyError,
+    PlanError,
+    StrategyError,
+)
+from dist_ckpt_strategies.integrations.lightning_steps import call_after_closure, clear_tensor_hooks
+from dist_ckpt_strategies.integrations.plain_values import from_plain, to_plain
+from dist_ckpt_strategies.recovery import CheckpointManager
+from tests.support.memory_provider import MemoryProvider
+
+VALUES = [
+    None,
+    {"a": [1, (2.5, "x")], 3: {}, (1, 2): float("inf")},
+    {"best": torch.tensor(1.5), "half": torch.arange(4).bfloat16().reshape(2, 2)},
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=["none", "nested", "tensors"])
+def test_state_becomes_json_and_comes_back(value: Any) -> None:
+    found = from_plain(to_plain(value))
+
+    assert repr(found) == repr(value)
+
+
+def test_what_is_no_plain_state_is_refused() -> None:
+    with pytest.raises(PlanError, match="object"):
+        to_plain([object()])
+    with pytest.raises(CorruptCheckpointError, match="strange"):
+        from_plain({"strange": 1})
+    with pytest.raises(CorruptCheckpointError, match="save"):
+        from_plain({"tensor": ["save", [1], ""]})
+
+
+def test_a_call_comes_after_the_closure_and_in_the_place_of_an_earlier_one() -> None:
+    seen: list[str] = []
+    plugin = SimpleNamespace(_after_closure=lambda: seen.append("closure"))
+
+    call_after_closure(plugin, lambda: seen.append("first"))
+    call_after_closure(plugin, lambda: seen.append("second"))
+    plugin._after_closure()
+
+    assert seen == ["closure", "second"]
+    with pytest.raises(StrategyError, match="_after_closure"):
+        call_after_closure(object(), lambda: None)
+
+
+def test_hooks_are_taken_off_the_tensors_of_a_device() -> None:
+    tensor = torch.ones(2, requires_grad=True)
+    seen: list[Any] = []
+    tensor.register_hook(seen.append)  # type: ignore[no-untyped-call]
+
+    assert clear_tensor_hooks("meta") == 0
+    assert clear_tensor_hooks("cpu") >= 1
+    tensor.sum().backward()  # type: ignore[no-untyped-call]
+
+    assert seen == []
+
+
+def test_a_manager_takes_a_trainer_that_has_a_state_provider() -> None:
+    trainer: Any = SimpleNamespace(state_provider=MemoryProvider({"p": {"x": torch.zeros(2)}}))
+    manager = CheckpointManager()
+
+    manager.save_checkpoint(trainer)
+
+    assert manager.global_step == 0
+    assert manager.checkpointless_recovery_feasible(trainer)
+    assert manager.try_checkpointless_load(trainer) is not None
+    with pytest.raises(StrategyError, match="SimpleNamespace: expected a StateProvider"):
+        manager.save_checkpoint(SimpleNamespace())
+
+
+def test_an_update_that_a_fault_ends_gives_the_lock_back() -> None:
+    manager = CheckpointManager()
+    manager.track(MemoryProvider({"p": {"x": torch.zeros(2)}}))
+    manager.begin_step()
+    manager.vote()
+    manager.begin_update()
+    assert manager.parameter_update_lock.locked()
+
+    manager.on_fault(None)
+    manager.on_fault(None)
+
+    assert not manager.parameter_update_lock.locked()
+
+
+@pytest.mark.skipif(find_spec("lightning") is not None, reason="Lightning is installed")
+def test_without_lightning_the_error_says_what_to_install() -> None:
+    with pytest.raises(MissingDependencyError, match="pip install lightning"):
+        import dist_ckpt_strategies.integrations.lightning  # noqa: F401, PLC0415

@@ -1,0 +1,196 @@
+"""The documented calls of the NeMo adapters, over small bases with NeMo's methods."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore
+
+from dist_ckpt_strategies.errors import MissingDependencyError
+from dist_ckpt_strategies.inprocess import (
+    Abort,
+    CheckpointlessFinalizeCleanup,
+    Compose,
+    HPCallWrapper,
+    HPState,
+    HPWrapper,
+)
+from dist_ckpt_strategies.integrations import nemo
+from dist_ckpt_strategies.integrations.megatron_steps import guard_optimizer
+from dist_ckpt_strategies.integrations.nemo_classes import auto_resume_class, strategy_class
+from dist_ckpt_strategies.recovery import CheckpointManager, Phase
+from tests.support.memory_provider import MemoryProvider
+
+
+class Base:
+    """With the methods of NeMo's MegatronStrategy that are built upon; notes its calls."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.made_with = args, kwargs
+        self.calls: list[Any] = []
+        self.store: Any = None
+
+    def setup(self, trainer: Any) -> None:
+        self.calls.append("setup")
+
+    def setup_distributed(self) -> None:
+        self.calls.append(("setup_distributed", self.store))
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool) -> None:
+        self.calls.append((checkpoint, strict))
+
+    def teardown(self) -> None:
+        self.calls.append("teardown")
+
+
+class Resume:
+    """With AutoResume's method."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def setup(self, trainer: Any, model: Any = None) -> None:
+        self.calls.append((trainer, model))
+
+
+class PEFT:
+    """Named as NeMo's."""
+
+
+class Registering(Abort):
+    """An abort part that wants to know the trainer."""
+
+    trainer: Any = None
+
+    def __call__(self, state: HPState) -> HPState:
+        return state
+
+    def register_attributes(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+
+class Hooked:
+    """A callback with hooks, as HPFaultInjectionCallback has."""
+
+    trainer: Any = None
+
+    def register_hooks(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+
+def made(*callbacks: Any) -> tuple[Any, Any]:
+    wrapper = HPWrapper(
+        abort=Compose(Registering()),
+        finalize=CheckpointlessFinalizeCleanup(),
+        checkpoint_manager=CheckpointManager(),
+    )
+    trainer = SimpleNamespace(wrapper=HPCallWrapper(wrapper), callbacks=list(callbacks))
+    return strategy_class(Base)(1, x=2), trainer
+
+
+def test_setting_up_tells_every_part_of_the_trainer() -> None:
+    hooked = Hooked()
+    strategy, trainer = made(hooked)
+
+    strategy.setup(trainer)
+
+    wrapper = trainer.wrapper.wrapper
+    assert strategy.made_with == ((1,), {"x": 2})
+    assert strategy.calls == ["setup"]
+    assert hooked.trainer is wrapper.finalize.trainer is wrapper.abort.instances[0].trainer
+    assert strategy.get_wrapper() is trainer.wrapper
+
+
+@pytest.mark.parametrize(("callbacks", "expected"), [((), False), ((PEFT(),), True)])
+def test_a_peft_callback_makes_it_a_peft_training(callbacks: Any, expected: bool) -> None:
+    strategy, trainer = made(*callbacks)
+    strategy.setup(trainer)
+
+    assert strategy.is_peft() is expected
+
+
+def test_ranks_meet_over_the_base_store_under_keys_of_the_attempt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    strategy, _ = made()
+    assert strategy.base_store is None
+    strategy.setup_distributed()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    strategy.base_store = HashStore()
+    strategy.setup_distributed()
+
+    (_, without), (_, store) = strategy.calls
+    store.set("a", "1")
+    assert without is None
+    assert strategy.base_store.get("attempt3/a") == b"1"
+
+
+def test_a_state_from_memory_is_not_loaded_again_and_nothing_is_torn_down() -> None:
+    strategy, _ = made()
+
+    strategy.load_model_state_dict({})
+    strategy.load_model_state_dict({"a": 1}, strict=False)
+    strategy.teardown()
+
+    assert strategy.calls == [({"a": 1}, False)]
+
+
+def test_looking_for_a_checkpoint_is_put_off_until_it_is_forced() -> None:
+    _, trainer = made()
+    resume: Any = auto_resume_class(Resume)()
+
+    resume.setup(trainer, "model")
+    assert (resume.calls, trainer.fresume) == ([], resume)
+    resume.setup(trainer, "model", force_setup=True)
+    assert resume.calls == [(trainer, "model")]
+    plain = SimpleNamespace()
+    resume.setup(plain)
+    assert resume.calls[1:] == [(plain, None)]
+
+
+class GuardedProvider(MemoryProvider):
+    """With the three parts of Megatron-Core's step."""
+
+    def finish_gradients(self) -> bool:
+        return True
+
+
+def test_a_guarded_optimizer_votes_and_updates_under_the_lock() -> None:
+    provider = GuardedProvider({"p": {"x": torch.zeros(2)}})
+    manager, optimizer = CheckpointManager(), SimpleNamespace(step=None)
+    guard_optimizer(optimizer, provider, manager)  # type: ignore[arg-type]
+    manager.track(provider)
+    manager.begin_step()
+
+    assert optimizer.step() == (True, None, None)
+
+    assert (manager.phase, provider.num_gathers) == (Phase.UPDATED, 1)
+    assert provider.parts()["p"]["x"].tolist() == [1, 1]
+
+
+def test_importing_the_integrations_imports_neither_nemo_nor_lightning() -> None:
+    code = (
+        "import sys, dist_ckpt_strategies.integrations, dist_ckpt_strategies.integrations.nemo\n"
+        "names = {name.partition('.')[0] for name in sys.modules}\n"
+        "sys.exit(bool(names & {'nemo', 'lightning', 'pytorch_lightning'}))"
+    )
+
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.skipif(find_spec("nemo") is not None, reason="NeMo is installed")
+@pytest.mark.parametrize("name", nemo.__all__)
+def test_without_nemo_the_error_says_what_to_install(name: str) -> None:
+    with pytest.raises(MissingDependencyError, match="pip install 'nemo_toolkit"):
+        getattr(nemo, name)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="Nothing"):
+        _ = nemo.Nothing
