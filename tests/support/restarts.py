@@ -72,6 +72,7 @@ class Wrappers:
                 "barrier_timeout_s": 30.0,
                 "finish_timeout_s": 30.0,
                 "abort_timeout": 10.0,
+                "max_idle_attempts": None,
                 **settings,
             }
         )
