@@ -1,7 +1,7 @@
 """Get training going again: from the memory of other ranks, or from the newest checkpoint.
 
-What looks for checkpoints is imported on first use: it needs Megatron-Core, whose import would
-make up most of the time until a process that has died is replaced.
+What needs Megatron-Core is imported on first use: its import would make up most of the time until
+a process that has died is replaced.
 """
 
 from __future__ import annotations
@@ -18,13 +18,21 @@ from dist_ckpt_strategies.recovery.update_lock import ParameterUpdateLock
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.recovery.latest import Attempt, Loaded, Tier, load_latest
+    from dist_ckpt_strategies.recovery.megatron_provider import MegatronStateProvider
 
-_OF_LATEST = frozenset({"Attempt", "Loaded", "Tier", "load_latest"})
+_HOMES = {
+    "Attempt": "latest",
+    "Loaded": "latest",
+    "MegatronStateProvider": "megatron_provider",
+    "Tier": "latest",
+    "load_latest": "latest",
+}
 
 __all__ = [
     "Attempt",
     "CheckpointManager",
     "Loaded",
+    "MegatronStateProvider",
     "MemoryChecksumManager",
     "PEFTCheckpointManager",
     "ParameterUpdateLock",
@@ -37,11 +45,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """A name of ``recovery.latest``, on first use.
+    """A name of a module that needs Megatron-Core, on first use.
 
     Raises:
         AttributeError: there is no such name.
     """
-    if name in _OF_LATEST:
-        return getattr(import_module("dist_ckpt_strategies.recovery.latest"), name)
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
