@@ -11,7 +11,19 @@ from typing import Any
 
 from dist_ckpt_strategies.comm.sockets import SocketFilter, leave_none_alone
 from dist_ckpt_strategies.errors import RestartError
+from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup
 from dist_ckpt_strategies.inprocess.health_check import HPState
+
+__all__ = [
+    "Abort",
+    "AbortTransformerEngine",
+    "CheckpointlessAbortManager",
+    "CheckpointlessFinalizeCleanup",
+    "Compose",
+    "HPAbortTorchDistributed",
+    "HPCheckpointingAbort",
+    "HPDataLoaderAbort",
+]
 
 logger = logging.getLogger(__name__)
 

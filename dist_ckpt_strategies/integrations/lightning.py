@@ -22,6 +22,7 @@ from dist_ckpt_strategies.integrations.lightning_faults import (
 from dist_ckpt_strategies.integrations.lightning_state import LightningStateProvider
 from dist_ckpt_strategies.integrations.lightning_steps import (
     attach_state_provider,
+    begin_epoch_if_over,
     call_after_closure,
     clear_tensor_hooks,
     go_to_batch,
@@ -153,6 +154,7 @@ class CheckpointlessCallback(_Callback):  # type: ignore[misc]
         if isinstance(provider, LightningStateProvider):
             if trainer.fit_loop.is_resuming:
                 go_to_batch(trainer, provider.num_batches_done())
+                begin_epoch_if_over(trainer)
             provider.objects()
             call_after_closure(trainer.precision_plugin, lambda: self._gradients_are_final(trainer))
         manager.save_checkpoint(trainer)

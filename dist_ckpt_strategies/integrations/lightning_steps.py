@@ -120,6 +120,18 @@ def go_to_batch(trainer: Any, num_batches: int) -> None:
     fetcher.fetched -= num_batches  # the loop adds them when it goes on
 
 
+def begin_epoch_if_over(trainer: Any) -> None:
+    """Where the state is from an epoch's last batch, have the next epoch begin as any other.
+
+    Lightning takes it for the middle of one, and leaves out the count of the epoch that begins:
+    by its own rule the state of a step in it could not be gone on from.
+    """
+    loop = trainer.fit_loop
+    reset = getattr(loop, "reset_restart_stage", None)
+    if loop.epoch_loop.batch_progress.is_last_batch and reset is not None:
+        reset()
+
+
 def clear_tensor_hooks(device_type: str) -> int:
     """Take all hooks off the tensors of a device; the number of tensors that had any."""
     found = [

@@ -124,9 +124,17 @@ def test_cleaning_up_can_be_repeated_and_lets_the_trainer_go() -> None:
     class Strategy:
         _lightning_module: Any = torch.nn.Linear(2, 2)
 
+    class Loop:
+        _combined_loader: Any = object()
+
     class Trainer:
         strategy: Any = Strategy()
-        train_dataloader: Any = object()
+        fit_loop: Any = Loop()
+
+        @property
+        def train_dataloader(self) -> Any:
+            """Cannot be set, as in Lightning."""
+            return object()
 
     finalize = CheckpointlessFinalizeCleanup()
     trainer = Trainer()
@@ -136,6 +144,7 @@ def test_cleaning_up_can_be_repeated_and_lets_the_trainer_go() -> None:
     assert finalize(STATE) is STATE
     assert finalize.trainer is None
     assert trainer.strategy._lightning_module is None
+    assert trainer.fit_loop._combined_loader is None
 
 
 def test_a_process_that_never_used_cuda_passes() -> None:

@@ -79,9 +79,9 @@ class Model(LightningModule):  # type: ignore[misc]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def loader(*, shuffle: bool) -> DataLoader[Any]:
+def loader(*, shuffle: bool, num_samples: int = _NUM_SAMPLES) -> DataLoader[Any]:
     rng = torch.Generator().manual_seed(5)
-    inputs = torch.randn(_NUM_SAMPLES, 8, generator=rng)
+    inputs = torch.randn(num_samples, 8, generator=rng)
     return DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), _BATCH, shuffle=shuffle)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,7 @@ from dist_ckpt_strategies.integrations.lightning import (  # noqa: E402
     PlannedFault,
 )
 from dist_ckpt_strategies.recovery import CheckpointManager, PEFTCheckpointManager  # noqa: E402
+from tests.integrations import lightning_job  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice
 
@@ -82,6 +84,65 @@ def test_exceptions_and_a_killed_rank_leave_the_result_as_it_is_without_them(
     assert found["finals"] == undisturbed["finals"]
     memory = {(rank, step, step) for rank in range(4) for step in (2, 5, 6, 8, 10)}
     assert set(found["starts"]) == memory | {(rank, 0, None) for rank in range(4)}
+
+
+LOOPS: list[dict[str, Any]] = [
+    {"max_epochs": 3},
+    {"max_epochs": 3, "accumulate_grad_batches": 2},
+    {"max_epochs": 3, "val_check_interval": 2},
+    {"max_epochs": -1, "max_steps": 13, "limit_val_batches": 0},
+]
+"""Epochs of five batches."""
+
+
+def run_alone(scratch: Path, faults: list[PlannedFault], loops: dict[str, Any]) -> Any:
+    """One rank in this process: its final state and counts, and the losses of all attempts."""
+    scratch.mkdir()
+    manager = CheckpointManager()
+
+    def block(call: HPCallWrapper | None = None) -> Any:
+        torch.manual_seed(3)
+        flags = CheckpointlessCallback(enable_inprocess=True, enable_checkpointless=True)
+        trainer: Any = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            callbacks=[HPFaultInjectionCallback(faults, scratch), flags],
+            default_root_dir=scratch,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            **loops,
+        )
+        trainer._checkpoint_connector = CheckpointlessCompatibleConnector(trainer)
+        trainer.wrapper = call
+        model = lightning_job.Model(scratch / "lines")
+        batches = lightning_job.loader(shuffle=False, num_samples=20)
+        trainer.fit(model, batches, batches)
+        return lightning_job.digest(model, trainer), trainer.global_step, trainer.current_epoch
+
+    wrapper = HPWrapper(checkpoint_manager=manager, finalize=CheckpointlessFinalizeCleanup())
+    found = wrapper(block)()
+    lines = map(json.loads, (scratch / "lines").read_text().splitlines())
+    return found, {tuple(line) for line in lines if line[0] == "loss"}
+
+
+@pytest.mark.parametrize("loops", LOOPS, ids=str)
+def test_faults_one_after_the_other_at_any_point_of_an_epoch_change_nothing(
+    loops: dict[str, Any], tmp_path: Path
+) -> None:
+    rng = random.Random(1)
+    undisturbed = run_alone(tmp_path / "undisturbed", [], loops)
+    num_steps = undisturbed[0][1]
+    for number in range(4):
+        faults = [
+            PlannedFault(0, rng.randrange(num_steps), rng.choice(list(FaultPoint)))
+            for _ in range(4)
+        ]
+
+        found = run_alone(tmp_path / str(number), faults, loops)
+
+        assert found == undisturbed, faults
 
 
 class Trainer:
