@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 
 from dist_ckpt_strategies.comm.torch_group import ProcessGroup, is_distributed
 
@@ -16,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<q")
 _TOO_LONG = -1
+_LARGEST_SUM = (1 << 31) - 1
 
 
 class Ballot:
@@ -74,15 +76,20 @@ class Ballot:
                 found[rank] = raw[_LENGTH.size : _LENGTH.size + length]
         return found
 
-    def highest(self, number: int) -> int:
-        """The highest number of all ranks; four bytes. Collective over the ranks that vote."""
+    def is_unanimous(self, number: int) -> bool:
+        """Whether all ranks vote on the same number; four bytes. Collective over those that vote.
+
+        All get the same answer: what is added up tells each whether any differs, not only those
+        below the highest.
+        """
         if not is_distributed():
-            return number
-        device = _device_of(self._group)
-        value = torch.tensor([number], dtype=torch.int32, device=device)
-        work: Any = dist.all_reduce(value, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+            return True
+        size = dist.get_world_size(self._group)
+        mine = _scattered(number) % (_LARGEST_SUM // size)
+        value = torch.tensor([mine], dtype=torch.int32, device=_device_of(self._group))
+        work: Any = dist.all_reduce(value, group=self._group, async_op=True)
         work.wait(self._limit)
-        return int(value.item())
+        return int(value.item()) == size * mine
 
     def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
         mine = mine.to(_device_of(self._replicas))
@@ -91,6 +98,11 @@ class Ballot:
         work: Any = dist.all_gather(found, mine, group=self._replicas, async_op=True)
         work.wait(self._limit)
         return [one.cpu() for one in found]
+
+
+def _scattered(number: int) -> int:
+    """A number by which sums of different numbers differ."""
+    return xxhash.xxh3_64_intdigest(str(number).encode())
 
 
 def _device_of(group: ProcessGroup | None) -> torch.device:

@@ -157,7 +157,7 @@ class CheckpointManager:
         needs other ranks for the update, such as the norm of the gradients, comes before.
 
         Raises:
-            RestartError: other ranks vote on another step.
+            RestartError: some rank votes on another step; on all ranks alike.
         """
         kept, ballot = self._tracked({Phase.RUNNING})
         after = kept.step + 1
@@ -166,9 +166,11 @@ class CheckpointManager:
         self._kept = KeptState(kept.provider, kept.step, Phase.GRADS_FINAL)
         self._mirror(ballot, after, content)
         # Whoever comes out of this knows that all have been in it, and so have mirrored theirs.
-        highest = ballot.highest(kept.step)
-        if highest != kept.step:
-            raise RestartError(f"vote on step {kept.step}: another rank votes on {highest}")
+        if not ballot.is_unanimous(kept.step):
+            raise RestartError(
+                f"vote on step {kept.step}: some rank votes on another one; all have to load the "
+                "same checkpoint, and to begin with the same step"
+            )
         self._kept = KeptState(kept.provider, kept.step, Phase.COMMITTED)
 
     @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,9 @@ class TorchStateProvider:
 
     Gradients are reduced before the vote, by DistributedDataParallel or otherwise; the update is
     ``apply_update()``, which asks no peer.
+
+    Buffers that forward changes, such as the running statistics of BatchNorm, are those of the
+    step's beginning until the update: a copy is taken when a forward in training mode begins.
 
     Args:
         module: its parameters' names are those of the tensors.
@@ -52,6 +56,7 @@ class TorchStateProvider:
         self._step = step
         self._part_id = part_id
         self._names = {param: name for name, param in module.named_parameters()}
+        self._buffers = _StepBuffers(module)
         _make_state(optimizer)
 
     @property
@@ -62,12 +67,13 @@ class TorchStateProvider:
     def set_step(self, step: int) -> None:
         """See StateProvider."""
         self._step = step
+        self._buffers.accept()
 
     def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See StateProvider."""
         found: dict[str, torch.Tensor] = {
             **{f"module/{name}": param for name, param in self._module.named_parameters()},
-            **{f"module/{name}": buffer for name, buffer in self._module.named_buffers()},
+            **{f"module/{name}": buffer for name, buffer in self._buffers.of_step().items()},
         }
         for param, name in self._optimized():
             for key, value in self._optimizer.state[param].items():
@@ -101,6 +107,7 @@ class TorchStateProvider:
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         """See StateProvider."""
+        self._buffers.put_back()
         for group, values in zip(self._optimizer.param_groups, objects["groups"], strict=True):
             for key, value in values.items():
                 group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
@@ -114,6 +121,7 @@ class TorchStateProvider:
         self._optimizer.step()
         if self._scheduler:
             self._scheduler.step()
+        self._buffers.accept()
 
     def gather_weights(self) -> None:
         """See StateProvider; there is nothing to gather."""
@@ -124,6 +132,47 @@ class TorchStateProvider:
             (param, self._names.get(param, f"parameter {number}"))
             for number, param in enumerate(found)
         ]
+
+
+class _StepBuffers:
+    """A module's buffers as they were when the step began, whatever forward has made of them.
+
+    The module does not keep this alive: it may outlive many attempts, with one of these for each.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._before: dict[str, torch.Tensor] | None = None
+        own = weakref.ref(self)
+        handle = module.register_forward_pre_hook(lambda *_: _keep(own))
+        weakref.finalize(self, handle.remove)
+
+    def of_step(self) -> dict[str, torch.Tensor]:
+        """Live where no forward has begun since the last update, else the copies."""
+        return dict(self._module.named_buffers()) if self._before is None else self._before
+
+    def keep(self) -> None:
+        """Copy them, if that has not been done in this step; forward begins."""
+        if self._before is None and self._module.training:
+            buffers = self._module.named_buffers()
+            self._before = {name: buffer.detach().clone() for name, buffer in buffers}
+
+    def put_back(self) -> None:
+        """Take back what forward has done to them."""
+        before, self._before = self._before, None
+        for name, buffer in self._module.named_buffers():
+            if before is not None and name in before:
+                buffer.detach().copy_(before[name])
+
+    def accept(self) -> None:
+        """Take what forward has made of them for the state."""
+        self._before = None
+
+
+def _keep(buffers: weakref.ref[_StepBuffers]) -> None:
+    found = buffers()
+    if found is not None:
+        found.keep()
 
 
 def _is_tensor(value: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -27,7 +28,7 @@ ReadRuns = Callable[[ArrayRead, ChunkFile, ChunkRecord | None, tuple[Run, ...]],
 """Reads runs of a chunk, verifies them where there is a record, and puts them in their place."""
 
 
-class ArrayWriterBase:
+class ArrayWriterBase(ABC):
     """Writes the arrays of one checkpoint; see ArrayWriter.
 
     Args:
@@ -62,23 +63,23 @@ class ArrayWriterBase:
                 jobs.append(Job(write.array.key, file.path, run))
         return run_pooled(jobs, self._num_write_threads, unexpected)
 
+    @abstractmethod
     def path(self, name: str) -> str:
         """A file as its user calls it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def create(self, array: ArraySpec) -> None:
         """Write the description of an array."""
-        raise NotImplementedError
 
+    @abstractmethod
     def chunk_writer(self) -> WriteChunk:
         """What writes the chunks of one transfer, on several threads."""
-        raise NotImplementedError
 
     def _write(self, write_chunk: WriteChunk, file: ChunkFile, source: HostArray) -> None:
         self.digests[file.array.key, file.index] = write_chunk(file, source)
 
 
-class ArrayReaderBase:
+class ArrayReaderBase(ABC):
     """Reads the arrays of one checkpoint, and verifies what it reads; see ArrayReader.
 
     Args:
@@ -96,17 +97,17 @@ class ArrayReaderBase:
         jobs = [job for read in reads for job in self._jobs(read, read_runs)]
         return run_pooled(jobs, self._num_threads, unexpected)
 
+    @abstractmethod
     def path(self, name: str) -> str:
         """A file as its user calls it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def shares(self, grid: InnerGrid, read: ArrayRead) -> Iterator[tuple[Run, ...]]:
         """The runs of a chunk that hold what is to be read, grouped to be read one by one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def run_reader(self) -> ReadRuns:
         """What reads the runs of one transfer, on several threads."""
-        raise NotImplementedError
 
     def _jobs(self, read: ArrayRead, read_runs: ReadRuns) -> Iterator[Job]:
         array = read.array

@@ -309,3 +309,22 @@ def test_where_both_holders_are_lost_no_rank_loads_and_all_know_why() -> None:
 
 def _both_lost(rank: int) -> Any:
     return with_two_shards(rank, lost=(1, 3), flipped=())
+
+
+def vote_on(rank: int) -> str:
+    """Body of a rank: each is at a step of its own; the middle one is what they are on average."""
+    manager = CheckpointManager(timeout_s=20)
+    manager.track(provider(1.0, step=rank + 4))
+    manager.begin_step()
+    with pytest.raises(RestartError) as found:
+        manager.vote()
+    assert manager.phase is Phase.GRADS_FINAL
+    return str(found.value)
+
+
+@pytest.mark.multiprocess
+def test_where_ranks_vote_on_different_steps_none_of_them_commits() -> None:
+    found = run_processes(3, vote_on)
+
+    for rank, text in enumerate(found):
+        assert f"vote on step {rank + 4}: some rank votes on another one" in text

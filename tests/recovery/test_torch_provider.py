@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -59,6 +60,62 @@ def test_a_training_with_a_provider_is_that_without(name: str) -> None:
         states.append(state_of(found))
 
     assert states[0] == states[1]
+
+
+def with_statistics(seed: int) -> tuple[nn.Module, TorchStateProvider]:
+    found = model(seed)
+    found[2] = nn.Identity()  # type: ignore[operator]
+    return found, TorchStateProvider(found, torch.optim.Adam(found.parameters(), lr=0.01))
+
+
+def pass_through(module: nn.Module, step: int) -> None:
+    """Forward and backward of a step, with the same batch whenever it is run."""
+    batch = torch.randn(6, 5, generator=torch.Generator().manual_seed(step))
+    module.zero_grad()
+    module(batch).square().mean().backward()
+
+
+@pytest.mark.parametrize("reuses", [True, False], ids=["same provider", "new provider"])
+@pytest.mark.parametrize("has_voted", [True, False], ids=["after the vote", "before the vote"])
+def test_statistics_of_a_step_that_is_run_again_move_once(*, reuses: bool, has_voted: bool) -> None:
+    expected, provider = with_statistics(1)
+    for step in range(3):
+        pass_through(expected, step)
+        provider.apply_update()
+
+    found, provider = with_statistics(1)
+    manager = CheckpointManager(enable_checksum=True)
+    manager.track(provider)
+    manager.begin_step()
+    pass_through(found, 0)
+    manager.vote()
+    with manager.updating():
+        provider.apply_update()
+    manager.end_step()
+    manager.begin_step()
+    pass_through(found, 1)
+    if has_voted:
+        manager.vote()
+    if not reuses:
+        found, provider = with_statistics(2)
+    loaded = manager.try_checkpointless_load(provider)
+    assert loaded is not None
+    assert loaded["global_step"] == 1 + has_voted
+    for step in range(loaded["global_step"], 3):
+        pass_through(found, step)
+        provider.apply_update()
+
+    assert state_of(found) == state_of(expected)
+
+
+def test_a_provider_that_is_gone_leaves_nothing_on_its_module() -> None:
+    found = model()
+    provider = TorchStateProvider(found, torch.optim.SGD(found.parameters()))
+    assert len(found._forward_pre_hooks) == 1
+    del provider
+    gc.collect()
+
+    assert not found._forward_pre_hooks
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
