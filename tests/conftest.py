@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,10 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.support.pythons import Python, started_python
+
+# torch looks up the name of every peer that a store's client connects to. Where no name server
+# answers, that takes 5 s; /etc/hosts is still read.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 # Two shared cores: time says nothing about an example, and a minute is a lot.
 settings.register_profile(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from dist_ckpt_strategies.inprocess.abort import CheckpointlessAbortManager
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
+from tests.support.ranks import allow_processes
 from tests.support.restarts import Wrappers, join_group, run_restartable
 
 pytestmark = pytest.mark.multiprocess
@@ -98,6 +99,7 @@ PLACES: list[Callable[[], None]] = [
 def one_fault_in_each_place(rank: int, wrapper: Wrappers) -> list[Any]:
     """Body of a rank: in attempt ``i``, the faulty one raises while the others are in place i."""
     waits: list[float] = []
+    causes: list[str] = []
     attempts: Iterator[int] = iter(range(1000))
     since = [0.0]
 
@@ -106,6 +108,7 @@ def one_fault_in_each_place(rank: int, wrapper: Wrappers) -> list[Any]:
         attempt = next(attempts)
         if attempt:
             waits.append(time.monotonic() - since[0])
+            causes.append(call.last_fault.why if call else "")
         join_group()
         dist.barrier()
         if attempt == len(PLACES):
@@ -120,7 +123,8 @@ def one_fault_in_each_place(rank: int, wrapper: Wrappers) -> list[Any]:
         PLACES[attempt]()
         raise AssertionError("nobody has interrupted this")
 
-    return [block(), waits]
+    allow_processes()
+    return [block(), waits, causes]
 
 
 def test_a_fault_ends_whatever_the_others_wait_for() -> None:
@@ -128,7 +132,7 @@ def test_a_fault_ends_whatever_the_others_wait_for() -> None:
 
     for result in results:
         assert not isinstance(result, Exception), (result, result.__notes__)
-        total, waits = result
+        total, waits, causes = result
         assert total == 6.0
-        assert len(waits) == len(PLACES)
+        assert causes == [f"ValueError: fault {attempt}" for attempt in range(len(PLACES))]
         assert max(waits) < LIMIT_S, dict(zip(PLACES, waits, strict=True))

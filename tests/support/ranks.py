@@ -122,8 +122,13 @@ def allow_torch_dist() -> None:
     One of them would only hold a queue of results, and import torch again for it: several seconds
     for each rank. A queue in this process does as long as saves are not asynchronous.
     """
-    vars(multiprocessing.current_process())["_config"]["daemon"] = False
+    allow_processes()
     vars(filesystem_async)["_results_queue"] = queue.Queue()
+
+
+def allow_processes() -> None:
+    """Let this rank start processes; daemons may not. It has to end them."""
+    vars(multiprocessing.current_process())["_config"]["daemon"] = False
 
 
 def _collected(
