@@ -16,7 +16,6 @@ import dist_ckpt_strategies
 DOCS = Path(__file__).parents[1] / "docs"
 PACKAGE = Path(dist_ckpt_strategies.__file__).parent
 MEGATRONS = [Path(str(module.__file__)) for module in (mapping, validation, base)]
-QUOTED = re.compile(r"`([^`]*(?:…|\. ?|; )[^`]*)`")
 LEAST = 12
 """Characters of a text that say something, placeholders left out."""
 
