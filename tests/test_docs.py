@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import re
 from collections.abc import Iterator
@@ -128,6 +129,19 @@ def test_every_public_name_of_the_package_is_in_the_reference() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
 
     assert [name for name in dist_ckpt_strategies.__all__ if name not in page] == []
+
+
+@pytest.mark.parametrize("name", ["lightning", "nemo"])
+def test_the_names_of_the_integrations_are_in_the_reference(name: str) -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    source = (PACKAGE / "integrations" / f"{name}.py").read_text()
+    listed = next(
+        ast.literal_eval(node.value)
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+
+    assert [one for one in listed if f"`{one}`" not in page] == []
 
 
 def test_the_figures_of_object_stores_are_those_of_the_code() -> None:
