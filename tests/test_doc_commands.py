@@ -40,7 +40,11 @@ def shown_commands(page: Path) -> Iterator[list[str]]:
 
 def options_of(command: Any) -> set[str]:
     context = command.make_context(command.name, [], resilient_parsing=True)
-    return {name for found in command.get_params(context) for name in (*found.opts, *found.secondary_opts)}
+    return {
+        name
+        for found in command.get_params(context)
+        for name in (*found.opts, *found.secondary_opts)
+    }
 
 
 def problem_of(words: list[str]) -> str | None:
