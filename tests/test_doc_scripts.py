@@ -186,7 +186,7 @@ SCRIPTS = {
 
 ELSEWHERE = {
     "docs/recovery.md": "tests/test_recovery_page.py",
-    "docs/integrations.md": "tests/integrations/test_lightning.py",
+    "docs/integrations.md": "tests/integrations/test_lightning_page.py",
 }
 """Pages whose scripts need several ranks, or a library of their own, and what runs them."""
 
