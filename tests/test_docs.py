@@ -37,6 +37,13 @@ def test_the_readme_takes_five_lines_to_adopt_it() -> None:
     assert len([line for line in block.splitlines() if line]) == 5
 
 
+def test_the_readme_leads_to_every_page() -> None:
+    known = set(links_of(ROOT / "README.md"))
+    pages = {str(page.relative_to(ROOT)) for page in PAGES if page.parent != ROOT}
+
+    assert {page for page in pages if not page.endswith("index.md")} <= known
+
+
 def commands_of_the_readme() -> list[str]:
     return [text.strip() for language, text in blocks_of(ROOT / "README.md") if language == "bash"]
 

@@ -35,11 +35,18 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
 
 ALLOWED = {"json", "math", "itertools", "pathlib", "ml_dtypes", "numpy", "xxhash"}
 KEYS = ["a/b", "a", ".hidden", "..", "manifest", "k" * 300, "metadata.json", "ключ", "c.0", "%"]
+OF_FORMAT_1 = ("dtypes", "scattered", "irregular", "empty", "large")
+"""Layouts whose keys format 1 takes."""
+
+
+HELD = "import json\nimport ml_dtypes\nimport numpy as np\n"
+"""What the page of format 1 has imported before."""
 
 
 def reader_of(page: str, function: str) -> dict[str, Any]:
     """What the page's reader defines; it imports nothing of ours, nor of those that write."""
     (code,) = [c for c in python_blocks(ROOT / "docs" / page) if f"def {function}(" in c]
+    code = HELD + code
     nodes = list(ast.walk(ast.parse(code)))
     imported = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
     imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
@@ -83,6 +90,8 @@ def save_all(rank: int, root: Path) -> None:
         strategy = Format2SaveShardedStrategy(options=Options(crc32c=bool(number % 2)))
         state = state_of(rank, cuts) | objects_of(rank)
         save(Entry.OURS, state, root / name, sharded_strategy=strategy)
+        if name in OF_FORMAT_1:
+            save(Entry.OURS, state, root / f"{name}.1", sharded_strategy=("zarr", 1))
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +115,23 @@ def test_the_reader_of_format_2_finds_every_element(saved: Path, name: str) -> N
 
     assert arrays.keys() == {cut.key for cut in cuts}
     for cut in cuts:
-        found = reader["read_array"](saved / name, arrays[cut.key])
-        assert found.shape == cut.shape
-        for part in cut.parts:
-            assert found[part.slices()].tobytes() == bits_of(part_of(cut, part)), cut.key
+        require_same(cut, reader["read_array"](saved / name, arrays[cut.key]))
+
+
+@pytest.mark.parametrize("name", OF_FORMAT_1)
+def test_the_reader_of_format_1_finds_every_element(saved: Path, name: str) -> None:
+    reader, cuts = reader_of("format.md", "read_array"), layouts()[name]
+    directories = reader["find_arrays"](saved / f"{name}.1")
+
+    assert directories.keys() == {cut.key for cut in cuts}
+    for cut in cuts:
+        require_same(cut, reader["read_array"](directories[cut.key]))
+
+
+def require_same(cut: Cut, found: Any) -> None:
+    assert found.shape == cut.shape
+    for part in cut.parts:
+        assert found[part.slices()].tobytes() == bits_of(part_of(cut, part)), cut.key
 
 
 def test_the_reader_of_format_2_finds_every_object(saved: Path) -> None:
