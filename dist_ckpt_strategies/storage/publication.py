@@ -300,6 +300,11 @@ def _remove(path: Path) -> None:
 
 
 def _what_is_there(root: Path) -> str:
+    """In words. Format 2 is known by the first file of a save; what it wrote is not counted."""
+    if (root / SAVE_NAME).exists():
+        return (
+            f"{SAVE_NAME} says that a save of format ('zarr', 2) began and has not come to its end"
+        )
     num_arrays = sum(1 for _ in Zarr2Layout(root).keys())
     num_objects = sum(1 for _ in object_ids(root))
     common = "is there" if (root / COMMON_NAME).exists() else "is missing too"

@@ -38,6 +38,7 @@ from dist_ckpt_strategies.storage.publication import (
 )
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 from tests.support.disks import fill_disk, read_only
+from tests.support.format2_checkpoints import write_format2
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.samples import random_values
 from tests.support.stores import write_array
@@ -103,6 +104,16 @@ def test_a_directory_without_marker_is_incomplete_and_the_error_says_what_is_the
     assert "metadata.json" in message
     assert "3 arrays and 2 objects" in message
     assert "common.pt is there" in message
+
+
+def test_an_unfinished_save_of_format_2_is_called_that(tmp_path: Path) -> None:
+    root = write_format2(tmp_path / "a", is_finished=False)
+
+    with pytest.raises(IncompleteCheckpointError) as caught:
+        read_marker(root)
+
+    assert "a save of format ('zarr', 2) began and has not come to its end" in caught.value.message
+    assert "0 arrays" not in caught.value.message
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"sharded_backend": 1}', b"\xff\x00"])

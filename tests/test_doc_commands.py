@@ -1,0 +1,103 @@
+"""Commands, options and variables that the pages name are those that there are."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from dist_ckpt_strategies import Options, config
+from dist_ckpt_strategies.cli.app import app
+from tests.support.pages import PAGES, ROOT, blocks_of
+
+GROUP: Any = typer.main.get_command(app)
+SEPARATORS = {"&&", "||", "|", ";"}
+
+
+def shown_commands(page: Path) -> Iterator[list[str]]:
+    """The words behind ``dist-ckpt``, of every command that a page shows."""
+    lines = [
+        line
+        for language, content in blocks_of(page)
+        if language == "bash"
+        for line in content.replace("\\\n", " ").splitlines()
+    ]
+    outside = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    spans = [span.replace("\n", " ") for span in re.findall(r"`([^`]+)`", outside)]
+    for line in [*lines, *(span for span in spans if span.startswith("dist-ckpt "))]:
+        words = shlex.split(line, comments=True)
+        for at, word in enumerate(words):
+            if word.rpartition("/")[2] == "dist-ckpt":
+                end = next((n for n in range(at, len(words)) if words[n] in SEPARATORS), None)
+                yield words[at + 1 : end]
+
+
+def options_of(command: Any) -> set[str]:
+    context = command.make_context(command.name, [], resilient_parsing=True)
+    return {
+        name
+        for found in command.get_params(context)
+        for name in (*found.opts, *found.secondary_opts)
+    }
+
+
+def problem_of(words: list[str]) -> str | None:
+    """What is wrong with a command; None where nothing is."""
+    if words[0].startswith("-"):
+        return None if words[0] in options_of(GROUP) else f"no option {words[0]}"
+    if words[0] not in GROUP.commands:
+        return f"no command {words[0]}"
+    command = GROUP.commands[words[0]]
+    for word in words[1:]:
+        if words[0] == "run" and word.endswith(".py"):
+            return None  # what follows is the script's
+        name = word.partition("=")[0]
+        if name.startswith("-") and name not in options_of(command):
+            return f"{words[0]}: no option {name}"
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_commands_of_a_page_exist_with_their_options(page: Path) -> None:
+    found = {" ".join(words): problem_of(words) for words in shown_commands(page) if words}
+
+    assert {text: problem for text, problem in found.items() if problem} == {}
+
+
+def test_the_page_of_the_command_line_shows_every_command() -> None:
+    shown = {words[0] for words in shown_commands(ROOT / "docs" / "cli.md") if words}
+
+    assert set(GROUP.commands) <= shown
+
+
+@pytest.mark.parametrize("words", [["inspect", "D", "--no-such"], ["mend", "D"], ["--loud"]])
+def test_a_command_that_is_none_is_noticed(words: list[str]) -> None:
+    assert problem_of(words)
+
+
+def known_variables() -> set[str]:
+    """Every variable of ours that the package reads."""
+    source = Path(config.__file__).read_text()
+    named = re.findall(r'"(DIST_CKPT_\w+)"', source)
+    made = [f"DIST_CKPT_{name}" for name in re.findall(r'_PREFIX \+ "(\w+)"', source)]
+    of_options = {f"DIST_CKPT_{one.name.upper()}" for one in fields(Options)}
+    return {*named, *made, *of_options} - {"DIST_CKPT_STORE"}
+
+
+def variables_of(page: Path) -> set[str]:
+    return set(re.findall(r"DIST_CKPT_[A-Z0-9_]*[A-Z0-9]", page.read_text()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_variables_of_a_page_are_read(page: Path) -> None:
+    assert variables_of(page) <= known_variables()
+
+
+def test_the_page_of_operation_lists_every_variable() -> None:
+    assert variables_of(ROOT / "docs" / "operations.md") == known_variables()

@@ -1,0 +1,242 @@
+"""The Python of the pages runs, and prints what the pages say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.pages import PAGES, ROOT, expected_outputs, python_blocks
+from tests.support.pythons import Python
+
+_BETWEEN = "--- next block ---"
+
+_WORLD_OF_ONE = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+"""
+
+_README_BEFORE = f"""
+{_WORLD_OF_ONE}
+from pathlib import Path
+from megatron.core.dist_checkpointing import ShardedTensor
+weight = torch.arange(6.0)
+sharded_state_dict = {{"w": ShardedTensor.from_rank_offsets("w", weight), "iteration": 7}}
+checkpoint_dir = "ckpt"
+Path(checkpoint_dir).mkdir()
+"""
+
+_README_AFTER = """
+assert state_dict.keys() == {"w", "iteration"}, state_dict
+assert torch.equal(state_dict["w"], torch.arange(6.0)), state_dict
+"""
+
+_FORMAT_BEFORE = f"""
+{_WORLD_OF_ONE}
+from pathlib import Path
+import dist_ckpt_strategies
+from dist_ckpt_strategies.storage.zarr_dtypes import register_extension_dtypes
+from megatron.core.dist_checkpointing import ShardedTensor
+register_extension_dtypes()
+weight = torch.arange(32.0, dtype=torch.bfloat16).reshape(4, 8)
+state = {{"w": ShardedTensor.from_rank_offsets("w", weight)}}
+dist_ckpt_strategies.save(state, "ckpt", ("zarr", 1))
+array_directory = Path("ckpt/w")
+"""
+
+_FORMAT_AFTER = """
+assert (whole == weight.float().numpy()).all() and (chunk == whole).all() and part.shape == (2, 8)
+"""
+
+_STORES_BEFORE = f"""
+{_WORLD_OF_ONE}
+import atexit, os
+from tests.support.object_stores import Moto, free_port
+server = Moto(free_port())
+atexit.register(server.kill)
+server.store.make_bucket("checkpoints")
+os.environ.update(server.store.variables)
+"""
+
+_LOCAL_BEFORE = f"""
+{_WORLD_OF_ONE}
+from pathlib import Path
+from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from megatron.core.dist_checkpointing import ShardedTensor
+model, iteration = torch.nn.Linear(3, 2), 100
+earlier = {{name: torch.full_like(value, 7) for name, value in model.state_dict().items()}}
+LocalCheckpointManager("local/checkpoints", "run-7").save(
+    BasicTensorAwareStateDict({{"model": earlier}}), 99
+)
+weight = torch.arange(6.0)
+sharded_state_dict = {{"w": ShardedTensor.from_rank_offsets("w", weight), "iteration": 7}}
+Path("local/checkpoints/iter_0000100").mkdir()
+"""
+
+_LOCAL_AFTER = """
+assert all(bool((value == 7).all()) for value in model.state_dict().values())
+assert (part_id[:15], manager.find_latest()) == ("iter_0000099_0_", 100)
+assert torch.equal(state_dict["w"], torch.arange(6.0)) and state_dict["iteration"] == 7
+"""
+
+_FORMAT2_BEFORE = f"""
+{_WORLD_OF_ONE}
+from megatron.core.dist_checkpointing import ShardedTensor
+weight = torch.arange(32.0).reshape(4, 8)
+name = "decoder.final_layernorm.weight"
+sharded_state_dict = {{"w": ShardedTensor.from_rank_offsets(name, weight)}}
+checkpoint_dir = "iter_0000999"
+"""
+
+_FORMAT2_AFTER = """
+assert torch.equal(state_dict["w"], weight)
+assert (array.read().result() == weight.numpy()).all()
+"""
+
+_CONVERT_BEFORE = f"""
+{_WORLD_OF_ONE}
+import dist_ckpt_strategies
+from megatron.core.dist_checkpointing import ShardedTensor
+weight = ShardedTensor.from_rank_offsets("w", torch.arange(6.0))
+dist_ckpt_strategies.save({{"w": weight}}, "old", ("zarr", 1))
+"""
+
+_ADOPT_BEFORE = f"""
+{_WORLD_OF_ONE}
+from pathlib import Path
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing import ShardedTensor
+parallel_state.initialize_model_parallel()
+weight = torch.arange(6.0)
+checkpoint_dir = "ckpt"
+class Both(dict):
+    def __call__(self):
+        return Both(w=ShardedTensor.from_rank_offsets("w", weight))
+sharded_state_dict = Both()()
+"""
+
+_ADOPT_BETWEEN = """
+for directory in ("old", "new"):
+    Path(directory).mkdir()
+dist_checkpointing.save(sharded_state_dict(), "old", checkpointing_context["save_strategy"])
+assert torch.equal(dist_checkpointing.load(sharded_state_dict(), "old", load_strategy)["w"], weight)
+"""
+
+_MIGRATE_BEFORE = f"""
+{_WORLD_OF_ONE}
+import dist_ckpt_strategies
+from megatron.core.dist_checkpointing import ShardedTensor
+
+class Model(torch.nn.Linear):
+    def sharded_state_dict(self, prefix=""):
+        return {{
+            prefix + name: ShardedTensor.from_rank_offsets(prefix + name, value.detach())
+            for name, value in self.named_parameters()
+        }}
+
+model, checkpoint_dir = Model(3, 2), "old"
+kind = {{"distrib_optim_sharding_type": "fully_reshardable"}}
+dist_ckpt_strategies.save(
+    {{"model": model.sharded_state_dict("model.")}}, "old", ("zarr", 1), content_metadata=kind
+)
+saved = [value.clone() for value in model.parameters()]
+for value in model.parameters():
+    value.data.zero_()
+"""
+
+_MIGRATE_AFTER = """
+assert all(map(torch.equal, model.parameters(), saved))
+assert (missing, unexpected) == (set(), set())
+assert dist_checkpointing.load_content_metadata(checkpoint_dir) == kind
+"""
+
+_TWO_STAGE_BEFORE = f"""
+{_ADOPT_BEFORE}
+import dist_ckpt_strategies
+dist_ckpt_strategies.register()
+Path("ckpt").mkdir()
+dist_checkpointing.save(sharded_state_dict, "ckpt", ("zarr", 1))
+weight.zero_()
+"""
+
+_CLI_BEFORE = """
+import os
+os.mkdir("checkpoints")
+"""
+
+SCRIPTS = {
+    "README.md": (_README_BEFORE, _README_AFTER),
+    "docs/quickstart.md": ("", ""),
+    "docs/errors.md": ("", ""),
+    "docs/stores.md": (_STORES_BEFORE, "server.kill()"),
+    "docs/convert.md": (_CONVERT_BEFORE, ""),
+    "docs/format.md": (_FORMAT_BEFORE, _FORMAT_AFTER),
+    "docs/format2.md": (_FORMAT2_BEFORE, _FORMAT2_AFTER),
+    "docs/local.md": (_LOCAL_BEFORE, _LOCAL_AFTER),
+    "docs/migrate.md": (_MIGRATE_BEFORE, _MIGRATE_AFTER),
+    "docs/two_stage.md": (_TWO_STAGE_BEFORE, "assert torch.equal(weight, torch.arange(6.0))"),
+    "docs/operations.md": ("", ""),
+    "docs/cli.md": (_CLI_BEFORE, "assert report.removed == ()"),
+    "docs/adopt.md": (
+        _ADOPT_BEFORE,
+        "assert dist_checkpointing.load(Both()(), 'new').keys() == {'w'}",
+    ),
+}
+
+ELSEWHERE = {
+    "docs/recovery.md": "tests/test_recovery_page.py",
+    "docs/integrations.md": "tests/integrations/test_lightning_page.py",
+}
+"""Pages whose scripts need several ranks, or a library of their own, and what runs them."""
+
+CHANGES = {
+    "docs/format2.md": {
+        '"iter_0001000': '"iter_0000999',
+        "save_async(sharded_state_dict, checkpoint_dir": "save_async(sharded_state_dict, 'later'",
+    },
+    "docs/local.md": {
+        '"/local/': '"local/',
+        '"/shared/': '"shared/',
+        "replication_jump=8, replication_factor=2": "replication_jump=1, replication_factor=1",
+    },
+    "docs/cli.md": {'"/checkpoints"': '"checkpoints"'},
+    "docs/adopt.md": {
+        "state_dict = dist_checkpointing": f"{_ADOPT_BETWEEN}\nstate_dict = dist_checkpointing",
+        '("torch_dist", 1)': '("zarr", 1)',
+    },
+}
+"""What one process has not: other nodes and their directories, and CUDA, which torch_dist needs."""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_code_of_a_page_runs_and_prints_what_the_page_says(
+    name: str, plain_python: Python, tmp_path: Path
+) -> None:
+    page = ROOT / name
+    before, after = SCRIPTS[name]
+    script = tmp_path / "page.py"
+    parts = [before, *python_blocks(page), after]
+    code = f"\nprint({_BETWEEN!r})\n".join(parts)
+    for old, new in CHANGES.get(name, {}).items():
+        assert old in code
+        code = code.replace(old, new)
+    script.write_text(code)
+
+    done = plain_python.run(script)
+
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.split(f"{_BETWEEN}\n")[1:-1]
+    expected = expected_outputs(page)
+    assert len(printed) == len(expected)
+    assert [p for p, e in zip(printed, expected, strict=True) if e is not None] == [
+        e for e in expected if e is not None
+    ]
+
+
+def test_the_code_of_every_page_is_run_somewhere() -> None:
+    with_code = {str(page.relative_to(ROOT)) for page in PAGES if python_blocks(page)}
+
+    assert with_code == {*SCRIPTS, *ELSEWHERE}
+    assert all((ROOT / test).exists() for test in ELSEWHERE.values())

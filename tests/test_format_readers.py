@@ -1,0 +1,291 @@
+"""The readers on the pages of the formats read every byte, with numpy and xxhash alone."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import collections
+import datetime as dt
+import io
+import json
+import pathlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.dist_checkpointing import ShardedObject
+
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from dist_ckpt_strategies.local.defaults import default_allowed_names
+from dist_ckpt_strategies.local.plain_values import pack
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.strategies.zarr_format2 import Format2SaveShardedStrategy
+from tests.support.entries import Entry, prepare, save
+from tests.support.layouts import empties, irregular, scattered
+from tests.support.pages import ROOT, python_blocks
+from tests.support.ranks import run_processes
+from tests.support.sharding import ALL_DTYPES, Cut, in_runs, on_grid, part_of, state_of
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+
+ALLOWED = {"json", "math", "itertools", "pathlib", "ml_dtypes", "numpy", "xxhash"}
+KEYS = ["a/b", "a", ".hidden", "..", "manifest", "k" * 300, "metadata.json", "ключ", "c.0", "%"]
+OF_FORMAT_1 = ("dtypes", "scattered", "irregular", "empty", "large")
+"""Layouts whose keys format 1 takes."""
+
+
+HELD = "import json\nimport ml_dtypes\nimport numpy as np\n"
+"""What the page of format 1 has imported before."""
+
+
+def reader_of(page: str, function: str) -> dict[str, Any]:
+    """What the page's reader defines; it imports nothing of ours, nor of those that write."""
+    (code,) = [c for c in python_blocks(ROOT / "docs" / page) if f"def {function}(" in c]
+    code = HELD + code
+    nodes = list(ast.walk(ast.parse(code)))
+    imported = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
+    assert imported <= ALLOWED
+    found: dict[str, Any] = {}
+    exec(compile(code, page, "exec"), found)  # noqa: S102 - it is what is tested
+    return found
+
+
+def layouts() -> dict[str, list[Cut]]:
+    """Arrays of every kind; the large ones have many inner chunks, some of them padded."""
+    return {
+        "dtypes": [on_grid(f"x.{d}", (12, 8), (2, 2), dtype=d) for d in ALL_DTYPES],
+        "keys": [on_grid(key, (8, 4), (4, 1)) for key in KEYS],
+        "scattered": scattered(),
+        "irregular": irregular(),
+        "empty": empties(),
+        "large": [
+            on_grid("matrix", (512, 520), (2, 2)),
+            on_grid("primes", (1021, 211), (1, 1)),
+            on_grid("layers", (4, 128, 130), (4, 1, 1), num_prepended=1, dtype=torch.bfloat16),
+            in_runs("flat", [50_000, 61_111, 90_001, 120_000]),
+        ],
+    }
+
+
+def objects_of(rank: int) -> dict[str, Any]:
+    """Shards of objects: small and large ones that JSON holds, and one that it does not."""
+    values = {
+        "small": {"rank": rank},
+        "large": list(range(2000)),
+        "pickled": {"seed": torch.arange(4) + rank},
+    }
+    return {key: ShardedObject(key, value, (4,), (rank,)) for key, value in values.items()}
+
+
+def save_all(rank: int, root: Path) -> None:
+    """Body of a rank."""
+    prepare(60)
+    for number, (name, cuts) in enumerate(layouts().items()):
+        strategy = Format2SaveShardedStrategy(options=Options(crc32c=bool(number % 2)))
+        state = state_of(rank, cuts) | objects_of(rank)
+        save(Entry.OURS, state, root / name, sharded_strategy=strategy)
+        if name in OF_FORMAT_1:
+            save(Entry.OURS, state, root / f"{name}.1", sharded_strategy=("zarr", 1))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of format 2 by four ranks, one for each layout."""
+    root = tmp_path_factory.mktemp("format2")
+    run_processes(4, save_all, root, timeout_s=90)
+    return root
+
+
+def bits_of(tensor: torch.Tensor) -> bytes:
+    flat = tensor.contiguous().reshape(-1)
+    whole = torch.view_as_real(flat) if flat.is_complex() else flat
+    return whole.view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("name", layouts())
+def test_the_reader_of_format_2_finds_every_element(saved: Path, name: str) -> None:
+    reader, cuts = reader_of("format2.md", "read_array"), layouts()[name]
+    arrays, _ = reader["read_manifest"](saved / name)
+
+    assert arrays.keys() == {cut.key for cut in cuts}
+    for cut in cuts:
+        require_same(cut, reader["read_array"](saved / name, arrays[cut.key]))
+
+
+@pytest.mark.parametrize("name", OF_FORMAT_1)
+def test_the_reader_of_format_1_finds_every_element(saved: Path, name: str) -> None:
+    reader, cuts = reader_of("format.md", "read_array"), layouts()[name]
+    directories = reader["find_arrays"](saved / f"{name}.1")
+
+    assert directories.keys() == {cut.key for cut in cuts}
+    for cut in cuts:
+        require_same(cut, reader["read_array"](directories[cut.key]))
+
+
+def require_same(cut: Cut, found: Any) -> None:
+    assert found.shape == cut.shape
+    for part in cut.parts:
+        assert found[part.slices()].tobytes() == bits_of(part_of(cut, part)), cut.key
+
+
+def test_the_reader_of_format_2_finds_every_object(saved: Path) -> None:
+    reader = reader_of("format2.md", "read_object")
+    _, objects = reader["read_manifest"](saved / "large")
+    found = {
+        (one["key"], *one["offset"]): reader["read_object"](saved / "large", one) for one in objects
+    }
+
+    assert len(found) == 12
+    for rank in range(4):
+        assert found["small", rank] == {"rank": rank}
+        assert found["large", rank] == list(range(2000))
+        pickled = torch.load(io.BytesIO(found["pickled", rank]), weights_only=True)
+        assert pickled["seed"].tolist() == [rank, rank + 1, rank + 2, rank + 3]
+
+
+def files_with_digests(root: Path) -> Iterator[Path]:
+    yield from (path for path in root.glob("arrays/*/c*") if path.is_file())
+    yield from root.glob("objects/*")
+    yield root / "manifest" / "index.json"
+    yield root / "manifest" / "part-00000.json"
+
+
+def test_the_reader_of_format_2_notices_a_changed_byte_in_each_file(saved: Path) -> None:
+    reader, root = reader_of("format2.md", "read_array"), saved / "dtypes"
+
+    def read() -> None:
+        arrays, objects = reader["read_manifest"](root)
+        for fields in arrays.values():
+            reader["read_array"](root, fields)
+        for fields in objects:
+            reader["read_object"](root, fields)
+
+    read()
+    for path in files_with_digests(root):
+        content = path.read_bytes()
+        path.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
+        with pytest.raises(ValueError, match="digest"):
+            read()
+        path.write_bytes(content)
+
+
+def plain_state(rank: int) -> dict[str, Any]:
+    """Tensors of every dtype, small and large, empty and without dims."""
+    tensors = {str(d): torch.zeros(3, 2, dtype=torch.float32).add_(rank).to(d) for d in ALL_DTYPES}
+    return {
+        "tensors": tensors,
+        "large": torch.arange(40_000.0) + rank,
+        "empty": torch.zeros(0, 3),
+        "scalar": torch.tensor(rank),
+        "pair": (rank, [1.5, None, True, "text"]),
+        "array": np.arange(5) + rank,
+        "numbered": {1: "one"},
+    }
+
+
+def save_locally(rank: int, root: Path) -> None:
+    """Body of a rank."""
+    manager = LocalCheckpointManager(root, "run", timeout_s=30)
+    manager.save(BasicTensorAwareStateDict(plain_state(rank)), 100)
+
+
+def test_the_reader_of_parts_finds_every_value(tmp_path: Path) -> None:
+    run_processes(2, save_locally, tmp_path)
+    reader = reader_of("local.md", "read_part")
+
+    for rank in range(2):
+        (path,) = tmp_path.glob(f"run/{rank}/iter_0000100_{rank}_local_*.part")
+        assert re.fullmatch(r"[0-9a-f]{20}", path.stem.rpartition("_")[2])
+        description, buffers = reader["read_part"](path)
+        found, state = reader["value_of"](description["content"], buffers), plain_state(rank)
+        names = ("id", "world_size", "session", "kind")
+        assert [description[name] for name in names] == [path.stem, 2, "run", "basic"]
+        assert found["pair"] == state["pair"]
+        assert found["numbered"] == state["numbered"]
+        assert (found["array"] == state["array"]).all()
+        for key, tensor in state["tensors"].items():
+            assert found["tensors"][key].tobytes() == bits_of(tensor)
+        for key in ("large", "empty", "scalar"):
+            assert found[key].shape == state[key].shape
+            assert found[key].tobytes() == bits_of(state[key])
+
+
+def test_the_reader_of_parts_notices_a_changed_byte(tmp_path: Path) -> None:
+    run_processes(2, save_locally, tmp_path)
+    read_part = reader_of("local.md", "read_part")["read_part"]
+    path = next(tmp_path.glob("run/0/*.part"))
+    content = path.read_bytes()
+
+    for at in (1, 9, 20, 100, len(content) - 1):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+        with pytest.raises(ValueError, match="damaged"):
+            read_part(path)
+
+
+ONE_OF_EACH = {
+    "tensor": torch.ones(1),
+    "array": np.ones(1),
+    "bytes": b"b",
+    "bytearray": bytearray(b"b"),
+    "bytesio": io.BytesIO(b"b"),
+    "dict": {1: 2},
+    "ordered": collections.OrderedDict(a=1),
+    "tuple": (1,),
+    "set": {1},
+    "frozenset": frozenset({1}),
+    "size": torch.Size([1]),
+    "slice": slice(1, 2),
+    "int": 1 << 63,
+    "float": float("nan"),
+    "complex": 1j,
+    "numpy": np.float32(1),
+    "numpy text": np.str_("a"),
+    "path": pathlib.Path("a"),
+    "pure path": pathlib.PurePosixPath("a"),
+    "dtype": torch.bfloat16,
+    "device": torch.device("cpu"),
+    "datetime": dt.datetime(2026, 1, 1),  # noqa: DTZ001 - any will do
+    "timedelta": dt.timedelta(1),
+    "object": argparse.Namespace(a=1),
+}
+
+
+def documented_kinds() -> set[str]:
+    page = (ROOT / "docs" / "local.md").read_text()
+    table = page.partition("| `$` | further fields | value |\n|---|---|---|\n")[2].partition(
+        "\n\n"
+    )[0]
+    return {
+        name for row in table.splitlines() for name in re.findall(r"`([^`]+)`", row.split("|")[1])
+    }
+
+
+def test_every_kind_of_value_in_a_part_is_described() -> None:
+    made = {
+        name: pack(value, default_allowed_names()).tree["$"] for name, value in ONE_OF_EACH.items()
+    }
+
+    assert made == {name: name for name in ONE_OF_EACH}
+    assert documented_kinds() - set(made) == {"enum", "named tuple", "global", "extension"}
+
+
+def test_the_page_names_every_dtype() -> None:
+    page = (ROOT / "docs" / "format2.md").read_text()
+    (row,) = [line for line in page.splitlines() if line.startswith("| `dtype` |")]
+    spelled = row.replace("`uint8` to `uint64`", "`uint8` `uint16` `uint32` `uint64`")
+    spelled = spelled.replace("`int8` to `int64`", "`int8` `int16` `int32` `int64`")
+
+    assert set(re.findall(r"`(\w+)`", spelled)) - {"dtype"} == {d.value for d in DType}
+
+
+def test_the_marker_on_the_page_is_the_one_that_is_written(saved: Path) -> None:
+    page = (ROOT / "docs" / "format2.md").read_text()
+    (shown,) = re.findall(r"^```json\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+    assert json.loads(shown) == json.loads((saved / "large" / "metadata.json").read_text())
