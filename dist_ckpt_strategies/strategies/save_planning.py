@@ -26,8 +26,9 @@ from dist_ckpt_strategies.megatron.shards import (
     shard_spec,
     sharded_values,
 )
+from dist_ckpt_strategies.plan.array_grid import Cutting
 from dist_ckpt_strategies.plan.manifest import ManifestPlan, build_manifest_plan
-from dist_ckpt_strategies.plan.save import Cutting, ObjectHolding, SavePlan, build_save_plan
+from dist_ckpt_strategies.plan.save import ObjectHolding, SavePlan, build_save_plan
 from dist_ckpt_strategies.run.report import SaveReport
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.spec.shard import (
