@@ -195,7 +195,7 @@ class TorchCommunicator:
 
     def all_gather(self, item: Message) -> list[Message]:
         """See Communicator."""
-        content = b"" if item is None else json.dumps(item).encode()
+        content = b"" if item is None else json.dumps(item, separators=(",", ":")).encode()
         sizes = self._gathered(torch.tensor([len(content)], dtype=torch.int64, device="cpu"))
         longest = max(int(size) for size in sizes)
         if longest == 0:

@@ -355,9 +355,10 @@ def _rounds(writes: Iterable[ChunkWrite], budget_nbytes: int) -> tuple[tuple[Chu
     for write in writes:
         if write.is_whole_shard:
             continue
-        needed = Counter({write.writer: 2 * write.nbytes})
+        needed = {write.writer: 2 * write.nbytes}
         for move in write.moves:
-            needed[move.piece.holder] += move.nbytes
+            holder = move.piece.holder
+            needed[holder] = needed.get(holder, 0) + move.nbytes
         number = max(last.get(rank, 0) for rank in needed)
         meeting = [rank for rank in needed if last.get(rank) == number]
         if any(used[rank] + needed[rank] > budget_nbytes for rank in meeting):
