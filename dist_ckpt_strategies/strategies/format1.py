@@ -10,7 +10,7 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
-from dist_ckpt_strategies.plan.save import Cutting
+from dist_ckpt_strategies.plan.array_grid import Cutting
 from dist_ckpt_strategies.run.staged import Digests
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.base import ArrayWriter

@@ -27,10 +27,10 @@ from dist_ckpt_strategies.megatron.shards import (
     shard_spec,
     sharded_values,
 )
+from dist_ckpt_strategies.plan.array_grid import Cutting
 from dist_ckpt_strategies.plan.manifest import ManifestPlan, build_manifest_plan
 from dist_ckpt_strategies.plan.save import (
     ChunkWrite,
-    Cutting,
     ObjectHolding,
     SavePlan,
     build_save_plan,

@@ -17,7 +17,7 @@ from dist_ckpt_strategies.local.background import BackgroundWork, yield_to_train
 from dist_ckpt_strategies.local.requests import LocalSaveRequest
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
-from dist_ckpt_strategies.plan.save import Cutting
+from dist_ckpt_strategies.plan.array_grid import Cutting
 from dist_ckpt_strategies.run.report import SaveReport
 from dist_ckpt_strategies.run.save import run_save, stage_save
 from dist_ckpt_strategies.run.staged import Digests, StagedSave, WriteJob, Written
