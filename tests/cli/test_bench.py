@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dist_ckpt_strategies.cli.app import app
-from dist_ckpt_strategies.cli.bench.main import BenchOptions, bench_directory
+from dist_ckpt_strategies.cli.bench.main import BenchOptions, bench_directory, run_task
 from dist_ckpt_strategies.cli.bench.state import build_parts
 from dist_ckpt_strategies.cli.bench.task import CONTENDERS, FLOOR, STEPS, BenchError, BenchTask
 from dist_ckpt_strategies.cli.bench.timings import build_table, summarise
@@ -154,6 +154,21 @@ def test_sigterm_leaves_the_directory_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
+def test_a_rank_that_fails_is_told_of_in_one_line(tmp_path: Path) -> None:
+    def start(task: BenchTask, on_event: Callable[[Event], None]) -> None:
+        task.workspace.rmdir()
+        run_task(task, on_event)
+        task.workspace.mkdir()
+
+    with pytest.raises(BenchError) as found:
+        bench_directory(BenchOptions(tmp_path, 1_000_000, 2, 1), as_json=True, start=start)
+
+    assert str(found.value).startswith("rank 0: FileNotFoundError: ")
+    assert "\n" not in str(found.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.multiprocess
 def test_an_interrupt_leaves_neither_files_nor_processes(tmp_path: Path) -> None:
     place, scratch = tmp_path / "place", tmp_path / "scratch"
     place.mkdir()
@@ -168,6 +183,7 @@ def test_an_interrupt_leaves_neither_files_nor_processes(tmp_path: Path) -> None
     )
     try:
         wait_until(lambda: any(place.rglob("rank*.bin")))
+        assert processes_with(f"TMPDIR={scratch}")
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == 130
     finally:
@@ -176,7 +192,7 @@ def test_an_interrupt_leaves_neither_files_nor_processes(tmp_path: Path) -> None
 
     assert list(place.iterdir()) == []
     assert list(scratch.glob("dist-ckpt*")) == []
-    wait_until(lambda: not processes_naming(str(scratch)))
+    wait_until(lambda: not processes_with(f"TMPDIR={scratch}"))
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:
@@ -186,13 +202,13 @@ def wait_until(is_true: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def processes_naming(text: str) -> list[str]:
-    """Commands that run and have the text among their arguments."""
-    return [command for command in map(command_of, Path("/proc").glob("[0-9]*")) if text in command]
+def processes_with(variable: str) -> list[str]:
+    """Processes that have a variable in their environment, whoever has started them."""
+    return [path.name for path in Path("/proc").glob("[0-9]*") if variable in environment_of(path)]
 
 
-def command_of(process: Path) -> str:
+def environment_of(process: Path) -> list[str]:
     try:
-        return (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return (process / "environ").read_bytes().decode(errors="replace").split("\0")
     except OSError:  # it has ended meanwhile
-        return ""
+        return []
