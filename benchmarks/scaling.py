@@ -45,6 +45,7 @@ from benchmarks.save_load import run_case
 from benchmarks.timings import Case, build_table, summarise
 
 _MB = 10**6
+_WORKER = "benchmarks.scaling_worker"
 _CONTENDERS = (RAW_FLUSHED, RAW_PLAIN, "zarr 1", "zarr 2", "torch_dist")
 
 
@@ -92,14 +93,15 @@ _SMOKE: Mapping[str, tuple[Extent, ...]] = MappingProxyType(
 
 def make_worker(extent: Extent, names: Sequence[str], context: RankContext) -> object:
     """The worker of one rank, made in its process."""
-    module = importlib.import_module("benchmarks.scaling_worker")
+    module = importlib.import_module(_WORKER)
     return module.build_scaling_worker(extent, names, context)
 
 
 def run_extent(sweep: str, extent: Extent, contest: Contest, output: Output) -> None:
     """Time one extent in every place, and report each."""
     make = partial(make_worker, extent, contest.names)
-    with Ranks(extent.num_ranks, make, timeout_s=contest.timeout_s) as ranks:
+    timeout_s = contest.timeout_s
+    with Ranks(extent.num_ranks, make, timeout_s=timeout_s, preload=(_WORKER,)) as ranks:
         nbytes = sum(ranks.step("nbytes").values)
         for place in contest.places:
             case = ScalingCase(

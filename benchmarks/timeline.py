@@ -42,6 +42,7 @@ from benchmarks.roster import TWO_STAGE_ZARR
 from benchmarks.spans import Span, joined, totals_of, with_rest
 from benchmarks.timings import Case
 
+_WORKER = "benchmarks.timeline_worker"
 _CLOSE = 1000
 """Spans closer than one part in so many of the call are written as one."""
 
@@ -90,7 +91,7 @@ class Recording:
 
 def make_worker(size: GptSize, call: Call, context: RankContext) -> object:
     """The worker of one rank, made in its process."""
-    return importlib.import_module("benchmarks.timeline_worker").TimelineWorker(context, size, call)
+    return importlib.import_module(_WORKER).TimelineWorker(context, size, call)
 
 
 def run_call(
@@ -105,7 +106,8 @@ def run_call(
         output: is told.
     """
     num_ranks, place, repetitions, timeout_s = settings
-    with Ranks(num_ranks, partial(make_worker, size, call), timeout_s=timeout_s) as ranks:
+    make = partial(make_worker, size, call)
+    with Ranks(num_ranks, make, timeout_s=timeout_s, preload=(_WORKER,)) as ranks:
         nbytes = sum(ranks.step("nbytes").values) // (num_ranks if call.is_load else 1)
         num_replicas = num_ranks if call.is_load else 1
         case = Case(file_system(place), nbytes, size.num_arrays, num_ranks, num_replicas)
