@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +213,15 @@ def test_a_run_goes_on_when_a_benchmark_fails_and_says_so(
     page = (tmp_path / "out" / report.PAGE_NAME).read_text()
     assert "`two_stage.py`" in page
     assert "`save_load.py`" not in page.partition("## ")[0]
+
+
+@pytest.mark.parametrize("benchmark", report.BENCHMARKS, ids=lambda benchmark: benchmark.stem)
+def test_a_script_knows_the_options_that_it_gets(benchmark: report.Benchmark) -> None:
+    main = import_module(f"benchmarks.{benchmark.stem}").main
+
+    command = benchmark.command(Path("out.jsonl"), smoke=True)
+    options = {text[2:].replace("-", "_") for text in command if text.startswith("--")}
+    assert {"out", "smoke"} <= options <= set(inspect.signature(main).parameters)
 
 
 def test_all_benchmarks_of_the_page_are_run_and_are_there() -> None:
