@@ -60,13 +60,16 @@ def run_size(size: GptSize, contest: Contest, output: Output) -> None:
         for place in contest.places:
             case = Case(file_system(place), nbytes, size.num_arrays, _NUM_RANKS)
             with workspace(place) as directory:
-                samples = output.write_samples(case, _run_case(ranks, case, directory, contest))
+                samples = output.write_samples(case, run_case(ranks, case, directory, contest))
             summaries = summarise(samples)
             output.write_summaries(case, summaries, build_table(case, summaries))
 
 
-def _run_case(ranks: Ranks, case: Case, directory: Path, contest: Contest) -> Iterator[Sample]:
-    """Time every step; the loads read what the last round of saves has left."""
+def run_case(ranks: Ranks, case: Case, directory: Path, contest: Contest) -> Iterator[Sample]:
+    """Time every step of a case in an empty directory.
+
+    The loads read what the last round of saves has left.
+    """
     for repetition, name in alternate(contest.names, contest.repetitions + 1):
         seconds, durable = _time_save(ranks, case, directory, name)
         if repetition > 0:

@@ -125,6 +125,8 @@ class Options:
             sizes.
         crc32c: whether a save of format 2 also has a CRC32C after every inner chunk, for readers
             without this package.
+        writer_process: whether asynchronous saves to directories are written by a process of their
+            own, for each rank: threads of this one take Python's lock from training.
         store: how object stores are reached; None: as the environment says.
     """
 
@@ -136,6 +138,7 @@ class Options:
     whole_flush: bool = True
     verify: Verify = Verify.READ
     crc32c: bool = False
+    writer_process: bool = True
     store: StoreOptions | None = None
 
     def __post_init__(self) -> None:
@@ -207,6 +210,7 @@ def options_from_environment(environ: Mapping[str, str] | None = None) -> Option
         "whole_flush": _switch,
         "verify": str,
         "crc32c": _switch,
+        "writer_process": _switch,
     }
     changes: dict[str, Any] = {}
     for option, parse in parsers.items():

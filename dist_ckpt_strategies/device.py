@@ -7,7 +7,9 @@ training script may have set, is never used.
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +19,8 @@ import torch
 
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.spec.dtype import DType
+
+logger = logging.getLogger(__name__)
 
 HostArray = npt.NDArray[Any]
 
@@ -139,6 +143,14 @@ class Copies:
             stream.synchronize()
 
 
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A place for one tensor, ``byte_offset`` bytes into memory on the host."""
+
+    byte_offset: int
+    tensor: torch.Tensor
+
+
 def copy_into(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Fill each target from its source; returns when the copies are done."""
     begin_copies(targets, sources).wait()
@@ -200,3 +212,31 @@ def host_memory(nbytes: int, *, is_pinned: bool) -> torch.Tensor:
         if nbytes
         else torch.empty(0, dtype=torch.uint8, device=_HOST)
     )
+
+
+def pin_while_alive(owner: object, memory: torch.Tensor) -> None:
+    """Have CUDA lock the pages of host memory, so that copies to it need no detour.
+
+    Where CUDA refuses, copies take longer, and that is logged.
+
+    Args:
+        owner: when it is gone the pages are let go of; the memory must live as long.
+        memory: on the host, not pinned yet.
+
+    Source: cudaHostRegister, as torch's own checkpoints use it for memory that processes share.
+    """
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    start = memory.data_ptr()
+    code = int(runtime.cudaHostRegister(start, memory.numel(), 0))
+    if code != 0:
+        logger.warning("CUDA does not pin %d bytes (error %d)", memory.numel(), code)
+        return
+    weakref.finalize(owner, _unpin, memory, start)
+
+
+def _unpin(memory: torch.Tensor, start: int) -> None:
+    """``memory`` is an argument so that it is still mapped."""
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    code = int(runtime.cudaHostUnregister(start))
+    if code != 0:
+        logger.warning("CUDA does not let go of %d bytes (error %d)", memory.numel(), code)

@@ -226,4 +226,5 @@ def test_the_options_are_those_of_the_code() -> None:
         "engine": defaults.engine,
         "verify": defaults.verify,
         "crc32c": str(int(defaults.crc32c)),
+        "writer_process": str(int(defaults.writer_process)),
     }

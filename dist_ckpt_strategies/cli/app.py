@@ -62,6 +62,12 @@ _RUN = """Run a training script on N ranks of this node, and replace a worker th
 The others stay alive: with HPWrapper around its training the script goes on in place. Everything \
 behind SCRIPT goes to the script. A worker is found dead at once, and hung after the time without \
 a sign of life; spares wait with everything imported, for scripts that call wait_rank()."""
+_BENCH = """Measure saves and loads on the file system of DIR, beside one plain stream per rank.
+
+Ranks on the CPU hold equal parts of a state like a GPT's, and save and load it with ("zarr", 1), \
+("zarr", 2) and torch_dist, in turn. All files are flushed when a save ends, and forgotten by the \
+page cache before a load, where the kernel can do that. Every load is compared with what was \
+saved. DIR is left as it was. The default is the temporary directory, which may lie in memory."""
 _RUN_STATUS = (
     "[bold]Exit status:[/] 0 all ranks have ended well, 1 gave up, 2 wrong usage, 130 interrupted."
 )
@@ -381,6 +387,39 @@ def diff(
 
         status = diff_checkpoints(a, b, keys, memory=memory, as_json=as_json)
     raise typer.Exit(status)
+
+
+@app.command(
+    help=_BENCH, epilog=f"Example: [bold]dist-ckpt bench /checkpoints --size 2[/]\n\n{_STATUS}"
+)
+def bench(
+    directory: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[DIR]", help="A directory on the file system to measure.", show_default=False
+        ),
+    ] = None,
+    *,
+    size: Annotated[
+        float, typer.Option(metavar="GB", min=0.001, help="Of the state, all ranks together.")
+    ] = 0.25,
+    ranks: Annotated[int, typer.Option(metavar="N", min=1, help="Processes on this node.")] = 2,
+    repetitions: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Rounds that count; one more comes first.")
+    ] = 3,
+    as_json: _Json = False,
+    debug: _Debug = False,
+) -> None:
+    """Measure a file system."""
+    with reported_failures(debug=debug):
+        from dist_ckpt_strategies.cli.bench.main import (  # noqa: PLC0415
+            GB,
+            BenchOptions,
+            bench_directory,
+        )
+
+        options = BenchOptions(directory, round(size * GB), ranks, repetitions)
+        bench_directory(options, as_json=as_json)
 
 
 @app.command(

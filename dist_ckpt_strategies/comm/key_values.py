@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol, TypeVar
 
@@ -14,9 +14,6 @@ from torch.distributed import DistError, DistStoreError
 from dist_ckpt_strategies.errors import PeerLostError
 
 T = TypeVar("T")
-
-_NEVER_WRITTEN = "\0"
-"""A value that no key has: comparing with it reads a key without waiting for it."""
 
 
 class KeyValues(Protocol):
@@ -43,6 +40,10 @@ class KeyValues(Protocol):
 
     def add(self, key: str) -> int:
         """Count one more; the count, this one included. Such keys are for counting alone."""
+        ...
+
+    def has_all(self, keys: Sequence[str]) -> bool:
+        """Whether somebody has written each of the keys; one question, however many they are."""
         ...
 
     def wait(self, key: str, timeout_s: float) -> bool:
@@ -87,8 +88,12 @@ class TcpKeyValues:
 
     def read(self, key: str) -> str | None:
         """See KeyValues."""
-        value = self.replace(key, _NEVER_WRITTEN, _NEVER_WRITTEN)
-        return None if value == _NEVER_WRITTEN else value
+        # Comparing with a value that no key has would do it in one question, but where the key is
+        # missing that wakes all who wait for it (torch 2.13).
+        if not self.has_all([key]):
+            return None
+        found: bytes = self._asked(lambda: self._store.get(self._prefix + key))
+        return found.decode()
 
     def write(self, key: str, value: str) -> None:
         """See KeyValues."""
@@ -111,17 +116,27 @@ class TcpKeyValues:
         """See KeyValues."""
         return self._asked(lambda: self._store.add(self._prefix + key, 1))
 
+    def has_all(self, keys: Sequence[str]) -> bool:
+        """See KeyValues."""
+        names = [self._prefix + key for key in keys]
+        return self._asked(lambda: self._store.check(names))
+
     def wait(self, key: str, timeout_s: float) -> bool:
         """See KeyValues."""
+        deadline = time.monotonic() + timeout_s
 
-        def waited() -> bool:
+        def woken() -> bool:
+            left_s = max(0.001, deadline - time.monotonic())
             try:
-                self._store.wait([self._prefix + key], timedelta(seconds=timeout_s))
+                self._store.wait([self._prefix + key], timedelta(seconds=left_s))
             except DistStoreError:
                 return False
             return True
 
-        return self._asked(waited)
+        while self._asked(woken):
+            if self.has_all([key]):  # else it was woken by somebody's question; see ``read``
+                return True
+        return False
 
     def another(self) -> TcpKeyValues:
         """See KeyValues."""
@@ -195,6 +210,12 @@ class LocalKeyValues:
             count = int(self._values.get(key, "0")) + 1
             self._set(key, str(count))
             return count
+
+    def has_all(self, keys: Sequence[str]) -> bool:
+        """See KeyValues."""
+        with self._changed:
+            self._require_open()
+            return all(key in self._values for key in keys)
 
     def wait(self, key: str, timeout_s: float) -> bool:
         """See KeyValues; unlike there, nobody is held up."""

@@ -60,12 +60,33 @@ def new_gloo_groups(
     world = open_communicator(None, timeout_s=timeout_s, purpose="making of gloo groups")
     mine = sorted(dist.get_process_group_ranks(group))
     found: list[ProcessGroup] = []
-    for ranks in sorted(set(map(tuple, world.all_gather(mine)))):
+    told = {tuple(item) for item in world.all_gather(ranks_to_wire(mine))}
+    for ranks in sorted(map(ranks_from_wire, told)):
         limit = timedelta(seconds=timeout_s)
         made = [dist.new_group(ranks, limit, backend="gloo") for _ in range(num_groups)]
         if list(ranks) == mine:
             found = made
     return tuple(found)
+
+
+def ranks_to_wire(ranks: Sequence[int]) -> list[int]:
+    """Ascending ranks as numbers: four where they are evenly spaced, however many they are.
+
+    The groups of a parallel layout are, and so is the world, which every rank would have to list
+    to every other.
+    """
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    even = range(ranks[0], ranks[-1] + 1, step)
+    return [0, step, even.stop, even.start] if list(even) == list(ranks) else [1, *ranks]
+
+
+def ranks_from_wire(wire: Sequence[int]) -> tuple[int, ...]:
+    """The ranks that ``ranks_to_wire`` was given."""
+    is_listed, *numbers = wire
+    if is_listed:
+        return tuple(numbers)
+    step, stop, start = numbers
+    return tuple(range(start, stop, step))
 
 
 def new_group_of(
@@ -174,7 +195,7 @@ class TorchCommunicator:
 
     def all_gather(self, item: Message) -> list[Message]:
         """See Communicator."""
-        content = b"" if item is None else json.dumps(item).encode()
+        content = b"" if item is None else json.dumps(item, separators=(",", ":")).encode()
         sizes = self._gathered(torch.tensor([len(content)], dtype=torch.int64, device="cpu"))
         longest = max(int(size) for size in sizes)
         if longest == 0:

@@ -29,7 +29,7 @@ class FinishState(StrEnum):
 
 
 class EpochBook:
-    """Reads and writes the keys of the epochs; no method but ``wait_end`` waits.
+    """Reads and writes the keys of the epochs; no method waits but those whose names say so.
 
     Args:
         store: of the job.
@@ -115,6 +115,10 @@ class EpochBook:
             return None
         return _fault_of(text, epoch)
 
+    def wait_barrier(self, epoch: int, timeout_s: float) -> bool:
+        """Whether the barrier has opened or been broken in time; holds up as ``wait_end`` does."""
+        return self._store.wait(f"barrier/{epoch}", timeout_s)
+
     def wait_end(self, epoch: int, timeout_s: float) -> bool:
         """Whether the epoch has ended in time; holds up all who use the same store object."""
         return self._store.wait(f"fault/{epoch}", timeout_s)
@@ -128,8 +132,19 @@ class EpochBook:
         return self._without("returned", epoch, world_size)
 
     def _without(self, what: str, epoch: int, world_size: int) -> tuple[int, ...]:
-        ranks = range(world_size)
-        return tuple(rank for rank in ranks if self._store.read(f"{what}/{epoch}/{rank}") is None)
+        """Ranks without such a key, by halves: few questions where few are missing."""
+        missing: list[int] = []
+        unknown = [range(world_size)]
+        while unknown:
+            ranks = unknown.pop()
+            if self._store.has_all([f"{what}/{epoch}/{rank}" for rank in ranks]):
+                continue
+            if len(ranks) == 1:
+                missing.append(ranks[0])
+                continue
+            half = len(ranks) // 2
+            unknown += [ranks[half:], ranks[:half]]
+        return tuple(missing)
 
 
 def _joined(worker: str) -> str:

@@ -1,9 +1,10 @@
-"""A thread that waits for the end of one epoch after the other, so that nobody has to ask."""
+"""A thread that waits for what becomes of one epoch after the other: nobody has to keep asking."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from dist_ckpt_strategies.comm.key_values import KeyValues
 from dist_ckpt_strategies.errors import CheckpointError, PeerLostError
@@ -15,7 +16,10 @@ _SLICE_S = 86400.0
 
 
 class FaultWatch:
-    """Knows the faults of epochs as soon as there are any, and settles what they end.
+    """Knows of barriers and faults of epochs as soon as there are any, and settles their ends.
+
+    One connection waits for one key at a time: for the barrier of an epoch, which any end of it
+    breaks, and then for its end.
 
     The thread waits for an epoch only once somebody wants it: a process whose last epoch is done
     can end without a thread that comes back from the store in the middle of that.
@@ -31,8 +35,8 @@ class FaultWatch:
         self._ended: dict[int, Fault | None] = {}
         self._lost: CheckpointError | None = None
         self._changed = threading.Condition()
-        self._next = self._start = self._wanted = self._book.current()
-        self._wanted -= 1
+        self._next = self._start = self._book.current()
+        self._wanted = self._decided = self._next - 1
         self._thread = threading.Thread(
             target=self._follow, name="dist-ckpt-fault-watch", daemon=True
         )
@@ -49,13 +53,21 @@ class FaultWatch:
             self._wanted = max(self._wanted, epoch)
             self._changed.notify_all()
 
+    def wait_barrier(self, epoch: int, timeout_s: float) -> bool:
+        """Whether the barrier of a watched epoch is known to be open or broken in time.
+
+        Raises:
+            PeerLostError: the store is gone, or this has been closed.
+        """
+        return self._waited(lambda: self._decided >= epoch, timeout_s)
+
     def wait_end(self, epoch: int, timeout_s: float) -> bool:
         """Whether a watched epoch has ended in time, by a fault or because all have finished it.
 
         Raises:
             PeerLostError: the store is gone, or this has been closed.
         """
-        return self._waited(epoch, timeout_s, takes_any=True)
+        return self._waited(lambda: epoch in self._ended, timeout_s)
 
     def wait_fault(self, epoch: int, timeout_s: float) -> Fault | None:
         """The fault that ended an epoch, from ``start`` on; None where there is none in time.
@@ -64,7 +76,7 @@ class FaultWatch:
             PeerLostError: the store is gone, or this has been closed.
         """
         self.want(epoch)
-        self._waited(epoch, timeout_s, takes_any=False)
+        self._waited(lambda: self._ended.get(epoch) is not None, timeout_s)
         return self._ended.get(epoch)
 
     def close(self) -> None:
@@ -74,10 +86,10 @@ class FaultWatch:
             self._changed.notify_all()
         self._store.close()
 
-    def _waited(self, epoch: int, timeout_s: float, *, takes_any: bool) -> bool:
+    def _waited(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while self._ended.get(epoch) is None and not (takes_any and epoch in self._ended):
+            while not is_so():
                 left_s = deadline - time.monotonic()
                 if self._lost is not None:
                     raise PeerLostError(None, self._lost.message) from self._lost
@@ -89,7 +101,10 @@ class FaultWatch:
     def _follow(self) -> None:
         try:
             while self._is_wanted():
-                if self._book.wait_end(self._next, _SLICE_S):
+                if self._decided < self._next:
+                    if self._book.wait_barrier(self._next, _SLICE_S):
+                        self._note_barrier()
+                elif self._book.wait_end(self._next, _SLICE_S):
                     self._note(self._book.fault(self._next))
         except CheckpointError as error:
             with self._changed:
@@ -102,6 +117,11 @@ class FaultWatch:
             while self._wanted < self._next and self._lost is None:
                 self._changed.wait()
             return self._lost is None
+
+    def _note_barrier(self) -> None:
+        with self._changed:
+            self._decided = self._next
+            self._changed.notify_all()
 
     def _note(self, fault: Fault | None) -> None:
         with self._changed:

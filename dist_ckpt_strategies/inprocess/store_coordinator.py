@@ -14,6 +14,11 @@ from dist_ckpt_strategies.inprocess.places import assignment_key, place_from_tex
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.01
+_MAX_QUESTIONS_PER_S = 2000
+"""What all ranks together ask of the store while they wait for its news all the same."""
+
+_LEAST_BACKSTOP_S = 0.25
+_MAX_NAMED = 64
 
 
 class StoreCoordinator:
@@ -84,11 +89,12 @@ class StoreCoordinator:
             self._returned = (epoch, self._book.count_return(epoch, place.global_rank))
         if self._returned[1] == place.world_size:
             self._book.mark_done(epoch)
-        for _ in _pauses(time.monotonic() + timeout_s):
+        for pause_s in _pauses(time.monotonic() + timeout_s, _backstop_s(place)):
             if self._book.finish(epoch) is not None:
                 is_done = self._book.settle(epoch) is FinishState.DONE
                 self._watch.wait_end(epoch, timeout_s)
                 return is_done
+            self._watch.wait_end(epoch, pause_s)
         late = self._book.unfinished(epoch, place.world_size)
         raise self._timed_out(epoch, "returned from the block", late)
 
@@ -107,7 +113,7 @@ class StoreCoordinator:
         is_counted = self._joined[1] <= place.world_size
         if self._joined[1] == place.world_size:
             self._book.open_barrier(epoch)
-        for _ in _pauses(deadline):
+        for pause_s in _pauses(deadline, _backstop_s(place)):
             barrier = self._book.barrier(epoch)
             if barrier is BarrierState.BROKEN:
                 self._book.settle(epoch)
@@ -117,6 +123,10 @@ class StoreCoordinator:
             # Who comes on top of a full world read an old epoch: it waits for the next one.
             if not is_counted and self._book.current() != epoch:
                 return False
+            if barrier is None:
+                self._book.fault(epoch)  # settles what a reporter began and did not end
+            wait = self._watch.wait_barrier if is_counted else self._watch.wait_end
+            wait(epoch, pause_s)
         return False
 
     def _host_meeting(self, epoch: int, place: RankInfo) -> None:
@@ -140,27 +150,38 @@ class StoreCoordinator:
     def _assigned(self, timeout_s: float | None) -> RankInfo:
         self._store.write(ready_key(self._worker), "1")
         deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        for _ in _pauses(deadline):
+        for pause_s in _pauses(deadline, _LONGEST_PAUSE_S):
             text = self._store.read(assignment_key(self._worker))
             if text is not None:
                 return place_from_text(text)
+            time.sleep(pause_s)
         raise PeerTimeoutError(
             None, f"worker {self._worker}: expected a rank in {timeout_s:g} s, got none"
         )
 
     def _timed_out(self, epoch: int, what: str, ranks: tuple[int, ...]) -> PeerTimeoutError:
-        names = ", ".join(map(str, ranks)) or "none"
+        names = ", ".join(map(str, ranks[:_MAX_NAMED])) or "none"
+        if len(ranks) > _MAX_NAMED:
+            names += f" and {len(ranks) - _MAX_NAMED} more"
         return PeerTimeoutError(
             ranks[0] if ranks else None,
             f"epoch {epoch}: not all ranks have {what} in time; missing: {names}",
         )
 
 
-def _pauses(deadline: float) -> Iterator[None]:
-    """Comes back at once, and then after growing pauses, until the deadline has passed."""
+def _backstop_s(place: RankInfo) -> float:
+    """The longest pause between two questions that should not be needed.
+
+    The watch hears of everything at once, but for what was done by halves by somebody who died
+    over it. Not more questions a second than the store of a large world can answer.
+    """
+    return max(_LEAST_BACKSTOP_S, place.world_size / _MAX_QUESTIONS_PER_S)
+
+
+def _pauses(deadline: float, longest_s: float) -> Iterator[float]:
+    """How long to wait before the next look, longer and longer; 0 once the deadline has passed."""
     pause_s = _FIRST_PAUSE_S
-    yield
     while (left_s := deadline - time.monotonic()) > 0:
-        time.sleep(min(pause_s, left_s))
-        yield
-        pause_s = min(_LONGEST_PAUSE_S, pause_s * 1.3)
+        yield min(pause_s, left_s)
+        pause_s = min(longest_s, pause_s * 2)
+    yield 0.0

@@ -313,8 +313,9 @@ def _distribution(comm: Communicator, sharded: StateDict) -> ShardDistribution:
         for rank, wires in enumerate(everyone):
             for spec in map(shard_from_wire, wires):
                 nbytes[spec.id] = spec.nbytes
-                if rank not in holders.setdefault(spec.id, []):
-                    holders[spec.id].append(rank)
+                having = holders.setdefault(spec.id, [])
+                if not having or having[-1] != rank:  # ranks come in order, each once
+                    having.append(rank)
         return ShardDistribution(build_spread(holders, nbytes))
 
     return agree(comm, deal)
@@ -384,20 +385,20 @@ def _fetched(
     if not wanted:
         return {}
     names = sorted(wanted)
-    holding = agree_and_gather(comm, lambda: [name in objects for name in names])
+    holding = agree_and_gather(comm, lambda: [n for n, name in enumerate(names) if name in objects])
     allowed = names_of(default_allowed())
 
     def senders() -> dict[ObjectId, int]:
+        able = _first_holders(holding)
         found = {}
         for number, name in enumerate(names):
-            able = [rank for rank, held in enumerate(holding) if held[number]]
-            if not able:
+            if number not in able:
                 raise ArrayNotFoundError(
                     f"{name.unique_key}: rank {comm.global_rank(wanted[name])} wants this object, "
                     "which no part of the checkpoint holds",
                     key=name.key,
                 )
-            found[name] = able[0]
+            found[name] = able[number]
         return found
 
     planned = agree(comm, senders)
@@ -414,6 +415,15 @@ def _fetched(
         return found
 
     return agree(comm, take)
+
+
+def _first_holders(holding: Sequence[Sequence[int]]) -> dict[int, int]:
+    """The first rank that holds each object, by the objects' numbers."""
+    found: dict[int, int] = {}
+    for rank, held in enumerate(holding):
+        for number in held:
+            found.setdefault(number, rank)
+    return found
 
 
 def _moved(

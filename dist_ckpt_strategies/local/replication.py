@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
+
+import xxhash
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
@@ -22,7 +25,7 @@ from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
 from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
 from dist_ckpt_strategies.local.state_codecs import decode_state, encode_state
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
-from dist_ckpt_strategies.plan.cliques import build_cliques
+from dist_ckpt_strategies.plan.cliques import Clique, build_cliques
 from dist_ckpt_strategies.plan.retrieve import ExchangePlan, build_exchange_plan
 from dist_ckpt_strategies.run.part_streams import MemorySink, MemorySource
 from dist_ckpt_strategies.run.replicate import run_replicate
@@ -124,15 +127,19 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         limit_s = options_from_environment().with_changes(timeout_s=timeout_s).timeout_s
         world = open_communicator(None, timeout_s=limit_s, purpose="making of cliques")
 
-        def plan() -> list[list[int]]:
-            jump = replication_jump or local_world_size()
-            found = build_cliques(world.size, jump, replication_factor, allow_uneven=allow_uneven)
-            return [list(clique) for clique in found]
+        cliques: list[Clique] = []
 
-        plans = agree_and_gather(world, plan)
-        agree(world, lambda: _require_equal(world, plans))
+        def plan() -> str:
+            jump = replication_jump or local_world_size()
+            cliques.extend(
+                build_cliques(world.size, jump, replication_factor, allow_uneven=allow_uneven)
+            )
+            return xxhash.xxh3_128_hexdigest(json.dumps(cliques).encode())
+
+        digests = agree_and_gather(world, plan)
+        agree(world, lambda: _require_equal(world, digests))
         backend = "nccl" if target_device.startswith("cuda") else "gloo"
-        group = new_group_of(plans[0], backend=backend, timeout_s=limit_s)
+        group = new_group_of(cliques, backend=backend, timeout_s=limit_s)
         return cls(group, target_device, max_bucket_bytes=max_bucket_bytes, timeout_s=timeout_s)
 
     @property
@@ -286,9 +293,9 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         return agree(comm, decode)
 
 
-def _require_equal(world: Communicator, plans: Sequence[Any]) -> None:
-    for rank, plan in enumerate(plans):
-        if plan != plans[0]:
+def _require_equal(world: Communicator, digests: Sequence[str]) -> None:
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
             raise PlanError(
                 f"rank {world.global_rank(rank)} asks for other cliques than rank "
                 f"{world.global_rank(0)}: give replication_jump and replication_factor alike"

@@ -6,7 +6,7 @@ Ranks are numbered as in the group that recovers; that is the world.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -255,11 +255,17 @@ def _require_equal_digests(
 ) -> None:
     """Of what is at the target as it is; digests from before a roll-forward say nothing."""
     digests: defaultdict[str, dict[int, str]] = defaultdict(dict)
+    ranks_with = _as_sets(holders)
     for rank, one in enumerate(facts):
         for part in one.held.parts if one.held else ():
-            if part.digest is not None and rank in holders.get(part.part_id, ()):
+            if part.digest is not None and rank in ranks_with.get(part.part_id, ()):
                 digests[part.part_id][rank] = part.digest
     require_equal_copies(digests)
+
+
+def _as_sets(holders: Mapping[str, tuple[int, ...]]) -> dict[str, frozenset[int]]:
+    """The same, to be asked who is one of them: a part may be on every rank."""
+    return {part_id: frozenset(ranks) for part_id, ranks in holders.items()}
 
 
 def _copies(
@@ -269,10 +275,11 @@ def _copies(
     target: int,
     skipped: set[str],
 ) -> Iterator[ByteCopy]:
+    ranks_with = _as_sets(holders)
     for receiver, one in enumerate(facts):
         for part in one.wanted:
             sources = holders.get(part.part_id, ())
-            if part.part_id in skipped or receiver in sources:
+            if part.part_id in skipped or receiver in ranks_with.get(part.part_id, ()):
                 continue
             if not sources:
                 raise _nobody_has(part.part_id, receiver, facts, roles, target)
@@ -319,28 +326,36 @@ def _why_not(one: RankFacts, role: Role) -> str:
 
 def _object_sources(facts: Sequence[RankFacts], roles: Sequence[Role]) -> Iterator[int]:
     """Of those at the target, the one that shares most parts; objects are equal among these."""
-    ready = {
-        rank: {part.part_id for part in one.held.parts}
-        for rank, (one, role) in enumerate(zip(facts, roles, strict=True))
-        if one.held is not None and role is not Role.RECEIVE
-    }
+    sharing: defaultdict[str, list[int]] = defaultdict(list)
+    ready: list[int] = []
+    for rank, (one, role) in enumerate(zip(facts, roles, strict=True)):
+        if one.held is not None and role is not Role.RECEIVE:
+            ready.append(rank)
+            for part_id in {part.part_id for part in one.held.parts}:
+                sharing[part_id].append(rank)
+    is_ready = frozenset(ready)
     for rank, one in enumerate(facts):
-        if rank in ready:
+        if rank in is_ready:
             yield rank
             continue
-        mine = {part.part_id for part in one.wanted}
-        yield min(ready, key=lambda source: (-len(mine & ready[source]), source))
+        wanted = {part.part_id for part in one.wanted}
+        shared = Counter(source for part_id in wanted for source in sharing.get(part_id, ()))
+        yield min(shared, key=lambda source: (-shared[source], source), default=ready[0])
 
 
 def _random_sources(facts: Sequence[RankFacts], target: int) -> Iterator[int]:
-    known = [set(one.random_states) for one in facts]
+    """The rank itself where it has its own random states, else the first that has them."""
+    first: dict[int, int] = {}
+    for source, one in enumerate(facts):
+        for rank, step in one.random_states:
+            if step == target and (rank == source or rank not in first):
+                first[rank] = source
     for rank in range(len(facts)):
-        having = [source for source, found in enumerate(known) if (rank, target) in found]
-        if not having:
+        if rank not in first:
             raise NoReplicasAvailableError(
                 None, f"nobody has the random states of rank {rank} at the beginning of {target}"
             )
-        yield rank if rank in having else having[0]
+        yield first[rank]
 
 
 def _ranks(ranks: Iterable[int]) -> str:

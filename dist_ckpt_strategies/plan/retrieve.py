@@ -61,7 +61,8 @@ class ExchangePlan:
 
     def without(self, excluded: Collection[Transfer]) -> ExchangePlan:
         """The plan without some of its transfers."""
-        return _plan_of(t for t in self.transfers if t not in excluded)
+        left_out = frozenset(excluded)
+        return _plan_of(t for t in self.transfers if t not in left_out)
 
 
 def build_exchange_plan(
@@ -91,17 +92,22 @@ def build_exchange_plan(
 
 
 def _plan_of(transfers: Iterable[Transfer]) -> ExchangePlan:
+    """Every transfer in the first step in which neither of its ranks does the same already."""
     found = tuple(transfers)
-    steps: list[dict[tuple[str, int], Transfer]] = []
+    steps: list[list[Transfer]] = []
+    taken: defaultdict[tuple[str, int], int] = defaultdict(int)  # steps as bits
     for transfer in found:
         if transfer.sender == transfer.receiver:
             continue
         ends = ("sends", transfer.sender), ("receives", transfer.receiver)
-        step = next((one for one in steps if not any(end in one for end in ends)), None)
-        if step is None:
-            steps.append(step := {})
-        step.update(dict.fromkeys(ends, transfer))
-    return ExchangePlan(found, tuple(tuple(dict.fromkeys(one.values())) for one in steps))
+        busy = taken[ends[0]] | taken[ends[1]]
+        number = (~busy & (busy + 1)).bit_length() - 1  # the lowest bit that is not set
+        for end in ends:
+            taken[end] |= 1 << number
+        if number == len(steps):
+            steps.append([])
+        steps[number].append(transfer)
+    return ExchangePlan(found, tuple(map(tuple, steps)))
 
 
 def _sender(receiver: int, part_id: str, holders: Sequence[int], load: Mapping[int, int]) -> int:
@@ -188,10 +194,13 @@ def spread_parts(
         available: for each rank of today the ids of the parts that it can read.
     """
     taken: dict[int, list[str]] = {rank: [] for rank in sorted(available)}
+    readers: defaultdict[str, list[int]] = defaultdict(list)
+    for rank in taken:
+        for part_id in set(available[rank]):
+            readers[part_id].append(rank)
     for old_rank in range(old_size):
         part_id = str(PartId(save, old_rank))
-        readers = [rank for rank in taken if part_id in available[rank]] or list(taken)
-        chosen = min(readers, key=lambda rank: (len(taken[rank]), rank))
+        chosen = min(readers.get(part_id, taken), key=lambda rank: (len(taken[rank]), rank))
         taken[chosen].append(part_id)
     for place, rank in enumerate(taken):
         if not taken[rank]:

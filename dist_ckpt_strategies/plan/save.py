@@ -5,21 +5,12 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import dataclass
 
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
-from dist_ckpt_strategies.plan.chunking import (
-    MAX_ASSEMBLED_NBYTES,
-    MAX_OBJECT_NBYTES,
-    chunk_parts,
-    fills_grid,
-    irregular_chunk_shape,
-    object_chunk_shape,
-    regular_chunk_shape,
-)
-from dist_ckpt_strategies.plan.coverage import Holding, require_partition
-from dist_ckpt_strategies.plan.inner_chunks import cut_chunk
+from dist_ckpt_strategies.plan.array_grid import ArrayGrids, ChunkParts, Cutting
+from dist_ckpt_strategies.plan.chunking import MAX_ASSEMBLED_NBYTES
+from dist_ckpt_strategies.plan.coverage import Holding
 from dist_ckpt_strategies.plan.keys import require_storable_keys
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
@@ -28,26 +19,6 @@ from dist_ckpt_strategies.spec.region import Extent, Region
 from dist_ckpt_strategies.spec.shard import RankShards, ShardId, ShardSpec
 
 _MAX_SPOKEN = 8
-
-
-class Cutting(Enum):
-    """What the file of a chunk is made of."""
-
-    WHOLE = "one piece"
-    INNER = "inner chunks"
-    INNER_CRC32C = "inner chunks, each with a CRC32C"
-    BOUNDED = "inner chunks, few enough for one request"
-    BOUNDED_CRC32C = "inner chunks, few enough for one request, each with a CRC32C"
-
-    @property
-    def has_crc32c(self) -> bool:
-        """Whether a CRC32C follows every inner chunk."""
-        return self in {Cutting.INNER_CRC32C, Cutting.BOUNDED_CRC32C}
-
-    @property
-    def is_bounded(self) -> bool:
-        """Whether a file has about MAX_OBJECT_NBYTES at most."""
-        return self in {Cutting.BOUNDED, Cutting.BOUNDED_CRC32C}
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,16 +165,17 @@ def build_save_plan(
     num_created: Counter[int] = Counter()
     creations: list[ArrayCreation] = []
     writes: list[ChunkWrite] = []
+    grids = ArrayGrids(cutting)
     for key in sorted(by_key):
-        made = _array_of(key, by_key[key], cutting)
+        made = _array_of(key, by_key[key], grids)
         creator = _creator(made.main, by_key[key], num_created)
         creations.append(ArrayCreation(made.array, creator))
         num_created[creator] += 1
-        chunk_writes = _shard_writes(made) if made.is_regular else _chunk_writes(made, load)
+        chunk_writes = _shard_writes(made) if made.chunks is None else _chunk_writes(made, load)
         for write in chunk_writes:
             load[write.writer] += write.nbytes
         writes.extend(chunk_writes)
-    return SavePlan(tuple(creations), tuple(writes), tuple(_rounds(writes, max_inflight_bytes)))
+    return SavePlan(tuple(creations), tuple(writes), _rounds(writes, max_inflight_bytes))
 
 
 def _single_writer_keys(objects: Iterable[ObjectHolding]) -> frozenset[str]:
@@ -268,15 +240,15 @@ class _Made:
     Attributes:
         array: with its chunk grid.
         main: who holds which main replica, sorted.
-        is_regular: whether each main replica is one chunk.
+        chunks: what each chunk is put together from; None where each main replica is one.
     """
 
     array: ArraySpec
-    main: Mapping[Holding, ShardId]
-    is_regular: bool
+    main: Sequence[tuple[Holding, ShardId]]
+    chunks: tuple[ChunkParts, ...] | None
 
 
-def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]], cutting: Cutting) -> _Made:
+def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]], grids: ArrayGrids) -> _Made:
     """The array that the shards of one key make up."""
     first_rank, first = held[0]
     for rank, shard in held:
@@ -286,52 +258,32 @@ def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]], cutting: Cutting)
             raise PlanError(
                 f"{key}: {name} {mine} on rank {rank}, {theirs} on rank {first_rank}", key=key
             )
-    shape = first.array_shape
-    main = sorted(
+    main = [
         (Holding(region, rank), shard.id)
         for rank, shard in held
         if shard.is_main and (region := _stored_part(shard)) is not None
+    ]
+    main.sort(key=_place)
+    grid = grids.of(
+        ArraySpec(key, first.array_shape, first.dtype, (1,) * len(first.array_shape)),
+        [holding for holding, _ in main],
+        (Holding(shard.region, rank) for rank, shard in held if not shard.is_main),
     )
-    holdings = [holding for holding, _ in main]
-    regions = [holding.region for holding in holdings]
-    chunk = regular_chunk_shape(shape, regions)
-    if chunk is None or not fills_grid(shape, chunk, regions):
-        copies = [Holding(shard.region, rank) for rank, shard in held if not shard.is_main]
-        require_partition(key, shape, holdings, copies)
-    whole = ArraySpec(key, shape, first.dtype, chunk if chunk is not None else (1,) * len(shape))
-    if chunk is not None:
-        small = _bounded(whole, cutting)
-        if (array := _cut(small, cutting, is_movable=False)) is not None:
-            return _Made(array, dict(main), is_regular=small is whole)
-        chunk = small.chunk_shape
-    else:
-        chunk = irregular_chunk_shape(shape, first.dtype.itemsize, holdings)
-    moved = _cut(_bounded(replace(whole, chunk_shape=chunk), cutting), cutting, is_movable=True)
-    assert moved is not None  # noqa: S101 - where boundaries may move, every chunk can be cut
-    return _Made(moved, dict(main), is_regular=False)
-
-
-def _bounded(array: ArraySpec, cutting: Cutting) -> ArraySpec:
-    """The array with chunks that fit an object; itself where they do."""
-    if not cutting.is_bounded or array.chunk_nbytes <= MAX_OBJECT_NBYTES:
-        return array
-    chunk = object_chunk_shape(array.chunk_shape, array.dtype.itemsize)
-    return replace(array, chunk_shape=chunk)
-
-
-def _cut(array: ArraySpec, cutting: Cutting, *, is_movable: bool) -> ArraySpec | None:
-    """The array with inner chunks; None where its chunks have no factors for them."""
-    if cutting is Cutting.WHOLE:
-        return array
-    cut = cut_chunk(array.chunk_shape, array.shape, array.dtype.itemsize, is_movable=is_movable)
-    if cut is None:
-        return None
-    return replace(
-        array,
-        chunk_shape=cut.chunk_shape,
-        inner_shape=cut.inner_shape,
-        has_crc32c=cutting.has_crc32c,
+    array = ArraySpec(
+        key,
+        first.array_shape,
+        first.dtype,
+        grid.chunk_shape,
+        inner_shape=grid.inner_shape,
+        has_crc32c=grids.cutting.has_crc32c,
     )
+    return _Made(array, main, grid.chunks)
+
+
+def _place(held: tuple[Holding, ShardId]) -> tuple[Extent, Extent, int]:
+    """Sorts as holdings do, without a comparison of objects."""
+    holding, _ = held
+    return holding.region.offset, holding.region.shape, holding.rank
 
 
 def _spoken(fact: DType | Extent) -> str:
@@ -346,10 +298,12 @@ def _stored_part(shard: ShardSpec) -> Region | None:
 
 
 def _creator(
-    main: Iterable[Holding], held: Sequence[tuple[int, ShardSpec]], num_created: Counter[int]
+    main: Iterable[tuple[Holding, ShardId]],
+    held: Sequence[tuple[int, ShardSpec]],
+    num_created: Counter[int],
 ) -> int:
     """A rank that holds a part of the array, or knows an empty one: who has created least."""
-    ranks = {holding.rank for holding in main} or {rank for rank, _ in held}
+    ranks = {holding.rank for holding, _ in main} or {rank for rank, _ in held}
     return min(ranks, key=lambda rank: (num_created[rank], rank))
 
 
@@ -357,51 +311,62 @@ def _shard_writes(made: _Made) -> list[ChunkWrite]:
     """One write for each shard, which is a chunk; ``_chunk_writes`` would find the same."""
     return [
         ChunkWrite(made.array, h.region, h.rank, (Piece(h.rank, shard, h.region),))
-        for h, shard in made.main.items()
+        for h, shard in made.main
     ]
 
 
-def _chunk_writes(made: _Made, load_before: Counter[int]) -> list[ChunkWrite]:
+def _chunk_writes(made: _Made, load: Counter[int]) -> list[ChunkWrite]:
     """One write for each chunk of the array, put together from parts of the shards."""
-    array = made.array
-    pieces: dict[Extent, list[Piece]] = defaultdict(list)
-    for holding, shard in made.main.items():
-        for index, part in chunk_parts(array.chunk_shape, holding.region):
-            pieces[index].append(Piece(holding.rank, shard, part))
-    load = load_before.copy()
+    added: Counter[int] = Counter()
     writes = []
-    for index in sorted(pieces):
-        region = array.chunk_region(index).intersect(Region.whole(array.shape))
-        assert region is not None  # noqa: S101 - a chunk of the grid overlaps its array
-        writer = _writer(pieces[index], load)
-        write = ChunkWrite(array, region, writer, tuple(pieces[index]))
-        load[writer] += write.nbytes
+    for chunk in made.chunks or ():
+        pieces = []
+        for number, part in chunk.parts:
+            holding, shard = made.main[number]
+            pieces.append(Piece(holding.rank, shard, part))
+        writer = _writer(pieces, load, added)
+        write = ChunkWrite(made.array, chunk.region, writer, tuple(pieces))
+        added[writer] += write.nbytes
         writes.append(write)
     return writes
 
 
-def _writer(pieces: Sequence[Piece], load: Counter[int]) -> int:
+def _writer(pieces: Sequence[Piece], load: Counter[int], added: Counter[int]) -> int:
     """The rank that holds most of the chunk; among equals the one with least to write."""
+    first = pieces[0].holder
+    if all(piece.holder == first for piece in pieces):
+        return first
     held: Counter[int] = Counter()
     for piece in pieces:
         held[piece.holder] += piece.region.numel
-    return min(held, key=lambda rank: (-held[rank], load[rank], rank))
+    return min(held, key=lambda rank: (-held[rank], load[rank] + added[rank], rank))
 
 
-def _rounds(writes: Iterable[ChunkWrite], budget_nbytes: int) -> Iterable[tuple[ChunkWrite, ...]]:
-    """Chunks that are assembled, in plan order, cut where a rank's memory would run over."""
-    round_: list[ChunkWrite] = []
-    used: Counter[int] = Counter()
+def _rounds(writes: Iterable[ChunkWrite], budget_nbytes: int) -> tuple[tuple[ChunkWrite, ...], ...]:
+    """Chunks that are assembled, each in the first round in which its ranks have room for it.
+
+    No rank goes back to an earlier round, and ranks that have nothing to do with each other share
+    rounds: there are as many as the rank with most to do needs, however many groups of ranks there
+    are. Every round is a meeting of all.
+    """
+    rounds: list[list[ChunkWrite]] = []
+    last: dict[int, int] = {}
+    used: Counter[int] = Counter()  # of the last round of each rank
     for write in writes:
         if write.is_whole_shard:
             continue
-        needed = Counter({write.writer: 2 * write.nbytes})
+        needed = {write.writer: 2 * write.nbytes}
         for move in write.moves:
-            needed[move.piece.holder] += move.nbytes
-        if round_ and any(used[rank] + needed[rank] > budget_nbytes for rank in needed):
-            yield tuple(round_)
-            round_, used = [], Counter()
-        round_.append(write)
-        used.update(needed)
-    if round_:
-        yield tuple(round_)
+            holder = move.piece.holder
+            needed[holder] = needed.get(holder, 0) + move.nbytes
+        number = max(last.get(rank, 0) for rank in needed)
+        meeting = [rank for rank in needed if last.get(rank) == number]
+        if any(used[rank] + needed[rank] > budget_nbytes for rank in meeting):
+            number += 1
+        for rank, nbytes in needed.items():
+            used[rank] = nbytes + (used[rank] if last.get(rank) == number else 0)
+            last[rank] = number
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(write)
+    return tuple(map(tuple, rounds))

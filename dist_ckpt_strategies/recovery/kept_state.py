@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -11,8 +12,13 @@ import torch
 
 from dist_ckpt_strategies.device import to_host
 from dist_ckpt_strategies.errors import RestartError
+from dist_ckpt_strategies.plan.recover import HeldState
+from dist_ckpt_strategies.recovery.checksums import MemoryChecksumManager
+from dist_ckpt_strategies.run.flat_parts import FlatPart
 from dist_ckpt_strategies.run.state_provider import StateProvider
 from dist_ckpt_strategies.spec.phase import Phase
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +34,42 @@ class KeptState:
     provider: StateProvider
     step: int
     phase: Phase
+
+
+def held_state(
+    kept: KeptState | None,
+    parts: Mapping[str, FlatPart],
+    recorded: MemoryChecksumManager | None,
+    *,
+    with_digests: bool,
+) -> tuple[HeldState | None, str]:
+    """What a rank offers to others; of a state that is not what it was, only how far it had come.
+
+    Args:
+        kept: what it has; None if nothing.
+        parts: of it that others may need.
+        recorded: digests of its beginning; None: they are not looked at, and none are told.
+        with_digests: tell those of the parts, where they are what a recovery would send.
+
+    Returns:
+        It, and why nothing, or no part, in words.
+    """
+    if kept is None:
+        return None, "has no state"
+    damage = _damage(kept, recorded)
+    if damage:
+        logger.error("the state in memory is not used: %s", "; ".join(damage))
+        return HeldState(kept.step, kept.phase, ()), damage[0]
+    tells = with_digests and recorded is not None and kept.phase < Phase.COMMITTED
+    found = tuple(part.facts(with_digest=tells) for part in parts.values())
+    return HeldState(kept.step, kept.phase, found), ""
+
+
+def _damage(kept: KeptState, recorded: MemoryChecksumManager | None) -> list[str]:
+    """How the state differs from its digests; from the update on they are of what it was before."""
+    if recorded is None or kept.phase >= Phase.UPDATING or recorded.step != kept.step:
+        return []
+    return recorded.differences(kept.provider.parts())
 
 
 class HostCopy:

@@ -22,9 +22,9 @@ from dist_ckpt_strategies.errors import (
     PeerTimeoutError,
     RestartError,
 )
-from dist_ckpt_strategies.plan.recover import HeldState, RankFacts
+from dist_ckpt_strategies.plan.recover import RankFacts
 from dist_ckpt_strategies.recovery.checksums import MemoryChecksumManager
-from dist_ckpt_strategies.recovery.kept_state import HostCopy, KeptState
+from dist_ckpt_strategies.recovery.kept_state import HostCopy, KeptState, held_state
 from dist_ckpt_strategies.recovery.provider import HasStateProvider, provider_of
 from dist_ckpt_strategies.recovery.random_states import (
     RandomLog,
@@ -40,6 +40,7 @@ from dist_ckpt_strategies.run.recover import (
     Recovered,
     RecoveryOptions,
     Survivor,
+    UnfinishedStepError,
     gather_facts,
     plan_recovery,
     run_recovery,
@@ -379,9 +380,10 @@ class CheckpointManager:
         view = self._view(new)
 
         def describe() -> RankFacts:
-            wanted = flat_parts(view.parts())
-            held, why = self._held(with_digests=with_digests)
-            parts.extend([wanted, {} if self._kept is None else self._flat_kept()])
+            wanted, kept = flat_parts(view.parts()), self._flat_kept()
+            recorded = self.checksum_manager if self.enable_checksum else None
+            held, why = held_state(self._kept, kept, recorded, with_digests=with_digests)
+            parts.extend([wanted, kept])
             return RankFacts(
                 tuple(part.facts() for part in wanted.values()),
                 tuple(sorted(view.gathered_parts())),
@@ -393,30 +395,23 @@ class CheckpointManager:
         facts = gather_facts(comm, describe)
         return plan_recovery(comm, facts, parts)
 
-    def _held(self, *, with_digests: bool) -> tuple[HeldState | None, str]:
-        """What this rank offers. Of a state that is not what it was, only how far it had come."""
-        kept = self._kept
-        if kept is None:
-            return None, "has no state"
-        damage = self._damage(kept)
-        if damage:
-            logger.error("the state in memory is not used: %s", "; ".join(damage))
-            return HeldState(kept.step, kept.phase, ()), damage[0]
-        digests = with_digests and self.enable_checksum and kept.phase < Phase.COMMITTED
-        found = tuple(part.facts(with_digest=digests) for part in self._flat_kept().values())
-        return HeldState(kept.step, kept.phase, found), ""
-
     def _flat_kept(self) -> dict[str, FlatPart]:
         return {} if self._kept is None else flat_parts(self._view(self._kept.provider).parts())
 
-    def _damage(self, kept: KeptState) -> list[str]:
-        recorded = self.checksum_manager
-        is_comparable = kept.phase < Phase.UPDATING and recorded.step == kept.step
-        if not (self.enable_checksum and is_comparable):
-            return []
-        return recorded.differences(kept.provider.parts())
-
     def _recover(self, comm: Communicator, new: StateProvider) -> Recovered:
+        try:
+            return self._carry_out(comm, new)
+        except UnfinishedStepError as unfinished:
+            # That rank's state is torn now, and known to be: the next plan has one rank less.
+            logger.warning("%s; is there another copy?", unfinished)
+            try:
+                return self._recover(comm, new)
+            except (PeerTimeoutError, PeerLostError):
+                raise
+            except CheckpointError as error:
+                raise RestartError(f"{unfinished}; without it: {error}") from error
+
+    def _carry_out(self, comm: Communicator, new: StateProvider) -> Recovered:
         plan = self._plan(comm, new, with_digests=False)
         kept = self._kept
         survivor = (

@@ -33,7 +33,7 @@ def run_manifest(
     """Write every part, then the index, durably.
 
     Collective: three meetings and an exchange. Each rank holds its own description and the parts
-    that it owns.
+    that it owns; of the sizes it tells only those of parts that it knows something of.
 
     Args:
         plan: who writes what.
@@ -47,20 +47,19 @@ def run_manifest(
         StorageError: writing failed on this rank.
         PeerError: it failed on another.
     """
-    numbers = range(len(plan.firsts))
     known: dict[int, bytes] = {}
 
-    def describe_own() -> list[int]:
+    def describe_own() -> list[list[int]]:
         known.update(describe())
-        return [len(known.get(n, b"")) for n in numbers]
+        return [[n, len(known[n])] for n in sorted(known)]
 
     sizes = agree_and_gather(comm, describe_own)
-    mine = [n for n in numbers if plan.owners[n] == comm.rank]
+    mine = [n for n, owner in enumerate(plan.owners) if owner == comm.rank]
     incoming: dict[tuple[int, int], Bytes] = {
-        (rank, n): np.empty(sizes[rank][n], np.uint8)
-        for rank in range(comm.size)
-        for n in mine
-        if rank != comm.rank and sizes[rank][n]
+        (rank, n): np.empty(nbytes, np.uint8)
+        for rank, of_rank in enumerate(sizes)
+        for n, nbytes in of_rank
+        if rank != comm.rank and plan.owners[n] == comm.rank
     }
     comm.exchange(
         [

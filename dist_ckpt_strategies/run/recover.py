@@ -84,6 +84,13 @@ class Survivor:
     finish_step: Callable[[], None]
 
 
+class UnfinishedStepError(RestartError):
+    """A rank could not finish its step, and its state is torn; others may hold the same parts.
+
+    Raised on all ranks alike, before any state has been moved.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class Recovered:
     """What a rank has after a recovery.
@@ -147,12 +154,13 @@ def run_recovery(
         options: equal on all ranks.
 
     Raises:
+        UnfinishedStepError: a rank could not finish its step; another plan may do without it.
         CorruptCheckpointError: bytes arrived damaged, or copies of a part differ.
     """
     started = time.monotonic()
     role = plan.roles[comm.rank]
     if any(one is Role.ROLL_FORWARD for one in plan.roles):
-        agree(comm, lambda: _finish_step(survivor, role))
+        _finish_steps(comm, survivor, role)
     sources = agree(comm, lambda: _sources(survivor, role))
     if options.compares_copies:
         _compare_copies(comm, plan, sources)
@@ -177,9 +185,19 @@ def run_recovery(
     return Recovered(report, states.random)
 
 
-def _finish_step(survivor: Survivor | None, role: Role) -> None:
-    if role is Role.ROLL_FORWARD and survivor is not None:
-        _asked("apply_update", survivor.finish_step)
+def _finish_steps(comm: Communicator, survivor: Survivor | None, role: Role) -> None:
+    def finish() -> str:
+        try:
+            if role is Role.ROLL_FORWARD and survivor is not None:
+                _asked("apply_update", survivor.finish_step)
+        except CheckpointError as error:
+            return str(error)
+        return ""
+
+    answers = agree_and_gather(comm, finish)
+    failed = [f"rank {comm.global_rank(rank)}: {why}" for rank, why in enumerate(answers) if why]
+    if failed:
+        raise UnfinishedStepError("; ".join(failed[:_MAX_SHOWN]))
 
 
 def _asked(what: str, call: Callable[[], T]) -> T:
@@ -222,7 +240,7 @@ class _Item:
 
 
 class _Transfer:
-    """The bytes of one rank, in and out, round by round; two rounds are at hand at a time."""
+    """The bytes of one rank, in and out, round by round."""
 
     def __init__(
         self,
@@ -282,8 +300,16 @@ class _Transfer:
         device = self._comm.device
         going = [items[number] for items in self._out.values() if number < len(items)]
         coming = [items[number] for items in self._in.values() if number < len(items)]
-        data = [self._from[i.copy.part_id].outgoing(i.message, device) for i in going]
-        landing = [self._to[i.copy.part_id].landing(i.message, device) for i in coming]
+
+        def stage() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            try:
+                data = [self._from[i.copy.part_id].outgoing(i.message, device) for i in going]
+                return data, [self._to[i.copy.part_id].landing(i.message, device) for i in coming]
+            except (MemoryError, RuntimeError) as error:  # CUDA's is one of the latter
+                raise RestartError(f"no room for messages: {error}") from error
+
+        # Agreed on, as there may be no memory for it on one rank, and nobody is to wait for that.
+        data, landing = agree(self._comm, stage)
         exchange = self._comm.begin_exchange(
             [Send(item.peer, found) for item, found in zip(going, data, strict=True)],
             [Receive(item.peer, found) for item, found in zip(coming, landing, strict=True)],

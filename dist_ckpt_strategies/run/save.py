@@ -1,13 +1,13 @@
 """Carry out a SavePlan: metadata and whole shards first, then chunks put together from pieces.
 
-Either at once, or in two steps: stage, which every rank does, and write, which each does alone.
+Either at once, or in two steps: stage, which every rank does, and write, which each does alone
+(staged.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -16,11 +16,11 @@ import torch
 from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.device import to_host, torch_dtype
+from dist_ckpt_strategies.device import Slot, copy_into, to_host, torch_dtype
 from dist_ckpt_strategies.plan.save import ChunkWrite, Move, Piece, SavePlan
 from dist_ckpt_strategies.run.report import SaveReport
+from dist_ckpt_strategies.run.staged import StagedSave, StagedWrite
 from dist_ckpt_strategies.run.transfer import InFlight, TensorWrite, run_writes
-from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.spec.shard import ShardId
 from dist_ckpt_strategies.storage.base import ArrayWriter
@@ -79,26 +79,12 @@ def run_save(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StagedSave:
-    """One rank's share of a save, in memory of its own: nobody else is needed to write it.
-
-    Attributes:
-        creations: arrays whose metadata this rank writes.
-        writes: its chunks.
-        moved_nbytes: bytes that it sent to the writers of other chunks.
-    """
-
-    creations: tuple[ArraySpec, ...]
-    writes: tuple[TensorWrite, ...]
-    moved_nbytes: int
+Reserve = Callable[[Sequence[ChunkWrite], bool], Sequence[Slot]]
+"""Gives a place for each chunk; whether they are filled from CUDA."""
 
 
 def stage_save(
-    plan: SavePlan,
-    tensors: Tensors,
-    comm: Communicator,
-    copy: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+    plan: SavePlan, tensors: Tensors, comm: Communicator, reserve: Reserve
 ) -> StagedSave:
     """Copy what this rank will write, and bring pieces to the writers of their chunks.
 
@@ -108,49 +94,44 @@ def stage_save(
         plan: what is written by whom.
         tensors: this rank's main replicas.
         comm: the group that the plan was made for.
-        copy: makes copies on the host.
+        reserve: gives memory on the host.
 
     Raises:
         PeerError: another rank failed.
     """
     me = comm.global_rank(comm.rank)
-    whole = [write for write in plan.writes_of(me) if write.is_whole_shard]
-    copies = agree(comm, lambda: copy([_piece_tensor(write.pieces[0], tensors) for write in whole]))
-    writes = [TensorWrite(w.array, w.region, c) for w, c in zip(whole, copies, strict=True)]
+    mine = plan.writes_of(me)
+    slots: dict[tuple[str, Region], Slot] = {}
+
+    def copy_whole() -> None:
+        is_cuda = any(tensor.device.type == "cuda" for tensor in tensors.values())
+        slots.update(zip(map(_place_of, mine), reserve(mine, is_cuda), strict=True))
+        whole = [write for write in mine if write.is_whole_shard]
+        copy_into(
+            [slots[_place_of(write)].tensor for write in whole],
+            [_piece_tensor(write.pieces[0], tensors) for write in whole],
+        )
+
+    agree(comm, copy_whole)
     for round_ in plan.rounds:
-        writes += agree(comm, _assembled_chunks(round_, tensors, comm))
-    moved_nbytes = sum(move.nbytes for move in plan.sends_of(me))
-    return StagedSave(plan.creations_of(me), tuple(writes), moved_nbytes)
-
-
-def write_staged(
-    staged: StagedSave, store: ArrayWriter, options: Options, also: Callable[[], None]
-) -> SaveReport:
-    """Write what was staged, durably. Rank-local.
-
-    Args:
-        staged: what to write.
-        store: where the arrays go.
-        options: timeout and memory budget.
-        also: further writes that belong to this rank's share.
-
-    Raises:
-        StorageError: a write failed.
-    """
-    started = time.monotonic()
-    with InFlight(options.timeout_s) as in_flight:
-        in_flight.follow_with(store.begin_creates(staged.creations))
-        run_writes(store, staged.writes, options)
-        also()
-    touched = {a.key: a for a in (*staged.creations, *(w.array for w in staged.writes))}
-    store.begin_syncs(list(touched.values())).wait(options.timeout_s)
-    return SaveReport(
-        num_arrays=len(staged.creations),
-        num_chunks=len(staged.writes),
-        nbytes=sum(w.region.numel * w.array.dtype.itemsize for w in staged.writes),
-        moved_nbytes=staged.moved_nbytes,
-        seconds=time.monotonic() - started,
+        assemble = _assembled_chunks(round_, tensors, comm)
+        agree(comm, partial(_fill, assemble, slots))
+    return StagedSave(
+        plan.creations_of(me),
+        tuple(StagedWrite(w.array, w.region, slots[_place_of(w)].byte_offset) for w in mine),
+        sum(move.nbytes for move in plan.sends_of(me)),
     )
+
+
+def _place_of(write: ChunkWrite | TensorWrite) -> tuple[str, Region]:
+    return write.array.key, write.region
+
+
+def _fill(
+    assemble: Callable[[], list[TensorWrite]], slots: Mapping[tuple[str, Region], Slot]
+) -> None:
+    for chunk in assemble():
+        slots[_place_of(chunk)].tensor.copy_(chunk.tensor)
 
 
 def _write_chunks(

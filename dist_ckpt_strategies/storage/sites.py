@@ -124,3 +124,8 @@ def open_site(location: Location, options: Options) -> Site:
     if isinstance(location, Bucket):
         return BucketSite(location, options)
     return DirectorySite(location, options)
+
+
+def open_writer(root: Path, options: Options) -> DigestingWriter:
+    """What writes the arrays of a save to a directory."""
+    return DirectorySite(root, options).writer

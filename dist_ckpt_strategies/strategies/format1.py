@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +10,8 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
-from dist_ckpt_strategies.plan.save import Cutting
+from dist_ckpt_strategies.plan.array_grid import Cutting
+from dist_ckpt_strategies.run.staged import Digests
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.base import ArrayWriter
 from dist_ckpt_strategies.storage.files import require_directory, storage_error
@@ -57,6 +58,7 @@ class Format1Target:
         self._keeps_old = keeps_old
         self._is_checkpoint = False
         self.writer: ArrayWriter = open_array_store(root, options)
+        self.open_elsewhere: Callable[[], ArrayWriter] = partial(open_array_store, root, options)
 
     def examine(self) -> None:
         """See SaveTarget."""
@@ -89,6 +91,9 @@ class Format1Target:
         )
         run_pooled(jobs, _OBJECT_THREADS, _unexpected).wait(self._options.timeout_s)
         Zarr2Layout(root).sync_directories({name.key for name in objects})
+
+    def take_digests(self, digests: Digests) -> None:
+        """See SaveTarget. The format has none."""
 
     def complete(self, planned: Planned, comm: Communicator) -> None:
         """See SaveTarget. The files are all there is."""

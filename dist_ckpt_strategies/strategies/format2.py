@@ -7,7 +7,9 @@ import json
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from dist_ckpt_strategies.comm.base import Communicator
@@ -15,8 +17,9 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import IncompleteCheckpointError, StorageError
 from dist_ckpt_strategies.megatron.layout import parallel_sizes
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
-from dist_ckpt_strategies.plan.save import Cutting
+from dist_ckpt_strategies.plan.array_grid import Cutting
 from dist_ckpt_strategies.run.manifest import run_manifest
+from dist_ckpt_strategies.run.staged import Digests
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.manifest import (
     ArrayRecord,
@@ -29,6 +32,7 @@ from dist_ckpt_strategies.spec.manifest import (
 )
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.spec.region import Extent
+from dist_ckpt_strategies.storage.base import ArrayWriter
 from dist_ckpt_strategies.storage.checkpoints import Format2Checkpoint
 from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.storage.locations import Location
@@ -43,7 +47,7 @@ from dist_ckpt_strategies.storage.manifest import (
     part_content,
 )
 from dist_ckpt_strategies.storage.objects import dump_content, plain_value
-from dist_ckpt_strategies.storage.sites import DigestingWriter, open_site
+from dist_ckpt_strategies.storage.sites import DigestingWriter, open_site, open_writer
 from dist_ckpt_strategies.strategies.save_planning import Planned
 
 _MAX_PLAIN_NBYTES = 4 << 10
@@ -76,11 +80,19 @@ class Format2Target:
         self._site = open_site(root, options)
         self._place = self._site.place
         self._objects: list[ObjectRecord] = []
+        self._digests: dict[tuple[str, Extent], list[int]] = {}
 
     @property
     def writer(self) -> DigestingWriter:
         """See SaveTarget."""
         return self._site.writer
+
+    @property
+    def open_elsewhere(self) -> Callable[[], ArrayWriter] | None:
+        """See SaveTarget. Credentials for object stores may be this process's alone."""
+        if isinstance(self._root, Path):
+            return partial(open_writer, self._root, self._options)
+        return None
 
     @property
     def cutting(self) -> Cutting:
@@ -146,6 +158,10 @@ class Format2Target:
         if pack:
             self._place.write(name, bytes(pack))
 
+    def take_digests(self, digests: Digests) -> None:
+        """See SaveTarget."""
+        self._digests.update(digests)
+
     def complete(self, planned: Planned, comm: Communicator) -> None:
         """See SaveTarget. What every rank knows of its files becomes the manifest."""
 
@@ -166,7 +182,7 @@ class Format2Target:
     def _known(self, planned: Planned) -> dict[int, bytes]:
         """What this rank knows, by part of the manifest."""
         chunks: dict[str, dict[Extent, ChunkRecord]] = defaultdict(dict)
-        for (key, index), digests in self.writer.digests.items():
+        for (key, index), digests in {**self.writer.digests, **self._digests}.items():
             chunks[key][index] = ChunkRecord.of(self._global_rank, digests)
         arrays: dict[str, ArraySpec] = {c.array.key: c.array for c in planned.plan.creations}
         arrays |= {write.array.key: write.array for write in planned.plan.writes}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,10 +14,10 @@ import xxhash
 from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.device import require_plain
-from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError
+from dist_ckpt_strategies.device import Slot, require_plain, torch_dtype
+from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError, StorageError
 from dist_ckpt_strategies.local.background import BackgroundWork
-from dist_ckpt_strategies.local.snapshot import HostSnapshot
+from dist_ckpt_strategies.local.snapshot import HostSnapshot, SharedMemory
 from dist_ckpt_strategies.megatron.bases import ShardedObject
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -26,9 +27,15 @@ from dist_ckpt_strategies.megatron.shards import (
     shard_spec,
     sharded_values,
 )
+from dist_ckpt_strategies.plan.array_grid import Cutting
 from dist_ckpt_strategies.plan.manifest import ManifestPlan, build_manifest_plan
-from dist_ckpt_strategies.plan.save import Cutting, ObjectHolding, SavePlan, build_save_plan
-from dist_ckpt_strategies.run.report import SaveReport
+from dist_ckpt_strategies.plan.save import (
+    ChunkWrite,
+    ObjectHolding,
+    SavePlan,
+    build_save_plan,
+)
+from dist_ckpt_strategies.run.writer_process import WriterProcess, start_writer
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.spec.shard import (
     RankShards,
@@ -37,6 +44,9 @@ from dist_ckpt_strategies.spec.shard import (
     shard_from_wire,
     shard_to_wire,
 )
+from dist_ckpt_strategies.storage.shared_bytes import SharedBytes, is_supported
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +86,55 @@ class SaveMemory:
 
     Attributes:
         last: the last plan.
-        snapshot: memory that asynchronous saves copy a rank's tensors to.
     """
 
     def __init__(self) -> None:
         self.last: Planned | None = None
-        self.snapshot = HostSnapshot()
-        self._running: BackgroundWork[SaveReport] | None = None
+        self._shared = SharedMemory() if is_supported() else None
+        self._snapshot = HostSnapshot(self._shared.allocate) if self._shared else HostSnapshot()
+        self._running: BackgroundWork[Any] | None = None
+        self._process: WriterProcess | None = None
+        self._has_process = True
 
-    def wait_until_idle(self, timeout_s: float) -> None:
+    def reserve(self, writes: Sequence[ChunkWrite], is_cuda: bool) -> list[Slot]:  # noqa: FBT001 - run.save.Reserve
+        """A place for each chunk; those of the save before are gone."""
+        layouts = [(write.region.shape, torch_dtype(write.array.dtype)) for write in writes]
+        try:
+            return self._snapshot.slots(layouts, is_pinned=is_cuda)
+        except StorageError as error:  # of shared memory: a limit on the size of files is one on it
+            logger.warning("%s: threads of this process write instead of another process", error)
+            self._shared, self._snapshot = None, HostSnapshot()
+            return self._snapshot.slots(layouts, is_pinned=is_cuda)
+
+    def staged_bytes(self) -> memoryview:
+        """The memory that ``reserve`` has given places in."""
+        return self._snapshot.memory.numpy().data
+
+    def shared_bytes(self) -> SharedBytes | None:
+        """The same, for another process; None where none can have it."""
+        return None if self._shared is None else self._shared.shared
+
+    def get_ready(self, options: Options) -> None:
         """Return when the asynchronous save before has written all it has to, well or not.
 
-        Raises:
-            PeerTimeoutError: it goes on for longer.
-        """
-        if self._running is not None:
-            self._running.wait(timeout_s)
+        A process that will write starts meanwhile.
 
-    def run(self, work: BackgroundWork[SaveReport]) -> None:
+        Raises:
+            PeerTimeoutError: that save goes on for longer than the time limit.
+        """
+        if options.writer_process:
+            self.writer_process()
+        if self._running is not None:
+            self._running.wait(options.timeout_s)
+
+    def writer_process(self) -> WriterProcess | None:
+        """The process that writes for this one, started where there is none; None: it cannot be."""
+        if self._has_process and (self._process is None or not self._process.is_usable):
+            self._process = start_writer()
+            self._has_process = self._process is not None
+        return self._process
+
+    def run(self, work: BackgroundWork[Any]) -> None:
         """Start to write behind training; the snapshot is the work's own until it is done."""
         self._running = work
         work.start()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
@@ -14,9 +17,11 @@ from dist_ckpt_strategies.local.background import BackgroundWork, yield_to_train
 from dist_ckpt_strategies.local.requests import LocalSaveRequest
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
-from dist_ckpt_strategies.plan.save import Cutting
+from dist_ckpt_strategies.plan.array_grid import Cutting
 from dist_ckpt_strategies.run.report import SaveReport
-from dist_ckpt_strategies.run.save import run_save, stage_save, write_staged
+from dist_ckpt_strategies.run.save import run_save, stage_save
+from dist_ckpt_strategies.run.staged import Digests, StagedSave, WriteJob, Written
+from dist_ckpt_strategies.run.writer_process import outcome_of
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.base import ArrayWriter
 from dist_ckpt_strategies.strategies.save_planning import (
@@ -46,6 +51,11 @@ class SaveTarget(Protocol):
         """Writes the arrays."""
         ...
 
+    @property
+    def open_elsewhere(self) -> Callable[[], ArrayWriter] | None:
+        """Gives such a writer in another process, once unpickled there; None: there is no way."""
+        ...
+
     def dump(self, obj: Any, *, name: str) -> bytes:
         """What will be stored of an object."""
         ...
@@ -68,6 +78,10 @@ class SaveTarget(Protocol):
 
     def write_objects(self, objects: Mapping[ObjectId, bytes]) -> None:
         """Store what was dumped of this rank's objects, durably."""
+        ...
+
+    def take_digests(self, digests: Digests) -> None:
+        """Take note of what another writer has written."""
         ...
 
     def complete(self, planned: Planned, comm: Communicator) -> None:
@@ -149,42 +163,85 @@ def begin_save(  # noqa: PLR0913, PLR0917 - what a save is made of
         CheckpointExistsError: the directory holds other arrays, and no marker.
         StorageError: preparing failed here; a PeerError of the same class on the other ranks.
     """
-    agree(comm, lambda: memory.wait_until_idle(options.timeout_s))
+    agree(comm, lambda: memory.get_ready(options))
     target, mine, planned, token = _prepared(state_dict, open_target, comm, options, memory)
-    staged = stage_save(planned.plan, mine.tensors, comm, memory.snapshot.take)
+    staged = stage_save(planned.plan, mine.tensors, comm, memory.reserve)
 
-    def write() -> SaveReport:
-        yield_to_training()
-        return write_staged(
-            staged, target.writer, options, lambda: target.write_objects(mine.objects)
-        )
-
-    def prepare() -> BackgroundWork[SaveReport]:
+    def prepare() -> BackgroundWork[Outcome]:
         if comm.rank == 0:
             target.forget(token)  # every rank has seen it
+        write_arrays = _array_write(staged, target, memory, options)
+
+        def write() -> Outcome:
+            yield_to_training()
+            target.write_objects(mine.objects)
+            return write_arrays()
+
         return BackgroundWork(write, "dist-ckpt-save")
 
     work = agree(comm, prepare)
+    ending = _Ending(target, planned, comm, options, work)
+    memory.run(work)
+    return LocalSaveRequest.of(
+        work, lambda: ending.finalise(save_common, publish), options.timeout_s
+    )
 
-    def written() -> SaveReport:
-        work.wait(options.timeout_s)
-        return work.result()
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """What is left of an asynchronous save, for all ranks to do together."""
+
+    target: SaveTarget
+    planned: Planned
+    comm: Communicator
+    options: Options
+    work: BackgroundWork[Outcome]
 
     @raises_megatron_errors
-    def finalise() -> None:
+    def finalise(
+        self, save_common: Callable[[], None] | None, publish: Callable[[], None] | None
+    ) -> None:
         try:
-            report = agree(comm, written)
+            report = agree(self.comm, self._written)
             if save_common is not None:
-                agree(comm, save_common)
-            target.complete(planned, comm)
+                agree(self.comm, save_common)
+            self.target.complete(self.planned, self.comm)
             if publish is not None:
-                agree_on_first(comm, publish)
+                agree_on_first(self.comm, publish)
         finally:
-            work.forget_mark()
-        logger.info("rank %s: %s", comm.global_rank(comm.rank), report)
+            self.work.forget_mark()
+        logger.info("rank %s: %s", self.comm.global_rank(self.comm.rank), report)
 
-    memory.run(work)
-    return LocalSaveRequest.of(work, finalise, options.timeout_s)
+    def _written(self) -> SaveReport:
+        self.work.wait(self.options.timeout_s)
+        written = self.work.result()()
+        self.target.take_digests(written.digests)
+        return written.report
+
+
+Outcome = Callable[[], Written]
+"""Tells what came of writing the arrays, or raises what it raised."""
+
+
+def _array_write(
+    staged: StagedSave, target: SaveTarget, memory: SaveMemory, options: Options
+) -> Callable[[], Outcome]:
+    """What writes the arrays, for a thread to call.
+
+    All that takes Python long is done here, or by whoever asks what came of it: a thread that is
+    busy keeps training waiting.
+    """
+    shared = memory.shared_bytes()
+    process = memory.writer_process() if options.writer_process and shared else None
+    if process is None or shared is None or target.open_elsewhere is None:
+        job = WriteJob(staged, lambda: target.writer, options.timeout_s)
+        return lambda: partial(_itself, job.run(memory.staged_bytes()))
+    content = pickle.dumps(WriteJob(staged, target.open_elsewhere, options.timeout_s))
+    return lambda: partial(outcome_of, process.run(content, shared))
+
+
+def _itself(written: Written) -> Written:
+    return written
 
 
 def _prepared(

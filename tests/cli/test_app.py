@@ -20,7 +20,7 @@ from dist_ckpt_strategies.errors import CorruptCheckpointError
 from tests.support.checkpoints import WEIGHT, write_checkpoint
 from tests.support.format2_checkpoints import write_format2
 
-COMMANDS = ("inspect", "verify", "prune", "demo")
+COMMANDS = ("inspect", "verify", "prune", "bench", "demo")
 
 
 def console_script() -> list[str]:

@@ -317,11 +317,16 @@ def averaged(rank: int) -> list[float]:
     counts, values = torch.tensor([rank + 1, 4]), torch.tensor([rank + 1.0])
     for tensor in (counts, values):
         dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=ours())
-    return [*counts.tolist(), *values.tolist()]
+    others = torch.tensor([rank + 4])
+    work: Any = dist.all_reduce(others, op=dist.ReduceOp.AVG, group=ours(), async_op=True)
+    (found,) = work.get_future().wait()
+    work.wait()
+    assert torch.equal(found, others)
+    return [*counts.tolist(), *values.tolist(), *others.tolist()]
 
 
 def test_whole_numbers_are_averaged_and_rounded_down() -> None:
-    assert run_processes(2, averaged) == [[1, 4, 1.5]] * 2
+    assert run_processes(2, averaged) == [[1, 4, 1.5, 4]] * 2
 
 
 def limited(rank: int) -> Any:

@@ -16,7 +16,11 @@ import torch.distributed as dist
 from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Receive, Send
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
-from dist_ckpt_strategies.comm.torch_group import open_communicator
+from dist_ckpt_strategies.comm.torch_group import (
+    open_communicator,
+    ranks_from_wire,
+    ranks_to_wire,
+)
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, PeerTimeoutError, StorageError
 from tests.support.ranks import RankDiedError, run_processes
 
@@ -296,3 +300,14 @@ def test_a_rank_that_fails_without_telling_is_named_after_the_timeout() -> None:
     for rank in (0, 2):
         assert isinstance(results[rank], PeerTimeoutError)
         assert results[rank].rank == 1
+
+
+@pytest.mark.parametrize(
+    "ranks", [[0], [5], [3, 4], [1, 9], [0, 8, 16, 24], [0, 1, 3], [2, 3, 5, 6], [0, 2, 3]]
+)
+def test_ranks_arrive_as_they_were_sent(ranks: list[int]) -> None:
+    assert ranks_from_wire(ranks_to_wire(ranks)) == tuple(ranks)
+
+
+def test_ranks_that_are_evenly_spaced_take_four_numbers_however_many_they_are() -> None:
+    assert len(ranks_to_wire(range(7, 16_384, 8))) == 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 
 import pytest
@@ -38,6 +38,9 @@ class StoppingStore(LocalKeyValues):
 
     def read(self, key: str) -> str | None:
         return self._inner.read(key)
+
+    def has_all(self, keys: Sequence[str]) -> bool:
+        return self._inner.has_all(keys)
 
     def write(self, key: str, value: str) -> None:
         self._spent()
@@ -134,9 +137,86 @@ def test_a_real_store_reads_and_writes_as_a_local_one_does(tcp_store: KeyValues)
         keys.write("a", "4")
         assert keys.read("a") == "4"
         assert (keys.add("n"), keys.add("n")) == (1, 2)
+        assert keys.has_all(["a", "n"])
+        assert not keys.has_all(["a", "b"])
+        assert keys.has_all([])
         assert keys.wait("a", 1.0)
         assert not keys.wait("b", 0.02)
         assert keys.read("b") is None
+
+
+def test_who_waits_for_a_key_is_not_woken_by_questions_about_it(tcp_store: KeyValues) -> None:
+    waiting = tcp_store.another()
+    asking = tcp_store.another()
+
+    def ask() -> object:
+        time.sleep(0.05)
+        assert asking.replace("a", "1", "2") == "1"  # there is none; torch's store wakes all then
+        return asking.read("a")
+
+    assert in_threads(lambda: waiting.wait("a", 0.5), ask) == [False, None]
+
+    def write() -> str:
+        time.sleep(0.05)
+        return asking.write_once("a", "3")
+
+    assert in_threads(lambda: waiting.wait("a", LIMIT_S), write) == [True, "3"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64])
+def test_whoever_is_missing_is_named_whatever_the_world(store: KeyValues, size: int) -> None:
+    book = EpochBook(store)
+    present = {rank for rank in range(size) if rank % 3}
+    for rank in present:
+        book.join(1, f"w{rank}", rank)
+
+    assert book.missing(1, size) == tuple(rank for rank in range(size) if rank not in present)
+
+
+def test_of_a_large_world_a_few_of_the_missing_are_named(store: KeyValues) -> None:
+    with pytest.raises(PeerTimeoutError, match=r"missing: 1, 2, .*, 64 and 935 more"):
+        StoreCoordinator(store, "w0", place(0, 1000)).barrier(0.02)
+
+
+def test_few_questions_are_asked_while_a_barrier_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = LocalKeyValues()
+    ranks = world(shared, 2)
+    asked: list[str] = []
+    read = shared.read
+
+    def counted(key: str) -> str | None:
+        asked.append(key)
+        return read(key)
+
+    monkeypatch.setattr(shared, "read", counted)
+
+    def join_late() -> Epoch:
+        time.sleep(1.0)
+        return ranks[1].barrier(LIMIT_S)
+
+    started = time.monotonic()
+    assert in_threads(lambda: ranks[0].barrier(LIMIT_S), join_late) == [Epoch(1)] * 2
+    assert time.monotonic() - started < LIMIT_S / 2
+    assert len(asked) < 50  # every 10 ms would be 100
+
+
+@pytest.mark.parametrize("num_writes", range(2, 6))
+def test_a_fault_that_was_half_written_while_a_barrier_forms_moves_those_who_wait(
+    num_writes: int,
+) -> None:
+    shared = LocalKeyValues()
+    ranks = world(shared, 2)
+
+    def break_off() -> Epoch:
+        while EpochBook(shared).missing(1, 2) != (1,):
+            time.sleep(0.001)
+        with suppress(StoppedError):
+            EpochBook(StoppingStore(shared, num_writes)).end(Fault(1, 1, FaultMode.DEATH, "killed"))
+        while EpochBook(shared).current() == 1:  # who waits does the rest
+            time.sleep(0.001)
+        return ranks[1].barrier(LIMIT_S)
+
+    assert in_threads(lambda: ranks[0].barrier(LIMIT_S), break_off) == [Epoch(2)] * 2
 
 
 def test_a_barrier_that_times_out_names_the_ranks_that_are_missing(store: KeyValues) -> None:

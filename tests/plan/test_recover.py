@@ -193,6 +193,24 @@ def test_random_states_that_nobody_has_are_named() -> None:
         build_recovery_plan(facts)
 
 
+def test_who_has_its_own_random_states_keeps_them_and_others_ask_the_first_that_has_them() -> None:
+    facts = facts_of([(STEP, Phase.RUNNING), None, (STEP, Phase.RUNNING), (STEP, Phase.RUNNING)])
+    own = replace(facts[0], random_states=((0, STEP), (1, STEP - 1)))
+    last = replace(facts[3], random_states=((3, STEP),))
+
+    plan = build_recovery_plan([own, *facts[1:3], last])
+
+    assert plan.random_sources == (0, 2, 2, 3)
+
+
+def test_objects_come_from_the_first_of_those_that_share_most_parts() -> None:
+    facts = list(facts_of([(STEP, Phase.RUNNING)] * 5, num_shards=2))
+    facts[3] = replace(facts[3], held=None)
+    facts[4] = replace(facts[4], held=None, wanted=(PartFacts("weights", 100_000, "w"),))
+
+    assert build_recovery_plan(facts).object_sources == (0, 1, 2, 1, 0)
+
+
 def test_ranks_that_name_a_part_alike_must_have_the_same_tensors() -> None:
     facts = list(facts_of([(STEP, Phase.RUNNING)] * 2 + [None], num_shards=1))
     other = (PartFacts("shard/0", 30_000, "another"), WEIGHTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -20,7 +21,7 @@ from dist_ckpt_strategies.plan.save import (
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.spec.region import Region
-from dist_ckpt_strategies.spec.shard import RankShards
+from dist_ckpt_strategies.spec.shard import RankShards, ShardId, ShardSpec
 from tests.support.boxes import (
     NUM_RANKS,
     Split,
@@ -36,6 +37,10 @@ some_splits = st.booleans().flatmap(lambda regular: splits(regular=regular))
 
 def is_moving(plan: SavePlan) -> bool:
     return any(write.moves for write in plan.writes)
+
+
+def replace_key(shard: ShardSpec, key: str) -> ShardSpec:
+    return replace(shard, id=ShardId(key, shard.region))
 
 
 def flat_requests(bounds: list[int], owners: list[int], size: int) -> list[RankShards]:
@@ -151,7 +156,10 @@ def test_exactly_the_chunks_that_are_put_together_have_a_round(split: Split) -> 
     plan = build_save_plan(split.requests(), max_inflight_bytes=64)
     in_rounds = [write for round_ in plan.rounds for write in round_]
 
-    assert in_rounds == [write for write in plan.writes if not write.is_whole_shard]
+    assert Counter(in_rounds) == Counter(w for w in plan.writes if not w.is_whole_shard)
+    place = {write: number for number, write in enumerate(plan.writes)}
+    for round_ in plan.rounds:
+        assert [place[write] for write in round_] == sorted(place[write] for write in round_)
 
 
 def memory_by_rank(round_: tuple[ChunkWrite, ...]) -> dict[int, list[int]]:
@@ -182,6 +190,40 @@ def test_all_chunks_go_in_one_round_where_the_budget_is_large(split: Split) -> N
     plan = build_save_plan(split.requests(), max_inflight_bytes=1 << 30)
 
     assert len(plan.rounds) <= 1
+
+
+@given(st.lists(splits(regular=False), min_size=1, max_size=4), st.integers(1, 3000))
+def test_no_rank_goes_back_to_an_earlier_round(cases: list[Split], budget: int) -> None:
+    requests = merged(*(split.requests(key=f"w{n}") for n, split in enumerate(cases)))
+    plan = build_save_plan(requests, max_inflight_bytes=budget)
+    number_of = {write: n for n, round_ in enumerate(plan.rounds) for write in round_}
+    last: Counter[int] = Counter()
+
+    for write in plan.writes:
+        if not write.is_whole_shard:
+            for rank in {write.writer, *(move.piece.holder for move in write.moves)}:
+                assert number_of[write] >= last[rank]
+                last[rank] = number_of[write]
+
+
+@pytest.mark.parametrize("num_groups", [1, 2, 16])
+def test_groups_of_ranks_that_share_nothing_share_rounds(num_groups: int) -> None:
+    # As dp_reshardable at TP and PP: each group has a buffer of its own, in several parameters.
+    buffers = [
+        flat_requests([0, 3, 10, 15, 20], [2 * group, 2 * group, 2 * group + 1, 2 * group + 1], 20)
+        for group in range(num_groups)
+        for _ in range(3)
+    ]
+    renamed = [
+        RankShards(r.rank, tuple(replace_key(s, f"b{n}") for s in r.shards))
+        for n, requests in enumerate(buffers)
+        for r in requests
+        if r.shards
+    ]
+
+    plan = build_save_plan(renamed, max_inflight_bytes=80)
+
+    assert len(plan.rounds) == 3  # a chunk of 40 bytes on each rank, counted twice
 
 
 @given(some_splits.filter(lambda split: split.main), st.data())

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_ckpt_strategies.plan.array_grid import Cutting
 from dist_ckpt_strategies.plan.chunking import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.plan.inner_chunks import MAX_NBYTES
 from dist_ckpt_strategies.plan.manifest import build_manifest_plan
-from dist_ckpt_strategies.plan.save import Cutting, SavePlan, build_save_plan
+from dist_ckpt_strategies.plan.save import SavePlan, build_save_plan
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.inner_grid import InnerGrid

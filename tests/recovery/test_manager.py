@@ -311,6 +311,44 @@ def _both_lost(rank: int) -> Any:
     return with_two_shards(rank, lost=(1, 3), flipped=())
 
 
+def finish_with_a_failure(rank: int, *failing: int) -> Any:
+    """Body of a rank: two shards, two holders of each; all have committed step 6."""
+
+    class Failing(MemoryProvider):
+        def apply_update(self) -> None:
+            super().apply_update()
+            if rank in failing:
+                raise MemoryError("in the middle of it")
+
+    part = f"shard/{rank % 2}"
+    manager = CheckpointManager(timeout_s=20)
+    manager.track(Failing({part: {"x": torch.full((1000,), 1.0 + rank % 2)}}, step=6))
+    manager.begin_step()
+    manager.vote()
+    new = MemoryProvider({part: {"x": torch.zeros(1000)}})
+    if manager.try_checkpointless_load(new) is None:
+        return str(manager.last_failure)
+    is_updated = bool((new.parts()[part]["x"] == 2.0 + rank % 2).all())
+    assert manager.last_report is not None
+    return is_updated, new.step, manager.last_report.sources
+
+
+@pytest.mark.multiprocess
+def test_a_rank_that_cannot_finish_its_step_is_served_by_one_that_has() -> None:
+    found = run_processes(4, finish_with_a_failure, 0, 3)
+
+    assert found == [(True, 7, (2,)), (True, 7, ()), (True, 7, ()), (True, 7, (1,))]
+
+
+@pytest.mark.multiprocess
+def test_where_no_holder_can_finish_its_step_all_ranks_know_why() -> None:
+    found = run_processes(4, finish_with_a_failure, 1, 3)
+
+    assert len(set(found)) == 1
+    assert "rank 1: the state provider's apply_update raised MemoryError: in the mi" in found[0]
+    assert "shard/1: no rank holds it at step 7" in found[0]
+
+
 def vote_on(rank: int) -> str:
     """Body of a rank: each is at a step of its own; the middle one is what they are on average."""
     manager = CheckpointManager(timeout_s=20)

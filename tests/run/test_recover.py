@@ -20,7 +20,7 @@ from dist_ckpt_strategies.errors import (
     ShapeMismatchError,
 )
 from dist_ckpt_strategies.plan.recover import HeldState, RankFacts
-from dist_ckpt_strategies.run.flat_parts import flat_parts
+from dist_ckpt_strategies.run.flat_parts import FlatPart, flat_parts
 from dist_ckpt_strategies.run.recover import (
     Recovered,
     RecoveryOptions,
@@ -258,6 +258,25 @@ def test_a_provider_that_raises_on_one_rank_fails_the_recovery_on_all() -> None:
     for error in run_ranks(2, body):
         assert isinstance(error, RestartError)
         assert "rank 1: the state provider's load_objects raised ValueError: no such" in str(error)
+
+
+def test_a_rank_without_memory_for_what_arrives_keeps_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def landing(*_: object) -> torch.Tensor:
+        raise MemoryError("no memory to receive into")
+
+    def body(comm: Communicator) -> Any:
+        old = MemoryProvider({"a": one_of_everything(1)}, step=STEP) if comm.rank else None
+        return outcome(lambda: recover(comm, MemoryProvider({"a": one_of_everything(2)}), old))
+
+    monkeypatch.setattr(FlatPart, "landing", landing)
+    found = run_ranks(3, body)
+
+    for error in found:
+        assert isinstance(error, CheckpointError)
+        assert "rank 0" in str(error)
+        assert "no memory to receive into" in str(error)
 
 
 def test_a_tensor_whose_elements_share_memory_cannot_be_filled() -> None:

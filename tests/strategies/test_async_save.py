@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 import torch.distributed as dist
@@ -93,12 +94,12 @@ def fail_on_one_rank(rank: int, root: Path, backend: tuple[str, int]) -> list[An
     prepare(30)
     dist_ckpt_strategies.save_async(weight(rank), root / "good", backend).wait()
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    (writer,) = psutil.Process().children()
     if rank == 2:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+        resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, (1000, limit[1]))
     handle = dist_ckpt_strategies.save_async(weight(rank), root / "bad", backend)
     found = [outcome(handle.wait), outcome(handle.wait)]
-    if rank == 2:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    resource.prlimit(writer.pid, resource.RLIMIT_FSIZE, limit)
     dist_ckpt_strategies.save_async(weight(rank), root / "again", backend).wait()
     return [*found, (root / "bad" / "metadata.json").exists()]
 
@@ -115,6 +116,57 @@ def test_a_failure_behind_training_reaches_every_rank_and_publishes_nothing(
         )
     assert [found[2] for found in results] == [False] * 4
     assert (tmp_path / "again" / "metadata.json").exists()
+
+
+def lose_the_writer(rank: int, root: Path, backend: tuple[str, int]) -> list[Any]:
+    """The process that writes for rank 1 is killed in the middle of a save."""
+    prepare(30)
+    dist_ckpt_strategies.save_async(weight(rank), root / "good", backend).wait()
+    (writer,) = psutil.Process().children()
+    if rank == 1:
+        writer.suspend()
+    handle = dist_ckpt_strategies.save_async(weight(rank), root / "bad", backend)
+    if rank == 1:
+        writer.kill()
+    found = [outcome(handle.wait)]
+    dist_ckpt_strategies.save_async(weight(rank), root / "again", backend).wait()
+    (successor,) = psutil.Process().children()
+    return [*found, (root / "bad" / "metadata.json").exists(), successor.pid == writer.pid]
+
+
+@by_format
+def test_a_writing_process_that_is_killed_fails_its_save_and_is_replaced(
+    backend: tuple[str, int], tmp_path: Path
+) -> None:
+    results = run_processes(2, lose_the_writer, tmp_path, backend)
+
+    require_failure_everywhere(
+        [found[0] for found in results],
+        kind=StorageError,
+        culprit=1,
+        names=["was killed by signal 9"],
+    )
+    assert [found[1:] for found in results] == [[False, True], [False, False]]
+    assert (tmp_path / "again" / "metadata.json").exists()
+
+
+def write_by_threads(rank: int, root: Path, backend: tuple[str, int]) -> tuple[int, bool]:
+    """Where a process of its own is not wanted."""
+    os.environ["DIST_CKPT_WRITER_PROCESS"] = "0"
+    prepare(30)
+    dist_ckpt_strategies.save_async(weight(rank), root, backend).wait()
+    wanted = weight(rank)
+    expected = wanted["w"].data.clone()
+    wanted["w"].data.zero_()
+    is_equal = torch.equal(load(Entry.OURS, wanted, root)["w"], expected)
+    return len(psutil.Process().children()), is_equal
+
+
+@by_format
+def test_threads_write_where_that_is_asked_for(backend: tuple[str, int], tmp_path: Path) -> None:
+    found = run_processes(2, write_by_threads, tmp_path / "c", backend)
+
+    assert found == [(0, True)] * 2
 
 
 def change_the_structure(rank: int, root: Path, backend: tuple[str, int]) -> list[Any]:

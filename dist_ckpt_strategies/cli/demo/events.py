@@ -1,4 +1,7 @@
-"""What a rank of the demonstration reports while it works: events, one JSON object per line."""
+"""What a rank of the demonstration, or of the benchmark, reports while it works: events.
+
+One JSON object per line.
+"""
 
 from __future__ import annotations
 
@@ -86,13 +89,42 @@ class ReadingShared:
     filled_nbytes: tuple[int, ...]
 
 
-Event = PhaseBegun | PhaseEnded | IterationDone | DigestsTaken | GoldenCompared | ReadingShared
+@dataclass(frozen=True, slots=True)
+class StepTimed:
+    """A save or load of ``dist-ckpt bench`` is over.
+
+    Attributes:
+        step: what it was.
+        contender: whose.
+        repetition: number of the round; 0 does not count.
+        seconds: from the first rank's start to the last rank's end.
+        nbytes: of all ranks.
+        num_arrays: of the state.
+    """
+
+    step: str
+    contender: str
+    repetition: int
+    seconds: float
+    nbytes: int
+    num_arrays: int
+
+
+Event = (
+    PhaseBegun
+    | PhaseEnded
+    | IterationDone
+    | DigestsTaken
+    | GoldenCompared
+    | ReadingShared
+    | StepTimed
+)
 
 _CLASSES: Mapping[str, Callable[..., Event]] = {
     known.__name__: known
     for known in (
         *(PhaseBegun, PhaseEnded, IterationDone),
-        *(DigestsTaken, GoldenCompared, ReadingShared),
+        *(DigestsTaken, GoldenCompared, ReadingShared, StepTimed),
     )
 }
 

@@ -1,0 +1,189 @@
+"""All benchmarks with one command, and one page of what they have found.
+
+    python benchmarks/report.py run             # two hours, on a machine that does nothing else
+    python benchmarks/report.py run --smoke     # toy size: does it all run?
+    python benchmarks/report.py run --only save_load --only reshard
+    python benchmarks/report.py page            # docs/measured.md, from benchmarks/results
+    python benchmarks/report.py readme          # the table of README.md
+
+``run`` goes on when a benchmark fails, and ends with status 1 then. What it writes is never in the
+repository by itself: ``bench-results`` by default, page and figures included.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Final
+
+# Run as a script, Python looks for modules beside this file only; the package is one level up.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.page import FIGURES_NAME, STEMS, build_page
+from benchmarks.page_results import find_results
+from benchmarks.readme_table import build_readme_table
+
+ROOT: Final = Path(__file__).resolve().parents[1]
+RESULTS: Final = ROOT / "benchmarks" / "results"
+PAGE_NAME: Final = "measured.md"
+_MAX_NBYTES = 100_000
+"""Of a figure: they are part of the repository."""
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One script, and the arguments that it gets where all are run.
+
+    Attributes:
+        stem: name of the script, and of its results.
+        args: what it gets, but for ``--smoke`` and ``--out``.
+    """
+
+    stem: str
+    args: tuple[str, ...] = ()
+
+    def command(self, out: Path, *, smoke: bool) -> list[str]:
+        """What is run."""
+        script = str(Path(__file__).with_name(f"{self.stem}.py"))
+        toy = ["--smoke"] if smoke else []
+        return [sys.executable, script, *toy, *self.args, "--out", str(out)]
+
+
+BENCHMARKS: Final = (
+    Benchmark("save_load", ("--size", "0.5", "--size", "2")),
+    Benchmark("two_stage", ("--size", "0.5")),
+    Benchmark("reshard", ("--size", "0.5")),
+    Benchmark("local_replicated"),
+    Benchmark("async_save", ("--size", "0.5")),
+    Benchmark("tools"),
+    Benchmark("object_stores", ("--size", "0.5")),
+    Benchmark("scaling"),
+    Benchmark("timeline"),
+    Benchmark("recovery_overhead"),
+    Benchmark("recovery_faults"),
+    Benchmark("scale_model"),
+    Benchmark("format2_faults"),
+    Benchmark("local_faults"),
+)
+"""Everything that is run, in this order: what is timed comes first."""
+
+app = typer.Typer(help="All benchmarks, and the page of their results.", add_completion=False)
+
+_Results = Annotated[Path, typer.Option(help="Directory of the results.")]
+
+
+def run_all(
+    benchmarks: Sequence[Benchmark],
+    results: Path,
+    *,
+    smoke: bool,
+    start: Callable[[Sequence[str]], int] | None = None,
+) -> bool:
+    """Run benchmarks one after the other, and make the page; whether none has failed.
+
+    Args:
+        benchmarks: what is run, in this order.
+        results: directory of the results, and of the page.
+        smoke: toy size.
+        start: runs a command; its exit status.
+    """
+    results.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    failed = []
+    table = Table("benchmark", "minutes", "outcome")
+    for benchmark in benchmarks:
+        console.rule(benchmark.stem)
+        began = time.monotonic()
+        out = results / f"{benchmark.stem}.jsonl"
+        status = (start or _status)(benchmark.command(out, smoke=smoke))
+        if status != 0:
+            failed.append(benchmark.stem)
+        outcome = "done" if status == 0 else f"failed with status {status}"
+        table.add_row(benchmark.stem, f"{(time.monotonic() - began) / 60:.1f}", outcome)
+    console.print(table)
+    write_page(results, results / PAGE_NAME, console)
+    if failed:
+        typer.echo(f"failed: {', '.join(failed)}", err=True)
+    return not failed
+
+
+@app.command()
+def run(
+    *,
+    results: _Results = Path("bench-results"),
+    only: Annotated[list[str] | None, typer.Option(help="Only these benchmarks.")] = None,
+    smoke: Annotated[bool, typer.Option("--smoke", help="Toy size: does it all run?")] = False,
+) -> None:
+    """Run all benchmarks one after the other, and make the page of their results."""
+    if not run_all(_chosen(only), results, smoke=smoke):
+        raise typer.Exit(1)
+
+
+@app.command()
+def page(
+    *,
+    results: _Results = RESULTS,
+    out: Annotated[Path, typer.Option(help="The page; figures go beside it.")] = (
+        ROOT / "docs" / PAGE_NAME
+    ),
+) -> None:
+    """Make the page, and its figures, of results that are there."""
+    write_page(results, out, Console())
+
+
+@app.command()
+def readme(*, results: _Results = RESULTS) -> None:
+    """Print the table of README.md."""
+    typer.echo(build_readme_table(find_results(results, "save_load")))
+
+
+def _chosen(only: Sequence[str] | None) -> list[Benchmark]:
+    unknown = sorted(set(only or ()) - set(STEMS))
+    if unknown:
+        raise typer.BadParameter(f"benchmark {unknown[0]!r}: expected one of {list(STEMS)}")
+    return [one for one in BENCHMARKS if not only or one.stem in only]
+
+
+def _status(command: Sequence[str]) -> int:
+    """Its exit status; it ends when this process is interrupted, too."""
+    process = subprocess.Popen(command)
+    try:
+        return process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+
+
+def write_page(results: Path, out: Path, console: Console) -> None:
+    """Write the page; the figures too, where matplotlib is installed."""
+    made = build_page(results)
+    out.write_text(made.text, encoding="utf-8")
+    console.print(f"{out} is made")
+    try:
+        from benchmarks.page_drawing import draw  # noqa: PLC0415 - not all who run this have it
+    except ModuleNotFoundError as error:
+        console.print(f"no figures: {error.name} is not installed")
+        return
+    directory = out.parent / FIGURES_NAME
+    directory.mkdir(exist_ok=True)
+    names = {f"{figure.name}.svg" for figure in made.figures}
+    for old in directory.glob("*.svg"):
+        if old.name not in names:
+            old.unlink()
+    for figure in made.figures:
+        path = draw(figure, directory)
+        if path.stat().st_size > _MAX_NBYTES:
+            console.print(f"{path}: {path.stat().st_size:,} bytes, more than {_MAX_NBYTES:,}")
+
+
+if __name__ == "__main__":
+    app()

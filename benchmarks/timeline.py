@@ -1,0 +1,199 @@
+"""Record one save and one two-stage load: who read, copied, broadcast and waited when?
+
+    python benchmarks/timeline.py --out timeline.jsonl
+    python benchmarks/timeline.py --smoke
+
+Each call is made some times, after one that does not count, and recorded at the seams of the
+package (spans.py); the one whose seconds are the median is written, for each rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Annotated, Any
+
+# Run as a script, Python looks for modules beside this file only; the package is one level up.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import typer
+from rich.table import Table
+
+from benchmarks.command_line import (
+    Directories,
+    Out,
+    Output,
+    Repetitions,
+    Smoke,
+    TimeoutS,
+    chosen_sizes,
+    open_output,
+)
+from benchmarks.disks import drop_cache, file_system, retire, touch_memory, workspace
+from benchmarks.gpt_state import GptSize
+from benchmarks.harness import RankContext, Ranks
+from benchmarks.roster import TWO_STAGE_ZARR
+from benchmarks.spans import Span, joined, totals_of, with_rest
+from benchmarks.timings import Case
+
+_WORKER = "benchmarks.timeline_worker"
+_CLOSE = 1000
+"""Spans closer than one part in so many of the call are written as one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is recorded.
+
+    Attributes:
+        name: of the call.
+        contender: who makes it.
+        is_load: what was saved before is loaded, by replicas of each other; else it is saved.
+    """
+
+    name: str
+    contender: str
+    is_load: bool
+
+
+CALLS: Mapping[str, Call] = MappingProxyType(
+    {
+        call.name: call
+        for call in (
+            Call("save, zarr 1", "zarr 1", is_load=False),
+            Call("save, zarr 2", "zarr 2", is_load=False),
+            Call("two-stage load, zarr 1", TWO_STAGE_ZARR, is_load=True),
+        )
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One call on one rank, in seconds of a clock that all ranks share.
+
+    Attributes:
+        begin: of the call.
+        end: of the call.
+        spans: what was done in between.
+    """
+
+    begin: float
+    end: float
+    spans: tuple[Span, ...]
+
+
+def make_worker(size: GptSize, call: Call, context: RankContext) -> object:
+    """The worker of one rank, made in its process."""
+    return importlib.import_module(_WORKER).TimelineWorker(context, size, call)
+
+
+def run_call(
+    size: GptSize, call: Call, settings: tuple[int, Path, int, float], output: Output
+) -> None:
+    """Record one call, and report it.
+
+    Args:
+        size: of the state.
+        call: what is recorded.
+        settings: ranks, where to write, recordings, and the longest wait for a step.
+        output: is told.
+    """
+    num_ranks, place, repetitions, timeout_s = settings
+    make = partial(make_worker, size, call)
+    with Ranks(num_ranks, make, timeout_s=timeout_s, preload=(_WORKER,)) as ranks:
+        nbytes = sum(ranks.step("nbytes").values) // (num_ranks if call.is_load else 1)
+        num_replicas = num_ranks if call.is_load else 1
+        case = Case(file_system(place), nbytes, size.num_arrays, num_ranks, num_replicas)
+        with workspace(place) as directory:
+            recordings = list(_recordings(ranks, call, case, directory, repetitions))
+    chosen = sorted(recordings, key=_seconds)[(len(recordings) - 1) // 2]
+    for fields in _lines(call, chosen):
+        output.lines.write("timeline", fields, case=case)
+    output.console.print(_table(call, case, chosen))
+
+
+def _recordings(
+    ranks: Ranks, call: Call, case: Case, directory: Path, repetitions: int
+) -> Iterator[tuple[Recording, ...]]:
+    """Of all ranks, for each repetition; the first of all does not count."""
+    target = directory / "checkpoint"
+    for repetition in range(repetitions + 1):
+        if target.exists() and not call.is_load:
+            retire(target, directory / "attic")
+        is_new = not target.exists()
+        if is_new:
+            target.mkdir()
+        if call.is_load and is_new:
+            ranks.step("save", target)
+            ranks.step("flush", target)
+        touch_memory(case.held_nbytes)
+        if call.is_load:
+            ranks.step("clear")
+            drop_cache(target)
+        recorded = ranks.step("record", target).values
+        ranks.step("check")
+        if repetition > 0:
+            yield recorded
+
+
+def _seconds(recordings: Sequence[Recording]) -> float:
+    return max(one.end for one in recordings) - min(one.begin for one in recordings)
+
+
+def _lines(call: Call, recordings: Sequence[Recording]) -> Iterator[dict[str, Any]]:
+    """One for each rank; times count from the first rank's start."""
+    first = min(one.begin for one in recordings)
+    seconds = _seconds(recordings)
+    for rank, one in enumerate(recordings):
+        spans = with_rest(one.spans, one.begin, one.end)
+        shown = [
+            asdict(Span(span.lane, span.kind, span.begin - first, span.end - first))
+            for span in joined(spans, seconds / _CLOSE)
+        ]
+        fields = {"seconds": seconds, "spans": shown, "totals": totals_of(spans)}
+        yield {"call": call.name, "rank": rank, **fields}
+
+
+def _table(call: Call, case: Case, recordings: Sequence[Recording]) -> Table:
+    found = [totals_of(with_rest(one.spans, one.begin, one.end)) for one in recordings]
+    table = Table(title=f"{call.name}: {case}; {_seconds(recordings):.3f} s")
+    table.add_column("seconds")
+    for rank in range(len(found)):
+        table.add_column(f"rank {rank}", justify="right")
+    for kind in dict.fromkeys(kind for totals in found for kind in totals):
+        table.add_row(kind, *(f"{totals.get(kind, 0.0):.3f}" for totals in found))
+    return table
+
+
+def main(  # noqa: PLR0913 - one parameter for each option
+    *,
+    size: Annotated[float, typer.Option(help="GB of the whole state.")] = 0.5,
+    ranks: Annotated[int, typer.Option(min=2, help="Processes.")] = 2,
+    call: Annotated[list[str] | None, typer.Option(help="Only these; see CALLS.")] = None,
+    directory: Directories = None,
+    repetitions: Repetitions = 5,
+    out: Out = Path("/dev/null"),
+    smoke: Smoke = False,
+    timeout_s: TimeoutS = 300.0,
+) -> None:
+    """Record one save and one two-stage load."""
+    if unknown := sorted(set(call or ()) - set(CALLS)):
+        raise typer.BadParameter(f"call {unknown[0]!r}: expected one of {list(CALLS)}")
+    (state,) = chosen_sizes([size], smoke=smoke)
+    num_recordings = 1 if smoke else repetitions
+    with open_output(out, "timeline.py") as output:
+        for place in directory or (Path(tempfile.gettempdir()),):
+            for name in call or CALLS:
+                settings = (ranks, place, num_recordings, timeout_s)
+                run_call(state, CALLS[name], settings, output)
+
+
+if __name__ == "__main__":
+    typer.run(main)

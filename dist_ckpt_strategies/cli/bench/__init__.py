@@ -1,0 +1,1 @@
+"""``dist-ckpt bench``: how fast checkpoints are saved and loaded on a file system."""

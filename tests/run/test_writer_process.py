@@ -1,0 +1,196 @@
+"""Writing in a process of its own: what it writes, what it says, and when it ends."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.errors import StorageError
+from dist_ckpt_strategies.run.staged import StagedSave, StagedWrite, WriteJob, Written
+from dist_ckpt_strategies.run.writer_process import WriterProcess, outcome_of
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.storage.base import ArrayWriter, Transfer
+from dist_ckpt_strategies.storage.shared_bytes import SharedBytes
+from dist_ckpt_strategies.storage.sites import open_writer
+from dist_ckpt_strategies.storage.stores import open_array_store
+
+pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(60)]
+
+OPTIONS = Options(timeout_s=20)
+OPENERS: dict[str, Callable[..., Any]] = {"format1": open_array_store, "format2": open_writer}
+ROOT = Path(__file__).parents[2]
+
+
+class _Stuck:
+    """A writer whose storage never answers."""
+
+    def __init__(self, started: Path) -> None:
+        self._started = started
+
+    def begin_creates(self, _arrays: Sequence[ArraySpec]) -> Transfer:
+        """Say so, and stay."""
+        self._started.touch()
+        time.sleep(60)
+        raise AssertionError
+
+
+class _Broken:
+    """A writer that is not one."""
+
+
+def array_of(name: str) -> ArraySpec:
+    inner = (10, 20) if name == "format2" else None
+    return ArraySpec("w", (30, 20), DType.FLOAT32, (30, 20), inner_shape=inner)
+
+
+def staged(array: ArraySpec, shared: SharedBytes) -> StagedSave:
+    """The whole array, some way into the memory."""
+    values = np.arange(array.shape[0] * array.shape[1], dtype=np.float32)
+    shared.memory[64 : 64 + values.nbytes] = values.tobytes()
+    return StagedSave((array,), (StagedWrite(array, Region.whole(array.shape), 64),), 0)
+
+
+def files_below(root: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
+
+
+@pytest.fixture
+def shared() -> SharedBytes:
+    return SharedBytes(1 << 20)
+
+
+@pytest.mark.parametrize("name", OPENERS)
+def test_it_writes_what_a_thread_writes(name: str, shared: SharedBytes, tmp_path: Path) -> None:
+    process = WriterProcess()
+    save = staged(array_of(name), shared)
+    found: list[Written] = []
+    for where in ("there", "here"):
+        (tmp_path / where).mkdir()
+        job = WriteJob(save, partial(OPENERS[name], tmp_path / where, OPTIONS), 20)
+        if where == "there":
+            found += [outcome_of(process.run(pickle.dumps(job), shared)) for _ in range(2)]
+        else:
+            found.append(job.run(memoryview(shared.memory)))
+
+    assert files_below(tmp_path / "there") == files_below(tmp_path / "here")
+    assert found[0].digests == found[1].digests == found[2].digests
+    assert bool(found[0].digests) is (name == "format2")
+    assert found[0].report.nbytes == 30 * 20 * 4
+
+
+def test_its_failures_come_back_as_they_are(shared: SharedBytes, tmp_path: Path) -> None:
+    process = WriterProcess()
+    save = staged(array_of("format2"), shared)
+    (tmp_path / "file").touch()
+    refused = WriteJob(save, partial(open_writer, tmp_path / "file", OPTIONS), 20)
+    broken = WriteJob(save, _Broken, 20)  # type: ignore[arg-type]
+
+    with pytest.raises(StorageError) as found:
+        outcome_of(process.run(pickle.dumps(refused), shared))
+    assert found.value.key == "w"
+    assert str(tmp_path / "file") in str(found.value)
+    with pytest.raises(StorageError, match="AttributeError: '_Broken' object has no attribute"):
+        outcome_of(process.run(pickle.dumps(broken), shared))
+    assert process.is_usable
+
+
+def test_it_is_missed_when_it_is_killed(shared: SharedBytes, tmp_path: Path) -> None:
+    process = WriterProcess()
+    job = WriteJob(StagedSave((), (), 0), partial(_stuck, tmp_path / "started"), 20)
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", _KILLER, str(tmp_path / "started"), str(process.pid)]
+        ),
+        pytest.raises(StorageError, match=rf"{process.pid}\) was killed by signal 9"),
+    ):
+        process.run(pickle.dumps(job), shared)
+    assert not process.is_usable
+
+
+_KILLER = """
+import os, pathlib, sys, time
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+os.kill(int(sys.argv[2]), 9)
+"""
+
+
+def _stuck(started: Path) -> ArrayWriter:
+    return _Stuck(started)  # type: ignore[return-value]
+
+
+def test_it_ends_with_its_object(shared: SharedBytes) -> None:
+    process = WriterProcess()
+    pid = process.pid
+    assert psutil.pid_exists(pid)
+    del process
+
+    assert not psutil.pid_exists(pid)
+
+
+_PARENT = """
+import pickle, sys
+from functools import partial
+from pathlib import Path
+from dist_ckpt_strategies.run.staged import StagedSave, WriteJob
+from dist_ckpt_strategies.run.writer_process import WriterProcess
+from dist_ckpt_strategies.storage.shared_bytes import SharedBytes
+from tests.run.test_writer_process import _stuck
+process = WriterProcess()
+print(process.pid, flush=True)
+job = WriteJob(StagedSave((), (), 0), partial(_stuck, Path(sys.argv[1])), 20)
+process.run(pickle.dumps(job), SharedBytes(10))
+"""
+
+
+def test_it_stops_writing_when_its_parent_is_killed(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    with subprocess.Popen(
+        [sys.executable, "-c", _PARENT, str(started)],
+        stdout=subprocess.PIPE,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        await_that(started.exists)
+        parent.send_signal(signal.SIGKILL)
+        await_that(lambda: not _runs(pid))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def await_that(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_fork_does_not_take_it_for_its_own() -> None:
+    process = WriterProcess()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(int(process.is_usable))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert process.is_usable
