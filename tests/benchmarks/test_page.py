@@ -134,6 +134,17 @@ def test_a_spread_of_one_value_is_that_value() -> None:
     assert spread_of([2.0]) == Spread(2.0, 2.0, 2.0)
 
 
+def test_a_violation_is_on_the_page(tmp_path: Path) -> None:
+    violation = {"kind": "violation", "why": "job 3: rank 1 hangs", "seed": 7}
+    write(tmp_path, "recovery_faults", [violation])
+    write(tmp_path, "local_faults", [violation])
+
+    text = build_page(tmp_path).text
+
+    assert "**A violation**, seed 7: job 3: rank 1 hangs" in text
+    assert "| local checkpoints | stopped by a violation | 7 | 1 |" in text
+
+
 @pytest.fixture
 def everything(tmp_path: Path) -> Path:
     """Results of every benchmark, of few lines each."""
@@ -341,7 +352,7 @@ SHOWN = (
     "| verify | 1.875 (1.875-1.875) | 2.00 | 1.88 | - | 300 MiB |",
     "| zarr 2 | 2.125 (2.125-2.125) | 2.12 (2.12-2.12) | 1.06 (1.06-1.06) | 1 |",
     "| SIGKILL | 1 | 1 | 0.125 | 0.125 | 0.125 |",
-    "2 faults, 0 violations: weights, moments",
+    "2 faults, no violation: weights, moments",
     "| recovery | 4.50 | 0.90 % | 100 | 8 |",
     "| zarr 1 | 1.062 |",
     "| rank 1 | 0.000 | 0.750 | 0.750 |",
