@@ -11,6 +11,7 @@ import matplotlib as mpl
 mpl.use("svg")
 from matplotlib import pyplot as plt
 from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 from benchmarks.page_figures import (
     BarFigure,
@@ -126,12 +127,18 @@ def _curves(figure: CurveFigure) -> Any:
         axis.set_yscale("log", base=10)
         ticks = sorted({point[0] for curve in panel.curves for point in curve.points})
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(FuncFormatter(_plain_number))
         axis.minorticks_off()
         axis.set_title(panel.title, loc="left", fontweight="bold")
         axis.set_xlabel(panel.x_axis)
         axis.set_ylabel(panel.y_axis)
     by_column[0].legend(frameon=False)
     return canvas
+
+
+def _plain_number(value: float, _place: int) -> str:
+    return f"{value:g}"
 
 
 def _timelines(figure: TimelineFigure) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -79,7 +79,9 @@ def recovery_section(faults: Found, overhead: Found) -> Section:
     for line in faults.of_kind("recovery"):
         groups[str(line["fault"]["kind"]), int(line["num_spares"])].append(float(line["seconds"]))
     if groups:
-        parts += [_recovery_figure(groups), _recovery_table(groups), _verdict(faults)]
+        parts += [_recovery_figure(groups), _recovery_table(groups)]
+    if faults.lines:
+        parts.append(_verdict(faults))
     summaries = overhead.of_kind("summary")
     if summaries:
         rows = [
@@ -104,6 +106,10 @@ def faults_section(campaigns: Mapping[str, Found]) -> Section:
         for line in found.of_kind("campaign"):
             cases = ", ".join(f"{count:,} {kind}" for kind, count in sorted(line["cases"].items()))
             rows.append([name, cases, str(line["seed"]), str(line["violations"])])
+        rows += [
+            [name, "stopped by a violation", str(line["seed"]), "1"]
+            for line in found.of_kind("violation")
+        ]
     if not rows:
         return Section("Damage", ())
     return Section("Damage", (DAMAGE, table(("what", "cases", "seed", "violations"), rows)))
@@ -175,11 +181,11 @@ def _recovery_figure(groups: Mapping[tuple[str, int], Sequence[float]]) -> BarFi
 
 
 def _verdict(faults: Found) -> str:
-    counts: Counter[str] = Counter(line["kind"] for line in faults.lines)
+    if violations := faults.of_kind("violation"):
+        return f"**A violation**, seed {violations[0]['seed']}: {violations[0]['why']}"
     campaigns = faults.of_kind("campaign")
-    if not campaigns or counts["violation"]:
-        why = "a violation" if counts["violation"] else "the end"
-        return f"{counts['recovery']:,} faults until {why}; this campaign has no verdict."
+    if not campaigns:
+        number = len(faults.of_kind("recovery"))
+        return f"{number:,} faults; the campaign has not come to its end, so there is no verdict."
     number = sum(int(line["faults"]) for line in campaigns)
-    violations = sum(int(line["violations"]) for line in campaigns)
-    return f"{number:,} faults, {violations} violations: {RECOVERED}"
+    return f"{number:,} faults, no violation: {RECOVERED}"

@@ -65,7 +65,8 @@ HEAD: Final = """\
 # Measured
 
 This page is made by `python benchmarks/report.py page` from the files in `benchmarks/results`; no
-figure in it is written by hand. `benchmarks/README.md` says how each is measured.
+figure in it is written by hand. `benchmarks/README.md` says how each is measured. Planning at
+scale, and how long the package takes to start, are on [another page](scale.md).
 
 Seconds and ratios are medians over the rounds that count, with the least and the greatest behind
 them in brackets. Everybody takes a turn in every round, forwards and backwards. A ratio is taken
