@@ -74,9 +74,11 @@ class Agent:
         assert epoch in self._opened
 
     def _report_fault(self, rank: int, global_rank: int, epoch: int, mode: str, why: str) -> None:
-        if epoch == self.epoch:
-            self.faults[epoch] = {"rank": global_rank, "mode": mode, "why": why}
-            self.epoch += 1
+        # Some may wait in the next barrier already: an epoch ends when all have come to that.
+        if epoch in self.faults or epoch + 1 in self._opened:
+            return
+        self.faults[epoch] = {"rank": global_rank, "mode": mode, "why": why}
+        self.epoch = max(self.epoch, epoch + 1)
 
     def _wait_fault(self, rank: int, epoch: int, timeout_s: float) -> dict[str, Any] | None:
         self._changed.wait_for(lambda: epoch in self.faults, timeout_s)
