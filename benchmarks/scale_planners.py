@@ -1,7 +1,7 @@
 """Make the plans of a trillion-parameter job, and of smaller parts of it, as each rank makes them.
 
     python benchmarks/scale_planners.py --out scale_planners.jsonl
-    python benchmarks/scale_planners.py --ranks 16384 --out scale_planners.jsonl
+    python benchmarks/scale_planners.py --ranks 1024 --plan "save, format 2"
     python benchmarks/scale_planners.py --smoke
 
 Every rank plans alone, from what all have told it, and all come to the same plan; so one process
@@ -36,7 +36,7 @@ from benchmarks.scale_rehearsals import COPIES, REHEARSALS, Planner, Tally
 
 _MIB = 1 << 20
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-_SIZES = (64, 256, 1024)
+_SIZES = (64, 256, 1024, 16_384)
 _SMOKE_SIZES = (4,)
 
 

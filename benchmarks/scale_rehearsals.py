@@ -49,6 +49,9 @@ with warnings.catch_warnings():
 COPIES = 2
 """Of each part of a local checkpoint, and of each optimizer shard in memory."""
 
+_GROUPS_PER_PART = 10
+"""So many data-parallel groups have their optimizer state listed in a part of about 4 MiB."""
+
 _STEP = 1000
 _NUM_SAVES = 2
 _INFLIGHT_NBYTES = 512 << 20
@@ -152,14 +155,14 @@ def _save(cutting: Cutting) -> Rehearsal:
 
 
 def _describe_manifest(job: Job) -> list[bytes]:
-    """What each rank knows of the arrays that one rank lists: all with the same first letters."""
-    requests = [job.shards_of(rank) for rank in range(job.num_ranks)]
-    prefix = "optimizer.distributed.dp_group_idx_1"
-    chosen = [
-        type(one)(one.rank, tuple(s for s in one.shards if s.key.startswith(prefix)))
-        for one in requests
+    """What ranks know of the arrays that one of them lists: those of neighbouring keys."""
+    groups = sorted(range(job.num_groups), key=str)[:_GROUPS_PER_PART]
+    requests = [
+        request
+        for group in groups
+        for request in job.optimizer_of(group % job.tensor, group // job.tensor)
     ]
-    plan = build_save_plan(chosen, cutting=Cutting.INNER)
+    plan = build_save_plan(requests, cutting=Cutting.INNER)
     known: dict[int, dict[ArraySpec, dict[Extent, ChunkRecord]]] = {}
     for write in plan.writes:
         index = next(write.array.chunks_of(write.region))

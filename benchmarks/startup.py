@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -98,6 +99,7 @@ def places(directory: Path) -> list[tuple[int, Path]]:
 
 def write_checkpoints(directory: Path, num_arrays: int) -> None:
     """Save as many arrays in each format."""
+    warnings.simplefilter("ignore", UserWarning)  # as in contenders.py
     import torch  # noqa: PLC0415 - only this process needs it
     from megatron.core.dist_checkpointing import ShardedTensor  # noqa: PLC0415
 

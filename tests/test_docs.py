@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies import errors
+from dist_ckpt_strategies.inprocess import wrap
 from dist_ckpt_strategies.integrations import lightning_faults
-from dist_ckpt_strategies.plan import chunking
+from dist_ckpt_strategies.plan import chunking, inner_chunks, manifest
+from dist_ckpt_strategies.recovery import CheckpointManager
 from dist_ckpt_strategies.storage import bucket_arrays, buckets
 from tests.support.pages import PAGES, ROOT, blocks_of, python_blocks
 
@@ -35,6 +38,25 @@ def test_the_readme_takes_five_lines_to_adopt_it() -> None:
     (block,) = python_blocks(ROOT / "README.md")
 
     assert len([line for line in block.splitlines() if line]) == 5
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Of each heading, as GitHub and Sphinx make them."""
+    outside = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", outside, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_headings(page: Path) -> None:
+    targets = re.findall(r"\]\(([^)\s:]*)#([^)\s]+)\)", page.read_text())
+    lost = [
+        f"{name}#{anchor}"
+        for name, anchor in targets
+        if anchor not in anchors_of((page.parent / name) if name else page)
+    ]
+
+    assert lost == []
 
 
 def test_the_readme_leads_to_every_page() -> None:
@@ -162,6 +184,24 @@ def test_the_figures_of_object_stores_are_those_of_the_code() -> None:
     assert f"at most {buckets.MAX_REQUESTS} requests" in page
     assert f"`DIST_CKPT_STORE_TIMEOUT_S` | {options.timeout_s:g} |" in page
     assert f"`DIST_CKPT_STORE_MAX_RETRIES` | {options.max_retries} |" in page
+
+
+def test_the_time_limits_are_those_of_the_code() -> None:
+    page = (ROOT / "docs" / "errors.md").read_text()
+    options, store = dist_ckpt_strategies.Options(), dist_ckpt_strategies.StoreOptions()
+    of_recovery = inspect.signature(CheckpointManager).parameters["timeout_s"].default
+
+    assert f"default of `timeout_s` in `Options` is {options.timeout_s:g} s" in page
+    assert f"`timeout_s` of `StoreOptions`, {store.timeout_s:g} s" in page
+    assert f"`timeout_s` of `CheckpointManager`, {of_recovery:g} s" in page
+    assert f"`abort_timeout` of `HPWrapper`, {wrap.DEFAULT_ABORT_TIMEOUT_S:g} s" in page
+
+
+def test_the_figures_of_format_2_are_those_of_the_code() -> None:
+    page = " ".join((ROOT / "docs" / "format2.md").read_text().split())
+
+    assert f"at most {inner_chunks.MAX_NBYTES >> 20} MiB each" in page
+    assert f"one for about every {manifest.MAX_PART_NBYTES >> 20} MiB of description" in page
 
 
 def test_the_figures_of_the_chunk_grid_are_those_of_the_code() -> None:

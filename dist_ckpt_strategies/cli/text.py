@@ -8,6 +8,8 @@ _UNITS = ("kB", "MB", "GB", "TB", "PB")
 
 def printable(text: str) -> str:
     """The text on one line, with everything that could steer a terminal spelled out."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 

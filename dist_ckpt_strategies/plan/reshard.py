@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -65,7 +66,7 @@ def build_reshard_plan(
         held: for each rank of the group what it holds; replicas are welcome.
         wanted: for each rank what it wants and does not hold as it is.
         max_inflight_bytes: bound, per rank and round, on what it sends and on what it receives; a
-            larger piece has a round of its own.
+            larger piece is all that its ranks send and receive in a round.
 
     Raises:
         CoverageError: nobody holds a part of something that is wanted; names rank and key.
@@ -80,18 +81,57 @@ def build_reshard_plan(
             array = (spec.array_shape, spec.dtype)
             if arrays.setdefault(spec.key, array) != array:
                 raise PlanError(f"{spec.key}: ranks hold it as {arrays[spec.key]} and as {array}")
-            if rank not in holders[spec.key][spec.region]:
-                holders[spec.key][spec.region].append(rank)
+            having = holders[spec.key][spec.region]
+            if not having or having[-1] != rank:  # ranks come in order
+                having.append(rank)
+    kept = {key: _KeptArray.of(of_key) for key, of_key in holders.items()}
     load: Counter[int] = Counter()
     pieces: list[Piece] = []
     for rank, specs in enumerate(wanted):
         for spec in sorted(specs, key=lambda spec: spec.id):
             _require_same_shape(spec, arrays, rank)
-            pieces += _pieces(spec, holders[spec.key], arrays[spec.key][1], rank, load)
+            pieces += _pieces(spec, kept[spec.key], arrays[spec.key][1], rank, load)
     local = tuple(piece for piece in pieces if piece.sender == piece.receiver)
     moving = [piece for piece in pieces if piece.sender != piece.receiver]
     dtypes = {key: dtype for key, (_, dtype) in sorted(arrays.items())}
-    return ReshardPlan(dtypes, local, tuple(_rounds(moving, max_inflight_bytes)))
+    return ReshardPlan(dtypes, local, _rounds(moving, max_inflight_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptArray:
+    """The regions of an array that some rank holds, ordered along the dim that tells most apart.
+
+    Attributes:
+        holders: the ranks that hold each.
+        dim: along which they are ordered.
+        regions: by their first element along it.
+        starts: those elements.
+        longest: the most extent along it.
+    """
+
+    holders: Mapping[Region, Sequence[int]]
+    dim: int
+    regions: Sequence[Region]
+    starts: Sequence[int]
+    longest: int
+
+    @classmethod
+    def of(cls, holders: Mapping[Region, Sequence[int]]) -> _KeptArray:
+        ndim = next(iter(holders)).ndim
+        if ndim == 0:
+            return cls(holders, 0, tuple(holders), (0,), 1)
+        dim = max(range(ndim), key=lambda d: len({region.offset[d] for region in holders}))
+        regions = sorted(holders, key=lambda region: region.offset[dim])
+        starts = [region.offset[dim] for region in regions]
+        return cls(holders, dim, regions, starts, max(region.shape[dim] for region in regions))
+
+    def near(self, box: Region) -> list[Region]:
+        """Every region that shares an element with the box, and perhaps others, sorted."""
+        if box.ndim == 0:
+            return list(self.regions)
+        first = bisect_right(self.starts, box.offset[self.dim] - self.longest)
+        stop = bisect_left(self.starts, box.end[self.dim])
+        return sorted(self.regions[first:stop])
 
 
 def _require_same_shape(
@@ -113,20 +153,20 @@ def _require_same_shape(
 
 def _pieces(
     spec: ShardSpec,
-    holders: Mapping[Region, Sequence[int]],
+    kept: _KeptArray,
     dtype: DType,
     rank: int,
     load: Counter[int],
 ) -> list[Piece]:
     """Parts of held shards that make up a wanted one: one held whole, else all that it meets."""
-    exact = holders.get(spec.region)
-    sources = [spec.region] if exact else sorted(holders)
+    exact = spec.region in kept.holders
+    sources = [spec.region] if exact else kept.near(spec.region)
     found = []
     for source in sources:
         shared = source.intersect(spec.region)
         if shared is None:
             continue
-        able = holders[source]
+        able = kept.holders[source]
         sender = rank if rank in able else min(able, key=lambda one: (load[one], one))
         piece = Piece(ShardId(spec.key, source), spec.id, shared, dtype, sender, rank)
         if sender != rank:
@@ -142,20 +182,30 @@ def _pieces(
     return found
 
 
-def _rounds(pieces: Iterable[Piece], bound: int) -> Iterable[tuple[Piece, ...]]:
-    """The pieces in their order, cut wherever a rank's share would grow too large."""
-    round_: list[Piece] = []
-    sent: Counter[int] = Counter()
+def _rounds(pieces: Iterable[Piece], bound: int) -> tuple[tuple[Piece, ...], ...]:
+    """Every piece in the first round in which its ranks have room for it.
+
+    No rank goes back to an earlier round, and ranks that have nothing to do with each other share
+    rounds.
+    """
+    rounds: list[list[Piece]] = []
+    last: dict[int, int] = {}
+    sent: Counter[int] = Counter()  # in the last round of each rank
     received: Counter[int] = Counter()
     for piece in pieces:
-        fullest = max(sent[piece.sender], received[piece.receiver]) + piece.nbytes
-        if round_ and fullest > bound:
-            yield tuple(round_)
-            round_.clear()
-            sent.clear()
-            received.clear()
-        round_.append(piece)
-        sent[piece.sender] += piece.nbytes
-        received[piece.receiver] += piece.nbytes
-    if round_:
-        yield tuple(round_)
+        sender, receiver = piece.sender, piece.receiver
+        number = max(last.get(sender, 0), last.get(receiver, 0))
+        used = max(
+            sent[sender] if last.get(sender) == number else 0,
+            received[receiver] if last.get(receiver) == number else 0,
+        )
+        number += bool(used) and used + piece.nbytes > bound
+        for rank in (sender, receiver):
+            if last.get(rank) != number:
+                last[rank], sent[rank], received[rank] = number, 0, 0
+        sent[sender] += piece.nbytes
+        received[receiver] += piece.nbytes
+        if number == len(rounds):
+            rounds.append([])
+        rounds[number].append(piece)
+    return tuple(map(tuple, rounds))

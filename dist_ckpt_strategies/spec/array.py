@@ -54,7 +54,7 @@ class ArraySpec:
     @property
     def grid(self) -> Extent:
         """Number of chunks in each dim; any 0 means that the array has no element."""
-        return tuple(-(-n // c) for n, c in zip(self.shape, self.chunk_shape, strict=True))
+        return tuple([-(-n // c) for n, c in zip(self.shape, self.chunk_shape, strict=True)])
 
     @property
     def num_chunks(self) -> int:

@@ -106,14 +106,18 @@ def read_contents(root: Path, folder: Folder) -> FolderContents:
         folder = _with_chunk_folders(root, folder)
     named = {name: size for name, size in folder.files.items() if _CHUNK_NAME.fullmatch(name)}
     arrays, findings = _check(array, named)
-    contents = count_contents(folder)
-    return replace(
-        contents,
-        arrays=arrays,
-        shards=_shards(folder),
-        num_orphans=0 if array else len(named),
-        leftovers=_partial_files(folder),
-        findings=contents.findings + findings + _check_shard_names(folder),
+    counted = count_contents(folder)
+    return FolderContents(
+        counted.key,
+        counted.folders,
+        counted.links,
+        counted.num_files,
+        counted.nbytes,
+        arrays,
+        _shards(folder),
+        0 if array else len(named),
+        _partial_files(folder),
+        counted.findings + findings + _check_shard_names(folder),
     )
 
 
@@ -170,7 +174,7 @@ def _read_metadata(root: Path, folder: Folder) -> ArraySpec | Finding:
     path = folder.path_of(METADATA_NAME)
     try:
         content = read_file(f"{root}/{path}", MAX_JSON_NBYTES)
-        return parse_metadata(folder.key, Path(path), content)
+        return parse_metadata(folder.key, path, content)
     except OSError as error:
         return unreadable(folder.key, path, reason(error))
     except CheckpointError as error:

@@ -58,6 +58,9 @@ def _led(key: str | None) -> str:
     return f"{key}: " if key else ""
 
 
+_LEAST_READ_NBYTES = 4096
+
+
 @contextmanager
 def file_errors(
     key: str | None,
@@ -94,9 +97,11 @@ def read_file(path: Path | str, max_nbytes: int = -1) -> bytes:
         OSError: it is no regular file, for one, such as a pipe, which could keep us waiting.
     """
     with open(path, "rb", 0, opener=_open_at_once) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is no regular file", str(path))
-        return file.read(max_nbytes)
+        # A read of a megabyte takes memory for one, whatever the file has.
+        return file.read(min(max_nbytes, max(status.st_size, _LEAST_READ_NBYTES)))
 
 
 def _open_at_once(path: str, flags: int) -> int:

@@ -28,6 +28,13 @@ class ObjectShares:
     wanted_by: Mapping[str, tuple[int, ...]]
     reader: Mapping[str, int]
 
+    def read_by_rank(self) -> Mapping[int, list[str]]:
+        """What each rank reads, sorted; only ranks that read something."""
+        found: dict[int, list[str]] = defaultdict(list)
+        for key, reader in self.reader.items():
+            found[reader].append(key)
+        return found
+
     def read_by(self, rank: int) -> list[str]:
         """What one rank reads, sorted."""
         return [key for key, reader in self.reader.items() if reader == rank]
@@ -68,20 +75,22 @@ def send_objects(
     if not shares.reader:
         return {}
     mine: dict[str, bytes] = {}
+    read_by_rank = shares.read_by_rank()
+    own = read_by_rank.get(comm.rank, [])
 
     def describe() -> list[int]:
         mine.update(read())
-        return [len(mine[key]) for key in shares.read_by(comm.rank)]
+        return [len(mine[key]) for key in own]
 
     answers = agree_and_gather(comm, describe)
     nbytes = {
         key: size
         for rank, sizes in enumerate(answers)
-        for key, size in zip(shares.read_by(rank), sizes, strict=True)
+        for key, size in zip(read_by_rank.get(rank, ()), sizes, strict=True)
     }
     sends = [
         Send(rank, np.frombuffer(bytearray(mine[key]), np.uint8))
-        for key in shares.read_by(comm.rank)
+        for key in own
         for rank in shares.wanted_by[key]
         if rank != comm.rank
     ]

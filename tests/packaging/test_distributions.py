@@ -16,7 +16,7 @@ import pytest
 
 import dist_ckpt_strategies
 
-pytest.importorskip("build", reason="tox -e package has it")
+pytest.importorskip("build", reason="the extra `test` has it")
 
 ROOT = Path(__file__).parents[2]
 NAME = f"dist_ckpt_strategies-{dist_ckpt_strategies.__version__}"

@@ -13,6 +13,7 @@ from dist_ckpt_strategies.plan.reshard import build_reshard_plan
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.spec.shard import ShardId, ShardSpec
+from tests.support.boxes import Split, regions_in, spec_of, splits, times_covered
 
 ROWS = 12
 
@@ -53,7 +54,35 @@ def test_any_layout_is_made_from_any_other(old: int, new: int, size: int, bound:
         for rank in range(size):
             for share in ("sender", "receiver"):
                 sizes = [piece.nbytes for piece in round_ if getattr(piece, share) == rank]
-                assert sum(sizes) <= bound or len(round_) == 1
+                assert sum(sizes) <= bound or len(sizes) == 1
+
+
+@given(splits().filter(lambda split: split.main), st.data())
+def test_every_wanted_box_is_covered_once_by_parts_of_what_is_held(
+    split: Split, data: st.DataObject
+) -> None:
+    held = [request.shards for request in split.requests()]
+    box = data.draw(regions_in(split.shape))
+    wanted: list[list[ShardSpec]] = [[], [spec_of(box, split.shape)], [], []]
+
+    plan = build_reshard_plan(held, wanted, max_inflight_bytes=64)
+
+    pieces = [*plan.local, *(piece for round_ in plan.rounds for piece in round_)]
+    found = times_covered(split.shape, [piece.region for piece in pieces])
+    assert (found == times_covered(split.shape, [box])).all()
+
+
+@pytest.mark.parametrize("num_pairs", [1, 2, 16])
+def test_ranks_that_have_nothing_to_do_with_each_other_share_rounds(num_pairs: int) -> None:
+    held, wanted = [], []
+    for pair in range(num_pairs):
+        parts = [spec_of(Region((4 * n,), (4,)), (12,), key=f"w{pair}") for n in range(3)]
+        held += [parts, []]
+        wanted += [[], parts]
+
+    plan = build_reshard_plan(held, wanted, max_inflight_bytes=16)
+
+    assert [len(round_) for round_ in plan.rounds] == [num_pairs] * 3
 
 
 def test_replicas_share_the_sending() -> None:

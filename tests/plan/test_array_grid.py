@@ -1,0 +1,80 @@
+"""A grid follows from where main replicas lie and which share a rank, and from nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.errors import CoverageError
+from dist_ckpt_strategies.plan.array_grid import ArrayGrid, ArrayGrids, Cutting
+from dist_ckpt_strategies.plan.coverage import Holding
+from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.dtype import DType
+from dist_ckpt_strategies.spec.region import Region
+from tests.support.boxes import NUM_RANKS, Split, splits, times_covered
+
+some_splits = st.booleans().flatmap(lambda regular: splits(regular=regular))
+cuttings = st.sampled_from(Cutting)
+
+
+def array_of(split: Split, key: str = "w", dtype: DType = DType.FLOAT32) -> ArraySpec:
+    return ArraySpec(key, split.shape, dtype, (1,) * len(split.shape))
+
+
+def holdings_of(split: Split, ranks: list[int] | None = None) -> list[Holding]:
+    numbers = ranks or list(range(NUM_RANKS))
+    return sorted(Holding(box, numbers[rank]) for rank, box in split.main)
+
+
+def fresh(split: Split, cutting: Cutting, ranks: list[int] | None = None) -> ArrayGrid:
+    return ArrayGrids(cutting).of(array_of(split), holdings_of(split, ranks), ())
+
+
+@given(some_splits, cuttings, st.permutations([7, 11, 300, 16_383]))
+def test_who_the_ranks_are_makes_no_difference(
+    split: Split, cutting: Cutting, ranks: list[int]
+) -> None:
+    assert fresh(split, cutting, ranks) == fresh(split, cutting)
+
+
+@given(st.lists(some_splits, min_size=1, max_size=4), cuttings)
+def test_grids_that_were_worked_out_before_change_nothing(
+    cases: list[Split], cutting: Cutting
+) -> None:
+    shared = ArrayGrids(cutting)
+    for number, split in enumerate([*cases, *cases]):
+        found = shared.of(array_of(split, f"w{number}"), holdings_of(split), ())
+        assert found == fresh(split, cutting)
+
+
+@given(some_splits, cuttings)
+def test_the_parts_of_a_chunk_cover_it_and_lie_in_their_holdings(
+    split: Split, cutting: Cutting
+) -> None:
+    holdings = holdings_of(split)
+    for chunk in fresh(split, cutting).chunks or ():
+        boxes = [part for _, part in chunk.parts]
+        assert (
+            times_covered(split.shape, boxes) == times_covered(split.shape, [chunk.region])
+        ).all()
+        assert all(holdings[number].region.contains(part) for number, part in chunk.parts)
+
+
+def test_it_makes_a_difference_whether_parts_are_on_one_rank_or_on_two() -> None:
+    bounds = [(0, 300), (300, 1000), (1000, 1600), (1600, 2000)]
+    parts = [Region((low,), (high - low,)) for low, high in bounds]
+    alone = Split((2000,), tuple((0, part) for part in parts))
+    apart = Split((2000,), tuple((n // 2, part) for n, part in enumerate(parts)))
+    grids = ArrayGrids(Cutting.WHOLE)
+
+    assert grids.of(array_of(alone), holdings_of(alone), ()).chunk_shape == (2000,)
+    assert grids.of(array_of(apart), holdings_of(apart), ()).chunk_shape == (1000,)
+
+
+def test_an_array_with_a_gap_is_refused_however_often_it_comes() -> None:
+    holed = Split((4,), ((0, Region((0,), (1,))), (1, Region((2,), (2,)))))
+    grids = ArrayGrids(Cutting.WHOLE)
+    for _ in range(2):
+        with pytest.raises(CoverageError, match="first element not covered"):
+            grids.of(array_of(holed), holdings_of(holed), ())
