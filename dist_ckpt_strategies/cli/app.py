@@ -396,7 +396,7 @@ def bench(
     directory: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[DIR]", help="A directory on the file system to measure.", show_default=False
+            metavar="DIR", help="A directory on the file system to measure.", show_default=False
         ),
     ] = None,
     *,
