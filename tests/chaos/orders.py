@@ -53,7 +53,7 @@ class Train:
     Attributes:
         steps: how many.
         saves: in order.
-        timeout_s: of every wait in a save.
+        timeout_s: of every wait for a peer, in a step and in a save.
         trap: of this rank.
     """
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -16,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.chaos.training import ShardedTraining, make_groups
@@ -99,7 +101,7 @@ class Rank:
         store = TCPStore(HOST, self._place.store_port, is_master=False, timeout=limit)
         dist.init_process_group(
             "gloo",
-            store=dist.PrefixStore(order.meeting, store),
+            store=PrefixStore(order.meeting, store),
             rank=self._place.rank,
             world_size=NUM_RANKS,
             timeout=limit,
@@ -118,10 +120,13 @@ class Rank:
     def train(self, order: Train) -> Trained:
         """Train and save; every save that was begun is waited for."""
         os.environ["DIST_CKPT_TIMEOUT_S"] = str(order.timeout_s)
+        for group in (None, self._present.groups.replica):
+            _set_pg_timeout(timedelta(seconds=order.timeout_s), group)
         digests: dict[int, str] = {}
         saves: list[SaveResult] = []
         with self._traps.armed(order.trap):
             failure = outcome(lambda: self._train(order, digests, saves))
+        self._part([failure, *(save.failure for save in saves)])
         return Trained(digests, tuple(saves), failure, self._traps.has_sprung)
 
     def recover(self, order: Recover) -> Recovered:
@@ -132,6 +137,7 @@ class Rank:
             found = outcome(lambda: self._load(order))
         has_sprung = self._traps.has_sprung
         if isinstance(found, Failure):
+            self._part([found])
             return Recovered(None, -1, "", (), "", found, has_sprung)
         digest = state_digest(self._present)
         return Recovered(
@@ -143,6 +149,13 @@ class Rank:
             None,
             has_sprung,
         )
+
+    def _part(self, failures: Sequence[Failure | None]) -> None:
+        """Take the groups down where contact is lost, so that the others need not wait for it."""
+        is_lost = any(one and ("PeerLostError" in one.kinds or not one.is_ours) for one in failures)
+        is_late = any(one and "PeerTimeoutError" in one.kinds for one in failures)
+        if is_lost or is_late:
+            dist.destroy_process_group()
 
     def _train(self, order: Train, digests: dict[int, str], saves: list[SaveResult]) -> None:
         training = self._present
@@ -197,7 +210,7 @@ class Rank:
             return dist_ckpt_strategies.load(to_global(training), path, timeout_s=order.timeout_s)
 
         found = load_latest(manager, order.places, load_global)
-        if found.tier == Tier.LOCAL:
+        if Tier(found.tier) is Tier.LOCAL:
             from_local(training, found.state)
         else:
             from_global(training, found.state)
@@ -225,6 +238,7 @@ def run_rank(place: Place, pipe: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     os.environ.update({**place.variables, "GLOO_SOCKET_IFNAME": "lo"})
     torch.set_num_threads(1)
+    logging.getLogger("dist_ckpt_strategies").setLevel(logging.ERROR)  # the driver compares
     rank = Rank(place)
     deeds: dict[type, Callable[[Any], Any]] = {
         Begin: rank.begin,

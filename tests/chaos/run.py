@@ -40,7 +40,7 @@ from tests.support.ranks import run_processes
 
 TIMEOUT_S = 20.0
 SHORT_TIMEOUT_S = 2.5
-"""Of waits for peers while one is silent."""
+"""Of waits for peers while one falls silent."""
 
 _NUM_GLOBAL_KEPT = 4
 _ANSWER_SLACK_S = 20.0
@@ -118,7 +118,8 @@ class Run:
         during_save = event.during is During.SAVE
         answers = self._train(event if during_save else None, event)
         has_happened = not during_save or self._has_struck(event, answers)
-        self._mend(event, answers)
+        if during_save:
+            self._mend(event, answers)
         if event.during is During.NOTHING:
             damaged = self._strikes.damaged(event, self._ledger)
             has_happened = damaged is not None
@@ -141,7 +142,7 @@ class Run:
         self.tally.num_started = self._world.num_started
 
     def _train(self, striking: Event | None, event: Event) -> dict[int, Answer]:
-        timeout_s = SHORT_TIMEOUT_S if striking and striking.kind in HANGS else TIMEOUT_S
+        timeout_s = SHORT_TIMEOUT_S if striking and striking.kind in LOSSES else TIMEOUT_S
         saves = tuple(self._saves(event))
         orders: dict[int, Order] = {
             rank: Train(event.steps, saves, timeout_s, self._trap(striking, rank))
@@ -170,7 +171,7 @@ class Run:
             yield order(Tier.LOCAL, event.local_save)
 
     def _recover_disturbed(self, event: Event) -> dict[int, Answer]:
-        timeout_s = SHORT_TIMEOUT_S if event.kind in HANGS else TIMEOUT_S
+        timeout_s = SHORT_TIMEOUT_S if event.kind in LOSSES else TIMEOUT_S
         orders: dict[int, Order] = {
             rank: Recover(self._places(), timeout_s, self._trap(event, rank))
             for rank in range(NUM_RANKS)

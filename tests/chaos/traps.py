@@ -104,7 +104,9 @@ class Traps:
         return counted
 
     def _is_ours(self, path: object) -> bool:
-        return not isinstance(path, int) and os.fsdecode(path or "").startswith(self._root)  # type: ignore[call-overload]
+        return isinstance(path, (str, bytes, os.PathLike)) and os.fsdecode(path).startswith(
+            self._root
+        )
 
     def _count(self, path: str) -> None:
         with self._lock:
