@@ -78,14 +78,15 @@ def _check_save(
     if event.kind not in LOSSES and len(failures) < len(results):
         yield f"the {what.order.tier} save of {what.iteration} failed on some ranks: {results}"
     for rank, failure in failures.items():
-        yield from (f"rank {rank}: {why}" for why in _unexplained(event, failure, timeout_s))
+        yield from (f"rank {rank}: {why}" for why in _unexplained(event, rank, failure, timeout_s))
 
 
-def _unexplained(event: Event, failure: Failure, timeout_s: float) -> Iterator[str]:
+def _unexplained(event: Event, rank: int, failure: Failure, timeout_s: float) -> Iterator[str]:
     """What an error lacks: it has to be one of ours, in time, and to name the cause."""
     if not failure.is_ours:
         yield f"no error of the package: {failure}"
-    if failure.seconds > 2 * timeout_s + _SLACK_S:
+    is_asleep = event.kind is Kind.WAKE and rank == event.victim  # and its clock goes on
+    if failure.seconds > 2 * timeout_s + _SLACK_S and not is_asleep:
         yield f"an error after {failure.seconds:.1f} s, the limit is {timeout_s:g} s: {failure}"
     if event.kind in LOSSES:
         if not _LOST & set(failure.kinds):
@@ -119,7 +120,9 @@ def check_disturbed_recovery(
         yield f"a pause that is short, and a load: {failures}"
     for rank, failure in failures.items():
         if is_something or not _NOTHING_THERE & set(failure.kinds):
-            yield from (f"rank {rank}: {why}" for why in _unexplained(event, failure, timeout_s))
+            yield from (
+                f"rank {rank}: {why}" for why in _unexplained(event, rank, failure, timeout_s)
+            )
 
 
 def _check_losses(event: Event | None, answers: Mapping[int, Answer]) -> Iterator[str]:

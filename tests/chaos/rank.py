@@ -119,9 +119,7 @@ class Rank:
 
     def train(self, order: Train) -> Trained:
         """Train and save; every save that was begun is waited for."""
-        os.environ["DIST_CKPT_TIMEOUT_S"] = str(order.timeout_s)
-        for group in (None, self._present.groups.replica):
-            _set_pg_timeout(timedelta(seconds=order.timeout_s), group)
+        self._limit(order.timeout_s)
         digests: dict[int, str] = {}
         saves: list[SaveResult] = []
         with self._traps.armed(order.trap):
@@ -131,7 +129,7 @@ class Rank:
 
     def recover(self, order: Recover) -> Recovered:
         """Forget everything, and load."""
-        os.environ["DIST_CKPT_TIMEOUT_S"] = str(order.timeout_s)
+        self._limit(order.timeout_s)
         spoil(self._present)
         with self._traps.armed(order.trap):
             found = outcome(lambda: self._load(order))
@@ -149,6 +147,12 @@ class Rank:
             None,
             has_sprung,
         )
+
+    def _limit(self, timeout_s: float) -> None:
+        """From now on nobody waits longer for a peer."""
+        os.environ["DIST_CKPT_TIMEOUT_S"] = str(timeout_s)
+        for group in (None, self._present.groups.replica, self._clique):
+            _set_pg_timeout(timedelta(seconds=timeout_s), group)
 
     def _part(self, failures: Sequence[Failure | None]) -> None:
         """Take the groups down where contact is lost, so that the others need not wait for it."""

@@ -151,11 +151,11 @@ class Strikes:
         return ledger
 
     def _newest_global(self, event: Event, ledger: Ledger) -> str | None:
-        """The newest one in the event's store that is not damaged yet."""
+        """The newest one in the event's store that nothing has been done to."""
         address = self.site(event).address
         found = {
             name: iteration
             for name, (iteration, standing) in ledger.global_.items()
-            if name.startswith(address) and standing is not Standing.BROKEN
+            if name.startswith(address) and standing is Standing.WHOLE
         }
         return max(found, key=found.__getitem__, default=None)

@@ -50,7 +50,7 @@ def test_the_newest_that_is_whole_is_loaded(environment: ObjectStore, bucket: st
     assert [one.iteration for one in found.attempts] == [200, 100]
     assert [one.is_unfinished for one in found.attempts] == [True, False]
     assert load(f"{root}/iter_0000008").iteration == 8
-    with pytest.raises(NoUsableCheckpointError, match="iter_0000100: "):
+    with pytest.raises(NoUsableCheckpointError, match=r"iter_0000100\): "):
         load(f"{root}/iter_0000100", f"{root}/iter_0000200")
 
 
