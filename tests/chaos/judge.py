@@ -28,6 +28,7 @@ _CAUSES: Mapping[Kind, tuple[str, ...]] = {
     Kind.FAIL: (INJECTED,),
     Kind.LIMIT: ("file too large",),
     Kind.FULL: ("no space left", "bytes on the file system", "file too large"),
+    Kind.LOSE_NODE: ("/node",),
     Kind.RESTART: ("s3://",),
     Kind.EMPTIED: ("s3://",),
 }

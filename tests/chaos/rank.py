@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -242,6 +243,7 @@ def run_rank(place: Place, pipe: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
     os.environ.update({**place.variables, "GLOO_SOCKET_IFNAME": "lo"})
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", FutureWarning)
     logging.getLogger("dist_ckpt_strategies").setLevel(logging.ERROR)  # the driver compares
     rank = Rank(place)
     deeds: dict[type, Callable[[Any], Any]] = {

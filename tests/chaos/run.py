@@ -178,12 +178,12 @@ class Run:
         }
         with self._strikes.from_outside(event):
             answers = self._ask_each(orders, event, timeout_s)
+        expected = self._ledger
+        if event.kind is Kind.LOSE_NODE:
+            self._ledger = self._ledger.with_copies(local_copies(self._strikes.root))
         if event.kind is Kind.EMPTIED:
             gone = [name for name in self._ledger.global_ if "://" in name]
-            # A load may have been done before.
-            expected, self._ledger = self._ledger, self._ledger.without_global(gone)
-        else:
-            expected = self._ledger
+            self._ledger = self._ledger.without_global(gone)
         _require(
             judge.check_disturbed_recovery(event, answers, expected, self._reference, timeout_s)
         )
@@ -239,7 +239,7 @@ class Run:
 
     def _has_struck(self, event: Event, answers: Mapping[int, Answer]) -> bool:
         """Whether the event was there for anybody to see."""
-        if event.kind in {Kind.RESTART, Kind.EMPTIED} or event.kind in LOSSES:
+        if event.kind in {Kind.RESTART, Kind.EMPTIED, Kind.LOSE_NODE} | LOSSES:
             return True
         results = [answer.value for answer in answers.values()]
         if event.kind in {Kind.FULL, Kind.LIMIT}:
@@ -260,7 +260,12 @@ class Run:
         is_lost = event is not None and event.kind in LOSSES | {Kind.EMPTIED}
         ledger, wrong = observed_global(before, saves, finished, may_differ=is_lost)
         self._ledger, more = observed_copies(
-            ledger, saves, local_copies(self._strikes.root), self._jump, may_differ=is_lost
+            ledger,
+            saves,
+            local_copies(self._strikes.root),
+            self._jump,
+            may_differ=is_lost,
+            lost_node=event.victim if event and event.kind is Kind.LOSE_NODE else None,
         )
         _require([*wrong, *more])
 

@@ -81,7 +81,7 @@ _WEIGHTS: dict[Store, dict[Kind, int]] = {
         Kind.EMPTIED: 1,
     },
 }
-_BETWEEN = {Kind.LOSE_NODE, Kind.LOSE_GLOBAL, Kind.FLIP_GLOBAL, Kind.FLIP_LOCAL}
+_BETWEEN = {Kind.LOSE_GLOBAL, Kind.FLIP_GLOBAL, Kind.FLIP_LOCAL}
 """What is done while no rank saves or loads."""
 
 _ONLY_SAVES = {Kind.LIMIT, Kind.FULL}
@@ -89,6 +89,7 @@ HANGS = {Kind.HANG, Kind.WAKE}
 """After these nobody answers until a limit of time is over."""
 
 _LOAD_SHARE = 0.3
+_BETWEEN_SHARE = 0.4
 _GLOBAL_SHARE = 0.65
 _LOCAL_SHARE = 0.7
 _ASYNC_SHARE = 0.75
@@ -201,7 +202,7 @@ def build_event(seed: int, number: int, stores: tuple[Store, ...] = tuple(Store)
 
 
 def _during(kind: Kind, chance: random.Random) -> During:
-    if kind in _BETWEEN:
+    if kind in _BETWEEN or (kind is Kind.LOSE_NODE and chance.random() < _BETWEEN_SHARE):
         return During.NOTHING
     if kind not in _ONLY_SAVES and chance.random() < _LOAD_SHARE:
         return During.LOAD
@@ -216,6 +217,7 @@ def _saves(
     is_global = not is_local or chance.random() < _GLOBAL_SHARE or kind is Kind.EMPTIED
     # What this kind of event can strike at has to be there.
     is_global |= store is Store.OBJECTS and kind is Kind.RESTART and during is During.SAVE
+    is_local |= kind is Kind.LOSE_NODE
     is_last = during is During.SAVE and kind in HANGS
     saves = []
     for is_made in (is_global, is_local):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from tests.chaos.traps import Act, Trap
 MAX_NAP_S = 0.6
 """Of a rank that goes on in time."""
 
-_MAX_DELAY_S = 0.4
+_MAX_DELAY_S = 0.25
 _MAX_OUTAGE_S = 0.6
 _MAX_LIMIT_NBYTES = 24_000
 _MAX_LEFT_NBYTES = 300_000
@@ -88,6 +89,12 @@ class Strikes:
         elif event is not None and event.kind in {Kind.RESTART, Kind.EMPTIED}:
             with self._outage(event):
                 yield
+        elif event is not None and event.kind is Kind.LOSE_NODE:
+            delay_s = event.share * _MAX_DELAY_S
+            timer = threading.Timer(delay_s, shutil.rmtree, [self._node(event), True])
+            timer.start()
+            yield
+            timer.join()
         else:
             yield
 
@@ -115,11 +122,14 @@ class Strikes:
                 self.server.site.make()
 
     def _lose_node(self, event: Event, ledger: Ledger) -> Ledger | None:
-        node = self.root / f"node{event.victim}"
+        node = self._node(event)
         if not node.exists():
             return None
         shutil.rmtree(node)
         return ledger.without_node(event.victim)
+
+    def _node(self, event: Event) -> Path:
+        return self.root / f"node{event.victim}"
 
     def _lose_global(self, event: Event, ledger: Ledger) -> Ledger | None:
         name = self._newest_global(event, ledger)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.chaos.run import Campaign, report, run_campaign
 
-NUM_EVENTS = 50
+NUM_EVENTS = 60
 
 
 @pytest.mark.slow
