@@ -16,6 +16,7 @@ from tests.chaos.oracle import CopyKey, Place
 from tests.chaos.sites import Site
 from tests.support.disks import fill_disk
 
+_TENSOR_SHARE = 0.4
 DISK_NBYTES = 32 << 20
 _PLACES = {
     fault_damage.Place.PREFIX: Place.HEADER,
@@ -60,10 +61,12 @@ def _need_not_be_seen(files: Files, kind: Kind) -> bool:
 
 
 def flip_copy(path: Path, chance: random.Random, change: int) -> tuple[Flip, Place]:
-    """Change a byte of a local checkpoint's file: header, tensors and padding equally often."""
+    """Change a byte of a local checkpoint's file: of a tensor mostly, else of any kind."""
     content = bytearray(path.read_bytes())
     spans = fault_damage.file_map(bytes(content))
-    place = chance.choice(sorted({span.place for span in spans}))
+    places = sorted({span.place for span in spans})
+    is_tensor = chance.random() < _TENSOR_SHARE
+    place = fault_damage.Place.TENSOR if is_tensor else chance.choice(places)
     span = chance.choice([span for span in spans if span.place is place])
     at = chance.randrange(span.start, span.end)
     content[at] ^= change
@@ -75,9 +78,10 @@ def flip_copy(path: Path, chance: random.Random, change: int) -> tuple[Flip, Pla
 def choose_copies(
     copies: dict[CopyKey, Path], chance: random.Random, *, both: bool
 ) -> list[CopyKey]:
-    """A copy of some part of the newest local save; or all copies of that part."""
+    """A copy of some part of the newest local save, its owner's if there is; or all copies."""
     newest = max(key.save for key in copies)
-    one = chance.choice(sorted(key for key in copies if key.save == newest))
+    found = sorted(key for key in copies if key.save == newest)
+    one = chance.choice([key for key in found if key.owner == key.holder] or found)
     alike = sorted(key for key in copies if key.save == newest and key.owner == one.owner)
     return alike if both else [one]
 

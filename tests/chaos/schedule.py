@@ -84,6 +84,8 @@ _WEIGHTS: dict[Store, dict[Kind, int]] = {
 _BETWEEN = {Kind.LOSE_GLOBAL, Kind.FLIP_GLOBAL, Kind.FLIP_LOCAL}
 """What is done while no rank saves or loads."""
 
+_DAMAGE_OF_GLOBAL = {Kind.LOSE_GLOBAL, Kind.FLIP_GLOBAL}
+_OF_GLOBAL = _DAMAGE_OF_GLOBAL | {Kind.EMPTIED}
 _ONLY_SAVES = {Kind.LIMIT, Kind.FULL}
 HANGS = {Kind.HANG, Kind.WAKE}
 """After these nobody answers until a limit of time is over."""
@@ -212,16 +214,23 @@ def _during(kind: Kind, chance: random.Random) -> During:
 def _saves(
     kind: Kind, during: During, store: Store, steps: int, chance: random.Random
 ) -> tuple[SaveAt | None, SaveAt | None]:
-    """The global and the local save, at least one. Nobody trains while a rank is silent."""
-    is_local = chance.random() < _LOCAL_SHARE
-    is_global = not is_local or chance.random() < _GLOBAL_SHARE or kind is Kind.EMPTIED
+    """The global and the local save, at least one.
+
+    What is damaged afterwards is the newest, lest nobody should look at it. Nobody trains while a
+    rank is silent.
+    """
+    is_local = chance.random() < _LOCAL_SHARE or kind in {Kind.FLIP_LOCAL, Kind.LOSE_NODE}
+    is_global = not is_local or chance.random() < _GLOBAL_SHARE or kind in _OF_GLOBAL
     # What this kind of event can strike at has to be there.
     is_global |= store is Store.OBJECTS and kind is Kind.RESTART and during is During.SAVE
-    is_local |= kind is Kind.LOSE_NODE
-    is_last = during is During.SAVE and kind in HANGS
-    saves = []
-    for is_made in (is_global, is_local):
-        after = steps if is_last else chance.randint(0, steps)
-        save = SaveAt(after, chance.random() < _ASYNC_SHARE)
-        saves.append(save if is_made else None)
-    return saves[0], saves[1]
+    after_global, after_local = chance.randint(0, steps), chance.randint(0, steps)
+    if during is During.SAVE and kind in HANGS:
+        after_global = after_local = steps
+    elif kind in _DAMAGE_OF_GLOBAL:
+        after_global, after_local = steps, chance.randrange(steps)
+    elif kind is Kind.FLIP_LOCAL:
+        after_local = steps
+    return (
+        SaveAt(after_global, chance.random() < _ASYNC_SHARE) if is_global else None,
+        SaveAt(after_local, chance.random() < _ASYNC_SHARE) if is_local else None,
+    )

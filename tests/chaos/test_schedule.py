@@ -76,3 +76,14 @@ def test_an_event_is_one_line_that_says_what_and_to_whom() -> None:
     assert str(event).startswith("event 12: ")
     assert event.kind in str(event)
     assert f"rank {event.victim}" in str(event)
+
+
+def test_what_is_damaged_is_the_newest_checkpoint() -> None:
+    for event in events(7):
+        found = (event.global_save, event.local_save)
+        if event.kind in {Kind.FLIP_GLOBAL, Kind.LOSE_GLOBAL}:
+            assert found[0] is not None
+            assert found[1] is None or found[1].after_steps < found[0].after_steps
+        if event.kind is Kind.FLIP_LOCAL:
+            assert found[1] is not None
+            assert found[0] is None or found[0].after_steps <= found[1].after_steps
