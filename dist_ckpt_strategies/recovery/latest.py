@@ -24,7 +24,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.storage.buckets import Bucket
-from dist_ckpt_strategies.storage.files import MARKER_NAME
+from dist_ckpt_strategies.storage.files import MARKER_NAME, file_errors
 from dist_ckpt_strategies.storage.locations import located, read_marker
 
 logger = logging.getLogger(__name__)
@@ -229,17 +229,17 @@ def _checkpoints(address: str | Path) -> Iterator[tuple[str, bool]]:
     yield from _in_directory(place) if isinstance(place, Path) else _in_store(place)
 
 
-def _in_directory(directory: Path) -> Iterator[tuple[str, bool]]:
-    if not directory.exists():
-        return
-    has_marker = (directory / MARKER_NAME).exists()
-    below = list(directory.iterdir()) if directory.is_dir() and not has_marker else []
-    numbered = [path for path in below if path.is_dir() and _NUMBER.search(path.name)]
-    is_meant = has_marker or not directory.is_dir() or _NUMBER.search(directory.name)
-    if not numbered and is_meant:
-        yield str(directory), has_marker
-    for path in numbered:
-        yield str(path), (path / MARKER_NAME).exists()
+def _in_directory(directory: Path) -> list[tuple[str, bool]]:
+    with file_errors(None, directory):
+        if not directory.exists():
+            return []
+        has_marker = (directory / MARKER_NAME).exists()
+        below = list(directory.iterdir()) if directory.is_dir() and not has_marker else []
+        numbered = [path for path in below if path.is_dir() and _NUMBER.search(path.name)]
+        is_meant = has_marker or not directory.is_dir() or _NUMBER.search(directory.name)
+        if not numbered:
+            return [(str(directory), has_marker)] if is_meant else []
+        return [(str(path), (path / MARKER_NAME).exists()) for path in numbered]
 
 
 def _in_store(place: Bucket) -> Iterator[tuple[str, bool]]:

@@ -120,6 +120,8 @@ def check_disturbed_recovery(
     if event.kind is Kind.PAUSE and failures and is_something:
         yield f"a pause that is short, and a load: {failures}"
     for rank, failure in failures.items():
+        if results[rank].is_loaded and event.kind in LOSSES:
+            continue  # the ranks met once more, without the package
         if is_something or not _NOTHING_THERE & set(failure.kinds):
             yield from (
                 f"rank {rank}: {why}" for why in _unexplained(event, rank, failure, timeout_s)

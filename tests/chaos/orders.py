@@ -125,6 +125,7 @@ class Recovered:
         digest: of the state.
         failure: what was raised in place of all that.
         has_sprung: whether the trap did.
+        is_loaded: whether the load had ended well before the failure.
     """
 
     tier: Tier | None
@@ -134,3 +135,4 @@ class Recovered:
     digest: str
     failure: Failure | None
     has_sprung: bool
+    is_loaded: bool = False

@@ -134,10 +134,12 @@ class Rank:
         spoil(self._present)
         with self._traps.armed(order.trap):
             found = outcome(lambda: self._load(order))
+            is_loaded = not isinstance(found, Failure)
+            taken = outcome(lambda: self._take(found)) if is_loaded else found
         has_sprung = self._traps.has_sprung
-        if isinstance(found, Failure):
-            self._part([found])
-            return Recovered(None, -1, "", (), "", found, has_sprung)
+        if isinstance(taken, Failure):
+            self._part([taken])
+            return Recovered(None, -1, "", (), "", taken, has_sprung, is_loaded)
         digest = state_digest(self._present)
         return Recovered(
             Tier(found.tier),
@@ -214,12 +216,15 @@ class Rank:
         def load_global(path: Any) -> Any:
             return dist_ckpt_strategies.load(to_global(training), path, timeout_s=order.timeout_s)
 
-        found = load_latest(manager, order.places, load_global)
+        return load_latest(manager, order.places, load_global)
+
+    def _take(self, found: Any) -> None:
+        """Take over what was loaded. Collective: the replica."""
+        training = self._present
         if Tier(found.tier) is Tier.LOCAL:
             from_local(training, found.state)
         else:
             from_global(training, found.state)
-        return found
 
     def _manager(self, timeout_s: float) -> LocalCheckpointManager:
         strategy = CliqueReplicationStrategy(self._clique, timeout_s=timeout_s)

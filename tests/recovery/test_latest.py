@@ -164,3 +164,12 @@ def test_a_marker_that_is_damaged_tells_of_a_checkpoint_that_was_finished(tmp_pa
 def test_a_path_that_a_url_was_made_into_is_refused() -> None:
     with pytest.raises(StrategyError, match="takes slashes out of a URL"):
         load_latest(None, [Path("s3://bucket/run")], lambda path: path)
+
+
+def test_a_directory_that_cannot_be_looked_at_is_an_error_of_ours(tmp_path: Path) -> None:
+    nowhere = tmp_path / ("x" * 300)
+
+    with pytest.raises(StorageError, match="too long for the file system") as caught:
+        load_latest(None, [nowhere], lambda path: path)
+
+    assert caught.value.path == str(nowhere)
