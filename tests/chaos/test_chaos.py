@@ -24,5 +24,6 @@ def test_after_every_event_the_right_state_is_recovered(
     tally = run_campaign(campaign, tmp_path)
 
     assert tally.events.total() == NUM_EVENTS
+    (tmp_path / "report.json").write_text(report(campaign, tally))
     with capsys.disabled():
         sys.stdout.write(f"\n{report(campaign, tally)}\n")
