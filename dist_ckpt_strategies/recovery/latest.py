@@ -25,7 +25,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.storage.buckets import Bucket
 from dist_ckpt_strategies.storage.files import MARKER_NAME, file_errors
-from dist_ckpt_strategies.storage.locations import located, read_marker
+from dist_ckpt_strategies.storage.locations import Location, located, read_marker
 
 logger = logging.getLogger(__name__)
 
@@ -176,9 +176,12 @@ def _from_global(
 ) -> Loaded | None:
     """A global checkpoint, if it is whole. Collective."""
 
-    def load() -> Any:
+    def look() -> Location:
         place = located(candidate.path, None)
         read_marker(place)
+        return place
+
+    def load() -> Any:
         try:
             return load_global(place if isinstance(place, Path) else candidate.path)
         except CheckpointError:
@@ -188,6 +191,8 @@ def _from_global(
             raise CheckpointError(text, path=candidate.path) from error
 
     try:
+        # First: who cannot see it must not miss the meetings of the load that the others begin.
+        place = agree(comm, look)
         state = agree(comm, load)
     except (PeerTimeoutError, PeerLostError):
         raise

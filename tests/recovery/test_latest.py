@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +140,29 @@ def test_a_loader_that_fails_on_one_rank_is_refused_on_all(
 ) -> None:
     for message in run_processes(NUM_RANKS, fails_on_one_rank, str(tmp_path), kind):
         assert "rank 1: " in message
+        assert "a disk of this rank alone" in message
+
+
+def cannot_read_a_marker(rank: int, root: str) -> str:
+    run = Run(root)
+    run.save_globally(5)
+
+    def fail(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and str(args[0]).endswith("iter_0000005/metadata.json"):
+            raise OSError(errno.EIO, "a disk of this rank alone")
+
+    if rank == 1:
+        sys.addaudithook(fail)
+    with pytest.raises(NoUsableCheckpointError) as caught:
+        run.load()
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_read_the_marker_does_not_leave_the_others_in_a_load(
+    tmp_path: Path,
+) -> None:
+    for message in run_processes(NUM_RANKS, cannot_read_a_marker, str(tmp_path)):
+        assert "iter_0000005): rank 1: " in message
         assert "a disk of this rank alone" in message
 
 
