@@ -109,6 +109,10 @@ class CheckpointNotFoundError(StorageError, FileNotFoundError):
     """There is no checkpoint at that place."""
 
 
+class NoUsableCheckpointError(StorageError):
+    """There are checkpoints, and none of them can be loaded."""
+
+
 class CheckpointExistsError(StorageError, FileExistsError):
     """The directory already holds a finished checkpoint."""
 

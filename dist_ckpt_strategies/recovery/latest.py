@@ -17,13 +17,15 @@ from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    NoUsableCheckpointError,
     PeerLostError,
     PeerTimeoutError,
     PlanError,
 )
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
-from dist_ckpt_strategies.storage.files import MARKER_NAME
-from dist_ckpt_strategies.storage.publication import read_marker
+from dist_ckpt_strategies.storage.buckets import Bucket
+from dist_ckpt_strategies.storage.files import MARKER_NAME, file_errors
+from dist_ckpt_strategies.storage.locations import Location, located, read_marker
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +47,16 @@ class Attempt:
     Attributes:
         tier: where it is.
         iteration: of the training; for the local tier the newest that was tried.
-        name: its directory.
+        name: its directory, or its URL.
         reason: why it was refused.
+        is_unfinished: whether its save never came to an end: nothing was ever promised.
     """
 
     tier: Tier
     iteration: int
     name: str
     reason: str
+    is_unfinished: bool = False
 
     def __str__(self) -> str:
         """One line for a log."""
@@ -82,12 +86,13 @@ class Loaded:
 class _Global:
     iteration: int
     path: str
+    has_marker: bool
 
 
 def load_latest(
     local_manager: LocalCheckpointManager | None,
     global_dirs: Sequence[str | Path],
-    load_global: Callable[[Path], Any],
+    load_global: Callable[[Any], Any],
 ) -> Loaded:
     """Load the newest checkpoint that is whole, and fall back one by one where one is not.
 
@@ -96,14 +101,19 @@ def load_latest(
 
     Args:
         local_manager: the local checkpoints; None where there are none.
-        global_dirs: global checkpoints, or directories that hold them; every rank sees them. The
-            iteration is the number that the checkpoint's name ends with: ``iter_0000100``.
+        global_dirs: global checkpoints, or directories that hold them, or their URLs in an object
+            store; every rank sees them. The iteration is the number that the checkpoint's name
+            ends with: ``iter_0000100``.
         load_global: loads one, on every rank:
-            ``lambda path: dist_ckpt_strategies.load(sharded_state_dict, path)``.
+            ``lambda path: dist_ckpt_strategies.load(sharded_state_dict, path)``. It is called with
+            a Path, and for an object store with the URL.
 
     Raises:
-        CheckpointNotFoundError: there is none, or none can be used; says what was tried and why it
-            was refused.
+        CheckpointNotFoundError: there is none; at most saves that never came to an end.
+        NoUsableCheckpointError: there are some, and none can be used; says why of each. To begin
+            anew now would lose what they hold.
+        StorageError: it cannot be told which there are.
+        StrategyError: a place is no address.
         PeerTimeoutError, PeerLostError: a rank does not take part any more.
     """
     comm = _communicator(local_manager)
@@ -117,7 +127,9 @@ def load_latest(
     local_dirs = [local_manager.root_local_ckpt_dir] if local_manager else []
     where = ", ".join(map(str, [*local_dirs, *global_dirs]))
     why = "".join(f"; {attempt}" for attempt in attempts)
-    raise CheckpointNotFoundError(f"no checkpoint to load in {where}{why}")
+    if all(attempt.is_unfinished for attempt in attempts):
+        raise CheckpointNotFoundError(f"no checkpoint to load in {where}{why}")
+    raise NoUsableCheckpointError(f"no checkpoint in {where} can be loaded{why}")
 
 
 def _communicator(manager: LocalCheckpointManager | None) -> Communicator:
@@ -159,15 +171,19 @@ def _from_local(
 def _from_global(
     comm: Communicator,
     candidate: _Global,
-    load_global: Callable[[Path], Any],
+    load_global: Callable[[Any], Any],
     attempts: list[Attempt],
 ) -> Loaded | None:
     """A global checkpoint, if it is whole. Collective."""
 
+    def look() -> Location:
+        place = located(candidate.path, None)
+        read_marker(place)
+        return place
+
     def load() -> Any:
-        read_marker(Path(candidate.path))
         try:
-            return load_global(Path(candidate.path))
+            return load_global(place if isinstance(place, Path) else candidate.path)
         except CheckpointError:
             raise
         except Exception as error:  # another rank sees one of ours, and both have to go on alike
@@ -175,11 +191,14 @@ def _from_global(
             raise CheckpointError(text, path=candidate.path) from error
 
     try:
+        # First: who cannot see it must not miss the meetings of the load that the others begin.
+        place = agree(comm, look)
         state = agree(comm, load)
     except (PeerTimeoutError, PeerLostError):
         raise
     except CheckpointError as error:
-        _note(attempts, Attempt(Tier.GLOBAL, candidate.iteration, candidate.path, str(error)))
+        where = candidate.iteration, candidate.path
+        _note(attempts, Attempt(Tier.GLOBAL, *where, str(error), not candidate.has_marker))
         return None
     return Loaded(Tier.GLOBAL, candidate.iteration, candidate.path, state, tuple(attempts))
 
@@ -195,25 +214,57 @@ def _found(comm: Communicator, global_dirs: Sequence[str | Path]) -> list[_Globa
     def look() -> list[Any]:
         if comm.rank:
             return []
-        paths = {path for name in global_dirs for path in _checkpoints(Path(name).absolute())}
-        return [[_iteration_of(path), str(path)] for path in sorted(paths)]
+        found = [one for name in global_dirs for one in _checkpoints(name)]
+        return [[_iteration_of(name), name, has_marker] for name, has_marker in dict(found).items()]
 
     found = agree_and_gather(comm, look)[0]
-    return [_Global(*one) for one in sorted(found, reverse=True)]
+    return sorted((_Global(*one) for one in found), key=_age, reverse=True)
 
 
-def _checkpoints(directory: Path) -> list[Path]:
-    """The directory itself if it is a checkpoint or meant as one, else those right below it."""
-    if (directory / MARKER_NAME).exists() or not directory.is_dir():
-        return [directory] if directory.exists() else []
-    below = [path for path in directory.iterdir() if path.is_dir() and _NUMBER.search(path.name)]
-    return below or ([directory] if _NUMBER.search(directory.name) else [])
+def _age(one: _Global) -> tuple[int, str]:
+    return one.iteration, one.path
 
 
-def _iteration_of(path: Path) -> int:
-    found = _NUMBER.search(path.name)
+def _checkpoints(address: str | Path) -> Iterator[tuple[str, bool]]:
+    """The place itself if it is a checkpoint or meant as one, else those right below it.
+
+    Each with whether there is a marker, good or not.
+    """
+    place = located(address, None)
+    yield from _in_directory(place) if isinstance(place, Path) else _in_store(place)
+
+
+def _in_directory(directory: Path) -> list[tuple[str, bool]]:
+    with file_errors(None, directory):
+        if not directory.exists():
+            return []
+        has_marker = (directory / MARKER_NAME).exists()
+        below = list(directory.iterdir()) if directory.is_dir() and not has_marker else []
+        numbered = [path for path in below if path.is_dir() and _NUMBER.search(path.name)]
+        is_meant = has_marker or not directory.is_dir() or _NUMBER.search(directory.name)
+        if not numbered:
+            return [(str(directory), has_marker)] if is_meant else []
+        return [(str(path), (path / MARKER_NAME).exists()) for path in numbered]
+
+
+def _in_store(place: Bucket) -> Iterator[tuple[str, bool]]:
+    url = str(place.url)
+    names = list(place.names(""))
+    if MARKER_NAME in names:
+        yield url, True
+        return
+    tops = {top for top, slash, _ in (name.partition("/") for name in names) if slash}
+    numbered = sorted(top for top in tops if _NUMBER.search(top))
+    if not numbered and names and _NUMBER.search(url):
+        yield url, False
+    for top in numbered:
+        yield f"{url}/{top}", f"{top}/{MARKER_NAME}" in names
+
+
+def _iteration_of(name: str) -> int:
+    found = _NUMBER.search(name.rpartition("/")[2])
     if found is None:
         raise PlanError(
-            f"{path}: expected a name that ends with the iteration, such as iter_0000100"
+            f"{name}: expected a name that ends with the iteration, such as iter_0000100"
         )
     return int(found[1])

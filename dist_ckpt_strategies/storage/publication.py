@@ -267,18 +267,27 @@ def _remove_format2(root: Path) -> None:
 def require_room_for_format2(root: Path) -> None:
     """Raise where a folder of format 2 is there that is not ours.
 
+    One that holds nothing is nobody's: a save that was cut short before its first file leaves it.
+
     Raises:
         CheckpointExistsError: it is; names it.
     """
     if (root / SAVE_NAME).is_file():
         return
     for name in (ARRAYS_NAME, OBJECTS_NAME, MANIFEST_NAME):
-        if os.path.lexists(root / name):
+        if os.path.lexists(root / name) and not _holds_nothing(root / name):
             raise CheckpointExistsError(
                 f"{root / name} is not of a checkpoint of format ('zarr', 2), which would put its "
                 "own files there; remove it, or save elsewhere",
                 path=str(root / name),
             )
+
+
+def _holds_nothing(path: Path) -> bool:
+    """Whether it is a directory, with at most what had not been renamed into place."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    return all(one.name.startswith((REMOVED_PREFIX, PARTIAL_PREFIX)) for one in path.iterdir())
 
 
 def _remove_remains(directory: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,12 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.errors import CheckpointNotFoundError, StorageError
+from dist_ckpt_strategies.errors import (
+    CheckpointNotFoundError,
+    NoUsableCheckpointError,
+    StorageError,
+    StrategyError,
+)
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
     LazyCliqueReplicationStrategy,
@@ -98,7 +105,7 @@ def falls_back(rank: int, root: str) -> list[str]:
     if rank == 0:
         (run.directory(80) / "metadata.json").unlink()
     dist.barrier()
-    with pytest.raises(CheckpointNotFoundError) as caught:
+    with pytest.raises(NoUsableCheckpointError) as caught:
         run.load()
     return [*reasons, str(caught.value)]
 
@@ -121,8 +128,9 @@ def fails_on_one_rank(rank: int, root: str, kind: type[Exception]) -> str:
         if rank == 1:
             raise kind(f"{path}: a disk of this rank alone")
 
-    with pytest.raises(CheckpointNotFoundError) as caught:
+    with pytest.raises(NoUsableCheckpointError) as caught:
         load_latest(None, [run.directory(5)], load)
+    assert not isinstance(caught.value, FileNotFoundError)
     return str(caught.value)
 
 
@@ -135,6 +143,58 @@ def test_a_loader_that_fails_on_one_rank_is_refused_on_all(
         assert "a disk of this rank alone" in message
 
 
+def cannot_read_a_marker(rank: int, root: str) -> str:
+    run = Run(root)
+    run.save_globally(5)
+
+    def fail(event: str, args: tuple[Any, ...]) -> None:
+        if event == "open" and str(args[0]).endswith("iter_0000005/metadata.json"):
+            raise OSError(errno.EIO, "a disk of this rank alone")
+
+    if rank == 1:
+        sys.addaudithook(fail)
+    with pytest.raises(NoUsableCheckpointError) as caught:
+        run.load()
+    return str(caught.value)
+
+
+def test_a_rank_that_cannot_read_the_marker_does_not_leave_the_others_in_a_load(
+    tmp_path: Path,
+) -> None:
+    for message in run_processes(NUM_RANKS, cannot_read_a_marker, str(tmp_path)):
+        assert "iter_0000005): rank 1: " in message
+        assert "a disk of this rank alone" in message
+
+
 def test_nothing_at_all_is_said_with_the_places(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint to load in .*nowhere"):
         load_latest(None, [tmp_path / "nowhere"], lambda path: path)
+
+
+def test_saves_that_never_came_to_an_end_are_no_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000010" / "manifest").mkdir(parents=True)
+
+    with pytest.raises(CheckpointNotFoundError, match="iter_0000010 is not a distributed"):
+        load_latest(None, [tmp_path], lambda path: path)
+
+
+def test_a_marker_that_is_damaged_tells_of_a_checkpoint_that_was_finished(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000010").mkdir()
+    (tmp_path / "iter_0000010" / "metadata.json").write_bytes(b"{")
+
+    with pytest.raises(NoUsableCheckpointError, match="iter_0000010"):
+        load_latest(None, [tmp_path], lambda path: path)
+
+
+def test_a_path_that_a_url_was_made_into_is_refused() -> None:
+    with pytest.raises(StrategyError, match="takes slashes out of a URL"):
+        load_latest(None, [Path("s3://bucket/run")], lambda path: path)
+
+
+def test_a_directory_that_cannot_be_looked_at_is_an_error_of_ours(tmp_path: Path) -> None:
+    nowhere = tmp_path / ("x" * 300)
+
+    with pytest.raises(StorageError, match="too long for the file system") as caught:
+        load_latest(None, [nowhere], lambda path: path)
+
+    assert caught.value.path == str(nowhere)

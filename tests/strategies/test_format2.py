@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 import dist_ckpt_strategies
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.errors import StorageError
+from dist_ckpt_strategies.errors import CheckpointExistsError, StorageError
 from dist_ckpt_strategies.storage.checkpoints import Format2Checkpoint
 from dist_ckpt_strategies.storage.manifest import digest_of
 from dist_ckpt_strategies.storage.objects import dump_object
@@ -262,3 +262,27 @@ def replace_format_1_by_the_default(rank: int, root: Path) -> Any:
 def test_the_default_is_format_2_and_either_format_replaces_the_other(tmp_path: Path) -> None:
     for found in run_processes(4, replace_format_1_by_the_default, tmp_path / "c"):
         assert found == [(1, []), (2, []), (1, [])]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_save_that_ended_before_its_first_file_is_not_in_the_way(
+    overwrite: bool, tmp_path: Path
+) -> None:
+    root = tmp_path / "iter_0000003"
+    (root / "manifest").mkdir(parents=True)
+    (root / "manifest" / ".partial-0").write_bytes(b"{")
+
+    dist_ckpt_strategies.save({"iteration": 3}, root, FORMAT2, overwrite=overwrite)
+
+    loaded: Any = dist_ckpt_strategies.load({}, root)
+    assert loaded["iteration"] == 3
+
+
+def test_a_folder_of_somebody_else_is_still_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "manifest").mkdir()
+    (tmp_path / "manifest" / "of_a_ship.txt").write_bytes(b"tea")
+
+    with pytest.raises(CheckpointExistsError, match="manifest is not of a checkpoint"):
+        dist_ckpt_strategies.save({"iteration": 3}, tmp_path, FORMAT2, overwrite=True)
+
+    assert (tmp_path / "manifest" / "of_a_ship.txt").read_bytes() == b"tea"

@@ -92,8 +92,8 @@ def random_faults(
 ) -> tuple[InjectedFault, ...]:
     """Faults of any rank, kind and point, two to four steps apart; equal for an equal seed.
 
-    Not one: while a rank hangs behind its vote, others come as far as the vote of the next step, and
-    with a fault there both holders of a shard may be gone at once.
+    Not one: while a rank hangs behind its vote, others come as far as the next step's, and with a
+    fault there both holders of a shard may be gone at once.
     """
     rng = random.Random(seed)  # noqa: S311 - not a secret
     step = first_step

@@ -1,0 +1,47 @@
+"""``python -m tests.chaos --seed 7``: break a training in every way there is, and compare."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+# torch looks up the name of every peer that a store's client connects to; see tests/conftest.py.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+
+from tests.chaos.run import Campaign, ViolationError, report, run_campaign
+from tests.chaos.schedule import Event, Store
+
+
+def main() -> int:
+    """0 if nothing happened that must not."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--seed", type=int, default=time.time_ns() % 1_000_000)
+    parser.add_argument("--events", type=int, default=200)
+    parser.add_argument("--store", action="append", choices=list(Store), help="default: both")
+    parser.add_argument("--directory", type=Path, help="where to write")
+    parser.add_argument("--quiet", action="store_true", help="do not show each event")
+    options = parser.parse_args()
+    stores = tuple(Store(name) for name in options.store or Store)
+    campaign = Campaign(options.seed, options.events, stores)
+    began = time.monotonic()
+
+    def show(event: Event) -> None:
+        if not options.quiet:
+            sys.stdout.write(f"{time.monotonic() - began:7.1f} s  {event}\n")
+            sys.stdout.flush()
+
+    sys.stdout.write(f"{campaign}\n")
+    try:
+        tally = run_campaign(campaign, options.directory, show)
+    except ViolationError as violation:
+        sys.stderr.write(f"VIOLATION: {violation}\n")
+        return 1
+    sys.stdout.write(f"{report(campaign, tally)}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
