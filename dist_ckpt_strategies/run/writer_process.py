@@ -39,7 +39,7 @@ class WriterProcess:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", _MODULE, str(theirs.fileno()), str(os.getpid())]
+        command = [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno()), str(os.getpid())]
         path = os.pathsep.join(part or os.getcwd() for part in sys.path)  # noqa: PTH109
         try:
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with our own module
