@@ -20,7 +20,8 @@ class Agent:
         self.calls: list[str] = []
         self.epoch = 1
         self.faults: dict[int, dict[str, Any]] = {}
-        self._arrived: dict[int, set[int]] = {1: set()}
+        self._arrived: dict[int, set[int]] = {}
+        self._passed: dict[int, int] = {}
         self._opened: set[int] = set()
         self._changed = threading.Condition()
         self._server = _Server(("127.0.0.1", 0), _Handler)
@@ -54,21 +55,28 @@ class Agent:
 
     def _barrier(self, rank: int, timeout_s: float) -> int | None:
         """Waits in whatever epoch is the forming one; a fault takes all who wait to the next."""
-
-        def is_open() -> bool:
-            arrived = self._arrived.setdefault(self.epoch, set())
-            arrived.add(rank)
-            if len(arrived) == self.size:
-                self._opened.add(self.epoch)
-                self._arrived[self.epoch + 1] = set()
-                self._changed.notify_all()
-            return bool(self._opened & {e for e, ranks in self._arrived.items() if rank in ranks})
-
         if self.epoch in self._opened:
             self.epoch += 1
+
+        def is_open() -> bool:
+            if self._newest(rank) > self._passed.get(rank, 0):
+                return True
+            arrived = self._arrived.setdefault(self.epoch, set())
+            arrived.add(rank)
+            if len(arrived) < self.size:
+                return False
+            self._opened.add(self.epoch)
+            self._changed.notify_all()
+            return True
+
         if not self._changed.wait_for(is_open, timeout_s):
             return None
-        return max(e for e in self._opened if rank in self._arrived[e])
+        self._passed[rank] = self._newest(rank)
+        return self._passed[rank]
+
+    def _newest(self, rank: int) -> int:
+        """The last epoch that has begun with this rank."""
+        return max((epoch for epoch in self._opened if rank in self._arrived[epoch]), default=0)
 
     def _past_barrier(self, rank: int, epoch: int) -> None:
         assert epoch in self._opened
