@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -41,6 +42,14 @@ def on_all(ranks: list[Coordinator], body: Callable[[int, Coordinator], Any]) ->
         return list(pool.map(body, range(SIZE), ranks))
 
 
+def await_all_past(agent: Agent) -> None:
+    """A fault before that would have some ranks begin with the epoch after it."""
+    deadline = time.monotonic() + LIMIT_S
+    while agent.calls.count("past_barrier") < SIZE:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def test_each_rank_is_told_its_place(ranks: list[Coordinator]) -> None:
     places = on_all(ranks, lambda _, me: me.wait_rank(LIMIT_S))
 
@@ -54,6 +63,7 @@ def test_a_fault_of_one_rank_takes_all_to_the_next_epoch_and_all_finish_it(
     def life(rank: int, me: Coordinator) -> tuple[Epoch, Fault | None, Epoch, bool]:
         first = me.barrier(LIMIT_S)
         if rank == 2:
+            await_all_past(agent)
             me.report(2, first.number, FaultMode.EXCEPTION, "boom")
         fault = me.wait_fault(first.number, LIMIT_S)
         second = me.barrier(LIMIT_S)
@@ -64,10 +74,13 @@ def test_a_fault_of_one_rank_takes_all_to_the_next_epoch_and_all_finish_it(
     assert agent.calls.count("past_barrier") == 2 * SIZE
 
 
-def test_who_has_finished_runs_again_with_those_who_failed(ranks: list[Coordinator]) -> None:
+def test_who_has_finished_runs_again_with_those_who_failed(
+    agent: Agent, ranks: list[Coordinator]
+) -> None:
     def life(rank: int, me: Coordinator) -> tuple[bool, int, bool]:
         first = me.barrier(LIMIT_S).number
         if rank == 0:
+            await_all_past(agent)
             me.report(0, first, FaultMode.EXCEPTION, "late")
             is_done = False
         else:
