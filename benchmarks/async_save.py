@@ -32,7 +32,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import typer
 
-from benchmarks.command_line import (
+from benchmarks.contenders.roster import (
+    ASYNC_PACKAGES,
+    BLOCKING_ONLY,
+    IDLE,
+    MEMCPY,
+    QUEUE,
+    RAW_WRITER,
+    TRAINING_ONLY,
+    missing_package,
+)
+from benchmarks.measuring.command_line import (
     Contest,
     Directories,
     Names,
@@ -47,10 +57,10 @@ from benchmarks.command_line import (
     chosen_sizes,
     open_output,
 )
-from benchmarks.disks import file_system, retire, touch_memory, workspace
-from benchmarks.gpt_state import GptSize
-from benchmarks.harness import RankContext, Ranks, alternate, median
-from benchmarks.measures import (
+from benchmarks.measuring.disks import file_system, retire, touch_memory, workspace
+from benchmarks.measuring.gpt_state import GptSize
+from benchmarks.measuring.harness import RankContext, Ranks, alternate, median
+from benchmarks.measuring.measures import (
     SECONDS,
     Column,
     Measure,
@@ -59,18 +69,8 @@ from benchmarks.measures import (
     seconds_column,
     summarise_measures,
 )
-from benchmarks.roster import (
-    ASYNC_PACKAGES,
-    BLOCKING_ONLY,
-    IDLE,
-    MEMCPY,
-    QUEUE,
-    RAW_WRITER,
-    TRAINING_ONLY,
-    missing_package,
-)
-from benchmarks.timings import Case
-from benchmarks.training_steps import Schedule, Steps
+from benchmarks.measuring.timings import Case
+from benchmarks.measuring.training_steps import Schedule, Steps
 
 BLOCKING, TRAINING = "blocking", "training"
 UNTIL_THERE = "until_there"
@@ -78,7 +78,7 @@ SLOWDOWN, WORST, WORST_IDLE, NUM_STEPS = "slowdown", "worst", "worst_idle", "num
 BEGIN, FINISH = "begin_seconds", "finish_seconds"
 
 _OF_IDLE = "steps, of those of an idle machine"
-_WORKER = "benchmarks.async_worker"
+_WORKER = "benchmarks.ranks.async_save"
 _NUM_RANKS = 2
 _NUM_IDLE = 12
 """Steps before and after each save."""

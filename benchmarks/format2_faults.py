@@ -40,10 +40,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # bound at run time
 
-from benchmarks.command_line import Out, Output, Smoke, TimeoutS, open_output
-from benchmarks.disks import workspace
-from benchmarks.fault_worker import Ending, Outcome
-from benchmarks.format2_damage import (
+from benchmarks.faults.format2_damage import (
     Damage,
     Fault,
     Files,
@@ -52,10 +49,13 @@ from benchmarks.format2_damage import (
     draw_other,
     is_named,
 )
-from benchmarks.format2_kills import Killed, run_kills
-from benchmarks.format2_worker import NUM_WRITERS, PRELOAD, Loader, Spec, make_worker
-from benchmarks.harness import Ranks
+from benchmarks.faults.format2_kills import Killed, run_kills
+from benchmarks.faults.format2_worker import NUM_WRITERS, PRELOAD, Loader, Spec, make_worker
+from benchmarks.faults.local_worker import Ending, Outcome
 from benchmarks.local_faults import ViolationError, reported_violations
+from benchmarks.measuring.command_line import Out, Output, Smoke, TimeoutS, open_output
+from benchmarks.measuring.disks import workspace
+from benchmarks.measuring.harness import Ranks
 from dist_ckpt_strategies.storage.format2_survey import check_format2, survey_format2
 
 SMOKE_SHARE = 20

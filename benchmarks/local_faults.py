@@ -40,9 +40,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.command_line import Out, Output, Smoke, TimeoutS, open_output
-from benchmarks.disks import workspace
-from benchmarks.fault_damage import (
+from benchmarks.faults.local_damage import (
     Checkpoints,
     Damage,
     complaint,
@@ -50,8 +48,8 @@ from benchmarks.fault_damage import (
     draw_flip,
     is_detected,
 )
-from benchmarks.fault_kills import NUM_RANKS, Killed, run_kills
-from benchmarks.fault_worker import (
+from benchmarks.faults.local_kills import NUM_RANKS, Killed, run_kills
+from benchmarks.faults.local_worker import (
     PRELOAD,
     Ending,
     KnownStates,
@@ -60,7 +58,9 @@ from benchmarks.fault_worker import (
     WorldSpec,
     make_worker,
 )
-from benchmarks.harness import Ranks
+from benchmarks.measuring.command_line import Out, Output, Smoke, TimeoutS, open_output
+from benchmarks.measuring.disks import workspace
+from benchmarks.measuring.harness import Ranks
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.threads import run_ranks
 

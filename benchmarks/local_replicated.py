@@ -33,7 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import typer
 from rich.table import Table
 
-from benchmarks.command_line import (
+from benchmarks.contenders.local_roster import FLOOR, LOCAL_PACKAGES, NVRX, OURS
+from benchmarks.contenders.roster import missing_package
+from benchmarks.measuring.command_line import (
     Directories,
     Names,
     Out,
@@ -45,10 +47,8 @@ from benchmarks.command_line import (
     chosen_places,
     open_output,
 )
-from benchmarks.disks import file_system, touch_memory, workspace
-from benchmarks.harness import RankContext, Ranks, alternate, median, paired_ratio
-from benchmarks.local_roster import FLOOR, LOCAL_PACKAGES, NVRX, OURS
-from benchmarks.roster import missing_package
+from benchmarks.measuring.disks import file_system, touch_memory, workspace
+from benchmarks.measuring.harness import RankContext, Ranks, alternate, median, paired_ratio
 
 MIB = 1 << 20
 NUM_RANKS = 4
@@ -97,7 +97,7 @@ class LocalSummary:
 
 def make_worker(nbytes: int, names: Sequence[str], context: RankContext) -> object:
     """The worker of one rank, made in its process."""
-    module = importlib.import_module("benchmarks.local_worker")
+    module = importlib.import_module("benchmarks.ranks.local_replicated")
     return module.LocalWorker(context, nbytes, names)
 
 

@@ -24,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import typer
 
-from benchmarks.command_line import (
+from benchmarks.contenders.roster import RAW_PUT, STORE_PACKAGES, missing_package
+from benchmarks.measuring.command_line import (
     Contest,
     Names,
     Out,
@@ -37,10 +38,10 @@ from benchmarks.command_line import (
     chosen_sizes,
     open_output,
 )
-from benchmarks.disks import touch_memory, workspace
-from benchmarks.gpt_state import GptSize
-from benchmarks.harness import RankContext, Ranks, alternate
-from benchmarks.measures import (
+from benchmarks.measuring.disks import touch_memory, workspace
+from benchmarks.measuring.gpt_state import GptSize
+from benchmarks.measuring.harness import RankContext, Ranks, alternate
+from benchmarks.measuring.measures import (
     SECONDS,
     Measure,
     build_measure_table,
@@ -48,13 +49,19 @@ from benchmarks.measures import (
     seconds_column,
     summarise_measures,
 )
-from benchmarks.roster import RAW_PUT, STORE_PACKAGES, missing_package
-from benchmarks.rounds import load_rounds
-from benchmarks.store_site import MOTO, RADOSGW, StoreSite, delete_below, open_store, why_not
-from benchmarks.timings import Case, Step
+from benchmarks.measuring.rounds import load_rounds
+from benchmarks.measuring.store_site import (
+    MOTO,
+    RADOSGW,
+    StoreSite,
+    delete_below,
+    open_store,
+    why_not,
+)
+from benchmarks.measuring.timings import Case, Step
 
 SAVE, LOAD = "save", "load"
-_WORKER = "benchmarks.store_worker"
+_WORKER = "benchmarks.ranks.object_stores"
 _NUM_RANKS = 2
 _BUCKET = "bench"
 _REQUEST_TIMEOUT_S = "120"

@@ -33,8 +33,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.command_line import Out, Output, Smoke, open_output
-from benchmarks.disks import workspace
+from benchmarks.measuring.command_line import Out, Output, Smoke, open_output
+from benchmarks.measuring.disks import workspace
 from dist_ckpt_strategies.cli.chaos.faults import InjectedFault, Kind, random_faults
 from dist_ckpt_strategies.cli.chaos.job import (
     JobOptions,

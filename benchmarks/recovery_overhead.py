@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import typer
 from rich.table import Table
 
-from benchmarks.command_line import Out, Output, Smoke, TimeoutS, open_output
-from benchmarks.harness import RankContext, Ranks, alternate
+from benchmarks.measuring.command_line import Out, Output, Smoke, TimeoutS, open_output
+from benchmarks.measuring.harness import RankContext, Ranks, alternate
 
 NUM_RANKS = 4
 PLAIN, RECOVERY, CHECKSUMS = "plain", "recovery", "recovery and checksums"
@@ -71,7 +71,7 @@ class Overhead:
 
 def make_worker(context: RankContext) -> object:
     """The worker of one rank, in its process."""
-    return importlib.import_module("benchmarks.recovery_worker").Worker(context)
+    return importlib.import_module("benchmarks.ranks.recovery_overhead").Worker(context)
 
 
 def run_rounds(num_rounds: int, num_steps: int, timeout_s: float) -> tuple[list[Round], Any]:

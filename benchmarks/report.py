@@ -27,9 +27,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.page import FIGURES_NAME, build_page
-from benchmarks.page_results import find_results
-from benchmarks.readme_table import build_readme_table
+from benchmarks.page.page import FIGURES_NAME, build_page
+from benchmarks.page.readme_table import build_readme_table
+from benchmarks.page.results import find_results
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results"
@@ -172,7 +172,7 @@ def write_page(results: Path, out: Path, console: Console) -> None:
     out.write_text(made.text, encoding="utf-8")
     console.print(f"{out} is made")
     try:
-        from benchmarks.page_drawing import draw  # noqa: PLC0415 - not all who run this have it
+        from benchmarks.page.drawing import draw  # noqa: PLC0415 - not all who run this have it
     except ModuleNotFoundError as error:
         console.print(f"no figures: {error.name} is not installed")
         return

@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import typer
 
-from benchmarks.command_line import (
+from benchmarks.contenders.roster import READ_SHARES, RESHARD_PACKAGES, missing_package
+from benchmarks.measuring.command_line import (
     Contest,
     Directories,
     Names,
@@ -43,10 +44,10 @@ from benchmarks.command_line import (
     chosen_sizes,
     open_output,
 )
-from benchmarks.disks import file_system, workspace
-from benchmarks.gpt_state import Division, GptSize, Split
-from benchmarks.harness import MakeWorker, RankContext, Ranks
-from benchmarks.measures import (
+from benchmarks.measuring.disks import file_system, workspace
+from benchmarks.measuring.gpt_state import Division, GptSize, Split
+from benchmarks.measuring.harness import MakeWorker, RankContext, Ranks
+from benchmarks.measuring.measures import (
     SECONDS,
     Column,
     Measure,
@@ -56,13 +57,12 @@ from benchmarks.measures import (
     seconds_column,
     summarise_measures,
 )
-from benchmarks.roster import READ_SHARES, RESHARD_PACKAGES, missing_package
-from benchmarks.rounds import load_rounds
-from benchmarks.timings import Case
+from benchmarks.measuring.rounds import load_rounds
+from benchmarks.measuring.timings import Case
 
 CALLS, DEVICE = "read_by_calls", "read_from_device"
 _PEER = "torch_dist"
-_WORKER = "benchmarks.reshard_worker"
+_WORKER = "benchmarks.ranks.reshard"
 
 
 @dataclass(frozen=True, slots=True)

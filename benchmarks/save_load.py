@@ -22,7 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import typer
 
-from benchmarks.command_line import (
+from benchmarks.contenders.roster import ENTRIES, RAW_FLUSHED, RAW_PLAIN, missing_package
+from benchmarks.measuring.command_line import (
     Contest,
     Directories,
     Names,
@@ -37,19 +38,18 @@ from benchmarks.command_line import (
     chosen_sizes,
     open_output,
 )
-from benchmarks.disks import file_system, retire, touch_memory, workspace
-from benchmarks.gpt_state import GptSize
-from benchmarks.harness import RankContext, Ranks, alternate
-from benchmarks.roster import ENTRIES, RAW_FLUSHED, RAW_PLAIN, missing_package
-from benchmarks.rounds import load_rounds
-from benchmarks.timings import Case, Sample, Step, build_table, summarise
+from benchmarks.measuring.disks import file_system, retire, touch_memory, workspace
+from benchmarks.measuring.gpt_state import GptSize
+from benchmarks.measuring.harness import RankContext, Ranks, alternate
+from benchmarks.measuring.rounds import load_rounds
+from benchmarks.measuring.timings import Case, Sample, Step, build_table, summarise
 
 _NUM_RANKS = 2
 
 
 def make_worker(size: GptSize, names: Sequence[str], context: RankContext) -> object:
     """The worker of one rank; in the rank's process, the only one that needs Megatron-Core."""
-    return importlib.import_module("benchmarks.worker").build_worker(size, names, context)
+    return importlib.import_module("benchmarks.ranks.one_state").build_worker(size, names, context)
 
 
 def run_size(size: GptSize, contest: Contest, output: Output) -> None:

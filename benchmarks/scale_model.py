@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import typer
 from rich.table import Table
 
-from benchmarks.command_line import Out, Smoke, open_output
+from benchmarks.measuring.command_line import Out, Smoke, open_output
 from dist_ckpt_strategies.plan.broadcast import build_broadcast_plan
 from dist_ckpt_strategies.spec.array import ArraySpec, array_to_wire
 from dist_ckpt_strategies.spec.box import Box, BoxTable

@@ -16,7 +16,7 @@ from typing import Any
 # Run as a script, Python looks for modules beside this file only; the package is one level up.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.records import ROOT
+from benchmarks.measuring.records import ROOT
 
 PAGE = ROOT / "docs" / "scale.md"
 RESULTS = ROOT / "benchmarks" / "results"

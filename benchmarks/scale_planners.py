@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import typer
 from rich.table import Table
 
-from benchmarks.command_line import Out, Smoke, open_output
-from benchmarks.scale_job import TRILLION, Job, smaller
-from benchmarks.scale_paper import ASSUMED, BANDWIDTHS, node_times_of, sheet_of, times_of
-from benchmarks.scale_rehearsals import COPIES, REHEARSALS, Planner, Tally
+from benchmarks.measuring.command_line import Out, Smoke, open_output
+from benchmarks.scale.job import TRILLION, Job, smaller
+from benchmarks.scale.paper import ASSUMED, BANDWIDTHS, node_times_of, sheet_of, times_of
+from benchmarks.scale.rehearsals import COPIES, REHEARSALS, Planner, Tally
 
 _MIB = 1 << 20
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

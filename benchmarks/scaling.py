@@ -26,7 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import typer
 
-from benchmarks.command_line import (
+from benchmarks.contenders.roster import ENTRIES, RAW_FLUSHED, RAW_PLAIN, missing_package
+from benchmarks.measuring.command_line import (
     Contest,
     Directories,
     Names,
@@ -38,14 +39,13 @@ from benchmarks.command_line import (
     chosen_names,
     open_output,
 )
-from benchmarks.disks import file_system, workspace
-from benchmarks.harness import RankContext, Ranks
-from benchmarks.roster import ENTRIES, RAW_FLUSHED, RAW_PLAIN, missing_package
+from benchmarks.measuring.disks import file_system, workspace
+from benchmarks.measuring.harness import RankContext, Ranks
+from benchmarks.measuring.timings import Case, build_table, summarise
 from benchmarks.save_load import run_case
-from benchmarks.timings import Case, build_table, summarise
 
 _MB = 10**6
-_WORKER = "benchmarks.scaling_worker"
+_WORKER = "benchmarks.ranks.scaling"
 _CONTENDERS = (RAW_FLUSHED, RAW_PLAIN, "zarr 1", "zarr 2", "torch_dist")
 
 

@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import typer
 from rich.table import Table
 
-from benchmarks.command_line import Out, Repetitions, Smoke, open_output
-from benchmarks.disks import workspace
-from benchmarks.records import ROOT
+from benchmarks.measuring.command_line import Out, Repetitions, Smoke, open_output
+from benchmarks.measuring.disks import workspace
+from benchmarks.measuring.records import ROOT
 
 TARGETS_S: Mapping[str, float] = {
     "import dist_ckpt_strategies": 0.3,
@@ -99,7 +99,7 @@ def places(directory: Path) -> list[tuple[int, Path]]:
 
 def write_checkpoints(directory: Path, num_arrays: int) -> None:
     """Save as many arrays in each format."""
-    warnings.simplefilter("ignore", UserWarning)  # as in contenders.py
+    warnings.simplefilter("ignore", UserWarning)  # as in contenders/one_state.py
     import torch  # noqa: PLC0415 - only this process needs it
     from megatron.core.dist_checkpointing import ShardedTensor  # noqa: PLC0415
 

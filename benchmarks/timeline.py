@@ -4,7 +4,7 @@
     python benchmarks/timeline.py --smoke
 
 Each call is made some times, after one that does not count, and recorded at the seams of the
-package (spans.py); the one whose seconds are the median is written, for each rank.
+package (measuring/spans.py); the one whose seconds are the median is written, for each rank.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import typer
 from rich.table import Table
 
-from benchmarks.command_line import (
+from benchmarks.contenders.roster import TWO_STAGE_ZARR
+from benchmarks.measuring.command_line import (
     Directories,
     Out,
     Output,
@@ -35,14 +36,13 @@ from benchmarks.command_line import (
     chosen_sizes,
     open_output,
 )
-from benchmarks.disks import drop_cache, file_system, retire, touch_memory, workspace
-from benchmarks.gpt_state import GptSize
-from benchmarks.harness import RankContext, Ranks
-from benchmarks.roster import TWO_STAGE_ZARR
-from benchmarks.spans import Span, joined, totals_of, with_rest
-from benchmarks.timings import Case
+from benchmarks.measuring.disks import drop_cache, file_system, retire, touch_memory, workspace
+from benchmarks.measuring.gpt_state import GptSize
+from benchmarks.measuring.harness import RankContext, Ranks
+from benchmarks.measuring.spans import Span, joined, totals_of, with_rest
+from benchmarks.measuring.timings import Case
 
-_WORKER = "benchmarks.timeline_worker"
+_WORKER = "benchmarks.ranks.timeline"
 _CLOSE = 1000
 """Spans closer than one part in so many of the call are written as one."""
 

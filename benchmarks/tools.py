@@ -29,7 +29,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import typer
 
-from benchmarks.command_line import (
+from benchmarks.contenders.roster import (
+    COPY_FILES,
+    READ_FILES,
+    TO_TORCH_DIST,
+    TO_ZARR_2,
+    TOOL_PACKAGES,
+    VERIFY,
+    missing_package,
+)
+from benchmarks.measuring.command_line import (
     Contest,
     Directories,
     Names,
@@ -43,7 +52,7 @@ from benchmarks.command_line import (
     chosen_sizes,
     open_output,
 )
-from benchmarks.disks import (
+from benchmarks.measuring.disks import (
     drop_cache,
     file_system,
     files_below,
@@ -52,9 +61,9 @@ from benchmarks.disks import (
     touch_memory,
     workspace,
 )
-from benchmarks.gpt_state import GB, GptSize
-from benchmarks.harness import MakeWorker, RankContext, Ranks, alternate
-from benchmarks.measures import (
+from benchmarks.measuring.gpt_state import GB, GptSize
+from benchmarks.measuring.harness import MakeWorker, RankContext, Ranks, alternate
+from benchmarks.measuring.measures import (
     SECONDS,
     Column,
     Measure,
@@ -63,16 +72,7 @@ from benchmarks.measures import (
     seconds_column,
     summarise_measures,
 )
-from benchmarks.roster import (
-    COPY_FILES,
-    READ_FILES,
-    TO_TORCH_DIST,
-    TO_ZARR_2,
-    TOOL_PACKAGES,
-    VERIFY,
-    missing_package,
-)
-from benchmarks.timings import Case, Step
+from benchmarks.measuring.timings import Case, Step
 
 MIB = 1 << 20
 SPEED, PEAK, BEFORE = "nbytes_per_second", "peak_nbytes", "before_nbytes"
@@ -82,7 +82,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Formats, and the tools that take them."""
 
 _NUM_RANKS = 2
-_WORKER = "benchmarks.tool_worker"
+_WORKER = "benchmarks.ranks.tools"
 _CACHE = MappingProxyType({Step.LOAD_WARM: "warm", Step.LOAD_COLD: "cold"})
 
 
@@ -112,7 +112,9 @@ class ToolCase(Case):
 
 def make_saver(size: GptSize, context: RankContext) -> object:
     """The worker of a rank that saves, made in its process."""
-    return importlib.import_module("benchmarks.worker").build_worker(size, list(SOURCES), context)
+    return importlib.import_module("benchmarks.ranks.one_state").build_worker(
+        size, list(SOURCES), context
+    )
 
 
 def make_tool(num_threads: int, max_memory_nbytes: int, context: RankContext) -> object:

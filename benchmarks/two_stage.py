@@ -26,7 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import typer
 
-from benchmarks.command_line import (
+from benchmarks.contenders.roster import (
+    GROUP_ENTRIES,
+    READ_SHARES,
+    SEND_SHARES,
+    missing_package,
+)
+from benchmarks.measuring.command_line import (
     Contest,
     Directories,
     Names,
@@ -41,23 +47,17 @@ from benchmarks.command_line import (
     chosen_sizes,
     open_output,
 )
-from benchmarks.disks import file_system, workspace
-from benchmarks.gpt_state import GptSize
-from benchmarks.group_timings import build_group_table, summarise_group
-from benchmarks.harness import RankContext, Ranks
-from benchmarks.roster import (
-    GROUP_ENTRIES,
-    READ_SHARES,
-    SEND_SHARES,
-    missing_package,
-)
-from benchmarks.rounds import load_rounds
-from benchmarks.timings import Case
+from benchmarks.measuring.disks import file_system, workspace
+from benchmarks.measuring.gpt_state import GptSize
+from benchmarks.measuring.group_timings import build_group_table, summarise_group
+from benchmarks.measuring.harness import RankContext, Ranks
+from benchmarks.measuring.rounds import load_rounds
+from benchmarks.measuring.timings import Case
 
 
 def make_worker(size: GptSize, names: Sequence[str], context: RankContext) -> object:
     """The worker of one rank, made in its process."""
-    contenders = importlib.import_module("benchmarks.group_contenders")
+    contenders = importlib.import_module("benchmarks.contenders.replicas")
     return contenders.build_group_worker(size, names, context)
 
 

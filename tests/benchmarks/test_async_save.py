@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 
-from benchmarks.roster import ASYNC_PACKAGES, BLOCKING_ONLY, TRAINING_ONLY
-from benchmarks.training_steps import Schedule, run_beside
+from benchmarks.contenders.roster import ASYNC_PACKAGES, BLOCKING_ONLY, TRAINING_ONLY
+from benchmarks.measuring.training_steps import Schedule, run_beside
 from tests.support.scripts import Results, results_of
 
 CORES = sorted(os.sched_getaffinity(0))

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.fault_worker import Ending, Outcome
-from benchmarks.format2_damage import (
+from benchmarks.faults.format2_damage import (
     HARMLESS,
     Damage,
     Fault,
@@ -18,6 +17,7 @@ from benchmarks.format2_damage import (
     draw_flip,
     draw_other,
 )
+from benchmarks.faults.local_worker import Ending, Outcome
 from benchmarks.format2_faults import run_damage
 from benchmarks.local_faults import ViolationError
 from tests.support.format2_checkpoints import LARGE, write_format2

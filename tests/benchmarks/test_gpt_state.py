@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.gpt_state import Division, GptSize, Split, build_slices
+from benchmarks.measuring.gpt_state import Division, GptSize, Split, build_slices
 
 SIZE = GptSize(num_layers=1, hidden=32, vocabulary=64)
 

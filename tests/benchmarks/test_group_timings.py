@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from benchmarks.group_timings import FLOOR, build_group_table, summarise_group
-from benchmarks.roster import (
+from benchmarks.contenders.roster import (
     PARALLEL,
     READ_SHARES,
     SEND_SHARES,
     TWO_STAGE_ZARR,
 )
-from benchmarks.timings import Case, Sample, Step
+from benchmarks.measuring.group_timings import FLOOR, build_group_table, summarise_group
+from benchmarks.measuring.timings import Case, Sample, Step
 
 SECONDS = {
     READ_SHARES: (1.0, 30.0, 3.0),

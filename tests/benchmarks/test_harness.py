@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from benchmarks.harness import RankContext, RankFailedError, Ranks, alternate, paired_ratio
+from benchmarks.measuring.harness import (
+    RankContext,
+    RankFailedError,
+    Ranks,
+    alternate,
+    paired_ratio,
+)
 
 pytestmark = pytest.mark.multiprocess
 
@@ -75,25 +81,25 @@ def test_a_slow_repetition_cancels_out_of_the_ratio() -> None:
 
 
 def test_a_rank_can_be_killed_in_a_step_that_the_others_end() -> None:
-    with Ranks(3, Worker, timeout_s=60, preload=("benchmarks.harness",)) as ranks:
+    with Ranks(3, Worker, timeout_s=60, preload=("benchmarks.measuring.harness",)) as ranks:
         assert ranks.step("number").values == (0, 1, 2)
         ended = ranks.step_killing(2, 0.3, "wait", 0.5)
         assert (ended.values, ended.was_done) == ({0: None, 1: None}, False)
 
 
 def test_a_rank_that_is_killed_at_once_keeps_nobody_from_beginning() -> None:
-    with Ranks(2, Worker, timeout_s=20, preload=("benchmarks.harness",)) as ranks:
+    with Ranks(2, Worker, timeout_s=20, preload=("benchmarks.measuring.harness",)) as ranks:
         assert ranks.step_killing(0, 0.0, "wait", 0.1).values == {1: None}
 
 
 def test_a_rank_that_was_done_before_it_was_killed_is_told_from_others() -> None:
-    with Ranks(2, Worker, timeout_s=60, preload=("benchmarks.harness",)) as ranks:
+    with Ranks(2, Worker, timeout_s=60, preload=("benchmarks.measuring.harness",)) as ranks:
         assert ranks.step_killing(0, 1.0, "wait", 0.1).was_done
 
 
 def test_a_rank_that_hangs_after_a_kill_is_a_failure() -> None:
     with (
-        Ranks(2, Worker, timeout_s=2, preload=("benchmarks.harness",)) as ranks,
+        Ranks(2, Worker, timeout_s=2, preload=("benchmarks.measuring.harness",)) as ranks,
         pytest.raises(RankFailedError, match="no answer from ranks"),
     ):
         ranks.step_killing(0, 0.1, "wait", 60)

@@ -11,11 +11,19 @@ import pytest
 import typer
 from rich.console import Console
 
-from benchmarks.command_line import Output
-from benchmarks.fault_damage import Checkpoints, Damage, Hit, Place, Scope, complaint, file_map
-from benchmarks.fault_worker import Ending, Outcome, fingerprint
+from benchmarks.faults.local_damage import (
+    Checkpoints,
+    Damage,
+    Hit,
+    Place,
+    Scope,
+    complaint,
+    file_map,
+)
+from benchmarks.faults.local_worker import Ending, Outcome, fingerprint
 from benchmarks.local_faults import FLIP, ViolationError, reported_violations, run_damage
-from benchmarks.records import JsonLines
+from benchmarks.measuring.command_line import Output
+from benchmarks.measuring.records import JsonLines
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.storage.part_files import PartDirectory
 from tests.storage.test_part_files import PART, written

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.contenders.local_roster import FLOOR, LOCAL_PACKAGES, OURS
 from benchmarks.local_replicated import STEPS
-from benchmarks.local_roster import FLOOR, LOCAL_PACKAGES, OURS
 from tests.support.scripts import Results, results_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]

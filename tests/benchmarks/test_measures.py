@@ -2,7 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.measures import SECONDS, Column, Measure, build_measure_table, summarise_measures
+from benchmarks.measuring.measures import (
+    SECONDS,
+    Column,
+    Measure,
+    build_measure_table,
+    summarise_measures,
+)
 
 FLOOR, OURS = "floor", "ours"
 SECONDS_OF = {FLOOR: [1.0, 4.0, 2.0], OURS: [3.0, 4.0, 4.0]}

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.roster import STORE_PACKAGES
-from benchmarks.store_site import MOTO, RADOSGW, delete_below, open_store, why_not
+from benchmarks.contenders.roster import STORE_PACKAGES
+from benchmarks.measuring.store_site import MOTO, RADOSGW, delete_below, open_store, why_not
 from tests.support.scripts import Results, results_of
 
 pytestmark = [

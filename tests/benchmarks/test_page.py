@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 from benchmarks import report
-from benchmarks.page import STEMS, build_page
-from benchmarks.page_figures import BarFigure, CurveFigure, TimelineFigure, digest_of
-from benchmarks.page_results import (
+from benchmarks.page.figures import BarFigure, CurveFigure, TimelineFigure, digest_of
+from benchmarks.page.page import STEMS, build_page
+from benchmarks.page.readme_table import build_readme_table
+from benchmarks.page.results import (
     ResultsError,
     Spread,
     find_results,
@@ -23,7 +24,6 @@ from benchmarks.page_results import (
     summarise_rounds,
     with_longest,
 )
-from benchmarks.readme_table import build_readme_table
 
 DOCS = report.ROOT / "docs"
 FIGURES = DOCS / "measured"
@@ -187,7 +187,7 @@ def test_a_figure_is_known_by_all_that_is_drawn(everything: Path) -> None:
 
 
 def test_figures_are_drawn_to_the_same_bytes(everything: Path, tmp_path: Path) -> None:
-    drawing = pytest.importorskip("benchmarks.page_drawing", exc_type=ModuleNotFoundError)
+    drawing = pytest.importorskip("benchmarks.page.drawing", exc_type=ModuleNotFoundError)
     figures = build_page(everything).figures
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

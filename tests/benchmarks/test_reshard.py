@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.roster import READ_SHARES, RESHARD_PACKAGES
+from benchmarks.contenders.roster import READ_SHARES, RESHARD_PACKAGES
 from tests.support.scripts import Results, results_of, run_script
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scale_job import TRILLION, Job, smaller
-from benchmarks.scale_paper import ASSUMED, GB, Sheet, node_times_of, sheet_of, times_of
-from benchmarks.scale_rehearsals import REHEARSALS, Planner
+from benchmarks.scale.job import TRILLION, Job, smaller
+from benchmarks.scale.paper import ASSUMED, GB, Sheet, node_times_of, sheet_of, times_of
+from benchmarks.scale.rehearsals import REHEARSALS, Planner
 from dist_ckpt_strategies.plan.array_grid import Cutting
 from dist_ckpt_strategies.plan.save import build_save_plan
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.spans import MAIN, STORAGE, Span, joined, totals_of, with_rest
+from benchmarks.measuring.spans import MAIN, STORAGE, Span, joined, totals_of, with_rest
 
 
 def span(begin: float, end: float, kind: str = "reading", lane: str = STORAGE) -> Span:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.spans import LANES, MAIN, NETWORK, STORAGE
+from benchmarks.measuring.spans import LANES, MAIN, NETWORK, STORAGE
 from benchmarks.timeline import CALLS
 from tests.support.scripts import Results, results_of
 

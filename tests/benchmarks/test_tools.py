@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plain_files import copy_files, read_files
-from benchmarks.roster import TOOL_PACKAGES
+from benchmarks.contenders.plain_files import copy_files, read_files
+from benchmarks.contenders.roster import TOOL_PACKAGES
 from benchmarks.tools import SOURCES
 from tests.support.scripts import Results, results_of
 

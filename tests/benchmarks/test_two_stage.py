@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.gpt_state import GptSize, build_shards
-from benchmarks.roster import GROUP_ENTRIES, READ_SHARES, SEND_SHARES, TWO_STAGE_ZARR
+from benchmarks.contenders.roster import GROUP_ENTRIES, READ_SHARES, SEND_SHARES, TWO_STAGE_ZARR
+from benchmarks.measuring.gpt_state import GptSize, build_shards
 from tests.support.scripts import Results, results_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]

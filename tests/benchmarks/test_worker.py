@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from benchmarks.worker import Target
+from benchmarks.ranks.one_state import Target
 
 WANTED = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
 

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks import fault_damage
-from benchmarks.format2_damage import HARMLESS, Fault, Files, Kind
+from benchmarks.faults import local_damage
+from benchmarks.faults.format2_damage import HARMLESS, Fault, Files, Kind
 from tests.chaos.oracle import CopyKey, Place
 from tests.chaos.sites import Site
 from tests.support.disks import fill_disk
@@ -19,10 +19,10 @@ from tests.support.disks import fill_disk
 _TENSOR_SHARE = 0.4
 DISK_NBYTES = 32 << 20
 _PLACES = {
-    fault_damage.Place.PREFIX: Place.HEADER,
-    fault_damage.Place.DESCRIPTION: Place.HEADER,
-    fault_damage.Place.TENSOR: Place.TENSOR,
-    fault_damage.Place.PADDING: Place.PADDING,
+    local_damage.Place.PREFIX: Place.HEADER,
+    local_damage.Place.DESCRIPTION: Place.HEADER,
+    local_damage.Place.TENSOR: Place.TENSOR,
+    local_damage.Place.PADDING: Place.PADDING,
 }
 
 
@@ -63,10 +63,10 @@ def _need_not_be_seen(files: Files, kind: Kind) -> bool:
 def flip_copy(path: Path, chance: random.Random, change: int) -> tuple[Flip, Place]:
     """Change a byte of a local checkpoint's file: of a tensor mostly, else of any kind."""
     content = bytearray(path.read_bytes())
-    spans = fault_damage.file_map(bytes(content))
+    spans = local_damage.file_map(bytes(content))
     places = sorted({span.place for span in spans})
     is_tensor = chance.random() < _TENSOR_SHARE
-    place = fault_damage.Place.TENSOR if is_tensor else chance.choice(places)
+    place = local_damage.Place.TENSOR if is_tensor else chance.choice(places)
     span = chance.choice([span for span in spans if span.place is place])
     at = chance.randrange(span.start, span.end)
     content[at] ^= change

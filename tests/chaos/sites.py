@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from benchmarks.format2_damage import Files
+from benchmarks.faults.format2_damage import Files
 from tests.chaos.oracle import CopyKey, SaveKey
 from tests.support.object_stores import Moto, ObjectStore, free_port
 

@@ -1,0 +1,242 @@
+"""Ways to save and load the same shards, each as its documentation tells people to call it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import torch
+from torch import distributed as dist
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Divided
+
+from benchmarks.contenders.roster import RAW_FLUSHED, RAW_PLAIN
+from benchmarks.measuring.gpt_state import Shard
+
+with warnings.catch_warnings():
+    # Megatron-Core warns of what it would use on a GPU, once for each module.
+    warnings.simplefilter("ignore", UserWarning)
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    import dist_ckpt_strategies
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class Contender(Protocol):
+    """One way to save and load."""
+
+    def save(self, directory: Path) -> None:
+        """Store this rank's shards in ``directory``, which exists and is empty. Collective."""
+        ...
+
+    def load(self, directory: Path) -> Tensors:
+        """This rank's shards as stored, by key; in the target's memory where that is possible.
+
+        Collective.
+        """
+        ...
+
+
+Make = Callable[[tuple[Shard, ...]], Contender]
+
+ZARR: Final = ("zarr", 1)
+ZARR_2: Final = ("zarr", 2)
+TORCH_DIST: Final = ("torch_dist", 1)
+
+
+class Megatron:
+    """``dist_checkpointing.save`` and ``load`` with a backend chosen by its tuple.
+
+    Ranks beyond the parts of an array hold replicas of them. The loader is the backend's own where
+    none is given.
+    """
+
+    def __init__(
+        self, shards: tuple[Shard, ...], backend: tuple[str, int], loader: Any = None
+    ) -> None:
+        self._shards = shards
+        self.backend = backend
+        self._loader = loader
+
+    def save(self, directory: Path) -> None:
+        """See Contender."""
+        dist_checkpointing.save(self.state(), str(directory), self.backend)
+
+    def load(self, directory: Path) -> Tensors:
+        """See Contender."""
+        loaded = dist_checkpointing.load(self.sharded(), str(directory), self._loader)
+        return {shard.key: loaded[shard.key] for shard in self._shards}
+
+    def state(self) -> dict[str, Any]:
+        """What is saved: the shards and a common state."""
+        return {"iteration": 1, "args": {"hidden": 1}, **self.sharded()}
+
+    def sharded(self) -> dict[str, Any]:
+        """This rank's shards, as Megatron-Core describes them."""
+        return {
+            shard.key: ShardedTensor.from_rank_offsets(
+                shard.key,
+                shard.tensor,
+                (shard.axis, shard.part, shard.num_parts),
+                replica_id=dist.get_rank() // shard.num_parts,
+            )
+            for shard in self._shards
+        }
+
+
+def zarr(shards: tuple[Shard, ...]) -> Contender:
+    """This package's backend, made known to Megatron-Core."""
+    dist_ckpt_strategies.register()
+    return Megatron(shards, ZARR)
+
+
+def zarr_2(shards: tuple[Shard, ...]) -> Contender:
+    """This package's second format: it takes digests, and compares them at a load."""
+    dist_ckpt_strategies.register()
+    return Megatron(shards, ZARR_2)
+
+
+def torch_dist(shards: tuple[Shard, ...]) -> Contender:
+    """Megatron's own backend."""
+    stand_in_for_cuda()
+    return Megatron(shards, TORCH_DIST)
+
+
+def stand_in_for_cuda() -> None:
+    """Give CPU forms to the two CUDA calls that Megatron's own backend makes without asking.
+
+    Both are harmless here: nothing runs beside the CPU, so there is nothing to wait for.
+    """
+    warnings.filterwarnings("ignore", category=FutureWarning, module="megatron")
+    for name, stand_in in (("synchronize", _synchronize), ("current_device", _current_device)):
+        setattr(torch.cuda, name, stand_in)
+
+
+def _synchronize(_device: object = None) -> None:
+    """Nothing runs beside the CPU."""
+
+
+def _current_device() -> Any:
+    return torch.device("cpu")
+
+
+class _TorchDcp:
+    """``torch.distributed.checkpoint`` of DTensors, with its defaults."""
+
+    def __init__(self, shards: tuple[Shard, ...]) -> None:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        self._shards = shards
+        self._state: dict[str, Any] = {
+            shard.key: DTensor.from_local(shard.tensor, mesh, [Divided(shard.axis)])
+            for shard in shards
+        }
+
+    def save(self, directory: Path) -> None:
+        """See Contender."""
+        dcp_save(self._state, checkpoint_id=directory)
+
+    def load(self, directory: Path) -> Tensors:
+        """See Contender."""
+        dcp_load(self._state, checkpoint_id=directory)
+        return {shard.key: shard.tensor for shard in self._shards}
+
+
+class _TorchSave:
+    """``torch.save`` of a rank's shards into a file of its own; memory-mapped when loaded."""
+
+    def __init__(self, shards: tuple[Shard, ...]) -> None:
+        self._tensors = {shard.key: shard.tensor for shard in shards}
+
+    def save(self, directory: Path) -> None:
+        """See Contender."""
+        torch.save(self._tensors, _own_file(directory, "pt"))
+
+    def load(self, directory: Path) -> Tensors:
+        """See Contender."""
+        loaded: Tensors = torch.load(_own_file(directory, "pt"), weights_only=True, mmap=True)
+        return loaded
+
+
+class _Safetensors:
+    """``safetensors`` of a rank's shards in a file of its own; it maps the file when it loads."""
+
+    def __init__(self, shards: tuple[Shard, ...]) -> None:
+        # Named at run time: the package is a peer, not a dependency.
+        self._library = importlib.import_module("safetensors.torch")
+        self._tensors = {shard.key: shard.tensor for shard in shards}
+
+    def save(self, directory: Path) -> None:
+        """See Contender."""
+        self._library.save_file(self._tensors, _own_file(directory, "safetensors"))
+
+    def load(self, directory: Path) -> Tensors:
+        """See Contender."""
+        loaded: Tensors = self._library.load_file(_own_file(directory, "safetensors"))
+        return loaded
+
+
+class Raw:
+    """The floor: the same bytes through one plain stream per rank."""
+
+    def __init__(self, shards: tuple[Shard, ...], *, flushes: bool) -> None:
+        self._tensors = {shard.key: shard.tensor for shard in shards}
+        self._flushes = flushes
+
+    def save(self, directory: Path) -> None:
+        """See Contender."""
+        with _own_file(directory, "bin").open("wb", buffering=0) as file:
+            for tensor in self._tensors.values():
+                memory, done = _memory(tensor), 0
+                while done < len(memory):
+                    done += file.write(memory[done:])
+            if self._flushes:
+                os.fsync(file.fileno())
+
+    def load(self, directory: Path) -> Tensors:
+        """See Contender."""
+        start = 0
+        with _own_file(directory, "bin").open("rb", buffering=0) as file:
+            for tensor in self._tensors.values():
+                memory, done = _memory(tensor), 0
+                while done < len(memory):
+                    done += os.preadv(file.fileno(), [memory[done:]], start + done)
+                start += done
+        return self._tensors
+
+
+def _raw_flushed(shards: tuple[Shard, ...]) -> Contender:
+    return Raw(shards, flushes=True)
+
+
+def _raw_plain(shards: tuple[Shard, ...]) -> Contender:
+    return Raw(shards, flushes=False)
+
+
+def _own_file(directory: Path, suffix: str) -> Path:
+    return directory / f"rank_{dist.get_rank()}.{suffix}"
+
+
+def _memory(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
+
+
+MAKERS: Final[Mapping[str, Make]] = {
+    RAW_FLUSHED: _raw_flushed,
+    RAW_PLAIN: _raw_plain,
+    "zarr 1": zarr,
+    "zarr 2": zarr_2,
+    "torch_dist": torch_dist,
+    "torch dcp": _TorchDcp,
+    "torch.save": _TorchSave,
+    "safetensors": _Safetensors,
+}
+"""For each name of the roster, what builds it in a rank process, for this rank's shards."""

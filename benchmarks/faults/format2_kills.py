@@ -1,0 +1,182 @@
+"""Ranks that are killed in a save of format 2: what they leave, and what a load comes to then."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from itertools import count
+from statistics import median
+
+from benchmarks.faults.format2_worker import NUM_WRITERS, PRELOAD, Spec, make_worker
+from benchmarks.faults.local_kills import Attempt, CampaignError
+from benchmarks.faults.local_worker import Ending, Outcome
+from benchmarks.measuring.harness import Bereaved, RankFailedError, Ranks
+from dist_ckpt_strategies.run.prune import prune
+from dist_ckpt_strategies.storage.format2_survey import check_format2, survey_format2
+from dist_ckpt_strategies.storage.manifest import INDEX_NAME, SAVE_NAME
+from dist_ckpt_strategies.storage.publication import MARKER_NAME
+
+_METHODS = ("save", "save_behind")
+_FIRST_GUESS_S = 0.2
+_BEYOND = 1.1
+"""Kills come up to this much of a usual save after its begin; those after its end do not count."""
+_NUM_REMEMBERED = 9
+_REFUSALS = ("IncompleteCheckpointError", "CheckpointNotFoundError")
+
+
+class Left(StrEnum):
+    """What is on the disk of a save in which a rank was killed."""
+
+    NOTHING = "nothing"
+    BEGUN = "files, no manifest"
+    MANIFEST = "a manifest, no marker"
+    EVERYTHING = "a marker"
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """One case, and what was there after it.
+
+    Attributes:
+        attempt: the case.
+        left: what was on the disk.
+        survivors: how it ended for the others.
+        seconds: until the last of them had ended.
+        is_counted: whether the kill came before the victim was done.
+    """
+
+    attempt: Attempt
+    left: Left
+    survivors: tuple[Outcome, ...]
+    seconds: float
+    is_counted: bool
+
+    @property
+    def expected(self) -> int:
+        """The newest complete checkpoint: this one if it has a marker, else the one before."""
+        return self.attempt.iteration - (self.left is not Left.EVERYTHING)
+
+
+@dataclass(frozen=True, slots=True)
+class Killed:
+    """A case and what was found next, by new processes.
+
+    Attributes:
+        kill: the case.
+        loaded: the newest iteration that a load brought.
+        complaint: what is wrong; None if nothing.
+    """
+
+    kill: Kill
+    loaded: int | None
+    complaint: str | None
+
+
+def run_kills(spec: Spec, chance: random.Random, num_kills: int) -> Iterator[Killed]:
+    """Kill a rank in each of so many saves, every second one asynchronous.
+
+    In each turn new processes load what the turn before has left, and what it must have left
+    alone; the rest is pruned. Then they save, and begin another save, in which one is killed.
+    """
+    usual = {method: deque([_FIRST_GUESS_S], maxlen=_NUM_REMEMBERED) for method in _METHODS}
+    last: Kill | None = None
+    number = 0
+    for iteration in count(1, 2):
+        method = _METHODS[number % 2]
+        with _world(spec) as ranks:
+            if last is not None:
+                result = _judged(spec, last, ranks)
+                if last.is_counted or result.complaint:
+                    yield result
+                    number += 1
+            if number == num_kills:
+                return
+            method = _METHODS[number % 2]
+            timed = ranks.step(method, iteration)
+            if any(one.ending is not Ending.SAVED for one in timed.values):
+                raise CampaignError(f"the save of {iteration} after a kill: {timed.values}")
+            usual[method].append(timed.seconds)
+            attempt = Attempt(
+                number,
+                method,
+                chance.randrange(NUM_WRITERS),
+                chance.random() * _BEYOND * median(usual[method]),
+                iteration + 1,
+            )
+            began = time.monotonic()
+            ended = _ended(ranks, attempt)
+        seconds = time.monotonic() - began - attempt.delay_s
+        survivors = tuple(ended.values.values())
+        left = _left(spec, attempt.iteration)
+        last = Kill(attempt, left, survivors, seconds, not ended.was_done)
+
+
+def _world(spec: Spec) -> Ranks:
+    return Ranks(
+        NUM_WRITERS, partial(make_worker, spec), timeout_s=3 * spec.timeout_s, preload=PRELOAD
+    )
+
+
+def _ended(ranks: Ranks, attempt: Attempt) -> Bereaved:
+    one = attempt
+    try:
+        return ranks.step_killing(one.victim, one.delay_s, one.method, one.iteration)
+    except RankFailedError as error:
+        raise CampaignError(f"{attempt}: {error}") from error
+
+
+def _left(spec: Spec, iteration: int) -> Left:
+    directory = spec.directory(iteration)
+    if (directory / MARKER_NAME).exists():
+        return Left.EVERYTHING
+    if (directory / INDEX_NAME).exists():
+        return Left.MANIFEST
+    return Left.BEGUN if (directory / SAVE_NAME).exists() else Left.NOTHING
+
+
+def _judged(spec: Spec, kill: Kill, ranks: Ranks) -> Killed:
+    """What new processes make of it; then all but the newest complete checkpoint is pruned."""
+    newer = ranks.step("load", kill.attempt.iteration).values
+    older = ranks.step("load", kill.attempt.iteration - 1).values
+    complaint = _complaint(spec, kill, newer, older) or _unpruned(spec, kill)
+    loaded = [one.iteration for one in (newer[0], older[0]) if one.ending is Ending.LOADED]
+    return Killed(kill, max(loaded, default=None), complaint)
+
+
+_MAX_WAITS = 2
+"""A rank that is no neighbour of the one killed may wait out the limit, once, before it is told."""
+
+
+def _complaint(
+    spec: Spec, kill: Kill, newer: Sequence[Outcome], older: Sequence[Outcome]
+) -> str | None:
+    is_there = kill.left is Left.EVERYTHING
+    if any(one.ending is not Ending.LOADED for one in older):
+        return f"the checkpoint before does not load any more: {list(older)}"
+    if is_there and any(one.ending is not Ending.LOADED for one in newer):
+        return f"there is a marker, and not what was saved: {list(newer)}"
+    if not is_there and not all(
+        one.ending is Ending.REFUSED and one.text.startswith(_REFUSALS) for one in newer
+    ):
+        return f"there is no marker, and loading it is not refused for that: {list(newer)}"
+    if kill.seconds > _MAX_WAITS * spec.timeout_s:
+        return f"the others took {kill.seconds:.1f} s to end"
+    told = [one for one in kill.survivors if one.ending is Ending.SAVED]
+    if told and not is_there:
+        return f"{len(told)} ranks were told that it was saved"
+    survey = survey_format2(spec.directory(kill.expected))
+    findings = "no checkpoint of format 2" if survey is None else check_format2(survey)
+    return f"dist-ckpt verify of {kill.expected}: {findings}" if findings else None
+
+
+def _unpruned(spec: Spec, kill: Kill) -> str | None:
+    """What is wrong with what a prune makes of it."""
+    prune(spec.root, keep_last=1, unfinished=True, older_than_s=0)
+    left = sorted(path.name for path in spec.root.iterdir())
+    expected = [spec.directory(kill.expected).name]
+    return None if left == expected else f"after prune there are {left}, expected {expected}"

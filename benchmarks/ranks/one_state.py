@@ -1,0 +1,104 @@
+"""What a rank does: it saves, and loads into tensors that are there already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from benchmarks.contenders.one_state import MAKERS, Contender, Tensors
+from benchmarks.measuring.disks import flush_share
+from benchmarks.measuring.gpt_state import GptSize, build_shards
+from benchmarks.measuring.harness import RankContext, join_gloo
+
+
+class Target:
+    """Tensors that loads fill, and what they are to be filled with: what they hold now."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+        self._digests = {key: _digest(tensor) for key, tensor in tensors.items()}
+
+    def clear(self) -> None:
+        """Overwrite the tensors, so that a load that does nothing is found out."""
+        for tensor in self._tensors.values():
+            tensor.zero_()
+
+    def accept(self, loaded: Tensors) -> None:
+        """Copy from tensors that are not these themselves."""
+        for key, tensor in self._tensors.items():
+            if loaded[key].data_ptr() != tensor.data_ptr():
+                tensor.copy_(loaded[key])
+
+    def check(self, name: str) -> None:
+        """Compare the tensors with what they are to hold.
+
+        Raises:
+            ValueError: one differs.
+        """
+        for key, tensor in self._tensors.items():
+            if _digest(tensor) != self._digests[key]:
+                raise ValueError(f"{key}: {name} loaded other values than were saved")
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """A contender, and what its loads fill."""
+
+    contender: Contender
+    target: Target
+
+
+class Worker:
+    """One rank: every contender over the same shards."""
+
+    def __init__(self, context: RankContext, nbytes: int, entrants: Mapping[str, Entrant]) -> None:
+        self._context = context
+        self._nbytes = nbytes
+        self._entrants = entrants
+
+    def nbytes(self) -> int:
+        """Of this rank's shards."""
+        return self._nbytes
+
+    def save(self, name: str, directory: Path) -> None:
+        """Let the contender save. Timed."""
+        self._entrants[name].contender.save(directory)
+
+    def flush(self, directory: Path) -> None:
+        """Flush this rank's share of the files in ``directory``. Timed."""
+        flush_share(directory, self._context.global_rank, self._context.num_ranks)
+
+    def clear(self, name: str) -> None:
+        """Overwrite what the contender is about to load."""
+        self._entrants[name].target.clear()
+
+    def load(self, name: str, directory: Path) -> None:
+        """Let the contender load, and see to it that the data is in its target. Timed."""
+        entrant = self._entrants[name]
+        entrant.target.accept(entrant.contender.load(directory))
+
+    def check(self, name: str) -> None:
+        """Compare what the contender has loaded with what was saved.
+
+        Raises:
+            ValueError: a tensor differs.
+        """
+        self._entrants[name].target.check(name)
+
+
+def build_worker(size: GptSize, names: Sequence[str], context: RankContext) -> Worker:
+    """One of the ranks that hold the state in equal parts. Collective."""
+    join_gloo(context)
+    torch.set_num_threads(1)
+    shards = build_shards(size, context.global_rank, context.num_ranks)
+    target = Target({shard.key: shard.tensor for shard in shards})
+    entrants = {name: Entrant(MAKERS[name](shards), target) for name in names}
+    return Worker(context, sum(shard.tensor.nbytes for shard in shards), entrants)
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(tensor.view(-1).view(torch.uint8).numpy().data)

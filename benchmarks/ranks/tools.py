@@ -1,0 +1,114 @@
+"""One run of a tool in a process of its own, which says how much memory that took."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from benchmarks.contenders.plain_files import copy_files, read_files
+from benchmarks.contenders.roster import (
+    COPY_FILES,
+    READ_FILES,
+    TO_TORCH_DIST,
+    TO_ZARR_2,
+    VERIFY,
+)
+from benchmarks.measuring.harness import RankContext
+
+with warnings.catch_warnings():
+    # As in contenders/one_state.py.
+    warnings.simplefilter("ignore", UserWarning)
+    from dist_ckpt_strategies import ConvertOptions, convert
+    from dist_ckpt_strategies.storage.format2_survey import check_format2, survey_format2
+
+_STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory of a process that is resident, in bytes.
+
+    Attributes:
+        before_nbytes: before the tool ran, its libraries loaded.
+        peak_nbytes: the most there ever was.
+    """
+
+    before_nbytes: int
+    peak_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a tool is given.
+
+    Attributes:
+        num_threads: files handled at the same time.
+        max_memory_nbytes: for elements, in a conversion.
+    """
+
+    num_threads: int
+    max_memory_nbytes: int
+
+
+class ToolWorker:
+    """A process for one run of one tool."""
+
+    def __init__(self, bounds: Bounds, _context: RankContext) -> None:
+        self._bounds = bounds
+        self._before_nbytes = _status("VmRSS")
+
+    def run(self, tool: str, source: Path, target: Path) -> None:
+        """Run a tool from one directory to another, which is empty. Timed."""
+        TOOLS[tool](source, target, self._bounds)
+
+    def memory(self) -> Memory:
+        """What this process has taken."""
+        return Memory(self._before_nbytes, _status("VmHWM"))
+
+
+def _verify(source: Path, _target: Path, _bounds: Bounds) -> None:
+    """What ``dist-ckpt verify`` does, which takes as many threads as there are cores."""
+    survey = survey_format2(source)
+    findings = None if survey is None else check_format2(survey)
+    if findings != ():
+        raise ValueError(f"{source}: {findings}")
+
+
+def _convert(to: str) -> Callable[[Path, Path, Bounds], None]:
+    def run(source: Path, target: Path, bounds: Bounds) -> None:
+        options = ConvertOptions(
+            max_memory_bytes=bounds.max_memory_nbytes, num_threads=bounds.num_threads
+        )
+        convert(source, target, to, options=options)
+
+    return run
+
+
+def _read(source: Path, _target: Path, bounds: Bounds) -> None:
+    read_files(source, bounds.num_threads)
+
+
+def _copy(source: Path, target: Path, bounds: Bounds) -> None:
+    copy_files(source, target, bounds.num_threads)
+
+
+TOOLS: Final[Mapping[str, Callable[[Path, Path, Bounds], None]]] = {
+    READ_FILES: _read,
+    COPY_FILES: _copy,
+    VERIFY: _verify,
+    TO_ZARR_2: _convert("zarr@2"),
+    TO_TORCH_DIST: _convert("torch_dist"),
+}
+"""For each name of the roster, what runs it."""
+
+
+def _status(name: str) -> int:
+    """Bytes that the kernel counts under this name; see proc(5)."""
+    for line in _STATUS.read_text(encoding="ascii").splitlines():
+        label, _, value = line.partition(":")
+        if label == name:
+            return int(value.removesuffix("kB")) * 1024
+    raise LookupError(f"{_STATUS}: no {name}")
