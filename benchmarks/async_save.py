@@ -18,12 +18,10 @@ neighbour. ``idle`` is nothing: the noise.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -40,26 +38,11 @@ from benchmarks.contenders.roster import (
     QUEUE,
     RAW_WRITER,
     TRAINING_ONLY,
-    missing_package,
 )
-from benchmarks.measuring.command_line import (
-    Contest,
-    Directories,
-    Names,
-    Out,
-    Output,
-    Repetitions,
-    Sizes,
-    Smoke,
-    TimeoutS,
-    chosen_names,
-    chosen_places,
-    chosen_sizes,
-    open_output,
-)
-from benchmarks.measuring.disks import file_system, retire, touch_memory, workspace
+from benchmarks.measuring.command_line import Contest, Output, among, contest_command
+from benchmarks.measuring.disks import file_system, fresh, touch_memory, workspace
 from benchmarks.measuring.gpt_state import GptSize
-from benchmarks.measuring.harness import RankContext, Ranks, alternate, median
+from benchmarks.measuring.harness import Ranks, alternate, made_in, median
 from benchmarks.measuring.measures import (
     SECONDS,
     Column,
@@ -73,6 +56,7 @@ from benchmarks.measuring.timings import Case
 from benchmarks.measuring.training_steps import Schedule, Steps
 
 BLOCKING, TRAINING = "blocking", "training"
+PARTS = (BLOCKING, TRAINING)
 UNTIL_THERE = "until_there"
 SLOWDOWN, WORST, WORST_IDLE, NUM_STEPS = "slowdown", "worst", "worst_idle", "num_steps"
 BEGIN, FINISH = "begin_seconds", "finish_seconds"
@@ -111,15 +95,10 @@ class AsyncCase(Case):
         return f"{self.part}, {Case.__str__(self)}"
 
 
-def make_worker(size: GptSize, names: Sequence[str], context: RankContext) -> object:
-    """The worker of one rank, made in its process."""
-    return importlib.import_module(_WORKER).AsyncWorker(context, size, names)
-
-
 def run_blocking(size: GptSize, contest: Contest, output: Output) -> None:
     """Time what is waited for, in every place."""
     names = [name for name in contest.names if name not in TRAINING_ONLY]
-    make = partial(make_worker, size, names)
+    make = made_in(_WORKER, size, names)
     with Ranks(_NUM_RANKS, make, timeout_s=contest.timeout_s, preload=(_WORKER,)) as ranks:
         nbytes = sum(ranks.step("nbytes").values)
         for place in contest.places:
@@ -138,7 +117,7 @@ def _blocking_rounds(
     ranks: Ranks, case: Case, directory: Path, names: Sequence[str], repetitions: int
 ) -> Iterator[Measure]:
     for repetition, name in alternate(names, repetitions + 1):
-        target = _fresh(directory, name)
+        target = fresh(directory, name)
         touch_memory(case.held_nbytes)
         seconds = ranks.step("begin", name, target).seconds
         finishing = ranks.step("finish", name).seconds
@@ -152,7 +131,7 @@ def run_training(
 ) -> None:
     """Time steps of training beside saves, in every place."""
     names = [name for name in contest.names if name not in BLOCKING_ONLY]
-    make = partial(make_worker, size, names)
+    make = made_in(_WORKER, size, names)
     schedule = Schedule(cores[-1], cores[0], pace.step_seconds, pace.num_idle)
     with Ranks(1, make, timeout_s=contest.timeout_s, preload=(_WORKER,)) as ranks:
         nbytes = ranks.step("nbytes").values[0]
@@ -182,7 +161,7 @@ class _Training:
     def rounds(self, names: Sequence[str], repetitions: int) -> Iterator[Measure]:
         """Train beside every contender in turn; every step is written too."""
         for repetition, name in alternate(names, repetitions + 1):
-            target = _fresh(self.directory, name)
+            target = fresh(self.directory, name)
             touch_memory(self.case.held_nbytes)
             (steps,) = self.ranks.step("train", name, target, self.schedule).values
             if repetition > 0:
@@ -204,14 +183,6 @@ def _of_steps(steps: Steps) -> dict[str, float]:
         BEGIN: steps.begin_seconds,
         FINISH: steps.finish_seconds,
     }
-
-
-def _fresh(directory: Path, name: str) -> Path:
-    target = directory / name
-    if target.exists():
-        retire(target, directory / "attic")
-    target.mkdir()
-    return target
 
 
 def _share_core(one: int, other: int) -> bool:
@@ -245,41 +216,28 @@ _TRAINING_COLUMNS = (
 )
 
 
-def main(  # noqa: PLR0913 - one parameter for each option
+@contest_command(ASYNC_PACKAGES, (MEMCPY, IDLE, RAW_WRITER))
+def main(
+    contest: Contest,
+    output: Output,
     *,
-    size: Sizes = None,
-    part: Annotated[list[str] | None, typer.Option(help="blocking or training.")] = None,
+    part: Annotated[
+        list[str] | None, typer.Option(help="blocking or training.", callback=among(PARTS))
+    ] = None,
     step_ms: Annotated[float, typer.Option(min=1, help="Of a step of training.")] = 70.0,
-    directory: Directories = None,
-    contender: Names = None,
-    repetitions: Repetitions = 7,
-    out: Out = Path("/dev/null"),
-    smoke: Smoke = False,
-    timeout_s: TimeoutS = 300.0,
 ) -> None:
     """Save one GPT-like state behind training with every contender in turn."""
-    parts = part or [BLOCKING, TRAINING]
-    if unknown := sorted(set(parts) - {BLOCKING, TRAINING}):
-        raise typer.BadParameter(f"part {unknown[0]!r}: expected {BLOCKING} or {TRAINING}")
-    with open_output(out, "async_save.py") as output:
-        lacks = {name: missing_package(package) for name, package in ASYNC_PACKAGES.items()}
-        contest = Contest(
-            chosen_sizes(size, smoke=smoke),
-            chosen_places(directory),
-            chosen_names(contender, lacks, (MEMCPY, IDLE, RAW_WRITER), output),
-            1 if smoke else repetitions,
-            timeout_s,
-        )
-        cores = sorted(os.sched_getaffinity(0))
-        has_two = len(cores) > 1
-        if TRAINING in parts and not has_two:
-            output.skip(TRAINING, "one core only: there is none to write on beside training")
-        pace = Pace(0.002, 3) if smoke else Pace(step_ms / 1000, _NUM_IDLE)
-        for one in contest.sizes:
-            if BLOCKING in parts:
-                run_blocking(one, contest, output)
-            if TRAINING in parts and has_two:
-                run_training(one, contest, cores, pace, output)
+    parts = part or PARTS
+    cores = sorted(os.sched_getaffinity(0))
+    has_two = len(cores) > 1
+    if TRAINING in parts and not has_two:
+        output.skip(TRAINING, "one core only: there is none to write on beside training")
+    pace = Pace(0.002, 3) if contest.is_smoke else Pace(step_ms / 1000, _NUM_IDLE)
+    for size in contest.sizes:
+        if BLOCKING in parts:
+            run_blocking(size, contest, output)
+        if TRAINING in parts and has_two:
+            run_training(size, contest, cores, pace, output)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from traceback import format_exception
 from typing import Annotated
 
 # Run as a script, Python looks for modules beside this file only; the package is one level up.
@@ -35,11 +34,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import torch.distributed as dist
 import typer
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # bound at run time
 
+from benchmarks.faults.campaign import (
+    KILL,
+    METHODS,
+    SMOKE_SHARE,
+    ViolationError,
+    chance_of,
+    reported_violations,
+    run_parts,
+    violations,
+)
 from benchmarks.faults.format2_damage import (
     Damage,
     Fault,
@@ -52,16 +59,21 @@ from benchmarks.faults.format2_damage import (
 from benchmarks.faults.format2_kills import Killed, run_kills
 from benchmarks.faults.format2_worker import NUM_WRITERS, PRELOAD, Loader, Spec, make_worker
 from benchmarks.faults.local_worker import Ending, Outcome
-from benchmarks.local_faults import ViolationError, reported_violations
-from benchmarks.measuring.command_line import Out, Output, Smoke, TimeoutS, open_output
-from benchmarks.measuring.disks import workspace
+from benchmarks.measuring.command_line import (
+    NOWHERE,
+    Directory,
+    Out,
+    Output,
+    Seed,
+    Smoke,
+    TimeoutS,
+    open_output,
+)
 from benchmarks.measuring.harness import Ranks
 from dist_ckpt_strategies.storage.format2_survey import check_format2, survey_format2
 
-SMOKE_SHARE = 20
-KILL, OTHER = "kill", "other"
+OTHER = "other"
 ITERATION = 1
-METHODS = {"save": "a save", "save_behind": "an asynchronous save"}
 _ROWS = 1024
 _DETECTED = "an error that names it"
 _VERIFY_SHARE = 10
@@ -97,10 +109,6 @@ class Campaign:
     num_kills: int
     timeout_s: float
 
-    def chance(self, fault: str) -> random.Random:
-        """Random numbers for one kind of fault."""
-        return random.Random(f"{fault} {self.seed}")  # noqa: S311 - to be repeated
-
 
 def run_damages(campaign: Campaign, root: Path) -> Iterator[FaultClass]:
     """All damage. The checkpoint is of four processes; this one loads it, as a world of one."""
@@ -120,7 +128,7 @@ def run_damages(campaign: Campaign, root: Path) -> Iterator[FaultClass]:
             return loader.load(ITERATION, files.root)
 
         for fault, draw, count in kinds:
-            chance = campaign.chance(fault)
+            chance = chance_of(fault, campaign.seed)
             for number in range(count):
                 yield run_damage(load, files, draw(files, chance, number))
 
@@ -141,7 +149,7 @@ def run_damage(load: Callable[[], Outcome], files: Files, damage: Damage) -> Fau
     Raises:
         ViolationError: what came back is not what was saved, or nobody was told what is damaged.
     """
-    with files.damaged(damage), _violations(damage.fault, damage):
+    with files.damaged(damage), violations(damage.fault, damage):
         outcome = load()
         why = _complaint(files, damage, outcome)
         passed = files.why_passed(damage) if not why and outcome.ending is Ending.LOADED else ""
@@ -178,8 +186,8 @@ def _unverified(files: Files, damage: Damage) -> str | None:
 def run_all_kills(campaign: Campaign, root: Path) -> Iterator[FaultClass]:
     """All kills, each in a world of its own."""
     spec = Spec(root, _ROWS, campaign.timeout_s)
-    with _violations(KILL, "between two cases"):
-        for one in run_kills(spec, campaign.chance(KILL), campaign.num_kills):
+    with violations(KILL, "between two cases"):
+        for one in run_kills(spec, chance_of(KILL, campaign.seed), campaign.num_kills):
             if one.complaint:
                 raise ViolationError(KILL, one.complaint, one.kill)
             yield _class_of(one)
@@ -188,17 +196,6 @@ def run_all_kills(campaign: Campaign, root: Path) -> Iterator[FaultClass]:
 def _class_of(one: Killed) -> FaultClass:
     result = "this save" if one.loaded == one.kill.attempt.iteration else "the one before"
     return FaultClass(KILL, METHODS[one.kill.attempt.method], result, one.kill.left)
-
-
-@contextmanager
-def _violations(fault: str, case: object) -> Iterator[None]:
-    """Anything raised that is no error of ours, and a rank that dies or hangs, is one too."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, ViolationError):
-            raise
-        raise ViolationError(fault, "".join(format_exception(error)), case) from error
 
 
 def build_fault_table(campaign: Campaign, tally: Counter[FaultClass]) -> Table:
@@ -224,17 +221,8 @@ def run_campaign(campaign: Campaign, directory: Path | None, output: Output) -> 
     """
     tally: Counter[FaultClass] = Counter()
     total = campaign.num_flips + campaign.num_others + campaign.num_kills
-    with (
-        workspace(directory) as place,
-        Progress(console=Console(stderr=True), transient=True) as progress,
-    ):
-        task = progress.add_task("cases", total=total)
-        for number, run in enumerate((run_damages, run_all_kills)):
-            root = place / str(number)
-            root.mkdir()
-            for which in run(campaign, root):
-                tally[which] += 1
-                progress.advance(task)
+    parts = (partial(run_damages, campaign), partial(run_all_kills, campaign))
+    tally.update(run_parts(parts, total, directory))
     for which in sorted(tally, key=str):
         output.lines.write("class", which, cases=tally[which])
     counted: Counter[str] = Counter()
@@ -249,11 +237,9 @@ def main(  # noqa: PLR0913 - one parameter for each option
     flips: Annotated[int, typer.Option(min=0, help="Bytes that are changed.")] = 10_000,
     others: Annotated[int, typer.Option(min=0, help="Files damaged in other ways.")] = 2000,
     kills: Annotated[int, typer.Option(min=0, help="Ranks that are killed in a save.")] = 300,
-    seed: Annotated[int, typer.Option(help="Of the cases; not of when exactly a kill comes.")] = 0,
-    directory: Annotated[
-        Path | None, typer.Option(help="Where to write. [default: the temporary directory]")
-    ] = None,
-    out: Out = Path("/dev/null"),
+    seed: Seed = 0,
+    directory: Directory = None,
+    out: Out = NOWHERE,
     smoke: Smoke = False,
     timeout_s: TimeoutS = 20.0,
 ) -> None:

@@ -25,21 +25,27 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from traceback import format_exception
 from typing import Annotated
 
 # Run as a script, Python looks for modules beside this file only; the package is one level up.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import typer
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.faults.campaign import (
+    KILL,
+    METHODS,
+    SMOKE_SHARE,
+    ViolationError,
+    chance_of,
+    reported_violations,
+    run_parts,
+    violations,
+)
 from benchmarks.faults.local_damage import (
     Checkpoints,
     Damage,
@@ -58,27 +64,25 @@ from benchmarks.faults.local_worker import (
     WorldSpec,
     make_worker,
 )
-from benchmarks.measuring.command_line import Out, Output, Smoke, TimeoutS, open_output
-from benchmarks.measuring.disks import workspace
+from benchmarks.measuring.command_line import (
+    NOWHERE,
+    Directory,
+    Out,
+    Output,
+    Seed,
+    Smoke,
+    TimeoutS,
+    open_output,
+)
 from benchmarks.measuring.harness import Ranks
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.threads import run_ranks
 
 KIB = 1 << 10
-FLIP, CUT, KILL = "flip", "cut", "kill"
-SMOKE_SHARE = 20
+FLIP, CUT = "flip", "cut"
 ITERATIONS = (1, 2)
-METHODS = {"save": "a save", "save_behind": "an asynchronous save"}
 
 Draw = Callable[[Checkpoints, random.Random, int], Damage]
-
-
-class ViolationError(Exception):
-    """Something that must never happen did."""
-
-    def __init__(self, fault: str, why: str, case: object) -> None:
-        super().__init__(f"{fault}: {why}\n{case!r}")
-        self.fields = {"fault": fault, "why": why, "case": repr(case)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +112,6 @@ class Campaign:
     num_kills: int
     timeout_s: float
 
-    def chance(self, fault: str) -> random.Random:
-        """Random numbers for one kind of fault."""
-        return random.Random(f"{fault} {self.seed}")  # noqa: S311 - to be repeated
-
 
 def run_damages(campaign: Campaign, root: Path) -> Iterator[tuple[FaultClass, Counter[str]]]:
     """All flips and cuts. The saves are those of processes; threads load, ten times as fast."""
@@ -130,7 +130,7 @@ def run_damages(campaign: Campaign, root: Path) -> Iterator[tuple[FaultClass, Co
         return states.load(ThreadManager(spec, comm), comm.rank)
 
     for fault, draw, count in kinds:
-        chance = campaign.chance(fault)
+        chance = chance_of(fault, campaign.seed)
         for number in range(count):
             yield run_damage(load, saved, fault, draw(saved, chance, number))
 
@@ -139,7 +139,7 @@ def run_damage(
     load: Callable[[Communicator], Outcome], saved: Checkpoints, fault: str, damage: Damage
 ) -> tuple[FaultClass, Counter[str]]:
     """Damage the files, load, judge; returns the class and what was noticed in how many files."""
-    with saved.damaged(damage), _violations(fault, damage):
+    with saved.damaged(damage), violations(fault, damage):
         found = is_detected(saved, damage)
         outcomes = run_ranks(NUM_RANKS, load)
     why = complaint(saved, damage, found, outcomes)
@@ -153,8 +153,8 @@ def run_damage(
 def run_all_kills(campaign: Campaign, root: Path) -> Iterator[tuple[FaultClass, Counter[str]]]:
     """All kills, each in a world of its own."""
     spec = WorldSpec(root, 256 * KIB, 4, 1, campaign.timeout_s)
-    with _violations(KILL, "between two cases"):
-        for one in run_kills(spec, campaign.chance(KILL), campaign.num_kills):
+    with violations(KILL, "between two cases"):
+        for one in run_kills(spec, chance_of(KILL, campaign.seed), campaign.num_kills):
             if one.complaint:
                 raise ViolationError(KILL, one.complaint, one.kill)
             yield _class_of(one), Counter(cases=1)
@@ -169,17 +169,6 @@ def _result(outcome: Outcome, newest: int) -> str:
     if outcome.ending is Ending.REFUSED:
         return "an error on every rank"
     return "the newest" if outcome.iteration == newest else "the one before"
-
-
-@contextmanager
-def _violations(fault: str, case: object) -> Iterator[None]:
-    """A rank that raises what is no error of ours, dies or hangs is a violation too."""
-    try:
-        yield
-    except Exception as error:
-        if isinstance(error, ViolationError):
-            raise
-        raise ViolationError(fault, "".join(format_exception(error)), case) from error
 
 
 def build_fault_table(campaign: Campaign, tally: dict[FaultClass, Counter[str]]) -> Table:
@@ -208,17 +197,9 @@ def run_campaign(campaign: Campaign, directory: Path | None, output: Output) -> 
     """
     tally: dict[FaultClass, Counter[str]] = {}
     total = campaign.num_flips + campaign.num_cuts + campaign.num_kills
-    with (
-        workspace(directory) as place,
-        Progress(console=Console(stderr=True), transient=True) as progress,
-    ):
-        task = progress.add_task("cases", total=total)
-        for number, run in enumerate((run_damages, run_all_kills)):
-            root = place / str(number)
-            root.mkdir()
-            for which, counts in run(campaign, root):
-                tally.setdefault(which, Counter()).update(counts)
-                progress.advance(task)
+    parts = (partial(run_damages, campaign), partial(run_all_kills, campaign))
+    for which, counts in run_parts(parts, total, directory):
+        tally.setdefault(which, Counter()).update(counts)
     for which in sorted(tally, key=str):
         output.lines.write("class", which, **tally[which])
     counted = Counter(which.fault for which in tally for _ in range(tally[which]["cases"]))
@@ -226,27 +207,14 @@ def run_campaign(campaign: Campaign, directory: Path | None, output: Output) -> 
     output.console.print(build_fault_table(campaign, tally))
 
 
-@contextmanager
-def reported_violations(seed: int, output: Output) -> Iterator[None]:
-    """End with status 1, and say case and seed, if the block finds a violation."""
-    try:
-        yield
-    except ViolationError as violation:
-        output.lines.write("violation", violation.fields, seed=seed)
-        typer.echo(f"VIOLATION with --seed {seed}: {violation}", err=True)
-        raise typer.Exit(1) from violation
-
-
 def main(  # noqa: PLR0913 - one parameter for each option
     *,
     flips: Annotated[int, typer.Option(min=0, help="Bytes that are changed.")] = 2000,
     truncations: Annotated[int, typer.Option(min=0, help="Files that are cut.")] = 200,
     kills: Annotated[int, typer.Option(min=0, help="Ranks that are killed in a save.")] = 200,
-    seed: Annotated[int, typer.Option(help="Of the cases; not of when exactly a kill comes.")] = 0,
-    directory: Annotated[
-        Path | None, typer.Option(help="Where to write. [default: the temporary directory]")
-    ] = None,
-    out: Out = Path("/dev/null"),
+    seed: Seed = 0,
+    directory: Directory = None,
+    out: Out = NOWHERE,
     smoke: Smoke = False,
     timeout_s: TimeoutS = 20.0,
 ) -> None:

@@ -18,12 +18,10 @@ bytes instead.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -33,23 +31,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import typer
 from rich.table import Table
 
-from benchmarks.contenders.local_roster import FLOOR, LOCAL_PACKAGES, NVRX, OURS
-from benchmarks.contenders.roster import missing_package
-from benchmarks.measuring.command_line import (
-    Directories,
-    Names,
-    Out,
-    Output,
-    Repetitions,
-    Smoke,
-    TimeoutS,
-    chosen_names,
-    chosen_places,
-    open_output,
-)
+from benchmarks.contenders.roster import FLOOR, LOCAL_PACKAGES, NVRX, OURS
+from benchmarks.measuring.command_line import Contest, Output, contest_command
 from benchmarks.measuring.disks import file_system, touch_memory, workspace
-from benchmarks.measuring.harness import RankContext, Ranks, alternate, median, paired_ratio
+from benchmarks.measuring.harness import (
+    Ranks,
+    alternate,
+    made_in,
+    median,
+    paired_ratio,
+)
 
+_WORKER = "benchmarks.ranks.local_replicated"
 MIB = 1 << 20
 NUM_RANKS = 4
 
@@ -93,12 +86,6 @@ class LocalSummary:
     seconds: float
     floor_ratio: float
     nvrx_ratio: float | None
-
-
-def make_worker(nbytes: int, names: Sequence[str], context: RankContext) -> object:
-    """The worker of one rank, made in its process."""
-    module = importlib.import_module("benchmarks.ranks.local_replicated")
-    return module.LocalWorker(context, nbytes, names)
 
 
 def run_rounds(
@@ -152,46 +139,28 @@ def build_local_table(case: LocalCase, summaries: Sequence[LocalSummary]) -> Tab
     return table
 
 
-def main(  # noqa: PLR0913 - one parameter for each option
+def run_place(ranks: Ranks, case: LocalCase, place: Path, contest: Contest, output: Output) -> None:
+    """Time everything in one place, and report it."""
+    with workspace(place) as directory:
+        rounds = run_rounds(ranks, case, contest.names, directory, contest.repetitions)
+        samples = output.write_samples(case, rounds)
+    summaries = summarise_local(samples)
+    output.write_summaries(case, summaries, build_local_table(case, summaries))
+
+
+@contest_command(LOCAL_PACKAGES, (FLOOR,), sizes_gb=())
+def main(
+    contest: Contest,
+    output: Output,
     *,
     mib: Annotated[int, typer.Option(min=1, help="MiB of each rank's state.")] = 256,
-    directory: Directories = None,
-    contender: Names = None,
-    repetitions: Repetitions = 7,
-    out: Out = Path("/dev/null"),
-    smoke: Smoke = False,
-    timeout_s: TimeoutS = 300.0,
 ) -> None:
     """Save, load and recover local checkpoints with every contender in turn."""
-    nbytes = (1 if smoke else mib) * MIB
-    with open_output(out, "local_replicated.py") as output:
-        lacks = {name: missing_package(package) for name, package in LOCAL_PACKAGES.items()}
-        names = chosen_names(contender, lacks, (FLOOR,), output)
-        make = partial(make_worker, nbytes, names)
-        with Ranks(NUM_RANKS, make, timeout_s=timeout_s) as ranks:
-            for place in chosen_places(directory):
-                run_place(ranks, LocalCase(file_system(place), nbytes), names, place,
-                          1 if smoke else repetitions, output)  # fmt: skip
-
-
-def run_place(
-    ranks: Ranks,
-    case: LocalCase,
-    names: Sequence[str],
-    place: Path,
-    repetitions: int,
-    output: Output,
-) -> None:
-    """Time everything in one place, and report it."""
-    samples = []
-    with workspace(place) as directory:
-        for sample in run_rounds(ranks, case, names, directory, repetitions):
-            output.lines.write("sample", sample, case=case)
-            samples.append(sample)
-    summaries = summarise_local(samples)
-    for summary in summaries:
-        output.lines.write("summary", summary, case=case)
-    output.console.print(build_local_table(case, summaries))
+    nbytes = (1 if contest.is_smoke else mib) * MIB
+    make = made_in(_WORKER, nbytes, contest.names)
+    with Ranks(NUM_RANKS, make, timeout_s=contest.timeout_s) as ranks:
+        for place in contest.places:
+            run_place(ranks, LocalCase(file_system(place), nbytes), place, contest, output)
 
 
 if __name__ == "__main__":

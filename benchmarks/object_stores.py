@@ -11,11 +11,9 @@ for each shard or 64 MiB of it, with as many requests at the same time as format
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,23 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import typer
 
-from benchmarks.contenders.roster import RAW_PUT, STORE_PACKAGES, missing_package
-from benchmarks.measuring.command_line import (
-    Contest,
-    Names,
-    Out,
-    Output,
-    Repetitions,
-    Sizes,
-    Smoke,
-    TimeoutS,
-    chosen_names,
-    chosen_sizes,
-    open_output,
-)
+from benchmarks.contenders.roster import RAW_PUT, STORE_PACKAGES
+from benchmarks.measuring.command_line import Contest, Output, Where, among, contest_command
 from benchmarks.measuring.disks import touch_memory, workspace
 from benchmarks.measuring.gpt_state import GptSize
-from benchmarks.measuring.harness import RankContext, Ranks, alternate
+from benchmarks.measuring.harness import Ranks, alternate, made_in
 from benchmarks.measuring.measures import (
     SECONDS,
     Measure,
@@ -69,14 +55,6 @@ _NOWHERE = Path("/nowhere")
 """No file lies there: of such a path only the last part counts, as the name in the bucket."""
 
 
-def make_worker(
-    size: GptSize, names: Sequence[str], site: StoreSite, context: RankContext
-) -> object:
-    """The worker of one rank, made in its process."""
-    module = importlib.import_module(_WORKER)
-    return module.build_store_worker(size, names, site, context)
-
-
 def run_server(server: str, directory: Path, contest: Contest, output: Output) -> None:
     """Time every size against a server of its own, and report it."""
     for size in contest.sizes:
@@ -92,7 +70,7 @@ def run_server(server: str, directory: Path, contest: Contest, output: Output) -
 def run_size(size: GptSize, site: StoreSite, client: Any, contest: Contest, output: Output) -> None:
     """Time one size, and report it."""
     names = contest.names
-    make = partial(make_worker, size, names, site)
+    make = made_in(_WORKER, size, names, site)
     with Ranks(_NUM_RANKS, make, timeout_s=contest.timeout_s, preload=(_WORKER,)) as ranks:
         nbytes = sum(ranks.step("nbytes").values)
         case = Case(site.server, nbytes, size.num_arrays, _NUM_RANKS)
@@ -116,39 +94,29 @@ def _rounds(ranks: Ranks, case: Case, client: Any, contest: Contest) -> Iterator
         yield Measure(LOAD, sample.contender, sample.repetition, {SECONDS: sample.seconds})
 
 
-def main(  # noqa: PLR0913 - one parameter for each option
+@contest_command(STORE_PACKAGES, (RAW_PUT,), where=Where.DISK)
+def main(
+    contest: Contest,
+    output: Output,
     *,
-    size: Sizes = None,
     server: Annotated[
-        list[str] | None, typer.Option(help="radosgw or moto. [default: radosgw, else moto]")
+        list[str] | None,
+        typer.Option(
+            help="radosgw or moto. [default: radosgw, else moto]", callback=among((RADOSGW, MOTO))
+        ),
     ] = None,
-    directory: Annotated[
-        Path | None, typer.Option(help="For the server's files. [default: the temporary one]")
-    ] = None,
-    contender: Names = None,
-    repetitions: Repetitions = 7,
-    out: Out = Path("/dev/null"),
-    smoke: Smoke = False,
-    timeout_s: TimeoutS = 300.0,
 ) -> None:
-    """Save and load one GPT-like state in an object store with every contender in turn."""
-    servers = server or [MOTO if why_not(RADOSGW) else RADOSGW]
-    if unknown := sorted(set(servers) - {RADOSGW, MOTO}):
-        raise typer.BadParameter(f"server {unknown[0]!r}: expected {RADOSGW} or {MOTO}")
-    with open_output(out, "object_stores.py") as output, workspace(directory) as place:
-        lacks = {name: missing_package(package) for name, package in STORE_PACKAGES.items()}
-        contest = Contest(
-            chosen_sizes(size, smoke=smoke),
-            (place,),
-            chosen_names(contender, lacks, (RAW_PUT,), output),
-            1 if smoke else repetitions,
-            timeout_s,
-        )
-        for one in servers:
+    """Save and load one GPT-like state in an object store with every contender in turn.
+
+    What is written to a directory are the server's own files.
+    """
+    for place in contest.places:
+        for one in server or [MOTO if why_not(RADOSGW) else RADOSGW]:
             if reason := why_not(one):
                 output.skip(one, reason)
             else:
-                run_server(one, place, contest, output)
+                with workspace(place) as directory:
+                    run_server(one, directory, contest, output)
 
 
 if __name__ == "__main__":

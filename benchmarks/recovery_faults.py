@@ -28,13 +28,13 @@ from typing import Annotated
 # Run as a script, Python looks for modules beside this file only; the package is one level up.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from functools import partial
+
 import typer
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from benchmarks.measuring.command_line import Out, Output, Smoke, open_output
-from benchmarks.measuring.disks import workspace
+from benchmarks.faults.campaign import SMOKE_SHARE, ViolationError, reported_violations, run_parts
+from benchmarks.measuring.command_line import NOWHERE, Directory, Out, Output, Smoke, open_output
 from dist_ckpt_strategies.cli.chaos.faults import InjectedFault, Kind, random_faults
 from dist_ckpt_strategies.cli.chaos.job import (
     JobOptions,
@@ -45,14 +45,9 @@ from dist_ckpt_strategies.cli.chaos.job import (
 )
 from dist_ckpt_strategies.cli.chaos.task import NUM_RANKS, ChaosTask
 
-SMOKE_SHARE = 20
 FAULTS_PER_JOB = 25
 _STEPS_AFTER = 3
 _TRAINING_SEED = 5
-
-
-class ViolationError(Exception):
-    """A job that did not end as the one without a fault."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +91,8 @@ class Recovery:
     seconds: float
 
 
-def run_jobs(campaign: Campaign, root: Path) -> Iterator[list[Recovery]]:
-    """The recoveries of each job.
+def run_jobs(campaign: Campaign, root: Path) -> Iterator[Recovery]:
+    """The recoveries of all jobs.
 
     Raises:
         ViolationError: a job hung, ended badly, or something differs.
@@ -112,10 +107,9 @@ def run_jobs(campaign: Campaign, root: Path) -> Iterator[list[Recovery]]:
         seconds = recovery_seconds(outcome, faults)
         wrong = [*differences(outcome, reference), *_unrecovered(outcome, faults, seconds)]
         if wrong:
-            raise ViolationError(f"job {number}: " + "\n".join(wrong))
-        yield [
-            Recovery(number, fault, num_spares, seconds[fault.number] or 0.0) for fault in faults
-        ]
+            raise ViolationError("recovery", "\n".join(wrong), f"job {number}")
+        for fault in faults:
+            yield Recovery(number, fault, num_spares, seconds[fault.number] or 0.0)
 
 
 def _unrecovered(
@@ -156,16 +150,9 @@ def run_campaign(campaign: Campaign, directory: Path | None, output: Output) -> 
         ViolationError: as ``run_jobs``.
     """
     recoveries: list[Recovery] = []
-    with (
-        workspace(directory) as place,
-        Progress(console=Console(stderr=True), transient=True) as progress,
-    ):
-        task = progress.add_task("faults", total=campaign.num_faults)
-        for found in run_jobs(campaign, place):
-            for one in found:
-                output.lines.write("recovery", one)
-            recoveries += found
-            progress.advance(task, len(found))
+    for one in run_parts((partial(run_jobs, campaign),), campaign.num_faults, directory):
+        output.lines.write("recovery", one)
+        recoveries.append(one)
     output.lines.write("campaign", campaign, violations=0, faults=len(recoveries))
     output.console.print(build_recovery_table(campaign, recoveries))
 
@@ -174,22 +161,15 @@ def main(
     *,
     faults: Annotated[int, typer.Option(min=1, help="Faults, all jobs together.")] = 500,
     seed: Annotated[int, typer.Option(help="Of the faults.")] = 0,
-    directory: Annotated[
-        Path | None, typer.Option(help="Where to write. [default: the temporary directory]")
-    ] = None,
-    out: Out = Path("/dev/null"),
+    directory: Directory = None,
+    out: Out = NOWHERE,
     smoke: Smoke = False,
     timeout_s: Annotated[float, typer.Option(help="Longest time for one job.")] = 600.0,
 ) -> None:
     """Break ranks of a training at random: does it go on as if nothing had happened?"""
     campaign = Campaign(seed, faults // (SMOKE_SHARE if smoke else 1), timeout_s)
-    with open_output(out, "recovery_faults.py") as output:
-        try:
-            run_campaign(campaign, directory, output)
-        except ViolationError as violation:
-            output.lines.write("violation", {"why": str(violation)}, seed=seed)
-            typer.echo(f"VIOLATION with --seed {seed}: {violation}", err=True)
-            raise typer.Exit(1) from violation
+    with open_output(out, "recovery_faults.py") as output, reported_violations(seed, output):
+        run_campaign(campaign, directory, output)
 
 
 if __name__ == "__main__":

@@ -10,11 +10,9 @@ costs. The model is small so that the steps do not hide it; its share is given f
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,9 +22,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import typer
 from rich.table import Table
 
-from benchmarks.measuring.command_line import Out, Output, Smoke, TimeoutS, open_output
-from benchmarks.measuring.harness import RankContext, Ranks, alternate
+from benchmarks.measuring.command_line import NOWHERE, Out, Output, Smoke, TimeoutS, open_output
+from benchmarks.measuring.harness import Ranks, alternate, made_in
 
+_WORKER = "benchmarks.ranks.recovery_overhead"
 NUM_RANKS = 4
 PLAIN, RECOVERY, CHECKSUMS = "plain", "recovery", "recovery and checksums"
 NAMES = (PLAIN, RECOVERY, CHECKSUMS)
@@ -69,15 +68,10 @@ class Overhead:
     vote_nbytes: int
 
 
-def make_worker(context: RankContext) -> object:
-    """The worker of one rank, in its process."""
-    return importlib.import_module("benchmarks.ranks.recovery_overhead").Worker(context)
-
-
 def run_rounds(num_rounds: int, num_steps: int, timeout_s: float) -> tuple[list[Round], Any]:
     """All rounds that count, and the bytes of each meeting."""
     rounds = []
-    with Ranks(NUM_RANKS, partial(make_worker), timeout_s=timeout_s) as ranks:
+    with Ranks(NUM_RANKS, made_in(_WORKER), timeout_s=timeout_s) as ranks:
         for repetition, name in alternate(NAMES, num_rounds + 1):
             timed = ranks.step("train", name, num_steps)
             if repetition > 0:
@@ -124,7 +118,7 @@ def main(
     *,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 15,
     steps: Annotated[int, typer.Option(min=1, help="Steps in each.")] = 60,
-    out: Out = Path("/dev/null"),
+    out: Out = NOWHERE,
     smoke: Smoke = False,
     timeout_s: TimeoutS = 120.0,
 ) -> None:

@@ -14,11 +14,9 @@ has any; what the kernel reads ahead counts).
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -28,25 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import typer
 
-from benchmarks.contenders.roster import READ_SHARES, RESHARD_PACKAGES, missing_package
-from benchmarks.measuring.command_line import (
-    Contest,
-    Directories,
-    Names,
-    Out,
-    Output,
-    Repetitions,
-    Sizes,
-    Smoke,
-    TimeoutS,
-    chosen_names,
-    chosen_places,
-    chosen_sizes,
-    open_output,
-)
+from benchmarks.contenders.roster import READ_SHARES, RESHARD_PACKAGES
+from benchmarks.measuring.command_line import Contest, Output, among, contest_command
 from benchmarks.measuring.disks import file_system, workspace
 from benchmarks.measuring.gpt_state import Division, GptSize, Split
-from benchmarks.measuring.harness import MakeWorker, RankContext, Ranks
+from benchmarks.measuring.harness import MakeWorker, Ranks, made_in
 from benchmarks.measuring.measures import (
     SECONDS,
     Column,
@@ -105,20 +89,12 @@ class ReshardCase(Case):
         return f"{self.move}, {Case.__str__(self)}"
 
 
-def make_worker(
-    size: GptSize, division: Division, names: Sequence[str], context: RankContext
-) -> object:
-    """The worker of one rank, made in its process."""
-    module = importlib.import_module(_WORKER)
-    return module.build_reshard_worker(size, division, names, context)
-
-
 def run_move(size: GptSize, move: Move, place: Path, contest: Contest, output: Output) -> None:
     """Time one size and one change of layout in one place, and report it."""
     with workspace(place) as directory:
         stored = {name: directory / name for name in contest.names}
         _save_all(size, move, stored, contest)
-        make = partial(make_worker, size, move.loaded, contest.names)
+        make = made_in(_WORKER, size, move.loaded, contest.names)
         with _ranks(move.loaded.num_parts, make, contest) as ranks:
             nbytes = sum(ranks.step("nbytes").values)
             _save(ranks, READ_SHARES, stored[READ_SHARES])
@@ -132,7 +108,7 @@ def run_move(size: GptSize, move: Move, place: Path, contest: Contest, output: O
 def _save_all(size: GptSize, move: Move, stored: Mapping[str, Path], contest: Contest) -> None:
     """Have ranks of the old layout store the state in every form but the floor's."""
     names = [name for name in contest.names if name != READ_SHARES]
-    make = partial(make_worker, size, move.saved, names)
+    make = made_in(_WORKER, size, move.saved, names)
     with _ranks(move.saved.num_parts, make, contest) as ranks:
         for name in names:
             _save(ranks, name, stored[name])
@@ -183,41 +159,21 @@ _COLUMNS = (
 )
 
 
-def _chosen_moves(wanted: Sequence[str] | None) -> tuple[Move, ...]:
-    unknown = sorted(set(wanted or ()) - set(MOVES))
-    if unknown:
-        raise typer.BadParameter(f"move {unknown[0]!r}: expected one of {list(MOVES)}")
-    return tuple(MOVES[name] for name in wanted or MOVES)
-
-
-def main(  # noqa: PLR0913 - one parameter for each option
+@contest_command(RESHARD_PACKAGES, (READ_SHARES,))
+def main(
+    contest: Contest,
+    output: Output,
     *,
-    size: Sizes = None,
     move: Annotated[
-        list[str] | None, typer.Option(help="Only these changes of layout; see MOVES.")
+        list[str] | None,
+        typer.Option(help="Only these changes of layout; see MOVES.", callback=among(MOVES)),
     ] = None,
-    directory: Directories = None,
-    contender: Names = None,
-    repetitions: Repetitions = 7,
-    out: Out = Path("/dev/null"),
-    smoke: Smoke = False,
-    timeout_s: TimeoutS = 300.0,
 ) -> None:
     """Load one GPT-like state in another layout with every contender in turn."""
-    moves = _chosen_moves(move)
-    with open_output(out, "reshard.py") as output:
-        lacks = {name: missing_package(package) for name, package in RESHARD_PACKAGES.items()}
-        contest = Contest(
-            chosen_sizes(size, smoke=smoke),
-            chosen_places(directory),
-            chosen_names(contender, lacks, (READ_SHARES,), output),
-            1 if smoke else repetitions,
-            timeout_s,
-        )
-        for one in contest.sizes:
-            for change in moves:
-                for place in contest.places:
-                    run_move(one, change, place, contest, output)
+    for size in contest.sizes:
+        for name in move or MOVES:
+            for place in contest.places:
+                run_move(size, MOVES[name], place, contest, output)
 
 
 if __name__ == "__main__":

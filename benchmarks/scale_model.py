@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import typer
 from rich.table import Table
 
-from benchmarks.measuring.command_line import Out, Smoke, open_output
+from benchmarks.measuring.command_line import NOWHERE, Out, Smoke, open_output
 from dist_ckpt_strategies.plan.broadcast import build_broadcast_plan
 from dist_ckpt_strategies.spec.array import ArraySpec, array_to_wire
 from dist_ckpt_strategies.spec.box import Box, BoxTable
@@ -167,7 +167,7 @@ def build_table(found: list[tuple[ScaleCase, Cost]]) -> Table:
 def main(
     *,
     ranks: Annotated[int | None, typer.Option(help="Only groups of this size.")] = None,
-    out: Out = Path("/dev/null"),
+    out: Out = NOWHERE,
     smoke: Smoke = False,
 ) -> None:
     """Plan two-stage loads for groups of up to 16,384 ranks."""

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import typer
 from rich.table import Table
 
-from benchmarks.measuring.command_line import Out, Smoke, open_output
+from benchmarks.measuring.command_line import NOWHERE, Out, Smoke, open_output
 from benchmarks.scale.job import TRILLION, Job, smaller
 from benchmarks.scale.paper import ASSUMED, BANDWIDTHS, node_times_of, sheet_of, times_of
 from benchmarks.scale.rehearsals import COPIES, REHEARSALS, Planner, Tally
@@ -134,7 +134,7 @@ def main(
     *,
     ranks: Annotated[list[int] | None, typer.Option(help="Numbers of ranks.")] = None,
     plan: Annotated[list[Planner] | None, typer.Option(help="Only these plans.")] = None,
-    out: Out = Path("/dev/null"),
+    out: Out = NOWHERE,
     smoke: Smoke = False,
 ) -> None:
     """Plan for up to 16,384 ranks in one process each, and work out the rest on paper."""

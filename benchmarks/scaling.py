@@ -11,12 +11,9 @@ checked, the first round not counted.
 
 from __future__ import annotations
 
-import importlib
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -26,42 +23,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import typer
 
-from benchmarks.contenders.roster import ENTRIES, RAW_FLUSHED, RAW_PLAIN, missing_package
-from benchmarks.measuring.command_line import (
-    Contest,
-    Directories,
-    Names,
-    Out,
-    Output,
-    Repetitions,
-    Smoke,
-    TimeoutS,
-    chosen_names,
-    open_output,
-)
-from benchmarks.measuring.disks import file_system, workspace
-from benchmarks.measuring.harness import RankContext, Ranks
-from benchmarks.measuring.timings import Case, build_table, summarise
-from benchmarks.save_load import run_case
+from benchmarks.contenders.roster import RAW_FLUSHED, RAW_PLAIN, SAVE_LOAD_PACKAGES
+from benchmarks.measuring.command_line import Contest, Output, Where, among, contest_command
+from benchmarks.measuring.disks import file_system
+from benchmarks.measuring.equal_arrays import Extent
+from benchmarks.measuring.harness import Ranks, made_in
+from benchmarks.measuring.rounds import run_saves_and_loads
+from benchmarks.measuring.timings import Case
 
 _MB = 10**6
 _WORKER = "benchmarks.ranks.scaling"
-_CONTENDERS = (RAW_FLUSHED, RAW_PLAIN, "zarr 1", "zarr 2", "torch_dist")
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """How much there is of everything.
-
-    Attributes:
-        nbytes: of all arrays together, about.
-        num_arrays: of equal size.
-        num_ranks: each of which has an equal part of every array.
-    """
-
-    nbytes: int
-    num_arrays: int
-    num_ranks: int
+_PACKAGES = {
+    name: SAVE_LOAD_PACKAGES[name]
+    for name in (RAW_FLUSHED, RAW_PLAIN, "zarr 1", "zarr 2", "torch_dist")
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +66,9 @@ _SMOKE: Mapping[str, tuple[Extent, ...]] = MappingProxyType(
 )
 
 
-def make_worker(extent: Extent, names: Sequence[str], context: RankContext) -> object:
-    """The worker of one rank, made in its process."""
-    module = importlib.import_module(_WORKER)
-    return module.build_scaling_worker(extent, names, context)
-
-
 def run_extent(sweep: str, extent: Extent, contest: Contest, output: Output) -> None:
     """Time one extent in every place, and report each."""
-    make = partial(make_worker, extent, contest.names)
+    make = made_in(_WORKER, extent, contest.names)
     timeout_s = contest.timeout_s
     with Ranks(extent.num_ranks, make, timeout_s=timeout_s, preload=(_WORKER,)) as ranks:
         nbytes = sum(ranks.step("nbytes").values)
@@ -107,10 +76,7 @@ def run_extent(sweep: str, extent: Extent, contest: Contest, output: Output) -> 
             case = ScalingCase(
                 file_system(place), nbytes, extent.num_arrays, extent.num_ranks, sweep=sweep
             )
-            with workspace(place) as directory:
-                samples = output.write_samples(case, run_case(ranks, case, directory, contest))
-            summaries = summarise(samples)
-            output.write_summaries(case, summaries, build_table(case, summaries))
+            run_saves_and_loads(ranks, case, place, contest, output)
 
 
 def _chosen(wanted: Sequence[str] | None, *, smoke: bool) -> Iterator[tuple[str, Extent]]:
@@ -121,32 +87,19 @@ def _chosen(wanted: Sequence[str] | None, *, smoke: bool) -> Iterator[tuple[str,
                 yield sweep, extent
 
 
-def main(  # noqa: PLR0913 - one parameter for each option
+@contest_command(_PACKAGES, (RAW_FLUSHED, RAW_PLAIN), sizes_gb=(), where=Where.DISK, repetitions=5)
+def main(
+    contest: Contest,
+    output: Output,
     *,
     sweep: Annotated[
-        list[str] | None, typer.Option(help="bytes, arrays or ranks. [default: all]")
+        list[str] | None,
+        typer.Option(help="bytes, arrays or ranks. [default: all]", callback=among(SWEEPS)),
     ] = None,
-    directory: Directories = None,
-    contender: Names = None,
-    repetitions: Repetitions = 5,
-    out: Out = Path("/dev/null"),
-    smoke: Smoke = False,
-    timeout_s: TimeoutS = 300.0,
 ) -> None:
     """Save and load while bytes, arrays or ranks grow."""
-    if unknown := sorted(set(sweep or ()) - set(SWEEPS)):
-        raise typer.BadParameter(f"sweep {unknown[0]!r}: expected one of {list(SWEEPS)}")
-    with open_output(out, "scaling.py") as output:
-        lacks = {name: missing_package(ENTRIES[name].package) for name in _CONTENDERS}
-        contest = Contest(
-            (),
-            tuple(directory or (Path(tempfile.gettempdir()),)),
-            chosen_names(contender, lacks, (RAW_FLUSHED, RAW_PLAIN), output),
-            1 if smoke else repetitions,
-            timeout_s,
-        )
-        for one, extent in _chosen(sweep, smoke=smoke):
-            run_extent(one, extent, contest, output)
+    for one, extent in _chosen(sweep, smoke=contest.is_smoke):
+        run_extent(one, extent, contest, output)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,11 @@ import statistics
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated
 
 # Run as a script, Python looks for modules beside this file only; the package is one level up.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,8 +27,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import typer
 from rich.table import Table
 
-from benchmarks.measuring.command_line import Out, Repetitions, Smoke, open_output
+from benchmarks.measuring.command_line import (
+    NOWHERE,
+    Directory,
+    Out,
+    Repetitions,
+    Smoke,
+    open_output,
+)
 from benchmarks.measuring.disks import workspace
+from benchmarks.measuring.quiet import quiet_imports
 from benchmarks.measuring.records import ROOT
 
 TARGETS_S: Mapping[str, float] = {
@@ -99,11 +105,11 @@ def places(directory: Path) -> list[tuple[int, Path]]:
 
 def write_checkpoints(directory: Path, num_arrays: int) -> None:
     """Save as many arrays in each format."""
-    warnings.simplefilter("ignore", UserWarning)  # as in contenders/one_state.py
-    import torch  # noqa: PLC0415 - only this process needs it
-    from megatron.core.dist_checkpointing import ShardedTensor  # noqa: PLC0415
+    with quiet_imports():
+        import torch  # noqa: PLC0415 - only this process needs it
+        from megatron.core.dist_checkpointing import ShardedTensor  # noqa: PLC0415
 
-    import dist_ckpt_strategies  # noqa: PLC0415
+        import dist_ckpt_strategies  # noqa: PLC0415
 
     state = {
         name: ShardedTensor.from_rank_offsets(name, torch.full((4, 8), float(number)))
@@ -163,11 +169,9 @@ def build_table(found: list[StartSummary], num_arrays: int) -> Table:
 
 def main(
     *,
-    directory: Annotated[
-        Path | None, typer.Option(help="Where to write. [default: the temporary directory]")
-    ] = None,
+    directory: Directory = None,
     repetitions: Repetitions = 7,
-    out: Out = Path("/dev/null"),
+    out: Out = NOWHERE,
     smoke: Smoke = False,
 ) -> None:
     """Time the start of the package and of its command."""

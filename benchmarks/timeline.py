@@ -9,12 +9,9 @@ package (measuring/spans.py); the one whose seconds are the median is written, f
 
 from __future__ import annotations
 
-import importlib
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -26,40 +23,16 @@ import typer
 from rich.table import Table
 
 from benchmarks.contenders.roster import TWO_STAGE_ZARR
-from benchmarks.measuring.command_line import (
-    Directories,
-    Out,
-    Output,
-    Repetitions,
-    Smoke,
-    TimeoutS,
-    chosen_sizes,
-    open_output,
-)
+from benchmarks.measuring.command_line import Contest, Output, Where, among, contest_command
 from benchmarks.measuring.disks import drop_cache, file_system, retire, touch_memory, workspace
 from benchmarks.measuring.gpt_state import GptSize
-from benchmarks.measuring.harness import RankContext, Ranks
-from benchmarks.measuring.spans import Span, joined, totals_of, with_rest
+from benchmarks.measuring.harness import Ranks, made_in
+from benchmarks.measuring.spans import Call, Recording, Span, joined, totals_of, with_rest
 from benchmarks.measuring.timings import Case
 
 _WORKER = "benchmarks.ranks.timeline"
 _CLOSE = 1000
 """Spans closer than one part in so many of the call are written as one."""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What is recorded.
-
-    Attributes:
-        name: of the call.
-        contender: who makes it.
-        is_load: what was saved before is loaded, by replicas of each other; else it is saved.
-    """
-
-    name: str
-    contender: str
-    is_load: bool
 
 
 CALLS: Mapping[str, Call] = MappingProxyType(
@@ -74,45 +47,17 @@ CALLS: Mapping[str, Call] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """One call on one rank, in seconds of a clock that all ranks share.
-
-    Attributes:
-        begin: of the call.
-        end: of the call.
-        spans: what was done in between.
-    """
-
-    begin: float
-    end: float
-    spans: tuple[Span, ...]
-
-
-def make_worker(size: GptSize, call: Call, context: RankContext) -> object:
-    """The worker of one rank, made in its process."""
-    return importlib.import_module(_WORKER).TimelineWorker(context, size, call)
-
-
 def run_call(
-    size: GptSize, call: Call, settings: tuple[int, Path, int, float], output: Output
+    size: GptSize, call: Call, num_ranks: int, place: Path, contest: Contest, output: Output
 ) -> None:
-    """Record one call, and report it.
-
-    Args:
-        size: of the state.
-        call: what is recorded.
-        settings: ranks, where to write, recordings, and the longest wait for a step.
-        output: is told.
-    """
-    num_ranks, place, repetitions, timeout_s = settings
-    make = partial(make_worker, size, call)
-    with Ranks(num_ranks, make, timeout_s=timeout_s, preload=(_WORKER,)) as ranks:
+    """Record one call in one place, and report it."""
+    make = made_in(_WORKER, size, call)
+    with Ranks(num_ranks, make, timeout_s=contest.timeout_s, preload=(_WORKER,)) as ranks:
         nbytes = sum(ranks.step("nbytes").values) // (num_ranks if call.is_load else 1)
         num_replicas = num_ranks if call.is_load else 1
         case = Case(file_system(place), nbytes, size.num_arrays, num_ranks, num_replicas)
         with workspace(place) as directory:
-            recordings = list(_recordings(ranks, call, case, directory, repetitions))
+            recordings = list(_recordings(ranks, call, case, directory, contest.repetitions))
     chosen = sorted(recordings, key=_seconds)[(len(recordings) - 1) // 2]
     for fields in _lines(call, chosen):
         output.lines.write("timeline", fields, case=case)
@@ -172,27 +117,21 @@ def _table(call: Call, case: Case, recordings: Sequence[Recording]) -> Table:
     return table
 
 
-def main(  # noqa: PLR0913 - one parameter for each option
+@contest_command({}, (), sizes_gb=(0.5,), where=Where.DISK, repetitions=5)
+def main(
+    contest: Contest,
+    output: Output,
     *,
-    size: Annotated[float, typer.Option(help="GB of the whole state.")] = 0.5,
     ranks: Annotated[int, typer.Option(min=2, help="Processes.")] = 2,
-    call: Annotated[list[str] | None, typer.Option(help="Only these; see CALLS.")] = None,
-    directory: Directories = None,
-    repetitions: Repetitions = 5,
-    out: Out = Path("/dev/null"),
-    smoke: Smoke = False,
-    timeout_s: TimeoutS = 300.0,
+    call: Annotated[
+        list[str] | None, typer.Option(help="Only these; see CALLS.", callback=among(CALLS))
+    ] = None,
 ) -> None:
     """Record one save and one two-stage load."""
-    if unknown := sorted(set(call or ()) - set(CALLS)):
-        raise typer.BadParameter(f"call {unknown[0]!r}: expected one of {list(CALLS)}")
-    (state,) = chosen_sizes([size], smoke=smoke)
-    num_recordings = 1 if smoke else repetitions
-    with open_output(out, "timeline.py") as output:
-        for place in directory or (Path(tempfile.gettempdir()),):
+    for size in contest.sizes:
+        for place in contest.places:
             for name in call or CALLS:
-                settings = (ranks, place, num_recordings, timeout_s)
-                run_call(state, CALLS[name], settings, output)
+                run_call(size, CALLS[name], ranks, place, contest, output)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,10 @@ writes and flushes each as it is. A conversion is durable when it returns.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated
@@ -36,22 +34,8 @@ from benchmarks.contenders.roster import (
     TO_ZARR_2,
     TOOL_PACKAGES,
     VERIFY,
-    missing_package,
 )
-from benchmarks.measuring.command_line import (
-    Contest,
-    Directories,
-    Names,
-    Out,
-    Output,
-    Repetitions,
-    Smoke,
-    TimeoutS,
-    chosen_names,
-    chosen_places,
-    chosen_sizes,
-    open_output,
-)
+from benchmarks.measuring.command_line import Contest, Output, contest_command
 from benchmarks.measuring.disks import (
     drop_cache,
     file_system,
@@ -62,7 +46,7 @@ from benchmarks.measuring.disks import (
     workspace,
 )
 from benchmarks.measuring.gpt_state import GB, GptSize
-from benchmarks.measuring.harness import MakeWorker, RankContext, Ranks, alternate
+from benchmarks.measuring.harness import MakeWorker, Ranks, alternate, made_in
 from benchmarks.measuring.measures import (
     SECONDS,
     Column,
@@ -82,7 +66,7 @@ SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Formats, and the tools that take them."""
 
 _NUM_RANKS = 2
-_WORKER = "benchmarks.ranks.tools"
+_SAVER, _WORKER = "benchmarks.ranks.one_state", "benchmarks.ranks.tools"
 _CACHE = MappingProxyType({Step.LOAD_WARM: "warm", Step.LOAD_COLD: "cold"})
 
 
@@ -110,25 +94,12 @@ class ToolCase(Case):
         )
 
 
-def make_saver(size: GptSize, context: RankContext) -> object:
-    """The worker of a rank that saves, made in its process."""
-    return importlib.import_module("benchmarks.ranks.one_state").build_worker(
-        size, list(SOURCES), context
-    )
-
-
-def make_tool(num_threads: int, max_memory_nbytes: int, context: RankContext) -> object:
-    """The worker of one run, made in its process."""
-    module = importlib.import_module(_WORKER)
-    return module.ToolWorker(module.Bounds(num_threads, max_memory_nbytes), context)
-
-
 def run_place(
     size: GptSize, place: Path, max_memory_nbytes: int, contest: Contest, output: Output
 ) -> None:
     """Time every tool in one place, and report it."""
     num_threads = max(2, len(os.sched_getaffinity(0)))
-    make = partial(make_tool, num_threads, max_memory_nbytes)
+    make = made_in(_WORKER, num_threads, max_memory_nbytes)
     with workspace(place) as directory:
         nbytes = _save_all(size, directory, contest)
         for source, tools in SOURCES.items():
@@ -150,7 +121,7 @@ def run_place(
 
 def _save_all(size: GptSize, directory: Path, contest: Contest) -> int:
     """Store the state in each format; how many bytes it has."""
-    make = partial(make_saver, size)
+    make = made_in(_SAVER, size, list(SOURCES))
     with Ranks(_NUM_RANKS, make, timeout_s=contest.timeout_s, preload=(_WORKER,)) as ranks:
         for source in SOURCES:
             target = directory / source
@@ -204,32 +175,19 @@ _COLUMNS = (
 )
 
 
-def main(  # noqa: PLR0913 - one parameter for each option
+@contest_command(
+    TOOL_PACKAGES, (READ_FILES, COPY_FILES), sizes_gb=(4.0,), repetitions=5, timeout_s=600.0
+)
+def main(
+    contest: Contest,
+    output: Output,
     *,
-    size: Annotated[
-        list[float] | None, typer.Option(help="GB of the whole state. [default: 4]")
-    ] = None,
     memory: Annotated[int, typer.Option(min=1, help="MiB that a conversion is given.")] = 256,
-    directory: Directories = None,
-    contender: Names = None,
-    repetitions: Repetitions = 5,
-    out: Out = Path("/dev/null"),
-    smoke: Smoke = False,
-    timeout_s: TimeoutS = 600.0,
 ) -> None:
     """Verify and convert one GPT-like checkpoint with every tool in turn."""
-    with open_output(out, "tools.py") as output:
-        lacks = {name: missing_package(package) for name, package in TOOL_PACKAGES.items()}
-        contest = Contest(
-            chosen_sizes(size or [4.0], smoke=smoke),
-            chosen_places(directory),
-            chosen_names(contender, lacks, (READ_FILES, COPY_FILES), output),
-            1 if smoke else repetitions,
-            timeout_s,
-        )
-        for one in contest.sizes:
-            for place in contest.places:
-                run_place(one, place, memory * MIB, contest, output)
+    for size in contest.sizes:
+        for place in contest.places:
+            run_place(size, place, memory * MIB, contest, output)
 
 
 if __name__ == "__main__":

@@ -14,10 +14,8 @@ of its own, in one stream; each rank sends its share to all others, over two glo
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -26,44 +24,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import typer
 
-from benchmarks.contenders.roster import (
-    GROUP_ENTRIES,
-    READ_SHARES,
-    SEND_SHARES,
-    missing_package,
-)
-from benchmarks.measuring.command_line import (
-    Contest,
-    Directories,
-    Names,
-    Out,
-    Output,
-    Repetitions,
-    Sizes,
-    Smoke,
-    TimeoutS,
-    chosen_names,
-    chosen_places,
-    chosen_sizes,
-    open_output,
-)
+from benchmarks.contenders.roster import GROUP_ENTRIES, GROUP_PACKAGES, READ_SHARES, SEND_SHARES
+from benchmarks.measuring.command_line import Contest, Output, contest_command
 from benchmarks.measuring.disks import file_system, workspace
 from benchmarks.measuring.gpt_state import GptSize
 from benchmarks.measuring.group_timings import build_group_table, summarise_group
-from benchmarks.measuring.harness import RankContext, Ranks
+from benchmarks.measuring.harness import Ranks, made_in
 from benchmarks.measuring.rounds import load_rounds
 from benchmarks.measuring.timings import Case
 
-
-def make_worker(size: GptSize, names: Sequence[str], context: RankContext) -> object:
-    """The worker of one rank, made in its process."""
-    contenders = importlib.import_module("benchmarks.contenders.replicas")
-    return contenders.build_group_worker(size, names, context)
+_WORKER = "benchmarks.ranks.two_stage"
 
 
 def run_group(size: GptSize, num_ranks: int, contest: Contest, output: Output) -> None:
     """Time one size and one number of ranks in every place, and report each."""
-    make = partial(make_worker, size, contest.names)
+    make = made_in(_WORKER, size, contest.names)
     with Ranks(num_ranks, make, timeout_s=contest.timeout_s) as ranks:
         nbytes = ranks.step("nbytes").values[0]
         for place in contest.places:
@@ -88,32 +63,19 @@ def _save_all(ranks: Ranks, names: Sequence[str], directory: Path) -> dict[str, 
     return stored
 
 
-def main(  # noqa: PLR0913 - one parameter for each option
+@contest_command(GROUP_PACKAGES, (READ_SHARES, SEND_SHARES))
+def main(
+    contest: Contest,
+    output: Output,
     *,
-    size: Sizes = None,
     ranks: Annotated[
         list[int] | None, typer.Option(min=2, help="Replicas. [default: 2 and 4]")
     ] = None,
-    directory: Directories = None,
-    contender: Names = None,
-    repetitions: Repetitions = 7,
-    out: Out = Path("/dev/null"),
-    smoke: Smoke = False,
-    timeout_s: TimeoutS = 300.0,
 ) -> None:
     """Load one GPT-like state on every rank of a group with every contender in turn."""
-    with open_output(out, "two_stage.py") as output:
-        lacks = {name: missing_package(entry.package) for name, entry in GROUP_ENTRIES.items()}
-        contest = Contest(
-            chosen_sizes(size, smoke=smoke),
-            chosen_places(directory),
-            chosen_names(contender, lacks, (READ_SHARES, SEND_SHARES), output),
-            1 if smoke else repetitions,
-            timeout_s,
-        )
-        for one in contest.sizes:
-            for num_ranks in ranks or (2, 4):
-                run_group(one, num_ranks, contest, output)
+    for size in contest.sizes:
+        for num_ranks in ranks or (2, 4):
+            run_group(size, num_ranks, contest, output)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -14,10 +13,9 @@ import torch
 from benchmarks.contenders.one_state import TORCH_DIST, ZARR, ZARR_2, Megatron, stand_in_for_cuda
 from benchmarks.contenders.roster import ASYNC_ZARR_1, ASYNC_ZARR_2, IDLE, MEMCPY, QUEUE, RAW_WRITER
 from benchmarks.measuring.gpt_state import Shard
+from benchmarks.measuring.quiet import quiet_imports
 
-with warnings.catch_warnings():
-    # As in contenders/one_state.py.
-    warnings.simplefilter("ignore", UserWarning)
+with quiet_imports():
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 

@@ -19,10 +19,9 @@ from torch.distributed.tensor import Shard as Divided
 
 from benchmarks.contenders.roster import RAW_FLUSHED, RAW_PLAIN
 from benchmarks.measuring.gpt_state import Shard
+from benchmarks.measuring.quiet import quiet_imports
 
-with warnings.catch_warnings():
-    # Megatron-Core warns of what it would use on a GPU, once for each module.
-    warnings.simplefilter("ignore", UserWarning)
+with quiet_imports():
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
 

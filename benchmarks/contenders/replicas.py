@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +16,6 @@ from benchmarks.contenders.one_state import (
     Contender,
     Make,
     Megatron,
-    Raw,
     Tensors,
     stand_in_for_cuda,
     zarr,
@@ -26,18 +24,13 @@ from benchmarks.contenders.roster import (
     PARALLEL,
     PARALLEL_IN_PLACE,
     PLAIN_ZARR,
-    READ_SHARES,
-    SEND_SHARES,
     TWO_STAGE_TORCH_DIST,
     TWO_STAGE_ZARR,
 )
-from benchmarks.measuring.gpt_state import GptSize, Shard, build_shards
-from benchmarks.measuring.harness import RankContext, join_gloo
-from benchmarks.ranks.one_state import Entrant, Target, Worker
+from benchmarks.measuring.gpt_state import Shard
+from benchmarks.measuring.quiet import quiet_imports
 
-with warnings.catch_warnings():
-    # As in contenders/one_state.py.
-    warnings.simplefilter("ignore", UserWarning)
+with quiet_imports():
     from megatron.core.dist_checkpointing.strategies.fully_parallel import (
         FullyParallelLoadStrategyWrapper,
     )
@@ -117,7 +110,7 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class _Sending:
+class Sending:
     """Each rank sends its share of some memory to all others, and receives theirs. Nothing else."""
 
     def __init__(self, shares: Sequence[Shard]) -> None:
@@ -147,25 +140,6 @@ class _Sending:
         return self._shares
 
 
-def _floors(shards: tuple[Shard, ...]) -> dict[str, Entrant]:
-    """Read and exchange of the state as one run of bytes, of which each rank has a share.
-
-    Nobody overwrites what a rank sends but the read, with what it has stored itself.
-    """
-    num_ranks = dist.get_world_size()
-    state = torch.cat([shard.tensor.view(-1).view(torch.uint8) for shard in shards])
-    shares = [
-        Shard(f"share {rank}", 0, rank, num_ranks, part)
-        for rank, part in enumerate(state.tensor_split(num_ranks))
-    ]
-    own = shares[dist.get_rank()]
-    others = {share.key: share.tensor for share in shares if share is not own}
-    return {
-        READ_SHARES: Entrant(Raw((own,), flushes=True), Target({own.key: own.tensor})),
-        SEND_SHARES: Entrant(_Sending(shares), Target(others)),
-    }
-
-
 def _everyone() -> Any:
     return dist.group.WORLD
 
@@ -178,15 +152,3 @@ GROUP_MAKERS: Final[Mapping[str, Make]] = {
     PLAIN_ZARR: zarr,
 }
 """For each name of the roster but the floors, what builds it in a rank process."""
-
-
-def build_group_worker(size: GptSize, names: Sequence[str], context: RankContext) -> Worker:
-    """One of the ranks that each hold the whole state. Collective."""
-    join_gloo(context)
-    torch.set_num_threads(1)
-    shards = build_shards(size, 0, 1)
-    target = Target({shard.key: shard.tensor for shard in shards})
-    entrants = _floors(shards) | {
-        name: Entrant(GROUP_MAKERS[name](shards), target) for name in names if name in GROUP_MAKERS
-    }
-    return Worker(context, sum(shard.tensor.nbytes for shard in shards), entrants)

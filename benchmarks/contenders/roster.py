@@ -39,6 +39,8 @@ ENTRIES: Final[Mapping[str, Entry]] = {
 }
 """Everyone who saves and loads, floors first: the ratios are to these."""
 
+SAVE_LOAD_PACKAGES: Final = {name: entry.package for name, entry in ENTRIES.items()}
+
 
 class Role(StrEnum):
     """What a contender is there for, where replicas load."""
@@ -86,6 +88,8 @@ GROUP_ENTRIES: Final[Mapping[str, GroupEntry]] = {
     PLAIN_ZARR: GroupEntry(Role.PLAIN, _ZARR),
 }
 """Everyone who loads what all ranks want whole, the two parts of the floor first."""
+
+GROUP_PACKAGES: Final = {name: entry.package for name, entry in GROUP_ENTRIES.items()}
 
 RESHARD_PACKAGES: Final[Mapping[str, str | None]] = {
     READ_SHARES: None,
@@ -139,6 +143,18 @@ STORE_PACKAGES: Final[Mapping[str, str | None]] = {
     "zarr 2": None,
 }
 """Everyone who saves to an object store, floors first, and the package that each needs."""
+
+
+FLOOR: Final = "floor"
+OURS: Final = "local manager"
+NVRX: Final = "nvrx"
+
+LOCAL_PACKAGES: Final[Mapping[str, str | None]] = {
+    FLOOR: None,
+    OURS: None,
+    NVRX: "nvidia_resiliency_ext",
+}
+"""Everyone who keeps local checkpoints, the floor first, and the package that each needs."""
 
 
 def missing_package(package: str | None) -> str | None:

@@ -212,7 +212,6 @@ class Format2Worker:
 
     def __init__(self, context: RankContext, spec: Spec) -> None:
         join_gloo(context)
-        torch.set_num_threads(1)
         dist_ckpt_strategies.register(options=Options(timeout_s=spec.timeout_s))
         self._rank, self._spec = context.global_rank, spec
         self._loader = Loader(spec, context.global_rank, context.num_ranks)

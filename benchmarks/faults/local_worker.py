@@ -143,7 +143,6 @@ class FaultWorker:
 
     def __init__(self, context: RankContext, spec: WorldSpec) -> None:
         join_gloo(context)
-        torch.set_num_threads(1)
         self._rank, self._spec = context.global_rank, spec
         node = spec.node(self._rank)
         node.mkdir(parents=True, exist_ok=True)

@@ -70,6 +70,15 @@ def retire(directory: Path, attic: Path) -> None:
     directory.rename(attic / str(sum(1 for _ in attic.iterdir())))
 
 
+def fresh(directory: Path, name: str) -> Path:
+    """An empty directory of that name; what was there before is retired."""
+    target = directory / name
+    if target.exists():
+        retire(target, directory / "attic")
+    target.mkdir()
+    return target
+
+
 def touch_memory(nbytes: int) -> None:
     """Have ``nbytes`` and some more of free memory at hand; see the module for why."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)

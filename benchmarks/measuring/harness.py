@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import statistics
@@ -12,12 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing import connection, get_context
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.synchronize import Barrier
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # bound at run time
 
@@ -103,8 +106,22 @@ class _Failure:
     text: str
 
 
+def made_in(module: str, *args: Any) -> MakeWorker:
+    """What makes a worker in its rank's process, where alone the module is imported.
+
+    It calls the module's ``make_worker(*args, context)``.
+    """
+    return partial(_make_in, module, args)
+
+
+def _make_in(module: str, args: tuple[Any, ...], context: RankContext) -> object:
+    worker: object = importlib.import_module(module).make_worker(*args, context)
+    return worker
+
+
 def join_gloo(context: RankContext) -> None:
-    """Make this process a rank of the default gloo group. Collective."""
+    """Make this process a rank of the default gloo group, one thread for its sums. Collective."""
+    torch.set_num_threads(1)
     timeout = timedelta(seconds=context.timeout_s)
     dist.init_process_group(
         "gloo",

@@ -52,6 +52,36 @@ class Span:
     end: float
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What is recorded.
+
+    Attributes:
+        name: of the call.
+        contender: who makes it.
+        is_load: what was saved before is loaded, by replicas of each other; else it is saved.
+    """
+
+    name: str
+    contender: str
+    is_load: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """One call on one rank, in seconds of a clock that all ranks share.
+
+    Attributes:
+        begin: of the call.
+        end: of the call.
+        spans: what was done in between.
+    """
+
+    begin: float
+    end: float
+    spans: tuple[Span, ...]
+
+
 class Recorder:
     """Collects spans while it records; one at a time in a process."""
 

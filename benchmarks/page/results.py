@@ -72,6 +72,12 @@ class Found:
         """The cases that lines of a kind have, in order of appearance."""
         return list(dict.fromkeys(case_of(line) for line in self.of_kind(kind)))
 
+    def cases_and_steps(self) -> Iterator[tuple[Case, str]]:
+        """The cases, each with all steps that its samples are of."""
+        for case in self.cases():
+            for step in dict.fromkeys(str(line["step"]) for line in self.samples(case)):
+                yield case, step
+
     def samples(self, case: Case, step: str | None = None) -> list[Line]:
         """The samples of a case, and of one of its steps."""
         return [

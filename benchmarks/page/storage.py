@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from benchmarks.page.figures import BarFigure, BarPanel, Figure, bar_of
+from benchmarks.page.figures import BarFigure, Figure
+from benchmarks.page.ratios import Shown, ratio_panel, ratio_section
 from benchmarks.page.results import (
     IN_MEMORY,
     Case,
@@ -31,7 +32,6 @@ TORCH_DIST: Final = "torch_dist"
 WRITE, WRITE_FLUSHED = "raw write", "raw write+fsync"
 READ_SHARES, SEND_SHARES, GROUP_FLOOR = "raw read", "gloo exchange", "floor"
 _OF_FLOOR, _OF_PEER = "of the floor", "of torch_dist"
-_OURS: Final = ("zarr", "two-stage", "plain, zarr", "verify", "to ")
 
 SAVE_STEPS: Final[Mapping[str, str]] = {
     "save": WRITE,
@@ -65,94 +65,76 @@ def save_load_section(found: Found) -> Section:
 
 def two_stage_section(found: Found) -> Section:
     """Loads by ranks that all want everything."""
-    parts: list[str | Figure] = [TWO_STAGE]
-    panels = []
+    alt = "loads by replicas, as ratios to the floor"
+    return ratio_section("Two-stage loads", TWO_STAGE, "two_stage", alt, _two_stage(found))
+
+
+def _two_stage(found: Found) -> Iterator[Shown]:
+    parts = (READ_SHARES, SEND_SHARES)
     for case in found.cases():
-        samples = with_longest(found.samples(case), (READ_SHARES, SEND_SHARES), GROUP_FLOOR)
+        samples = with_longest(found.samples(case), parts, GROUP_FLOOR)
         stats = summarise_rounds(samples, (GROUP_FLOOR, "fully parallel"))
         title = f"{case_text(case)}, {samples[-1]['step']}"
         floors = {GROUP_FLOOR: _OF_FLOOR, "fully parallel": "of fully parallel"}
-        parts += [f"### {title}", stats_table(stats, floors)]
-        skipped = (READ_SHARES, SEND_SHARES, GROUP_FLOOR)
-        panels.append(_panel(title, stats, GROUP_FLOOR, skipped))
-    if panels:
-        alt = "loads by replicas, as ratios to the floor"
-        parts.insert(1, BarFigure("two_stage", alt, tuple(panels)))
-    return Section("Two-stage loads", tuple(parts))
+        panel = ratio_panel(title, stats, GROUP_FLOOR, (*parts, GROUP_FLOOR))
+        yield Shown(title, stats_table(stats, floors), panel)
 
 
 def reshard_section(found: Found) -> Section:
     """Loads in another layout than the one that was saved."""
-    parts: list[str | Figure] = [RESHARD]
-    panels = []
-    for case in found.cases():
-        fields: dict[str, Any] = dict(case)
-        for step in _present_steps(found, case):
-            samples = found.samples(case, step)
-            stats = summarise_rounds(samples, (READ_SHARES, TORCH_DIST))
-            title = f"{fields['move']}, {case_text(case)}, {step}"
-            parts += [f"### {title}", _reshard_table(stats, samples)]
-            panels.append(_panel(title, stats, READ_SHARES, (READ_SHARES,)))
-    if panels:
-        alt = "loads in another layout, as ratios to the floor"
-        parts.insert(1, BarFigure("reshard", alt, tuple(panels)))
-    return Section("Loads in another layout", tuple(parts))
+    alt = "loads in another layout, as ratios to the floor"
+    return ratio_section("Loads in another layout", RESHARD, "reshard", alt, _reshard(found))
+
+
+def _reshard(found: Found) -> Iterator[Shown]:
+    for case, step in found.cases_and_steps():
+        samples = found.samples(case, step)
+        stats = summarise_rounds(samples, (READ_SHARES, TORCH_DIST))
+        title = f"{dict(case)['move']}, {case_text(case)}, {step}"
+        panel = ratio_panel(title, stats, READ_SHARES, (READ_SHARES,))
+        yield Shown(title, _reshard_table(stats, samples), panel)
 
 
 def tools_section(found: Found) -> Section:
     """Verify and convert."""
-    parts: list[str | Figure] = [TOOLS]
-    panels = []
-    for case in found.cases():
-        fields: dict[str, Any] = dict(case)
-        for step in _present_steps(found, case):
-            samples = found.samples(case, step)
-            stats = summarise_rounds(samples, ("raw read", "raw copy"))
-            where = f"from {fields['source']}, {case_text(case)}, {step}"
-            parts += [f"### {where}", _tools_table(stats, samples)]
-            panels.append(_panel(where, stats, "raw read", ("raw read",)))
-    if panels:
-        alt = "verify and convert, as ratios to a plain read of the same files"
-        parts.insert(1, BarFigure("tools", alt, tuple(panels)))
-    return Section("Verify and convert", tuple(parts))
+    alt = "verify and convert, as ratios to a plain read of the same files"
+    return ratio_section("Verify and convert", TOOLS, "tools", alt, _tools(found))
+
+
+def _tools(found: Found) -> Iterator[Shown]:
+    for case, step in found.cases_and_steps():
+        samples = found.samples(case, step)
+        stats = summarise_rounds(samples, ("raw read", "raw copy"))
+        title = f"from {dict(case)['source']}, {case_text(case)}, {step}"
+        panel = ratio_panel(title, stats, "raw read", ("raw read",))
+        yield Shown(title, _tools_table(stats, samples), panel)
 
 
 def stores_section(found: Found) -> Section:
     """Saves and loads in an object store on the same machine."""
-    parts: list[str | Figure] = [STORES]
-    panels = []
-    for case in found.cases():
-        for step in _present_steps(found, case):
-            stats = summarise_rounds(found.samples(case, step), ("tensorstore put", "boto3 put"))
-            title = f"{case_text(case)}, {step}"
-            floors = {"tensorstore put": "of tensorstore put", "boto3 put": "of boto3 put"}
-            parts += [f"### {title}", stats_table(stats, floors)]
-            panels.append(_panel(title, stats, "tensorstore put", ("tensorstore put",)))
-    if panels:
-        alt = "saves and loads in an object store, as ratios to plain objects"
-        parts.insert(1, BarFigure("object_stores", alt, tuple(panels)))
-    return Section("Object stores", tuple(parts))
+    alt = "saves and loads in an object store, as ratios to plain objects"
+    return ratio_section("Object stores", STORES, "object_stores", alt, _stores(found))
 
 
-def is_ours(contender: str) -> bool:
-    """Whether a contender is this package."""
-    return contender.startswith(_OURS) or contender == "local manager"
-
-
-def _panel(title: str, stats: Sequence[Stat], floor: str, skipped: Sequence[str]) -> BarPanel:
-    bars = [
-        bar_of(stat.contender, stat.ratios[floor], is_ours=is_ours(stat.contender))
-        for stat in stats
-        if stat.contender not in skipped and floor in stat.ratios
-    ]
-    axis = "one plain read" if floor == WRITE_FLUSHED and title.startswith("load") else floor
-    return BarPanel(title, f"times {axis}", tuple(bars))
+def _stores(found: Found) -> Iterator[Shown]:
+    for case, step in found.cases_and_steps():
+        stats = summarise_rounds(found.samples(case, step), ("tensorstore put", "boto3 put"))
+        title = f"{case_text(case)}, {step}"
+        floors = {"tensorstore put": "of tensorstore put", "boto3 put": "of boto3 put"}
+        panel = ratio_panel(title, stats, "tensorstore put", ("tensorstore put",))
+        yield Shown(title, stats_table(stats, floors), panel)
 
 
 def _save_load_figure(case: Case, of_case: Mapping[str, Sequence[Stat]]) -> BarFigure:
     fields: dict[str, Any] = dict(case)
     panels = [
-        _panel(step, stats, SAVE_STEPS[step], (WRITE, WRITE_FLUSHED))
+        ratio_panel(
+            step,
+            stats,
+            SAVE_STEPS[step],
+            (WRITE, WRITE_FLUSHED),
+            "one plain read" if step.startswith("load") else "",
+        )
         for step, stats in of_case.items()
     ]
     size = f"{fields['nbytes'] / 10**9:.1f}".replace(".", "_")
@@ -165,10 +147,6 @@ def _steps_of(case: Case) -> Iterator[str]:
     for step in SAVE_STEPS:
         if not (in_memory and step in {"durable save", "load cold"}):
             yield step
-
-
-def _present_steps(found: Found, case: Case) -> list[str]:
-    return list(dict.fromkeys(str(line["step"]) for line in found.samples(case)))
 
 
 def _reshard_table(stats: Sequence[Stat], samples: Sequence[Line]) -> str:

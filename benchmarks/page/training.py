@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from benchmarks.page.figures import BarFigure, BarPanel, Figure, bar_of
+from benchmarks.page.ratios import Shown, is_ours, ratio_panel, ratio_section
 from benchmarks.page.results import Found, Line, spread_of, summarise_rounds
-from benchmarks.page.storage import is_ours
 from benchmarks.page.text import (
     Section,
     case_text,
@@ -28,48 +28,42 @@ _NINETY: Final = 0.9
 
 def local_section(found: Found) -> Section:
     """Checkpoints on the nodes' own disks."""
-    parts: list[str | Figure] = [LOCAL]
-    panels = []
-    for case in found.cases():
+    alt = "local checkpoints, as ratios to the floor"
+    return ratio_section("Local checkpoints", LOCAL, "local_replicated", alt, _local(found))
+
+
+def _local(found: Found) -> Iterator[Shown]:
+    for case, step in found.cases_and_steps():
         fields: dict[str, Any] = dict(case)
-        for step in dict.fromkeys(str(line["step"]) for line in found.samples(case)):
-            stats = summarise_rounds(found.samples(case, step), ("floor", "nvrx"))
-            where = f"{fields['num_ranks']} ranks x {mib_text(fields['rank_nbytes'])}"
-            title = f"{step}: {where}, {fields['file_system']}"
-            floors = {"floor": "of the floor", "nvrx": "of nvrx"}
-            parts += [f"### {title}", stats_table(stats, floors)]
-            bars = [
-                bar_of(stat.contender, stat.ratios["floor"], is_ours=is_ours(stat.contender))
-                for stat in stats
-                if stat.contender != "floor" and "floor" in stat.ratios
-            ]
-            panels.append(BarPanel(title, "times floor", tuple(bars)))
-    if panels:
-        alt = "local checkpoints, as ratios to the floor"
-        parts.insert(1, BarFigure("local_replicated", alt, tuple(panels)))
-    return Section("Local checkpoints", tuple(parts))
+        stats = summarise_rounds(found.samples(case, step), ("floor", "nvrx"))
+        where = f"{fields['num_ranks']} ranks x {mib_text(fields['rank_nbytes'])}"
+        title = f"{step}: {where}, {fields['file_system']}"
+        floors = {"floor": "of the floor", "nvrx": "of nvrx"}
+        panel = ratio_panel(title, stats, "floor", ("floor",))
+        yield Shown(title, stats_table(stats, floors), panel)
 
 
 def async_section(found: Found) -> Section:
     """What training waits for, and what slows it down."""
-    parts: list[str | Figure] = [ASYNC]
-    panels = []
+    alt = "what training waits for, and how much longer its steps take"
+    return ratio_section("Saves behind training", ASYNC, "async_save", alt, _async(found))
+
+
+def _async(found: Found) -> Iterator[Shown]:
     for case in found.cases():
+        fields: dict[str, Any] = dict(case)
         samples = found.samples(case)
-        if dict(case)["part"] == "blocking":
+        if fields["part"] == "blocking":
             title = f"blocking: {case_text(case)}"
-            parts += [f"### {title}", _blocking_table(samples)]
-            panels.append(_blocking_panel(title, samples))
+            stats = summarise_rounds(samples, ("memcpy",))
+            panel = ratio_panel(title, stats, "memcpy", ("memcpy",))
+            yield Shown(title, _blocking_table(samples), panel)
         else:
             title = f"training: {case_text(case)}"
-            shares = " Both cores are threads of one." if dict(case)["shares_core"] else ""
-            text = f"Steps of about {1000 * dict(case)['step_seconds']:.0f} ms.{shares}"
-            parts += [f"### {title}", text, _training_table(samples)]
-            panels.append(_training_panel(title, samples))
-    if panels:
-        alt = "what training waits for, and how much longer its steps take"
-        parts.insert(1, BarFigure("async_save", alt, tuple(panels)))
-    return Section("Saves behind training", tuple(parts))
+            shares = " Both cores are threads of one." if fields["shares_core"] else ""
+            text = f"Steps of about {1000 * fields['step_seconds']:.0f} ms.{shares}"
+            panel = _training_panel(title, samples)
+            yield Shown(title, f"{text}\n\n{_training_table(samples)}", panel)
 
 
 def recovery_section(faults: Found, overhead: Found) -> Section:
@@ -130,15 +124,6 @@ def _blocking_table(samples: Sequence[Line]) -> str:
         ratios = [ratio_cell(stat.ratios.get(name)) for name in ("memcpy", _QUEUE)]
         rows.append([stat.contender, seconds_cell(stat.seconds), *ratios, seconds_cell(there)])
     return table(("contender", "blocks, s", "of memcpy", f"of {_QUEUE}", "until it is there"), rows)
-
-
-def _blocking_panel(title: str, samples: Sequence[Line]) -> BarPanel:
-    bars = [
-        bar_of(stat.contender, stat.ratios["memcpy"], is_ours=is_ours(stat.contender))
-        for stat in summarise_rounds(samples, ("memcpy",))
-        if stat.contender != "memcpy" and "memcpy" in stat.ratios
-    ]
-    return BarPanel(title, "times memcpy", tuple(bars))
 
 
 def _training_table(samples: Sequence[Line]) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from benchmarks.contenders.behind_training import ASYNC_MAKERS
 from benchmarks.contenders.one_state import Megatron
 from benchmarks.measuring.gpt_state import GptSize, build_shards
@@ -20,7 +18,6 @@ class AsyncWorker:
 
     def __init__(self, context: RankContext, size: GptSize, names: Sequence[str]) -> None:
         join_gloo(context)
-        torch.set_num_threads(1)
         shards = build_shards(size, context.global_rank, context.num_ranks)
         self._nbytes = sum(shard.tensor.nbytes for shard in shards)
         self._target = Target({shard.key: shard.tensor for shard in shards})
@@ -54,3 +51,8 @@ class AsyncWorker:
         """Steps of training before, during and after a save."""
         one = self._contenders[name]
         return run_beside(schedule, lambda: one.begin(directory), one.is_done, one.finish)
+
+
+def make_worker(size: GptSize, names: Sequence[str], context: RankContext) -> AsyncWorker:
+    """One of the ranks, in its process. Collective."""
+    return AsyncWorker(context, size, names)

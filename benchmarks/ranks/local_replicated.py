@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.contenders.local_roster import FLOOR, NVRX, OURS
+from benchmarks.contenders.roster import FLOOR, NVRX, OURS
 from benchmarks.measuring.harness import RankContext, join_gloo
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
@@ -53,7 +53,6 @@ class LocalWorker:
 
     def __init__(self, context: RankContext, nbytes: int, names: Sequence[str]) -> None:
         join_gloo(context)
-        torch.set_num_threads(1)
         self._rank = context.global_rank
         generator = torch.Generator().manual_seed(self._rank)
         count = max(1, nbytes // _TENSOR_NBYTES)
@@ -224,3 +223,8 @@ MAKERS: Mapping[str, Callable[[int, Sequence[torch.Tensor]], LocalContender]] = 
     OURS: _Manager,
     NVRX: _nvrx,
 }
+
+
+def make_worker(nbytes: int, names: Sequence[str], context: RankContext) -> LocalWorker:
+    """One of the ranks, in its process. Collective."""
+    return LocalWorker(context, nbytes, names)

@@ -20,7 +20,7 @@ from benchmarks.contenders.roster import RAW_PUT
 from benchmarks.measuring.gpt_state import GptSize, Shard, build_shards
 from benchmarks.measuring.harness import RankContext, join_gloo
 from benchmarks.measuring.store_site import StoreSite
-from benchmarks.ranks.one_state import Entrant, Target, Worker
+from benchmarks.ranks.one_state import Worker
 
 _OBJECT_NBYTES = 64 << 20
 _NUM_REQUESTS = 32
@@ -164,13 +164,10 @@ _MAKERS: Final[Mapping[str, Callable[[tuple[Shard, ...], StoreSite], Contender]]
 }
 
 
-def build_store_worker(
+def make_worker(
     size: GptSize, names: Sequence[str], site: StoreSite, context: RankContext
 ) -> Worker:
     """One of the ranks that hold the state in equal parts. Collective."""
     join_gloo(context)
-    torch.set_num_threads(1)
     shards = build_shards(size, context.global_rank, context.num_ranks)
-    target = Target({shard.key: shard.tensor for shard in shards})
-    entrants = {name: Entrant(_MAKERS[name](shards, site), target) for name in names}
-    return Worker(context, sum(shard.tensor.nbytes for shard in shards), entrants)
+    return Worker.over(context, shards, lambda name: _MAKERS[name](shards, site), names)

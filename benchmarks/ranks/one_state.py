@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import torch
 import xxhash
 
 from benchmarks.contenders.one_state import MAKERS, Contender, Tensors
 from benchmarks.measuring.disks import flush_share
-from benchmarks.measuring.gpt_state import GptSize, build_shards
+from benchmarks.measuring.gpt_state import GptSize, Shard, build_shards
 from benchmarks.measuring.harness import RankContext, join_gloo
 
 
@@ -60,6 +61,26 @@ class Worker:
         self._nbytes = nbytes
         self._entrants = entrants
 
+    @classmethod
+    def over(
+        cls,
+        context: RankContext,
+        shards: Sequence[Shard],
+        make: Callable[[str], Contender],
+        names: Sequence[str],
+    ) -> Self:
+        """One rank whose contenders all have the same shards. Collective.
+
+        Args:
+            context: of the rank.
+            shards: that it holds.
+            make: makes a contender, over these shards.
+            names: of the contenders.
+        """
+        target = Target({shard.key: shard.tensor for shard in shards})
+        entrants = {name: Entrant(make(name), target) for name in names}
+        return cls(context, sum(shard.tensor.nbytes for shard in shards), entrants)
+
     def nbytes(self) -> int:
         """Of this rank's shards."""
         return self._nbytes
@@ -90,14 +111,11 @@ class Worker:
         self._entrants[name].target.check(name)
 
 
-def build_worker(size: GptSize, names: Sequence[str], context: RankContext) -> Worker:
+def make_worker(size: GptSize, names: Sequence[str], context: RankContext) -> Worker:
     """One of the ranks that hold the state in equal parts. Collective."""
     join_gloo(context)
-    torch.set_num_threads(1)
     shards = build_shards(size, context.global_rank, context.num_ranks)
-    target = Target({shard.key: shard.tensor for shard in shards})
-    entrants = {name: Entrant(MAKERS[name](shards), target) for name in names}
-    return Worker(context, sum(shard.tensor.nbytes for shard in shards), entrants)
+    return Worker.over(context, shards, lambda name: MAKERS[name](shards), names)
 
 
 def _digest(tensor: torch.Tensor) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-import torch
-
 from benchmarks.measuring.harness import RankContext, join_gloo
 from dist_ckpt_strategies.cli.chaos.training import ShardedTraining, make_groups
 from dist_ckpt_strategies.recovery import CheckpointManager
@@ -23,7 +21,6 @@ class Worker:
 
     def __init__(self, context: RankContext) -> None:
         """Join the others. Collective."""
-        torch.set_num_threads(1)
         join_gloo(context)
         self._groups = make_groups(_NUM_SHARDS)
         self._training = ShardedTraining(self._groups)
@@ -65,3 +62,8 @@ class Worker:
             training.apply_update()
         training.gather_weights()
         manager.end_step()
+
+
+def make_worker(context: RankContext) -> Worker:
+    """One of the ranks, in its process. Collective."""
+    return Worker(context)

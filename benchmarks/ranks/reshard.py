@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import torch
-
 from benchmarks.contenders.one_state import Contender, Make, Raw, torch_dist, zarr, zarr_2
 from benchmarks.contenders.roster import READ_SHARES
 from benchmarks.measuring.gpt_state import Division, GptSize, Shard, build_slices
 from benchmarks.measuring.harness import RankContext, join_gloo
-from benchmarks.ranks.one_state import Entrant, Target, Worker
+from benchmarks.ranks.one_state import Entrant, Worker
 
 _IO = Path("/proc/self/io")
 
@@ -74,13 +72,10 @@ _MAKERS: Final[Mapping[str, Make]] = {
 }
 
 
-def build_reshard_worker(
+def make_worker(
     size: GptSize, division: Division, names: Sequence[str], context: RankContext
 ) -> CountingWorker:
     """One of the ranks among which the state is divided. Collective."""
     join_gloo(context)
-    torch.set_num_threads(1)
     shards = build_slices(size, context.global_rank, division)
-    target = Target({shard.key: shard.tensor for shard in shards})
-    entrants = {name: Entrant(_MAKERS[name](shards), target) for name in names}
-    return CountingWorker(context, sum(shard.tensor.nbytes for shard in shards), entrants)
+    return CountingWorker.over(context, shards, lambda name: _MAKERS[name](shards), names)

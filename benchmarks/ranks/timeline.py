@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import torch
-
 from benchmarks.contenders.one_state import MAKERS
 from benchmarks.contenders.replicas import GROUP_MAKERS
 from benchmarks.measuring.disks import flush_share
 from benchmarks.measuring.gpt_state import GptSize, build_shards
 from benchmarks.measuring.harness import RankContext, join_gloo
-from benchmarks.measuring.spans import Recorder
+from benchmarks.measuring.spans import Call, Recorder, Recording
 from benchmarks.ranks.one_state import Entrant, Target
-from benchmarks.timeline import Call, Recording
 
 
 class TimelineWorker:
@@ -22,7 +19,6 @@ class TimelineWorker:
 
     def __init__(self, context: RankContext, size: GptSize, call: Call) -> None:
         join_gloo(context)
-        torch.set_num_threads(1)
         self._context = context
         self._call = call
         part, num_parts = (0, 1) if call.is_load else (context.global_rank, context.num_ranks)
@@ -67,3 +63,8 @@ class TimelineWorker:
             ValueError: one differs.
         """
         self._entrant.target.check(self._call.name)
+
+
+def make_worker(size: GptSize, call: Call, context: RankContext) -> TimelineWorker:
+    """One of the ranks, in its process. Collective."""
+    return TimelineWorker(context, size, call)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,9 @@ from benchmarks.contenders.roster import (
     VERIFY,
 )
 from benchmarks.measuring.harness import RankContext
+from benchmarks.measuring.quiet import quiet_imports
 
-with warnings.catch_warnings():
-    # As in contenders/one_state.py.
-    warnings.simplefilter("ignore", UserWarning)
+with quiet_imports():
     from dist_ckpt_strategies import ConvertOptions, convert
     from dist_ckpt_strategies.storage.format2_survey import check_format2, survey_format2
 
@@ -112,3 +110,8 @@ def _status(name: str) -> int:
         if label == name:
             return int(value.removesuffix("kB")) * 1024
     raise LookupError(f"{_STATUS}: no {name}")
+
+
+def make_worker(num_threads: int, max_memory_nbytes: int, context: RankContext) -> ToolWorker:
+    """One run of a tool, in this process."""
+    return ToolWorker(Bounds(num_threads, max_memory_nbytes), context)

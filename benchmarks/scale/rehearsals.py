@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import torch
 
+from benchmarks.measuring.quiet import quiet_imports
 from benchmarks.scale.job import Job
 from dist_ckpt_strategies.comm.base import Exchange, Message, Receive, Send
 from dist_ckpt_strategies.config import Options
@@ -34,9 +34,7 @@ from dist_ckpt_strategies.spec.phase import Phase
 from dist_ckpt_strategies.spec.region import Extent
 from dist_ckpt_strategies.storage.manifest import array_fields, merged_part, part_content
 
-with warnings.catch_warnings():
-    # As in contenders/one_state.py.
-    warnings.simplefilter("ignore", UserWarning)
+with quiet_imports():
     from dist_ckpt_strategies.run.recover import gather_facts, plan_recovery
     from dist_ckpt_strategies.strategies.save_planning import (
         Facts,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.faults.campaign import ViolationError
 from benchmarks.faults.format2_damage import (
     HARMLESS,
     Damage,
@@ -19,7 +20,6 @@ from benchmarks.faults.format2_damage import (
 )
 from benchmarks.faults.local_worker import Ending, Outcome
 from benchmarks.format2_faults import run_damage
-from benchmarks.local_faults import ViolationError
 from tests.support.format2_checkpoints import LARGE, write_format2
 from tests.support.scripts import results_of
 

@@ -11,6 +11,7 @@ import pytest
 import typer
 from rich.console import Console
 
+from benchmarks.faults.campaign import ViolationError, reported_violations
 from benchmarks.faults.local_damage import (
     Checkpoints,
     Damage,
@@ -21,7 +22,7 @@ from benchmarks.faults.local_damage import (
     file_map,
 )
 from benchmarks.faults.local_worker import Ending, Outcome, fingerprint
-from benchmarks.local_faults import FLIP, ViolationError, reported_violations, run_damage
+from benchmarks.local_faults import FLIP, run_damage
 from benchmarks.measuring.command_line import Output
 from benchmarks.measuring.records import JsonLines
 from dist_ckpt_strategies.comm.base import Communicator

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.ranks.scaling import build_equal_shards
-from benchmarks.scaling import SWEEPS, Extent
+from benchmarks.measuring.equal_arrays import Extent, build_equal_shards
+from benchmarks.scaling import SWEEPS
 from tests.support.scripts import Results, results_of
 
 pytestmark = pytest.mark.multiprocess
