@@ -102,7 +102,9 @@ def main(
     server: Annotated[
         list[str] | None,
         typer.Option(
-            help="radosgw or moto. [default: radosgw, else moto]", callback=among((RADOSGW, MOTO))
+            help="radosgw or moto.",
+            show_default="radosgw, else moto",
+            callback=among((RADOSGW, MOTO)),
         ),
     ] = None,
 ) -> None:

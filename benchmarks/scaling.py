@@ -94,7 +94,7 @@ def main(
     *,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(help="bytes, arrays or ranks. [default: all]", callback=among(SWEEPS)),
+        typer.Option(help="bytes, arrays or ranks.", show_default="all", callback=among(SWEEPS)),
     ] = None,
 ) -> None:
     """Save and load while bytes, arrays or ranks grow."""

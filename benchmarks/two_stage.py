@@ -69,7 +69,7 @@ def main(
     output: Output,
     *,
     ranks: Annotated[
-        list[int] | None, typer.Option(min=2, help="Replicas. [default: 2 and 4]")
+        list[int] | None, typer.Option(min=2, help="Replicas.", show_default="2 and 4")
     ] = None,
 ) -> None:
     """Load one GPT-like state on every rank of a group with every contender in turn."""

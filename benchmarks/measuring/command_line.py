@@ -26,7 +26,7 @@ _TABLE_WIDTH = 100
 _SMOKE = GptSize(num_layers=2, hidden=32, vocabulary=64)
 
 Directory = Annotated[
-    Path | None, typer.Option(help="Where to write. [default: the temporary directory]")
+    Path | None, typer.Option(help="Where to write.", show_default="the temporary directory")
 ]
 Repetitions = Annotated[int, typer.Option(min=1, help="Rounds that count.")]
 Seed = Annotated[int, typer.Option(help="Of the cases; not of when exactly a kill comes.")]
@@ -132,7 +132,7 @@ def contest_command(
     """
     sizes = Annotated[list[float], typer.Option(help="GB of the whole state.")]
     places = Annotated[
-        list[Path] | None, typer.Option(help=f"Where to write. [default: {where.value}]")
+        list[Path] | None, typer.Option(help="Where to write.", show_default=where.value)
     ]
     names = Annotated[
         list[str] | None,
