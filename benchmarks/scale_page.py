@@ -5,52 +5,45 @@ python benchmarks/scale_page.py
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 # Run as a script, Python looks for modules beside this file only; the package is one level up.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measuring.records import ROOT
+from benchmarks.page.results import Found, Line, find_results
+from benchmarks.page.text import table
 
 PAGE = ROOT / "docs" / "scale.md"
 RESULTS = ROOT / "benchmarks" / "results"
-PLANNERS, STARTUP = "scale_planners.jsonl", "startup.jsonl"
+PLANNERS, STARTUP = "scale_planners", "startup"
 
 _GB = 10**9
 _MIB = 1 << 20
 
-Line = Mapping[str, Any]
 
-
-def read_lines(name: str) -> list[Line]:
-    """The lines of a results file."""
-    return [json.loads(text) for text in (RESULTS / name).read_text(encoding="utf-8").splitlines()]
-
-
-def tables(planners: Sequence[Line], startup: Sequence[Line]) -> dict[str, str]:
+def tables(planners: Found, startup: Found) -> dict[str, str]:
     """Every table of the page, by the name that it has there."""
-    (sheet,) = _of_kind(planners, "sheet")
-    (node,) = _of_kind(planners, "node times")
+    (sheet,) = planners.of_kind("sheet")
+    (node,) = planners.of_kind("node times")
     return {
-        "job": _table(("of the checkpoint", ""), _sheet_rows(sheet)),
-        "planners": _table(
+        "job": table(("of the checkpoint", ""), list(_sheet_rows(sheet))),
+        "planners": table(
             ("plan", "ranks", "CPU s", "µs per item", "memory MiB", "gathered MiB", "steps"),
-            map(_planner_row, _of_kind(planners, "planner")),
+            [_planner_row(line) for line in planners.of_kind("planner")],
         ),
-        "times": _table(
+        "times": table(
             ("storage, GB/s", "save, s", "load, each rank alone, s", "two-stage load, s"),
-            map(_time_row, _of_kind(planners, "times")),
+            [_time_row(line) for line in planners.of_kind("times")],
         ),
-        "nodes": _table(("without shared storage", ""), _node_rows(node)),
-        "startup": _table(
+        "nodes": table(("without shared storage", ""), list(_node_rows(node))),
+        "startup": table(
             ("command", "median s", "least", "most", "wanted"),
-            map(_start_row, _of_kind(startup, "summary")),
+            [_start_row(line) for line in startup.of_kind("summary")],
         ),
         "machine": _machine(planners),
     }
@@ -62,25 +55,16 @@ def page_with(page: str, found: Mapping[str, str]) -> str:
     Raises:
         ValueError: it has no place for one of them.
     """
-    for name, table in found.items():
+    for name, text in found.items():
         place = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- end -->)", re.DOTALL)
-        page, count = place.subn(partial(_filled, table), page)
+        page, count = place.subn(partial(_filled, text), page)
         if count != 1:
             raise ValueError(f"{PAGE}: {count} places for the table {name!r}, expected 1")
     return page
 
 
-def _filled(table: str, place: re.Match[str]) -> str:
-    return place[1] + table + place[2]
-
-
-def _of_kind(lines: Sequence[Line], kind: str) -> list[Line]:
-    return [line for line in lines if line["kind"] == kind]
-
-
-def _table(titles: Sequence[str], rows: Iterator[Sequence[str]] | map[Sequence[str]]) -> str:
-    ruler = ("---", *["---:"] * (len(titles) - 1))
-    return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ruler, *rows))
+def _filled(text: str, place: re.Match[str]) -> str:
+    return place[1] + text + place[2]
 
 
 def _sheet_rows(sheet: Line) -> Iterator[Sequence[str]]:
@@ -131,8 +115,8 @@ def _start_row(line: Line) -> Sequence[str]:
     return line["name"], *(f"{line[name]:.2f}" for name in ("median", "least", "most")), wanted
 
 
-def _machine(lines: Sequence[Line]) -> str:
-    (run,) = _of_kind(lines, "run")
+def _machine(found: Found) -> str:
+    (run,) = found.of_kind("run")
     machine = run["machine"]
     gib = machine["memory_nbytes"] / (1 << 30)
     return (
@@ -144,7 +128,7 @@ def _machine(lines: Sequence[Line]) -> str:
 
 def main() -> None:
     """Bring the page up to date."""
-    found = tables(read_lines(PLANNERS), read_lines(STARTUP))
+    found = tables(find_results(RESULTS, PLANNERS), find_results(RESULTS, STARTUP))
     PAGE.write_text(page_with(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.scale_page import PAGE, PLANNERS, STARTUP, page_with, read_lines, tables
+from benchmarks.page.results import find_results
+from benchmarks.scale_page import PAGE, PLANNERS, RESULTS, STARTUP, page_with, tables
 
 
 def test_every_table_of_the_page_comes_from_a_results_file() -> None:
     page = PAGE.read_text(encoding="utf-8")
 
-    assert page_with(page, tables(read_lines(PLANNERS), read_lines(STARTUP))) == page
+    assert (
+        page_with(page, tables(find_results(RESULTS, PLANNERS), find_results(RESULTS, STARTUP)))
+        == page
+    )
 
 
 def test_a_table_without_a_place_is_refused() -> None:
