@@ -14,7 +14,7 @@ import typer
 
 from dist_ckpt_strategies import Options, config
 from dist_ckpt_strategies.cli.app import app
-from tests.support.pages import PAGES, ROOT, blocks_of
+from tests.support.pages import PAGES, ROOT, blocks_of, page_id
 
 GROUP: Any = typer.main.get_command(app)
 SEPARATORS = {"&&", "||", "|", ";"}
@@ -63,7 +63,7 @@ def problem_of(words: list[str]) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_the_commands_of_a_page_exist_with_their_options(page: Path) -> None:
     found = {" ".join(words): problem_of(words) for words in shown_commands(page) if words}
 
@@ -94,7 +94,7 @@ def variables_of(page: Path) -> set[str]:
     return set(re.findall(r"DIST_CKPT_[A-Z0-9_]*[A-Z0-9]", page.read_text()))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_the_variables_of_a_page_are_read(page: Path) -> None:
     assert variables_of(page) <= known_variables()
 

@@ -18,7 +18,7 @@ from dist_ckpt_strategies.integrations import lightning_faults
 from dist_ckpt_strategies.plan import chunking, inner_chunks, manifest
 from dist_ckpt_strategies.recovery import CheckpointManager
 from dist_ckpt_strategies.storage import bucket_arrays, buckets
-from tests.support.pages import PAGES, ROOT, blocks_of, python_blocks
+from tests.support.pages import PAGES, ROOT, blocks_of, page_id, python_blocks
 
 PACKAGE = Path(dist_ckpt_strategies.__file__).parent
 ERRORS = {
@@ -28,7 +28,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_every_python_block_is_python(page: Path) -> None:
     for content in python_blocks(page):
         compile(content, str(page), "exec")
@@ -47,7 +47,7 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_lead_to_headings(page: Path) -> None:
     targets = re.findall(r"\]\(([^)\s:]*)#([^)\s]+)\)", page.read_text())
     lost = [
@@ -88,17 +88,18 @@ def links_of(page: Path) -> Iterator[str]:
             yield target.partition("#")[0]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_links_lead_to_files(page: Path) -> None:
     assert [link for link in links_of(page) if not (page.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_modules_that_a_page_names_exist(page: Path) -> None:
     named = re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text())
     ours = [path for path in named if not path.startswith("megatron/training/")]
 
-    assert [p for p in ours if not ((PACKAGE / p).exists() or (ROOT / p).exists())] == []
+    places = (PACKAGE, ROOT, page.parent)
+    assert [path for path in ours if not any((place / path).exists() for place in places)] == []
 
 
 def is_known_error(name: str) -> bool:
@@ -107,7 +108,7 @@ def is_known_error(name: str) -> bool:
     return name in ERRORS or plain in ERRORS or any(hasattr(place, name) for place in places)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_no_page_names_an_error_that_does_not_exist(page: Path) -> None:
     named = set(re.findall(r"\b[A-Z]\w*Error\b", page.read_text()))
 

@@ -68,8 +68,8 @@ class _FullyParallel(Megatron):
 
     ``Tensor.cuda`` is the tensor itself here, and ``empty_like(tensor, device="cuda")`` is what
     ``receiving`` says. The exchange is ``broadcast``, its default and its fastest over gloo:
-    ``gather_object`` pickles every tensor, and took two to three times as long; ``gather_rounds``
-    gathers tensors of unequal shapes, which gloo refuses.
+    ``gather_object`` pickles every tensor; ``gather_rounds`` gathers tensors of unequal shapes,
+    which gloo refuses.
     """
 
     def __init__(

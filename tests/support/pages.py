@@ -6,8 +6,14 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
+_SINGLE = ("README.md", "CHANGELOG.md", "benchmarks/README.md")
+PAGES = sorted([*(ROOT / name for name in _SINGLE), *(ROOT / "docs").rglob("*.md")])
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def page_id(page: Path) -> str:
+    """Its name, for the name of a test."""
+    return str(page.relative_to(ROOT))
 
 
 def blocks_of(page: Path) -> list[tuple[str, str]]:
