@@ -1,6 +1,6 @@
 """Checkpoint strategies for Megatron-Core.
 
-``register()`` at start-up makes the backend ``("zarr", 1)`` known to
+``register()`` at start-up makes this package's backends known to
 ``megatron.core.dist_checkpointing``; ``save`` and ``load`` have the same signatures and promise
 more. Names are imported on first use, so that importing the package costs next to nothing.
 """
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dist_ckpt_strategies.config import LocalOptions, Options, StoreOptions
     from dist_ckpt_strategies.run.prune import PruneReport, prune
+    from dist_ckpt_strategies.strategies.backends import register
     from dist_ckpt_strategies.strategies.convert import ConvertOptions, convert, upgrade
-    from dist_ckpt_strategies.strategies.defaults import register
     from dist_ckpt_strategies.strategies.diff import diff
     from dist_ckpt_strategies.strategies.entry import SaveHandle, load, save, save_async
     from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
@@ -46,7 +46,7 @@ _HOMES = {
     "load": "strategies.entry",
     "prepare_local_load": "strategies.local_replicated",
     "prune": "run.prune",
-    "register": "strategies.defaults",
+    "register": "strategies.backends",
     "register_default_strategy": "strategies.registry",
     "register_default_tensorstore_strategies": "strategies.tensorstore",
     "register_default_zarr_strategies": "strategies.zarr",

@@ -15,7 +15,7 @@ from typing import Any
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import IncompleteCheckpointError, StorageError
-from dist_ckpt_strategies.megatron.layout import parallel_sizes
+from dist_ckpt_strategies.megatron.parallel_layout import parallel_sizes
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
 from dist_ckpt_strategies.plan.array_grid import Cutting
 from dist_ckpt_strategies.run.manifest import run_manifest

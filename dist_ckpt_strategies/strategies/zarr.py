@@ -17,9 +17,7 @@ from dist_ckpt_strategies.errors import (
     IncompatibleVersionError,
     ShapeMismatchError,
 )
-from dist_ckpt_strategies.megatron.bases import (
-    StrategyAction,
-)
+from dist_ckpt_strategies.megatron.bases import StrategyAction
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_tensor
 from dist_ckpt_strategies.spec.array import ArraySpec

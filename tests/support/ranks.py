@@ -29,7 +29,7 @@ _PRELOADED = (
     "megatron.core.dist_checkpointing",
     "dist_ckpt_strategies.comm.torch_group",
     "dist_ckpt_strategies.strategies.entry",
-    "dist_ckpt_strategies.strategies.defaults",
+    "dist_ckpt_strategies.strategies.backends",
     "dist_ckpt_strategies.cli.chaos.training",
     "dist_ckpt_strategies.cli.demo.worker",
     "dist_ckpt_strategies.inprocess.wrap",

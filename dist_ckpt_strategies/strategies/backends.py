@@ -1,4 +1,4 @@
-"""The one call that makes this package's backends known to Megatron-Core."""
+"""This package's backends, and the one call that makes them known to Megatron-Core."""
 
 from __future__ import annotations
 
@@ -68,34 +68,16 @@ def register(
         StrategyExistsError: a key is taken by somebody else, and ``replace`` is not set.
     """
     classes = tuple(allow)
-    sharded: list[Default] = [
-        (
-            StrategyAction.SAVE_SHARDED,
-            zarr.BACKEND,
-            zarr.VERSION,
-            _Made(ZarrSaveShardedStrategy, _saving(options)),
+    format1, format2 = (zarr.BACKEND, zarr.VERSION), (zarr_format2.BACKEND, zarr_format2.VERSION)
+    sharded = [
+        *_zarr_defaults(
+            format1, ZarrSaveShardedStrategy, ZarrLoadShardedStrategy, options, classes
         ),
-        (
-            StrategyAction.LOAD_SHARDED,
-            zarr.BACKEND,
-            zarr.VERSION,
-            _Made(ZarrLoadShardedStrategy, {"options": options, "allow": classes}),
+        *_zarr_defaults(
+            format2, Format2SaveShardedStrategy, Format2LoadShardedStrategy, options, classes
         ),
+        *local_defaults(local or LocalOptions(), options, classes),
     ]
-    format2 = (zarr_format2.BACKEND, zarr_format2.VERSION)
-    sharded += [
-        (
-            StrategyAction.SAVE_SHARDED,
-            *format2,
-            _Made(Format2SaveShardedStrategy, _saving(options)),
-        ),
-        (
-            StrategyAction.LOAD_SHARDED,
-            *format2,
-            _Made(Format2LoadShardedStrategy, {"options": options, "allow": classes}),
-        ),
-    ]
-    sharded += local_defaults(local or LocalOptions(), options, classes)
     register_defaults(sharded, replace=replace)
     commons = common_defaults(options, classes)
     if replace_common:
@@ -104,9 +86,16 @@ def register(
         register_here(commons, replace=replace)
 
 
-def _saving(options: Options | None) -> dict[str, Any]:
-    """Arguments of the strategies that save in one format, which share what they keep."""
-    return {"options": options, "memory": SaveMemory()}
+def _zarr_defaults(
+    key: tuple[str, int], saver: Any, loader: Any, options: Options | None, allow: tuple[Any, ...]
+) -> list[Default]:
+    """The strategies of one format; those that save it share what they keep from save to save."""
+    saving = {"options": options, "memory": SaveMemory()}
+    loading = {"options": options, "allow": allow}
+    return [
+        (StrategyAction.SAVE_SHARDED, *key, _Made(saver, saving)),
+        (StrategyAction.LOAD_SHARDED, *key, _Made(loader, loading)),
+    ]
 
 
 def local_defaults(
