@@ -23,7 +23,7 @@ from dist_ckpt_strategies.storage.format2_survey import (
     check_format2,
     survey_format2,
 )
-from dist_ckpt_strategies.storage.part_survey import check_parts, survey_parts
+from dist_ckpt_strategies.storage.part_survey import PartSurvey, check_parts, survey_parts
 from dist_ckpt_strategies.storage.survey import Survey, check_survey, survey_checkpoint
 
 STATUS_WHOLE = 0
@@ -47,15 +47,21 @@ def verify_checkpoint(address: str, *, as_json: bool) -> int:
     directory = location_of(address)
     if not isinstance(directory, Path):
         return _verify_format2(survey_of(directory), began, as_json=as_json)
-    local = survey_parts(directory)
-    if local is not None:
-        with _open_progress() as progress:
-            findings = check_parts(local, _watch(progress, "comparing digests"))
-        show_verdict(local, findings, time.monotonic() - began, as_json=as_json)
-        return STATUS_DAMAGED if findings else STATUS_WHOLE
-    recorded = survey_format2(directory)
-    if recorded is not None:
+    if local := survey_parts(directory):
+        return _verify_parts(local, began, as_json=as_json)
+    if recorded := survey_format2(directory):
         return _verify_format2(recorded, began, as_json=as_json)
+    return _verify_format1(directory, began, as_json=as_json)
+
+
+def _verify_parts(survey: PartSurvey, began: float, *, as_json: bool) -> int:
+    with _open_progress() as progress:
+        findings = check_parts(survey, _watch(progress, "comparing digests"))
+    show_verdict(survey, findings, time.monotonic() - began, as_json=as_json)
+    return STATUS_DAMAGED if findings else STATUS_WHOLE
+
+
+def _verify_format1(directory: Path, began: float, *, as_json: bool) -> int:
     with _open_progress() as progress:
         survey = survey_checkpoint(directory, _watch(progress, "looking at directories"))
         findings = check_survey(survey, _watch(progress, "reading objects"))

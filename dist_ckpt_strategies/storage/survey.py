@@ -119,25 +119,17 @@ def survey_checkpoint(root: Path, watch: Watch | None = None) -> Survey:
     return survey
 
 
-def check_checkpoint(root: Path, watch: Watch | None = None) -> tuple[Finding, ...]:
-    """Everything that can be told to be wrong with a checkpoint; empty where it is whole.
+def check_survey(survey: Survey, watch: Watch | None = None) -> tuple[Finding, ...]:
+    """Everything that can be told to be wrong with a checkpoint, by key; empty where it is whole.
 
     Every chunk file is there and of the right size, every grid of objects is complete, every
     ``.pt`` file fits its own checksums, the marker is there and known. The elements of arrays
     are not read: format 1 keeps no checksum of them, nor a list of the arrays.
 
     Args:
-        root: the checkpoint directory.
-        watch: told about directories, then about bytes of objects.
-
-    Raises:
-        CheckpointNotFoundError: as for survey_checkpoint.
+        survey: of the checkpoint.
+        watch: told about bytes of objects.
     """
-    return check_survey(survey_checkpoint(root, watch), watch)
-
-
-def check_survey(survey: Survey, watch: Watch | None = None) -> tuple[Finding, ...]:
-    """The findings of a survey, and those of reading every ``.pt`` file in it; sorted by key."""
     return _by_key((*survey.findings, *check_archives(survey.root, survey.archives, watch)))
 
 

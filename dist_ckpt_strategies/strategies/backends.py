@@ -104,15 +104,15 @@ def local_defaults(
     """The strategies of ``("local_replicated", 1)``; those that save share their cliques."""
     limits = options or options_from_environment()
     key = (local_replicated.BACKEND, local_replicated.VERSION)
-    common = {"local": local, "options": options, "allow": allow}
+    arguments = {"local": local, "options": options, "allow": allow}
     cliques = {"cliques": local_replicated.lazy_cliques(local, limits)}
     return [
         (
             StrategyAction.SAVE_SHARDED,
             *key,
-            _Made(LocalReplicatedSaveShardedStrategy, common | cliques),
+            _Made(LocalReplicatedSaveShardedStrategy, arguments | cliques),
         ),
-        (StrategyAction.LOAD_SHARDED, *key, _Made(LocalReplicatedLoadShardedStrategy, common)),
+        (StrategyAction.LOAD_SHARDED, *key, _Made(LocalReplicatedLoadShardedStrategy, arguments)),
     ]
 
 

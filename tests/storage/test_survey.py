@@ -20,10 +20,10 @@ from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.contents import Leftover, LeftoverKind
-from dist_ckpt_strategies.storage.findings import MAX_LISTED, Finding, Problem
+from dist_ckpt_strategies.storage.findings import MAX_LISTED, Finding, Problem, Watch
 from dist_ckpt_strategies.storage.folders import Folder, read_folder
 from dist_ckpt_strategies.storage.objects import write_object
-from dist_ckpt_strategies.storage.survey import check_checkpoint, survey_checkpoint
+from dist_ckpt_strategies.storage.survey import check_survey, survey_checkpoint
 from tests.support.checkpoints import (
     ARRAYS,
     EMPTY,
@@ -43,6 +43,11 @@ from tests.support.checkpoints import (
 
 Damage = Callable[[Path], object]
 GOLDEN = golden_archives()
+
+
+def check_checkpoint(root: Path, watch: Watch | None = None) -> tuple[Finding, ...]:
+    """What ``dist-ckpt verify`` does."""
+    return check_survey(survey_checkpoint(root, watch), watch)
 
 
 @pytest.fixture(scope="module")
