@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.page.figures import Figure
+from benchmarks.page.goals import ALL_GOALS, goals_section
 from benchmarks.page.growth import planning_section, scaling_section, timeline_section
 from benchmarks.page.results import GB, Found, find_results
 from benchmarks.page.storage import (
@@ -55,6 +56,7 @@ def build_page(results: Path) -> Page:
     """
     found = {stem: find_results(results, stem) for stem in STEMS}
     sections = [
+        goals_section(found, ALL_GOALS),
         save_load_section(found["save_load"]),
         two_stage_section(found["two_stage"]),
         reshard_section(found["reshard"]),

@@ -31,6 +31,7 @@ from benchmarks.page.words import RESHARD, SAVE_LOAD, STORES, TOOLS, TWO_STAGE
 TORCH_DIST: Final = "torch_dist"
 WRITE, WRITE_FLUSHED = "raw write", "raw write+fsync"
 READ_SHARES, SEND_SHARES, GROUP_FLOOR = "raw read", "gloo exchange", "floor"
+_GROUP_PARTS = (READ_SHARES, SEND_SHARES)
 _OF_FLOOR, _OF_PEER = "of the floor", "of torch_dist"
 
 SAVE_STEPS: Final[Mapping[str, str]] = {
@@ -69,14 +70,18 @@ def two_stage_section(found: Found) -> Section:
     return ratio_section("Two-stage loads", TWO_STAGE, "two_stage", alt, _two_stage(found))
 
 
+def two_stage_stats(found: Found, case: Case) -> list[Stat]:
+    """Those of ranks that want everything; the floor of a round is the longer of its two parts."""
+    samples = with_longest(found.samples(case), _GROUP_PARTS, GROUP_FLOOR)
+    return summarise_rounds(samples, (GROUP_FLOOR, "fully parallel"))
+
+
 def _two_stage(found: Found) -> Iterator[Shown]:
-    parts = (READ_SHARES, SEND_SHARES)
     for case in found.cases():
-        samples = with_longest(found.samples(case), parts, GROUP_FLOOR)
-        stats = summarise_rounds(samples, (GROUP_FLOOR, "fully parallel"))
-        title = f"{case_text(case)}, {samples[-1]['step']}"
+        stats = two_stage_stats(found, case)
+        title = f"{case_text(case)}, {found.samples(case)[-1]['step']}"
         floors = {GROUP_FLOOR: _OF_FLOOR, "fully parallel": "of fully parallel"}
-        panel = ratio_panel(title, stats, GROUP_FLOOR, (*parts, GROUP_FLOOR))
+        panel = ratio_panel(title, stats, GROUP_FLOOR, (*_GROUP_PARTS, GROUP_FLOOR))
         yield Shown(title, stats_table(stats, floors), panel)
 
 

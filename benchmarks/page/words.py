@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Final
 
+GOALS: Final = """\
+What this package aims at, and how the medians below compare. Ratios are of seconds; smaller is
+better."""
+
 SAVE_LOAD: Final = """\
 `durable save` is until all files are on the disk; `save` until the call returns. The floor is one
 plain stream of the same bytes per rank: `raw write` for a save, `raw write+fsync` for a durable

@@ -160,7 +160,13 @@ def test_every_benchmark_has_its_place_on_the_page(everything: Path) -> None:
     assert "Not measured yet" not in made.text
     titles = re.findall(r"^## (.*)$", made.text, re.MULTILINE)
     assert titles == [
-        *("Where and with what", "Saves and loads", "Two-stage loads", "Loads in another layout"),
+        *(
+            "Where and with what",
+            "Goals",
+            "Saves and loads",
+            "Two-stage loads",
+            "Loads in another layout",
+        ),
         *("Local checkpoints", "Saves behind training", "Verify and convert", "Object stores"),
         *("Recovery", "Scaling", "Timelines", "Planning", "Damage"),
     ]
@@ -361,3 +367,29 @@ SHOWN = (
     "| format 2 | 7 cut, 1,000 flip | 5 | 0 |",
     "| shared | 1,024 | 1,000 | 1.50 | 3.0 MiB | 1.0 MiB |",
 )
+
+
+def test_goals_say_where_they_are_met_and_where_and_why_they_are_not(tmp_path: Path) -> None:
+    quick = [sample("raw write", 1, 1.0, durable_seconds=None)]
+    lines = [*quick, sample("zarr 1", 1, 1.6, durable_seconds=None)]
+    in_memory = [{**line, "case": {**CASE, "file_system": "tmpfs"}} for line in lines]
+    write(tmp_path, "save_load", [*lines, *in_memory])
+
+    text = build_page(tmp_path).text.partition("## Goals")[2].partition("\n## ")[0]
+
+    rows = [line for line in text.splitlines() if line.startswith("| zarr")]
+    assert rows == ["| zarr 1: save to memory, of raw write | 1.25 | 1.60 | **0 of 1** |"]
+    assert "- zarr 1: save to memory, of raw write: 1.60 (1 GB, 3 arrays, 2 ranks, tmpfs)" in text
+    assert "**Missed.** Megatron-Core's own checks" in text
+
+
+def test_a_goal_that_is_met_has_no_reasons(tmp_path: Path) -> None:
+    values = {"nbytes_per_second": 1.0, "peak_nbytes": 1 << 20}
+    lines = [measure("raw read", "warm", 1.0, **values), measure("verify", "warm", 1.1, **values)]
+    case = {**CASE, "source": "zarr 2", "file_nbytes": 1, "num_threads": 2}
+    write(tmp_path, "tools", [{**line, "case": case} for line in lines])
+
+    text = build_page(tmp_path).text.partition("## Goals")[2].partition("\n## ")[0]
+
+    assert "| verify, of raw read | 1.43 | 1.10 | 1 of 1 |" in text
+    assert "Missed" not in text
