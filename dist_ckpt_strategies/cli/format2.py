@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
 
@@ -14,10 +13,9 @@ from rich.text import Text
 
 from dist_ckpt_strategies.cli.columns import Row, print_list, print_wrapped
 from dist_ckpt_strategies.cli.json_form import finding_fields, leftover_fields, print_json
-from dist_ckpt_strategies.cli.text import bytes_text, counted, printable
+from dist_ckpt_strategies.cli.text import bytes_text, counted, extent_text, is_wanted, printable
 from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.spec.manifest import ObjectRecord
-from dist_ckpt_strategies.spec.region import Extent
 from dist_ckpt_strategies.storage.findings import Finding
 from dist_ckpt_strategies.storage.format2_files import SaveBegun
 from dist_ckpt_strategies.storage.format2_survey import Format2Survey, RecordedArray
@@ -45,8 +43,8 @@ def inspect_format2(
     Raises:
         ArrayNotFoundError: no key matches.
     """
-    arrays = [one for one in survey.arrays if _matches(one.record.array.key, keys)]
-    objects = [one for one in _grids(survey.objects) if _matches(one[0].id.key, keys)]
+    arrays = [one for one in survey.arrays if is_wanted(one.record.array.key, keys)]
+    objects = [one for one in _grids(survey.objects) if is_wanted(one[0].id.key, keys)]
     if keys is not None and not arrays and not objects:
         num_keys = len(survey.arrays) + len(_grids(survey.objects))
         raise ArrayNotFoundError(f"{survey.root}: none of its {num_keys} keys matches {keys!r}")
@@ -136,10 +134,10 @@ def _array_row(stored: RecordedArray) -> Row:
     return Row(
         printable(array.key),
         (
-            _extent(array.shape),
+            extent_text(array.shape),
             array.dtype.value,
-            _extent(array.chunk_shape),
-            _extent(array.inner_shape or ()) + (" +crc32c" if array.has_crc32c else ""),
+            extent_text(array.chunk_shape),
+            extent_text(array.inner_shape or ()) + (" +crc32c" if array.has_crc32c else ""),
             files,
             bytes_text(stored.file_nbytes),
             _ranks(stored.writers),
@@ -153,7 +151,7 @@ def _object_row(records: Sequence[ObjectRecord]) -> Row:
     return Row(
         printable(records[0].id.key),
         (
-            _extent(grid),
+            extent_text(grid),
             f"{len(records):,}",
             bytes_text(_nbytes(records)) if _nbytes(records) else "in manifest",
             _ranks(_writers(records)),
@@ -284,11 +282,3 @@ def _ranks(ranks: Sequence[int]) -> str:
             runs.append([rank])
     shown = ", ".join("-".join(map(str, run)) for run in runs[:_MAX_NAMED])
     return shown + (", ..." if runs[_MAX_NAMED:] else "")
-
-
-def _extent(extent: Extent) -> str:
-    return "x".join(map(str, extent)) or "scalar"
-
-
-def _matches(key: str, keys: str | None) -> bool:
-    return keys is None or fnmatchcase(key, keys)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from rich.console import Console
@@ -21,9 +20,8 @@ from dist_ckpt_strategies.cli.json_form import (
 )
 from dist_ckpt_strategies.cli.locations import location_of, survey_of
 from dist_ckpt_strategies.cli.parts import inspect_parts
-from dist_ckpt_strategies.cli.text import bytes_text, counted, printable
+from dist_ckpt_strategies.cli.text import bytes_text, counted, extent_text, is_wanted, printable
 from dist_ckpt_strategies.errors import ArrayNotFoundError
-from dist_ckpt_strategies.spec.region import Extent
 from dist_ckpt_strategies.storage.contents import LeftoverKind
 from dist_ckpt_strategies.storage.format2_survey import survey_format2
 from dist_ckpt_strategies.storage.part_survey import survey_parts
@@ -70,8 +68,8 @@ def inspect_checkpoint(
         inspect_format2(recorded, keys, with_objects=with_objects, as_json=as_json)
         return
     survey = survey_checkpoint(directory)
-    arrays = [stored for stored in survey.arrays if _matches(stored.array.key, keys)]
-    objects = [stored for stored in survey.objects if _matches(stored.key, keys)]
+    arrays = [stored for stored in survey.arrays if is_wanted(stored.array.key, keys)]
+    objects = [stored for stored in survey.objects if is_wanted(stored.key, keys)]
     if keys is not None and not arrays and not objects:
         num_keys = len(survey.arrays) + len(survey.objects)
         raise ArrayNotFoundError(f"{survey.root}: none of its {num_keys} keys matches {keys!r}")
@@ -91,10 +89,6 @@ def inspect_checkpoint(
     _print_summary(console, survey)
 
 
-def _matches(key: str, keys: str | None) -> bool:
-    return keys is None or fnmatchcase(key, keys)
-
-
 def _is_complete(survey: Survey) -> bool | None:
     """By names and sizes; None where they say nothing, in a checkpoint of another backend."""
     return None if survey.is_foreign else not survey.findings
@@ -105,9 +99,9 @@ def _print_arrays(console: Console, arrays: Sequence[StoredArray]) -> None:
         Row(
             printable(stored.array.key),
             (
-                _extent(stored.array.shape),
+                extent_text(stored.array.shape),
                 stored.array.dtype.value,
-                _extent(stored.array.chunk_shape),
+                extent_text(stored.array.chunk_shape),
                 _present(stored.num_chunks, stored.array.num_chunks),
                 bytes_text(stored.file_nbytes),
             ),
@@ -124,7 +118,7 @@ def _print_objects(console: Console, objects: Sequence[StoredObject]) -> None:
         Row(
             printable(stored.key),
             (
-                _extent(stored.shape),
+                extent_text(stored.shape),
                 _present(stored.num_shards, stored.num_expected),
                 bytes_text(stored.file_nbytes),
             ),
@@ -139,10 +133,6 @@ def _print_rows(console: Console, titles: Row, rows: Sequence[Row]) -> None:
     if rows:
         print_list(console, titles, rows, right=("files", "size"))
         console.print()
-
-
-def _extent(extent: Extent) -> str:
-    return "x".join(map(str, extent)) or "scalar"
 
 
 def _present(found: int, expected: int) -> str:
