@@ -23,6 +23,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 # Run as a script, Python looks for modules beside this file only; the package is one level up.
@@ -42,7 +43,7 @@ from benchmarks.contenders.roster import (
 from benchmarks.measuring.command_line import Contest, Output, among, contest_command
 from benchmarks.measuring.disks import file_system, fresh, touch_memory, workspace
 from benchmarks.measuring.gpt_state import GptSize
-from benchmarks.measuring.harness import Ranks, alternate, made_in, median
+from benchmarks.measuring.harness import Ranks, alternate, made_in
 from benchmarks.measuring.measures import (
     SECONDS,
     Column,

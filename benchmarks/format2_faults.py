@@ -58,7 +58,7 @@ from benchmarks.faults.format2_damage import (
 )
 from benchmarks.faults.format2_kills import Killed, run_kills
 from benchmarks.faults.format2_worker import NUM_WRITERS, PRELOAD, Loader, Spec, make_worker
-from benchmarks.faults.local_worker import Ending, Outcome
+from benchmarks.faults.outcomes import Ending, Outcome
 from benchmarks.measuring.command_line import (
     NOWHERE,
     Directory,

@@ -57,13 +57,12 @@ from benchmarks.faults.local_damage import (
 from benchmarks.faults.local_kills import NUM_RANKS, Killed, run_kills
 from benchmarks.faults.local_worker import (
     PRELOAD,
-    Ending,
     KnownStates,
-    Outcome,
     ThreadManager,
     WorldSpec,
     make_worker,
 )
+from benchmarks.faults.outcomes import Ending, Outcome
 from benchmarks.measuring.command_line import (
     NOWHERE,
     Directory,

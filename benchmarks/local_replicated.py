@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 # Run as a script, Python looks for modules beside this file only; the package is one level up.
@@ -34,13 +35,7 @@ from rich.table import Table
 from benchmarks.contenders.roster import FLOOR, LOCAL_PACKAGES, NVRX, OURS
 from benchmarks.measuring.command_line import Contest, Output, contest_command
 from benchmarks.measuring.disks import file_system, touch_memory, workspace
-from benchmarks.measuring.harness import (
-    Ranks,
-    alternate,
-    made_in,
-    median,
-    paired_ratio,
-)
+from benchmarks.measuring.harness import Ranks, alternate, made_in, paired_ratio
 
 _WORKER = "benchmarks.ranks.local_replicated"
 MIB = 1 << 20

@@ -102,6 +102,15 @@ def test_modules_that_a_page_names_exist(page: Path) -> None:
     assert [path for path in ours if not any((place / path).exists() for place in places)] == []
 
 
+def test_the_map_of_storage_names_modules_that_are_there() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    table = page.partition("| in `storage/` | modules |")[2].partition("\n\n")[0]
+    named = [name for line in table.splitlines() for name in re.findall(r"`([\w*]+)`", line)]
+
+    assert len(named) > 30
+    assert [name for name in named if not list((PACKAGE / "storage").glob(f"{name}.py"))] == []
+
+
 def is_known_error(name: str) -> bool:
     plain = name.removeprefix("Peer")
     places = (builtins, lightning_faults)

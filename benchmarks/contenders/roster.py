@@ -136,10 +136,11 @@ TOOL_PACKAGES: Final[Mapping[str, str | None]] = {
 """The tools, floors first, and the package that each needs."""
 
 RAW_PUT: Final = "tensorstore put"
+BOTO3_PUT: Final = "boto3 put"
 
 STORE_PACKAGES: Final[Mapping[str, str | None]] = {
     RAW_PUT: None,
-    "boto3 put": "boto3",
+    BOTO3_PUT: "boto3",
     "zarr 2": None,
 }
 """Everyone who saves to an object store, floors first, and the package that each needs."""

@@ -12,10 +12,10 @@ from functools import partial
 from itertools import count
 from statistics import median
 
+from benchmarks.faults.attempts import Attempt, CampaignError, ended
 from benchmarks.faults.format2_worker import NUM_WRITERS, PRELOAD, Spec, make_worker
-from benchmarks.faults.local_kills import Attempt, CampaignError
-from benchmarks.faults.local_worker import Ending, Outcome
-from benchmarks.measuring.harness import Bereaved, RankFailedError, Ranks
+from benchmarks.faults.outcomes import Ending, Outcome
+from benchmarks.measuring.harness import Ranks
 from dist_ckpt_strategies.run.prune import prune
 from dist_ckpt_strategies.storage.format2_survey import check_format2, survey_format2
 from dist_ckpt_strategies.storage.manifest import INDEX_NAME, SAVE_NAME
@@ -109,25 +109,17 @@ def run_kills(spec: Spec, chance: random.Random, num_kills: int) -> Iterator[Kil
                 iteration + 1,
             )
             began = time.monotonic()
-            ended = _ended(ranks, attempt)
+            end = ended(ranks, attempt)
         seconds = time.monotonic() - began - attempt.delay_s
-        survivors = tuple(ended.values.values())
+        survivors = tuple(end.values.values())
         left = _left(spec, attempt.iteration)
-        last = Kill(attempt, left, survivors, seconds, not ended.was_done)
+        last = Kill(attempt, left, survivors, seconds, not end.was_done)
 
 
 def _world(spec: Spec) -> Ranks:
     return Ranks(
         NUM_WRITERS, partial(make_worker, spec), timeout_s=3 * spec.timeout_s, preload=PRELOAD
     )
-
-
-def _ended(ranks: Ranks, attempt: Attempt) -> Bereaved:
-    one = attempt
-    try:
-        return ranks.step_killing(one.victim, one.delay_s, one.method, one.iteration)
-    except RankFailedError as error:
-        raise CampaignError(f"{attempt}: {error}") from error
 
 
 def _left(spec: Spec, iteration: int) -> Left:

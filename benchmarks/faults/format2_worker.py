@@ -16,10 +16,11 @@ import torch
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
-from benchmarks.faults.local_worker import Ending, Outcome, fingerprint
+from benchmarks.faults.local_worker import fingerprint
+from benchmarks.faults.outcomes import Ending, Outcome, refused
 from benchmarks.measuring.harness import RankContext, join_gloo
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.errors import CheckpointError, kind_of
+from dist_ckpt_strategies.errors import CheckpointError
 
 PRELOAD = ("benchmarks.format2_faults",)
 """What ranks are forked with. To import TensorStore is not to use it."""
@@ -200,11 +201,6 @@ class Loader:
         ):
             return Outcome(Ending.DIFFERENT, iteration, f"{directory} is not what was saved")
         return Outcome(Ending.LOADED, iteration)
-
-
-def refused(error: CheckpointError) -> Outcome:
-    """The outcome of an error."""
-    return Outcome(Ending.REFUSED, text=f"{kind_of(error)}: {error}")
 
 
 class Format2Worker:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.faults.local_worker import Ending, Outcome
+from benchmarks.faults.outcomes import Ending, Outcome
 from dist_ckpt_strategies.spec.part import PartId
 from dist_ckpt_strategies.storage.part_survey import check_part
 

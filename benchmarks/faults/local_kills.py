@@ -11,8 +11,10 @@ from functools import partial
 from itertools import count
 from statistics import median
 
-from benchmarks.faults.local_worker import PRELOAD, Ending, Outcome, WorldSpec, make_worker
-from benchmarks.measuring.harness import Bereaved, RankFailedError, Ranks
+from benchmarks.faults.attempts import Attempt, CampaignError, ended
+from benchmarks.faults.local_worker import PRELOAD, WorldSpec, make_worker
+from benchmarks.faults.outcomes import Ending, Outcome
+from benchmarks.measuring.harness import Ranks
 from dist_ckpt_strategies.spec.part import PartId
 from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
 from dist_ckpt_strategies.storage.part_survey import check_part
@@ -33,29 +35,6 @@ class Left(StrEnum):
     PARTIAL = "unfinished files"
     SOME = "some of the parts"
     EVERY = "every rank's part"
-
-
-class CampaignError(Exception):
-    """Something that must never happen did, outside the case that is being judged."""
-
-
-@dataclass(frozen=True, slots=True)
-class Attempt:
-    """A save in which a rank is to be killed.
-
-    Attributes:
-        number: of the case.
-        method: of the worker: ``save`` or ``save_behind``.
-        victim: the rank.
-        delay_s: how long after the begin.
-        iteration: that is saved; the one before is complete.
-    """
-
-    number: int
-    method: str
-    victim: int
-    delay_s: float
-    iteration: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +102,9 @@ def run_kills(spec: WorldSpec, chance: random.Random, num_kills: int) -> Iterato
                 chance.random() * _BEYOND * median(usual),
                 iteration + 1,
             )
-            ended = _ended(ranks, attempt)
-        survivors = tuple(_outcomes(list(ended.values.values())))
-        last = Kill(attempt, _left(spec, attempt.iteration), survivors, not ended.was_done)
-
-
-def _ended(ranks: Ranks, attempt: Attempt) -> Bereaved:
-    one = attempt
-    try:
-        return ranks.step_killing(one.victim, one.delay_s, one.method, one.iteration)
-    except RankFailedError as error:
-        raise CampaignError(f"{attempt}: {error}") from error
+            end = ended(ranks, attempt)
+        survivors = tuple(_outcomes(list(end.values.values())))
+        last = Kill(attempt, _left(spec, attempt.iteration), survivors, not end.was_done)
 
 
 def _world(spec: WorldSpec) -> Ranks:

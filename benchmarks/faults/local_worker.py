@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ import numpy as np
 import torch
 import xxhash
 
+from benchmarks.faults.outcomes import Ending, Outcome, refused
 from benchmarks.measuring.harness import RankContext, join_gloo
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.errors import CheckpointError, kind_of
+from dist_ckpt_strategies.errors import CheckpointError
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
     CliqueReplicationStrategy,
@@ -31,30 +31,6 @@ PRELOAD = ("benchmarks.local_faults",)
 NUM_COPIES = 2
 BUCKET_NBYTES = 64 << 10
 _DTYPES = ("uint8", "int32", "bfloat16", "float16", "float8_e4m3fn", "complex64", "bool")
-
-
-class Ending(StrEnum):
-    """How a save or a load ended on a rank."""
-
-    SAVED = "saved"
-    LOADED = "loaded"
-    REFUSED = "refused"
-    DIFFERENT = "DIFFERENT"
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a save or a load ended on a rank.
-
-    Attributes:
-        ending: which way.
-        iteration: that was saved or loaded; -1 where none was.
-        text: the error's kind and message, or what is different.
-    """
-
-    ending: Ending
-    iteration: int = -1
-    text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +91,7 @@ class KnownStates:
         try:
             state, text = manager.load()
         except CheckpointError as error:
-            return _refused(error)
+            return refused(error)
         part_id = PartId.require(text)
         iteration = part_id.save.iteration
         if (rank, iteration) not in self._expected:
@@ -177,7 +153,7 @@ class FaultWorker:
             if request is not None:
                 request.wait()
         except CheckpointError as error:
-            return _refused(error)
+            return refused(error)
         return Outcome(Ending.SAVED, iteration)
 
 
@@ -211,7 +187,3 @@ def _feed(digest: Any, value: Any) -> None:
             _feed(digest, held)
     else:
         digest.update(f"{type(value).__name__} {value!r};".encode())
-
-
-def _refused(error: CheckpointError) -> Outcome:
-    return Outcome(Ending.REFUSED, text=f"{kind_of(error)}: {error}")

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Final
 
 from rich.table import Table
 
 from benchmarks.contenders.roster import GROUP_ENTRIES, READ_SHARES, SEND_SHARES, Role
-from benchmarks.measuring.harness import median, paired_ratio
+from benchmarks.measuring.harness import paired_ratio
 from benchmarks.measuring.timings import Case, Sample, Step
 
 FLOOR: Final = "floor"

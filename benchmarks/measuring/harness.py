@@ -281,11 +281,6 @@ def alternate(names: Sequence[str], repetitions: int) -> Iterator[tuple[int, str
             yield repetition, name
 
 
-def median(values: Sequence[float]) -> float:
-    """The median."""
-    return statistics.median(values)
-
-
 def paired_ratio(values: Sequence[float], floor: Sequence[float]) -> float:
     """Median of the ratios within each repetition: what slows a whole repetition cancels out."""
     return statistics.median(a / b for a, b in zip(values, floor, strict=True))

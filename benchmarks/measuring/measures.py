@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Final
 
 from rich.table import Table
 
-from benchmarks.measuring.harness import median, paired_ratio
+from benchmarks.measuring.harness import paired_ratio
 
 SECONDS: Final = "seconds"
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from statistics import median
 
 from rich.table import Table
 
 from benchmarks.contenders.roster import ENTRIES, RAW_FLUSHED, RAW_PLAIN
 from benchmarks.measuring.gpt_state import GB
-from benchmarks.measuring.harness import median, paired_ratio
+from benchmarks.measuring.harness import paired_ratio
 
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
 

@@ -5,6 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from benchmarks.contenders.roster import (
+    BOTO3_PUT,
+    COPY_FILES,
+    PARALLEL,
+    RAW_FLUSHED,
+    RAW_PLAIN,
+    RAW_PUT,
+    READ_FILES,
+    READ_SHARES,
+    SEND_SHARES,
+)
 from benchmarks.page.figures import BarFigure, Figure
 from benchmarks.page.ratios import Shown, ratio_panel, ratio_section
 from benchmarks.page.results import (
@@ -29,16 +40,15 @@ from benchmarks.page.text import (
 from benchmarks.page.words import RESHARD, SAVE_LOAD, STORES, TOOLS, TWO_STAGE
 
 TORCH_DIST: Final = "torch_dist"
-WRITE, WRITE_FLUSHED = "raw write", "raw write+fsync"
-READ_SHARES, SEND_SHARES, GROUP_FLOOR = "raw read", "gloo exchange", "floor"
-_GROUP_PARTS = (READ_SHARES, SEND_SHARES)
+GROUP_FLOOR: Final = "floor"
+_GROUP_PARTS: Final = (READ_SHARES, SEND_SHARES)
 _OF_FLOOR, _OF_PEER = "of the floor", "of torch_dist"
 
 SAVE_STEPS: Final[Mapping[str, str]] = {
-    "save": WRITE,
-    "durable save": WRITE_FLUSHED,
-    "load cold": WRITE_FLUSHED,
-    "load warm": WRITE_FLUSHED,
+    "save": RAW_PLAIN,
+    "durable save": RAW_FLUSHED,
+    "load cold": RAW_FLUSHED,
+    "load warm": RAW_FLUSHED,
 }
 """What is shown of saves and loads, and the floor of each."""
 
@@ -47,7 +57,7 @@ def save_load_stats(found: Found, case: Case, step: str) -> list[Stat]:
     """Those of one step; ``durable save`` counts the seconds until all is on the disk."""
     if step == "durable save":
         samples = found.samples(case, "save")
-        return summarise_rounds(samples, (WRITE_FLUSHED, TORCH_DIST), _durable_seconds)
+        return summarise_rounds(samples, (RAW_FLUSHED, TORCH_DIST), _durable_seconds)
     return summarise_rounds(found.samples(case, step), (SAVE_STEPS[step], TORCH_DIST))
 
 
@@ -73,14 +83,14 @@ def two_stage_section(found: Found) -> Section:
 def two_stage_stats(found: Found, case: Case) -> list[Stat]:
     """Those of ranks that want everything; the floor of a round is the longer of its two parts."""
     samples = with_longest(found.samples(case), _GROUP_PARTS, GROUP_FLOOR)
-    return summarise_rounds(samples, (GROUP_FLOOR, "fully parallel"))
+    return summarise_rounds(samples, (GROUP_FLOOR, PARALLEL))
 
 
 def _two_stage(found: Found) -> Iterator[Shown]:
     for case in found.cases():
         stats = two_stage_stats(found, case)
         title = f"{case_text(case)}, {found.samples(case)[-1]['step']}"
-        floors = {GROUP_FLOOR: _OF_FLOOR, "fully parallel": "of fully parallel"}
+        floors = {GROUP_FLOOR: _OF_FLOOR, PARALLEL: f"of {PARALLEL}"}
         panel = ratio_panel(title, stats, GROUP_FLOOR, (*_GROUP_PARTS, GROUP_FLOOR))
         yield Shown(title, stats_table(stats, floors), panel)
 
@@ -109,9 +119,9 @@ def tools_section(found: Found) -> Section:
 def _tools(found: Found) -> Iterator[Shown]:
     for case, step in found.cases_and_steps():
         samples = found.samples(case, step)
-        stats = summarise_rounds(samples, ("raw read", "raw copy"))
+        stats = summarise_rounds(samples, (READ_FILES, COPY_FILES))
         title = f"from {dict(case)['source']}, {case_text(case)}, {step}"
-        panel = ratio_panel(title, stats, "raw read", ("raw read",))
+        panel = ratio_panel(title, stats, READ_FILES, (READ_FILES,))
         yield Shown(title, _tools_table(stats, samples), panel)
 
 
@@ -123,10 +133,10 @@ def stores_section(found: Found) -> Section:
 
 def _stores(found: Found) -> Iterator[Shown]:
     for case, step in found.cases_and_steps():
-        stats = summarise_rounds(found.samples(case, step), ("tensorstore put", "boto3 put"))
+        stats = summarise_rounds(found.samples(case, step), (RAW_PUT, BOTO3_PUT))
         title = f"{case_text(case)}, {step}"
-        floors = {"tensorstore put": "of tensorstore put", "boto3 put": "of boto3 put"}
-        panel = ratio_panel(title, stats, "tensorstore put", ("tensorstore put",))
+        floors = {name: f"of {name}" for name in (RAW_PUT, BOTO3_PUT)}
+        panel = ratio_panel(title, stats, RAW_PUT, (RAW_PUT,))
         yield Shown(title, stats_table(stats, floors), panel)
 
 
@@ -137,7 +147,7 @@ def _save_load_figure(case: Case, of_case: Mapping[str, Sequence[Stat]]) -> BarF
             step,
             stats,
             SAVE_STEPS[step],
-            (WRITE, WRITE_FLUSHED),
+            (RAW_PLAIN, RAW_FLUSHED),
             "one plain read" if step.startswith("load") else "",
         )
         for step, stats in of_case.items()
@@ -185,7 +195,7 @@ def _tools_table(stats: Sequence[Stat], samples: Sequence[Line]) -> str:
                 stat.contender,
                 seconds_cell(stat.seconds),
                 f"{speed / 10**9:.2f}",
-                *(_median(stat, floor) for floor in ("raw read", "raw copy")),
+                *(_median(stat, floor) for floor in (READ_FILES, COPY_FILES)),
                 mib_text(max(values["peak_nbytes"] for values in own)),
             ]
         )

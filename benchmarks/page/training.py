@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
+from benchmarks.contenders.roster import FLOOR, MEMCPY, NVRX, QUEUE
 from benchmarks.page.figures import BarFigure, BarPanel, Figure, bar_of
 from benchmarks.page.ratios import Shown, is_ours, ratio_panel, ratio_section
 from benchmarks.page.results import Found, Line, spread_of, summarise_rounds
@@ -22,7 +23,6 @@ from benchmarks.page.text import (
 )
 from benchmarks.page.words import ASYNC, DAMAGE, LOCAL, RECOVERED, RECOVERY
 
-_QUEUE: Final = "torch_dist, queue"
 _NINETY: Final = 0.9
 
 
@@ -35,11 +35,11 @@ def local_section(found: Found) -> Section:
 def _local(found: Found) -> Iterator[Shown]:
     for case, step in found.cases_and_steps():
         fields: dict[str, Any] = dict(case)
-        stats = summarise_rounds(found.samples(case, step), ("floor", "nvrx"))
+        stats = summarise_rounds(found.samples(case, step), (FLOOR, NVRX))
         where = f"{fields['num_ranks']} ranks x {mib_text(fields['rank_nbytes'])}"
         title = f"{step}: {where}, {fields['file_system']}"
-        floors = {"floor": "of the floor", "nvrx": "of nvrx"}
-        panel = ratio_panel(title, stats, "floor", ("floor",))
+        floors = {FLOOR: "of the floor", NVRX: "of nvrx"}
+        panel = ratio_panel(title, stats, FLOOR, (FLOOR,))
         yield Shown(title, stats_table(stats, floors), panel)
 
 
@@ -55,8 +55,8 @@ def _async(found: Found) -> Iterator[Shown]:
         samples = found.samples(case)
         if fields["part"] == "blocking":
             title = f"blocking: {case_text(case)}"
-            stats = summarise_rounds(samples, ("memcpy",))
-            panel = ratio_panel(title, stats, "memcpy", ("memcpy",))
+            stats = summarise_rounds(samples, (MEMCPY,))
+            panel = ratio_panel(title, stats, MEMCPY, (MEMCPY,))
             yield Shown(title, _blocking_table(samples), panel)
         else:
             title = f"training: {case_text(case)}"
@@ -119,11 +119,11 @@ def _contenders(samples: Sequence[Line]) -> list[str]:
 
 def _blocking_table(samples: Sequence[Line]) -> str:
     rows = []
-    for stat in summarise_rounds(samples, ("memcpy", _QUEUE)):
+    for stat in summarise_rounds(samples, (MEMCPY, QUEUE)):
         there = spread_of(_values(samples, stat.contender, "until_there"))
-        ratios = [ratio_cell(stat.ratios.get(name)) for name in ("memcpy", _QUEUE)]
+        ratios = [ratio_cell(stat.ratios.get(name)) for name in (MEMCPY, QUEUE)]
         rows.append([stat.contender, seconds_cell(stat.seconds), *ratios, seconds_cell(there)])
-    return table(("contender", "blocks, s", "of memcpy", f"of {_QUEUE}", "until it is there"), rows)
+    return table(("contender", "blocks, s", "of memcpy", f"of {QUEUE}", "until it is there"), rows)
 
 
 def _training_table(samples: Sequence[Line]) -> str:

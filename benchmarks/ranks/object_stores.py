@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 import dist_ckpt_strategies
 from benchmarks.contenders.one_state import ZARR_2, Contender, Megatron, Tensors
-from benchmarks.contenders.roster import RAW_PUT
+from benchmarks.contenders.roster import BOTO3_PUT, RAW_PUT
 from benchmarks.measuring.gpt_state import GptSize, Shard, build_shards
 from benchmarks.measuring.harness import RankContext, join_gloo
 from benchmarks.measuring.store_site import StoreSite
@@ -159,7 +159,7 @@ def _fill(memory: memoryview, content: bytes) -> None:
 
 _MAKERS: Final[Mapping[str, Callable[[tuple[Shard, ...], StoreSite], Contender]]] = {
     RAW_PUT: _TensorStorePuts,
-    "boto3 put": _Boto3Puts,
+    BOTO3_PUT: _Boto3Puts,
     "zarr 2": _ZarrAt,
 }
 

@@ -5,28 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
-from dist_ckpt_strategies.cli.columns import Row, print_list, print_wrapped
+from dist_ckpt_strategies.cli.columns import Row, print_list
+from dist_ckpt_strategies.cli.findings import print_below, print_fact, print_first, print_verdict
 from dist_ckpt_strategies.cli.json_form import finding_fields, leftover_fields, print_json
-from dist_ckpt_strategies.cli.text import bytes_text, counted, printable
+from dist_ckpt_strategies.cli.text import bytes_text, counted, extent_text, is_wanted, printable
 from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.spec.manifest import ObjectRecord
-from dist_ckpt_strategies.spec.region import Extent
 from dist_ckpt_strategies.storage.findings import Finding
 from dist_ckpt_strategies.storage.format2_files import SaveBegun
 from dist_ckpt_strategies.storage.format2_survey import Format2Survey, RecordedArray
 
-_MAX_FINDINGS = 3
-_MAX_PER_KEY = 20
 _MAX_NAMED = 5
-_LABEL_WIDTH = 12
-_PROBLEM_WIDTH = 19
 _ARRAY_TITLES = Row("array", ("shape", "dtype", "chunk", "inner", "files", "size", "writers"))
 _OBJECT_TITLES = Row("object", ("grid", "shards", "size", "writers"))
 
@@ -45,8 +39,8 @@ def inspect_format2(
     Raises:
         ArrayNotFoundError: no key matches.
     """
-    arrays = [one for one in survey.arrays if _matches(one.record.array.key, keys)]
-    objects = [one for one in _grids(survey.objects) if _matches(one[0].id.key, keys)]
+    arrays = [one for one in survey.arrays if is_wanted(one.record.array.key, keys)]
+    objects = [one for one in _grids(survey.objects) if is_wanted(one[0].id.key, keys)]
     if keys is not None and not arrays and not objects:
         num_keys = len(survey.arrays) + len(_grids(survey.objects))
         raise ArrayNotFoundError(f"{survey.root}: none of its {num_keys} keys matches {keys!r}")
@@ -64,10 +58,8 @@ def inspect_format2(
     _print_rows(console, _ARRAY_TITLES, list(map(_array_row, arrays)))
     _print_rows(console, _OBJECT_TITLES, list(map(_object_row, shown_objects)))
     for label, text in _summary(survey):
-        style = "red" if text.startswith("NO") else ""
-        console.print(Text(f"{label:<{_LABEL_WIDTH}}", "bold") + Text(text, style), soft_wrap=True)
-    for finding in survey.findings[:_MAX_FINDINGS]:
-        print_wrapped(console, printable(str(finding)), " " * _LABEL_WIDTH, " " * _LABEL_WIDTH)
+        print_fact(console, label, text)
+    print_first(console, survey.findings)
 
 
 def show_verdict(
@@ -92,15 +84,7 @@ def show_verdict(
         return
     console = Console(highlight=False)
     for key, some in groupby(findings, lambda finding: finding.key):
-        _print_key(console, key, list(some))
-    verdict, style = " is whole", "bold green"
-    if survey.is_unfinished:
-        verdict, style = f" is NOT finished: {_unfinished(survey.begun)}", "bold red"
-    elif findings:
-        counts = f"{counted(len(findings), 'finding')} in "
-        counts += counted(len({finding.path for finding in findings}), "file")
-        verdict, style = f" is NOT whole: {counts}", "bold red"
-    console.print(Text(printable(str(survey.root))) + Text(verdict, style), soft_wrap=True)
+        print_below(console, key or "the checkpoint", list(some), str)
     speed = bytes_text(int(survey.nbytes / max(seconds, 1e-9)))
     checked = (
         f"compared with the manifest: {counted(len(survey.arrays), 'array')}, "
@@ -108,18 +92,16 @@ def show_verdict(
         f"{counted(survey.num_files, 'file')}; {bytes_text(survey.nbytes)} in {seconds:.1f} s, "
         f"{speed}/s"
     )
-    console.print(Text(checked, "dim"), soft_wrap=True)
+    print_verdict(console, str(survey.root), _wrong(survey, findings), checked)
 
 
-def _print_key(console: Console, key: str | None, findings: Sequence[Finding]) -> None:
-    console.print(Text(printable(key) if key else "the checkpoint", "bold"), soft_wrap=True)
-    for finding in findings[:_MAX_PER_KEY]:
-        label = finding.problem.value.replace("_", " ")
-        first, others = f"  {label:<{_PROBLEM_WIDTH}}", " " * (2 + _PROBLEM_WIDTH)
-        print_wrapped(console, printable(str(finding)), first, others)
-    if len(findings) > _MAX_PER_KEY:
-        more = f"  ... and {len(findings) - _MAX_PER_KEY:,} more; --json lists them"
-        console.print(Text(more, "dim"), soft_wrap=True)
+def _wrong(survey: Format2Survey, findings: Sequence[Finding]) -> str | None:
+    if survey.is_unfinished:
+        return f"is NOT finished: {_unfinished(survey.begun)}"
+    if not findings:
+        return None
+    num_files = len({finding.path for finding in findings})
+    return f"is NOT whole: {counted(len(findings), 'finding')} in {counted(num_files, 'file')}"
 
 
 def _print_rows(console: Console, titles: Row, rows: Sequence[Row]) -> None:
@@ -136,10 +118,10 @@ def _array_row(stored: RecordedArray) -> Row:
     return Row(
         printable(array.key),
         (
-            _extent(array.shape),
+            extent_text(array.shape),
             array.dtype.value,
-            _extent(array.chunk_shape),
-            _extent(array.inner_shape or ()) + (" +crc32c" if array.has_crc32c else ""),
+            extent_text(array.chunk_shape),
+            extent_text(array.inner_shape or ()) + (" +crc32c" if array.has_crc32c else ""),
             files,
             bytes_text(stored.file_nbytes),
             _ranks(stored.writers),
@@ -153,7 +135,7 @@ def _object_row(records: Sequence[ObjectRecord]) -> Row:
     return Row(
         printable(records[0].id.key),
         (
-            _extent(grid),
+            extent_text(grid),
             f"{len(records):,}",
             bytes_text(_nbytes(records)) if _nbytes(records) else "in manifest",
             _ranks(_writers(records)),
@@ -284,11 +266,3 @@ def _ranks(ranks: Sequence[int]) -> str:
             runs.append([rank])
     shown = ", ".join("-".join(map(str, run)) for run in runs[:_MAX_NAMED])
     return shown + (", ..." if runs[_MAX_NAMED:] else "")
-
-
-def _extent(extent: Extent) -> str:
-    return "x".join(map(str, extent)) or "scalar"
-
-
-def _matches(key: str, keys: str | None) -> bool:
-    return keys is None or fnmatchcase(key, keys)

@@ -9,9 +9,9 @@ from itertools import groupby
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
-from dist_ckpt_strategies.cli.columns import Row, print_list, print_wrapped
+from dist_ckpt_strategies.cli.columns import Row, print_list
+from dist_ckpt_strategies.cli.findings import print_below, print_fact, print_first, print_verdict
 from dist_ckpt_strategies.cli.json_form import finding_fields, leftover_fields, print_json
 from dist_ckpt_strategies.cli.text import bytes_text, counted, printable
 from dist_ckpt_strategies.errors import ArrayNotFoundError
@@ -20,10 +20,6 @@ from dist_ckpt_strategies.storage.contents import LeftoverKind
 from dist_ckpt_strategies.storage.findings import Finding
 from dist_ckpt_strategies.storage.part_survey import PartSurvey, StoredCopy
 
-_MAX_FINDINGS = 3
-_MAX_PER_FILE = 20
-_LABEL_WIDTH = 12
-_PROBLEM_WIDTH = 19
 _UNKNOWN = "?"
 _LEFTOVERS = {
     LeftoverKind.PARTIAL: "unfinished files of a killed save (harmless, gone with the next)",
@@ -117,33 +113,26 @@ def show_verdict(
         return
     console = Console(highlight=False)
     for path, some in groupby(findings, lambda finding: finding.path):
-        _print_file(console, path, list(some))
+        print_below(console, path, list(some), _text_of)
     _print_leftovers(console, survey)
-    files = len({finding.path for finding in findings})
-    verdict, style = " is whole", "bold green"
-    if findings:
-        counts = f"{counted(len(findings), 'finding')} in {counted(files, 'file')}"
-        verdict, style = f" is NOT whole: {counts}", "bold red"
-    console.print(Text(printable(str(survey.root))) + Text(verdict, style), soft_wrap=True)
     num_tensors = sum(len(c.part.buffers) for c in survey.copies if c.part is not None)
     checked = (
         f"checked: {counted(num_tensors, 'tensor')} in {counted(len(survey.copies), 'file')} of "
         f"local parts; {bytes_text(survey.nbytes)} in all, {seconds:.1f} s"
     )
-    console.print(Text(checked, "dim"), soft_wrap=True)
+    print_verdict(console, str(survey.root), _wrong(findings), checked)
 
 
-def _print_file(console: Console, path: str, findings: Sequence[Finding]) -> None:
-    console.print(Text(printable(path), "bold"), soft_wrap=True)
-    for finding in findings[:_MAX_PER_FILE]:
-        label = finding.problem.value.replace("_", " ")
-        name = f"{finding.key}: " if finding.key else ""
-        text = printable(f"{name}expected {finding.expected}, found {finding.found}")
-        first, others = f"  {label:<{_PROBLEM_WIDTH}}", " " * (2 + _PROBLEM_WIDTH)
-        print_wrapped(console, text, first, others)
-    if len(findings) > _MAX_PER_FILE:
-        more = f"  ... and {len(findings) - _MAX_PER_FILE:,} more; --json lists them"
-        console.print(Text(more, "dim"), soft_wrap=True)
+def _text_of(finding: Finding) -> str:
+    name = f"{finding.key}: " if finding.key else ""
+    return f"{name}expected {finding.expected}, found {finding.found}"
+
+
+def _wrong(findings: Sequence[Finding]) -> str | None:
+    if not findings:
+        return None
+    num_files = len({finding.path for finding in findings})
+    return f"is NOT whole: {counted(len(findings), 'finding')} in {counted(num_files, 'file')}"
 
 
 def _by_save(parts: Sequence[_ShownPart]) -> list[tuple[_ShownPart, ...]]:
@@ -186,21 +175,17 @@ def _world_size(parts: Sequence[_ShownPart]) -> int | None:
 
 
 def _print_summary(console: Console, survey: PartSurvey, parts: Sequence[_ShownPart]) -> None:
-    def say(label: str, text: str, style: str = "") -> None:
-        console.print(Text(f"{label:<{_LABEL_WIDTH}}", "bold") + Text(text, style), soft_wrap=True)
-
-    say("directory", printable(str(survey.root)))
+    print_fact(console, "directory", printable(str(survey.root)))
     files = f"{counted(len(survey.copies), 'file')}, {bytes_text(survey.nbytes)}"
     saves = counted(len(_by_save(parts)), "save")
-    say("local", f"{saves}, {counted(len(parts), 'part')} in {files}")
+    print_fact(console, "local", f"{saves}, {counted(len(parts), 'part')} in {files}")
     _print_leftovers(console, survey)
-    if not survey.findings:
-        say("whole", "yes, by headers and sizes; `dist-ckpt verify` compares every tensor")
-        return
-    count = counted(len(survey.findings), "finding")
-    say("whole", f"NO, {count}; `dist-ckpt verify` lists them all", "red")
-    for finding in survey.findings[:_MAX_FINDINGS]:
-        print_wrapped(console, printable(str(finding)), " " * _LABEL_WIDTH, " " * _LABEL_WIDTH)
+    verdict = "yes, by headers and sizes; `dist-ckpt verify` compares every tensor"
+    if survey.findings:
+        count = counted(len(survey.findings), "finding")
+        verdict = f"NO, {count}; `dist-ckpt verify` lists them all"
+    print_fact(console, "whole", verdict)
+    print_first(console, survey.findings)
 
 
 def _print_leftovers(console: Console, survey: PartSurvey) -> None:
@@ -208,10 +193,7 @@ def _print_leftovers(console: Console, survey: PartSurvey) -> None:
         some = [one for one in survey.leftovers if one.kind is kind]
         if some:
             size = bytes_text(sum(one.nbytes for one in some))
-            label = f"{'left over':<{_LABEL_WIDTH}}"
-            console.print(
-                Text(label, "bold") + Text(f"{text}: {len(some):,}, {size}"), soft_wrap=True
-            )
+            print_fact(console, "left over", f"{text}: {len(some):,}, {size}")
 
 
 def _summary_fields(survey: PartSurvey, findings: Sequence[Finding]) -> dict[str, Any]:

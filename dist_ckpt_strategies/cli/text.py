@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
+
+from dist_ckpt_strategies.spec.region import Extent
+
 _UNIT = 1000
 _UNITS = ("kB", "MB", "GB", "TB", "PB")
 
@@ -22,6 +26,16 @@ def bytes_text(nbytes: int) -> str:
         amount, power = amount / _UNIT, power + 1
     digits = 2 if round(amount, 2) < 10 else 1 if round(amount, 1) < 100 else 0  # noqa: PLR2004
     return f"{amount:.{digits}f} {_UNITS[power]}"
+
+
+def extent_text(extent: Extent) -> str:
+    """Such as ``4x512``."""
+    return "x".join(map(str, extent)) or "scalar"
+
+
+def is_wanted(key: str, keys: str | None) -> bool:
+    """Whether a key matches a pattern, if there is one; ``*`` stands for any characters."""
+    return keys is None or fnmatchcase(key, keys)
 
 
 def counted(count: int, name: str) -> str:

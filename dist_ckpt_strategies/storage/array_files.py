@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.storage.base import Transfer
-from dist_ckpt_strategies.storage.files import storage_error, sync_path
+from dist_ckpt_strategies.storage.files import sync_path
 from dist_ckpt_strategies.storage.transfers import Job, run_pooled
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 
@@ -21,15 +20,11 @@ def begin_creates(
     jobs = (
         Job(array.key, layout.metadata_path(array.key), partial(create, array)) for array in arrays
     )
-    return run_pooled(jobs, num_threads, _translated)
+    return run_pooled(jobs, num_threads)
 
 
 def begin_syncs(layout: Zarr2Layout, arrays: Sequence[ArraySpec], num_threads: int) -> Transfer:
     """Flush the directory of each array and those above, each once."""
     paths = layout.directories(array.key for array in arrays)
     jobs = (Job(key, path, partial(sync_path, path)) for path, key in paths.items())
-    return run_pooled(jobs, num_threads, _translated)
-
-
-def _translated(job: Job, error: Exception) -> StorageError:
-    return storage_error(job.key, job.path, error)
+    return run_pooled(jobs, num_threads)

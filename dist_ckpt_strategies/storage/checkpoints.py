@@ -13,7 +13,6 @@ from dist_ckpt_strategies.config import Options, Verify
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
-    StorageError,
 )
 from dist_ckpt_strategies.plan.chunking import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.spec.array import ArraySpec
@@ -29,7 +28,6 @@ from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     file_errors,
     require_directory,
-    storage_error,
 )
 from dist_ckpt_strategies.storage.format2_checks import (
     FileCheck,
@@ -99,7 +97,7 @@ class Format1Checkpoint:
 
         jobs = (Job(key, layout.metadata_path(key), partial(find, key)) for key in sorted(keys))
         num_threads = file_access(layout.root).num_metadata_threads
-        run_pooled(jobs, num_threads, _unexpected).wait(self._options.timeout_s)
+        run_pooled(jobs, num_threads).wait(self._options.timeout_s)
         return found
 
     def object_path(self, object_id: ObjectId) -> str:
@@ -216,7 +214,7 @@ class Format2Checkpoint:
         else:
             num_threads = permitted_access(self._root, self._options).num_read_threads
         jobs = islice(self.checks(), share.rank, None, share.num_ranks)
-        run_pooled(jobs, num_threads, _unexpected).wait(self._options.timeout_s)
+        run_pooled(jobs, num_threads).wait(self._options.timeout_s)
 
     def _job(self, check: FileCheck) -> Job:
         path = self.place.path(check.name)
@@ -272,7 +270,3 @@ def _opened(root: Location) -> Place:
         return root
     require_directory(root)
     return Directory(root)
-
-
-def _unexpected(job: Job, error: Exception) -> StorageError:
-    return storage_error(job.key, job.path, error)

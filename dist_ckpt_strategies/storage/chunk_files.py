@@ -27,7 +27,7 @@ from dist_ckpt_strategies.storage.direct_io import (
     start_direct,
     stop_direct,
 )
-from dist_ckpt_strategies.storage.files import file_errors
+from dist_ckpt_strategies.storage.files import create_anew, file_errors
 from dist_ckpt_strategies.storage.inner_codec import (
     at_box,
     decode_run,
@@ -46,7 +46,6 @@ RUN_NBYTES = 2 << 20
 BUFFER_NBYTES = 6 << 20
 """Room for a run or the largest inner chunk that a plan makes, and what is not aligned yet."""
 
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its writer
 
 
@@ -152,7 +151,7 @@ class ChunkFileWrite:
             StorageError: it cannot be written.
         """
         with file_errors(self.file.array.key, self.file.path):
-            handle = _created(self.file.path)
+            handle = create_anew(self.file.path)
             try:
                 digests = self._write_to(handle)
                 if self.is_flushed:
@@ -203,16 +202,6 @@ def _write_out(handle: int, buffer: Bytes, held: int, *, is_direct: bool) -> int
     write_buffered(handle, buffer[: held - rest])
     buffer[:rest] = buffer[held - rest : held]
     return rest
-
-
-def _created(path: str) -> int:
-    try:
-        return os.open(path, _CREATE, 0o666)
-    except FileNotFoundError:
-        os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - 10,000 times
-    except FileExistsError:
-        os.unlink(path)  # noqa: PTH108
-    return os.open(path, _CREATE, 0o666)
 
 
 def _needed_nbytes(grid: InnerGrid) -> int:

@@ -105,13 +105,14 @@ def write_direct(handle: int, content: Bytes, buffer: Bytes) -> None:
     for start in range(0, aligned, buffer.size):
         part = content[start : min(start + buffer.size, aligned)]
         buffer[: part.size] = part
-        _write_at(handle, buffer[: part.size], start)
+        write_at(handle, buffer[: part.size], start)
     if aligned < content.size:
         stop_direct(handle)
-        _write_at(handle, content[aligned:], aligned)
+        write_at(handle, content[aligned:], aligned)
 
 
-def _write_at(handle: int, content: Bytes, byte_offset: int) -> None:
+def write_at(handle: int, content: Bytes, byte_offset: int) -> None:
+    """Write all of the bytes to their place in a file, in as many calls as it takes."""
     done = 0
     while done < content.size:
         done += os.pwrite(handle, content[done:].data, byte_offset + done)

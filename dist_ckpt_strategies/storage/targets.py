@@ -22,7 +22,7 @@ from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.spec.region import Extent, Region
 from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.file_access import permitted_access
-from dist_ckpt_strategies.storage.files import file_errors, sync_path
+from dist_ckpt_strategies.storage.files import create_anew, file_errors, sync_path
 from dist_ckpt_strategies.storage.journal import Record
 from dist_ckpt_strategies.storage.whole_flush import whole_flush
 
@@ -30,8 +30,6 @@ Bytes = npt.NDArray[np.uint8]
 
 ReadBox = Callable[[str, Region, HostArray], None]
 """Fills memory with a box of the source's array of a key."""
-
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,23 +159,13 @@ class Flush:
 def new_file(path: str, key: str | None, *, is_flushed: bool) -> Iterator[int]:
     """A file that is made anew, open for writing; errors name it."""
     with file_errors(key, path):
-        handle = _created(path)
+        handle = create_anew(path)
         try:
             yield handle
             if is_flushed:
                 os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _created(path: str) -> int:
-    try:
-        return os.open(path, _CREATE, 0o666)
-    except FileNotFoundError:
-        os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
-    except FileExistsError:
-        os.unlink(path)  # noqa: PTH108
-    return os.open(path, _CREATE, 0o666)
 
 
 def has_size(path: str, nbytes: int) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from dist_ckpt_strategies.errors import CheckpointError, StorageError
 from dist_ckpt_strategies.storage.base import Transfer
+from dist_ckpt_strategies.storage.files import storage_error
 
 
 class Waitable(Protocol):
@@ -112,8 +113,15 @@ class AllTransfers:
             raise failures[0]
 
 
+def job_error(job: Job, error: Exception) -> CheckpointError:
+    """The error for what no part of this package raises on purpose."""
+    return storage_error(job.key, job.path, error)
+
+
 def run_pooled(
-    jobs: Iterable[Job], num_threads: int, translate: Callable[[Job, Exception], CheckpointError]
+    jobs: Iterable[Job],
+    num_threads: int,
+    translate: Callable[[Job, Exception], CheckpointError] = job_error,
 ) -> Transfer:
     """Start the jobs, in their order, on at most ``num_threads`` threads.
 

@@ -34,7 +34,6 @@ from dist_ckpt_strategies.storage.zarr3_transfers import (
     FindRecord,
     ReadRuns,
     WriteChunk,
-    unexpected,
 )
 
 _MAX_JOB_NBYTES = 16 << 20
@@ -57,14 +56,14 @@ class Zarr3Writer(ArrayWriterBase):
     def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:
         """See ArrayWriter."""
         if self._flush is not None:
-            return run_pooled([Job("", self._root, self._flush.run)], 1, unexpected)
+            return run_pooled([Job("", self._root, self._flush.run)], 1)
         names = {array_directory(array.key): array.key for array in arrays}
         paths = {self.path(name): key for name, key in names.items()}
         if paths:
             paths[self.path(ARRAYS_NAME)] = ""
         paths[str(self._root)] = ""
         jobs = (Job(key, path, partial(sync_path, path)) for path, key in paths.items())
-        return run_pooled(jobs, self._access.num_write_threads, unexpected)
+        return run_pooled(jobs, self._access.num_write_threads)
 
     @cached_property
     def _flush(self) -> WholeFlush | None:

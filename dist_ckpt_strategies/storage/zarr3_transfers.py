@@ -6,14 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from dist_ckpt_strategies.errors import CheckpointError
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.inner_grid import InnerGrid, Run
 from dist_ckpt_strategies.spec.manifest import ArrayRecord, ChunkRecord
 from dist_ckpt_strategies.spec.region import Extent
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, HostArray, Transfer
 from dist_ckpt_strategies.storage.chunk_files import ChunkFile
-from dist_ckpt_strategies.storage.files import storage_error
 from dist_ckpt_strategies.storage.inner_codec import at_box
 from dist_ckpt_strategies.storage.transfers import Job, run_pooled
 from dist_ckpt_strategies.storage.zarr3 import chunk_name, metadata_name
@@ -49,7 +47,7 @@ class ArrayWriterBase(ABC):
         jobs = (
             Job(a.key, self.path(metadata_name(a.key)), partial(self.create, a)) for a in arrays
         )
-        return run_pooled(jobs, self._num_metadata_threads, unexpected)
+        return run_pooled(jobs, self._num_metadata_threads)
 
     def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
         """See ArrayWriter."""
@@ -61,7 +59,7 @@ class ArrayWriterBase(ABC):
                 source = at_box(write.source, file.grid.region.within(write.region))
                 run = partial(self._write, write_chunk, file, source)
                 jobs.append(Job(write.array.key, file.path, run))
-        return run_pooled(jobs, self._num_write_threads, unexpected)
+        return run_pooled(jobs, self._num_write_threads)
 
     @abstractmethod
     def path(self, name: str) -> str:
@@ -95,7 +93,7 @@ class ArrayReaderBase(ABC):
         """See ArrayReader."""
         read_runs = self.run_reader()
         jobs = [job for read in reads for job in self._jobs(read, read_runs)]
-        return run_pooled(jobs, self._num_threads, unexpected)
+        return run_pooled(jobs, self._num_threads)
 
     @abstractmethod
     def path(self, name: str) -> str:
@@ -117,8 +115,3 @@ class ArrayReaderBase(ABC):
             chunk = None if record is None else record.chunks[index]
             for runs in self.shares(file.grid, read):
                 yield Job(array.key, file.path, partial(read_runs, read, file, chunk, runs))
-
-
-def unexpected(job: Job, error: Exception) -> CheckpointError:
-    """The error for what no part of this package raises on purpose."""
-    return storage_error(job.key, job.path, error)

@@ -8,13 +8,12 @@ from pathlib import Path
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
 from dist_ckpt_strategies.plan.array_grid import Cutting
 from dist_ckpt_strategies.run.staged import Digests
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.base import ArrayWriter
-from dist_ckpt_strategies.storage.files import require_directory, storage_error
+from dist_ckpt_strategies.storage.files import require_directory
 from dist_ckpt_strategies.storage.objects import (
     dump_object,
     object_ids,
@@ -89,7 +88,7 @@ class Format1Target:
             Job(name.key, object_path(root, name), partial(write_dumped, root, name, content))
             for name, content in objects.items()
         )
-        run_pooled(jobs, _OBJECT_THREADS, _unexpected).wait(self._options.timeout_s)
+        run_pooled(jobs, _OBJECT_THREADS).wait(self._options.timeout_s)
         Zarr2Layout(root).sync_directories({name.key for name in objects})
 
     def take_digests(self, digests: Digests) -> None:
@@ -128,7 +127,3 @@ def remove_arrays(root: Path, key_prefix: str) -> int:
     for name in names:
         remove_object(root, name)
     return len(keys) + len(names)
-
-
-def _unexpected(job: Job, error: Exception) -> StorageError:
-    return storage_error(job.key, job.path, error)

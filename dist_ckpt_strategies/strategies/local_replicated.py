@@ -20,7 +20,6 @@ from dist_ckpt_strategies.config import LocalOptions, Options, options_from_envi
 from dist_ckpt_strategies.device import may_overlap, require_plain
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
-    IncompatibleVersionError,
     IncompleteCheckpointError,
     StrategyError,
 )
@@ -57,6 +56,7 @@ from dist_ckpt_strategies.storage.publication import (
     publish,
     withdraw_marker,
 )
+from dist_ckpt_strategies.strategies.registry import require_own
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
         allow: Allowed = (),
         cliques: LazyCliqueReplicationStrategy | None = None,
     ) -> None:
-        require_local(backend, version)
+        require_own((BACKEND, VERSION), backend, version)
         super().__init__(backend, version)
         self._node = _Node(local or LocalOptions(), group, _options(options), tuple(allow))
         self._cliques = cliques or lazy_cliques(self._node.local, self._node.options)
@@ -229,12 +229,12 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
     @raises_megatron_errors
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise IncompatibleVersionError unless the backend is ``"local_replicated"``."""
-        require_local(loaded_backend, VERSION)
+        require_own((BACKEND, VERSION), loaded_backend, VERSION)
 
     @raises_megatron_errors
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise IncompatibleVersionError unless the version is 1."""
-        require_local(BACKEND, loaded_version)
+        require_own((BACKEND, VERSION), BACKEND, loaded_version)
 
     def _load(
         self, comm: Communicator, wanted: StateDict, checkpoint_dir: str | Path, *, is_shared: bool
@@ -356,18 +356,6 @@ def lazy_cliques(local: LocalOptions, options: Options) -> LazyCliqueReplication
         max_bucket_bytes=local.max_bucket_bytes,
         timeout_s=options.timeout_s,
     )
-
-
-def require_local(backend: str, version: int) -> None:
-    """Raise unless this is the format that these strategies know.
-
-    Raises:
-        IncompatibleVersionError: it is another.
-    """
-    if (backend, version) != (BACKEND, VERSION):
-        raise IncompatibleVersionError(
-            f"expected backend ('{BACKEND}', {VERSION}), found ({backend!r}, {version})"
-        )
 
 
 def _options(options: Options | None) -> Options:

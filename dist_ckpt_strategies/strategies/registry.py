@@ -6,7 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dist_ckpt_strategies.errors import StrategyExistsError, StrategyNotFoundError
+from dist_ckpt_strategies.errors import (
+    IncompatibleVersionError,
+    StrategyExistsError,
+    StrategyNotFoundError,
+)
 from dist_ckpt_strategies.megatron.bases import StrategyAction
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 
@@ -78,6 +82,22 @@ class StrategyRegistry:
     def __contains__(self, key: object) -> bool:
         """Whether a factory is registered under the key."""
         return key in self._factories
+
+
+def require_own(own: tuple[str, int], backend: str, version: int, what: str = "backend") -> None:
+    """Raise unless this is the format that a strategy knows.
+
+    Args:
+        own: that format.
+        backend: that is asked for, or was found.
+        version: of it.
+        what: it is, for the message.
+
+    Raises:
+        IncompatibleVersionError: it is another.
+    """
+    if (backend, version) != own:
+        raise IncompatibleVersionError(f"expected {what} {own}, found ({backend!r}, {version})")
 
 
 def strategy_not_found(key: StrategyKey, known: Iterable[StrategyKey]) -> StrategyNotFoundError:

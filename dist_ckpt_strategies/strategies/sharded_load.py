@@ -12,7 +12,7 @@ from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import may_overlap, require_plain, torch_dtype
-from dist_ckpt_strategies.errors import StorageError, StrategyError
+from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -26,7 +26,6 @@ from dist_ckpt_strategies.run.load import run_load
 from dist_ckpt_strategies.run.report import LoadReport
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
-from dist_ckpt_strategies.storage.files import storage_error
 from dist_ckpt_strategies.storage.objects import Allowed, load_content
 from dist_ckpt_strategies.storage.transfers import Job, run_pooled
 
@@ -133,9 +132,5 @@ def _read_objects(
         loaded[id(wanted)] = load_content(content, path, name.unique_key, allow)
 
     jobs = (Job(found.key, found.unique_key, partial(read, found)) for found in objects)
-    run_pooled(jobs, 1, _unexpected).wait(options.timeout_s)
+    run_pooled(jobs, 1).wait(options.timeout_s)
     return loaded
-
-
-def _unexpected(job: Job, error: Exception) -> StorageError:
-    return storage_error(job.key, job.path, error)

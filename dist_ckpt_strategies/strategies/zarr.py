@@ -14,7 +14,6 @@ import torch
 from dist_ckpt_strategies.comm.torch_group import ProcessGroup
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import (
-    IncompatibleVersionError,
     ShapeMismatchError,
 )
 from dist_ckpt_strategies.megatron.bases import StrategyAction
@@ -33,6 +32,7 @@ from dist_ckpt_strategies.strategies.format1 import (
     stored_metadata,
 )
 from dist_ckpt_strategies.strategies.registration import register_defaults
+from dist_ckpt_strategies.strategies.registry import require_own
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.sharded_save import SaveTarget
 from dist_ckpt_strategies.strategies.sharded_strategies import (
@@ -75,7 +75,7 @@ class ZarrSaveShardedStrategy(BaseSaveShardedStrategy):
         options: Options | None = None,
         memory: SaveMemory | None = None,
     ) -> None:
-        require_format1(backend, version)
+        require_own((BACKEND, VERSION), backend, version)
         chosen = (options or options_from_environment()).with_changes(engine=engine)
         super().__init__(
             backend,
@@ -141,24 +141,12 @@ class ZarrLoadShardedStrategy(BaseLoadShardedStrategy):
     @raises_megatron_errors
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise IncompatibleVersionError unless the backend is ``"zarr"``."""
-        require_format1(loaded_backend, VERSION)
+        require_own((BACKEND, VERSION), loaded_backend, VERSION)
 
     @raises_megatron_errors
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise IncompatibleVersionError unless the version is 1."""
-        require_format1(BACKEND, loaded_version)
-
-
-def require_format1(backend: str, version: int) -> None:
-    """Raise unless this is the format that these strategies know.
-
-    Raises:
-        IncompatibleVersionError: it is another.
-    """
-    if (backend, version) != (BACKEND, VERSION):
-        raise IncompatibleVersionError(
-            f"expected backend ('{BACKEND}', {VERSION}), found ({backend!r}, {version})"
-        )
+        require_own((BACKEND, VERSION), BACKEND, loaded_version)
 
 
 @raises_megatron_errors

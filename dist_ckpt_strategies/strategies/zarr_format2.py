@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dist_ckpt_strategies.comm.torch_group import ProcessGroup
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment
-from dist_ckpt_strategies.errors import IncompatibleVersionError, StrategyError
+from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
@@ -21,6 +21,7 @@ from dist_ckpt_strategies.storage.locations import Location
 from dist_ckpt_strategies.storage.objects import Allowed
 from dist_ckpt_strategies.strategies.format1 import stored_metadata
 from dist_ckpt_strategies.strategies.format2 import Format2Target, manifest_metadata
+from dist_ckpt_strategies.strategies.registry import require_own
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.sharded_save import SaveTarget
 from dist_ckpt_strategies.strategies.sharded_strategies import (
@@ -61,7 +62,7 @@ class Format2SaveShardedStrategy(BaseSaveShardedStrategy):
         options: Options | None = None,
         memory: SaveMemory | None = None,
     ) -> None:
-        require_format2(backend, version)
+        require_own((BACKEND, VERSION), backend, version)
         chosen = (options or options_from_environment()).with_changes(crc32c=crc32c)
         super().__init__(
             backend,
@@ -131,12 +132,12 @@ class Format2LoadShardedStrategy(BaseLoadShardedStrategy):
     @raises_megatron_errors
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise IncompatibleVersionError unless the backend is ``"zarr"``."""
-        require_format2(loaded_backend, VERSION)
+        require_own((BACKEND, VERSION), loaded_backend, VERSION)
 
     @raises_megatron_errors
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise IncompatibleVersionError unless the version is 2."""
-        require_format2(BACKEND, loaded_version)
+        require_own((BACKEND, VERSION), BACKEND, loaded_version)
 
 
 class EitherFormatLoadShardedStrategy(Format2LoadShardedStrategy):
@@ -158,16 +159,4 @@ class EitherFormatLoadShardedStrategy(Format2LoadShardedStrategy):
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise IncompatibleVersionError unless the version is 1 or 2."""
         if loaded_version != 1:
-            require_format2(BACKEND, loaded_version)
-
-
-def require_format2(backend: str, version: int) -> None:
-    """Raise unless this is the format that these strategies know.
-
-    Raises:
-        IncompatibleVersionError: it is another.
-    """
-    if (backend, version) != (BACKEND, VERSION):
-        raise IncompatibleVersionError(
-            f"expected backend ('{BACKEND}', {VERSION}), found ({backend!r}, {version})"
-        )
+            require_own((BACKEND, VERSION), BACKEND, loaded_version)

@@ -18,7 +18,7 @@ from benchmarks.faults.format2_damage import (
     draw_flip,
     draw_other,
 )
-from benchmarks.faults.local_worker import Ending, Outcome
+from benchmarks.faults.outcomes import Ending, Outcome
 from benchmarks.format2_faults import run_damage
 from tests.support.format2_checkpoints import LARGE, write_format2
 from tests.support.scripts import results_of

@@ -21,7 +21,8 @@ from benchmarks.faults.local_damage import (
     complaint,
     file_map,
 )
-from benchmarks.faults.local_worker import Ending, Outcome, fingerprint
+from benchmarks.faults.local_worker import fingerprint
+from benchmarks.faults.outcomes import Ending, Outcome
 from benchmarks.local_faults import FLIP, run_damage
 from benchmarks.measuring.command_line import Output
 from benchmarks.measuring.records import JsonLines

@@ -15,8 +15,8 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StrategyError,
 )
-from dist_ckpt_strategies.integrations.json_values import from_plain, to_plain
 from dist_ckpt_strategies.integrations.lightning_steps import call_after_closure, clear_tensor_hooks
+from dist_ckpt_strategies.integrations.plain_values import from_plain, to_plain
 from dist_ckpt_strategies.recovery import CheckpointManager
 from tests.support.memory_provider import MemoryProvider
 
