@@ -17,13 +17,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Divided
 
-from benchmarks.contenders.roster import RAW_FLUSHED, RAW_PLAIN
+from benchmarks.contenders.roster import RAW_FLUSHED, RAW_IN_MEGATRON, RAW_PLAIN
 from benchmarks.measuring.gpt_state import Shard
 from benchmarks.measuring.quiet import quiet_imports
 
 with quiet_imports():
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.strategies.base import (
+        LoadShardedStrategy,
+        SaveShardedStrategy,
+    )
 
     import dist_ckpt_strategies
 
@@ -60,7 +64,7 @@ class Megatron:
     """
 
     def __init__(
-        self, shards: tuple[Shard, ...], backend: tuple[str, int], loader: Any = None
+        self, shards: tuple[Shard, ...], backend: tuple[str, int] | Any, loader: Any = None
     ) -> None:
         self._shards = shards
         self.backend = backend
@@ -212,6 +216,45 @@ class Raw:
         return self._tensors
 
 
+class _RawSave(SaveShardedStrategy):  # type: ignore[misc]
+    """The floor as a strategy of Megatron-Core, which adds what it does around any strategy."""
+
+    def __init__(self, raw: Raw) -> None:
+        super().__init__("raw", 1)
+        self._raw = raw
+
+    def save(self, sharded_state_dict: object, checkpoint_dir: str | Path) -> None:  # noqa: ARG002
+        """Write what the floor writes, whatever is asked for."""
+        self._raw.save(Path(checkpoint_dir))
+
+
+class _RawLoad(LoadShardedStrategy):  # type: ignore[misc]
+    """Its other half."""
+
+    def __init__(self, raw: Raw) -> None:
+        super().__init__()
+        self._raw = raw
+
+    def load(self, sharded_state_dict: object, checkpoint_dir: str | Path) -> Tensors:  # noqa: ARG002
+        """Read what the floor reads, whatever is asked for."""
+        return dict(self._raw.load(Path(checkpoint_dir)))
+
+    def load_tensors_metadata(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Nothing asks for it: the load is told what there is."""
+        raise NotImplementedError
+
+    def check_backend_compatibility(self, loaded_backend: str) -> None:
+        """Nothing to check."""
+
+    def check_version_compatibility(self, loaded_version: int) -> None:
+        """Nothing to check."""
+
+
+def _raw_in_megatron(shards: tuple[Shard, ...]) -> Contender:
+    raw = Raw(shards, flushes=True)
+    return Megatron(shards, _RawSave(raw), _RawLoad(raw))
+
+
 def _raw_flushed(shards: tuple[Shard, ...]) -> Contender:
     return Raw(shards, flushes=True)
 
@@ -231,6 +274,7 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 MAKERS: Final[Mapping[str, Make]] = {
     RAW_FLUSHED: _raw_flushed,
     RAW_PLAIN: _raw_plain,
+    RAW_IN_MEGATRON: _raw_in_megatron,
     "zarr 1": zarr,
     "zarr 2": zarr_2,
     "torch_dist": torch_dist,

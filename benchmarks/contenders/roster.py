@@ -26,10 +26,12 @@ class Entry:
 
 RAW_FLUSHED: Final = "raw write+fsync"
 RAW_PLAIN: Final = "raw write"
+RAW_IN_MEGATRON: Final = "raw write+fsync in Megatron-Core"
 
 ENTRIES: Final[Mapping[str, Entry]] = {
     RAW_FLUSHED: Entry(flushes=True),
     RAW_PLAIN: Entry(flushes=False, loads=False),
+    RAW_IN_MEGATRON: Entry(flushes=True),
     "zarr 1": Entry(flushes=True),
     "zarr 2": Entry(flushes=True),
     "torch_dist": Entry(flushes=True, package="psutil"),

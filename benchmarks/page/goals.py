@@ -209,6 +209,10 @@ _PER_ARRAY: Final = (
     "does not depend on the bytes: the same rows come closer with more bytes, and the growth with "
     "the number of arrays is shown below. A plain read of cached files is over before them."
 )
+_DEVICE: Final = (
+    "The disk: one plain read of the same bytes takes nearly as long, or longer than half of what "
+    "torch_dist takes."
+)
 _VERIFIED: Final = (
     "The same share for each array; and inner chunks are made for loads in any layout, so that "
     "their rows are shorter than the tensor's. Each byte is copied out of the page cache, its "
@@ -268,6 +272,13 @@ _SAVE_LOAD_GOALS: Final = (
         "zarr 1: warm load, of torch_dist",
         0.5,
         partial(_save_load, "load warm", "zarr 1", "torch_dist"),
+    ),
+    Goal(
+        "save_load",
+        "zarr 1: cold load, of torch_dist",
+        0.5,
+        partial(_save_load, "load cold", "zarr 1", "torch_dist", is_in_memory=False),
+        _DEVICE,
     ),
     Goal(
         "save_load",

@@ -11,7 +11,9 @@ better."""
 SAVE_LOAD: Final = """\
 `durable save` is until all files are on the disk; `save` until the call returns. The floor is one
 plain stream of the same bytes per rank: `raw write` for a save, `raw write+fsync` for a durable
-one, and its read for a load. A cold load reads files that the page cache has forgotten."""
+one, and its read for a load. `raw write+fsync in Megatron-Core` is that stream as a strategy that
+`dist_checkpointing.save` and `load` call: what lies between it and the floor is Megatron-Core's own
+part, in all other rows too. A cold load reads files that the page cache has forgotten."""
 
 TWO_STAGE: Final = """\
 Every rank wants the whole state. The floor of a round is the longer of `raw read` (each rank reads
