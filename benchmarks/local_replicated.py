@@ -26,13 +26,12 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated
 
-# Run as a script, Python looks for modules beside this file only; the package is one level up.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
 
 import typer
 from rich.table import Table
 
-from benchmarks.contenders.roster import FLOOR, LOCAL_PACKAGES, NVRX, OURS
+from benchmarks.contenders.local_roster import FLOOR, LOCAL_PACKAGES, NVRX, OURS
 from benchmarks.measuring.command_line import Contest, Output, contest_command
 from benchmarks.measuring.disks import file_system, touch_memory, workspace
 from benchmarks.measuring.harness import Ranks, alternate, made_in, paired_ratio

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final
 
-# Run as a script, Python looks for modules beside this file only; the package is one level up.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
 
 import typer
 from rich.console import Console

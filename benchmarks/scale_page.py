@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-# Run as a script, Python looks for modules beside this file only; the package is one level up.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
 
 from benchmarks.measuring.records import ROOT
 from benchmarks.page.results import Found, Line, find_results

@@ -16,8 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
-# Run as a script, Python looks for modules beside this file only; the package is one level up.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
 
 import typer
 from rich.table import Table

@@ -148,18 +148,6 @@ STORE_PACKAGES: Final[Mapping[str, str | None]] = {
 """Everyone who saves to an object store, floors first, and the package that each needs."""
 
 
-FLOOR: Final = "floor"
-OURS: Final = "local manager"
-NVRX: Final = "nvrx"
-
-LOCAL_PACKAGES: Final[Mapping[str, str | None]] = {
-    FLOOR: None,
-    OURS: None,
-    NVRX: "nvidia_resiliency_ext",
-}
-"""Everyone who keeps local checkpoints, the floor first, and the package that each needs."""
-
-
 def missing_package(package: str | None) -> str | None:
     """What a contender lacks, as a sentence; None where its package can be imported."""
     if package is None or importlib.util.find_spec(package) is not None:

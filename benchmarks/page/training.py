@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from benchmarks.contenders.roster import FLOOR, MEMCPY, NVRX, QUEUE
+from benchmarks.contenders.local_roster import FLOOR, NVRX
+from benchmarks.contenders.roster import MEMCPY, QUEUE
 from benchmarks.page.figures import BarFigure, BarPanel, Figure, bar_of
 from benchmarks.page.ratios import Shown, is_ours, ratio_panel, ratio_section
 from benchmarks.page.results import Found, Line, spread_of, summarise_rounds

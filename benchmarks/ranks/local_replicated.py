@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.contenders.roster import FLOOR, NVRX, OURS
+from benchmarks.contenders.local_roster import FLOOR, NVRX, OURS
 from benchmarks.measuring.harness import RankContext, join_gloo
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,

@@ -14,71 +14,16 @@ from typing import Annotated
 import typer
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies.cli import help_texts
 from dist_ckpt_strategies.cli.failures import reported_failures
 
-_STATUS = "[bold]Exit status:[/] 0 fine, 1 damage found or failed, 2 wrong usage."
-_INSPECT = """List the arrays and objects of a checkpoint, and say whether it is complete. \
-Of a directory of local checkpoints, the iterations and parts.
-
-Reads names, sizes and metadata only. Ends with status 0 where the checkpoint could be shown, \
-complete or not."""
-_VERIFY = """Check that a checkpoint is whole, and list what is not.
-
-Looks for every chunk file, of the right size, every shard of every object, common.pt and \
-metadata.json, and compares objects and common.pt with their own checksums. Format 1 keeps no \
-checksums of arrays: a byte that has changed inside a chunk does not show. Of local checkpoints \
-every tensor is compared with its digest."""
-_PRUNE = """Remove checkpoints that are not to be kept, and what killed saves have left.
-
-ROOT holds the checkpoints, each in a directory whose name ends in its iteration. The newest \
-complete one stays in any case, and so does everything that is neither a checkpoint of format 1 or \
-2 nor what a killed save of these has left. What goes loses its marker first. Shows what goes and \
-asks before it removes anything."""
-_DEMO = """Train a small GPT on four CPU ranks, save it as Zarr, resume it in other layouts.
-
-Shows that weights and optimizer state come back bit for bit, and that the loss goes on from \
-where it was. Takes a few minutes on two cores.
-
-With --chaos: four ranks train under `dist-ckpt run` while one after the other is made to fail, \
-is killed or hangs, at every point of a step. Weights, moments, random numbers and every loss must \
-be those of a run without a fault, bit for bit."""
-_CONVERT = """Convert a checkpoint to another format, bit for bit.
-
-From ("zarr", 1), ("zarr", 2) and torch_dist of Megatron-Core 0.16; optimizer state, objects \
-and common state too. To safetensors: the arrays of the model alone. Memory stays bounded, \
-whatever the checkpoint's size. DST must be new or empty; nothing is visible there before all \
-is. After an interruption the same command goes on where it stopped."""
-_DIFF = """Compare two checkpoints of any formats: keys, shapes, dtypes, elements and objects.
-
-Of arrays that differ it shows the first element that does, how many do, and the largest \
-absolute difference. Equal means equal to the bit."""
-_UPGRADE = """Convert a checkpoint of Megatron-Core <= 0.15 or NeMo 1.x so that training can go on.
-
-Optimizer state of the form fully_sharded_model_space (optimizer.state.fp32_param.*), which \
-Megatron-Core 0.16 cannot load, becomes fully_reshardable (optimizer.state.param.*). Otherwise \
-like convert."""
-_RUN = """Run a training script on N ranks of this node, and replace a worker that dies.
-
-The others stay alive: with HPWrapper around its training the script goes on in place. Everything \
-behind SCRIPT goes to the script. A worker is found dead at once, and hung after the time without \
-a sign of life; spares wait with everything imported, for scripts that call wait_rank()."""
-_BENCH = """Measure saves and loads on the file system of DIR, beside one plain stream per rank.
-
-Ranks on the CPU hold equal parts of a state like a GPT's, and save and load it with ("zarr", 1), \
-("zarr", 2) and torch_dist, in turn. All files are flushed when a save ends, and forgotten by the \
-page cache before a load, where the kernel can do that. Every load is compared with what was \
-saved. DIR is left as it was. The default is the temporary directory, which may lie in memory."""
-_RUN_STATUS = (
-    "[bold]Exit status:[/] 0 all ranks have ended well, 1 gave up, 2 wrong usage, 130 interrupted."
-)
-_DIFF_STATUS = "[bold]Exit status:[/] 0 equal, 1 different, 2 failed or wrong usage."
 _FLAG = ""
 """No placeholder for a value after the name of a flag."""
 
 app = typer.Typer(
     name="dist-ckpt",
-    help="Look at, check and try out Zarr checkpoints of Megatron-Core.",
-    epilog=f"Example: [bold]dist-ckpt inspect /checkpoints/iter_0000100[/]\n\n{_STATUS}",
+    help=help_texts.APP,
+    epilog=help_texts.ending("dist-ckpt inspect /checkpoints/iter_0000100"),
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -157,7 +102,8 @@ def _root(
 
 
 @app.command(
-    help=_INSPECT, epilog=f"Example: [bold]dist-ckpt inspect DIR --keys 'decoder.*'[/]\n\n{_STATUS}"
+    help=help_texts.INSPECT,
+    epilog=help_texts.ending("dist-ckpt inspect DIR --keys 'decoder.*'"),
 )
 def inspect(
     directory: _Place,
@@ -184,8 +130,8 @@ def inspect(
 
 
 @app.command(
-    help=_VERIFY,
-    epilog=f"Example: [bold]dist-ckpt verify DIR && rsync -a DIR backup:[/]\n\n{_STATUS}",
+    help=help_texts.VERIFY,
+    epilog=help_texts.ending("dist-ckpt verify DIR && rsync -a DIR backup:"),
 )
 def verify(directory: _Place, *, as_json: _Json = False, debug: _Debug = False) -> None:
     """Check a checkpoint."""
@@ -197,8 +143,8 @@ def verify(directory: _Place, *, as_json: _Json = False, debug: _Debug = False) 
 
 
 @app.command(
-    help=_PRUNE,
-    epilog=f"Example: [bold]dist-ckpt prune ROOT --keep-last 3 --unfinished[/]\n\n{_STATUS}",
+    help=help_texts.PRUNE,
+    epilog=help_texts.ending("dist-ckpt prune ROOT --keep-last 3 --unfinished"),
 )
 def prune(  # noqa: PLR0913 - one parameter for each option
     root: Annotated[
@@ -252,7 +198,8 @@ def prune(  # noqa: PLR0913 - one parameter for each option
 
 
 @app.command(
-    help=_DEMO, epilog=f"Example: [bold]dist-ckpt demo --keep /tmp/demo-checkpoint[/]\n\n{_STATUS}"
+    help=help_texts.DEMO,
+    epilog=help_texts.ending("dist-ckpt demo --keep /tmp/demo-checkpoint"),
 )
 def demo(
     *,
@@ -292,8 +239,8 @@ def demo(
 
 
 @app.command(
-    help=_CONVERT,
-    epilog=f"Example: [bold]dist-ckpt convert SRC DST --to zarr@2[/]\n\n{_STATUS}",
+    help=help_texts.CONVERT,
+    epilog=help_texts.ending("dist-ckpt convert SRC DST --to zarr@2"),
 )
 def convert(  # noqa: PLR0913
     source: _Source,
@@ -337,7 +284,8 @@ def convert(  # noqa: PLR0913
 
 
 @app.command(
-    help=_UPGRADE, epilog=f"Example: [bold]dist-ckpt upgrade SRC DST --to zarr@2[/]\n\n{_STATUS}"
+    help=help_texts.UPGRADE,
+    epilog=help_texts.ending("dist-ckpt upgrade SRC DST --to zarr@2"),
 )
 def upgrade(
     source: _Source,
@@ -363,7 +311,8 @@ def upgrade(
 
 
 @app.command(
-    help=_DIFF, epilog=f"Example: [bold]dist-ckpt diff A B && rm -r A[/]\n\n{_DIFF_STATUS}"
+    help=help_texts.DIFF,
+    epilog=help_texts.ending("dist-ckpt diff A B && rm -r A", help_texts.DIFF_STATUS),
 )
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)],
@@ -390,7 +339,8 @@ def diff(
 
 
 @app.command(
-    help=_BENCH, epilog=f"Example: [bold]dist-ckpt bench /checkpoints --size 2[/]\n\n{_STATUS}"
+    help=help_texts.BENCH,
+    epilog=help_texts.ending("dist-ckpt bench /checkpoints --size 2"),
 )
 def bench(
     directory: Annotated[
@@ -423,8 +373,8 @@ def bench(
 
 
 @app.command(
-    help=_RUN,
-    epilog=f"Example: [bold]dist-ckpt run --nproc 4 --spares 1 train.py[/]\n\n{_RUN_STATUS}",
+    help=help_texts.RUN,
+    epilog=help_texts.ending("dist-ckpt run --nproc 4 --spares 1 train.py", help_texts.RUN_STATUS),
     context_settings={"allow_interspersed_args": False},
 )
 def run(  # noqa: PLR0913

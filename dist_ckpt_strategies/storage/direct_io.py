@@ -105,14 +105,13 @@ def write_direct(handle: int, content: Bytes, buffer: Bytes) -> None:
     for start in range(0, aligned, buffer.size):
         part = content[start : min(start + buffer.size, aligned)]
         buffer[: part.size] = part
-        write_at(handle, buffer[: part.size], start)
+        _write_at(handle, buffer[: part.size], start)
     if aligned < content.size:
         stop_direct(handle)
-        write_at(handle, content[aligned:], aligned)
+        _write_at(handle, content[aligned:], aligned)
 
 
-def write_at(handle: int, content: Bytes, byte_offset: int) -> None:
-    """Write all of the bytes to their place in a file, in as many calls as it takes."""
+def _write_at(handle: int, content: Bytes, byte_offset: int) -> None:
     done = 0
     while done < content.size:
         done += os.pwrite(handle, content[done:].data, byte_offset + done)

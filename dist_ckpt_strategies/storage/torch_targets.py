@@ -18,7 +18,6 @@ from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.storage.base import HostArray
-from dist_ckpt_strategies.storage.direct_io import write_at
 from dist_ckpt_strategies.storage.files import file_errors, write_file
 from dist_ckpt_strategies.storage.journal import Record
 from dist_ckpt_strategies.storage.objects import Allowed, dump_object, load_content
@@ -178,7 +177,7 @@ class SafetensorsConversion:
                 if part.nbytes:
                     elements = read_part(part, part.region, read, self._memory)
                     at = self._starts[unit.name] + part.byte_offset
-                    write_at(file.fileno(), elements.reshape(-1).view(np.uint8), at)
+                    _write_at(file.fileno(), elements.reshape(-1).view(np.uint8), at)
             if self._flush.is_each:
                 os.fsync(file.fileno())
         return {}
@@ -210,3 +209,9 @@ def _header(tensors: Mapping[str, Any]) -> bytes:
     content = json.dumps(fields, separators=(",", ":")).encode()
     content += b" " * (-len(content) % _ALIGNED_NBYTES)
     return len(content).to_bytes(8, "little") + content
+
+
+def _write_at(handle: int, content: Any, byte_offset: int) -> None:
+    done = 0
+    while done < content.size:
+        done += os.pwrite(handle, content[done:].data, byte_offset + done)

@@ -11,6 +11,7 @@ from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
+    IncompatibleVersionError,
     IncompleteCheckpointError,
 )
 from dist_ckpt_strategies.megatron.allowed import default_allowed
@@ -37,7 +38,6 @@ from dist_ckpt_strategies.storage.objects import (
     read_pickle,
     write_object,
 )
-from dist_ckpt_strategies.strategies.registry import require_own
 
 BACKEND = "torch"
 VERSION = 1
@@ -64,7 +64,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
         group: ProcessGroup | None = None,
         options: Options | None = None,
     ) -> None:
-        require_own((BACKEND, VERSION), backend, version, "common backend")
+        require_common(backend, version)
         super().__init__(backend, version)
         self._group = group
         self._options = options or options_from_environment()
@@ -162,18 +162,30 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
     @raises_megatron_errors
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise IncompatibleVersionError unless the backend is ``"torch"``."""
-        require_own((BACKEND, VERSION), loaded_backend, VERSION, "common backend")
+        require_common(loaded_backend, VERSION)
 
     @raises_megatron_errors
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise IncompatibleVersionError unless the version is 1."""
-        require_own((BACKEND, VERSION), BACKEND, loaded_version, "common backend")
+        require_common(BACKEND, loaded_version)
 
     def _allowed(self) -> list[Any]:
         return [*default_allowed(), *self._allow]
 
     def _directory(self, checkpoint_dir: str | Path) -> Path:
         return require_path(located(checkpoint_dir, self._options.store), _OBJECT_FILES)
+
+
+def require_common(backend: str, version: int) -> None:
+    """Raise unless this is the common format that these strategies know.
+
+    Raises:
+        IncompatibleVersionError: it is another.
+    """
+    if (backend, version) != (BACKEND, VERSION):
+        raise IncompatibleVersionError(
+            f"expected common backend ('{BACKEND}', {VERSION}), found ({backend!r}, {version})"
+        )
 
 
 def _read_common(root: Location, allow: Allowed) -> Any:

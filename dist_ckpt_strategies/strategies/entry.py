@@ -19,7 +19,9 @@ from dist_ckpt_strategies.comm.torch_group import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.local.requests import LocalSaveRequest
-from dist_ckpt_strategies.megatron.bases import StrictHandling
+from dist_ckpt_strategies.megatron.bases import (
+    StrictHandling,
+)
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.flow import (
     LoadParts,
@@ -33,7 +35,9 @@ from dist_ckpt_strategies.megatron.flow import (
     take_apart_for_load,
     take_apart_for_save,
 )
-from dist_ckpt_strategies.megatron.shards import StateDict
+from dist_ckpt_strategies.megatron.shards import (
+    StateDict,
+)
 from dist_ckpt_strategies.megatron.wrappers import parallel_base, spread_main_replicas
 from dist_ckpt_strategies.run.checks import Preprocess, check_load, check_save
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
@@ -57,7 +61,9 @@ from dist_ckpt_strategies.strategies.choices import (
     require_taken,
     save_strategies,
 )
-from dist_ckpt_strategies.strategies.local_replicated import restore_common
+from dist_ckpt_strategies.strategies.local_replicated import (
+    restore_common,
+)
 from dist_ckpt_strategies.strategies.sharded_strategies import BaseSaveShardedStrategy
 
 

@@ -84,20 +84,19 @@ class StrategyRegistry:
         return key in self._factories
 
 
-def require_own(own: tuple[str, int], backend: str, version: int, what: str = "backend") -> None:
+def require_own(own: tuple[str, int], backend: str, version: int) -> None:
     """Raise unless this is the format that a strategy knows.
 
     Args:
         own: that format.
         backend: that is asked for, or was found.
         version: of it.
-        what: it is, for the message.
 
     Raises:
         IncompatibleVersionError: it is another.
     """
     if (backend, version) != own:
-        raise IncompatibleVersionError(f"expected {what} {own}, found ({backend!r}, {version})")
+        raise IncompatibleVersionError(f"expected backend {own}, found ({backend!r}, {version})")
 
 
 def strategy_not_found(key: StrategyKey, known: Iterable[StrategyKey]) -> StrategyNotFoundError:

@@ -1,14 +1,102 @@
+"""The options that benchmarks have in common, and what they come to."""
+
 from __future__ import annotations
 
+import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+import typer
+from typer.testing import CliRunner, Result
 
+from benchmarks.measuring.command_line import Contest, Output, Where, among, contest_command
 from tests.support.scripts import run_script
 
-pytestmark = pytest.mark.multiprocess
+GIVEN: list[tuple[Contest, list[str] | None]] = []
+PACKAGES = {"floor": None, "ours": None, "theirs": "no_such_package", "others": None}
 
 
+@contest_command(PACKAGES, ("floor",), sizes_gb=(0.5,), where=Where.DISK, repetitions=3)
+def compare(
+    contest: Contest,
+    output: Output,
+    *,
+    move: Annotated[list[str] | None, typer.Option(callback=among(("up", "down")))] = None,
+) -> None:
+    """Compare them."""
+    output.console.print("compared")
+    GIVEN.append((contest, move))
+
+
+@pytest.fixture(autouse=True)
+def signals() -> Iterator[None]:
+    """A benchmark leaves on SIGTERM by its own way; the tests do not."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def run(*args: str) -> Result:
+    app = typer.Typer()
+    app.command()(compare)
+    GIVEN.clear()
+    return CliRunner().invoke(app, list(args))
+
+
+def test_without_options_all_take_part_that_are_installed() -> None:
+    result = run()
+
+    assert result.exit_code == 0, result.output
+    ((contest, move),) = GIVEN
+    assert contest.names == ("floor", "ours", "others")
+    assert "theirs: skipped, no_such_package is not installed" in result.output
+    assert (len(contest.sizes), len(contest.places), contest.repetitions) == (1, 1, 3)
+    assert (contest.timeout_s, contest.is_smoke, move) == (300.0, False, None)
+
+
+def test_options_replace_what_is_there_without_them(tmp_path: Path) -> None:
+    words = "--size 1 --size 2 --repetitions 5 --timeout-s 7 --contender others --move up"
+    out = tmp_path / "out.jsonl"
+    result = run(*words.split(), "--directory", str(tmp_path), "--out", str(out))
+
+    assert result.exit_code == 0, result.output
+    ((contest, move),) = GIVEN
+    assert contest.names == ("floor", "others")
+    assert contest.sizes[0].hidden < contest.sizes[1].hidden
+    assert (contest.places, contest.repetitions, contest.timeout_s) == ((tmp_path,), 5, 7.0)
+    assert move == ["up"]
+    assert json.loads(out.read_text().splitlines()[0])["kind"] == "run"
+
+
+def test_a_toy_has_one_round_of_one_size() -> None:
+    assert run("--smoke", "--size", "4").exit_code == 0
+
+    ((contest, _),) = GIVEN
+    assert (len(contest.sizes), contest.repetitions, contest.is_smoke) == (1, 1, True)
+    assert contest.sizes[0].hidden < 100
+
+
+@pytest.mark.parametrize("words", ["--move sideways", "--contender tape", "--repetitions 0"])
+def test_what_is_not_known_is_refused_before_a_file_is_opened(words: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    result = run(*words.split(), "--out", str(out))
+
+    assert result.exit_code == 2
+    assert not GIVEN
+    assert not out.exists()
+
+
+def test_the_help_has_both_kinds_of_options() -> None:
+    text = run("--help").output
+
+    assert "Compare them." in text
+    assert all(name in text for name in ("--move", "--contender", "--directory", "--smoke"))
+
+
+@pytest.mark.multiprocess
 @pytest.mark.parametrize("script", ["save_load.py", "two_stage.py"])
 def test_an_unknown_contender_is_refused_by_name(script: str, tmp_path: Path) -> None:
     done = run_script(script, tmp_path, "--contender", "tape")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.contenders.roster import FLOOR, LOCAL_PACKAGES, OURS
+from benchmarks.contenders.local_roster import FLOOR, LOCAL_PACKAGES, OURS
 from benchmarks.local_replicated import STEPS
 from tests.support.scripts import Results, results_of
 

@@ -27,7 +27,13 @@ from dist_ckpt_strategies.storage.objects import dump_object
 from dist_ckpt_strategies.storage.publication import publish
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from tests.cli.test_parts import write_part
-from tests.support.checkpoints import golden_archives, unpack, write_checkpoint, write_metadata
+from tests.support.checkpoints import (
+    flip_at,
+    golden_archives,
+    unpack,
+    write_checkpoint,
+    write_metadata,
+)
 from tests.support.formats import save_format2
 from tests.support.pages import ROOT, blocks_of
 
@@ -69,12 +75,6 @@ def printed(place: Path, command: str, answer: str = "") -> list[str]:
     result = CliRunner().invoke(app, shlex.split(command)[1:], input=answer)
     root = "/local/checkpoints" if (place / "run-7").exists() else "/checkpoints"
     return constant(result.output.replace(str(place), root))
-
-
-def flip(path: Path, byte_offset: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[byte_offset] ^= 1
-    path.write_bytes(content)
 
 
 def write_format1(place: Path) -> Path:
@@ -180,7 +180,7 @@ def test_verify_of_format_2(place: Path) -> None:
     (root / "arrays" / "stray").touch()
     with (root / "objects" / "rank-00001.bin").open("ab") as file:
         file.write(b"12")
-    flip(root / "arrays" / "decoder.weight" / "c.1.0", 131_072)
+    flip_at(root / "arrays" / "decoder.weight" / "c.1.0", 131_072)
 
     found = printed(place, "dist-ckpt verify /checkpoints/iter_0000200")
     assert found == shown("the checkpoint\n  unexpected file    arrays/stray")
@@ -195,7 +195,7 @@ def test_inspect_of_local_checkpoints(place: Path) -> None:
 
 def test_verify_of_local_checkpoints(place: Path) -> None:
     home = write_parts(place)
-    flip(home / "0" / "iter_0000100_2_local_a1.part", 4096)
+    flip_at(home / "0" / "iter_0000100_2_local_a1.part", 4096)
     (home / "0" / f"{PARTIAL_PREFIX}0123").write_bytes(bytes(4096))
 
     found = printed(place, "dist-ckpt verify /local/checkpoints/run-7")

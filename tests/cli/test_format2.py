@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from dist_ckpt_strategies.cli.app import app
 from dist_ckpt_strategies.storage.manifest import digest_of
-from tests.support.checkpoints import copied
+from tests.support.checkpoints import copied, flip_at
 from tests.support.format2_checkpoints import LARGE, PLAIN, RNG, SMALL, write_format2
 
 CHUNK = f"arrays/{LARGE}/c.0.0"
@@ -40,12 +40,6 @@ def run(*args: str | Path) -> Result:
 def json_of(*args: str | Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run(*args, "--json").stdout)
     return found
-
-
-def flip(path: Path, byte_offset: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[byte_offset] ^= 1
-    path.write_bytes(content)
 
 
 def problems(root: Path) -> dict[str, set[str]]:
@@ -125,11 +119,11 @@ def test_verify_of_a_whole_checkpoint_ends_with_status_0_and_its_speed(written: 
 def test_verify_lists_all_damage_not_just_the_first(checkpoint: Path) -> None:
     size = (checkpoint / CHUNK).stat().st_size
     for byte_offset in (0, 300_000, size - 1):
-        flip(checkpoint / CHUNK, byte_offset)
+        flip_at(checkpoint / CHUNK, byte_offset)
     (checkpoint / f"arrays/{SMALL}/c.0").unlink()
-    flip(checkpoint / f"arrays/{SMALL}/zarr.json", 20)
-    flip(checkpoint / PACK, 40)
-    flip(checkpoint / "common.pt", 40)
+    flip_at(checkpoint / f"arrays/{SMALL}/zarr.json", 20)
+    flip_at(checkpoint / PACK, 40)
+    flip_at(checkpoint / "common.pt", 40)
     (checkpoint / "arrays/stray").write_bytes(b"x")
     (checkpoint / "metadata.json").write_text("{}")
 

@@ -21,22 +21,8 @@ from tests.support.checkpoints import (
     OBJECTS,
     RNG,
     WEIGHT,
-    copied,
-    write_checkpoint,
     write_foreign_checkpoint,
 )
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole checkpoint, not to be changed."""
-    return write_checkpoint(tmp_path_factory.mktemp("whole") / "ckpt")
-
-
-@pytest.fixture
-def checkpoint(written: Path, tmp_path: Path) -> Path:
-    """A whole checkpoint, to be damaged."""
-    return copied(written, tmp_path / "ckpt")
 
 
 def shown(*args: str | Path) -> str:

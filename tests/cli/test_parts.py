@@ -21,6 +21,7 @@ from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
 from dist_ckpt_strategies.storage.part_files import PartDirectory
 from dist_ckpt_strategies.storage.part_format import encode_header, part_layout
 from dist_ckpt_strategies.storage.publication import publish
+from tests.support.checkpoints import flip_at
 
 BUFFERS = (
     BufferSpec("model.w", DType.UINT8, (5000,)),
@@ -151,18 +152,11 @@ def test_every_field_of_the_json_is_documented(session: Path) -> None:
     assert [name for name in sorted(fields) if f"`{name}`" not in page] == []
 
 
-def change(path: Path, *byte_offsets: int) -> None:
-    content = bytearray(path.read_bytes())
-    for offset in byte_offsets:
-        content[offset] ^= 1
-    path.write_bytes(content)
-
-
 def damage(session: Path) -> None:
     """A tensor, two tensors, a header, an end, and a name that is not the part's."""
-    change(session / "0" / "iter_0000100_0_local_a1.part", 4096 + 4999)
-    change(session / "0" / "iter_0000100_2_local_a1.part", 4096, NBYTES - 1)
-    change(session / "1" / "iter_0000100_1_local_a1.part", 40)
+    flip_at(session / "0" / "iter_0000100_0_local_a1.part", 4096 + 4999)
+    flip_at(session / "0" / "iter_0000100_2_local_a1.part", 4096, NBYTES - 1)
+    flip_at(session / "1" / "iter_0000100_1_local_a1.part", 40)
     with (session / "1" / "iter_0000100_3_local_a1.part").open("r+b") as file:
         file.truncate(NBYTES - 1)
     shutil.copy(session / "0" / "iter_0000009_0_local_a1.part",
@@ -210,7 +204,7 @@ def test_inspect_says_what_headers_show(session: Path) -> None:
 
 
 def test_padding_is_not_damage(session: Path) -> None:
-    change(session / "0" / "iter_0000100_0_local_a1.part", 4095, 4096 + 5001)
+    flip_at(session / "0" / "iter_0000100_0_local_a1.part", 4095, 4096 + 5001)
 
     assert run("verify", session).exit_code == 0
 

@@ -6,18 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from typer.testing import CliRunner, Result
 
 from dist_ckpt_strategies.cli.app import app
 from tests.support.checkpoints import (
     RNG,
     WEIGHT,
-    copied,
     flip_bit,
     golden_archives,
     unpack,
-    write_checkpoint,
     write_foreign_checkpoint,
     write_metadata,
 )
@@ -25,18 +22,6 @@ from tests.support.checkpoints import (
 LAST_FILE = "expected the last file that a save writes"
 FITTING = "expected an archive that fits its own checksums"
 MISMATCH = "checksum mismatch in its record archive/data.pkl"
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole checkpoint, not to be changed."""
-    return write_checkpoint(tmp_path_factory.mktemp("whole") / "ckpt")
-
-
-@pytest.fixture
-def checkpoint(written: Path, tmp_path: Path) -> Path:
-    """A whole checkpoint, to be damaged."""
-    return copied(written, tmp_path / "ckpt")
 
 
 def verified(*args: str | Path) -> Result:

@@ -107,6 +107,14 @@ def flip_bit(path: Path, within: bytes) -> None:
     path.write_bytes(content)
 
 
+def flip_at(path: Path, *byte_offsets: int) -> None:
+    """Change the lowest bit of some bytes of a file."""
+    content = bytearray(path.read_bytes())
+    for offset in byte_offsets:
+        content[offset] ^= 1
+    path.write_bytes(content)
+
+
 def copied(source: Path, target: Path) -> Path:
     """A copy of a checkpoint that a test may damage."""
     shutil.copytree(source, target)

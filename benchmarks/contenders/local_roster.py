@@ -1,0 +1,16 @@
+"""Who takes part in the benchmark of local checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+FLOOR: Final = "floor"
+OURS: Final = "local manager"
+NVRX: Final = "nvrx"
+
+LOCAL_PACKAGES: Mapping[str, str | None] = MappingProxyType(
+    {FLOOR: None, OURS: None, NVRX: "nvidia_resiliency_ext"}
+)
+"""The package that each needs beside ours."""
