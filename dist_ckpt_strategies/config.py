@@ -265,6 +265,19 @@ def local_world_size(environ: Mapping[str, str] | None = None) -> int:
     return int(text)
 
 
+def local_rank(environ: Mapping[str, str] | None = None) -> int | None:
+    """This process's place among those of its node, as launchers say in ``LOCAL_RANK``.
+
+    None where nobody says.
+
+    Raises:
+        StrategyError: it is no number.
+    """
+    source = os.environ if environ is None else environ
+    text = source.get("LOCAL_RANK", "")
+    return _parsed("LOCAL_RANK", text, int) if text else None
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """How this process finds the coordinator of its job.
