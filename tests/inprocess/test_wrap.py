@@ -19,11 +19,13 @@ from dist_ckpt_strategies.errors import (
     RestartError,
     RestartLimitError,
 )
+from dist_ckpt_strategies.inprocess.block import parameter_of
 from dist_ckpt_strategies.inprocess.coordinator import Epoch, Fault, RankInfo
 from dist_ckpt_strategies.inprocess.health_check import HPState
+from dist_ckpt_strategies.inprocess.interruption import RankShouldRestart
 from dist_ckpt_strategies.inprocess.states import State
 from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
-from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper, parameter_for_call
+from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
 
 ALONE = RankInfo(0, 0, 1, 1)
 
@@ -77,15 +79,16 @@ def in_text(call: HPCallWrapper | None = None) -> Any:
 
 
 def test_the_parameter_is_found_by_its_annotation() -> None:
-    assert parameter_for_call(in_optional) == "call"
-    assert parameter_for_call(in_text) == "call"
-    assert parameter_for_call(lambda call: call) is None
+    assert parameter_of(HPCallWrapper, in_optional) == "call"
+    assert parameter_of(HPCallWrapper, in_text) == "call"
+    assert parameter_of(HPCallWrapper, lambda call: call) is None
+    assert parameter_of(HPCallWrapper, dict) is None
     in_union = inspect.Signature([inspect.Parameter("c", inspect.Parameter.KEYWORD_ONLY)])
     in_union = in_union.replace(
         parameters=[in_union.parameters["c"].replace(annotation=HPCallWrapper | None)]
     )
     in_text.__dict__["__signature__"] = in_union
-    assert parameter_for_call(in_text) == "c"
+    assert parameter_of(HPCallWrapper, in_text) == "c"
     del in_text.__dict__["__signature__"]
 
 
@@ -242,6 +245,21 @@ def test_nothing_of_a_call_is_left() -> None:
 
     assert set(threading.enumerate()) <= before
     assert gc.get_freeze_count() == 0
+
+
+def test_the_methods_can_be_called_one_by_one() -> None:
+    call = HPCallWrapper(wrapper())
+
+    call.initialize_barrier()
+    call.start_hp_fault_handling_thread()
+    with pytest.raises(RankShouldRestart) as raised:
+        call.launch(fails_once, call)
+    call.restart(raised.value)
+    call.initialize_barrier()
+    call.start_hp_fault_handling_thread()
+    assert call.launch(fails_once, call) == 2
+    assert call.last_fault.why == "ValueError: once"
+    call.shutdown()
 
 
 def test_methods_out_of_turn_say_so() -> None:
