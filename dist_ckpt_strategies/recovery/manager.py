@@ -19,7 +19,12 @@ from dist_ckpt_strategies.errors import (
     RestartError,
 )
 from dist_ckpt_strategies.plan.recover import RankFacts
-from dist_ckpt_strategies.recovery.kept_state import HostCopy, KeptState, held_state
+from dist_ckpt_strategies.recovery.kept_state import (
+    HostCopy,
+    KeptState,
+    damage_of,
+    held_state,
+)
 from dist_ckpt_strategies.recovery.provider import HasStateProvider, provider_of
 from dist_ckpt_strategies.recovery.step_keeper import StepKeeper
 from dist_ckpt_strategies.run.flat_parts import FlatPart, flat_parts
@@ -107,13 +112,16 @@ class CheckpointManager(StepKeeper):
         """Move the kept state to the host, if that is enabled and the state may be let go of.
 
         A rank whose step counts finishes it first. One that cannot know yet whether its step
-        counts keeps its live state: it needs its gradients.
+        counts keeps its live state: it needs its gradients. With checksums, a state that is not
+        what it was stays too: a copy would pass for whole.
         """
         kept = self._kept
         if not self.enable_offload or kept is None or isinstance(kept.provider, HostCopy):
             return
         if kept.phase is Phase.GRADS_FINAL:
             logger.info("step %d may count or not: its state stays where it is", kept.step)
+            return
+        if self.enable_checksum and damage_of(kept, self.checksum_manager):
             return
         if kept.phase is Phase.COMMITTED:
             self._finish_step()
@@ -122,6 +130,7 @@ class CheckpointManager(StepKeeper):
         is_whole = kept.phase is not Phase.UPDATING
         host = HostCopy(self._view(kept.provider), kept.step, holds_parts=is_whole)
         self._kept = KeptState(host, kept.step, kept.phase)
+        self._record_checksums()  # of the copy, which need not have all that the state has
 
     def checkpointless_recovery_feasible(
         self,
