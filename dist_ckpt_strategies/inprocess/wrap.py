@@ -29,7 +29,7 @@ from dist_ckpt_strategies.inprocess.coordinator import Coordinator, RankInfo
 from dist_ckpt_strategies.inprocess.finalize import Finalize
 from dist_ckpt_strategies.inprocess.health_check import HealthCheck, HPState
 from dist_ckpt_strategies.inprocess.interruption import Interrupter, RankShouldRestart
-from dist_ckpt_strategies.inprocess.memory_status import MemoryLog
+from dist_ckpt_strategies.inprocess.memory_status import MemoryLog, give_back_free_memory
 from dist_ckpt_strategies.inprocess.states import Event, State, next_state
 from dist_ckpt_strategies.inprocess.torch_modes import TorchModes
 
@@ -364,6 +364,7 @@ class HPCallWrapper:
         if self.wrapper.finalize is not None:
             self.wrapper.finalize(state)
         gc.collect()
+        give_back_free_memory()
         if self.wrapper.check_memory_status:
             self._memory.note(self.num_attempts)
 

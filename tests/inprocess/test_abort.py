@@ -30,7 +30,11 @@ from dist_ckpt_strategies.inprocess.health_check import (
     FaultCounter,
     HPState,
 )
-from dist_ckpt_strategies.inprocess.memory_status import MemoryLog, MemoryStatus
+from dist_ckpt_strategies.inprocess.memory_status import (
+    MemoryLog,
+    MemoryStatus,
+    give_back_free_memory,
+)
 
 STATE = HPState(rank=1, world_size=4, epoch=3, attempt=2)
 
@@ -244,3 +248,14 @@ def test_memory_that_grows_is_told_apart_from_memory_that_varies() -> None:
     assert not MemoryStatus((1 << 30) + (300 << 20), 1 << 30).has_outgrown(first)
     assert MemoryStatus(1 << 30, 2 << 30).has_outgrown(first)
     assert MemoryLog().note(1).resident > 1 << 20
+
+
+def test_memory_freed_between_what_lives_on_goes_back_to_the_system() -> None:
+    found = [torch.ones(24_000) for _ in range(1000)]  # 96 kB each: malloc's own, not of a mapping
+    kept = found[::50]
+    full = MemoryStatus.take().resident
+    found.clear()
+    give_back_free_memory()
+
+    assert full - MemoryStatus.take().resident > 60 << 20
+    assert len(kept) == 20

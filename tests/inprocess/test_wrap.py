@@ -23,6 +23,7 @@ from dist_ckpt_strategies.inprocess.block import parameter_of
 from dist_ckpt_strategies.inprocess.coordinator import Epoch, Fault, RankInfo
 from dist_ckpt_strategies.inprocess.health_check import HPState
 from dist_ckpt_strategies.inprocess.interruption import RankShouldRestart
+from dist_ckpt_strategies.inprocess.memory_status import MemoryStatus
 from dist_ckpt_strategies.inprocess.states import State
 from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
@@ -234,6 +235,23 @@ def test_a_block_outside_the_main_thread_is_run_again_too() -> None:
     thread.join(10)
 
     assert found == [2]
+
+
+def test_memory_that_an_attempt_has_freed_is_given_back() -> None:
+    resident: list[int] = []
+    kept: list[torch.Tensor] = []
+
+    def block(call: HPCallWrapper) -> None:
+        resident.append(MemoryStatus.take().resident)
+        found = [torch.ones(24_000) for _ in range(1000)]
+        kept.extend(found[::50])
+        if call.num_attempts < 3:
+            raise ValueError("again")
+
+    wrapper()(block)()
+
+    assert resident[2] - resident[0] < 30 << 20
+    assert MemoryStatus.take().resident - resident[2] > 60 << 20
 
 
 def test_nothing_of_a_call_is_left() -> None:
