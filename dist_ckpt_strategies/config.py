@@ -265,6 +265,19 @@ def local_world_size(environ: Mapping[str, str] | None = None) -> int:
     return int(text)
 
 
+def local_rank(environ: Mapping[str, str] | None = None) -> int | None:
+    """This process's place among those of its node, as launchers say in ``LOCAL_RANK``.
+
+    None where nobody says.
+
+    Raises:
+        StrategyError: it is no number.
+    """
+    source = os.environ if environ is None else environ
+    text = source.get("LOCAL_RANK", "")
+    return _parsed("LOCAL_RANK", text, int) if text else None
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """How this process finds the coordinator of its job.
@@ -290,6 +303,8 @@ class Launch:
 COORDINATOR, WORKER = _PREFIX + "COORDINATOR", _PREFIX + "WORKER"
 HEARTBEAT_PIPE, HEARTBEAT_S = _PREFIX + "HEARTBEAT_PIPE", _PREFIX + "HEARTBEAT_S"
 _TORCHRUN = _PREFIX + "TORCHRUN"
+_MEETING = _PREFIX + "MEETING"
+_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
 def launch_from_environment(environ: MutableMapping[str, str] | None = None) -> Launch:
@@ -301,7 +316,7 @@ def launch_from_environment(environ: MutableMapping[str, str] | None = None) -> 
     source = os.environ if environ is None else environ
     if source.get(COORDINATOR):
         return _supervised(source)
-    if source.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if source.get(_AGENT_STORE) == "True":
         return _under_torchrun(source)
     if source.get("WORLD_SIZE", "1") in {"", "1"}:
         return Launch()
@@ -309,6 +324,27 @@ def launch_from_environment(environ: MutableMapping[str, str] | None = None) -> 
         f"WORLD_SIZE is {source['WORLD_SIZE']}, but nothing here coordinates restarts: start the "
         "script with dist-ckpt run or torchrun, or give HPWrapper an hp_api_factory"
     )
+
+
+def claim_meeting_place(
+    environ: MutableMapping[str, str] | None = None,
+) -> tuple[str, int] | None:
+    """Host and port of a store for process groups that nobody else hosts; None where there is none.
+
+    From then on ``init_process_group`` looks for one that is there, and rank 0 hosts none itself.
+
+    Raises:
+        StrategyError: MASTER_PORT is no number.
+    """
+    source = os.environ if environ is None else environ
+    if (
+        source.get("MASTER_ADDR")
+        and source.get("MASTER_PORT")
+        and source.get(_AGENT_STORE) != "True"
+    ):
+        source[_MEETING] = f"{source['MASTER_ADDR']}:{source['MASTER_PORT']}"
+        source[_AGENT_STORE] = "True"
+    return _parsed(_MEETING, source[_MEETING], _address) if _MEETING in source else None
 
 
 def update_environment(changes: Mapping[str, str]) -> None:

@@ -25,7 +25,7 @@ from dist_ckpt_strategies.inprocess import HPWrapper
 from dist_ckpt_strategies.inprocess.supervisor import Job
 from dist_ckpt_strategies.recovery import CheckpointManager
 from dist_ckpt_strategies.recovery.megatron_provider import MegatronStateProvider
-from tests.recovery.test_megatron_provider import host_streams
+from tests.support.host_streams import host_streams
 from tests.support.ranks import run_processes
 
 ROOT = Path(__file__).parents[1]

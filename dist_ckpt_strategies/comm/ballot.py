@@ -79,8 +79,9 @@ class Ballot:
     def is_unanimous(self, number: int) -> bool:
         """Whether all ranks vote on the same number; four bytes. Collective over those that vote.
 
-        All get the same answer: what is added up tells each whether any differs, not only those
-        below the highest.
+        What is added up tells each whether any differs, not only those below the highest. Where
+        they differ, a rank whose value happens to be the mean of all takes them for equal: that
+        is one chance in about 2**31 divided by the number of ranks.
         """
         if not is_distributed():
             return True

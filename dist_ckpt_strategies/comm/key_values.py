@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError, DistStoreError
 
-from dist_ckpt_strategies.errors import PeerLostError
+from dist_ckpt_strategies.errors import PeerError, PeerLostError
 
 T = TypeVar("T")
 
@@ -159,15 +159,25 @@ class TcpKeyValues:
 
 
 class TcpHost:
-    """A TCPStore in this process, on a port of its own; it ends with this object.
+    """A TCPStore in this process; it ends with this object, and all others of that port.
 
     Args:
         host: the address that others reach it at.
+        port: of it; 0: one that is free.
+
+    Raises:
+        PeerError: somebody else has that port.
     """
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self.host = host
-        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        try:
+            self._store = TCPStore(
+                host, port, is_master=True, wait_for_workers=False, multi_tenant=port != 0
+            )
+        except DistError as error:
+            reason = str(error).partition("\n")[0]
+            raise PeerError(None, f"no store at {host}:{port}: {reason}") from error
         self.port = int(self._store.port)
 
 

@@ -66,6 +66,10 @@ class Communication:
         self._census = SocketCensus.take()
         control.renew()
 
+    def begin(self) -> None:
+        """Leave alone what is open by now, too: nothing of the attempt has been opened yet."""
+        self._census = SocketCensus.take()
+
     @property
     def is_ended(self) -> bool:
         """Whether ``end`` has been called, and has come to its end."""

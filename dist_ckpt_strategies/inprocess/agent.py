@@ -8,8 +8,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from dist_ckpt_strategies.comm.key_values import TcpHost
+from dist_ckpt_strategies.comm.sockets import SocketCensus
+from dist_ckpt_strategies.config import claim_meeting_place, update_environment
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, PeerTimeoutError
 from dist_ckpt_strategies.inprocess.coordinator import Epoch, Fault, FaultMode, RankInfo
+from dist_ckpt_strategies.inprocess.places import environment_of
 
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -47,20 +51,24 @@ class AgentClient(Protocol):
 
 
 class AgentCoordinator:
-    """A Coordinator over the client of an agent.
+    """A Coordinator over the client of an agent; sets the variables that the agent gives.
 
     Args:
         client: see AgentClient.
+        begins: whether ``init`` is called: it is the first coordinator over this client.
     """
 
-    def __init__(self, client: AgentClient) -> None:
+    def __init__(self, client: AgentClient, *, begins: bool = True) -> None:
         self._client = client
         self._lock = threading.Lock()
         self._place: RankInfo | None = None
         self._joined_ahead: int | None = None
         self._is_closed = False
-        with _translated("init"):
-            client.init()
+        self._hosted: TcpHost | None = None
+        self._before: dict[object, SocketCensus] = {}
+        if begins:
+            with _translated("init"):
+                client.init()
 
     def wait_rank(self, timeout_s: float | None = None) -> RankInfo:
         """See Coordinator."""
@@ -69,16 +77,18 @@ class AgentCoordinator:
             if self._place is None:
                 with _translated("wait_rank_info"):
                     self._place = _place_of(self._client.wait_rank_info(timeout_s))
+                update_environment(environment_of(self._place))
             return self._place
 
     def barrier(self, timeout_s: float) -> Epoch:
         """See Coordinator."""
         self._require_open()
         deadline = time.monotonic() + timeout_s
+        self._host_meeting(self.wait_rank(timeout_s))
         while True:
             epoch = self._next_epoch(max(0.0, deadline - time.monotonic()))
-            if self._fault(epoch, 0.0) is None:
-                with _translated("past_barrier"):
+            if self._fault_by_now(epoch) is None:
+                with self._alone("past_barrier"):
                     self._client.past_barrier(epoch)
                 return Epoch(epoch)
 
@@ -90,7 +100,7 @@ class AgentCoordinator:
     def report(self, global_rank: int, epoch: int, mode: FaultMode, why: str) -> None:
         """See Coordinator."""
         self._require_open()
-        with _translated("report_fault"):
+        with self._alone("report_fault"):
             self._client.report_fault(global_rank, epoch, mode.value, why)
 
     def finish(self, epoch: int, timeout_s: float) -> bool:
@@ -102,25 +112,64 @@ class AgentCoordinator:
         """
         self._require_open()
         ahead = self._next_epoch(timeout_s)
-        if self._fault(epoch, 0.0) is None:
+        if self._fault_by_now(epoch) is None:
             return True
         self._joined_ahead = ahead
         return False
+
+    def socket_inodes(self) -> frozenset[int]:
+        """Connections that a fault must leave alone: made since a call began that is under way.
+
+        Nothing of the block runs meanwhile; ``wait_fault``, beside it, is not meant.
+        """
+        before = list(self._before.values())
+        if not before:
+            return frozenset()
+        now = SocketCensus.take().inodes
+        return frozenset().union(*(now - census.inodes for census in before))
+
+    @contextmanager
+    def _alone(self, call: str) -> Iterator[None]:
+        """A call that is made while the block does not run."""
+        token = object()
+        self._before[token] = SocketCensus.take()
+        try:
+            with _translated(call):
+                yield
+        finally:
+            del self._before[token]
 
     def close(self) -> None:
         """See Coordinator. The client belongs to whoever made it."""
         self._is_closed = True
 
+    def _host_meeting(self, place: RankInfo) -> None:
+        """Rank 0 hosts the store of the process groups, unless the agent does.
+
+        Not in the block, as ``init_process_group`` would have it: where rank 0 fails before the
+        store is there, the others try to connect for half a minute, and nothing interrupts that.
+        """
+        address = claim_meeting_place()
+        if address is not None and place.global_rank == 0 and self._hosted is None:
+            self._hosted = TcpHost(*address)
+
     def _next_epoch(self, timeout_s: float) -> int:
         ahead, self._joined_ahead = self._joined_ahead, None
         if ahead is not None:
             return ahead
-        with _translated("barrier"):
+        with self._alone("barrier"):
             return int(self._client.barrier(timeout_s))
 
+    def _fault_by_now(self, epoch: int) -> Fault | None:
+        with self._alone("wait_fault"):
+            return self._fault(epoch, 0.0)
+
     def _fault(self, epoch: int, timeout_s: float) -> Fault | None:
-        with _translated("wait_fault"):
-            found = self._client.wait_fault(epoch, timeout_s)
+        try:
+            with _translated("wait_fault"):
+                found = self._client.wait_fault(epoch, timeout_s)
+        except PeerTimeoutError:
+            return None
         return None if found is None else _fault_of(found, epoch)
 
     def _require_open(self) -> None:

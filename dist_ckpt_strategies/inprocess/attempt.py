@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from dist_ckpt_strategies.comm.teardown import Communication
-from dist_ckpt_strategies.errors import PeerError
+from dist_ckpt_strategies.errors import PeerError, PeerLostError
 from dist_ckpt_strategies.inprocess.coordinator import Coordinator, Fault, FaultMode
 from dist_ckpt_strategies.inprocess.health_check import HPState
 from dist_ckpt_strategies.inprocess.interruption import Interrupter
@@ -69,6 +69,7 @@ class Attempt:
         self._heard = threading.Event()
         self._stopped = threading.Event()
         self._aborted = threading.Event()
+        self._ready = threading.Event()
         self._progress_at = time.monotonic()
         self._thread = threading.Thread(
             target=self._watch, name=f"dist_ckpt-faults-{state.epoch}", daemon=True
@@ -86,9 +87,10 @@ class Attempt:
 
     def start(self) -> None:
         """Watch for faults from now on."""
-        self._progress_at = time.monotonic()
         self._interrupter.prepare()
         self._thread.start()
+        self._ready.wait()
+        self._progress_at = time.monotonic()
 
     def ping(self) -> None:
         """The block makes progress."""
@@ -97,7 +99,13 @@ class Attempt:
     def report(self, error: BaseException) -> None:
         """Say that the block of this rank has raised, unless a fault is known already."""
         why = f"{type(error).__name__}: {error}"
-        self._coordinator.report(self._state.rank, self.epoch, FaultMode.EXCEPTION, why)
+        try:
+            self._coordinator.report(self._state.rank, self.epoch, FaultMode.EXCEPTION, why)
+        except PeerLostError:
+            # An agent's client that connects for each call: cut, with all that the block opened,
+            # for a fault that has been heard by now.
+            if not self.hears_within(_POLL_S):
+                raise
 
     def hears_within(self, timeout_s: float) -> bool:
         """Whether a fault is known by then."""
@@ -118,11 +126,11 @@ class Attempt:
 
     def _watch(self) -> None:
         try:
-            fault = self._awaited_fault()
+            fault = self._first_look() or self._awaited_fault()
         except PeerError as error:
-            self.lost = error
-            why = f"the coordinator does not answer: {error}"
-            fault = Fault(None, self.epoch, FaultMode.DEATH, why)
+            fault = self._lose(error)
+        except Exception as error:  # noqa: BLE001 - whatever a client raises: nobody would watch
+            fault = self._lose(PeerLostError(None, f"{type(error).__name__}: {error}"))
         if fault is None or self._over.is_set():
             return
         self.fault = fault
@@ -130,6 +138,19 @@ class Attempt:
         logger.warning("%s", fault)
         self._stop(fault)
         self._stopped.set()
+
+    def _lose(self, error: PeerError) -> Fault:
+        self.lost = error
+        why = f"the coordinator does not answer: {error}"
+        return Fault(None, self.epoch, FaultMode.DEATH, why)
+
+    def _first_look(self) -> Fault | None:
+        """Ask once before the block begins: what connects for that is not the block's."""
+        try:
+            return self._coordinator.wait_fault(self.epoch, 0.0)
+        finally:
+            self._communication.begin()
+            self._ready.set()
 
     def _awaited_fault(self) -> Fault | None:
         limit_s = self._options.progress_timeout_s

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dist_ckpt_strategies.comm.teardown import Communication
+from dist_ckpt_strategies.config import local_rank
 from dist_ckpt_strategies.errors import HealthCheckError
 from dist_ckpt_strategies.inprocess.coordinator import Fault
 
@@ -56,6 +57,8 @@ class HealthCheck(ABC):
 class CudaHealthCheck(HealthCheck):
     """The GPU answers. Where CUDA has not been used, it passes without touching it.
 
+    It is the GPU that LOCAL_RANK names, else the one that this thread uses.
+
     Args:
         timeout: longest time for the GPU to answer.
     """
@@ -79,7 +82,7 @@ class CudaHealthCheck(HealthCheck):
         return state, train_ex
 
     def _require_answer(self, torch: Any) -> None:
-        device = torch.cuda.current_device()
+        device = _device_of(torch.cuda)
         errors: list[Exception] = []
 
         def synchronize() -> None:
@@ -96,6 +99,14 @@ class CudaHealthCheck(HealthCheck):
             raise TimeoutError(f"CUDA device {device} did not answer within {limit_s:g} s")
         for error in errors:
             raise HealthCheckError(f"CUDA device {device}: {error}") from error
+
+
+def _device_of(cuda: Any) -> int:
+    found = local_rank()
+    # Where each process of a node is shown one device only, that is number 0 for all of them.
+    if found is None or found >= cuda.device_count():
+        found = cuda.current_device()
+    return int(found)
 
 
 class FaultCounter(HealthCheck):

@@ -63,6 +63,7 @@ class Interrupter:
         self._guard: FrameType | None = None
         self._thread_id = 0
         self._is_main = False
+        self._is_installed = False
         self._fault: Fault | None = None
         self._requested_at = 0.0
         self._num_raised = 0
@@ -73,7 +74,22 @@ class Interrupter:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """While this is open, the signal is ours. For the thread that calls ``guarded``."""
+        """While this is open, the signal is ours. For the thread that calls ``guarded``.
+
+        Within another one it does nothing.
+        """
+        if self._is_installed:
+            yield
+            return
+        self._is_installed = True
+        try:
+            with self._heard():
+                yield
+        finally:
+            self._is_installed = False
+
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
         self._thread_id = threading.get_ident()
         self._is_main = threading.current_thread() is threading.main_thread()
         if not self._is_main:

@@ -85,7 +85,8 @@ class Supervisor:
         self._selector = selectors.DefaultSelector()
         self._workers: dict[str, WorkerProcess] = {}
         self._ranks: dict[str, int] = {}
-        self._finished: set[int] = set()
+        self._finished: dict[int, int] = {}  # the last epoch that each had joined, or 0
+        self._looked_at = 0.0
         self._failures: Counter[int] = Counter()
         self._num_failures = 0
         self._num_started = 0
@@ -127,6 +128,9 @@ class Supervisor:
                 worker.excuse()
             if worker.seconds_left() <= 0:
                 worker.kill_as_hung()
+        if self._finished and time.monotonic() - self._looked_at > _PATIENCE_S:
+            self._looked_at = time.monotonic()
+            self._require_able_to_meet()
 
     def _deal_with_events(self, patience_s: float) -> None:
         for key, _ in self._selector.select(patience_s):
@@ -177,10 +181,29 @@ class Supervisor:
             why = f"no sign of life for {self._job.heartbeat_timeout_s:g} s"
         if rank is None:
             self._lose_spare(code, why)
-        elif code == 0:
-            self._finished.add(rank)
-        else:
+        elif code != 0:
             self._replace(worker, rank, why)
+        elif self._is_within_block(worker):
+            self._replace(worker, rank, f"{why} in the middle of the wrapped block")
+        else:
+            self._finished[rank] = self._book.joined(worker.name) or 0
+
+    def _is_within_block(self, worker: WorkerProcess) -> bool:
+        """Whether others wait for what a worker has joined: who leaves that is lost to them."""
+        epoch = self._book.joined(worker.name)
+        return epoch is not None and self._book.finish(epoch) is not FinishState.DONE
+
+    def _require_able_to_meet(self) -> None:
+        """Raise where a rank waits for one that is done, and comes to no barrier any more."""
+        gone, last = min(self._finished.items(), key=lambda found: found[1])
+        for worker in self._workers.values():
+            rank = self._ranks.get(worker.name)
+            epoch = None if rank is None else self._book.joined(worker.name)
+            if epoch is not None and epoch > last:
+                raise RestartError(
+                    f"rank {rank} waits for all ranks to run a wrapped block, and rank {gone} has "
+                    "ended with exit code 0 without it; every rank has to call it"
+                )
 
     def _lose_spare(self, code: int, why: str) -> None:
         if code == 0:
@@ -205,7 +228,7 @@ class Supervisor:
             self._start(None)
 
     def _require_replaceable(self, rank: int, epoch: int, why: str) -> None:
-        if self._finished or self._book.finish(epoch) is FinishState.DONE:
+        if self._book.finish(epoch) is FinishState.DONE:
             raise RestartError(
                 f"rank {rank} died after the wrapped block had ended on all ranks: {why}; a new "
                 "process could not catch up with the others"

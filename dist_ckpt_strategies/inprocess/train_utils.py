@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from importlib import import_module
 from typing import cast
 
@@ -18,11 +19,15 @@ __all__ = ["HPAgentK8sAPIFactory", "wait_rank"]
 _CALLS = ("init", "wait_rank_info", "barrier", "past_barrier", "report_fault", "wait_fault")
 
 
-def wait_rank() -> None:
+def wait_rank(*, hp_api_factory: Callable[[], Coordinator] | None = None) -> None:
     """Set RANK, WORLD_SIZE and the other variables of this process's place; a spare waits for it.
 
     Call it after the imports and before anything distributed. In processes that the script starts
     with multiprocessing it does nothing.
+
+    Args:
+        hp_api_factory: that HPWrapper is given too, where an agent says the place; None: the
+            launcher does.
 
     Raises:
         StrategyError: nothing here coordinates the job; see coordinator_from_environment.
@@ -30,7 +35,7 @@ def wait_rank() -> None:
     """
     if multiprocessing.current_process().name != "MainProcess":
         return
-    coordinator = coordinator_from_environment()
+    coordinator = (hp_api_factory or coordinator_from_environment)()
     try:
         update_environment(environment_of(coordinator.wait_rank()))
     finally:
@@ -47,6 +52,7 @@ class HPAgentK8sAPIFactory:
 
     def __init__(self, client: AgentClient | None = None) -> None:
         self._client = client
+        self._has_begun = False
 
     def __call__(self) -> Coordinator:
         """A coordinator over the client.
@@ -63,7 +69,9 @@ class HPAgentK8sAPIFactory:
                 f"{type(client).__name__}: expected the calls of docs/recovery_agent.md, it lacks "
                 f"{', '.join(missing)}; give HPAgentK8sAPIFactory a client that translates"
             )
-        return AgentCoordinator(client)
+        found = AgentCoordinator(client, begins=not self._has_begun)
+        self._client, self._has_begun = client, True
+        return found
 
     @staticmethod
     def _installed() -> AgentClient:

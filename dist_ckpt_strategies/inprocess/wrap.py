@@ -5,10 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
-import inspect
 import logging
-import re
-import traceback
 import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,15 +20,16 @@ from dist_ckpt_strategies.errors import (
     MissingDependencyError,
     PeerError,
     RestartError,
-    RestartLimitError,
 )
 from dist_ckpt_strategies.inprocess.abort import Abort, Compose, HPAbortTorchDistributed
 from dist_ckpt_strategies.inprocess.attempt import Attempt, AttemptOptions
-from dist_ckpt_strategies.inprocess.coordinator import Coordinator, Fault, FaultMode, RankInfo
+from dist_ckpt_strategies.inprocess.attempt_limits import AttemptLimits
+from dist_ckpt_strategies.inprocess.block import forget_frames, parameter_of, without_argument
+from dist_ckpt_strategies.inprocess.coordinator import Coordinator, RankInfo
 from dist_ckpt_strategies.inprocess.finalize import Finalize
 from dist_ckpt_strategies.inprocess.health_check import HealthCheck, HPState
 from dist_ckpt_strategies.inprocess.interruption import Interrupter, RankShouldRestart
-from dist_ckpt_strategies.inprocess.memory_status import MemoryLog
+from dist_ckpt_strategies.inprocess.memory_status import MemoryLog, give_back_free_memory
 from dist_ckpt_strategies.inprocess.states import Event, State, next_state
 from dist_ckpt_strategies.inprocess.torch_modes import TorchModes
 
@@ -191,11 +189,11 @@ class HPCallWrapper:
         self._closes = False
         self._place: RankInfo | None = None
         self._epoch = 0
-        self._num_idle = 0
         self._first_step: int | None = None
         self._attempt: Attempt | None = None
         lock = getattr(wrapper.checkpoint_manager, "parameter_update_lock", None)
         self._interrupter = Interrupter(lock)
+        self._limits = AttemptLimits(wrapper.max_attempts, wrapper.max_idle_attempts)
         self._memory = MemoryLog()
         self._modes: TorchModes | None = None
 
@@ -209,7 +207,6 @@ class HPCallWrapper:
             PeerLostError: the coordinator does not answer.
         """
         self._open()
-        self._modes = TorchModes.take()
         kw = self._with_self(fn, a, kw)
         try:
             with self._interrupter.installed(), rendezvous_by_attempt(lambda: self._epoch):
@@ -232,6 +229,7 @@ class HPCallWrapper:
         self.step_upon_restart = 0
         self._first_step = self._step()
         update_environment({"TORCHELASTIC_RESTART_COUNT": str(epoch.number)})
+        self._move(Event.JOINED)
         _call_hook(self.wrapper.checkpoint_manager, "on_attempt", epoch)
 
     def start_hp_fault_handling_thread(self) -> None:
@@ -258,7 +256,8 @@ class HPCallWrapper:
             RankShouldRestart: it raised, or a fault has interrupted it.
         """
         try:
-            return self._interrupter.guarded(lambda: fn(*a, **kw))
+            with self._interrupter.installed():
+                return self._interrupter.guarded(lambda: fn(*a, **kw))
         except RankShouldRestart as interruption:
             if self._running().fault is None:  # raised by the block itself
                 self.handle_fn_exception(interruption)
@@ -318,6 +317,7 @@ class HPCallWrapper:
     def _open(self) -> None:
         self._coordinator, self._closes = self.wrapper.open_coordinator()
         self._place = self._coordinator.wait_rank()
+        self._modes = TorchModes.take()
         register_interruptible_gloo()
         # What is there by now stays; going through it costs up to 0.6 s at each restart.
         gc.collect()
@@ -328,7 +328,6 @@ class HPCallWrapper:
     ) -> _Outcome | None:
         """What the block came to; None where a fault has ended the attempt, and all is ready."""
         self.initialize_barrier()
-        self._move(Event.JOINED)
         self.start_hp_fault_handling_thread()
         try:
             return self._finished(self._outcome(fn, a, kw))
@@ -365,34 +364,15 @@ class HPCallWrapper:
         if self.wrapper.finalize is not None:
             self.wrapper.finalize(state)
         gc.collect()
+        give_back_free_memory()
         if self.wrapper.check_memory_status:
             self._memory.note(self.num_attempts)
 
     def _require_fit(self, state: HPState, train_ex: BaseException | None) -> None:
-        limit = self.wrapper.max_attempts
-        if limit is not None and self.num_attempts >= limit:
-            raise RestartLimitError(
-                f"{self.num_attempts} attempts, {limit} allowed; the last: {state.fault}"
-            ) from train_ex
-        self._count_idle(state.fault)
-        limit = self.wrapper.max_idle_attempts
-        if limit is not None and self._num_idle >= limit:
-            raise RestartLimitError(
-                f"{self._num_idle} attempts in a row ended in an exception of this rank before a "
-                f"step was done; the last: {state.fault}"
-            ) from train_ex
+        did_step = self.step_upon_restart > 0 or self._step() != self._first_step
+        self._limits.require_another(state, did_step=did_step, train_ex=train_ex)
         if self.wrapper.health_check is not None:
             self.wrapper.health_check(state, train_ex)
-
-    def _count_idle(self, fault: Fault | None) -> None:
-        """How often in a row this rank itself has failed without having done a step."""
-        place = self._place
-        assert place is not None  # noqa: S101 - known since the call was opened
-        is_own = fault is not None and fault.global_rank == place.global_rank
-        if self.step_upon_restart > 0 or self._step() != self._first_step:
-            self._num_idle = 0
-        elif is_own and fault is not None and fault.mode is FaultMode.EXCEPTION:
-            self._num_idle += 1
 
     def _step(self) -> int | None:
         """The step that the checkpoint manager keeps, if it says."""
@@ -402,8 +382,8 @@ class HPCallWrapper:
     def _with_self(
         self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]
     ) -> dict[str, Any]:
-        name = parameter_for_call(fn)
-        if name is None or name in inspect.signature(fn).bind_partial(*a, **kw).arguments:
+        name = parameter_of(HPCallWrapper, fn)
+        if name is None or not without_argument(name, fn, a, kw):
             return kw
         return {**kw, name: self}
 
@@ -433,38 +413,6 @@ class _Outcome:
         if self.leaving is not None:
             raise self.leaving
         return self.value
-
-
-def parameter_for_call(fn: Callable[..., Any]) -> str | None:
-    """The name of the parameter annotated with HPCallWrapper, alone or among others."""
-    for name, parameter in inspect.signature(fn).parameters.items():
-        if _names_call_wrapper(parameter.annotation):
-            return name
-    return None
-
-
-def _names_call_wrapper(annotation: Any) -> bool:
-    if isinstance(annotation, typing.ForwardRef):
-        annotation = annotation.__forward_arg__
-    if isinstance(annotation, str):
-        return re.search(rf"\b{HPCallWrapper.__name__}\b", annotation) is not None
-    if annotation is HPCallWrapper:
-        return True
-    return any(map(_names_call_wrapper, typing.get_args(annotation)))
-
-
-def forget_frames(error: BaseException) -> None:
-    """Let go of all that the frames hold which ``error`` and what led to it came through."""
-    waiting: list[BaseException] = [error]
-    seen: set[int] = set()
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        traceback.clear_frames(one.__traceback__)
-        one.__traceback__ = None
-        waiting.extend(e for e in (one.__cause__, one.__context__) if e is not None)
 
 
 def _call_hook(manager: Any, name: str, argument: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dist_ckpt_strategies.errors import PlanError, StrategyError
-from dist_ckpt_strategies.integrations.plain_values import from_plain, to_plain
+from dist_ckpt_strategies.recovery.plain_values import from_plain, to_plain
 from dist_ckpt_strategies.recovery.torch_provider import TorchStateProvider
 
 logger = logging.getLogger(__name__)

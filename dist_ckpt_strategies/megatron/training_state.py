@@ -24,7 +24,9 @@ def model_place() -> str:
     tensor = parallel_state.get_tensor_model_parallel_rank()
     pipeline = parallel_state.get_pipeline_model_parallel_rank()
     expert = parallel_state.get_expert_model_parallel_rank()
-    return f"tp{tensor}.pp{pipeline}.ep{expert}"
+    # Experts may be cut by another number of ranks than everything else.
+    of_expert = parallel_state.get_expert_tensor_parallel_rank()
+    return f"tp{tensor}.pp{pipeline}.ep{expert}.etp{of_expert}"
 
 
 def shard_number() -> int:

@@ -56,7 +56,7 @@ def held_state(
     """
     if kept is None:
         return None, "has no state"
-    damage = _damage(kept, recorded)
+    damage = damage_of(kept, recorded)
     if damage:
         logger.error("the state in memory is not used: %s", "; ".join(damage))
         return HeldState(kept.step, kept.phase, ()), damage[0]
@@ -65,7 +65,7 @@ def held_state(
     return HeldState(kept.step, kept.phase, found), ""
 
 
-def _damage(kept: KeptState, recorded: MemoryChecksumManager | None) -> list[str]:
+def damage_of(kept: KeptState, recorded: MemoryChecksumManager | None) -> list[str]:
     """How the state differs from its digests; from the update on they are of what it was before."""
     if recorded is None or kept.phase >= Phase.UPDATING or recorded.step != kept.step:
         return []

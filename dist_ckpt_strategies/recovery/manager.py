@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import gc
 import logging
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.ballot import Ballot
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.torch_group import ProcessGroup, global_rank, open_communicator
+from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
 from dist_ckpt_strategies.device import uses_cuda
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -23,18 +19,14 @@ from dist_ckpt_strategies.errors import (
     RestartError,
 )
 from dist_ckpt_strategies.plan.recover import RankFacts
-from dist_ckpt_strategies.recovery.checksums import MemoryChecksumManager
-from dist_ckpt_strategies.recovery.kept_state import HostCopy, KeptState, held_state
-from dist_ckpt_strategies.recovery.provider import HasStateProvider, provider_of
-from dist_ckpt_strategies.recovery.random_states import (
-    RandomLog,
-    RandomState,
-    capture_random_states,
-    decode_random_states,
-    encode_random_states,
-    restore_random_states,
+from dist_ckpt_strategies.recovery.kept_state import (
+    HostCopy,
+    KeptState,
+    damage_of,
+    held_state,
 )
-from dist_ckpt_strategies.recovery.update_lock import ParameterUpdateLock
+from dist_ckpt_strategies.recovery.provider import HasStateProvider, provider_of
+from dist_ckpt_strategies.recovery.step_keeper import StepKeeper
 from dist_ckpt_strategies.run.flat_parts import FlatPart, flat_parts
 from dist_ckpt_strategies.run.recover import (
     Recovered,
@@ -52,7 +44,7 @@ from dist_ckpt_strategies.spec.phase import Phase
 logger = logging.getLogger(__name__)
 
 
-class CheckpointManager:
+class CheckpointManager(StepKeeper):
     """Keeps a rank's state through faults, and brings all ranks back to one step.
 
     It is made outside the block that is run again. In the block::
@@ -92,133 +84,10 @@ class CheckpointManager:
         *,
         timeout_s: float = 60.0,
     ) -> None:
-        self.enable_checksum = enable_checksum
+        super().__init__(enable_checksum=enable_checksum, timeout_s=timeout_s)
         self.enable_offload = enable_offload
-        self.checksum_manager = MemoryChecksumManager()
-        self.parameter_update_lock = ParameterUpdateLock()
         self.last_report: RecoveryReport | None = None
         self.last_failure: CheckpointError | None = None
-        self._timeout_s = timeout_s
-        self._kept: KeptState | None = None
-        self._random = RandomLog()
-        self._ballot: Ballot | None = None
-        self._restores = False
-
-    @property
-    def global_step(self) -> int | None:
-        """The step that the kept state is in; None where none is kept."""
-        return None if self._kept is None else self._kept.step
-
-    @property
-    def phase(self) -> Phase | None:
-        """How far the kept state is within its step; None where none is kept."""
-        return None if self._kept is None else self._kept.phase
-
-    @property
-    def rng_states(self) -> list[RandomState] | None:
-        """This rank's random states at the beginning of its step; None if they are not known."""
-        content = self._random.get(global_rank(), self.global_step or 0)
-        return None if content is None else list(decode_random_states(content))
-
-    def track(
-        self,
-        provider: StateProvider | HasStateProvider,
-        *,
-        group: ProcessGroup | None = None,
-        replica_group: ProcessGroup | None = None,
-    ) -> None:
-        """Keep this state from now on, by reference; the first thing after it is loaded.
-
-        Args:
-            provider: it is at the beginning of its step.
-            group: ranks that vote; None for the world.
-            replica_group: ranks that mirror their random states to each other: those that hold
-                the same parts. None for ``group``.
-        """
-        found = provider_of(provider)
-        self._kept = KeptState(found, found.step, Phase.RUNNING)
-        self._ballot = Ballot(group, replica_group, timeout_s=self._timeout_s)
-
-    def begin_step(self) -> None:
-        """Note that a step begins. In the first of an attempt, collective over the replicas.
-
-        Raises:
-            RestartError: nothing is tracked, or the step before has not ended.
-        """
-        kept, ballot = self._tracked({Phase.RUNNING})
-        if ballot.is_new:
-            self._begin_attempt(kept, ballot)
-        elif kept.step != kept.provider.step:
-            raise RestartError(f"step {kept.provider.step} begins, expected {kept.step}")
-
-    def vote(self) -> None:
-        """Meet all ranks after the last change of a gradient; afterwards the step counts.
-
-        Collective: four bytes among those that vote, the random states among the replicas. What
-        needs other ranks for the update, such as the norm of the gradients, comes before.
-
-        Raises:
-            RestartError: some rank votes on another step; on all ranks alike.
-        """
-        kept, ballot = self._tracked({Phase.RUNNING})
-        after = kept.step + 1
-        content = encode_random_states(capture_random_states())
-        self._random.note(global_rank(), after, content)
-        self._kept = KeptState(kept.provider, kept.step, Phase.GRADS_FINAL)
-        self._mirror(ballot, after, content)
-        # Whoever comes out of this knows that all have been in it, and so have mirrored theirs.
-        if not ballot.is_unanimous(kept.step):
-            raise RestartError(
-                f"vote on step {kept.step}: some rank votes on another one; all have to load the "
-                "same checkpoint, and to begin with the same step"
-            )
-        self._kept = KeptState(kept.provider, kept.step, Phase.COMMITTED)
-
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Hold the lock while the block changes this rank's shard and objects.
-
-        Left by an exception, the state counts as torn.
-        """
-        self.begin_update()
-        try:
-            yield
-        except BaseException:
-            self.abandon_update()
-            raise
-        self.end_update()
-
-    def begin_update(self) -> None:
-        """Take the lock: this rank's shard and objects change from here on.
-
-        Where a block has no place for ``updating()``; ``end_update`` or ``abandon_update`` follows.
-        """
-        kept, _ = self._tracked({Phase.COMMITTED})
-        self.parameter_update_lock.acquire()
-        self._kept = KeptState(kept.provider, kept.step, Phase.UPDATING)
-
-    def end_update(self) -> None:
-        """Give the lock back: this rank's shard and objects are those of the next step."""
-        kept, _ = self._tracked({Phase.UPDATING})
-        self._kept = KeptState(kept.provider, kept.step, Phase.UPDATED)
-        self.parameter_update_lock.release()
-
-    def abandon_update(self) -> None:
-        """Give the lock back if this thread holds it; a state in the middle of it is torn."""
-        if self.parameter_update_lock.held_by(threading.get_ident()):
-            self.parameter_update_lock.release()
-
-    def on_fault(self, _fault: object) -> None:
-        """The block has been left; HPWrapper calls this in its thread."""
-        self.abandon_update()
-
-    def end_step(self) -> None:
-        """Note that the step is over: the weights are gathered."""
-        kept, _ = self._tracked({Phase.UPDATED})
-        self._kept = KeptState(kept.provider, kept.step + 1, Phase.RUNNING)
-        kept.provider.set_step(kept.step + 1)
-        self._random.forget_before(kept.step + 1)
-        self._record_checksums()
 
     def save_checkpoint(self, trainer: StateProvider | HasStateProvider) -> None:
         """Keep this state, by reference; takes its digests where they are enabled.
@@ -239,33 +108,20 @@ class CheckpointManager:
         if uses_cuda():
             torch.cuda.empty_cache()
 
-    def store_rng_states(self) -> None:
-        """Take the random states of this process for those of its step's beginning."""
-        content = encode_random_states(capture_random_states())
-        self._random.note(global_rank(), self.global_step or 0, content)
-
-    def load_rng_states(self) -> None:
-        """Go back to the random states of the step's beginning.
-
-        Raises:
-            RestartError: they are not known.
-        """
-        states = self.rng_states
-        if states is None:
-            raise RestartError(f"no random states are known for step {self.global_step}")
-        restore_random_states(states)
-
     def maybe_offload_checkpoint(self) -> None:
         """Move the kept state to the host, if that is enabled and the state may be let go of.
 
         A rank whose step counts finishes it first. One that cannot know yet whether its step
-        counts keeps its live state: it needs its gradients.
+        counts keeps its live state: it needs its gradients. With checksums, a state that is not
+        what it was stays too: a copy would pass for whole.
         """
         kept = self._kept
         if not self.enable_offload or kept is None or isinstance(kept.provider, HostCopy):
             return
         if kept.phase is Phase.GRADS_FINAL:
             logger.info("step %d may count or not: its state stays where it is", kept.step)
+            return
+        if self.enable_checksum and damage_of(kept, self.checksum_manager):
             return
         if kept.phase is Phase.COMMITTED:
             self._finish_step()
@@ -274,6 +130,7 @@ class CheckpointManager:
         is_whole = kept.phase is not Phase.UPDATING
         host = HostCopy(self._view(kept.provider), kept.step, holds_parts=is_whole)
         self._kept = KeptState(host, kept.step, kept.phase)
+        self._record_checksums()  # of the copy, which need not have all that the state has
 
     def checkpointless_recovery_feasible(
         self,
@@ -338,37 +195,6 @@ class CheckpointManager:
             return None
         self._adopt(provider, recovered)
         return {"global_step": recovered.report.step, **asdict(recovered.report)}
-
-    def _tracked(self, phases: set[Phase]) -> tuple[KeptState, Ballot]:
-        if self._kept is None or self._ballot is None:
-            raise RestartError("no state is tracked; call track(provider) first")
-        if self._kept.phase not in phases:
-            names = " or ".join(sorted(phase.name for phase in phases))
-            raise RestartError(
-                f"step {self._kept.step}: it is {self._kept.phase.name}, expected {names}"
-            )
-        return self._kept, self._ballot
-
-    def _begin_attempt(self, kept: KeptState, ballot: Ballot) -> None:
-        """The beginning of the first step: the one point that no vote of a step before covers."""
-        step = kept.provider.step
-        self._kept = KeptState(kept.provider, step, Phase.RUNNING)
-        if self._restores:
-            self.load_rng_states()
-            self._restores = False
-        self.store_rng_states()
-        content = self._random.get(global_rank(), step)
-        assert content is not None  # noqa: S101 - just stored
-        self._mirror(ballot, step, content)
-        self._record_checksums()
-
-    def _mirror(self, ballot: Ballot, step: int, content: bytes) -> None:
-        for rank, found in ballot.mirror(content).items():
-            self._random.note(rank, step, found)
-
-    def _record_checksums(self) -> None:
-        if self.enable_checksum and self._kept is not None and self._kept.phase is Phase.RUNNING:
-            self.checksum_manager.record(self._kept.step, self._kept.provider.parts())
 
     def _communicator(self, group: ProcessGroup | None) -> Communicator:
         return open_communicator(

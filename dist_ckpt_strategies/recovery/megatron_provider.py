@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.megatron.training_state import (
     distributed_optimizers,
     finish_gradients,
@@ -22,6 +20,7 @@ from dist_ckpt_strategies.megatron.training_state import (
     update_shards,
     weight_tensors,
 )
+from dist_ckpt_strategies.recovery.plain_values import from_plain, to_plain
 
 
 class MegatronStateProvider:
@@ -93,22 +92,20 @@ class MegatronStateProvider:
         """See StateProvider.
 
         Raises:
-            PlanError: something of the optimizer or the schedule is no JSON.
+            PlanError: something of the optimizer or the schedule is no number, text, container or
+                tensor.
         """
         schedule = self._scheduler.state_dict() if self._scheduler else None
-        try:
-            found: dict[str, Any] = json.loads(
-                json.dumps({"groups": group_values(self._optimizers), "scheduler": schedule})
-            )
-        except (TypeError, ValueError) as error:
-            raise PlanError(f"state that is neither tensor nor JSON: {error}") from error
-        return found
+        return {
+            "groups": to_plain(group_values(self._optimizers)),
+            "scheduler": to_plain(schedule),
+        }
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         """See StateProvider."""
         if self._scheduler:
-            self._scheduler.load_state_dict(objects["scheduler"])
-        set_group_values(self._optimizers, objects["groups"])
+            self._scheduler.load_state_dict(from_plain(objects["scheduler"]))
+        set_group_values(self._optimizers, from_plain(objects["groups"]))
 
     def finish_gradients(self) -> bool:
         """Make the gradients final; False if they are not finite, and the update does nothing.

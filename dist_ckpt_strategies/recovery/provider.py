@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol, cast
 
-from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.errors import PlanError, StrategyError
+from dist_ckpt_strategies.run.flat_parts import flat_parts
 from dist_ckpt_strategies.run.state_provider import StateProvider
 from dist_ckpt_strategies.spec.phase import Phase
 
@@ -31,3 +32,28 @@ def provider_of(trainer: StateProvider | HasStateProvider) -> StateProvider:
             "trainer of Lightning one"
         )
     return cast("StateProvider", found)
+
+
+def require_movable(provider: StateProvider) -> None:
+    """Raise unless all of a state could be sent to another rank: at the start, not at the fault.
+
+    Raises:
+        PlanError: a tensor has no memory of its own, or an object is no JSON.
+    """
+    flat_parts(provider.parts())
+    _require_json("objects", dict(provider.objects()))
+
+
+def _require_json(where: str, value: Any) -> None:
+    if value is None or isinstance(value, bool | int | float | str):
+        return
+    if isinstance(value, list | tuple):
+        for number, one in enumerate(value):
+            _require_json(f"{where}[{number}]", one)
+        return
+    if not isinstance(value, dict):
+        raise PlanError(f"{where}: expected JSON types, found {type(value).__name__}")
+    for key, one in value.items():
+        if not isinstance(key, str):  # it would come back as text, and nobody would find it
+            raise PlanError(f"{where}: expected keys of type str, found {key!r}")
+        _require_json(f"{where}[{key!r}]", one)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from dist_ckpt_strategies.errors import PlanError, StrategyError
+from dist_ckpt_strategies.recovery.plain_values import from_plain, to_plain
 
 _ZERO_AT_FIRST = frozenset({"Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta", "SGD"})
 """Optimizers of torch whose state before the first step, where they make it then, is zeros."""
@@ -89,32 +89,34 @@ class TorchStateProvider:
         """See StateProvider.
 
         Raises:
-            PlanError: something of the optimizer or the schedule is no JSON.
+            PlanError: something of the optimizer or the schedule is no number, text, container or
+                tensor; says what.
         """
         return {
             "groups": [
-                _as_json({key: value for key, value in group.items() if key != "params"})
-                for group in self._optimizer.param_groups
+                _plain(f"group {number}", {k: v for k, v in group.items() if k != "params"})
+                for number, group in enumerate(self._optimizer.param_groups)
             ],
             "state": {
-                name: _as_json(
-                    {k: v for k, v in self._optimizer.state[param].items() if not _is_tensor(v)}
+                name: _plain(
+                    f"state of {name}",
+                    {k: v for k, v in self._optimizer.state[param].items() if not _is_tensor(v)},
                 )
                 for param, name in self._optimized()
             },
-            "scheduler": _as_json(self._scheduler.state_dict()) if self._scheduler else None,
+            "scheduler": _plain("schedule", self._scheduler and self._scheduler.state_dict()),
         }
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         """See StateProvider."""
         self._buffers.put_back()
         for group, values in zip(self._optimizer.param_groups, objects["groups"], strict=True):
-            for key, value in values.items():
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+            _take_over(group, from_plain(values))
         for param, name in self._optimized():
-            self._optimizer.state[param].update(objects["state"].get(name, {}))
+            if name in objects["state"]:
+                _take_over(self._optimizer.state[param], from_plain(objects["state"][name]))
         if self._scheduler:
-            self._scheduler.load_state_dict(objects["scheduler"])
+            self._scheduler.load_state_dict(from_plain(objects["scheduler"]))
 
     def apply_update(self) -> None:
         """See StateProvider; the block calls it too."""
@@ -179,12 +181,20 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _as_json(values: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(where: str, value: Any) -> Any:
     try:
-        found: dict[str, Any] = json.loads(json.dumps(dict(values)))
-    except (TypeError, ValueError) as error:
-        raise PlanError(f"state that is neither tensor nor JSON: {error}") from error
-    return found
+        return to_plain(value)
+    except PlanError as error:
+        raise PlanError(f"{where}: {error.message}") from error
+
+
+def _take_over(mine: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Set what is in ``values``; a tensor, such as a rate on a device, stays the one it is."""
+    for key, value in values.items():
+        if _is_tensor(mine.get(key)) and _is_tensor(value):
+            mine[key].copy_(value)
+        else:
+            mine[key] = value
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:

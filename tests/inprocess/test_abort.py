@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import datetime as dt
+import sys
+import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,7 +30,11 @@ from dist_ckpt_strategies.inprocess.health_check import (
     FaultCounter,
     HPState,
 )
-from dist_ckpt_strategies.inprocess.memory_status import MemoryLog, MemoryStatus
+from dist_ckpt_strategies.inprocess.memory_status import (
+    MemoryLog,
+    MemoryStatus,
+    give_back_free_memory,
+)
 
 STATE = HPState(rank=1, world_size=4, epoch=3, attempt=2)
 
@@ -156,6 +163,70 @@ def test_a_process_that_never_used_cuda_passes() -> None:
     assert not cuda.is_initialized()
 
 
+class FakeCuda:
+    """Devices that answer, fail or stay silent."""
+
+    def __init__(self, num_devices: int, answer: Callable[[], None]) -> None:
+        self.num_devices = num_devices
+        self.answer = answer
+        self.asked: list[int] = []
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return self.num_devices
+
+    def current_device(self) -> int:
+        return 0
+
+    def synchronize(self, device: int) -> None:
+        self.asked.append(device)
+        self.answer()
+
+
+class FakeTorch:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+
+
+@pytest.mark.parametrize(
+    ("variable", "num_devices", "asked"),
+    [("3", 8, 3), ("3", 1, 0), (None, 8, 0)],
+    ids=["named", "one device is shown", "not named"],
+)
+def test_the_device_of_the_local_rank_is_asked(
+    variable: str | None, num_devices: int, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeCuda(num_devices, lambda: None)
+    monkeypatch.setitem(sys.modules, "torch", FakeTorch(cuda))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("LOCAL_RANK", variable)
+
+    assert CudaHealthCheck()(STATE) == (STATE, None)
+    assert cuda.asked == [asked]
+
+
+def test_a_device_that_fails_or_stays_silent_is_not_healthy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    def waits() -> None:
+        released.wait(60)
+
+    released = threading.Event()
+    monkeypatch.setitem(sys.modules, "torch", FakeTorch(FakeCuda(1, fails)))
+    with pytest.raises(HealthCheckError, match="CUDA device 0: an illegal memory access"):
+        CudaHealthCheck()(STATE)
+    monkeypatch.setitem(sys.modules, "torch", FakeTorch(FakeCuda(1, waits)))
+    with pytest.raises(TimeoutError, match=r"CUDA device 0 did not answer within 0\.05 s"):
+        CudaHealthCheck(dt.timedelta(seconds=0.05))(STATE)
+    released.set()
+
+
 def fault_of(rank: int) -> HPState:
     fault = Fault(rank, 3, FaultMode.EXCEPTION, "a test")
     return HPState(rank=1, world_size=4, epoch=3, attempt=2, fault=fault)
@@ -177,3 +248,14 @@ def test_memory_that_grows_is_told_apart_from_memory_that_varies() -> None:
     assert not MemoryStatus((1 << 30) + (300 << 20), 1 << 30).has_outgrown(first)
     assert MemoryStatus(1 << 30, 2 << 30).has_outgrown(first)
     assert MemoryLog().note(1).resident > 1 << 20
+
+
+def test_memory_freed_between_what_lives_on_goes_back_to_the_system() -> None:
+    found = [torch.ones(24_000) for _ in range(1000)]  # 96 kB each: malloc's own, not of a mapping
+    kept = found[::50]
+    full = MemoryStatus.take().resident
+    found.clear()
+    give_back_free_memory()
+
+    assert full - MemoryStatus.take().resident > 60 << 20
+    assert len(kept) == 20

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from dist_ckpt_strategies.errors import (
     MissingDependencyError,
@@ -18,11 +22,20 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.inprocess.coordinator import Coordinator, Epoch, Fault, FaultMode
-from dist_ckpt_strategies.inprocess.train_utils import HPAgentK8sAPIFactory
-from tests.support.agent import Agent, AgentSocketClient
+from dist_ckpt_strategies.inprocess.train_utils import HPAgentK8sAPIFactory, wait_rank
+from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
+from tests.support.agent import Agent, AgentSocketClient, AgentThreadClient
+from tests.support.ranks import run_processes
+from tests.support.restarts import join_group
 
 SIZE = 4
 LIMIT_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an agent says of a place is set as variables."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
 
 
 @pytest.fixture
@@ -54,7 +67,8 @@ def test_each_rank_is_told_its_place(ranks: list[Coordinator]) -> None:
     places = on_all(ranks, lambda _, me: me.wait_rank(LIMIT_S))
 
     assert [place.global_rank for place in places] == [0, 1, 2, 3]
-    assert places[3].environment == (("MASTER_ADDR", "10.0.0.1"),)
+    assert places[3].environment == (("JOB", "7"),)
+    assert os.environ["JOB"] == "7"
 
 
 def test_a_fault_of_one_rank_takes_all_to_the_next_epoch_and_all_finish_it(
@@ -136,3 +150,50 @@ def test_a_place_that_makes_no_sense_is_refused(agent: Agent) -> None:
 
     with pytest.raises(PeerError, match="RANK='first'"):
         me.wait_rank(LIMIT_S)
+
+
+NUM_FAULTS = 4
+
+
+def train(rank: int, port: int, kind: type[AgentSocketClient]) -> Any:
+    """Body of a rank that knows nothing but its agent; one after the other raises."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    factory = HPAgentK8sAPIFactory(kind(port, rank))
+    wait_rank(hp_api_factory=factory)
+
+    @HPWrapper(hp_api_factory=factory, abort_timeout=10, max_idle_attempts=None)
+    def block(call: HPCallWrapper) -> Any:
+        join_group()
+        data = torch.ones(200_000)
+        dist.all_reduce(data)
+        if call.num_attempts <= NUM_FAULTS:
+            if dist.get_rank() == call.num_attempts % SIZE:
+                time.sleep(0.05)
+                raise ValueError("on purpose")
+            while True:
+                dist.all_reduce(data)
+        if call.num_attempts == NUM_FAULTS + 1 and rank == 0:
+            time.sleep(0.3)
+            raise ValueError("when the others have returned")
+        return call.num_attempts, float(data[0]), dist.get_world_size()
+
+    return block()
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("kind", [AgentSocketClient, AgentThreadClient])
+def test_a_block_is_run_again_under_an_agent_however_its_client_connects(
+    kind: type[AgentSocketClient],
+) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        master = free.getsockname()
+    agent = Agent(SIZE, master)
+    try:
+        found = run_processes(SIZE, train, agent.port, kind, makes_group=False, timeout_s=90)
+    finally:
+        agent.close()
+
+    assert found == [(NUM_FAULTS + 2, float(SIZE), SIZE)] * SIZE, found
+    assert agent.calls.count("init") == SIZE

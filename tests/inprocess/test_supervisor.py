@@ -254,12 +254,21 @@ else:
     assert jobs.left() == []
 
 
-def test_a_death_counts_against_the_epoch_that_the_worker_had_joined(jobs: Jobs) -> None:
-    body = """
+@pytest.mark.parametrize(
+    ("death", "why"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),
+        ("os._exit(0)", "exit code 0 in the middle of the wrapped block"),
+    ],
+)
+def test_a_death_counts_against_the_epoch_that_the_worker_had_joined(
+    jobs: Jobs, death: str, why: str
+) -> None:
+    body = f"""
 from dist_ckpt_strategies.inprocess.launched import coordinator_from_environment
 me = coordinator_from_environment()
 epoch = me.barrier(60)
-if rank == "1" and is_first("death"): os.kill(os.getpid(), signal.SIGKILL)
+if rank == "1" and is_first("death"): {death}
 if epoch.number == 1:
     print(me.wait_fault(1, 60))
     epoch = me.barrier(60)
@@ -269,7 +278,7 @@ print(epoch.number, me.finish(epoch.number, 60), os.environ["MASTER_PORT"])
 
     assert status == 0
     first, second = jobs.heard.of("0")
-    assert first == "rank 1: death in epoch 1: killed by SIGKILL\n"
+    assert first == f"rank 1: death in epoch 1: {why}\n"
     assert second.startswith("2 True ")
     assert jobs.heard.of("1") == [second]
 
@@ -283,6 +292,19 @@ sys.exit(5)
 """
     with pytest.raises(RestartError, match=r"rank 0 died after the wrapped block.*exit code 5"):
         jobs.run(body, 1)
+
+
+def test_a_rank_that_ends_without_the_block_is_not_waited_for_in_vain(jobs: Jobs) -> None:
+    body = """
+from dist_ckpt_strategies.inprocess.launched import coordinator_from_environment
+me = coordinator_from_environment()
+if rank == "1":
+    me.barrier(60)
+"""
+    with pytest.raises(RestartError, match=r"rank 1 waits .*rank 0 has ended with exit code 0"):
+        jobs.run(body, 2)
+
+    assert jobs.left() == []
 
 
 def test_reasons_are_words() -> None:

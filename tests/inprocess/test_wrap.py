@@ -19,11 +19,14 @@ from dist_ckpt_strategies.errors import (
     RestartError,
     RestartLimitError,
 )
+from dist_ckpt_strategies.inprocess.block import parameter_of
 from dist_ckpt_strategies.inprocess.coordinator import Epoch, Fault, RankInfo
 from dist_ckpt_strategies.inprocess.health_check import HPState
+from dist_ckpt_strategies.inprocess.interruption import RankShouldRestart
+from dist_ckpt_strategies.inprocess.memory_status import MemoryStatus
 from dist_ckpt_strategies.inprocess.states import State
 from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
-from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper, parameter_for_call
+from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
 
 ALONE = RankInfo(0, 0, 1, 1)
 
@@ -77,15 +80,16 @@ def in_text(call: HPCallWrapper | None = None) -> Any:
 
 
 def test_the_parameter_is_found_by_its_annotation() -> None:
-    assert parameter_for_call(in_optional) == "call"
-    assert parameter_for_call(in_text) == "call"
-    assert parameter_for_call(lambda call: call) is None
+    assert parameter_of(HPCallWrapper, in_optional) == "call"
+    assert parameter_of(HPCallWrapper, in_text) == "call"
+    assert parameter_of(HPCallWrapper, lambda call: call) is None
+    assert parameter_of(HPCallWrapper, dict) is None
     in_union = inspect.Signature([inspect.Parameter("c", inspect.Parameter.KEYWORD_ONLY)])
     in_union = in_union.replace(
         parameters=[in_union.parameters["c"].replace(annotation=HPCallWrapper | None)]
     )
     in_text.__dict__["__signature__"] = in_union
-    assert parameter_for_call(in_text) == "c"
+    assert parameter_of(HPCallWrapper, in_text) == "c"
     del in_text.__dict__["__signature__"]
 
 
@@ -233,6 +237,23 @@ def test_a_block_outside_the_main_thread_is_run_again_too() -> None:
     assert found == [2]
 
 
+def test_memory_that_an_attempt_has_freed_is_given_back() -> None:
+    resident: list[int] = []
+    kept: list[torch.Tensor] = []
+
+    def block(call: HPCallWrapper) -> None:
+        resident.append(MemoryStatus.take().resident)
+        found = [torch.ones(24_000) for _ in range(1000)]
+        kept.extend(found[::50])
+        if call.num_attempts < 3:
+            raise ValueError("again")
+
+    wrapper()(block)()
+
+    assert resident[2] - resident[0] < 30 << 20
+    assert MemoryStatus.take().resident - resident[2] > 60 << 20
+
+
 def test_nothing_of_a_call_is_left() -> None:
     before = set(threading.enumerate())
     wrapper()(fails_once)()
@@ -242,6 +263,21 @@ def test_nothing_of_a_call_is_left() -> None:
 
     assert set(threading.enumerate()) <= before
     assert gc.get_freeze_count() == 0
+
+
+def test_the_methods_can_be_called_one_by_one() -> None:
+    call = HPCallWrapper(wrapper())
+
+    call.initialize_barrier()
+    call.start_hp_fault_handling_thread()
+    with pytest.raises(RankShouldRestart) as raised:
+        call.launch(fails_once, call)
+    call.restart(raised.value)
+    call.initialize_barrier()
+    call.start_hp_fault_handling_thread()
+    assert call.launch(fails_once, call) == 2
+    assert call.last_fault.why == "ValueError: once"
+    call.shutdown()
 
 
 def test_methods_out_of_turn_say_so() -> None:

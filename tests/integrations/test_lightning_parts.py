@@ -10,37 +10,12 @@ import pytest
 import torch
 
 from dist_ckpt_strategies.errors import (
-    CorruptCheckpointError,
     MissingDependencyError,
-    PlanError,
     StrategyError,
 )
 from dist_ckpt_strategies.integrations.lightning_steps import call_after_closure, clear_tensor_hooks
-from dist_ckpt_strategies.integrations.plain_values import from_plain, to_plain
 from dist_ckpt_strategies.recovery import CheckpointManager
 from tests.support.memory_provider import MemoryProvider
-
-VALUES = [
-    None,
-    {"a": [1, (2.5, "x")], 3: {}, (1, 2): float("inf")},
-    {"best": torch.tensor(1.5), "half": torch.arange(4).bfloat16().reshape(2, 2)},
-]
-
-
-@pytest.mark.parametrize("value", VALUES, ids=["none", "nested", "tensors"])
-def test_state_becomes_json_and_comes_back(value: Any) -> None:
-    found = from_plain(to_plain(value))
-
-    assert repr(found) == repr(value)
-
-
-def test_what_is_no_plain_state_is_refused() -> None:
-    with pytest.raises(PlanError, match="object"):
-        to_plain([object()])
-    with pytest.raises(CorruptCheckpointError, match="strange"):
-        from_plain({"strange": 1})
-    with pytest.raises(CorruptCheckpointError, match="save"):
-        from_plain({"tensor": ["save", [1], ""]})
 
 
 def test_a_call_comes_after_the_closure_and_in_the_place_of_an_earlier_one() -> None:

@@ -229,6 +229,16 @@ def test_a_state_that_may_have_to_finish_its_step_is_not_offloaded() -> None:
     assert manager._kept.provider is old
 
 
+def test_a_state_whose_bytes_have_flipped_is_not_copied_as_if_it_were_whole() -> None:
+    old = provider(1.0)
+    manager = tracking(old, enable_checksum=True, enable_offload=True)
+    old.parts()["p"]["x"].view(torch.uint8)[5] ^= 1
+    manager.maybe_offload_checkpoint()
+
+    assert manager.try_checkpointless_load(provider(9.0)) is None
+    assert "p: x: has digest" in str(manager.last_failure)
+
+
 def test_without_the_option_nothing_is_offloaded() -> None:
     old = provider(1.0)
     manager = tracking(old)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +21,7 @@ from dist_ckpt_strategies.cli.demo.model import build_model
 from dist_ckpt_strategies.cli.demo.task import ModelSize, ParallelLayout
 from dist_ckpt_strategies.recovery import CheckpointManager
 from dist_ckpt_strategies.recovery.megatron_provider import MegatronStateProvider
+from tests.support.host_streams import host_streams
 from tests.support.ranks import run_processes
 from tests.support.tensors import bits
 
@@ -65,28 +63,6 @@ def gradients(model: Any, optimizer: Any, size: ModelSize) -> float:
     loss.backward()
     finalize_model_grads([model])
     return float(loss.detach())
-
-
-class HostStream:
-    """A stand-in for CUDA's streams, which Megatron's DDP asks for where there are instances."""
-
-    def __init__(self, *_arguments: Any, **_options: Any) -> None:
-        """Whatever device or priority is asked for."""
-
-    def wait_stream(self, _other: Any) -> None:
-        """What was begun on the host is done."""
-
-
-@contextmanager
-def host_streams() -> Iterator[None]:
-    """Streams that do nothing, on the host."""
-    with (
-        mock.patch.object(torch.cuda, "Stream", HostStream),
-        mock.patch.object(torch.cuda, "current_stream", HostStream),
-        mock.patch.object(torch.cuda, "default_stream", HostStream),
-        mock.patch.object(torch.cuda, "stream", return_value=nullcontext()),
-    ):
-        yield
 
 
 def trained(rank: int, fault: str | None) -> Any:

@@ -58,6 +58,18 @@ def test_the_base_model_is_noted_once_and_offloaded_with_the_rest() -> None:
     assert torch.equal(weight, found["base"].weight)
 
 
+def test_an_offloaded_adapter_is_held_against_digests_of_its_own() -> None:
+    first, provider = make(1)
+    manager = PEFTCheckpointManager(enable_checksum=True, enable_offload=True)
+    manager.save_checkpoint(provider)
+    manager.maybe_offload_checkpoint()
+    second, new = make(2)
+
+    assert manager.try_base_model_checkpointless_load(new) is not None
+    assert manager.try_checkpointless_load(new) is not None, manager.last_failure
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+
+
 def body(rank: int, lost: tuple[int, ...]) -> Any:
     first, provider = make(1)
     manager = PEFTCheckpointManager(timeout_s=20)

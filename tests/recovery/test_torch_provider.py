@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import lr_scheduler as schedules
 
 from dist_ckpt_strategies.errors import PlanError, StrategyError
 from dist_ckpt_strategies.recovery import CheckpointManager, TorchStateProvider
@@ -152,12 +153,59 @@ def test_an_optimizer_whose_beginning_is_not_known_is_refused_unless_it_has_begu
         TorchStateProvider(found, damped)
 
 
-def test_state_that_is_neither_tensor_nor_json_is_refused() -> None:
+def test_state_that_is_no_value_is_refused_by_name() -> None:
     found = model()
     optimizer = torch.optim.SGD(found.parameters(), lr=0.1)
     optimizer.param_groups[0]["rule"] = object()
-    with pytest.raises(PlanError, match="neither tensor nor JSON"):
-        TorchStateProvider(found, optimizer).objects()
+    with pytest.raises(PlanError, match="group 0: object: expected a number"):
+        CheckpointManager().track(TorchStateProvider(found, optimizer))
+
+
+SCHEDULES: dict[str, Any] = {
+    "StepLR": lambda o: schedules.StepLR(o, 2, 0.5),
+    "MultiStepLR": lambda o: schedules.MultiStepLR(o, [2, 4], 0.1),
+    "OneCycleLR": lambda o: schedules.OneCycleLR(o, 0.1, total_steps=20),
+    "LambdaLR": lambda o: schedules.LambdaLR(o, lambda step: 0.9**step),
+    "CosineAnnealingWarmRestarts": lambda o: schedules.CosineAnnealingWarmRestarts(o, 3),
+    "CyclicLR": lambda o: schedules.CyclicLR(o, 0.01, 0.1, cycle_momentum=False),
+    "SequentialLR": lambda o: schedules.SequentialLR(
+        o, [schedules.ConstantLR(o, 0.5, 2), schedules.MultiStepLR(o, [2], 0.1)], [3]
+    ),
+}
+
+
+def rates_of(make_schedule: Any, faults: set[int]) -> dict[int, float]:
+    """The rate of each step; after the vote of a faulty one a new training takes over."""
+
+    def made() -> tuple[Any, TorchStateProvider]:
+        found = model()
+        optimizer = torch.optim.AdamW(found.parameters(), lr=0.1)
+        return optimizer, TorchStateProvider(found, optimizer, make_schedule(optimizer))
+
+    manager, rates = CheckpointManager(), {}
+    optimizer, provider = made()
+    while provider.step < 7:
+        manager.track(provider)
+        rates[provider.step] = optimizer.param_groups[0]["lr"]
+        manager.begin_step()
+        manager.vote()
+        if provider.step in faults:
+            optimizer, provider = made()
+            assert manager.try_checkpointless_load(provider) is not None, manager.last_failure
+            continue
+        with manager.updating():
+            provider.apply_update()
+        manager.end_step()
+    return rates
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_on_in_a_new_training(name: str) -> None:
+    expected = rates_of(SCHEDULES[name], set())
+
+    assert len(set(expected.values())) > 1
+    assert rates_of(SCHEDULES[name], {1, 2, 4}) == expected
 
 
 def body(rank: int, lost: int | None) -> list[bytes]:

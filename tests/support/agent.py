@@ -15,8 +15,9 @@ _TICK_S = 0.01
 class Agent:
     """The agent of one job; a thread for each question, as each has a connection of its own."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, master: tuple[str, int] | None = None) -> None:
         self.size = size
+        self.master = master
         self.calls: list[str] = []
         self.epoch = 1
         self.faults: dict[int, dict[str, Any]] = {}
@@ -50,8 +51,14 @@ class Agent:
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": size,
             "LOCAL_WORLD_SIZE": size,
-            "MASTER_ADDR": "10.0.0.1",
+            "JOB": "7",
+            **self._where_groups_meet(),
         }
+
+    def _where_groups_meet(self) -> dict[str, str]:
+        if self.master is None:
+            return {}
+        return {"MASTER_ADDR": self.master[0], "MASTER_PORT": str(self.master[1])}
 
     def _barrier(self, rank: int, timeout_s: float) -> int | None:
         """Waits in whatever epoch is the forming one; a fault takes all who wait to the next."""
@@ -127,7 +134,29 @@ class AgentSocketClient:
             question = {"rank": self._rank, "call": call, "args": args}
             connection.sendall(json.dumps(question).encode() + b"\n")
             with connection.makefile("rb") as answers:
-                return json.loads(answers.readline())
+                answer = answers.readline()
+        if not answer:
+            raise ConnectionResetError("the agent has closed the connection")
+        return json.loads(answer)
+
+
+class AgentThreadClient(AgentSocketClient):
+    """The same, with a connection for each thread that asks, kept for as long as the thread."""
+
+    def __init__(self, port: int, rank: int) -> None:
+        super().__init__(port, rank)
+        self._own = threading.local()
+
+    def _ask(self, call: str, **args: Any) -> Any:
+        if not hasattr(self._own, "answers"):
+            self._own.connection = socket.create_connection(("127.0.0.1", self._port), timeout=60)
+            self._own.answers = self._own.connection.makefile("rb")
+        question = {"rank": self._rank, "call": call, "args": args}
+        self._own.connection.sendall(json.dumps(question).encode() + b"\n")
+        answer = self._own.answers.readline()
+        if not answer:
+            raise ConnectionResetError("the agent has closed the connection")
+        return json.loads(answer)
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -138,6 +167,7 @@ class _Server(socketserver.ThreadingTCPServer):
 class _Handler(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         assert isinstance(self.server, _Server)
-        question = json.loads(self.rfile.readline())
-        found = self.server.agent.answer(question["rank"], question["call"], question["args"])
-        self.wfile.write(json.dumps(found).encode() + b"\n")
+        for line in self.rfile:
+            question = json.loads(line)
+            found = self.server.agent.answer(question["rank"], question["call"], question["args"])
+            self.wfile.write(json.dumps(found).encode() + b"\n")

@@ -1,8 +1,9 @@
-"""State of callbacks and loops as JSON types, and back."""
+"""State of optimizers, schedules, callbacks and loops as JSON types, and back."""
 
 from __future__ import annotations
 
 import base64
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -15,15 +16,20 @@ from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
 def to_plain(value: Any) -> Any:
     """As JSON types: numbers, text, None, lists, tuples, dicts with any of these as keys, tensors.
 
+    Counters stay what they are; numbers of NumPy become Python's.
+
     Raises:
         PlanError: something in it is nothing of these.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, np.generic) and isinstance(value.item(), bool | int | float):
+        return value.item()
     if isinstance(value, torch.Tensor):
         return {"tensor": _of_tensor(value)}
     if isinstance(value, dict):
-        return {"dict": [[to_plain(key), to_plain(item)] for key, item in value.items()]}
+        kind = "counter" if isinstance(value, Counter) else "dict"
+        return {kind: [[to_plain(key), to_plain(item)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [to_plain(item) for item in value]}
@@ -61,6 +67,7 @@ def _to_tensor(content: list[Any]) -> torch.Tensor:
 
 
 _FROM: dict[str, Callable[[Any], Any]] = {
+    "counter": lambda content: Counter({from_plain(k): from_plain(n) for k, n in content}),
     "dict": lambda content: {from_plain(key): from_plain(item) for key, item in content},
     "list": lambda content: [from_plain(item) for item in content],
     "tuple": lambda content: tuple(from_plain(item) for item in content),

@@ -1,0 +1,290 @@
+"""A GPT of Megatron-Core with dropout and tied embeddings, in a parallel layout, with faults.
+
+Its rank is a body for ``run_respawned``; ``python megatron_training.py DIRECTORY TP PP`` is one
+rank of the same under ``dist-ckpt run``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.random import (
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
+from dist_ckpt_strategies.inprocess import (
+    CheckpointlessAbortManager,
+    CheckpointlessFinalizeCleanup,
+    HPCallWrapper,
+    HPWrapper,
+)
+from dist_ckpt_strategies.inprocess.train_utils import wait_rank
+from dist_ckpt_strategies.recovery import CheckpointManager, MegatronStateProvider
+from tests.support.host_streams import host_streams
+
+NUM_STEPS = 7
+LENGTH, VOCABULARY, MICRO_BATCH = 12, 64, 2
+FAULTS = (
+    (1, "gradients", 3, "exception"),
+    (2, "voted", 1, "kill"),
+    (4, "updated", 2, "kill"),
+    (5, "finished", 0, "kill"),
+    (6, "gathered", 3, "exception"),
+)
+"""In which step, at which point of it, which rank, and what happens to it."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every rank is told.
+
+    Attributes:
+        directory: of all ranks; it outlives them.
+        tp: tensor-parallel size.
+        pp: pipeline-parallel size.
+        faults: that happen, each once.
+    """
+
+    directory: Path
+    tp: int
+    pp: int
+    faults: tuple[tuple[int, str, int, str], ...] = FAULTS
+
+    def reach(self, step: int, point: str, rank: int) -> None:
+        """The rank has come to that point."""
+        for fault in self.faults:
+            if fault[:3] == (step, point, rank) and self._is_first(fault):
+                if fault[3] == "exception":
+                    raise ValueError("on purpose")
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _is_first(self, fault: tuple[int, str, int, str]) -> bool:
+        mark = self.directory / ".".join(map(str, fault))
+        found = mark.exists()
+        mark.touch()
+        return not found
+
+    def note(self, rank: int, step: int, loss: float) -> None:
+        """The loss of a step, of each time that it is run."""
+        with (self.directory / f"losses{rank}").open("a") as file:
+            file.write(f"{step} {loss.hex()}\n")
+
+    def losses(self) -> dict[tuple[int, int], set[str]]:
+        """By rank and step."""
+        found: dict[tuple[int, int], set[str]] = defaultdict(set)
+        for path in self.directory.glob("losses*"):
+            for line in path.read_text().splitlines():
+                step, loss = line.split()
+                found[int(path.name.removeprefix("losses")), int(step)].add(loss)
+        return found
+
+
+def wrapper_settings(manager: CheckpointManager) -> dict[str, Any]:
+    """What HPWrapper is given."""
+    return {
+        "abort": CheckpointlessAbortManager.get_default_checkpointless_abort(),
+        "finalize": CheckpointlessFinalizeCleanup(),
+        "checkpoint_manager": manager,
+        "max_idle_attempts": 3,
+    }
+
+
+def train(
+    task: Task, manager: CheckpointManager, call: HPCallWrapper | None = None
+) -> dict[str, str]:
+    """The block: from the groups to the last step; digests of all that a rank has then."""
+    dist.init_process_group("interruptible_gloo", timeout=timedelta(seconds=60))
+    rank = dist.get_rank()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=task.tp,
+        pipeline_model_parallel_size=task.pp,
+        num_distributed_optimizer_instances=2,
+        create_gloo_process_groups=False,
+    )
+    model, optimizer = build(task)
+    scheduler = schedule_of(optimizer)
+    state = MegatronStateProvider([model], optimizer, scheduler, increment=1)
+    source = manager.try_checkpointless_load(state)
+    if call is not None and call.num_attempts > 1:
+        assert source is not None, manager.last_failure
+    manager.track(state, replica_group=parallel_state.get_data_parallel_group())
+    while state.step < NUM_STEPS:
+        step = state.step
+        manager.begin_step()
+        task.note(rank, step, gradients(model, optimizer, step, task.pp))
+        task.reach(step, "gradients", rank)
+        assert state.finish_gradients()
+        task.reach(step, "finished", rank)
+        manager.vote()
+        task.reach(step, "voted", rank)
+        with manager.updating():
+            state.apply_update()
+        task.reach(step, "updated", rank)
+        state.gather_weights()
+        task.reach(step, "gathered", rank)
+        manager.end_step()
+    return digests(state)
+
+
+def build(task: Task) -> tuple[Any, Any]:
+    """The model in Megatron's DDP, and its distributed optimizer in two instances."""
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    config = TransformerConfig(
+        num_layers=2,
+        hidden_size=16,
+        num_attention_heads=2,
+        hidden_dropout=0.1,
+        attention_dropout=0.1,
+        tensor_model_parallel_size=task.tp,
+        pipeline_model_parallel_size=task.pp,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+    )
+    gpt = GPTModel(
+        config,
+        get_gpt_layer_local_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=LENGTH,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=True,
+    )
+    wrapping = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True,
+        num_distributed_optimizer_instances=2,
+    )
+    model = DistributedDataParallel(config, wrapping, Float16Module(config, gpt))
+    options = OptimizerConfig(
+        optimizer="adam",
+        lr=0.01,
+        min_lr=0.001,
+        clip_grad=1.0,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        use_distributed_optimizer=True,
+    )
+    optimizer = get_megatron_optimizer(options, [model], use_gloo_process_groups=False)
+    model.config.finalize_model_grads_func = finalize_model_grads
+    model.config.grad_scale_func = optimizer.scale_loss
+    return model, optimizer
+
+
+def schedule_of(optimizer: Any) -> Any:
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=0.01,
+        min_lr=0.001,
+        lr_warmup_steps=2,
+        lr_decay_steps=NUM_STEPS,
+        lr_decay_style="cosine",
+        start_wd=0.01,
+        end_wd=0.01,
+        wd_incr_steps=NUM_STEPS,
+        wd_incr_style="constant",
+    )
+
+
+def gradients(model: Any, optimizer: Any, step: int, num_micro_batches: int) -> float:
+    """Megatron's schedule over the batch of a step; the loss, 0 where another stage has it."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    losses = get_forward_backward_func()(
+        forward_step_func=_forward_step,
+        data_iterator=_micro_batches(step, num_micro_batches),
+        model=[model],
+        num_microbatches=num_micro_batches,
+        seq_length=LENGTH,
+        micro_batch_size=MICRO_BATCH,
+        forward_only=False,
+    )
+    return float(sum(loss["loss"] for loss in losses))
+
+
+def _micro_batches(step: int, number: int) -> Iterator[torch.Tensor]:
+    """The same for all ranks of a replica, whoever asks and however often."""
+    generator = torch.Generator().manual_seed(1000 * step + parallel_state.get_data_parallel_rank())
+    for _ in range(number):
+        yield torch.randint(VOCABULARY, (MICRO_BATCH, LENGTH + 1), generator=generator)
+
+
+def _forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[Any, Callable[..., Any]]:
+    rows = next(batches)
+    places = torch.arange(LENGTH).expand(MICRO_BATCH, -1)
+    output = model(rows[:, :-1].contiguous(), places, None, labels=rows[:, 1:].contiguous())
+    return output, _mean_loss
+
+
+def _mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+def digests(state: MegatronStateProvider) -> dict[str, str]:
+    """Of every tensor, of the objects, and of the random numbers that come next."""
+    found = {
+        f"{part}/{name}": _digest(tensor)
+        for part, tensors in state.parts().items()
+        for name, tensor in tensors.items()
+    }
+    found["objects"] = json.dumps(state.objects(), sort_keys=True)
+    found["random numbers"] = _digest(torch.rand(8))
+    with get_cuda_rng_tracker().fork():
+        found["tracked random numbers"] = _digest(torch.rand(8))
+    return found
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    content = tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(content).hexdigest()
+
+
+def main(directory: Path, tp: int, pp: int) -> None:
+    """One rank under the launcher; its digests are written to the directory."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    wait_rank()
+    manager = CheckpointManager(enable_checksum=True)
+    with cpu_stand_ins(), host_streams():
+        found = HPWrapper(**wrapper_settings(manager))(train)(Task(directory, tp, pp), manager)
+    (directory / f"final{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
