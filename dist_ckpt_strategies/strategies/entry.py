@@ -35,12 +35,11 @@ from dist_ckpt_strategies.megatron.flow import (
     take_apart_for_load,
     take_apart_for_save,
 )
-from dist_ckpt_strategies.megatron.shards import (
-    StateDict,
-)
+from dist_ckpt_strategies.megatron.shards import StateDict, sharded_values
 from dist_ckpt_strategies.megatron.wrappers import parallel_base, spread_main_replicas
 from dist_ckpt_strategies.run.checks import Preprocess, check_load, check_save
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
+from dist_ckpt_strategies.storage.embedded_common import COMMON_OBJECT
 from dist_ckpt_strategies.storage.locations import (
     Location,
     is_finished,
@@ -274,7 +273,7 @@ def load(  # noqa: PLR0913 - Megatron's signature
             comm,
             parts.sharded,
             strictness,
-            lambda: _stored_keys(root, sharded, common_loader),
+            lambda: _stored_keys(root, sharded, common_loader, parts.sharded),
             validate_access_integrity,
         )
         loaded = _load_sharded(comm, outcome.sharded, root, sharded, common_loader)
@@ -455,10 +454,13 @@ def _save_objects(objects: StateDict, root: Location, sharded: Any, common_saver
     common_saver.save_sharded_objects(objects, root)
 
 
-def _stored_keys(root: Location, sharded: Any, common_loader: Any) -> StateDict:
+def _stored_keys(root: Location, sharded: Any, common_loader: Any, wanted: StateDict) -> StateDict:
+    """What is stored, but for the object that is the common state: nobody asks for it."""
     found: StateDict = sharded.load_sharded_metadata(root)
     if not sharded.can_handle_sharded_objects:
         found = merged(found, common_loader.load_sharded_metadata(root))
+    if all(value.key != COMMON_OBJECT.key for value in sharded_values(wanted)):
+        found.pop(COMMON_OBJECT.unique_key, None)
     return found
 
 

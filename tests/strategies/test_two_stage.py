@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.strategies.two_stage import (
     TwoStageDataParallelLoadShardedStrategy,
+    _ShardedTensorMetadata,
     sharded_tensor_chunk_id,
     timed,
 )
@@ -302,20 +302,16 @@ def test_memory_beside_the_tensors_is_bounded(tmp_path: Path) -> None:
             assert extra <= budget + 8 * MIB, seen
 
 
-@dataclass
-class Meta:
-    """An entry as Megatron-Core 0.15 passed them around."""
-
-    sharded_tensor_no_data: Any
-    dist_group_rank: int
-
-
 def use_kept_names(rank: int, root: Path) -> Any:
     prepare(30)
     state = replicas(rank, empty=False)
     save(Entry.OURS, state, root)
     strategy = TwoStageDataParallelLoadShardedStrategy(group_of_size(2))
-    metas = [Meta(state[key], other) for key in ("w3", "w1") for other in (1, 0)]
+    metas = [
+        _ShardedTensorMetadata(rank, state[key].without_data(), other, (0, 1))
+        for key in ("w3", "w1")
+        for other in (1, 0)
+    ]
     lowest = [
         (m.sharded_tensor_no_data.key, m.dist_group_rank)
         for m in strategy.deduplicate_chunks(metas)
