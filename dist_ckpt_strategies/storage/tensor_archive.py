@@ -152,7 +152,7 @@ class _Tensor:
     def __reduce__(self) -> tuple[Any, ...]:
         size = int(np.prod(self.shape, dtype=np.int64))
         strides = _strides(self.shape)
-        hooks = collections.OrderedDict[Any, Any]()
+        hooks: collections.OrderedDict[Any, Any] = collections.OrderedDict()
         kind = _STORAGE_OF.get(self.dtype.value)
         if kind is not None:
             storage = _Storage(getattr(torch, kind), size)
