@@ -21,6 +21,7 @@ from dist_ckpt_strategies.comm.torch_group import (
     new_gloo_groups,
     open_communicator,
     payload_device,
+    require_member,
 )
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import StrategyError
@@ -189,11 +190,14 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             ShapeMismatchError: another shape is stored, and ``allow_shape_mismatch`` is not set.
             StorageError: an array, chunk or object is missing or damaged.
             PeerError: the same, on another rank; the message names rank, key and file.
+            StrategyError: a rank is not in the data-parallel group that it has given.
         """
         root = located(checkpoint_dir, self._options.store)
         self.maybe_init_gloo_group()
         purpose = f"load from {root}"
         world = open_communicator(None, timeout_s=self._options.timeout_s, purpose=purpose)
+        if not self.cpu_transfer:
+            agree(world, lambda: require_member(self.data_parallel_group))
         group = self._group(purpose)
         base = self.base_strategy
         if isinstance(base, BaseLoadShardedStrategy):

@@ -61,7 +61,7 @@ from dist_ckpt_strategies.strategies.zarr_format2 import (  # noqa: E402
 )
 
 SAVERS = {1: ZarrSaveShardedStrategy, 2: Format2SaveShardedStrategy}
-LOADERS = {1: ZarrLoadShardedStrategy, 2: Format2LoadShardedStrategy}
+LOADERS: dict[int, Any] = {1: ZarrLoadShardedStrategy, 2: Format2LoadShardedStrategy}
 
 
 def load_of_0_17(state: dict[str, Any], directory: str, strategy: Any) -> dict[str, Any]:
@@ -121,8 +121,10 @@ def is_right(loaded: Any) -> bool:
 def use_own_entries(directory: Path, version: int) -> list[bool]:
     """Our save and load, and 0.17's load of what they saved."""
     root, later = directory / f"zarr{version}", directory / f"later{version}"
-    content = {"content_metadata": {"form": "x", "dp_cp_group": dist.group.WORLD}}
-    dist_ckpt_strategies.save(saved_state(has_args=False), root, ("zarr", version), **content)
+    content = {"form": "x", "dp_cp_group": dist.group.WORLD}
+    dist_ckpt_strategies.save(
+        saved_state(has_args=False), root, ("zarr", version), content_metadata=content
+    )
     handle = dist_ckpt_strategies.save_async(saved_state(has_args=False), later, ("zarr", version))
     handle.wait()
     loaded: Any = dist_ckpt_strategies.load(state(0.0), root)

@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as distributed_checkpoint
 import zarr
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dist
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies import ConvertOptions, convert, diff
@@ -321,10 +323,10 @@ def test_compressed_arrays_are_converted(tmp_path: Path) -> None:
 
 def write_with_common_object(root: Path, weight: torch.Tensor, common: dict[str, Any]) -> None:
     """A checkpoint as Megatron-Core 0.19 writes them: there is no common.pt."""
-    distributed_checkpoint.save(
+    save_torch_dist(
         {"w": weight, "common_state/shard_0_1": [common]},
-        storage_writer=distributed_checkpoint.FileSystemWriter(root),
-        planner=distributed_checkpoint.DefaultSavePlanner(flatten_state_dict=False),
+        storage_writer=FileSystemWriter(root),
+        planner=DefaultSavePlanner(flatten_state_dict=False),
         no_dist=True,
     )
     marker = CheckpointMarker("torch_dist", 1)

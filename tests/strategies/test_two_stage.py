@@ -20,6 +20,7 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     PeerError,
     ShapeMismatchError,
+    StrategyError,
 )
 from dist_ckpt_strategies.strategies.two_stage import (
     TwoStageDataParallelLoadShardedStrategy,
@@ -360,3 +361,27 @@ def test_a_process_alone_needs_no_process_group(cpu_transfer: bool, tmp_path: Pa
     assert all(torch.equal(loaded[k], v.data) for k, v in replicas(0, empty=False).items())
     assert summary is not None
     assert [share.received_nbytes for share in summary.shares] == [0]
+
+
+def give_a_group_of_others(rank: int, root: Path) -> list[Any]:
+    prepare(10)
+    save(Entry.OURS, replicas(rank, empty=False), root)
+    others = dist.new_group([0, 1])
+    found = []
+    for cpu_transfer in (True, False):
+        strategy = TwoStageDataParallelLoadShardedStrategy(others, cpu_transfer)
+        found.append(outcome(partial(strategy.load, replicas(rank, empty=True), root)))
+    return found
+
+
+def test_a_rank_that_gives_a_group_of_others_is_named_on_every_rank(tmp_path: Path) -> None:
+    results = run_processes(3, give_a_group_of_others, tmp_path / "c")
+
+    for attempt in range(2):
+        require_failure_everywhere(
+            [found[attempt] for found in results],
+            kind=StrategyError,
+            culprit=2,
+            names=["rank 2 is not in the process group"],
+        )
+        assert all(found[attempt].seconds < 5 for found in results)
