@@ -59,6 +59,7 @@ from dist_ckpt_strategies.strategies.choices import (
     location_of,
     require_taken,
     save_strategies,
+    verifying,
 )
 from dist_ckpt_strategies.strategies.local_replicated import (
     restore_common,
@@ -226,6 +227,7 @@ def load(  # noqa: PLR0913 - Megatron's signature
     *,
     allow: Allowed = (),
     timeout_s: float | None = None,
+    verify: str | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load a checkpoint into the layout that a sharded state dict describes.
 
@@ -242,6 +244,8 @@ def load(  # noqa: PLR0913 - Megatron's signature
         allow: further classes that objects of this checkpoint may be unpickled to.
         timeout_s: longest wait for a peer in the steps around the strategies, and within those of
             ("zarr", 1) and ("zarr", 2) that are not given as instances.
+        verify: what is compared with the digests of ("zarr", 2): ``"read"``, ``"full"`` or
+            ``"off"``; by default what the strategy or the environment says, ``"read"``.
 
     Returns:
         The state dict, and for the RETURN_* values of ``strict`` missing and unexpected keys.
@@ -251,6 +255,7 @@ def load(  # noqa: PLR0913 - Megatron's signature
         ShapeMismatchError: an array is stored with another shape.
         StorageError: something is missing or damaged.
         UnsafeObjectError: an object needs a class that is not allowed; the message says which.
+        StrategyError: there is no such strategy, or one that ``verify`` means nothing to.
         PeerError: another rank failed; it is of the class of that rank's error too.
     """
     comm = _world(f"load from {checkpoint_dir}", timeout_s)
@@ -263,10 +268,11 @@ def load(  # noqa: PLR0913 - Megatron's signature
             stack.enter_context(allowing(allow))
             loaders = load_strategies(root, sharded_strategy, common_strategy, timeout_s)
             require_taken(root, loaders[0])
+            loader = verifying(loaders[0], verify)
             found: StateDict = loaders[1].load_common(root)
             parts = take_apart_for_load(sharded_state_dict)
             state = merged(found, parts.nonpersistent)
-            return root, *loaders, state, parts, parsed_strict(strict)
+            return root, loader, loaders[1], state, parts, parsed_strict(strict)
 
         root, sharded, common_loader, state, parts, strictness = agree(comm, begin)
         outcome = check_load(
