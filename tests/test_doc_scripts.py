@@ -92,6 +92,7 @@ checkpoint_dir = "iter_0000999"
 _FORMAT2_AFTER = """
 assert torch.equal(state_dict["w"], weight)
 assert (array.read().result() == weight.numpy()).all()
+assert (whole == weight.numpy()).all()
 """
 
 _CONVERT_BEFORE = f"""

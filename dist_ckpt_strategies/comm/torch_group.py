@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dist_ckpt_strategies.comm.agree import agree_and_gather
 from dist_ckpt_strategies.comm.attendance import Attendance, described
 from dist_ckpt_strategies.comm.base import (
     Buffer,
@@ -24,7 +25,12 @@ from dist_ckpt_strategies.comm.base import (
     Send,
 )
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
-from dist_ckpt_strategies.errors import PeerError, PeerLostError, PeerTimeoutError
+from dist_ckpt_strategies.errors import (
+    PeerError,
+    PeerLostError,
+    PeerTimeoutError,
+    StrategyError,
+)
 
 ProcessGroup = dist.ProcessGroup
 """A group of ranks, as torch.distributed makes them."""
@@ -56,17 +62,39 @@ def new_gloo_groups(
 
     Collective over the world: every rank calls this, with the group that it is in, and torch makes
     the groups of all ranks.
+
+    Raises:
+        StrategyError: some rank is not in the group that it has given.
     """
     world = open_communicator(None, timeout_s=timeout_s, purpose="making of gloo groups")
-    mine = sorted(dist.get_process_group_ranks(group))
+    answers = agree_and_gather(world, lambda: ranks_to_wire(_member_ranks(group)))
+    mine = _member_ranks(group)
     found: list[ProcessGroup] = []
-    told = {tuple(item) for item in world.all_gather(ranks_to_wire(mine))}
+    told = {tuple(item) for item in answers}
     for ranks in sorted(map(ranks_from_wire, told)):
         limit = timedelta(seconds=timeout_s)
         made = [dist.new_group(ranks, limit, backend="gloo") for _ in range(num_groups)]
         if list(ranks) == mine:
             found = made
     return tuple(found)
+
+
+def _member_ranks(group: ProcessGroup | None) -> list[int]:
+    require_member(group)
+    return sorted(dist.get_process_group_ranks(group))
+
+
+def require_member(group: ProcessGroup | None) -> None:
+    """Raise unless this rank is in the group; torch gives ranks outside a number in its place.
+
+    Raises:
+        StrategyError: it is not.
+    """
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise StrategyError(
+            f"rank {dist.get_rank()} is not in the process group that it was given; every rank has "
+            "to give the group that it is in"
+        )
 
 
 def ranks_to_wire(ranks: Sequence[int]) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 import tempfile
 import threading
@@ -81,7 +82,15 @@ class BackgroundWork(Generic[T]):
         except BaseException as error:  # noqa: BLE001 - raised again by ``result``
             self._errors.append(error)
         finally:
+            self._mark_end()
+
+    def _mark_end(self) -> None:
+        """Others wait for the mark as long as its directory is there; a full disk takes no mark."""
+        try:
             self.end_mark.touch()
+        except OSError as error:
+            logger.warning("%s cannot be made, so its directory goes: %s", self.end_mark, error)
+            shutil.rmtree(self.end_mark.parent)
 
 
 def yield_to_training() -> None:

@@ -1,18 +1,23 @@
 """The types of Megatron-Core that the rest of the package builds on.
 
-0.17 removed the registry, its enum and more; what is missing gets a stand-in of the same name and
-attributes, so that our strategies stay what they are.
+0.17 removed the registry, its enum and more; what is missing, be it the whole module, gets a
+stand-in of the same name and attributes, so that our strategies stay what they are.
 """
 
 from __future__ import annotations
 
 from enum import Enum
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies import base
 from megatron.core.dist_checkpointing.validation import StrictHandling
+
+try:
+    from megatron.core.dist_checkpointing.strategies import base
+except ImportError:
+    base = ModuleType("base")
 
 __all__ = [
     "AsyncSaveShardedStrategy",
@@ -25,6 +30,7 @@ __all__ = [
     "ShardedTensor",
     "StrategyAction",
     "StrictHandling",
+    "base",
 ]
 
 

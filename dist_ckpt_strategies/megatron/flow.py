@@ -11,7 +11,6 @@ from megatron.core.dist_checkpointing.dict_utils import extract_matching_values,
 from megatron.core.dist_checkpointing.mapping import apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.utils import (
-    _clean_metadata_for_serialization,
     extract_sharded_base,
     force_all_tensors_to_non_fp8,
 )
@@ -32,6 +31,9 @@ from dist_ckpt_strategies.megatron.bases import (
 from dist_ckpt_strategies.megatron.shards import StateDict, is_empty, mapped_values
 
 CONTENT_METADATA_KEY = "content_metadata"
+
+_GROUP_KEY = "dp_cp_group"
+"""Of the content metadata: a process group, which means nothing to another process."""
 
 _MAX_QUOTED = 400
 
@@ -89,10 +91,9 @@ def take_apart_for_save(
     if content_metadata is not None:
         whole[CONTENT_METADATA_KEY] = content_metadata
     sharded, common = save_preprocess(whole, validate_access_integrity=False)
-    if CONTENT_METADATA_KEY in common:
-        common[CONTENT_METADATA_KEY] = _clean_metadata_for_serialization(
-            common[CONTENT_METADATA_KEY]
-        )
+    content = common.get(CONTENT_METADATA_KEY)
+    if isinstance(content, dict):
+        common[CONTENT_METADATA_KEY] = {k: v for k, v in content.items() if k != _GROUP_KEY}
     return SaveParts(sharded, common)
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from megatron.core.dist_checkpointing.strategies import base
-
-from dist_ckpt_strategies.megatron.bases import CheckpointingException, StrategyAction
+from dist_ckpt_strategies.megatron.bases import CheckpointingException, StrategyAction, base
 
 
 def has_registry() -> bool:

@@ -12,7 +12,10 @@ from dist_ckpt_strategies.plan.disjoint import MAX_CUT, disjoint_parts, overlapp
 from dist_ckpt_strategies.plan.spans import raw_spans
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.box import Box, BoxTable, Flags, Table, concatenated
-from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.spec.region import Extent, Region
+
+_LOOSE = 2
+"""How far a part may exceed the limit before a further dim is cut."""
 
 Audiences = list[tuple[int, ...]]
 """Sets of ranks that want the same, each sorted."""
@@ -120,18 +123,44 @@ def _replaced(
 
 
 def _slabs(array: ArraySpec, box: Box, limit_nbytes: int) -> Iterator[Region]:
-    """The box in slabs along its first dim that has any extent.
-
-    Only where each slab is read on its own at no extra cost: from raw chunks, in long runs.
-    """
+    """The box in parts, as far as each of them can be read on its own at no extra cost."""
+    if array.inner_shape is not None:
+        yield from _of_whole_inner_chunks(box.region, array.inner_shape, box.itemsize, limit_nbytes)
+        return
     region = box.region
     dim = next((d for d, extent in enumerate(region.shape) if extent > 1), None)
     if dim is None or raw_spans(array, region) is None:
         yield region
         return
-    extent = region.shape[dim]
-    num_slabs = min(extent, -(-box.nbytes // limit_nbytes))
-    for number in range(num_slabs):
-        start, stop = (extent * n // num_slabs for n in (number, number + 1))
-        offset = (*region.offset[:dim], region.offset[dim] + start, *region.offset[dim + 1 :])
-        yield Region(offset, (*region.shape[:dim], stop - start, *region.shape[dim + 1 :]))
+    yield from _cut(region, dim, 1, -(-box.nbytes // limit_nbytes))
+
+
+def _of_whole_inner_chunks(
+    region: Region, inner_shape: Extent, itemsize: int, limit_nbytes: int, dim: int = 0
+) -> Iterator[Region]:
+    """The region cut where inner chunks begin, which are read whole: first dims first.
+
+    Parts of several inner chunks stay below the limit, or a little above it where a further dim
+    would have to be cut, which takes a copy at the other end.
+    """
+    nbytes = region.numel * itemsize
+    if dim == region.ndim or nbytes <= (_LOOSE if dim else 1) * limit_nbytes:
+        yield region
+        return
+    for part in _cut(region, dim, inner_shape[dim], -(-nbytes // limit_nbytes)):
+        yield from _of_whole_inner_chunks(part, inner_shape, itemsize, limit_nbytes, dim + 1)
+
+
+def _cut(region: Region, dim: int, grain: int, num_parts: int) -> Iterator[Region]:
+    """The region in so many parts along a dim, or fewer: they end at multiples of the grain."""
+    offset, end = region.offset[dim], region.end[dim]
+    first, stop = offset // grain, -(-end // grain)
+    num_parts = min(num_parts, stop - first)
+    for number in range(num_parts):
+        low, high = (first + (stop - first) * n // num_parts for n in (number, number + 1))
+        start = max(offset, low * grain)
+        extent = min(end, high * grain) - start
+        yield Region(
+            (*region.offset[:dim], start, *region.offset[dim + 1 :]),
+            (*region.shape[:dim], extent, *region.shape[dim + 1 :]),
+        )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.inner_grid import CRC_NBYTES
 from dist_ckpt_strategies.spec.region import Extent, Region
 
 MIN_SPAN_NBYTES = 64 << 10
@@ -21,6 +22,27 @@ class ChunkSpans:
     index: Extent
     span_nbytes: int
     offsets: tuple[tuple[int, int], ...]
+
+
+def stored_nbytes(array: ArraySpec, region: Region) -> int:
+    """Bytes that leave storage where a box, not empty, is read: inner chunks are read whole.
+
+    So are chunks of format 1 whose runs are too short to be read one by one; of compressed ones
+    the bytes that they had before count.
+    """
+    itemsize = array.dtype.itemsize
+    if array.inner_shape is not None:
+        nbytes = math.prod(array.inner_shape) * itemsize + CRC_NBYTES * array.has_crc32c
+        return nbytes * _num_cells(region, array.inner_shape)
+    if raw_spans(array, region) is None:
+        return array.chunk_nbytes * _num_cells(region, array.chunk_shape)
+    return region.numel * itemsize
+
+
+def _num_cells(region: Region, cell: Extent) -> int:
+    """How many cells of a grid share an element with the region."""
+    ends = zip(region.offset, region.end, cell, strict=True)
+    return math.prod(-(-end // extent) - start // extent for start, end, extent in ends)
 
 
 def raw_spans(array: ArraySpec, region: Region) -> tuple[ChunkSpans, ...] | None:

@@ -26,6 +26,7 @@ from dist_ckpt_strategies.device import (
 )
 from dist_ckpt_strategies.errors import CheckpointError
 from dist_ckpt_strategies.plan.broadcast import BroadcastPlan, Delivery, Message, Rounds
+from dist_ckpt_strategies.plan.spans import stored_nbytes
 from dist_ckpt_strategies.run.report import BroadcastReport
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.box import Box
@@ -125,7 +126,7 @@ def run_broadcast(
     return BroadcastReport(
         num_tensors=len(targets),
         filled_nbytes=sum(target.box.nbytes for target in targets),
-        read_nbytes=sum(d.nbytes for d in own if d.reader == comm.rank),
+        read_nbytes=sum(stored_nbytes(d.array, d.region) for d in own if d.reader == comm.rank),
         received_nbytes=sum(d.nbytes for d in own if d.reader != comm.rank),
         reading_s=clock.seconds["reading"],
         sending_s=clock.seconds["sending"],

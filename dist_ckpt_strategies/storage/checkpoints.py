@@ -13,6 +13,7 @@ from dist_ckpt_strategies.config import Options, Verify
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
+    IncompleteCheckpointError,
 )
 from dist_ckpt_strategies.plan.chunking import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.spec.array import ArraySpec
@@ -145,8 +146,17 @@ class Format2Checkpoint:
     def __init__(self, root: Location, options: Options) -> None:
         self._root = root
         self._options = options
-        self.place = _opened(root)
-        self.manifest = Manifest(self.place)
+        self.place: Place = root if isinstance(root, Bucket) else _directory(root)
+        self.manifest = self._manifest()
+
+    def _manifest(self) -> Manifest:
+        """Asked for by its name: lists of an object store may not know of it yet."""
+        try:
+            return Manifest(self.place)
+        except IncompleteCheckpointError:
+            if isinstance(self._root, Bucket):
+                require_something(self._root)
+            raise
 
     @cached_property
     def array_reader(self) -> ArrayReader:
@@ -263,10 +273,6 @@ def _require_clean(check: FileCheck, path: str) -> None:
         )
 
 
-def _opened(root: Location) -> Place:
-    """The place of the small files, where there is something."""
-    if isinstance(root, Bucket):
-        require_something(root)
-        return root
+def _directory(root: Path) -> Directory:
     require_directory(root)
     return Directory(root)

@@ -363,7 +363,7 @@ class _Part:
         self._path = path
         with _damage(path):
             fields = json.loads(content)
-            self.arrays: Mapping[str, Fields] = {found["key"]: found for found in fields["arrays"]}
+            self.arrays: Mapping[str, Fields] = {_key(found): found for found in fields["arrays"]}
             self.objects: Mapping[str, Fields] = {_unique_key(f): f for f in fields["objects"]}
 
     def array(self, key: str) -> ArrayRecord:
@@ -392,8 +392,15 @@ def _damage(path: str) -> Iterator[None]:
         ) from error
 
 
+def _key(fields: Fields) -> str:
+    key = fields["key"]
+    if not isinstance(key, str):
+        raise TypeError(f"{key!r}, expected a text")
+    return key
+
+
 def _unique_key(fields: Fields) -> str:
-    return ObjectId(fields["key"], tuple(fields["offset"]), tuple(fields["shape"])).unique_key
+    return ObjectId(_key(fields), tuple(fields["offset"]), tuple(fields["shape"])).unique_key
 
 
 def _extent(numbers: Any) -> Extent:

@@ -231,10 +231,26 @@ def require_token(root: Path, token: str, owner: str, timeout_s: float) -> None:
 
 
 def remove_token(root: Path, token: str) -> None:
-    """Remove the file of ``leave_token``; one that is left is passed over, and goes next time."""
+    """Remove the file of ``leave_token``, which the next save to the directory removes too.
+
+    Raises:
+        StorageError: it is gone.
+    """
     path = _token_path(root, token)
     with file_errors(None, path):
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            raise superseded(root) from None
+
+
+def superseded(root: Path | str) -> StorageError:
+    """The error for a save whose place belongs to another one by now."""
+    return StorageError(
+        f"{root}: another save to it has begun before this one was finished, or what this one had "
+        "written was removed; nothing of it was made visible",
+        path=str(root),
+    )
 
 
 def _token_path(root: Path, token: str) -> Path:

@@ -27,6 +27,7 @@ from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.storage.base import ArrayRead, HostArray
 from dist_ckpt_strategies.storage.buckets import Bucket
 from dist_ckpt_strategies.storage.checkpoints import Format1Checkpoint, Format2Checkpoint
+from dist_ckpt_strategies.storage.embedded_common import beside_common, common_or_object
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
@@ -74,7 +75,7 @@ class Source(Protocol):
 
     @property
     def objects(self) -> Sequence[ObjectId]:
-        """All shards of objects, sorted."""
+        """All shards of objects, sorted; not one that stands for the file of the common state."""
         ...
 
     @property
@@ -102,10 +103,10 @@ class Source(Protocol):
         ...
 
     def common_content(self) -> bytes:
-        """The file of the common state.
+        """The file of the common state, or that of the object which holds it.
 
         Raises:
-            IncompleteCheckpointError: it is missing.
+            IncompleteCheckpointError: there is neither.
             CorruptCheckpointError: it is damaged.
         """
         ...
@@ -173,13 +174,17 @@ class Format1Source:
     @cached_property
     def objects(self) -> Sequence[ObjectId]:
         """See Source."""
+        return beside_common(self._common_file, self._all_objects)
+
+    @cached_property
+    def _all_objects(self) -> Sequence[ObjectId]:
         return tuple(object_ids(self.root))
 
     @cached_property
     def identity(self) -> str:
         """See Source."""
         wires = [array_to_wire(array) for array in self._found.values()]
-        return _identity(self.root, json.dumps(wires).encode())
+        return _identity(self.root, json.dumps(wires).encode(), self.common_content())
 
     @property
     def layout(self) -> Mapping[str, int]:
@@ -200,6 +205,9 @@ class Format1Source:
 
     def common_content(self) -> bytes:
         """See Source."""
+        return common_or_object(self._common_file, self._all_objects, self.object_content)
+
+    def _common_file(self) -> bytes:
         return _common(self.root)
 
 
@@ -221,6 +229,10 @@ class Format2Source:
     @cached_property
     def objects(self) -> Sequence[ObjectId]:
         """See Source."""
+        return beside_common(self._common_file, self._all_objects)
+
+    @cached_property
+    def _all_objects(self) -> Sequence[ObjectId]:
         return tuple(sorted(record.id for record in self._checkpoint.manifest.objects()))
 
     @cached_property
@@ -229,7 +241,7 @@ class Format2Source:
         place = self._checkpoint.place
         description = place.read(MANIFEST_INDEX_NAME)
         if isinstance(self.root, Path):
-            return _identity(self.root, description)
+            return _identity(self.root, description, self.common_content())
         published = digest_of(place.read(SAVE_NAME))
         return _digest_of_all(description, self.common_content(), [str(self.root), published])
 
@@ -251,6 +263,9 @@ class Format2Source:
 
     def common_content(self) -> bytes:
         """See Source."""
+        return common_or_object(self._common_file, self._all_objects, self.object_content)
+
+    def _common_file(self) -> bytes:
         self._checkpoint.require_common()
         place = self._checkpoint.place
         content = place.read(COMMON_NAME)
@@ -280,6 +295,10 @@ class TorchDistSource:
     @cached_property
     def objects(self) -> Sequence[ObjectId]:
         """See Source."""
+        return beside_common(self._common_file, self._all_objects)
+
+    @cached_property
+    def _all_objects(self) -> Sequence[ObjectId]:
         found = []
         for key in self._index.objects:
             object_id = ObjectId.parse(key)
@@ -297,7 +316,8 @@ class TorchDistSource:
         """See Source."""
         path = self.root / METADATA_NAME
         with file_errors(None, path):
-            return _identity(self.root, read_file(path))
+            description = read_file(path)
+        return _identity(self.root, description, self.common_content())
 
     @property
     def layout(self) -> Mapping[str, int]:
@@ -361,6 +381,9 @@ class TorchDistSource:
 
     def common_content(self) -> bytes:
         """See Source."""
+        return common_or_object(self._common_file, self._all_objects, self.object_content)
+
+    def _common_file(self) -> bytes:
         return _common(self.root)
 
 
@@ -394,7 +417,7 @@ def _require_archive(content: bytes, name: str, path: str) -> None:
         raise CorruptCheckpointError(f"{name}: {path} is damaged: {damage}", key=name, path=path)
 
 
-def _identity(root: Path, description: bytes) -> str:
+def _identity(root: Path, description: bytes, common: bytes) -> str:
     """A digest of what describes the arrays, the common state, and when it was published."""
     path = root / MARKER_NAME
     try:
@@ -402,7 +425,7 @@ def _identity(root: Path, description: bytes) -> str:
     except OSError as error:
         raise storage_error(None, path, error) from error
     facts = [str(root), published, asdict(read_marker(root))]
-    return _digest_of_all(description, _common(root), facts)
+    return _digest_of_all(description, common, facts)
 
 
 def _digest_of_all(description: bytes, common: bytes, facts: list[Any]) -> str:

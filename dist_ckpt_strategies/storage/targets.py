@@ -24,7 +24,7 @@ from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.file_access import permitted_access
 from dist_ckpt_strategies.storage.files import create_anew, file_errors, sync_path
 from dist_ckpt_strategies.storage.journal import Record
-from dist_ckpt_strategies.storage.whole_flush import whole_flush
+from dist_ckpt_strategies.storage.whole_flush import begin_writeback, whole_flush
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -157,13 +157,18 @@ class Flush:
 
 @contextmanager
 def new_file(path: str, key: str | None, *, is_flushed: bool) -> Iterator[int]:
-    """A file that is made anew, open for writing; errors name it."""
+    """A file that is made anew, open for writing; errors name it.
+
+    One that its writer does not flush is on its way to the disk when this ends.
+    """
     with file_errors(key, path):
         handle = create_anew(path)
         try:
             yield handle
             if is_flushed:
                 os.fsync(handle)
+            else:
+                begin_writeback(handle)
         finally:
             os.close(handle)
 

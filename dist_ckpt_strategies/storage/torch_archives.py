@@ -35,7 +35,7 @@ _LOCAL_HEADER = struct.Struct("<26x2H")
 """Sizes of the name and of the extra field, at the end of the header before a record."""
 
 _PIECE_NBYTES = 1 << 20
-_STORAGES: Mapping[str, str] = MappingProxyType(
+STORAGES: Mapping[str, str] = MappingProxyType(
     {
         "BoolStorage": "bool",
         "ByteStorage": "uint8",
@@ -51,6 +51,8 @@ _STORAGES: Mapping[str, str] = MappingProxyType(
         "ComplexDoubleStorage": "complex128",
     }
 )
+"""torch's names of the storages that tell their dtype, and the dtypes; others are untyped."""
+
 _DTYPES = frozenset(member.value for member in DType)
 
 
@@ -97,8 +99,8 @@ class _Layouts(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _REBUILT:
             return _REBUILT[module, name]
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
+        if module == "torch" and name in STORAGES:
+            return STORAGES[name]
         if module == "torch" and name in _DTYPES:
             return name
         raise UnsafeObjectError(f"{module}.{name}")

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from dist_ckpt_strategies.plan.convert import SAFETENSORS_DTYPES, ConvertPlan
 from dist_ckpt_strategies.spec.array import ArraySpec
@@ -17,7 +16,6 @@ from dist_ckpt_strategies.spec.conversion import Unit
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.spec.region import Region
-from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.files import file_errors, write_file
 from dist_ckpt_strategies.storage.journal import Record
 from dist_ckpt_strategies.storage.objects import Allowed, dump_object, load_content
@@ -33,7 +31,9 @@ from dist_ckpt_strategies.storage.targets import (
     new_file,
     read_part,
 )
+from dist_ckpt_strategies.storage.tensor_archive import write_tensor_archive
 from dist_ckpt_strategies.storage.torch_dist import METADATA_NAME, Stretch, index_content
+from dist_ckpt_strategies.storage.whole_flush import begin_writeback
 from dist_ckpt_strategies.storage.zarr_targets import write_common
 
 _ALIGNED_NBYTES = 8
@@ -42,7 +42,7 @@ _ALIGNED_NBYTES = 8
 class TorchDistConversion:
     """Writes torch_dist, as torch.distributed.checkpoint and Megatron-Core read it; see Target.
 
-    A piece of an array is held whole while ``torch.save`` writes it; the plan bounds pieces.
+    A piece of an array is held whole while it is written; the plan bounds pieces.
 
     Args:
         root: the directory, which exists.
@@ -63,16 +63,15 @@ class TorchDistConversion:
 
     def write(self, unit: Unit, read: ReadBox) -> Record:
         """See Target."""
-        ends = []
+        ends: list[int] = []
         path = f"{self._root}/{unit.name}"
-        with (
-            new_file(path, key_of(unit), is_flushed=self._flush.is_each) as handle,
-            open(handle, "wb", closefd=False) as file,
-        ):
+        with new_file(path, key_of(unit), is_flushed=self._flush.is_each) as handle:
             for part in unit.parts:
                 elements = read_part(part, part.region, read, self._memory)
-                torch.save(_as_tensor(elements, part.array), file)
-                ends.append(file.tell())
+                start = ends[-1] if ends else 0
+                end = write_tensor_archive(handle, start, elements, part.array.dtype)
+                begin_writeback(handle, start, end - start)
+                ends.append(end)
         return {"ends": ends}
 
     def is_there(self, unit: Unit, record: Record) -> bool:
@@ -109,12 +108,6 @@ def _pieces(
         ends = records[number]["ends"]
         for part, start, end in zip(unit.parts, [0, *ends[:-1]], ends, strict=True):
             yield part.array, part.region, Stretch(unit.name, start, end - start)
-
-
-def _as_tensor(elements: HostArray, array: ArraySpec) -> torch.Tensor:
-    flat = torch.from_numpy(elements.reshape(-1).view(np.uint8))
-    dtype: torch.dtype = getattr(torch, array.dtype.value)
-    return flat.view(dtype).reshape(elements.shape)
 
 
 class SafetensorsConversion:
@@ -180,6 +173,8 @@ class SafetensorsConversion:
                     _write_at(file.fileno(), elements.reshape(-1).view(np.uint8), at)
             if self._flush.is_each:
                 os.fsync(file.fileno())
+            else:
+                begin_writeback(file.fileno())
         return {}
 
     def is_there(self, unit: Unit, record: Record) -> bool:  # noqa: ARG002

@@ -184,6 +184,23 @@ def load_strategies(
     return _limited(loader, sharded, timeout_s), common_loader
 
 
+def verifying(loader: Any, verify: str | None) -> Any:
+    """The load strategy, with what it compares with digests changed where that is given.
+
+    Raises:
+        StrategyError: no such choice, or not of this strategy.
+    """
+    if verify is None:
+        return loader
+    if not isinstance(loader, Format2LoadShardedStrategy):
+        raise StrategyError(
+            f"verify={verify!r}: digests are kept by format ('zarr', 2), which "
+            f"{type(loader).__name__} does not read itself; set verify on the strategy that does, "
+            "or in its options"
+        )
+    return loader.verifying(verify)
+
+
 @contextmanager
 def _told_of_marker(root: Location) -> Iterator[None]:
     """Have an error about a format say which file names that."""

@@ -27,7 +27,7 @@ from dist_ckpt_strategies.megatron.shards import (
 )
 from dist_ckpt_strategies.plan.keys import require_storable_keys
 from dist_ckpt_strategies.storage.buckets import Bucket
-from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, write_file
+from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file, write_file
 from dist_ckpt_strategies.storage.locations import Location, located, require_path, withdraw_marker
 from dist_ckpt_strategies.storage.objects import (
     Allowed,
@@ -35,9 +35,9 @@ from dist_ckpt_strategies.storage.objects import (
     load_pickle,
     object_ids,
     read_object,
-    read_pickle,
     write_object,
 )
+from dist_ckpt_strategies.storage.sources import open_source
 
 BACKEND = "torch"
 VERSION = 1
@@ -128,14 +128,16 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
         """The common state, its tensors on the CPU. Rank-local.
 
+        Where there is no ``common.pt``, the object ``common_state``, as of Megatron-Core 0.19.
+
         Raises:
-            IncompleteCheckpointError: ``common.pt`` is missing.
+            IncompleteCheckpointError: ``common.pt`` is missing, and there is no such object.
             UnsafeObjectError: it needs a class that is not allowed; the message says which.
             CorruptCheckpointError: it is damaged.
         """
         root = located(checkpoint_dir, self._options.store)
         path = root.path(COMMON_NAME) if isinstance(root, Bucket) else root / COMMON_NAME
-        found = _read_common(root, self._allowed())
+        found = _read_common(root, self._options, self._allowed())
         if not isinstance(found, dict):
             raise CorruptCheckpointError(
                 f"common state: {path} holds a {type(found).__name__}, expected a dict",
@@ -188,17 +190,26 @@ def require_common(backend: str, version: int) -> None:
         )
 
 
-def _read_common(root: Location, allow: Allowed) -> Any:
-    if isinstance(root, Bucket):
-        content = root.read(COMMON_NAME)
-        return load_pickle(content, root.path(COMMON_NAME), "common state", allow)
-    path = root / COMMON_NAME
+def _read_common(root: Location, options: Options, allow: Allowed) -> Any:
+    path = root.path(COMMON_NAME) if isinstance(root, Bucket) else f"{root}/{COMMON_NAME}"
     try:
-        return read_pickle(path, "common state", allow)
+        content = _common_file(root, path)
+    except IncompleteCheckpointError as missing:
+        try:
+            content = open_source(root, options, allow).common_content()
+        except (IncompleteCheckpointError, IncompatibleVersionError):
+            raise missing from None
+    return load_pickle(content, path, "common state", allow)
+
+
+def _common_file(root: Location, path: str) -> bytes:
+    if isinstance(root, Bucket):
+        return root.read(COMMON_NAME)
+    try:
+        with file_errors("common state", path, not_found=ArrayNotFoundError):
+            return read_file(path)
     except ArrayNotFoundError as error:
-        raise IncompleteCheckpointError(
-            f"common state: {path} is missing", path=str(path)
-        ) from error
+        raise IncompleteCheckpointError(f"common state: {path} is missing", path=path) from error
 
 
 def _write_common(root: Location, state: StateDict) -> None:

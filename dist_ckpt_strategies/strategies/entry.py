@@ -35,12 +35,11 @@ from dist_ckpt_strategies.megatron.flow import (
     take_apart_for_load,
     take_apart_for_save,
 )
-from dist_ckpt_strategies.megatron.shards import (
-    StateDict,
-)
+from dist_ckpt_strategies.megatron.shards import StateDict, sharded_values
 from dist_ckpt_strategies.megatron.wrappers import parallel_base, spread_main_replicas
 from dist_ckpt_strategies.run.checks import Preprocess, check_load, check_save
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
+from dist_ckpt_strategies.storage.embedded_common import COMMON_OBJECT
 from dist_ckpt_strategies.storage.locations import (
     Location,
     is_finished,
@@ -60,6 +59,7 @@ from dist_ckpt_strategies.strategies.choices import (
     location_of,
     require_taken,
     save_strategies,
+    verifying,
 )
 from dist_ckpt_strategies.strategies.local_replicated import (
     restore_common,
@@ -227,6 +227,7 @@ def load(  # noqa: PLR0913 - Megatron's signature
     *,
     allow: Allowed = (),
     timeout_s: float | None = None,
+    verify: str | None = None,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load a checkpoint into the layout that a sharded state dict describes.
 
@@ -243,6 +244,8 @@ def load(  # noqa: PLR0913 - Megatron's signature
         allow: further classes that objects of this checkpoint may be unpickled to.
         timeout_s: longest wait for a peer in the steps around the strategies, and within those of
             ("zarr", 1) and ("zarr", 2) that are not given as instances.
+        verify: what is compared with the digests of ("zarr", 2): ``"read"``, ``"full"`` or
+            ``"off"``; by default what the strategy or the environment says, ``"read"``.
 
     Returns:
         The state dict, and for the RETURN_* values of ``strict`` missing and unexpected keys.
@@ -252,6 +255,7 @@ def load(  # noqa: PLR0913 - Megatron's signature
         ShapeMismatchError: an array is stored with another shape.
         StorageError: something is missing or damaged.
         UnsafeObjectError: an object needs a class that is not allowed; the message says which.
+        StrategyError: there is no such strategy, or one that ``verify`` means nothing to.
         PeerError: another rank failed; it is of the class of that rank's error too.
     """
     comm = _world(f"load from {checkpoint_dir}", timeout_s)
@@ -264,17 +268,18 @@ def load(  # noqa: PLR0913 - Megatron's signature
             stack.enter_context(allowing(allow))
             loaders = load_strategies(root, sharded_strategy, common_strategy, timeout_s)
             require_taken(root, loaders[0])
+            loader = verifying(loaders[0], verify)
             found: StateDict = loaders[1].load_common(root)
             parts = take_apart_for_load(sharded_state_dict)
             state = merged(found, parts.nonpersistent)
-            return root, *loaders, state, parts, parsed_strict(strict)
+            return root, loader, loaders[1], state, parts, parsed_strict(strict)
 
         root, sharded, common_loader, state, parts, strictness = agree(comm, begin)
         outcome = check_load(
             comm,
             parts.sharded,
             strictness,
-            lambda: _stored_keys(root, sharded, common_loader),
+            lambda: _stored_keys(root, sharded, common_loader, parts.sharded),
             validate_access_integrity,
         )
         loaded = _load_sharded(comm, outcome.sharded, root, sharded, common_loader)
@@ -455,10 +460,13 @@ def _save_objects(objects: StateDict, root: Location, sharded: Any, common_saver
     common_saver.save_sharded_objects(objects, root)
 
 
-def _stored_keys(root: Location, sharded: Any, common_loader: Any) -> StateDict:
+def _stored_keys(root: Location, sharded: Any, common_loader: Any, wanted: StateDict) -> StateDict:
+    """What is stored, but for the object that is the common state: nobody asks for it."""
     found: StateDict = sharded.load_sharded_metadata(root)
     if not sharded.can_handle_sharded_objects:
         found = merged(found, common_loader.load_sharded_metadata(root))
+    if all(value.key != COMMON_OBJECT.key for value in sharded_values(wanted)):
+        found.pop(COMMON_OBJECT.unique_key, None)
     return found
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+from dist_ckpt_strategies.comm.agree import agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
@@ -56,6 +57,7 @@ class Format1Target:
         self._options = options
         self._keeps_old = keeps_old
         self._is_checkpoint = False
+        self._token = ""
         self.writer: ArrayWriter = open_array_store(root, options)
         self.open_elsewhere: Callable[[], ArrayWriter] = partial(open_array_store, root, options)
 
@@ -76,10 +78,7 @@ class Format1Target:
     def require(self, token: str, owner: str) -> None:
         """See SaveTarget."""
         require_token(self._root, token, owner, self._options.timeout_s)
-
-    def forget(self, token: str) -> None:
-        """See SaveTarget."""
-        remove_token(self._root, token)
+        self._token = token
 
     def write_objects(self, objects: Mapping[ObjectId, bytes]) -> None:
         """See SaveTarget."""
@@ -94,8 +93,9 @@ class Format1Target:
     def take_digests(self, digests: Digests) -> None:
         """See SaveTarget. The format has none."""
 
-    def complete(self, planned: Planned, comm: Communicator) -> None:
+    def complete(self, planned: Planned, comm: Communicator) -> None:  # noqa: ARG002 - of the others
         """See SaveTarget. The files are all there is."""
+        agree_on_first(comm, lambda: remove_token(self._root, self._token))
 
 
 def stored_metadata(root: Path, *, with_objects: bool) -> StateDict:

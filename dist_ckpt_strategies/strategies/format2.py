@@ -47,6 +47,7 @@ from dist_ckpt_strategies.storage.manifest import (
     part_content,
 )
 from dist_ckpt_strategies.storage.objects import dump_content, plain_value
+from dist_ckpt_strategies.storage.publication import superseded
 from dist_ckpt_strategies.storage.sites import DigestingWriter, open_site, open_writer
 from dist_ckpt_strategies.strategies.save_planning import Planned
 
@@ -79,6 +80,7 @@ class Format2Target:
         self._keeps_old = keeps_old
         self._site = open_site(root, options)
         self._place = self._site.place
+        self._begun: str | None = None
         self._objects: list[ObjectRecord] = []
         self._digests: dict[tuple[str, Extent], list[int]] = {}
 
@@ -132,6 +134,7 @@ class Format2Target:
                     path=str(self._root),
                 )
             time.sleep(_TOKEN_PAUSE_S)
+        self._begun = token
 
     def _token(self) -> str | None:
         try:
@@ -139,9 +142,6 @@ class Format2Target:
         except (IncompleteCheckpointError, ValueError, AttributeError):
             return None
         return found
-
-    def forget(self, token: str) -> None:
-        """See SaveTarget. It stays, and tells when the save began, and where."""
 
     def write_objects(self, objects: Mapping[ObjectId, bytes]) -> None:
         """See SaveTarget. Small plain values go to the manifest, the others to one file."""
@@ -165,11 +165,16 @@ class Format2Target:
     def complete(self, planned: Planned, comm: Communicator) -> None:
         """See SaveTarget. What every rank knows of its files becomes the manifest."""
 
+        def describe() -> dict[int, bytes]:
+            if comm.rank == 0 and self._token() != self._begun:
+                raise superseded(str(self._root))
+            return self._known(planned)
+
         def index(parts: tuple[PartEntry, ...]) -> ManifestIndex:
             layout = {"ranks": comm.size, **parallel_sizes()}
             return ManifestIndex(parts, self._common(), layout, package_versions())
 
-        run_manifest(planned.manifest, lambda: self._known(planned), self._place, comm, index)
+        run_manifest(planned.manifest, describe, self._place, comm, index)
 
     def _common(self) -> FileDigest | None:
         """The common state's file; through Megatron-Core's own save it is there already."""

@@ -69,11 +69,7 @@ class SaveTarget(Protocol):
         ...
 
     def require(self, token: str, owner: str) -> None:
-        """Raise unless this rank sees the token of the first one."""
-        ...
-
-    def forget(self, token: str) -> None:
-        """Take the token away. On the first rank."""
+        """Raise unless this rank sees the token of the first one, which ``complete`` looks for."""
         ...
 
     def write_objects(self, objects: Mapping[ObjectId, bytes]) -> None:
@@ -85,7 +81,11 @@ class SaveTarget(Protocol):
         ...
 
     def complete(self, planned: Planned, comm: Communicator) -> None:
-        """Write what describes the checkpoint, all its files being durable. Collective."""
+        """Write what describes the checkpoint, all its files being durable. Collective.
+
+        Raises:
+            StorageError: the token is gone: another save has begun there, or all was removed.
+        """
         ...
 
 
@@ -115,11 +115,9 @@ def save_sharded(
         CheckpointExistsError: the directory holds other arrays, and no marker.
         StorageError: a write failed here; a PeerError of the same class on the other ranks.
     """
-    target, mine, planned, token = _prepared(state_dict, open_target, comm, options, memory)
+    target, mine, planned = _prepared(state_dict, open_target, comm, options, memory)
 
     def write_objects() -> None:
-        if comm.rank == 0:
-            target.forget(token)  # every rank has seen it
         target.write_objects(mine.objects)
 
     report = run_save(planned.plan, mine.tensors, target.writer, comm, options, also=write_objects)
@@ -164,12 +162,10 @@ def begin_save(  # noqa: PLR0913, PLR0917 - what a save is made of
         StorageError: preparing failed here; a PeerError of the same class on the other ranks.
     """
     agree(comm, lambda: memory.get_ready(options))
-    target, mine, planned, token = _prepared(state_dict, open_target, comm, options, memory)
+    target, mine, planned = _prepared(state_dict, open_target, comm, options, memory)
     staged = stage_save(planned.plan, mine.tensors, comm, memory.reserve)
 
     def prepare() -> BackgroundWork[Outcome]:
-        if comm.rank == 0:
-            target.forget(token)  # every rank has seen it
         write_arrays = _array_write(staged, target, memory, options)
 
         def write() -> Outcome:
@@ -250,7 +246,7 @@ def _prepared(
     comm: Communicator,
     options: Options,
     memory: SaveMemory,
-) -> tuple[SaveTarget, Holdings, Planned, str]:
+) -> tuple[SaveTarget, Holdings, Planned]:
     """Everything up to the first byte: the plan, and a place that all ranks see. Collective."""
     held: list[tuple[SaveTarget, Holdings, Facts]] = []
 
@@ -270,4 +266,4 @@ def _prepared(
     agree_on_first(comm, lambda: target.clear(planned, token))
     owner = f"rank {comm.global_rank(0)}"
     agree(comm, lambda: target.require(token, owner))
-    return target, mine, planned, token
+    return target, mine, planned

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import wraps
 from operator import itemgetter
 from pathlib import Path
@@ -21,6 +21,7 @@ from dist_ckpt_strategies.comm.torch_group import (
     new_gloo_groups,
     open_communicator,
     payload_device,
+    require_member,
 )
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import StrategyError
@@ -42,6 +43,25 @@ R = TypeVar("R")
 
 _NUM_CHANNELS = 2
 """Gloo moves twice as much over two groups side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class _ShardedTensorMetadata:
+    """What ``deduplicate_chunks`` and ``load_tensor_from_storage`` take, as Megatron-Core had it.
+
+    Attributes:
+        global_rank: the rank that wants the tensor.
+        sharded_tensor_no_data: which one.
+        dist_group_rank: that rank, within its data-parallel group.
+        dist_group_ranks: the ranks of the group.
+        data_size: in bytes.
+    """
+
+    global_rank: int
+    sharded_tensor_no_data: Any
+    dist_group_rank: int
+    dist_group_ranks: tuple[int, ...]
+    data_size: int | None = None
 
 
 def sharded_tensor_chunk_id(sharded_tensor: Any) -> tuple[str, tuple[int, ...]]:
@@ -170,11 +190,14 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             ShapeMismatchError: another shape is stored, and ``allow_shape_mismatch`` is not set.
             StorageError: an array, chunk or object is missing or damaged.
             PeerError: the same, on another rank; the message names rank, key and file.
+            StrategyError: a rank is not in the data-parallel group that it has given.
         """
         root = located(checkpoint_dir, self._options.store)
         self.maybe_init_gloo_group()
         purpose = f"load from {root}"
         world = open_communicator(None, timeout_s=self._options.timeout_s, purpose=purpose)
+        if not self.cpu_transfer:
+            agree(world, lambda: require_member(self.data_parallel_group))
         group = self._group(purpose)
         base = self.base_strategy
         if isinstance(base, BaseLoadShardedStrategy):
@@ -231,7 +254,8 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
         Args:
             checkpoint_dir: the checkpoint.
-            ten_meta: has the wanted ShardedTensor as ``sharded_tensor_no_data``.
+            ten_meta: a _ShardedTensorMetadata, or whatever has the wanted ShardedTensor as
+                ``sharded_tensor_no_data``.
         """
         root = located(checkpoint_dir, self._options.store)
         wanted = {"tensor": ten_meta.sharded_tensor_no_data.without_data()}

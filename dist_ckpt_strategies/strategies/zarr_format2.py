@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
+from typing import Self
 
 from dist_ckpt_strategies.comm.torch_group import ProcessGroup
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment
@@ -102,6 +104,16 @@ class Format2LoadShardedStrategy(BaseLoadShardedStrategy):
     ) -> None:
         chosen = (options or options_from_environment()).with_changes(verify=verify)
         super().__init__(group=group, options=chosen, allow=allow)
+
+    def verifying(self, verify: str) -> Self:
+        """The same strategy with another choice of ``verify``.
+
+        Raises:
+            StrategyError: no such choice.
+        """
+        other = copy(self)
+        other._options = self._options.with_changes(verify=verify)  # noqa: SLF001 - a copy
+        return other
 
     def open_checkpoint(self, root: Location, options: Options, share: Share) -> StoredCheckpoint:
         """See BaseLoadShardedStrategy."""

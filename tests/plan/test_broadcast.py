@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,8 @@ from dist_ckpt_strategies.plan.broadcast import (
     Message,
     build_broadcast_plan,
 )
+from dist_ckpt_strategies.plan.inner_chunks import cut_chunk
+from dist_ckpt_strategies.plan.spans import stored_nbytes
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.box import Box, BoxTable
 from dist_ckpt_strategies.spec.dtype import DType
@@ -37,7 +40,13 @@ def some_arrays(draw: st.DrawFn) -> list[ArraySpec]:
         shape = draw(st.lists(st.sampled_from([1, 2, 3, 7, 64, 1000]), max_size=3).map(tuple))
         chunk = tuple(draw(st.integers(1, extent)) for extent in shape)
         dtype = draw(st.sampled_from([DType.FLOAT32, DType.BFLOAT16, DType.BOOL]))
-        arrays.append(ArraySpec(f"a{number}", shape, dtype, chunk, is_raw=draw(st.booleans())))
+        array = ArraySpec(f"a{number}", shape, dtype, chunk, is_raw=draw(st.booleans()))
+        if draw(st.booleans()):
+            parts = [draw(st.sampled_from([1, 2, 4])) for _ in chunk]
+            inner = tuple(-(-extent // n) for extent, n in zip(chunk, parts, strict=True))
+            padded = tuple(i * n for i, n in zip(inner, parts, strict=True))
+            array = replace(array, chunk_shape=padded, inner_shape=inner, is_raw=True)
+        arrays.append(array)
     return arrays
 
 
@@ -188,6 +197,37 @@ def test_all_ranks_read_about_the_same(num_ranks: int) -> None:
 
     assert sum(read) == sum(array.nbytes for array in arrays)
     assert max(read) <= 1.1 * sum(read) / num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8, 64])
+def test_inner_chunks_are_read_once_and_evenly(num_ranks: int) -> None:
+    """They are read whole, and compared with their digests, however little of them is asked for."""
+    arrays, wants = gpt(num_ranks)
+    plan, inner = planned((list(map(in_format_2, arrays)), wants))
+    read = [0] * num_ranks
+    for delivery in deliveries_of(plan, inner):
+        read[delivery.reader] += stored_nbytes(delivery.array, delivery.region)
+
+    assert sum(read) == sum(array.nbytes for array in arrays)
+    assert max(read) <= 1.1 * sum(read) / num_ranks
+
+
+def in_format_2(array: ArraySpec) -> ArraySpec:
+    cut = cut_chunk(array.chunk_shape, array.shape, 4, is_movable=False)
+    assert cut is not None
+    return replace(array, chunk_shape=cut.chunk_shape, inner_shape=cut.inner_shape)
+
+
+def test_what_leaves_storage_is_counted_as_it_is_read() -> None:
+    whole = ArraySpec("w", (100, 64), DType.FLOAT32, (50, 64))
+    inner = replace(whole, inner_shape=(25, 16), has_crc32c=True)
+    column = Region((10, 3), (80, 5))
+
+    assert stored_nbytes(whole, Region((10, 0), (80, 64))) == 80 * 64 * 4
+    assert stored_nbytes(whole, column) == whole.nbytes
+    assert stored_nbytes(inner, column) == 4 * (25 * 16 * 4 + 4)
+    assert stored_nbytes(inner, Region((24, 0), (2, 17))) == 4 * (25 * 16 * 4 + 4)
+    assert stored_nbytes(ArraySpec("s", (), DType.FLOAT32, ()), Region((), ())) == 4
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])

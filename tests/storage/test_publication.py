@@ -316,7 +316,8 @@ def test_a_token_is_seen_in_the_same_directory_only(tmp_path: Path) -> None:
         require_token(tmp_path / "there", "1a", "rank 0", timeout_s=0.2)
     assert caught.value.path == str(tmp_path / "there")
     remove_token(tmp_path / "here", "1a")
-    remove_token(tmp_path / "here", "1a")
+    with pytest.raises(StorageError, match="another save to it has begun"):
+        remove_token(tmp_path / "here", "1a")
 
     assert contents(tmp_path) == {}
 

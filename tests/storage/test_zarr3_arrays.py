@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorstore as ts
+import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +25,8 @@ from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
 from dist_ckpt_strategies.storage.file_access import FileAccess, file_access
 from dist_ckpt_strategies.storage.zarr3 import chunk_name, directory_name
 from dist_ckpt_strategies.storage.zarr3_arrays import Zarr3Reader, Zarr3Writer
-from tests.support.samples import Values, random_values
+from dist_ckpt_strategies.storage.zarr_dtypes import register_extension_dtypes
+from tests.support.samples import Values, random_values, same_bytes
 
 TIMEOUT_S = 30.0
 
@@ -96,6 +98,20 @@ def test_every_box_comes_back_bit_for_bit(
     spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{root}/arrays/some.key"}}
     stored = ts.open(spec | {"fill_missing_data_reads": False}, open=True).result()
     assert stored.read().result().tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("has_crc32c", [False, True], ids=["plain", "crc32c"])
+@pytest.mark.parametrize("dtype", DType)
+def test_zarr_python_reads_every_dtype(dtype: DType, has_crc32c: bool, tmp_path: Path) -> None:
+    """Of a grid of chunks whose last ones reach past the array's edge."""
+    register_extension_dtypes()
+    array = ArraySpec("w", (7, 10), dtype, (4, 6), inner_shape=(2, 3), has_crc32c=has_crc32c)
+    values = random_values(array.shape, dtype)
+    write(tmp_path, array, values, file_access(tmp_path))
+
+    found = zarr.open_array(str(tmp_path / "arrays" / "w"), mode="r", zarr_format=3)[...]
+
+    assert same_bytes(np.asarray(found), values)
 
 
 @pytest.mark.parametrize("is_direct", [False, True], ids=["buffered", "direct"])

@@ -210,6 +210,34 @@ def test_a_save_waits_until_the_one_before_has_written_its_share(tmp_path: Path)
     assert run_processes(2, save_while_one_runs, tmp_path) == [[True] * 4] * 2
 
 
+def overtake(rank: int, root: Path, backend: tuple[str, int]) -> list[Any]:
+    """Another save to the same directory begins before the first one is waited for."""
+    prepare(30)
+    first = dist_ckpt_strategies.save_async(weight(rank), root, backend)
+    later = weight(rank)
+    later["w"].data.neg_()
+    second = dist_ckpt_strategies.save_async(later, root, backend)
+    found = [outcome(first.wait), (root / "metadata.json").exists(), outcome(second.wait)]
+    wanted = weight(rank)
+    return [*found, torch.equal(load(Entry.OURS, wanted, root)["w"], later["w"].data)]
+
+
+@by_format
+def test_a_save_that_another_one_has_overtaken_is_not_made_visible(
+    backend: tuple[str, int], tmp_path: Path
+) -> None:
+    results = run_processes(2, overtake, tmp_path / "c", backend)
+
+    require_failure_everywhere(
+        [found[0] for found in results],
+        kind=StorageError,
+        culprit=0,
+        names=["another save to it has begun", str(tmp_path / "c")],
+    )
+    assert [found[1:] for found in results] == [[False, None, True]] * 2
+    assert not list((tmp_path / "c").glob(".partial-*"))
+
+
 def save_without_registration(rank: int, root: Path) -> bool:
     """Whether two saves in a row take the same memory."""
     os.environ["DIST_CKPT_TIMEOUT_S"] = "60"

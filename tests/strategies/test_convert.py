@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tracemalloc
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,16 +14,21 @@ import pytest
 import torch
 import zarr
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from safetensors import safe_open
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dist
 
+import dist_ckpt_strategies
 from dist_ckpt_strategies import ConvertOptions, convert, diff
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import host_view
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.storage.sources import open_source
 from tests.support.checkpoints import write_checkpoint
@@ -313,3 +319,33 @@ def test_compressed_arrays_are_converted(tmp_path: Path) -> None:
 
     assert (contents(tmp_path / "t")["compressed"] == values).all()
     assert diff(root, tmp_path / "t").is_equal
+
+
+def write_with_common_object(root: Path, weight: torch.Tensor, common: dict[str, Any]) -> None:
+    """A checkpoint as Megatron-Core 0.19 writes them: there is no common.pt."""
+    save_torch_dist(
+        {"w": weight, "common_state/shard_0_1": [common]},
+        storage_writer=FileSystemWriter(root),
+        planner=DefaultSavePlanner(flatten_state_dict=False),
+        no_dist=True,
+    )
+    marker = CheckpointMarker("torch_dist", 1)
+    (root / "metadata.json").write_bytes(marker.to_json())
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_common_state_among_the_objects_becomes_a_file(tmp_path: Path, to: str) -> None:
+    weight = torch.arange(12.0).reshape(3, 4)
+    common = {"iteration": 3, "args": Namespace(tp=2)}
+    write_with_common_object(tmp_path / "a", weight, common)
+
+    report = convert(tmp_path / "a", tmp_path / "b", to)
+
+    assert (report.num_arrays, report.num_objects) == (1, 0)
+    assert torch.load(tmp_path / "b" / "common.pt", weights_only=False) == common
+    assert diff(tmp_path / "a", tmp_path / "b").is_equal
+    if to != "torch_dist":
+        wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3, 4))}
+        loaded: Any = dist_ckpt_strategies.load(wanted, tmp_path / "b", strict="raise_all")
+        assert torch.equal(loaded.pop("w"), weight)
+        assert loaded == common

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ from megatron.core.dist_checkpointing import ShardedObject
 import dist_ckpt_strategies
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.errors import CheckpointExistsError, StorageError
+from dist_ckpt_strategies.errors import (
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    StorageError,
+    StrategyError,
+)
 from dist_ckpt_strategies.storage.checkpoints import Format2Checkpoint
 from dist_ckpt_strategies.storage.manifest import digest_of
 from dist_ckpt_strategies.storage.objects import dump_object
@@ -246,6 +252,31 @@ def test_a_full_check_finds_what_is_not_read(name: str, tmp_path: Path) -> None:
     for found in run_processes(4, load_verified, tmp_path / "c", "full"):
         assert isinstance(found, Failure)
         assert str(path) in found.text
+
+
+def test_load_is_told_what_to_verify(tmp_path: Path) -> None:
+    cuts = {key: on_grid(key, (8, 4), (1, 1)) for key in ("bad", "good")}
+    for version in (1, 2):
+        root = tmp_path / str(version)
+        dist_ckpt_strategies.save(state_of(0, cuts.values()), root, ("zarr", version))
+    path = tmp_path / "2" / "arrays" / "bad" / "c.0.0"
+    path.write_bytes(flipped(path.read_bytes()))
+
+    def loaded(version: int, key: str, verify: str | None) -> list[str]:
+        wanted = state_of(0, [cuts[key]], no_data)
+        found: Any = dist_ckpt_strategies.load(wanted, tmp_path / str(version), verify=verify)
+        return differences(0, [cuts[key]], found)
+
+    assert loaded(2, "bad", "off") == ["bad #0"]
+    assert loaded(2, "good", None) == loaded(2, "good", "read") == []
+    for key, verify in (("bad", None), ("bad", "read"), ("bad", "full"), ("good", "full")):
+        with pytest.raises(CorruptCheckpointError, match=re.escape(str(path))):
+            loaded(2, key, verify)
+    with pytest.raises(StrategyError, match="verify: expected one of off, read, full, found 'all'"):
+        loaded(2, "good", "all")
+    for verify in ("off", "full"):
+        with pytest.raises(StrategyError, match=r"format \('zarr', 2\), which ZarrLoad"):
+            loaded(1, "good", verify)
 
 
 def replace_format_1_by_the_default(rank: int, root: Path) -> Any:

@@ -13,13 +13,14 @@ SCRIPT = Path(__file__).with_name("later_megatron.py")
 
 
 @pytest.mark.multiprocess
+@pytest.mark.parametrize("what_is_gone", ["names", "module"])
 def test_save_and_load_take_over_where_megatron_has_no_registry(
-    plain_python: Python, tmp_path: Path
+    what_is_gone: str, plain_python: Python, tmp_path: Path
 ) -> None:
     script = Path(shutil.copy(SCRIPT, tmp_path / "script.py"))
 
-    done = plain_python.run(script, str(tmp_path))
+    done = plain_python.run(script, str(tmp_path), what_is_gone)
 
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"zarr {n}: {[True] * 4}" for n in (1, 2)]
+    assert done.stdout.splitlines() == [f"zarr {n}: {[True] * 10}" for n in (1, 2)]
     assert not list(tmp_path.rglob("*.distcp"))

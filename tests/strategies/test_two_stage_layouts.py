@@ -21,9 +21,9 @@ from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr_format2 import EitherFormatLoadShardedStrategy
 from tests.support.entries import prepare
-from tests.support.formats import save_format1
+from tests.support.formats import save_format1, save_format2
 from tests.support.ranks import run_processes
 from tests.support.sharding import (
     ALL_DTYPES,
@@ -123,10 +123,11 @@ def test_a_group_gets_bit_for_bit_what_each_rank_reads_alone(seed: int, num_rank
     chance = random.Random(seed)
     cuts = random_cuts(chance)
     wishes = random_wishes(cuts, num_ranks, chance)
-    strategy = ZarrLoadShardedStrategy(options=OPTIONS)
+    strategy = EitherFormatLoadShardedStrategy(options=OPTIONS)
+    save = chance.choice([save_format1, save_format2])
     with TemporaryDirectory() as folder:
         root = Path(folder)
-        save_format1(state_of(0, cuts), root, SoloCommunicator(), OPTIONS, SaveMemory())
+        save(state_of(0, cuts), root, SoloCommunicator(), OPTIONS, SaveMemory())
 
         def together(comm: ThreadCommunicator) -> Any:
             return strategy.load_in_group(asked(wishes[comm.rank]), root, comm, OPTIONS)
@@ -143,7 +144,7 @@ def load_random_layouts(rank: int, root: Path, seeds: list[int]) -> list[str]:
     prepare(60)
     size = dist.get_world_size()
     strategy = TwoStageDataParallelLoadShardedStrategy(dist.group.WORLD, max_inflight_bytes=20_000)
-    alone = ZarrLoadShardedStrategy()
+    alone = EitherFormatLoadShardedStrategy()
     wrong = []
     for seed in seeds:
         chance = random.Random(seed)
@@ -151,9 +152,10 @@ def load_random_layouts(rank: int, root: Path, seeds: list[int]) -> list[str]:
         directory = root / str(seed)
         if rank == 0:
             directory.mkdir()
-            save_format1(state_of(0, cuts), directory, SoloCommunicator(), OPTIONS, SaveMemory())
+            save = chance.choice([save_format1, save_format2])
+            save(state_of(0, cuts), directory, SoloCommunicator(), OPTIONS, SaveMemory())
         dist.barrier()
-        wishes = random_wishes(cuts, size, chance)[rank]
+        wishes = random_wishes(cuts, size, random.Random(seed + 1))[rank]
         loaded = strategy.load(asked(wishes), directory)
         expected = alone.load_alone(asked(wishes), directory)
         wrong += [f"{seed}: {k}" for k, v in expected.items() if not same_bits(loaded[k], v)]

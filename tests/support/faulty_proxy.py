@@ -43,15 +43,25 @@ class Fault:
         delay_s: wait so long before anything else.
         status: answer with this, in place of the server.
         is_cut: pass half of the server's answer on, and close.
+        content: goes with ``status``.
     """
 
     delay_s: float = 0.0
     status: int | None = None
     is_cut: bool = False
+    content: bytes = b""
 
 
 NONE = Fault()
 BUSY = Fault(status=503)
+NO_NAMES = Fault(
+    status=200,
+    content=b'<?xml version="1.0" encoding="UTF-8"?>'
+    b'<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+    b"<KeyCount>0</KeyCount><MaxKeys>1000</MaxKeys><IsTruncated>false</IsTruncated>"
+    b"</ListBucketResult>",
+)
+"""What a list of names says that does not know yet what was put."""
 Decide = Callable[[Request], Fault]
 
 
@@ -144,7 +154,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         number, fault = proxy.fault_of(self.command, self.path, len(body))
         if fault.status is not None:
-            self._answer(fault.status, [], b"", is_cut=False)
+            self._answer(fault.status, [], fault.content, is_cut=False)
             return
         headers = {k: v for k, v in self.headers.items() if k.lower() != "connection"}
         try:
