@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import RankContext, join_gloo
-from benchmarks.local_roster import FLOOR, NVRX, OURS
+from benchmarks.local_roster import FLOOR, FLUSHED_NVRX, NVRX, OURS
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
     CliqueReplicationStrategy,
@@ -219,8 +219,17 @@ def _nvrx(rank: int, tensors: Sequence[torch.Tensor]) -> LocalContender:
     return contender
 
 
+def _flushed_nvrx(rank: int, tensors: Sequence[torch.Tensor]) -> LocalContender:
+    """The same, with its files flushed."""
+    from benchmarks.local_nvrx import FlushedNvrx  # noqa: PLC0415
+
+    contender: LocalContender = FlushedNvrx(rank, tensors)
+    return contender
+
+
 MAKERS: Mapping[str, Callable[[int, Sequence[torch.Tensor]], LocalContender]] = {
     FLOOR: _Floor,
     OURS: _Manager,
     NVRX: _nvrx,
+    FLUSHED_NVRX: _flushed_nvrx,
 }

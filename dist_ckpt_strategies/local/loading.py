@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
@@ -16,7 +17,8 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.local.availability import (
     Availability,
     Copy,
-    gather_availability,
+    availability_of,
+    gather_listings,
     path_of,
 )
 from dist_ckpt_strategies.plan.retrieve import (
@@ -60,8 +62,8 @@ def find_newest(
         local: this rank's node.
         resharded: kinds of state that another number of ranks can use.
     """
-    found = gather_availability(comm, local.directory, local.session_id, frozenset())
-    return agree(comm, lambda: _newest(comm, found, resharded))
+    listings = gather_listings(comm, local.directory, local.session_id)
+    return agree(comm, lambda: _newest(comm, availability_of(listings), resharded))
 
 
 def load_newest(
@@ -83,28 +85,46 @@ def load_newest(
         NoReplicasAvailableError: of each save some part is lost; says which.
         PlanError: it was saved by another number of ranks.
     """
-    excluded: frozenset[Copy] = frozenset()
-    reasons: tuple[str, ...] = ()
+    damaged: dict[Copy, str] = {}
     while True:
-        found = gather_availability(comm, local.directory, local.session_id, excluded)
-        found = found.since(at_least)
-        parts, bad = _attempt(comm, local, found, reasons, resharded)
+        listings = gather_listings(comm, local.directory, local.session_id)
+        facts = _Facts(listings, dict(damaged), resharded, at_least)
+        found, plan = agree(comm, partial(facts.decide, comm, local.directory))
+        parts, bad = _attempt(comm, local, found, plan)
         if not bad:
             return parts
-        excluded |= bad.keys()
-        reasons += tuple(bad.values())
+        damaged |= bad
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What decides which save is loaded; equal on all ranks.
+
+    Attributes:
+        listings: what each rank has.
+        damaged: copies that are left out, and why.
+        resharded: see ``load_newest``.
+        at_least: see ``load_newest``.
+    """
+
+    listings: Sequence[bytes]
+    damaged: Mapping[Copy, str]
+    resharded: Collection[str]
+    at_least: int
+
+    def decide(
+        self, comm: Communicator, directory: PartDirectory
+    ) -> tuple[Availability, ExchangePlan]:
+        """What there is, and who gets what of it from whom; errors as ``load_newest``."""
+        found = availability_of(self.listings, self.damaged).since(self.at_least)
+        reasons = tuple(self.damaged.values())
+        return found, _plan(comm, found, _target(comm, found, reasons, directory, self.resharded))
 
 
 def _attempt(
-    comm: Communicator,
-    local: LocalParts,
-    found: Availability,
-    reasons: Sequence[str],
-    resharded: Collection[str],
+    comm: Communicator, local: LocalParts, found: Availability, plan: ExchangePlan
 ) -> tuple[tuple[RetrievedPart, ...], dict[Copy, str]]:
     """This rank's parts, or the copies that turned out to be damaged. Collective."""
-    target = agree(comm, lambda: _target(comm, found, reasons, local.directory, resharded))
-    plan = agree(comm, lambda: _plan(comm, found, target))
     own = {part_id: path_of(local.directory, c) for part_id, c in found.parts[comm.rank].items()}
     retrieval = run_retrieve(
         comm,
