@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
@@ -28,7 +27,7 @@ from dist_ckpt_strategies.plan.retrieve import (
     spread_parts,
 )
 from dist_ckpt_strategies.run.part_streams import FileSource
-from dist_ckpt_strategies.run.retrieve import RetrievedPart, run_retrieve
+from dist_ckpt_strategies.run.retrieve import BadCopy, RetrievedPart, run_retrieve
 from dist_ckpt_strategies.spec.part import PartId
 from dist_ckpt_strategies.storage.part_files import PartDirectory
 
@@ -89,11 +88,14 @@ def load_newest(
     while True:
         listings = gather_listings(comm, local.directory, local.session_id)
         facts = _Facts(listings, dict(damaged), resharded, at_least)
-        found, plan = agree(comm, partial(facts.decide, comm, local.directory))
-        parts, bad = _attempt(comm, local, found, plan)
-        if not bad:
-            return parts
-        damaged |= bad
+        found = _Found(comm, local.directory, facts)
+        retrieval = run_retrieve(
+            comm, found.decide, found.open_source, message_nbytes=local.message_nbytes
+        )
+        if not retrieval.bad:
+            logger.debug("rank %s: %s", comm.global_rank(comm.rank), retrieval.report)
+            return tuple(retrieval.parts.values())
+        damaged |= {found.copy_of(bad): bad.reason for bad in retrieval.bad}
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,30 +114,33 @@ class _Facts:
     resharded: Collection[str]
     at_least: int
 
-    def decide(
-        self, comm: Communicator, directory: PartDirectory
-    ) -> tuple[Availability, ExchangePlan]:
-        """What there is, and who gets what of it from whom; errors as ``load_newest``."""
-        found = availability_of(self.listings, self.damaged).since(self.at_least)
-        reasons = tuple(self.damaged.values())
-        return found, _plan(comm, found, _target(comm, found, reasons, directory, self.resharded))
 
+class _Found:
+    """What there is by the facts, and this rank's copies of it."""
 
-def _attempt(
-    comm: Communicator, local: LocalParts, found: Availability, plan: ExchangePlan
-) -> tuple[tuple[RetrievedPart, ...], dict[Copy, str]]:
-    """This rank's parts, or the copies that turned out to be damaged. Collective."""
-    own = {part_id: path_of(local.directory, c) for part_id, c in found.parts[comm.rank].items()}
-    retrieval = run_retrieve(
-        comm,
-        plan,
-        lambda part_id: FileSource(part_id, own.get(part_id)),
-        message_nbytes=local.message_nbytes,
-    )
-    if retrieval.bad:
-        return (), {found.parts[bad.rank][bad.part_id]: bad.reason for bad in retrieval.bad}
-    logger.debug("rank %s: %s", comm.global_rank(comm.rank), retrieval.report)
-    return tuple(retrieval.parts.values()), {}
+    def __init__(self, comm: Communicator, directory: PartDirectory, facts: _Facts) -> None:
+        self._comm = comm
+        self._directory = directory
+        self._facts = facts
+        self._parts: Mapping[int, Mapping[str, Copy]] = {}
+
+    def decide(self) -> ExchangePlan:
+        """Who gets what from whom; errors as ``load_newest``."""
+        facts = self._facts
+        found = availability_of(facts.listings, facts.damaged).since(facts.at_least)
+        self._parts = found.parts
+        reasons = tuple(facts.damaged.values())
+        target = _target(self._comm, found, reasons, self._directory, facts.resharded)
+        return _plan(self._comm, found, target)
+
+    def open_source(self, part_id: str) -> FileSource:
+        """This rank's copy of a part."""
+        copy = self._parts[self._comm.rank].get(part_id)
+        return FileSource(part_id, path_of(self._directory, copy) if copy else None)
+
+    def copy_of(self, bad: BadCopy) -> Copy:
+        """The file that turned out to be damaged."""
+        return self._parts[bad.rank][bad.part_id]
 
 
 def _target(

@@ -63,6 +63,9 @@ logger = logging.getLogger(__name__)
 _NO_ITERATION = -1
 _TOKEN_DIGITS = 20
 
+_HEAD_START_S = 0.01
+"""Training is back from an asynchronous save before the rest of it asks for Python's lock."""
+
 
 class LocalCheckpointManager:
     """Saves every rank's state to its node, and loads the newest that can be put together.
@@ -182,6 +185,7 @@ class LocalCheckpointManager:
 
             def write() -> ReplicationReport:
                 yield_to_training()
+                time.sleep(_HEAD_START_S)
                 return self._store(clique, copied, bound)
 
             return BackgroundWork(write, "local-save")

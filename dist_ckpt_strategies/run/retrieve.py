@@ -80,19 +80,19 @@ class Retrieval:
 
 def run_retrieve(
     comm: Communicator,
-    plan: ExchangePlan,
+    decide: Callable[[], ExchangePlan],
     open_source: Callable[[str], PartSource],
     *,
     message_nbytes: int,
 ) -> Retrieval:
     """Carry out a plan: read, send, receive, and compare every digest.
 
-    Collective: every rank of ``comm`` calls this with an equal plan. Three meetings and the
+    Collective: every rank of ``comm`` calls this for an equal plan. Three meetings and the
     exchanges. A copy that is damaged or cannot be read is no error: it is listed on every rank.
 
     Args:
         comm: the ranks that the plan was made for.
-        plan: who reads what for whom.
+        decide: says who reads what for whom; what it raises, every rank raises.
         open_source: this rank's copy of a part that the plan has it read.
         message_nbytes: bound on a message; where ranks give different ones, the least. Beside what
             it wants, a rank takes three times this much memory.
@@ -103,8 +103,10 @@ def run_retrieve(
     started = time.monotonic()
     with ExitStack() as stack:
         sources: dict[str, PartSource] = {}
+        plans: list[ExchangePlan] = []
 
         def begin() -> list[Any]:
+            plans.append(plan := decide())
             for part_id in sorted({t.id_ for t in plan.transfers if t.sender == comm.rank}):
                 sources[part_id] = open_source(part_id)
                 stack.callback(sources[part_id].close)
@@ -113,7 +115,7 @@ def run_retrieve(
 
         begun = agree_and_gather(comm, begin)
         bound = min(MESSAGE_NBYTES, *(bound for bound, _ in begun))
-        plan, arrived = _exchange_headers(comm, plan, sources, [sizes for _, sizes in begun])
+        plan, arrived = _exchange_headers(comm, plans[0], sources, [sizes for _, sizes in begun])
         headers, arrivals = agree(comm, lambda: _made_room(comm.rank, plan, arrived))
         _exchange_content(comm, plan, sources, arrivals, headers, bound)
         bad = _findings(comm, sources, arrivals)
