@@ -207,9 +207,9 @@ def _run_rounds(
             bucket = buckets[number % _NUM_BUCKETS]
             bucket.release()
             sends: list[Send] = []
-            for message, content in outgoing.next():
+            for mine, content in outgoing.next():
                 sends = [Send(rank, content) for rank in peers]
-                bucket.hold(pools[comm.rank].submit(own.take, message, content))
+                bucket.hold(pools[comm.rank].submit(own.take, mine, content))
             arriving = [
                 (rank, message, bucket.memory(rank, message, streams[rank]))
                 for rank in peers

@@ -258,7 +258,7 @@ def _run_step(
 ) -> list[Future[None]]:
     """Send a part, receive a part, or both, side by side; digests may still be being taken."""
     expected = iter(_messages(incoming.stored, nbytes) if incoming else ())
-    works = []
+    works: list[Future[None]] = []
     while True:
         sends = outgoing.next() if outgoing else []
         message = next(expected, None)

@@ -94,12 +94,18 @@ def test_eight_ranks_in_uneven_cliques_survive_the_loss_of_all_nodes_but_one(
         assert seen == [SAVED, ("ok", "5"), ("ok", "5")]
 
 
+CLIQUES_OF_EIGHT: dict[int, list[tuple[int, ...]]] = {
+    2: [(0, 2), (1, 3), (4, 6), (5, 7)],
+    4: [(0, 2, 4, 6), (1, 3, 5, 7)],
+}
+
+
 def lose_members(rank: int, root: str) -> dict[str, Any]:
     """Nodes of two; copies at two ranks, then at four."""
     seen: dict[str, Any] = {}
     for factor in (2, 4):
         manager = manager_of(rank, root, cliques(factor))
-        members = {2: [(0, 2), (1, 3), (4, 6), (5, 7)], 4: [(0, 2, 4, 6), (1, 3, 5, 7)]}[factor]
+        members = CLIQUES_OF_EIGHT[factor]
         losses = {
             "a rank": [holder_directory(root, 5)],
             "a node": [node_directory(root, 2)],
