@@ -125,6 +125,12 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[HostArray]:
     return [host_view(host) for host in hosts]
 
 
+def settle(tensors: Sequence[torch.Tensor]) -> None:
+    """Return when the work that this thread's current streams have queued for them is done."""
+    for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
+        torch.cuda.current_stream(device).synchronize()
+
+
 def host_buffer(shape: Sequence[int], dtype: DType, *, like: torch.Tensor) -> torch.Tensor:
     """Uninitialised host memory from which ``like`` will be filled; pinned for a CUDA tensor."""
     pinned = like.device.type == "cuda"

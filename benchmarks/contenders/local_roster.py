@@ -9,8 +9,14 @@ from typing import Final
 FLOOR: Final = "floor"
 OURS: Final = "local manager"
 NVRX: Final = "nvrx"
+FLUSHED_NVRX: Final = "nvrx, flushed"
 
 LOCAL_PACKAGES: Mapping[str, str | None] = MappingProxyType(
-    {FLOOR: None, OURS: None, NVRX: "nvidia_resiliency_ext"}
+    {
+        FLOOR: None,
+        OURS: None,
+        NVRX: "nvidia_resiliency_ext",
+        FLUSHED_NVRX: "nvidia_resiliency_ext",
+    }
 )
 """The package that each needs beside ours."""

@@ -16,6 +16,8 @@ from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
 )
 from torch.overrides import TorchFunctionMode
 
+from benchmarks.disks import flush_share
+
 
 class _State(basic_state_dict.BasicTensorAwareStateDict):  # type: ignore[misc]
     """Theirs, without the assertion that every tensor is on CUDA."""
@@ -83,3 +85,12 @@ class Nvrx:
 
     def _state(self) -> _State:
         return _State({"model": list(self._tensors)})
+
+
+class FlushedNvrx(Nvrx):
+    """The same, and its files are flushed, so that a save is as durable as the others'."""
+
+    def save(self, root: Path, iteration: int) -> None:
+        """See LocalContender."""
+        super().save(root, iteration)
+        flush_share(root, 0, 1)

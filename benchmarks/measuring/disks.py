@@ -5,7 +5,8 @@ Four things that have nothing to do with a contender decide its time if they are
 - Dirty pages of the sample before are still being written: every sample flushes its own.
 - The page cache holds some files and not others: files are read or dropped on purpose.
 - A virtual machine hands free memory back to its host after a second or two, and getting it again
-  is up to ten times slower than using it: memory is touched and freed just before.
+  is up to ten times slower than using it: memory is touched and freed just before, in large pages
+  and in small ones, which the system takes from different places.
 - ext4 without a journal does not reuse inodes for a minute or more after their deletion, and
   steps over them one by one: a save that follows the removal of a thousand files needs a
   millisecond to make a directory, instead of 20 microseconds. Old files are emptied at once, and
@@ -17,6 +18,7 @@ Source: ext4(5) and chattr(1), the attribute T; ``recently_deleted`` in the kern
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -30,6 +32,7 @@ from pathlib import Path
 
 _BLOCK = 4 << 20
 _SPARE_NBYTES = 64 << 20
+_LARGE_PAGE_NBYTES = 2 << 20
 
 _GET_ATTRIBUTES = 0x80086601
 _SET_ATTRIBUTES = 0x40086602
@@ -81,8 +84,14 @@ def fresh(directory: Path, name: str) -> Path:
 
 def touch_memory(nbytes: int) -> None:
     """Have ``nbytes`` and some more of free memory at hand; see the module for why."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
-    mmap.mmap(-1, nbytes + _SPARE_NBYTES, flags=flags).close()
+    size, flags = nbytes + _SPARE_NBYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    with mmap.mmap(-1, size, flags=flags) as large:
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without them
+                large.madvise(mmap.MADV_HUGEPAGE)
+        for start in range(0, size, _LARGE_PAGE_NBYTES):
+            large[start] = 0
+    mmap.mmap(-1, size, flags=flags | getattr(mmap, "MAP_POPULATE", 0)).close()
 
 
 def drop_cache(directory: Path) -> None:

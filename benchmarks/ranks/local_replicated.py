@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.contenders.local_roster import FLOOR, NVRX, OURS
+from benchmarks.contenders.local_roster import FLOOR, FLUSHED_NVRX, NVRX, OURS
 from benchmarks.measuring.harness import RankContext, join_gloo
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
@@ -218,10 +218,19 @@ def _nvrx(rank: int, tensors: Sequence[torch.Tensor]) -> LocalContender:
     return contender
 
 
+def _flushed_nvrx(rank: int, tensors: Sequence[torch.Tensor]) -> LocalContender:
+    """The same, with its files flushed."""
+    from benchmarks.local_nvrx import FlushedNvrx  # noqa: PLC0415
+
+    contender: LocalContender = FlushedNvrx(rank, tensors)
+    return contender
+
+
 MAKERS: Mapping[str, Callable[[int, Sequence[torch.Tensor]], LocalContender]] = {
     FLOOR: _Floor,
     OURS: _Manager,
     NVRX: _nvrx,
+    FLUSHED_NVRX: _flushed_nvrx,
 }
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
 from dist_ckpt_strategies.errors import CheckpointError, StorageError
@@ -80,21 +79,17 @@ class Availability:
         )
 
 
-def gather_availability(
-    comm: Communicator,
-    directory: PartDirectory,
-    session_id: str,
-    excluded: Collection[Copy],
-) -> Availability:
-    """What there is, by the headers of the files; what has none that is good is passed over.
+def gather_listings(
+    comm: Communicator, directory: PartDirectory, session_id: str
+) -> tuple[bytes, ...]:
+    """What each rank has, by the headers of its files; what has none that is good is passed over.
 
-    Collective. Ranks that see one directory send one list.
+    Collective. Ranks that see one directory send one list. ``availability_of`` takes it.
 
     Args:
         comm: all ranks.
         directory: this rank's node.
         session_id: parts of other sessions are passed over.
-        excluded: copies that are known to be damaged; equal on all ranks.
     """
 
     def listing() -> bytes:
@@ -106,8 +101,7 @@ def gather_availability(
             rows.append([str(found.part_id), path, part.world_size, part.kind])
         return json.dumps([directory.name(), rows]).encode()
 
-    everyone = agree_and_gather_bytes(comm, listing)
-    return agree(comm, lambda: _availability(everyone, frozenset(excluded)))
+    return tuple(agree_and_gather_bytes(comm, listing))
 
 
 def _found(directory: PartDirectory) -> list[FoundPart]:
@@ -119,20 +113,28 @@ def _found(directory: PartDirectory) -> list[FoundPart]:
         return []
 
 
-def _availability(everyone: list[bytes], excluded: frozenset[Copy]) -> Availability:
-    listings = {text: _Listing.parse(text).without(excluded) for text in set(everyone)}
-    stated = {(row.part_id, row.world_size) for one in listings.values() for row in one.rows}
+def availability_of(
+    listings: Sequence[bytes], excluded: Collection[Copy] = frozenset()
+) -> Availability:
+    """What all ranks together have.
+
+    Args:
+        listings: what each has, as ``gather_listings`` gathers it.
+        excluded: copies that are known to be damaged; equal on all ranks.
+    """
+    found = {text: _Listing.parse(text).without(excluded) for text in set(listings)}
+    stated = {(row.part_id, row.world_size) for one in found.values() for row in one.rows}
     sizes = choose_world_sizes(stated)
-    parts: dict[bytes, dict[str, Copy]] = {text: {} for text in listings}
+    parts: dict[bytes, dict[str, Copy]] = {text: {} for text in found}
     kinds: dict[str, str] = {}
-    for text in dict.fromkeys(everyone):
-        for row in listings[text].rows:
+    for text in dict.fromkeys(listings):
+        for row in found[text].rows:
             if row.world_size == sizes[row.part_id.save]:
                 kinds[str(row.part_id)] = row.kind
                 parts[text].setdefault(str(row.part_id), row.copy)
     return Availability(
-        tuple(listings[text].node for text in everyone),
-        {rank: parts[text] for rank, text in enumerate(everyone)},
+        tuple(found[text].node for text in listings),
+        {rank: parts[text] for rank, text in enumerate(listings)},
         {part_id: sizes[PartId.require(part_id).save] for part_id in kinds},
         kinds,
         frozenset(part_id.save for part_id, size in stated if size != sizes[part_id.save]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt_strategies.comm.agree import agree
@@ -16,7 +16,8 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.local.availability import (
     Availability,
     Copy,
-    gather_availability,
+    availability_of,
+    gather_listings,
     path_of,
 )
 from dist_ckpt_strategies.plan.retrieve import (
@@ -26,7 +27,7 @@ from dist_ckpt_strategies.plan.retrieve import (
     spread_parts,
 )
 from dist_ckpt_strategies.run.part_streams import FileSource
-from dist_ckpt_strategies.run.retrieve import RetrievedPart, run_retrieve
+from dist_ckpt_strategies.run.retrieve import BadCopy, RetrievedPart, run_retrieve
 from dist_ckpt_strategies.spec.part import PartId
 from dist_ckpt_strategies.storage.part_files import PartDirectory
 
@@ -60,8 +61,8 @@ def find_newest(
         local: this rank's node.
         resharded: kinds of state that another number of ranks can use.
     """
-    found = gather_availability(comm, local.directory, local.session_id, frozenset())
-    return agree(comm, lambda: _newest(comm, found, resharded))
+    listings = gather_listings(comm, local.directory, local.session_id)
+    return agree(comm, lambda: _newest(comm, availability_of(listings), resharded))
 
 
 def load_newest(
@@ -83,39 +84,63 @@ def load_newest(
         NoReplicasAvailableError: of each save some part is lost; says which.
         PlanError: it was saved by another number of ranks.
     """
-    excluded: frozenset[Copy] = frozenset()
-    reasons: tuple[str, ...] = ()
+    damaged: dict[Copy, str] = {}
     while True:
-        found = gather_availability(comm, local.directory, local.session_id, excluded)
-        found = found.since(at_least)
-        parts, bad = _attempt(comm, local, found, reasons, resharded)
-        if not bad:
-            return parts
-        excluded |= bad.keys()
-        reasons += tuple(bad.values())
+        listings = gather_listings(comm, local.directory, local.session_id)
+        facts = _Facts(listings, dict(damaged), resharded, at_least)
+        found = _Found(comm, local.directory, facts)
+        retrieval = run_retrieve(
+            comm, found.decide, found.open_source, message_nbytes=local.message_nbytes
+        )
+        if not retrieval.bad:
+            logger.debug("rank %s: %s", comm.global_rank(comm.rank), retrieval.report)
+            return tuple(retrieval.parts.values())
+        damaged |= {found.copy_of(bad): bad.reason for bad in retrieval.bad}
 
 
-def _attempt(
-    comm: Communicator,
-    local: LocalParts,
-    found: Availability,
-    reasons: Sequence[str],
-    resharded: Collection[str],
-) -> tuple[tuple[RetrievedPart, ...], dict[Copy, str]]:
-    """This rank's parts, or the copies that turned out to be damaged. Collective."""
-    target = agree(comm, lambda: _target(comm, found, reasons, local.directory, resharded))
-    plan = agree(comm, lambda: _plan(comm, found, target))
-    own = {part_id: path_of(local.directory, c) for part_id, c in found.parts[comm.rank].items()}
-    retrieval = run_retrieve(
-        comm,
-        plan,
-        lambda part_id: FileSource(part_id, own.get(part_id)),
-        message_nbytes=local.message_nbytes,
-    )
-    if retrieval.bad:
-        return (), {found.parts[bad.rank][bad.part_id]: bad.reason for bad in retrieval.bad}
-    logger.debug("rank %s: %s", comm.global_rank(comm.rank), retrieval.report)
-    return tuple(retrieval.parts.values()), {}
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What decides which save is loaded; equal on all ranks.
+
+    Attributes:
+        listings: what each rank has.
+        damaged: copies that are left out, and why.
+        resharded: see ``load_newest``.
+        at_least: see ``load_newest``.
+    """
+
+    listings: Sequence[bytes]
+    damaged: Mapping[Copy, str]
+    resharded: Collection[str]
+    at_least: int
+
+
+class _Found:
+    """What there is by the facts, and this rank's copies of it."""
+
+    def __init__(self, comm: Communicator, directory: PartDirectory, facts: _Facts) -> None:
+        self._comm = comm
+        self._directory = directory
+        self._facts = facts
+        self._parts: Mapping[int, Mapping[str, Copy]] = {}
+
+    def decide(self) -> ExchangePlan:
+        """Who gets what from whom; errors as ``load_newest``."""
+        facts = self._facts
+        found = availability_of(facts.listings, facts.damaged).since(facts.at_least)
+        self._parts = found.parts
+        reasons = tuple(facts.damaged.values())
+        target = _target(self._comm, found, reasons, self._directory, facts.resharded)
+        return _plan(self._comm, found, target)
+
+    def open_source(self, part_id: str) -> FileSource:
+        """This rank's copy of a part."""
+        copy = self._parts[self._comm.rank].get(part_id)
+        return FileSource(part_id, path_of(self._directory, copy) if copy else None)
+
+    def copy_of(self, bad: BadCopy) -> Copy:
+        """The file that turned out to be damaged."""
+        return self._parts[bad.rank][bad.part_id]
 
 
 def _target(

@@ -23,8 +23,8 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StrategyError,
 )
-from dist_ckpt_strategies.local.availability import gather_availability
-from dist_ckpt_strategies.local.background import BackgroundWork
+from dist_ckpt_strategies.local.availability import availability_of, gather_listings
+from dist_ckpt_strategies.local.background import BackgroundWork, yield_to_training
 from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
 from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
 from dist_ckpt_strategies.local.loading import LocalParts, find_newest, load_newest
@@ -62,6 +62,9 @@ logger = logging.getLogger(__name__)
 
 _NO_ITERATION = -1
 _TOKEN_DIGITS = 20
+
+_HEAD_START_S = 0.01
+"""Training is back from an asynchronous save before the rest of it asks for Python's lock."""
 
 
 class LocalCheckpointManager:
@@ -179,7 +182,13 @@ class LocalCheckpointManager:
                     "same time; make it by from_replication_params, or give it a group of its own"
                 )
             copied = EncodedState(encoded.part, self._snapshot.take(encoded.payloads))
-            return BackgroundWork(lambda: self._store(clique, copied, bound), "local-save")
+
+            def write() -> ReplicationReport:
+                yield_to_training()
+                time.sleep(_HEAD_START_S)
+                return self._store(clique, copied, bound)
+
+            return BackgroundWork(write, "local-save")
 
         work = self._running = agree(comm, prepare)
         work.start()
@@ -267,11 +276,16 @@ class LocalCheckpointManager:
         iteration: int,
         strategy: CliqueReplicationStrategy | None,
     ) -> EncodedState:
-        """Take the state apart, once all ranks know of the save and have room. Collective."""
+        """Take the state apart, once all ranks know of the save and have room. Collective.
+
+        One meeting: training waits for it.
+        """
         me = comm.global_rank(comm.rank)
         held: list[EncodedState] = []
 
         def describe() -> list[Any]:
+            freed = self._directory.remove_leftovers(me)
+            logger.debug("rank %s: %s bytes of a save that was cut short removed", me, freed)
             number = _whole_number(iteration)
             placeholder = PartId(SaveId(number, "0" * _TOKEN_DIGITS), me)
             encoded = encode_state(
@@ -288,19 +302,17 @@ class LocalCheckpointManager:
                 part_layout(encoded.part).nbytes,
                 strategy.global_ranks if strategy else (me,),
                 self._directory.device_name(),
+                freed,
                 self._directory.free_nbytes(),
                 f"{time.time_ns():016x}{os.urandom(2).hex()}",
             ]
 
-        # All of them before any measures the room: they may share a file system.
-        freed = agree(comm, lambda: self._directory.remove_leftovers(me))
-        logger.debug("rank %s: %s bytes of a save that was cut short removed", me, freed)
         answers = agree_and_gather(comm, describe)
         intents = {
-            comm.global_rank(rank): Intent(number, nbytes, tuple(members), device, free)
-            for rank, (number, nbytes, members, device, free, _) in enumerate(answers)
+            comm.global_rank(rank): Intent(number, nbytes, tuple(members), *room)
+            for rank, (number, nbytes, members, *room, _) in enumerate(answers)
         }
-        agree(comm, lambda: require_possible(intents, self._directory))
+        require_possible(intents, self._directory)
         save = self._newest = SaveId(answers[0][0], answers[0][-1])
         part = replace(held[0].part, part_id=PartId(save, me))
         return EncodedState(part, held[0].payloads)
@@ -362,9 +374,14 @@ class LocalCheckpointManager:
         logger.info("rank %s: local save of iteration %s: %s", me, save.iteration, report)
         if save != self._newest:
             return
-        found = gather_availability(comm, self._directory, self.session_id, frozenset())
-        agree(comm, lambda: require_complete(found, save))
-        agree(comm, lambda: remove_outdated(comm, self._directory, found, save, self._keep))
+        listings = gather_listings(comm, self._directory, self.session_id)
+
+        def clean_up() -> None:
+            found = availability_of(listings)
+            require_complete(found, save)
+            remove_outdated(comm, self._directory, found, save, self._keep)
+
+        agree(comm, clean_up)
 
 
 def _whole_number(iteration: Any) -> int:

@@ -277,8 +277,12 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             )
             return MemorySource(encoded.part, encoded.payloads)
 
-        local = agree(comm, lambda: _in_group(plan, comm))
-        found = run_retrieve(comm, local, open_source, message_nbytes=self.max_bucket_bytes)
+        found = run_retrieve(
+            comm,
+            lambda: _in_group(plan, comm),
+            open_source,
+            message_nbytes=self.max_bucket_bytes,
+        )
 
         def decode() -> dict[str, TensorAwareStateDict]:
             if found.bad:

@@ -26,18 +26,23 @@ class Intent:
         nbytes: size of its part.
         members: global ranks of its clique.
         device: tells the file system that it writes to from every other.
-        free_nbytes: room there.
+        freed_nbytes: of leftovers that it has removed there.
+        free_nbytes: room there after that.
     """
 
     iteration: int
     nbytes: int
     members: tuple[int, ...]
     device: str
+    freed_nbytes: int
     free_nbytes: int
 
 
 def require_possible(intents: Mapping[int, Intent], directory: PartDirectory) -> None:
     """Raise unless the ranks save the same iteration, and each file system has room.
+
+    Equal intents give equal answers, so no rank raises alone. Nobody knows whether a rank looked
+    before or after another had removed its leftovers: these count as room either way.
 
     Args:
         intents: by global rank.
@@ -55,11 +60,14 @@ def require_possible(intents: Mapping[int, Intent], directory: PartDirectory) ->
                 f"{intents[first].iteration}; expected one number, 0 or more"
             )
     needed: Counter[str] = Counter()
-    free: dict[str, int] = {}
+    freed: Counter[str] = Counter()
     for intent in intents.values():
         needed[intent.device] += sum(intents[member].nbytes for member in intent.members)
-        found = free.get(intent.device, intent.free_nbytes)
-        free[intent.device] = min(found, intent.free_nbytes)
+        freed[intent.device] += intent.freed_nbytes
+    free: dict[str, int] = {}
+    for intent in intents.values():
+        found = intent.free_nbytes + freed[intent.device] - intent.freed_nbytes
+        free[intent.device] = min(found, free.get(intent.device, found))
     for rank, intent in intents.items():
         if needed[intent.device] > free[intent.device]:
             raise StorageError(

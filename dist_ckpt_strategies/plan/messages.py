@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+MESSAGE_NBYTES = 8 << 20
+"""A message that is larger gains nothing, and has left the processor's cache before its digest is
+taken and it is written."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slice:
@@ -71,6 +75,20 @@ def build_messages(
             messages.append(Message(offset + start, nbytes, (Slice(buffer, start, nbytes),)))
     close()
     return tuple(messages)
+
+
+def build_stretches(messages: Sequence[Message]) -> tuple[tuple[Message, ...], ...]:
+    """The messages, those together that carry one buffer: the digest of each is taken in order.
+
+    Args:
+        messages: as ``build_messages`` makes them.
+    """
+    stretches: list[list[Message]] = []
+    for message in messages:
+        if message.slices[0].start == 0:
+            stretches.append([])
+        stretches[-1].append(message)
+    return tuple(map(tuple, stretches))
 
 
 def _shared(byte_offsets: Sequence[int], slices: Sequence[Slice]) -> Message:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dist_ckpt_strategies.plan.messages import Message, build_messages
+from dist_ckpt_strategies.plan.messages import MESSAGE_NBYTES, Message, build_messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ def build_replication_plan(
 ) -> ReplicationPlan:
     """Plan the exchange of whole parts among the members of a clique.
 
+    A message has ``MESSAGE_NBYTES`` at most, also where there would be room for more.
+
     Args:
         byte_offsets: for each member, where the buffers of its part begin in their file.
         sizes: for each member, the bytes of each buffer.
@@ -45,7 +47,7 @@ def build_replication_plan(
             together, and on the one that it sends.
     """
     num_peers = max(1, len(sizes) - 1)
-    bound = max(1, max_bucket_nbytes // num_peers)
+    bound = max(1, min(max_bucket_nbytes // num_peers, MESSAGE_NBYTES))
     return ReplicationPlan(
         tuple(
             build_messages(offsets, found, bound)

@@ -17,6 +17,7 @@ from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
+    IncompleteCheckpointError,
     NoUsableCheckpointError,
     PeerLostError,
     PeerTimeoutError,
@@ -25,7 +26,9 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.storage.buckets import Bucket
 from dist_ckpt_strategies.storage.files import MARKER_NAME, file_errors
+from dist_ckpt_strategies.storage.format2_survey import Format2Survey, survey_format2
 from dist_ckpt_strategies.storage.locations import Location, located, read_marker
+from dist_ckpt_strategies.storage.survey import Survey, survey_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +74,7 @@ class Loaded:
         tier: where it was.
         iteration: of the training.
         name: the id of this rank's part, or the directory.
-        state: what the local manager's ``load`` gave, or ``load_global``.
+        state: what the local manager's ``load`` gave, or ``load_global``; None without that.
         attempts: newer checkpoints that could not be used, in the order in which they were tried.
     """
 
@@ -92,7 +95,7 @@ class _Global:
 def load_latest(
     local_manager: LocalCheckpointManager | None,
     global_dirs: Sequence[str | Path],
-    load_global: Callable[[Any], Any],
+    load_global: Callable[[Any], Any] | None = None,
 ) -> Loaded:
     """Load the newest checkpoint that is whole, and fall back one by one where one is not.
 
@@ -106,7 +109,8 @@ def load_latest(
             ends with: ``iter_0000100``.
         load_global: loads one, on every rank:
             ``lambda path: dist_ckpt_strategies.load(sharded_state_dict, path)``. It is called with
-            a Path, and for an object store with the URL.
+            a Path, and for an object store with the URL. Without it, a global checkpoint of which
+            every file is there, of the size that it should have, is named and not loaded.
 
     Raises:
         CheckpointNotFoundError: there is none; at most saves that never came to an end.
@@ -171,7 +175,7 @@ def _from_local(
 def _from_global(
     comm: Communicator,
     candidate: _Global,
-    load_global: Callable[[Any], Any],
+    load_global: Callable[[Any], Any] | None,
     attempts: list[Attempt],
 ) -> Loaded | None:
     """A global checkpoint, if it is whole. Collective."""
@@ -182,6 +186,8 @@ def _from_global(
         return place
 
     def load() -> Any:
+        if load_global is None:
+            return _require_whole(place) if comm.rank == 0 else None
         try:
             return load_global(place if isinstance(place, Path) else candidate.path)
         except CheckpointError:
@@ -201,6 +207,23 @@ def _from_global(
         _note(attempts, Attempt(Tier.GLOBAL, *where, str(error), not candidate.has_marker))
         return None
     return Loaded(Tier.GLOBAL, candidate.iteration, candidate.path, state, tuple(attempts))
+
+
+def _require_whole(place: Location) -> None:
+    """Raise unless all files are there, as far as names and sizes tell. Rank-local.
+
+    Raises:
+        IncompleteCheckpointError: something is missing, or has another size.
+    """
+    survey: Format2Survey | Survey | None = survey_format2(place)
+    if survey is None and isinstance(place, Path):
+        survey = survey_checkpoint(place)
+        if survey.is_foreign:
+            return  # another backend's: that it has a marker is all there is to tell
+    findings = survey.findings if survey else ()
+    if findings:
+        more = f", and {len(findings) - 1} findings more" if findings[1:] else ""
+        raise IncompleteCheckpointError(f"{place}: {findings[0]}{more}", path=str(place))
 
 
 def _note(attempts: list[Attempt], attempt: Attempt) -> None:

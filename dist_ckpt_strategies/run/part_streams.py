@@ -5,21 +5,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import xxhash
 
 from dist_ckpt_strategies.comm.base import Bytes
-from dist_ckpt_strategies.device import as_bytes, host_memory, is_in_order, to_host, torch_dtype
+from dist_ckpt_strategies.device import (
+    as_bytes,
+    host_memory,
+    is_in_order,
+    settle,
+    to_host,
+    torch_dtype,
+)
 from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError
 from dist_ckpt_strategies.plan.messages import Message
 from dist_ckpt_strategies.spec.part import BufferSpec, Part
 from dist_ckpt_strategies.storage.part_files import PartReader, PartWriter
 from dist_ckpt_strategies.storage.part_format import (
     PartLayout,
-    StoredPart,
     encode_description,
     encode_header,
     part_layout,
@@ -34,10 +40,12 @@ class TensorSource:
 
     Args:
         part: describes the tensors.
-        payloads: the elements of its buffers; they must not change while they are read.
+        payloads: the elements of its buffers; they must not change while they are read. What the
+            current streams of their devices have still to do to them is waited for.
     """
 
     def __init__(self, part: Part, payloads: Sequence[torch.Tensor]) -> None:
+        settle(payloads)  # here, since other threads have other current streams
         self.part = part
         self.layout = part_layout(part)
         self._payloads = tuple(payloads)
@@ -73,6 +81,34 @@ class TensorSource:
         if kept is None or kept[0] != buffer:
             kept = self._ordered = (buffer, tensor.resolve_conj().resolve_neg().contiguous())
         return as_bytes(kept[1])
+
+
+class BufferDigests:
+    """The digests of a part's buffers, taken while its messages pass.
+
+    Threads may share it, as long as the messages of one buffer pass in order.
+
+    Args:
+        part: the part.
+        layout: where its buffers are in its file.
+    """
+
+    def __init__(self, part: Part, layout: PartLayout) -> None:
+        self._num_buffers = len(part.buffers)
+        self._byte_offsets = layout.byte_offsets
+        self._digests: dict[int, Any] = {}
+
+    def take(self, message: Message, content: Bytes) -> None:
+        """A message passes."""
+        for piece in message.slices:
+            start = self._byte_offsets[piece.buffer] + piece.start - message.byte_offset
+            digest = self._digests.setdefault(piece.buffer, xxhash.xxh3_64())
+            digest.update(content[start : start + piece.nbytes].data)
+
+    def values(self) -> list[int]:
+        """The digest of every buffer, once all has passed."""
+        nothing = xxhash.xxh3_64()
+        return [self._digests.get(n, nothing).intdigest() for n in range(self._num_buffers)]
 
 
 class PartSource(Protocol):
@@ -222,7 +258,11 @@ class MemorySink:
         self.tensors = tuple(map(self._tensor, part.buffers, layout.byte_offsets))
 
     def memory(self, message: Message) -> Bytes | None:
-        """See PartSink. The memory is laid out like the file: a message lands where it belongs."""
+        """See PartSink."""
+        return self.place(message)
+
+    def place(self, message: Message) -> Bytes:
+        """Where a message belongs; the memory is laid out like the file."""
         start = message.byte_offset - self._layout.header_nbytes
         content: Bytes = self._memory[start : start + message.nbytes].numpy()
         return content
@@ -236,11 +276,6 @@ class MemorySink:
     def abandon(self) -> None:
         """See PartSink."""
 
-    def bytes_of(self, buffer: int) -> Bytes:
-        """The bytes of a buffer."""
-        content: Bytes = as_bytes(self.tensors[buffer]).numpy()
-        return content
-
     def _tensor(self, buffer: BufferSpec, byte_offset: int) -> torch.Tensor:
         """A tensor with a storage of its own, lest saving it should save its neighbours too."""
         if buffer.nbytes == 0:
@@ -248,16 +283,3 @@ class MemorySink:
         start = byte_offset - self._layout.header_nbytes
         content = torch.from_numpy(self._memory.numpy()[start : start + buffer.nbytes])
         return content.view(torch_dtype(buffer.dtype)).reshape(buffer.shape)
-
-    def damage(self, stored: StoredPart) -> str | None:
-        """What is not as its digest says; takes a look at every byte."""
-        for number, (buffer, expected) in enumerate(
-            zip(stored.part.buffers, stored.digests, strict=True)
-        ):
-            found = xxhash.xxh3_64_intdigest(self.bytes_of(number).data)
-            if found != expected:
-                return (
-                    f"{buffer.name}: {stored.part.part_id} has digest {found:016x}, expected "
-                    f"{expected:016x}"
-                )
-        return None

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
 from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, PlanError
 from dist_ckpt_strategies.plan.messages import Message
 from dist_ckpt_strategies.plan.replicate import ReplicationPlan, build_replication_plan
-from dist_ckpt_strategies.run.part_streams import PartSink, TensorSource
+from dist_ckpt_strategies.run.part_streams import BufferDigests, PartSink, TensorSource
 from dist_ckpt_strategies.run.report import ReplicationReport
 from dist_ckpt_strategies.spec.part import Part
 from dist_ckpt_strategies.storage.part_format import (
@@ -28,6 +29,12 @@ from dist_ckpt_strategies.storage.part_format import (
     part_layout,
     part_to_wire,
 )
+
+_BOUND_NBYTES = 8
+_PREFIX_NBYTES = 2 * _BOUND_NBYTES
+"""A bound and its digest, before the description of a part that travels."""
+
+_MAX_BOUND = (1 << 63) - 1
 
 _NUM_BUCKETS = 2
 """Buckets of each peer: one is stored while the next arrives."""
@@ -47,7 +54,7 @@ def run_replicate(
     """Store the parts of all members of a clique at each of them.
 
     Collective over the clique: either every member returns, or every member raises and none of
-    the parts has been finished anywhere. Five meetings, and an exchange for each round.
+    the parts has been finished anywhere. Four meetings, and an exchange for each round.
 
     Args:
         comm: the clique; a group of one stores its own part alone.
@@ -65,21 +72,23 @@ def run_replicate(
         PlanError: a peer takes part in another save.
     """
     started = time.monotonic()
-    wires = agree_and_gather_bytes(comm, lambda: _checked_wire(part, payloads))
+    wires = agree_and_gather_bytes(
+        comm, lambda: _bound_to_wire(max_bucket_nbytes) + _checked_wire(part, payloads)
+    )
     with ExitStack() as stack:
         streams: list[_Stream] = []
 
-        def begin() -> int:
-            for found in _checked_parts(comm, wires):
-                stream = _Stream(found, part_layout(found), open_sink(found, part_layout(found)))
+        def begin() -> tuple[ReplicationPlan, TensorSource]:
+            for found in _checked_parts(comm, [wire[_PREFIX_NBYTES:] for wire in wires]):
+                stream = _Stream.of(found, open_sink)
                 streams.append(stream)
                 if stream.sink is not None:
                     stack.callback(stream.sink.abandon)
-            return max_bucket_nbytes
+            bound = min(map(_bound_from_wire, wires))
+            return _plan(streams, bound), TensorSource(part, payloads)
 
-        bound = min(agree_and_gather(comm, begin))
-        plan = agree(comm, lambda: _plan(streams, bound))
-        _run_rounds(comm, plan, streams, TensorSource(part, payloads))
+        plan, source = agree(comm, begin)
+        _run_rounds(comm, plan, streams, source)
         claimed = agree_and_gather(comm, lambda: _own_digests(streams, comm.rank))
         agree(comm, lambda: _finish(comm, streams, claimed))
         stack.pop_all()
@@ -90,6 +99,18 @@ def run_replicate(
         received_nbytes=sum(stream.layout.nbytes for stream in streams) - own_nbytes,
         seconds=time.monotonic() - started,
     )
+
+
+def _bound_to_wire(nbytes: int) -> bytes:
+    bound = min(nbytes, _MAX_BOUND).to_bytes(_BOUND_NBYTES, "little")
+    return bound + xxhash.xxh3_64_digest(bound)
+
+
+def _bound_from_wire(wire: bytes) -> int:
+    bound, digest = wire[:_BOUND_NBYTES], wire[_BOUND_NBYTES:_PREFIX_NBYTES]
+    if xxhash.xxh3_64_digest(bound) != digest:
+        raise CorruptCheckpointError("the bound on what travels did not arrive as it was")
+    return int.from_bytes(bound, "little")
 
 
 def _checked_wire(part: Part, payloads: Sequence[torch.Tensor]) -> bytes:
@@ -127,15 +148,21 @@ class _Stream:
         part: the part.
         layout: where its buffers go.
         sink: what becomes of it.
-        digests: of each buffer that has begun to pass.
+        digests: of what has passed.
         failure: the first thing that went wrong; the stream goes on without its sink.
     """
 
     part: Part
     layout: PartLayout
-    sink: PartSink | None = None
-    digests: dict[int, Any] = field(default_factory=dict)
+    sink: PartSink | None
+    digests: BufferDigests
     failure: Exception | None = None
+
+    @classmethod
+    def of(cls, part: Part, open_sink: OpenSink) -> _Stream:
+        """A part that nothing has passed of."""
+        layout = part_layout(part)
+        return cls(part, layout, open_sink(part, layout), BufferDigests(part, layout))
 
     def memory(self, message: Message) -> Bytes | None:
         """Where a message is to land; None if anywhere will do."""
@@ -152,44 +179,37 @@ class _Stream:
     def take(self, message: Message, content: Bytes) -> None:
         """Take the digests of a message, and store it; a failure is kept for later."""
         try:
-            for piece in message.slices:
-                start = self.layout.byte_offsets[piece.buffer] + piece.start - message.byte_offset
-                digest = self.digests.setdefault(piece.buffer, xxhash.xxh3_64())
-                digest.update(content[start : start + piece.nbytes].data)
+            self.digests.take(message, content)
             if self.sink is not None and self.failure is None:
                 self.sink.take(message, content)
         except Exception as error:  # noqa: BLE001 - raised at the end, when no peer waits for us
             self.failure = self.failure or error
 
-    def found_digests(self) -> list[int]:
-        """The digest of every buffer, once all has passed."""
-        nothing = xxhash.xxh3_64()
-        return [
-            self.digests.get(number, nothing).intdigest()
-            for number in range(len(self.part.buffers))
-        ]
-
 
 def _run_rounds(
     comm: Communicator, plan: ReplicationPlan, streams: Sequence[_Stream], source: TensorSource
 ) -> None:
-    """Send and receive every message; what has arrived is stored while the next ones travel."""
+    """Send and receive every message.
+
+    What has arrived is stored, and what comes next brought to the host, while others travel.
+    """
     peers = [rank for rank in range(comm.size) if rank != comm.rank]
+    own = streams[comm.rank]
     with ExitStack() as stack:
         pools = [
             stack.enter_context(ThreadPoolExecutor(1, f"part-writer-{rank}"))
             for rank in range(comm.size)
         ]
+        reader = stack.enter_context(ThreadPoolExecutor(1, "part-reader"))
+        outgoing = _Outgoing(own, source, plan.messages[comm.rank], reader)
         buckets = [_Buckets(plan) for _ in range(_NUM_BUCKETS)]
         for number in range(plan.num_rounds):
             bucket = buckets[number % _NUM_BUCKETS]
             bucket.release()
-            own = plan.message(comm.rank, number)
             sends: list[Send] = []
-            if own is not None:
-                content = streams[comm.rank].own_content(source, own)
+            for mine, content in outgoing.next():
                 sends = [Send(rank, content) for rank in peers]
-                bucket.hold(pools[comm.rank].submit(streams[comm.rank].take, own, content))
+                bucket.hold(pools[comm.rank].submit(own.take, mine, content))
             arriving = [
                 (rank, message, bucket.memory(rank, message, streams[rank]))
                 for rank in peers
@@ -200,6 +220,31 @@ def _run_rounds(
                 bucket.hold(pools[rank].submit(streams[rank].take, message, memory))
         for bucket in buckets:
             bucket.release()
+
+
+class _Outgoing:
+    """This rank's messages, one of them read ahead."""
+
+    def __init__(
+        self,
+        stream: _Stream,
+        source: TensorSource,
+        messages: Sequence[Message],
+        reader: ThreadPoolExecutor,
+    ) -> None:
+        self._read = partial(stream.own_content, source)
+        self._messages = iter(messages)
+        self._reader = reader
+        self._ahead = self._begin()
+
+    def next(self) -> list[tuple[Message, Bytes]]:
+        """The next message and its bytes; none once all are sent."""
+        found = [(message, content.result()) for message, content in self._ahead]
+        self._ahead = self._begin() if found else []
+        return found
+
+    def _begin(self) -> list[tuple[Message, Future[Bytes]]]:
+        return [(m, self._reader.submit(self._read, m)) for m in islice(self._messages, 1)]
 
 
 class _Buckets:
@@ -235,13 +280,13 @@ def _own_digests(streams: Sequence[_Stream], rank: int) -> list[int]:
     for stream in streams:
         if stream.failure is not None:
             raise stream.failure
-    return streams[rank].found_digests()
+    return streams[rank].digests.values()
 
 
 def _finish(comm: Communicator, streams: Sequence[_Stream], claimed: Sequence[list[int]]) -> None:
     """Compare what arrived with what was sent, and finish all parts."""
     for rank, (stream, expected) in enumerate(zip(streams, claimed, strict=True)):
-        found = stream.found_digests()
+        found = stream.digests.values()
         if found != expected:
             raise _arrived_damaged(comm.global_rank(rank), stream.part, expected, found)
     for stream, digests in zip(streams, claimed, strict=True):

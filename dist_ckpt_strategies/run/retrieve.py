@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
-from dist_ckpt_strategies.plan.messages import Message, build_messages
+from dist_ckpt_strategies.plan.messages import (
+    MESSAGE_NBYTES,
+    Message,
+    build_messages,
+    build_stretches,
+)
 from dist_ckpt_strategies.plan.retrieve import ExchangePlan, Transfer
-from dist_ckpt_strategies.run.part_streams import MemorySink, PartSource
+from dist_ckpt_strategies.run.part_streams import BufferDigests, MemorySink, PartSource
 from dist_ckpt_strategies.run.report import RetrievalReport
 from dist_ckpt_strategies.spec.part import Part
 from dist_ckpt_strategies.storage.part_format import StoredPart, decode_header
 
-_NUM_READERS = 4
+_MAX_READERS = 4
 _NUM_BUCKETS = 2
+
+_READ_NBYTES = 2 << 20
+"""Read at once: little enough to be in the processor's cache still when its digest is taken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,19 +80,19 @@ class Retrieval:
 
 def run_retrieve(
     comm: Communicator,
-    plan: ExchangePlan,
+    decide: Callable[[], ExchangePlan],
     open_source: Callable[[str], PartSource],
     *,
     message_nbytes: int,
 ) -> Retrieval:
     """Carry out a plan: read, send, receive, and compare every digest.
 
-    Collective: every rank of ``comm`` calls this with an equal plan. Five meetings and the
+    Collective: every rank of ``comm`` calls this for an equal plan. Three meetings and the
     exchanges. A copy that is damaged or cannot be read is no error: it is listed on every rank.
 
     Args:
         comm: the ranks that the plan was made for.
-        plan: who reads what for whom.
+        decide: says who reads what for whom; what it raises, every rank raises.
         open_source: this rank's copy of a part that the plan has it read.
         message_nbytes: bound on a message; where ranks give different ones, the least. Beside what
             it wants, a rank takes three times this much memory.
@@ -93,16 +103,20 @@ def run_retrieve(
     started = time.monotonic()
     with ExitStack() as stack:
         sources: dict[str, PartSource] = {}
+        plans: list[ExchangePlan] = []
 
-        def begin() -> int:
+        def begin() -> list[Any]:
+            plans.append(plan := decide())
             for part_id in sorted({t.id_ for t in plan.transfers if t.sender == comm.rank}):
                 sources[part_id] = open_source(part_id)
                 stack.callback(sources[part_id].close)
-            return message_nbytes
+            headers = {i: len(s.header) for i, s in sources.items() if s.header is not None}
+            return [message_nbytes, headers]
 
-        bound = min(agree_and_gather(comm, begin))
-        plan, headers = _exchange_headers(comm, plan, sources)
-        arrivals = agree(comm, lambda: _make_room(plan.received_by(comm.rank), headers))
+        begun = agree_and_gather(comm, begin)
+        bound = min(MESSAGE_NBYTES, *(bound for bound, _ in begun))
+        plan, arrived = _exchange_headers(comm, plans[0], sources, [sizes for _, sizes in begun])
+        headers, arrivals = agree(comm, lambda: _made_room(comm.rank, plan, arrived))
         _exchange_content(comm, plan, sources, arrivals, headers, bound)
         bad = _findings(comm, sources, arrivals)
     unusable = {(one.rank, one.part_id) for one in bad}
@@ -122,13 +136,12 @@ def run_retrieve(
     return Retrieval(parts, bad, report)
 
 
-def _make_room(
-    transfers: Sequence[Transfer], headers: Mapping[Transfer, StoredPart]
-) -> dict[Transfer, _Arrival]:
-    return {
-        t: _Arrival(t, headers[t], MemorySink(headers[t].part, headers[t].layout))
-        for t in transfers
-    }
+def _made_room(
+    rank: int, plan: ExchangePlan, arrived: Mapping[Transfer, bytes]
+) -> tuple[dict[Transfer, StoredPart], dict[Transfer, _Arrival]]:
+    """What this rank's headers say, and memory for what it gets."""
+    headers = {t: decode_header(content) for t, content in arrived.items()}
+    return headers, {t: _Arrival.of(t, headers[t]) for t in plan.received_by(rank)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,22 +151,50 @@ class _Arrival:
     transfer: Transfer
     stored: StoredPart
     sink: MemorySink
+    digests: BufferDigests
 
-    def memory(self, message: Message) -> Bytes:
-        """Where a message lands."""
-        direct = self.sink.memory(message)
-        return np.empty(message.nbytes, np.uint8) if direct is None else direct
+    @classmethod
+    def of(cls, transfer: Transfer, stored: StoredPart) -> _Arrival:
+        """One of which nothing is there yet."""
+        part, layout = stored.part, stored.layout
+        return cls(transfer, stored, MemorySink(part, layout), BufferDigests(part, layout))
+
+    def read(self, source: PartSource, stretch: Sequence[Message]) -> None:
+        """Read messages, and take their digests while they are in the processor's cache."""
+        for message in stretch:
+            memory = self.sink.place(message)
+            source.read_into(message, memory)
+            self.digests.take(message, memory)
+
+    def damage(self) -> str | None:
+        """What is not as its digest says, once all is there."""
+        pairs = zip(self.stored.digests, self.digests.values(), strict=True)
+        for buffer, (expected, found) in zip(self.stored.part.buffers, pairs, strict=True):
+            if found != expected:
+                return (
+                    f"{buffer.name}: {self.stored.part.part_id} has digest {found:016x}, expected "
+                    f"{expected:016x}"
+                )
+        return None
 
 
 def _exchange_headers(
-    comm: Communicator, plan: ExchangePlan, sources: Mapping[str, PartSource]
-) -> tuple[ExchangePlan, dict[Transfer, StoredPart]]:
-    """What is left of the plan without copies that cannot be opened, and this rank's headers."""
-    mine = {part_id: s.header for part_id, s in sources.items() if s.header is not None}
-    sizes = agree_and_gather(comm, lambda: {part_id: len(h) for part_id, h in mine.items()})
+    comm: Communicator,
+    plan: ExchangePlan,
+    sources: Mapping[str, PartSource],
+    sizes: Sequence[Mapping[str, int]],
+) -> tuple[ExchangePlan, dict[Transfer, bytes]]:
+    """What is left of the plan without copies that cannot be opened, and this rank's headers.
+
+    Args:
+        comm: the ranks.
+        plan: who gets what.
+        sources: this rank's copies.
+        sizes: for each rank, of the headers of its copies that can be opened, in bytes.
+    """
     good = plan.without([t for t in plan.transfers if t.id_ not in sizes[t.sender]])
     headers = {
-        t: np.frombuffer(bytearray(mine[t.id_]), np.uint8)
+        t: np.frombuffer(bytearray(sources[t.id_].header or b""), np.uint8)
         for t in good.transfers
         if t.sender == comm.rank
     }
@@ -166,9 +207,7 @@ def _exchange_headers(
             [Receive(t.sender, memory) for t, memory in into.items()],
         )
         headers |= into
-    return good, agree(
-        comm, lambda: {t: decode_header(memory.tobytes()) for t, memory in headers.items()}
-    )
+    return good, {t: memory.tobytes() for t, memory in headers.items()}
 
 
 def _exchange_content(
@@ -180,43 +219,57 @@ def _exchange_content(
     nbytes: int,
 ) -> None:
     """Read own parts, and meanwhile send and receive the others, message by message."""
-    with ThreadPoolExecutor(_NUM_READERS, "part-reader") as pool:
-        reading = [
-            pool.submit(_read_own, arrival, sources[t.id_], message)
+    with (
+        ThreadPoolExecutor(_num_readers(), "part-reader") as readers,
+        ThreadPoolExecutor(1, "part-sender") as sender,
+        ThreadPoolExecutor(1, "part-checker") as checker,
+    ):
+        works = [
+            readers.submit(arrival.read, sources[t.id_], stretch)
             for t, arrival in arrivals.items()
             if t.sender == comm.rank
-            for message in _messages(headers[t], nbytes)
+            for stretch in build_stretches(_messages(headers[t], min(nbytes, _READ_NBYTES)))
         ]
         for step in plan.steps:
             outgoing = _mine(step, comm.rank, sending=True)
             incoming = _mine(step, comm.rank, sending=False)
-            _run_step(
+            works += _run_step(
                 comm,
-                _Outgoing(outgoing, sources, headers, nbytes, pool) if outgoing else None,
+                _Outgoing(outgoing, sources, headers, nbytes, sender) if outgoing else None,
                 arrivals[incoming] if incoming else None,
                 nbytes,
+                checker,
             )
-        for done in reading:
-            done.result()
+        for work in works:
+            work.result()
+
+
+def _num_readers() -> int:
+    """Threads that read this rank's own parts: a few, as many as there are processors for."""
+    return min(_MAX_READERS, os.cpu_count() or 1)
 
 
 def _run_step(
-    comm: Communicator, outgoing: _Outgoing | None, incoming: _Arrival | None, nbytes: int
-) -> None:
-    """Send a part, receive a part, or both, side by side."""
+    comm: Communicator,
+    outgoing: _Outgoing | None,
+    incoming: _Arrival | None,
+    nbytes: int,
+    checker: ThreadPoolExecutor,
+) -> list[Future[None]]:
+    """Send a part, receive a part, or both, side by side; digests may still be being taken."""
     expected = iter(_messages(incoming.stored, nbytes) if incoming else ())
+    works: list[Future[None]] = []
     while True:
         sends = outgoing.next() if outgoing else []
         message = next(expected, None)
         if message is None and not sends:
-            return
-        receives = []
-        if incoming is not None and message is not None:
-            memory = incoming.memory(message)
-            receives = [Receive(incoming.transfer.sender, memory)]
-        comm.exchange(sends, receives)
-        if incoming is not None and message is not None:
-            incoming.sink.take(message, memory)
+            return works
+        if incoming is None or message is None:
+            comm.exchange(sends, [])
+            continue
+        memory = incoming.sink.place(message)
+        comm.exchange(sends, [Receive(incoming.transfer.sender, memory)])
+        works.append(checker.submit(incoming.digests.take, message, memory))
 
 
 class _Outgoing:
@@ -259,12 +312,6 @@ class _Outgoing:
         return content
 
 
-def _read_own(arrival: _Arrival, source: PartSource, message: Message) -> None:
-    memory = arrival.memory(message)
-    source.read_into(message, memory)
-    arrival.sink.take(message, memory)
-
-
 def _messages(stored: StoredPart, max_nbytes: int) -> tuple[Message, ...]:
     sizes = [buffer.nbytes for buffer in stored.part.buffers]
     return build_messages(stored.layout.byte_offsets, sizes, max_nbytes)
@@ -289,7 +336,7 @@ def _findings(
         arrived = [
             [t.sender, t.id_, damage]
             for t, arrival in arrivals.items()
-            if (damage := arrival.sink.damage(arrival.stored)) is not None
+            if (damage := arrival.damage()) is not None
         ]
         return own + arrived
 

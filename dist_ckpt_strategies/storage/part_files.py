@@ -33,6 +33,7 @@ from dist_ckpt_strategies.storage.part_format import (
     decode_header,
     description_nbytes,
 )
+from dist_ckpt_strategies.storage.writeback import begin_writeback
 
 SUFFIX = ".part"
 
@@ -177,7 +178,7 @@ class PartWriter:
             self._partial, self._handle = _begin_file(path.parent)
 
     def write(self, byte_offset: int, content: Bytes) -> None:
-        """Write bytes at a position of the file.
+        """Write bytes at a position of the file, and have the disk begin with them.
 
         Raises:
             StorageError: they cannot be written.
@@ -187,6 +188,7 @@ class PartWriter:
         with file_errors(None, self.path):
             while done < content.size:
                 done += os.pwrite(handle, content[done:].data, byte_offset + done)
+        begin_writeback(handle, byte_offset, content.size)
 
     def flush(self) -> None:
         """Make what was written durable.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,7 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
         options: timeouts; by default what the environment says.
         allow: further classes that objects may be of.
         cliques: shared with other strategies, so that process groups are made once.
+        changes: fields of LocalOptions that are others than in ``local``: ``replication_factor=3``.
     """
 
     needs_common_first = True
@@ -96,10 +97,12 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
         options: Options | None = None,
         allow: Allowed = (),
         cliques: LazyCliqueReplicationStrategy | None = None,
+        **changes: Any,
     ) -> None:
         require_own((BACKEND, VERSION), backend, version)
         super().__init__(backend, version)
-        self._node = _Node(local or LocalOptions(), group, _options(options), tuple(allow))
+        changed = replace(local or LocalOptions(), **changes)
+        self._node = _Node(changed, group, _options(options), tuple(allow))
         self._cliques = cliques or lazy_cliques(self._node.local, self._node.options)
 
     @property
@@ -156,6 +159,7 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
         group: all ranks; the world by default.
         options: timeouts; by default what the environment says.
         allow: further classes that objects may be of.
+        changes: fields of LocalOptions that are others than in ``local``.
     """
 
     @raises_megatron_errors
@@ -166,9 +170,11 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
         group: ProcessGroup | None = None,
         options: Options | None = None,
         allow: Allowed = (),
+        **changes: Any,
     ) -> None:
         super().__init__()
-        self._node = _Node(local or LocalOptions(), group, _options(options), tuple(allow))
+        changed = replace(local or LocalOptions(), **changes)
+        self._node = _Node(changed, group, _options(options), tuple(allow))
 
     @property
     def can_handle_sharded_objects(self) -> bool:

@@ -94,6 +94,43 @@ def test_eight_ranks_in_uneven_cliques_survive_the_loss_of_all_nodes_but_one(
         assert seen == [SAVED, ("ok", "5"), ("ok", "5")]
 
 
+CLIQUES_OF_EIGHT: dict[int, list[tuple[int, ...]]] = {
+    2: [(0, 2), (1, 3), (4, 6), (5, 7)],
+    4: [(0, 2, 4, 6), (1, 3, 5, 7)],
+}
+
+
+def lose_members(rank: int, root: str) -> dict[str, Any]:
+    """Nodes of two; copies at two ranks, then at four."""
+    seen: dict[str, Any] = {}
+    for factor in (2, 4):
+        manager = manager_of(rank, root, cliques(factor))
+        members = CLIQUES_OF_EIGHT[factor]
+        losses = {
+            "a rank": [holder_directory(root, 5)],
+            "a node": [node_directory(root, 2)],
+            "all but one of each clique": [
+                holder_directory(root, one) for clique in members for one in clique[1:]
+            ],
+        }
+        for number, (name, lost) in enumerate(losses.items()):
+            seen[f"{name}, {factor}"] = [save(manager, rank, 10 * factor + number)]
+            once(rank, lambda lost=lost: remove(lost))  # type: ignore[misc]
+            seen[f"{name}, {factor}"].append(load(manager, rank))
+        save(manager, rank, 10 * factor + 9)
+        once(rank, lambda: remove([holder_directory(root, one) for one in members[1]]))  # noqa: B023
+        seen[f"a clique, {factor}"] = load(manager, rank)[0]
+    return seen
+
+
+def test_eight_ranks_get_back_what_any_member_of_their_clique_has(tmp_path: Path) -> None:
+    for seen in run(8, lose_members, tmp_path):
+        for factor in (2, 4):
+            for number, name in enumerate(("a rank", "a node", "all but one of each clique")):
+                assert seen[f"{name}, {factor}"] == [SAVED, ("ok", str(10 * factor + number))]
+            assert seen[f"a clique, {factor}"] == "NoReplicasAvailableError"
+
+
 def lose_a_clique(rank: int, root: str) -> dict[str, Any]:
     strategy = cliques()
     manager = manager_of(rank, root, strategy, keep=2)

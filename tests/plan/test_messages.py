@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.plan.messages import build_messages
+from dist_ckpt_strategies.plan.messages import build_messages, build_stretches
 
 SIZES = st.lists(st.integers(0, 200), max_size=30)
 
@@ -49,3 +49,17 @@ def test_large_buffers_travel_alone_and_small_ones_together() -> None:
     messages = build_messages([0, 10, 20, 130], [10, 10, 100, 10], 64)
 
     assert [[piece.buffer for piece in m.slices] for m in messages] == [[0, 1], [2], [2], [3]]
+
+
+@given(SIZES, st.integers(0, 9), st.integers(1, 120))
+def test_stretches_are_the_messages_and_no_buffer_is_in_two(
+    sizes: list[int], gap: int, max_nbytes: int
+) -> None:
+    messages = build_messages(offsets_of(sizes, gap), sizes, max_nbytes)
+    stretches = build_stretches(messages)
+
+    assert [message for stretch in stretches for message in stretch] == list(messages)
+    buffers = [{p.buffer for m in stretch for p in m.slices} for stretch in stretches]
+    assert sum(map(len, buffers)) == len(set().union(*buffers))
+    pairs = zip(stretches, buffers, strict=True)
+    assert all(len(stretch) == 1 or len(found) == 1 for stretch, found in pairs)

@@ -120,6 +120,36 @@ def test_each_checkpoint_that_cannot_be_used_gives_way_to_the_next(tmp_path: Pat
         assert "iter_0000080 is not a distributed checkpoint, or is incomplete" in nothing
 
 
+def names_what_is_whole(rank: int, root: str) -> list[tuple[str, int, str, Any, int]]:
+    """Body of a rank: the same with the two arguments that there must be."""
+    run = Run(root)
+    run.save_locally(60)
+    for iteration in (50, 70, 80):
+        run.save_globally(iteration)
+    seen = []
+    for name in ("no damage", "c.1", "metadata.json"):
+        dist.barrier()
+        if rank == 0 and name != "no damage":
+            number = 80 if name == "c.1" else 70
+            next(run.directory(number).rglob(name)).unlink()
+        dist.barrier()
+        found = load_latest(run.manager, [run.global_root])
+        is_local = found.tier is Tier.LOCAL
+        state = found.state.state_dict["w"].tolist() if is_local else found.state
+        where = "" if is_local else Path(found.name).name
+        seen.append((found.tier.value, found.iteration, where, state, len(found.attempts)))
+    return seen
+
+
+def test_without_a_loader_the_newest_that_is_whole_is_named(tmp_path: Path) -> None:
+    for seen in run_processes(NUM_RANKS, names_what_is_whole, str(tmp_path)):
+        assert seen == [
+            ("global", 80, "iter_0000080", None, 0),
+            ("global", 70, "iter_0000070", None, 1),
+            ("local", 60, "", [60.0] * 4, 2),
+        ]
+
+
 def fails_on_one_rank(rank: int, root: str, kind: type[Exception]) -> str:
     run = Run(root)
     run.save_globally(5)

@@ -7,10 +7,17 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import pytest
 import torch
+import xxhash
 
 from dist_ckpt_strategies.plan.messages import Message, build_messages
-from dist_ckpt_strategies.run.part_streams import MemorySink, MemorySource
+from dist_ckpt_strategies.run.part_streams import (
+    BufferDigests,
+    MemorySink,
+    MemorySource,
+    TensorSource,
+)
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.part import BufferSpec, Part, PartId, SaveId
 from dist_ckpt_strategies.storage.part_format import part_layout
@@ -59,3 +66,35 @@ def test_threads_may_share_tensors_that_are_not_in_order() -> None:
             assert all(pool.map(is_right, shuffled))
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_digests_are_those_of_the_buffers_however_the_messages_are_cut() -> None:
+    sizes = (0, 3, 700, 64, 5000)
+    buffers = tuple(BufferSpec(str(n), DType.UINT8, (n,), "cpu") for n in sizes)
+    part = Part(PartId(SaveId(1, "a"), 0), 1, "", "basic", None, buffers)
+    content = [np.random.default_rng(n).integers(0, 256, n, np.uint8) for n in sizes]
+    source = TensorSource(part, list(map(torch.from_numpy, content)))
+    for max_nbytes in (1, 64, 999, 1 << 20):
+        digests = BufferDigests(part, source.layout)
+        for message in build_messages(source.layout.byte_offsets, sizes, max_nbytes):
+            digests.take(message, source.content(message))
+        assert digests.values() == [xxhash.xxh3_64_intdigest(one.data) for one in content]
+
+
+@pytest.mark.gpu
+def test_another_thread_reads_what_this_ones_stream_has_still_to_write() -> None:
+    count = 1 << 26
+    part = Part(
+        PartId(SaveId(1, "a"), 0), 1, "", "basic", None,
+        (BufferSpec("a", DType.FLOAT32, (count,), "cuda"),),
+    )  # fmt: skip
+    tensor = torch.zeros(count, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+        for _ in range(100):
+            tensor.add_(1.0)
+        source = TensorSource(part, [tensor])
+    (message,) = build_messages(source.layout.byte_offsets, [4 * count], 4 * count)
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(source.content, message).result()
+
+    assert bool((found.view(np.float32) == 100.0).all())

@@ -380,7 +380,7 @@ def test_a_description_that_changes_on_the_way_is_noticed_wherever_it_does(tmp_p
         carrier = Flipping(comm, from_rank=0, number=0, place=place) if comm.rank else comm
         return caught(lambda: clique.save(carrier))
 
-    for place in range(len(part_to_wire(part_of(0, clique.states[0])))):
+    for place in range(16 + len(part_to_wire(part_of(0, clique.states[0])))):  # after the bound
         seen = run_ranks(2, partial(save, place), timeout_s=3)
         require_all_raise(seen, CorruptCheckpointError, 1)
     assert clique.files() == []

@@ -81,7 +81,7 @@ class Disks:
         def open_source(part_id: str) -> PartSource:
             return FileSource(part_id, self.paths.get((comm.rank, owner_of(part_id))))
 
-        return run_retrieve(comm, plan, open_source, message_nbytes=self.message_nbytes)
+        return run_retrieve(comm, lambda: plan, open_source, message_nbytes=self.message_nbytes)
 
     def run(self, wanted: Mapping[int, Sequence[int]]) -> list[Retrieval]:
         """Carry it out on all ranks."""
@@ -212,7 +212,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_reported(tmp_path: Path) -> None
             os.truncate(disks.paths[0, 0], 20_000)
             return source
 
-        return run_retrieve(comm, plan, open_source, message_nbytes=4096)
+        return run_retrieve(comm, lambda: plan, open_source, message_nbytes=4096)
 
     for found in run_ranks(2, retrieve):
         assert [bad.rank for bad in found.bad] == [0]
@@ -268,7 +268,7 @@ def test_what_is_in_memory_is_sent_as_it_is() -> None:
             tensors = states[owner_of(part_id)]
             return MemorySource(part_of(owner_of(part_id), tensors), tensors)
 
-        return run_retrieve(comm, plan, open_source, message_nbytes=500)
+        return run_retrieve(comm, lambda: plan, open_source, message_nbytes=500)
 
     _, second, third = run_ranks(3, retrieve)
     for part_id, found in [*second.parts.items(), *third.parts.items()]:
@@ -297,7 +297,7 @@ def test_a_source_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) 
         raise PlanError(f"{part_id}: nothing of that name")
 
     seen = run_ranks(
-        2, lambda c: caught(lambda: run_retrieve(c, plan, open_source, message_nbytes=99))
+        2, lambda c: caught(lambda: run_retrieve(c, lambda: plan, open_source, message_nbytes=99))
     )
     assert all(isinstance(error, PlanError) for error in seen), seen
 

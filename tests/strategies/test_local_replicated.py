@@ -124,17 +124,20 @@ def test_our_own_save_and_load_restore_a_lost_node_by_themselves(tmp_path: Path)
 
 def with_a_function(rank: int, root: str) -> str:
     """All ranks see one checkpoint directory; their parts are elsewhere."""
-    local = LocalOptions(
-        replication_jump=2, node_directory=lambda rank: Path(root) / f"disk{rank // 2}"
-    )
+
+    def node_directory(global_rank: int) -> Path:
+        return Path(root) / f"disk{global_rank // 2}"
+
     directory = Path(root) / "shared" / "iter_0000003"
     directory.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    saver = LocalReplicatedSaveShardedStrategy(local=local)
+    saver = LocalReplicatedSaveShardedStrategy(
+        local=LocalOptions(replication_jump=1), replication_jump=2, node_directory=node_directory
+    )
     dist_checkpointing.save(state_of(2, 5.0), str(directory), saver)
     dist.barrier()
     assert sorted(path.name for path in directory.iterdir()) == ["common.pt", "metadata.json"]
-    loader = LocalReplicatedLoadShardedStrategy(local=local)
+    loader = LocalReplicatedLoadShardedStrategy(node_directory=node_directory)
     if rank == 0:
         shutil.rmtree(Path(root) / "disk1")
     dist.barrier()
