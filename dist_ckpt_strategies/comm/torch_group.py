@@ -22,6 +22,7 @@ from dist_ckpt_strategies.comm.base import (
     Message,
     Receive,
     Send,
+    out_of_step,
 )
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, PeerTimeoutError
@@ -206,9 +207,16 @@ class TorchCommunicator:
         ]
         texts = self._gathered(padded)
         return [
-            json.loads(text[: int(size)].numpy().tobytes()) if int(size) else None
-            for text, size in zip(texts, sizes, strict=True)
+            self._message(rank, text[: int(size)].numpy().tobytes())
+            for rank, (text, size) in enumerate(zip(texts, sizes, strict=True))
         ]
+
+    def _message(self, rank: int, content: bytes) -> Message:
+        """What a rank has said; another collective of the job may have met ours."""
+        try:
+            return json.loads(content) if content else None
+        except ValueError as error:
+            raise out_of_step(self.global_rank(rank), self._attendance.what) from error
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
         """See Communicator."""

@@ -6,7 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from dist_ckpt_strategies.errors import StrategyExistsError, StrategyNotFoundError
+from dist_ckpt_strategies.errors import (
+    StrategyError,
+    StrategyExistsError,
+    StrategyNotFoundError,
+)
 from dist_ckpt_strategies.megatron.bases import StrategyAction
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 
@@ -32,6 +36,12 @@ class StrategyKey:
     action: StrategyAction
     backend: str
     version: int
+
+    def __post_init__(self) -> None:
+        """Refuse what no look-up would find."""
+        if not isinstance(self.action, StrategyAction):
+            names = ", ".join(f"StrategyAction.{action.name}" for action in StrategyAction)
+            raise StrategyError(f"action: expected one of {names}, found {self.action!r}")
 
     def __str__(self) -> str:
         """The key as people write it."""
@@ -106,6 +116,7 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
 
     Raises:
         StrategyNotFoundError: nothing is registered; the message lists what is.
+        StrategyError: the action is none.
     """
     return DEFAULT_REGISTRY.get(StrategyKey(action, backend, version))
 
@@ -130,6 +141,7 @@ def register_default_strategy(
 
     Raises:
         StrategyExistsError: the key is taken and ``replace`` is not set.
+        StrategyError: the action is none.
     """
     is_factory = isinstance(strategy, type) or (
         callable(strategy) and not hasattr(strategy, "can_handle_sharded_objects")
