@@ -16,7 +16,7 @@ from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
 )
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.disks import flush_share
+from benchmarks.measuring.disks import flush_share
 
 
 class _State(basic_state_dict.BasicTensorAwareStateDict):  # type: ignore[misc]

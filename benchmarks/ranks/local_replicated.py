@@ -220,7 +220,7 @@ def _nvrx(rank: int, tensors: Sequence[torch.Tensor]) -> LocalContender:
 
 def _flushed_nvrx(rank: int, tensors: Sequence[torch.Tensor]) -> LocalContender:
     """The same, with its files flushed."""
-    from benchmarks.local_nvrx import FlushedNvrx  # noqa: PLC0415
+    from benchmarks.contenders.nvrx import FlushedNvrx  # noqa: PLC0415
 
     contender: LocalContender = FlushedNvrx(rank, tensors)
     return contender

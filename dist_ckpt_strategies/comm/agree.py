@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
-from dist_ckpt_strategies.comm.base import Communicator, Message
+from dist_ckpt_strategies.comm.base import Communicator, Message, out_of_step
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerLostError,
@@ -16,6 +16,12 @@ from dist_ckpt_strategies.errors import (
 )
 
 T = TypeVar("T")
+
+_NUM_FIELDS = 5
+"""Of a verdict: see ``_verdict``."""
+
+_NUM_HALVES = 2
+"""Of an answer: a verdict, and what the step has returned."""
 
 
 def agree(comm: Communicator, step: Callable[[], T]) -> T:
@@ -43,7 +49,7 @@ def agree_and_gather(comm: Communicator, step: Callable[[], Message]) -> list[Me
     outcome = _attempt(step)
     try:
         answers = comm.all_gather([_verdict(outcome.error), outcome.result])
-        _raise_first(comm, outcome.error, [verdict for verdict, _ in answers])
+        _raise_first(comm, outcome.error, _verdicts_in(comm, answers))
         return [result for _, result in answers]
     finally:
         del outcome
@@ -73,7 +79,19 @@ def _attempt(step: Callable[[], T]) -> _Outcome[T]:
         return _Outcome(None, error)
 
 
-def _raise_first(comm: Communicator, own: Exception | None, verdicts: list[Message]) -> None:
+def _verdicts_in(comm: Communicator, answers: Iterable[Message]) -> Iterator[Message]:
+    """The first half of each answer."""
+    for rank, answer in enumerate(answers):
+        if not _is_list(answer, _NUM_HALVES):
+            raise out_of_step(comm.global_rank(rank), "this step")
+        yield answer[0]
+
+
+def _is_list(message: Message, size: int) -> bool:
+    return isinstance(message, list) and len(message) == size
+
+
+def _raise_first(comm: Communicator, own: Exception | None, verdicts: Iterable[Message]) -> None:
     try:
         if own is not None:
             raise _named(own, comm.global_rank(comm.rank))
@@ -81,6 +99,8 @@ def _raise_first(comm: Communicator, own: Exception | None, verdicts: list[Messa
         del own
     for rank, verdict in enumerate(verdicts):
         if verdict is not None:
+            if not _is_list(verdict, _NUM_FIELDS):
+                raise out_of_step(comm.global_rank(rank), "this step")
             kind, message, key, path, global_rank = verdict
             who = comm.global_rank(rank) if global_rank is None else global_rank
             raise error_from_peer(who, kind, message, key=key, path=path)

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import numpy.typing as npt
 import torch
 
+from dist_ckpt_strategies.errors import PeerLostError
+
 Message = Any
 """What ranks tell each other: JSON types only. Nothing that comes from a peer is unpickled."""
 
@@ -85,3 +87,12 @@ class Communicator(Protocol):
     def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
         """Like ``exchange``, but return at once. Collective; one at a time may be under way."""
         ...
+
+
+def out_of_step(global_rank: int, what: str) -> PeerLostError:
+    """The error for a rank that answers, but in another step than this one."""
+    return PeerLostError(
+        global_rank,
+        f"ranks are out of step: what this one has sent does not belong to {what}; it has left an "
+        "earlier step by an error of its own, or this one has: see what each of them raised first",
+    )

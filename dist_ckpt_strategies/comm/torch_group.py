@@ -23,6 +23,7 @@ from dist_ckpt_strategies.comm.base import (
     Message,
     Receive,
     Send,
+    out_of_step,
 )
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.errors import (
@@ -41,6 +42,9 @@ _SIZE_NBYTES = 8
 _FIRST_NBYTES = 512
 """What every rank sends at once: the size of its message, and as much of it as there is room for.
 Most messages are verdicts, which fit, so that a meeting takes one collective instead of two."""
+
+_MAX_NBYTES = 1 << 40
+"""No message is longer: who seems to send one has sent something else."""
 
 T = TypeVar("T")
 
@@ -89,7 +93,7 @@ def _member_ranks(group: ProcessGroup | None) -> list[int]:
     return sorted(dist.get_process_group_ranks(group))
 
 
-def require_member(group: ProcessGroup | None) -> None:
+def require_member(group: object) -> None:
     """Raise unless this rank is in the group; torch gives ranks outside a number in its place.
 
     Raises:
@@ -232,11 +236,21 @@ class TorchCommunicator:
         framed = len(content).to_bytes(_SIZE_NBYTES, "little") + content
         first = self._gathered_bytes(framed[:_FIRST_NBYTES], _FIRST_NBYTES)
         sizes = [_SIZE_NBYTES + int.from_bytes(one[:_SIZE_NBYTES], "little") for one in first]
-        if max(sizes) > _FIRST_NBYTES:
-            rest = self._gathered_bytes(framed[_FIRST_NBYTES:], max(sizes) - _FIRST_NBYTES)
+        longest = max(sizes)
+        if longest > _MAX_NBYTES:
+            raise out_of_step(self.global_rank(sizes.index(longest)), self._attendance.what)
+        if longest > _FIRST_NBYTES:
+            rest = self._gathered_bytes(framed[_FIRST_NBYTES:], longest - _FIRST_NBYTES)
             first = [one + other for one, other in zip(first, rest, strict=True)]
         texts = [one[_SIZE_NBYTES:size] for one, size in zip(first, sizes, strict=True)]
-        return [json.loads(text) if text else None for text in texts]
+        return [self._message(rank, text) for rank, text in enumerate(texts)]
+
+    def _message(self, rank: int, content: bytes) -> Message:
+        """What a rank has said; another collective of the job may have met ours."""
+        try:
+            return json.loads(content) if content else None
+        except ValueError as error:
+            raise out_of_step(self.global_rank(rank), self._attendance.what) from error
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
         """See Communicator."""

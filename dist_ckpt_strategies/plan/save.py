@@ -158,9 +158,9 @@ def build_save_plan(
     for request in requests:
         for shard in request.shards:
             by_key[shard.key].append((request.rank, shard))
-    object_keys = _single_writer_keys(objects)
+    object_ranks = _single_writers(objects)
     if cutting is Cutting.WHOLE:
-        require_storable_keys(by_key.keys(), object_keys)
+        _require_storable(by_key, object_ranks)
     load: Counter[int] = Counter()
     num_created: Counter[int] = Counter()
     creations: list[ArrayCreation] = []
@@ -178,8 +178,20 @@ def build_save_plan(
     return SavePlan(tuple(creations), tuple(writes), _rounds(writes, max_inflight_bytes))
 
 
-def _single_writer_keys(objects: Iterable[ObjectHolding]) -> frozenset[str]:
-    """The keys of the objects, once each shard of each is known to have one writer."""
+def _require_storable(
+    by_key: Mapping[str, Sequence[tuple[int, ShardSpec]]], object_ranks: Mapping[str, int]
+) -> None:
+    """Raise where a key cannot be stored; on every rank it is the first of its holders at fault."""
+    try:
+        require_storable_keys(by_key.keys(), object_ranks.keys())
+    except PlanError as error:
+        key = error.key or ""
+        error.at_rank(by_key[key][0][0] if key in by_key else object_ranks[key])
+        raise
+
+
+def _single_writers(objects: Iterable[ObjectHolding]) -> dict[str, int]:
+    """A writer of each object, by key, once each shard of each is known to have one."""
     writers: dict[ObjectId, int] = {}
     for holding in sorted(objects):
         if holding.id in writers:
@@ -190,7 +202,7 @@ def _single_writer_keys(objects: Iterable[ObjectHolding]) -> frozenset[str]:
             )
         writers[holding.id] = holding.rank
     _require_whole_objects(writers)
-    return frozenset(object_id.key for object_id in writers)
+    return {object_id.key: rank for object_id, rank in reversed(writers.items())}
 
 
 def _require_whole_objects(writers: Mapping[ObjectId, int]) -> None:
@@ -257,7 +269,7 @@ def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]], grids: ArrayGrids
             mine, theirs = (_spoken(getattr(spec, name)) for spec in (shard, first))
             raise PlanError(
                 f"{key}: {name} {mine} on rank {rank}, {theirs} on rank {first_rank}", key=key
-            )
+            ).at_rank(rank)
     main = [
         (Holding(region, rank), shard.id)
         for rank, shard in held

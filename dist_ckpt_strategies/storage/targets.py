@@ -24,7 +24,8 @@ from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.file_access import permitted_access
 from dist_ckpt_strategies.storage.files import create_anew, file_errors, sync_path
 from dist_ckpt_strategies.storage.journal import Record
-from dist_ckpt_strategies.storage.whole_flush import begin_writeback, whole_flush
+from dist_ckpt_strategies.storage.whole_flush import whole_flush
+from dist_ckpt_strategies.storage.writeback import begin_writeback
 
 Bytes = npt.NDArray[np.uint8]
 

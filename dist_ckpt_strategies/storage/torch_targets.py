@@ -33,7 +33,7 @@ from dist_ckpt_strategies.storage.targets import (
 )
 from dist_ckpt_strategies.storage.tensor_archive import write_tensor_archive
 from dist_ckpt_strategies.storage.torch_dist import METADATA_NAME, Stretch, index_content
-from dist_ckpt_strategies.storage.whole_flush import begin_writeback
+from dist_ckpt_strategies.storage.writeback import begin_writeback
 from dist_ckpt_strategies.storage.zarr_targets import write_common
 
 _ALIGNED_NBYTES = 8

@@ -26,9 +26,6 @@ from dist_ckpt_strategies.storage.files import file_errors
 _MAX_WAITING_NBYTES = 256 << 20
 """Unwritten data on the machine, ours not yet among it, that a flush may have to wait for."""
 
-_BEGIN_WRITING = 2
-"""SYNC_FILE_RANGE_WRITE of sync_file_range(2)."""
-
 _MEMINFO = Path("/proc/meminfo")
 _FIRST_TO_REPORT = (5, 8)
 _WAITING = re.compile(r"^(?:Dirty|Writeback): +(\d+) kB$", re.MULTILINE)
@@ -66,22 +63,6 @@ def whole_flush(directory: Path) -> WholeFlush | None:
     if syncfs is None or _waiting_nbytes() > _MAX_WAITING_NBYTES:
         return None
     return WholeFlush(directory, syncfs)
-
-
-def begin_writeback(handle: int, byte_offset: int = 0, nbytes: int = 0) -> None:
-    """Let the disk begin to write what was written to a file, so that a later flush finds less.
-
-    A hint: where there is no such call, or it fails, nothing happens.
-
-    Args:
-        handle: the open file.
-        byte_offset: from where on.
-        nbytes: how much; 0: to the file's end.
-    """
-    library: Any = ctypes.CDLL(None)
-    call = getattr(library, "sync_file_range", None)
-    if call is not None:
-        call(handle, ctypes.c_int64(byte_offset), ctypes.c_int64(nbytes), _BEGIN_WRITING)
 
 
 def _system_call() -> Callable[[int], int] | None:

@@ -17,13 +17,13 @@ _BEGIN = 2
 """SYNC_FILE_RANGE_WRITE."""
 
 
-def begin_writeback(handle: int, byte_offset: int, nbytes: int) -> None:
+def begin_writeback(handle: int, byte_offset: int = 0, nbytes: int = 0) -> None:
     """Have a range of a file written, and do not wait; nothing where the system cannot.
 
     Args:
         handle: of the file.
         byte_offset: first byte of the range.
-        nbytes: its size.
+        nbytes: its size; 0 for all up to the file's end.
     """
     call = _system_call()
     if call is not None:

@@ -179,8 +179,8 @@ def load_strategies(
         StrategyError: there is no such strategy, or it reads another format.
     """
     marker = read_marker(root)
-    with _told_of_marker(root):
-        loader, common_loader = _fitting_strategies(marker, sharded, common_choice)
+    loader = _loader(StrategyAction.LOAD_SHARDED, sharded, root, _sharded_key(marker))
+    common_loader = _loader(StrategyAction.LOAD_COMMON, common_choice, root, _common_key(marker))
     return _limited(loader, sharded, timeout_s), common_loader
 
 
@@ -211,16 +211,22 @@ def _told_of_marker(root: Location) -> Iterator[None]:
         raise type(error)(f"{path}: {error.message}", path=path) from error
 
 
-def _fitting_strategies(
-    marker: CheckpointMarker, sharded: StrategyChoice, common_choice: StrategyChoice
-) -> tuple[Any, Any]:
-    """The strategies of a checkpoint, or those of the caller's that can read it."""
-    sharded_key = (marker.sharded_backend, marker.sharded_backend_version)
-    common_key = (marker.common_backend, marker.common_backend_version)
-    loader = _chosen(StrategyAction.LOAD_SHARDED, sharded or sharded_key)
-    common_loader = _chosen(StrategyAction.LOAD_COMMON, common_choice or common_key)
-    loader.check_backend_compatibility(marker.sharded_backend)
-    loader.check_version_compatibility(marker.sharded_backend_version)
-    common_loader.check_backend_compatibility(marker.common_backend)
-    common_loader.check_version_compatibility(marker.common_backend_version)
-    return loader, common_loader
+def _sharded_key(marker: CheckpointMarker) -> tuple[str, int]:
+    return marker.sharded_backend, marker.sharded_backend_version
+
+
+def _common_key(marker: CheckpointMarker) -> tuple[str, int]:
+    return marker.common_backend, marker.common_backend_version
+
+
+def _loader(
+    action: StrategyAction, choice: StrategyChoice, root: Location, stored: tuple[str, int]
+) -> Any:
+    """The strategy of a checkpoint, or the caller's, which has to be one that can read it."""
+    chosen = _chosen(action, choice) if choice else None
+    with _told_of_marker(root):
+        loader = _chosen(action, stored) if chosen is None else chosen
+        backend, version = stored
+        loader.check_backend_compatibility(backend)
+        loader.check_version_compatibility(version)
+    return loader

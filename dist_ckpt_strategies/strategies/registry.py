@@ -8,6 +8,7 @@ from typing import Any
 
 from dist_ckpt_strategies.errors import (
     IncompatibleVersionError,
+    StrategyError,
     StrategyExistsError,
     StrategyNotFoundError,
 )
@@ -36,6 +37,12 @@ class StrategyKey:
     action: StrategyAction
     backend: str
     version: int
+
+    def __post_init__(self) -> None:
+        """Refuse what no look-up would find."""
+        if not isinstance(self.action, StrategyAction):
+            names = ", ".join(f"StrategyAction.{action.name}" for action in StrategyAction)
+            raise StrategyError(f"action: expected one of {names}, found {self.action!r}")
 
     def __str__(self) -> str:
         """The key as people write it."""
@@ -125,6 +132,7 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
 
     Raises:
         StrategyNotFoundError: nothing is registered; the message lists what is.
+        StrategyError: the action is none.
     """
     return DEFAULT_REGISTRY.get(StrategyKey(action, backend, version))
 
@@ -149,6 +157,7 @@ def register_default_strategy(
 
     Raises:
         StrategyExistsError: the key is taken and ``replace`` is not set.
+        StrategyError: the action is none.
     """
     is_factory = isinstance(strategy, type) or (
         callable(strategy) and not hasattr(strategy, "can_handle_sharded_objects")

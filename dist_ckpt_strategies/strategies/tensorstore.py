@@ -92,6 +92,8 @@ def merge_global_slice_with_shape(
 def _cut(part: int | slice, size: int, key: str) -> int | slice:
     if not isinstance(part, slice):
         return part
-    if part.start >= size:
-        raise PlanError(f"{key}: slice {part.start}:{part.stop} lies beyond extent {size}", key=key)
-    return slice(part.start, min(part.stop, size), part.step)
+    start = 0 if part.start is None else part.start
+    stop = size if part.stop is None else part.stop
+    if start >= size:
+        raise PlanError(f"{key}: slice {start}:{stop} lies beyond extent {size}", key=key)
+    return slice(start, min(stop, size), part.step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     MissingDependencyError,
     PeerError,
+    PeerLostError,
     PeerTimeoutError,
     ShapeMismatchError,
     StorageError,
@@ -38,6 +40,31 @@ def fails_on(comm: Communicator, ranks: list[int], kind: str) -> Any:
         return comm.rank * 10
 
     return agree(comm, step)
+
+
+def steps_apart(comm: Communicator, *, fails: bool) -> Any:
+    """The last rank is in another step than the others."""
+
+    def step() -> None:
+        if fails and comm.rank == comm.size - 1:
+            raise StorageError("broken")
+
+    return agree(comm, step) if comm.rank == comm.size - 1 else agree_and_gather(comm, lambda: 3)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_in_different_steps_find_out(fails: bool, four_ranks: Carrier) -> None:
+    *others, last = four_ranks(partial(steps_apart, fails=fails))
+
+    for error in others:
+        assert isinstance(error, PeerLostError)
+        assert "out of step" in str(error)
+        assert error.global_rank == len(others)
+    if fails:
+        assert str(last) == f"rank {len(others)}: broken"
+    else:
+        assert isinstance(last, PeerLostError)
+        assert last.global_rank == 0
 
 
 def test_where_no_rank_fails_each_has_its_own_result(carrier: Carrier) -> None:

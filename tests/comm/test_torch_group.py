@@ -34,6 +34,25 @@ def test_without_torch_distributed_a_process_is_alone() -> None:
     assert (comm.rank, comm.size, comm.global_rank(0)) == (0, 1, 0)
 
 
+# Another collective of the job
+
+
+def meet_another_collective(rank: int) -> Any:
+    comm = open_communicator(None, timeout_s=10.0, purpose="a load from /ckpt")
+    if rank == 0:
+        dist.all_gather_object([None, None], {"what": "Megatron's own validation"})
+    return agree(comm, lambda: None)
+
+
+def test_a_rank_that_is_in_another_collective_is_named() -> None:
+    _, error = run_processes(2, meet_another_collective)
+
+    assert isinstance(error, PeerLostError)
+    assert error.global_rank == 0
+    assert "out of step" in str(error)
+    assert "a load from /ckpt, meeting 2" in str(error)
+
+
 # Groups
 
 

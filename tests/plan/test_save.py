@@ -283,7 +283,7 @@ def test_ranks_that_disagree_on_an_array_are_named(field: str, other: object) ->
         RankShards(3, (other,)),  # type: ignore[arg-type]
     ]
 
-    with pytest.raises(PlanError, match=rf"^w: {field} .* on rank 3, .* on rank 0"):
+    with pytest.raises(PlanError, match=rf"^rank 3: w: {field} .* on rank 3, .* on rank 0"):
         build_save_plan(requests)
 
 
@@ -369,3 +369,13 @@ def test_shards_of_one_object_on_several_ranks_are_fine() -> None:
 def test_keys_that_cannot_be_stored_are_refused_before_anything_is_planned() -> None:
     with pytest.raises(PlanError, match="cannot be stored"):
         build_save_plan([RankShards(0, (spec_of(Region.whole((1,)), (1,), key="a/../b"),))])
+
+
+def test_a_key_that_cannot_be_stored_is_the_fault_of_a_rank_that_brings_it() -> None:
+    fine, bad = (spec_of(Region.whole((1,)), (1,), key=key) for key in ("w", "x" * 300))
+    unnamed = ObjectHolding(ObjectId("", (0,), (1,)), 3)
+
+    with pytest.raises(PlanError, match=r"^rank 2: key 'x+' cannot be stored: .* 300 bytes"):
+        build_save_plan([RankShards(0, (fine,)), RankShards(2, (bad,))])
+    with pytest.raises(PlanError, match=r"^rank 3: key '' cannot be stored: it is empty"):
+        build_save_plan([RankShards(0, (fine,))], [unnamed])

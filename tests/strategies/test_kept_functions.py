@@ -52,6 +52,14 @@ def test_a_slice_that_reaches_past_the_end_is_cut() -> None:
     assert found == (slice(2, 4), slice(0, 3), 5)
 
 
+def test_a_slice_without_ends_takes_what_there_is() -> None:
+    found = merge_global_slice_with_shape(
+        (slice(None), slice(None, 9), slice(2, None)), (4, 3, 6), "w"
+    )
+
+    assert found == (slice(0, 4), slice(0, 3), slice(2, 6))
+
+
 @pytest.mark.parametrize("start", [4, 7])
 def test_a_slice_with_nothing_left_is_refused_by_key(start: int) -> None:
     with pytest.raises(PlanError, match=f"w: slice {start}:9 lies beyond extent 4"):

@@ -72,6 +72,10 @@ def ask_for_what_is_not_there(rank: int, scratch: Path) -> dict[str, Any]:
         "a list": partial(dist_ckpt_strategies.save, cast("Any", [state()]), scratch / "c"),
         "too long": partial(save, Entry.OURS, state(), scratch / ("x" * 300)),
     }
+    save(Entry.OURS, state(), scratch / "finished")
+    finished = partial(dist_ckpt_strategies.load, state_of(rank, cuts(), no_data))
+    requests["an unknown loader"] = partial(finished, scratch / "finished", ("mine", 7))
+    requests["another loader"] = partial(finished, scratch / "finished", ("zarr", 2))
     return {name: outcome(call) for name, call in (places | requests).items()}
 
 
@@ -87,6 +91,10 @@ def test_a_place_that_is_no_directory_is_named(tmp_path: Path) -> None:
             "a list": ("PlanError", "expected a dict"),
             "too long": ("StorageError", "name is too long"),
         }
+        marker = str(tmp_path / "finished" / "metadata.json")
+        assert "'mine', 7" in result["an unknown loader"].text
+        assert marker not in result["an unknown loader"].text  # it says nothing of the kind
+        assert marker in result["another loader"].text
         for name, (kind, words) in kinds.items():
             assert kind in result[name].kinds, result[name]
             assert words in result[name].text, result[name]

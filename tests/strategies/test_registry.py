@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.strategies import base
 import dist_ckpt_strategies
 from dist_ckpt_strategies import StrategyAction, StrategyKey, StrategyRegistry, register
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.errors import StrategyExistsError, StrategyNotFoundError
+from dist_ckpt_strategies.errors import StrategyError, StrategyExistsError, StrategyNotFoundError
 from dist_ckpt_strategies.strategies import registry as registry_module
 from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy
 from dist_ckpt_strategies.strategies.registry import (
@@ -127,6 +127,14 @@ def test_action_backend_and_version_each_make_another_key(other: StrategyKey) ->
     assert other not in registry
     registry.register(other, dict)
     assert set(registry.keys()) == {KEY, other}
+
+
+@pytest.mark.parametrize("action", ["save_sharded", None])
+def test_an_action_that_is_none_is_refused(action: Any) -> None:
+    with pytest.raises(StrategyError, match=r"expected one of .*StrategyAction.SAVE_SHARDED"):
+        register_default_strategy(action, "mine", 1, Plain)
+    with pytest.raises(StrategyError, match=f"found {action!r}"):
+        get_default_strategy(action, "mine", 1)
 
 
 def test_registries_know_nothing_of_each_other() -> None:
