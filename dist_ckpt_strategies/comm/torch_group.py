@@ -38,11 +38,6 @@ ProcessGroup = dist.ProcessGroup
 
 _DEVICE_PAUSE_S = 0.0002
 
-_SIZE_NBYTES = 8
-_FIRST_NBYTES = 512
-"""What every rank sends at once: the size of its message, and as much of it as there is room for.
-Most messages are verdicts, which fit, so that a meeting takes one collective instead of two."""
-
 _MAX_NBYTES = 1 << 40
 """No message is longer: who seems to send one has sent something else."""
 
@@ -233,17 +228,22 @@ class TorchCommunicator:
     def all_gather(self, item: Message) -> list[Message]:
         """See Communicator."""
         content = b"" if item is None else json.dumps(item, separators=(",", ":")).encode()
-        framed = len(content).to_bytes(_SIZE_NBYTES, "little") + content
-        first = self._gathered_bytes(framed[:_FIRST_NBYTES], _FIRST_NBYTES)
-        sizes = [_SIZE_NBYTES + int.from_bytes(one[:_SIZE_NBYTES], "little") for one in first]
+        sizes = [
+            int(size)
+            for size in self._gathered(
+                torch.tensor([len(content)], dtype=torch.int64, device="cpu")
+            )
+        ]
         longest = max(sizes)
+        if longest == 0:
+            return [None] * self.size
         if longest > _MAX_NBYTES:
             raise out_of_step(self.global_rank(sizes.index(longest)), self._attendance.what)
-        if longest > _FIRST_NBYTES:
-            rest = self._gathered_bytes(framed[_FIRST_NBYTES:], longest - _FIRST_NBYTES)
-            first = [one + other for one, other in zip(first, rest, strict=True)]
-        texts = [one[_SIZE_NBYTES:size] for one, size in zip(first, sizes, strict=True)]
-        return [self._message(rank, text) for rank, text in enumerate(texts)]
+        texts = self._gathered_bytes(content, longest)
+        return [
+            self._message(rank, text[:size])
+            for rank, (text, size) in enumerate(zip(texts, sizes, strict=True))
+        ]
 
     def _message(self, rank: int, content: bytes) -> Message:
         """What a rank has said; another collective of the job may have met ours."""

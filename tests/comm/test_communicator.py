@@ -49,23 +49,6 @@ def test_items_come_back_by_rank_whatever_their_lengths(carrier: Carrier) -> Non
         assert items == [[r, "x" * (1000 * r)] for r in range(size)]
 
 
-NUM_LENGTHS = 8
-
-
-def gathers_around_the_first_block(comm: Communicator) -> list[list[str]]:
-    """Messages that fill the block that always travels, and some that are a little longer."""
-    return [comm.all_gather("x" * (499 + step + comm.rank)) for step in range(NUM_LENGTHS)]
-
-
-def test_messages_about_as_long_as_what_travels_at_once_arrive(carrier: Carrier) -> None:
-    results = carrier(gathers_around_the_first_block)
-
-    for found in results:
-        assert [[len(text) for text in items] for items in found] == [
-            [499 + step + rank for rank in range(len(results))] for step in range(NUM_LENGTHS)
-        ]
-
-
 def only_the_last_rank_says_something(comm: Communicator) -> list[Any]:
     return comm.all_gather("here" if comm.rank == comm.size - 1 else None)
 
