@@ -43,7 +43,6 @@ from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.inprocess import (
     CheckpointlessAbortManager,
     CheckpointlessFinalizeCleanup,
-    HPCallWrapper,
     HPWrapper,
 )
 from dist_ckpt_strategies.inprocess.train_utils import wait_rank
@@ -113,13 +112,12 @@ def wrapper_settings(manager: CheckpointManager) -> dict[str, Any]:
         "abort": CheckpointlessAbortManager.get_default_checkpointless_abort(),
         "finalize": CheckpointlessFinalizeCleanup(),
         "checkpoint_manager": manager,
+        "abort_timeout": 60.0,
         "max_idle_attempts": 3,
     }
 
 
-def train(
-    task: Task, manager: CheckpointManager, call: HPCallWrapper | None = None
-) -> dict[str, str]:
+def train(task: Task, manager: CheckpointManager) -> dict[str, str]:
     """The block: from the groups to the last step; digests of all that a rank has then."""
     dist.init_process_group("interruptible_gloo", timeout=timedelta(seconds=60))
     rank = dist.get_rank()
@@ -133,8 +131,8 @@ def train(
     scheduler = schedule_of(optimizer)
     state = MegatronStateProvider([model], optimizer, scheduler, increment=1)
     source = manager.try_checkpointless_load(state)
-    if call is not None and call.num_attempts > 1:
-        assert source is not None, manager.last_failure
+    if source is None:  # it begins, or was interrupted before all ranks had begun
+        assert not any(step for _, step in task.losses()), manager.last_failure
     manager.track(state, replica_group=parallel_state.get_data_parallel_group())
     while state.step < NUM_STEPS:
         step = state.step

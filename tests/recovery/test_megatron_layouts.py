@@ -25,7 +25,7 @@ def on_rank(rank: int, wrappers: Wrappers, task: Task) -> dict[str, str]:
     """Body of a rank: what it has at the end."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.simplefilter("ignore")
-    manager = CheckpointManager(enable_checksum=True, timeout_s=30)
+    manager = CheckpointManager(enable_checksum=True, timeout_s=60)
     with cpu_stand_ins(), host_streams():
         found: dict[str, str] = wrappers(**wrapper_settings(manager))(train)(task, manager)
         return found
