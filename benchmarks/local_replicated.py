@@ -11,7 +11,8 @@ first round is not counted.
 The floors: of the blocking part, one copy of the rank's bytes into memory that is in use; of a
 save, the exchange of the bytes between the two of a clique over gloo, then two plain files written
 and flushed; of a load, reading a file into memory in use; of a recovery, for rank 1 sending the
-bytes instead. The last column gives the ratio to the floor of a save whatever the step: exchange
+bytes instead. ``floor, new memory`` loads into new memory, which a process that has just started
+has to. The last column gives the ratio to the floor of a save whatever the step: exchange
 and write.
 
 ``nvrx`` is nvidia-resiliency-ext, with a few stand-ins for CUDA; it does not flush its files.

@@ -7,6 +7,7 @@ from types import MappingProxyType
 from typing import Final
 
 FLOOR: Final = "floor"
+NEW_MEMORY_FLOOR: Final = "floor, new memory"
 OURS: Final = "local manager"
 NVRX: Final = "nvrx"
 FLUSHED_NVRX: Final = "nvrx, flushed"
@@ -14,6 +15,7 @@ FLUSHED_NVRX: Final = "nvrx, flushed"
 LOCAL_PACKAGES: Mapping[str, str | None] = MappingProxyType(
     {
         FLOOR: None,
+        NEW_MEMORY_FLOOR: None,
         OURS: None,
         NVRX: "nvidia_resiliency_ext",
         FLUSHED_NVRX: "nvidia_resiliency_ext",

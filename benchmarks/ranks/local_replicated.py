@@ -12,8 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.contenders.local_roster import FLOOR, FLUSHED_NVRX, NVRX, OURS
+from benchmarks.contenders.local_roster import FLOOR, FLUSHED_NVRX, NEW_MEMORY_FLOOR, NVRX, OURS
 from benchmarks.measuring.harness import RankContext, join_gloo
+from dist_ckpt_strategies.device import host_memory
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
     CliqueReplicationStrategy,
@@ -170,6 +171,27 @@ class _Floor:
                 work.wait()
 
 
+class _NewMemoryFloor(_Floor):
+    """The same, but what is loaded goes to new memory, as in a process that has just started."""
+
+    def load(self, root: Path) -> list[torch.Tensor]:
+        """See LocalContender."""
+        self._renew()
+        return super().load(root)
+
+    def recover(self, root: Path) -> list[torch.Tensor]:
+        """See LocalContender."""
+        self._renew()
+        return super().recover(root)
+
+    def _renew(self) -> None:
+        sizes = [tensor.numel() * tensor.element_size() for tensor in self._tensors]
+        pieces = host_memory(sum(sizes), is_pinned=False).split(sizes)
+        self._copies = [
+            piece.view(tensor.dtype) for piece, tensor in zip(pieces, self._tensors, strict=True)
+        ]
+
+
 class _Manager:
     """This package's manager."""
 
@@ -228,6 +250,7 @@ def _flushed_nvrx(rank: int, tensors: Sequence[torch.Tensor]) -> LocalContender:
 
 MAKERS: Mapping[str, Callable[[int, Sequence[torch.Tensor]], LocalContender]] = {
     FLOOR: _Floor,
+    NEW_MEMORY_FLOOR: _NewMemoryFloor,
     OURS: _Manager,
     NVRX: _nvrx,
     FLUSHED_NVRX: _flushed_nvrx,
