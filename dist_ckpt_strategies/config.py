@@ -111,7 +111,8 @@ class Options:
         timeout_s: longest wait for a peer or for storage, in seconds. It has to exceed the time
             by which the slowest rank's share of the work lags behind the fastest one's.
         max_inflight_bytes: bound, per rank, on memory for staging (copies of CUDA or
-            non-contiguous tensors, assembled chunks). A single larger tensor goes alone.
+            non-contiguous tensors, assembled chunks), and on the chunks of format 1 that the
+            engine's library decodes or encodes. A single larger tensor or chunk goes alone.
         io_threads: files per rank that the engine's library reads or writes at the same time. What
             is moved without it, whole raw chunks, goes by the kind of file system.
         engine: TensorStore, or zarr-python where TensorStore has no build.

@@ -20,13 +20,15 @@ def open_array_store(root: Path, options: Options) -> ArrayStore:
         if options.engine is Engine.ZARR:
             from dist_ckpt_strategies.storage.zarr_arrays import ZarrPythonArrays  # noqa: PLC0415
 
-            return ZarrPythonArrays(root, options.io_threads)
+            return ZarrPythonArrays(root, options.io_threads, options.max_inflight_bytes)
         from dist_ckpt_strategies.storage.tensorstore_arrays import (  # noqa: PLC0415
             TensorStoreArrays,
         )
 
         access = permitted_access(root, options)
-        return TensorStoreArrays(root, access, options.io_threads, options.timeout_s)
+        return TensorStoreArrays(
+            root, access, options.io_threads, options.timeout_s, options.max_inflight_bytes
+        )
     except ImportError as error:
         other = next(engine for engine in Engine if engine is not options.engine)
         raise MissingDependencyError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,12 @@ import tensorstore as ts
 from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.region import Region
-from dist_ckpt_strategies.storage.array_files import begin_creates, begin_syncs
+from dist_ckpt_strategies.storage.array_files import (
+    begin_creates,
+    begin_syncs,
+    by_chunk,
+    library_nbytes,
+)
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, HostArray, Transfer
 from dist_ckpt_strategies.storage.file_access import FileAccess
 from dist_ckpt_strategies.storage.files import file_errors
@@ -32,9 +37,11 @@ from dist_ckpt_strategies.storage.raw_chunks import (
 )
 from dist_ckpt_strategies.storage.transfers import (
     AllTransfers,
+    BoundedTransfers,
     Job,
     Pending,
     PendingTransfers,
+    Start,
     run_pooled,
 )
 from dist_ckpt_strategies.storage.whole_flush import WholeFlush, whole_flush
@@ -72,7 +79,12 @@ class TensorStoreArrays:
     """
 
     def __init__(
-        self, root: Path, access: FileAccess, io_threads: int, timeout_s: float = 1800.0
+        self,
+        root: Path,
+        access: FileAccess,
+        io_threads: int,
+        timeout_s: float = 1800.0,
+        max_inflight_bytes: int = 512 << 20,
     ) -> None:
         self._root = _plain_path(root)
         if "\\" in str(self._root):
@@ -83,6 +95,7 @@ class TensorStoreArrays:
             )
         self._layout = Zarr2Layout(self._root)
         self._timeout_s = timeout_s
+        self._budget_nbytes = max_inflight_bytes
         self._access = access
         self._context = ts.Context(
             {
@@ -117,7 +130,7 @@ class TensorStoreArrays:
         direct = [raw_write(self._layout, w, bounce, is_flushed=is_flushed) for w in writes]
         encoded = [write for write, raw in zip(writes, direct, strict=True) if raw is None]
         encoding = self._begin_encoded_writes(encoded)
-        return AllTransfers((self._begin_files(filter(None, direct)), encoding))
+        return AllTransfers((encoding, self._begin_files(filter(None, direct))))
 
     def _begin_files(self, files: Iterable[RawWrite]) -> Transfer:
         jobs = (Job(file.array.key, file.path, file.run) for file in files)
@@ -127,13 +140,21 @@ class TensorStoreArrays:
         for write in writes:
             self._layout.ensure(write.array)
         opened = self._open_all([write.array for write in writes])
-        pendings = []
-        for write, target in zip(writes, opened, strict=True):
-            for box, memory in _by_chunk(write.array, write.region, write.source):
-                stored = target[box.slices()]
-                done = stored.write(memory, can_reference_source_data_indefinitely=True)
-                pendings.append(self._pending(write.array, done.commit))
-        return PendingTransfers(tuple(pendings))
+        return self._bounded(
+            Start(
+                library_nbytes(write.array),
+                partial(self._begin_write, write.array, target, box, memory),
+            )
+            for write, target in zip(writes, opened, strict=True)
+            for box, memory in by_chunk(write.array, write.region, write.source)
+        )
+
+    def _begin_write(
+        self, array: ArraySpec, target: Any, box: Region, memory: HostArray
+    ) -> Pending:
+        stored = target[box.slices()]
+        done = stored.write(memory, can_reference_source_data_indefinitely=True)
+        return self._pending(array, done.commit)
 
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """See ArrayStore."""
@@ -143,7 +164,7 @@ class TensorStoreArrays:
         decoding = self._begin_decoded_reads(decoded)
         jobs = [Job(raw.array.key, raw.path, raw.run) for raws in direct for raw in raws or ()]
         return AllTransfers(
-            (run_pooled(jobs, self._access.num_read_threads, _unexpected), decoding)
+            (decoding, run_pooled(jobs, self._access.num_read_threads, _unexpected))
         )
 
     def _begin_decoded_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
@@ -151,13 +172,23 @@ class TensorStoreArrays:
             if read.array.chunk_nbytes > _MAX_TRUSTED_NBYTES:
                 self._require_plausible(read)
         opened = self._open_all([read.array for read in reads])
-        pendings = []
-        for read, stored in zip(reads, opened, strict=True):
-            for box, memory in _by_chunk(read.array, read.region, read.target):
-                source = stored[box.slices()].translate_to[0]
-                done = ts.array(memory, copy=False, write=True).write(source)
-                pendings.append(self._pending(read.array, done.commit))
-        return PendingTransfers(tuple(pendings))
+        return self._bounded(
+            Start(
+                library_nbytes(read.array),
+                partial(self._begin_read, read.array, stored, box, memory),
+            )
+            for read, stored in zip(reads, opened, strict=True)
+            for box, memory in by_chunk(read.array, read.region, read.target)
+        )
+
+    def _begin_read(self, array: ArraySpec, stored: Any, box: Region, memory: HostArray) -> Pending:
+        source = stored[box.slices()].translate_to[0]
+        done = ts.array(memory, copy=False, write=True).write(source)
+        return self._pending(array, done.commit)
+
+    def _bounded(self, starts: Iterable[Start]) -> Transfer:
+        """TensorStore has every chunk that it encodes or decodes in memory, as a whole."""
+        return BoundedTransfers(starts, self._budget_nbytes)
 
     def _require_plausible(self, read: ArrayRead) -> None:
         """Raise where the metadata states chunks for which TensorStore would run out of memory.
@@ -199,20 +230,6 @@ class TensorStoreArrays:
     def _pending(self, array: ArraySpec, future: Any) -> Pending:
         directory = self._root / array.key
         return Pending(f"{array.key}: {directory}", future, partial(_translated, array, directory))
-
-
-def _by_chunk(
-    array: ArraySpec, region: Region, memory: HostArray
-) -> Iterator[tuple[Region, HostArray]]:
-    """The part of ``region`` in each of its chunks, with the part of ``memory`` that belongs to it.
-
-    One transfer over many chunks is reported as failed with its first chunk, while the others still
-    run; a transfer over one chunk has ended when it is reported.
-    """
-    for index in array.chunks_of(region):
-        box = region.intersect(array.chunk_region(index))
-        if box is not None:
-            yield box, memory[box.within(region).slices() or ...]  # () would copy a scalar
 
 
 def _translated(array: ArraySpec, directory: Path, error: Exception) -> CheckpointError:

@@ -58,6 +58,61 @@ class PendingTransfers:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """A transfer that has not begun.
+
+    Attributes:
+        nbytes: memory that the library takes for it while it is under way.
+        begin: begins it.
+    """
+
+    nbytes: int
+    begin: Callable[[], Pending]
+
+
+class BoundedTransfers:
+    """A Transfer that has as much under way as fits a budget, in order; a larger one goes alone.
+
+    What does not fit at once begins while somebody waits. After a failure nothing more begins.
+
+    Args:
+        starts: what to transfer.
+        budget_nbytes: the bound.
+    """
+
+    def __init__(self, starts: Iterable[Start], budget_nbytes: int) -> None:
+        self._budget_nbytes = budget_nbytes
+        self._starts = deque(starts)
+        self._under_way: deque[tuple[int, Pending]] = deque()
+        self._held_nbytes = 0
+        self._begin_what_fits()
+
+    def wait(self, timeout_s: float) -> None:
+        """See Transfer."""
+        deadline = time.monotonic() + timeout_s
+        failures: list[CheckpointError] = []
+        while self._under_way:
+            nbytes, pending = self._under_way.popleft()
+            error = _outcome(pending, deadline, timeout_s)
+            self._held_nbytes -= nbytes
+            if error is not None:
+                failures.append(error)
+                self._starts.clear()
+            self._begin_what_fits()
+        if failures:
+            raise failures[0]
+
+    def _begin_what_fits(self) -> None:
+        while self._starts:
+            nbytes = self._starts[0].nbytes
+            if self._under_way and self._held_nbytes + nbytes > self._budget_nbytes:
+                return
+            start = self._starts.popleft()
+            self._held_nbytes += nbytes
+            self._under_way.append((nbytes, start.begin()))
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """A blocking transfer of one array's data, to be run on a thread."""
 

@@ -16,8 +16,14 @@ from zarr.storage import LocalStore, StorePath
 from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.region import Region
-from dist_ckpt_strategies.storage.array_files import begin_creates, begin_syncs
+from dist_ckpt_strategies.storage.array_files import (
+    begin_creates,
+    begin_syncs,
+    by_chunk,
+    library_nbytes,
+)
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, Transfer
+from dist_ckpt_strategies.storage.byte_budget import ByteBudget
 from dist_ckpt_strategies.storage.files import (
     file_errors,
     storage_error,
@@ -27,6 +33,9 @@ from dist_ckpt_strategies.storage.raw_chunks import require_chunk
 from dist_ckpt_strategies.storage.transfers import Job, run_pooled
 from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout, array_metadata
 from dist_ckpt_strategies.storage.zarr_dtypes import register_extension_dtypes
+
+_NUM_COPIES = 2
+"""That zarr-python has of a chunk: its bytes, and the elements asked for."""
 
 _MAX_THREADS = 8
 """zarr-python runs all its work on one event loop; more callers only queue there."""
@@ -38,8 +47,9 @@ class ZarrPythonArrays:
     zarr-python neither flushes nor minds missing chunks: both are done here.
     """
 
-    def __init__(self, root: Path, io_threads: int) -> None:
+    def __init__(self, root: Path, io_threads: int, max_inflight_bytes: int = 512 << 20) -> None:
         register_extension_dtypes()
+        self._budget_nbytes = max_inflight_bytes
         self._root = root.absolute()
         self._layout = Zarr2Layout(self._root)
         self._num_threads = min(io_threads, _MAX_THREADS)
@@ -54,15 +64,19 @@ class ZarrPythonArrays:
 
     def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
         """See ArrayStore."""
+        budget = ByteBudget(self._budget_nbytes)
         jobs = [
-            Job(w.array.key, self._root / w.array.key, _WriteJob(self._root, w).run) for w in writes
+            Job(w.array.key, self._root / w.array.key, _WriteJob(self._root, w, budget).run)
+            for w in writes
         ]
         return run_pooled(jobs, self._num_threads, _translated)
 
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """See ArrayStore."""
+        budget = ByteBudget(self._budget_nbytes)
         jobs = [
-            Job(r.array.key, _at_fault(self._root, r), _ReadJob(self._root, r).run) for r in reads
+            Job(r.array.key, _at_fault(self._root, r), _ReadJob(self._root, r, budget).run)
+            for r in reads
         ]
         return run_pooled(jobs, self._num_threads, _translated)
 
@@ -71,6 +85,7 @@ class ZarrPythonArrays:
 class _WriteJob:
     root: Path
     write: ArrayWrite
+    budget: ByteBudget
 
     def run(self) -> None:
         """Store the region, then flush every file of it."""
@@ -79,7 +94,9 @@ class _WriteJob:
         paths = _chunk_paths(self.root, array, self.write.region)
         with file_errors(array.key, _at_fault(self.root, self.write)):
             target = _opened(self.root, array, read_only=False)
-            target[self.write.region.slices()] = self.write.source
+            for box, memory in by_chunk(array, self.write.region, self.write.source):
+                with self.budget.held(_NUM_COPIES * library_nbytes(array)):
+                    target[box.slices()] = memory
             for path in paths:
                 sync_path(path)
 
@@ -88,6 +105,7 @@ class _WriteJob:
 class _ReadJob:
     root: Path
     read: ArrayRead
+    budget: ByteBudget
 
     def run(self) -> None:
         """Check that every chunk file is there and whole, then read the region."""
@@ -97,7 +115,9 @@ class _ReadJob:
             for path in paths:
                 require_chunk(array, path)
         source = _opened(self.root, array, read_only=True)
-        self.read.target[...] = source[self.read.region.slices()]
+        for box, memory in by_chunk(array, self.read.region, self.read.target):
+            with self.budget.held(_NUM_COPIES * library_nbytes(array)):
+                memory[...] = source[box.slices()]
 
 
 def _opened(root: Path, array: ArraySpec, *, read_only: bool) -> zarr.Array[Any]:

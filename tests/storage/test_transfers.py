@@ -17,9 +17,11 @@ import pytest
 from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.storage.transfers import (
     AllTransfers,
+    BoundedTransfers,
     Job,
     Pending,
     PendingTransfers,
+    Start,
     run_pooled,
 )
 from tests.support.leaks import threads_left
@@ -239,3 +241,68 @@ def test_every_part_is_waited_for_and_the_first_failure_is_raised() -> None:
     with pytest.raises(StorageError, match=r"^b$"):
         AllTransfers(parts).wait(1.0)
     assert waited == ["a", "b", "c", "d"]
+
+
+# Under a budget
+
+
+class Watched:
+    """Futures that end when they are waited for, and what they take while they do not."""
+
+    def __init__(self, failing: int | None = None) -> None:
+        self.failing = failing
+        self.held = self.most = 0
+        self.begun: list[int] = []
+        self.ended: list[int] = []
+
+    def start(self, number: int, nbytes: int) -> Start:
+        return Start(nbytes, partial(self._begin, number, nbytes))
+
+    def _begin(self, number: int, nbytes: int) -> Pending:
+        self.begun.append(number)
+        self.held += nbytes
+        self.most = max(self.most, self.held)
+        return Pending(f"w{number}", _Ending(self, number, nbytes), translated)
+
+
+class _Ending:
+    def __init__(self, watched: Watched, number: int, nbytes: int) -> None:
+        self.watched, self.number, self.nbytes = watched, number, nbytes
+
+    def result(self, timeout: float | None = None) -> None:
+        self.watched.held -= self.nbytes
+        self.watched.ended.append(self.number)
+        if self.number == self.watched.failing:
+            raise ValueError(f"broken {self.number}")
+
+
+def test_no_more_is_under_way_than_the_budget_allows() -> None:
+    watched = Watched()
+    transfer = BoundedTransfers([watched.start(n, 30) for n in range(10)], 100)
+    begun_at_once = list(watched.begun)
+    transfer.wait(1.0)
+
+    assert begun_at_once == [0, 1, 2]
+    assert watched.most == 90
+    assert watched.begun == watched.ended == list(range(10))
+
+
+def test_what_is_larger_than_the_budget_goes_alone() -> None:
+    watched = Watched()
+    BoundedTransfers([watched.start(n, size) for n, size in enumerate([10, 500, 10])], 100).wait(1)
+
+    assert watched.most == 500
+    assert watched.ended == [0, 1, 2]
+
+
+def test_after_a_failure_what_is_under_way_is_waited_for_and_nothing_more_begins() -> None:
+    watched = Watched(failing=0)
+    transfer = BoundedTransfers([watched.start(n, 30) for n in range(10)], 100)
+
+    with pytest.raises(StorageError, match="translated: broken 0"):
+        transfer.wait(1.0)
+    assert watched.begun == watched.ended == [0, 1, 2]
+
+
+def test_nothing_to_transfer_is_done_at_once() -> None:
+    BoundedTransfers([], 100).wait(0.0)
