@@ -344,8 +344,7 @@ class TorchCommunicator:
         lost = [peer] if peer is not None else self._attendance.lost(self._timeout_s)
         return PeerLostError(
             lost[0] if lost and len(lost) == 1 else None,
-            f"lost contact with {described(lost)}: {what}; a rank has ended, or meets others in "
-            f"another call: see what each of them raised first: {error}",
+            f"lost contact with {described(lost)}: {what}: {error}",
         )
 
 
