@@ -94,7 +94,8 @@ def require_member(group: object) -> None:
     Raises:
         StrategyError: it is not.
     """
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER
+    if group == outside:
         raise StrategyError(
             f"rank {dist.get_rank()} is not in the process group that it was given; every rank has "
             "to give the group that it is in"
