@@ -187,6 +187,7 @@ SCRIPTS = {
 
 ELSEWHERE = {
     "docs/recovery.md": "tests/test_recovery_page.py",
+    "docs/recovery_agent.md": "tests/inprocess/test_agent.py",
     "docs/integrations.md": "tests/integrations/test_lightning_page.py",
     "docs/recovery_agent.md": "tests/inprocess/test_agent.py",
 }

@@ -25,7 +25,8 @@ _LONGEST_S = 2.0
 _DEFER_S = 2.0
 _IMPORTING = frozenset({"importlib._bootstrap", "importlib._bootstrap_external"})
 _FRAGILE_MODULES = frozenset({"logging"})
-_FRAGILE_FUNCTIONS = frozenset({"__del__"})
+_FRAGILE_FUNCTIONS = frozenset({"__del__", "_extract_tensors"})
+"""The latter is torch's, called from C++ in a backward pass: what it raises ends the process."""
 
 
 class RankShouldRestart(BaseException):

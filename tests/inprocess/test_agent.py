@@ -25,6 +25,7 @@ from dist_ckpt_strategies.inprocess.coordinator import Coordinator, Epoch, Fault
 from dist_ckpt_strategies.inprocess.train_utils import HPAgentK8sAPIFactory, wait_rank
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
 from tests.support.agent import Agent, AgentSocketClient, AgentThreadClient
+from tests.support.pages import ROOT, python_blocks
 from tests.support.ranks import run_processes
 from tests.support.restarts import join_group
 
@@ -150,6 +151,18 @@ def test_a_place_that_makes_no_sense_is_refused(agent: Agent) -> None:
 
     with pytest.raises(PeerError, match="RANK='first'"):
         me.wait_rank(LIMIT_S)
+
+
+def test_the_script_of_the_page_runs_with_a_client() -> None:
+    (script,) = python_blocks(ROOT / "docs" / "recovery_agent.md")
+    agent = Agent(1)
+    try:
+        exec(script, {"client": AgentSocketClient(agent.port, 0)})  # noqa: S102 - our own page
+    finally:
+        agent.close()
+
+    assert [agent.calls.count(name) for name in ("init", "past_barrier")] == [1, 1]
+    assert os.environ["RANK"] == "0"
 
 
 NUM_FAULTS = 4

@@ -247,3 +247,26 @@ def test_an_import_is_not_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyP
         interrupter.guarded(block)
 
     assert sys.modules[name].whole
+
+
+def test_what_torch_calls_from_native_code_is_not_broken_off() -> None:
+    steps: list[str] = []
+
+    def _extract_tensors() -> None:
+        time.sleep(0.2)
+        steps.append("extracted")
+
+    def block() -> None:
+        _extract_tensors()
+        time.sleep(60)
+
+    interrupter = Interrupter()
+    with (
+        interrupter.installed(),
+        interrupted_after(interrupter, 0.02) as left,
+        pytest.raises(RankShouldRestart),
+    ):
+        interrupter.guarded(block)
+
+    assert left.result(5)
+    assert steps == ["extracted"]
