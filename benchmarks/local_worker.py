@@ -187,7 +187,7 @@ class _NewMemoryFloor(_Floor):
 
     def _renew(self) -> None:
         sizes = [tensor.numel() * tensor.element_size() for tensor in self._tensors]
-        pieces = host_memory(sum(sizes), is_pinned=False).split(sizes)
+        pieces = torch.split(host_memory(sum(sizes), is_pinned=False), sizes)
         self._copies = [
             piece.view(tensor.dtype) for piece, tensor in zip(pieces, self._tensors, strict=True)
         ]
