@@ -35,9 +35,9 @@ def main() -> None:
     while True:
         try:
             content, handle = receive(connection)
-        except EOFError:
+            send(connection, pickle.dumps(_outcome(content, _memory(memories, handle))))
+        except (EOFError, ConnectionError):  # a parent that is killed may reset it
             os._exit(0)  # nothing here is to be cleaned up, and a thread may still wait for a disk
-        send(connection, pickle.dumps(_outcome(content, _memory(memories, handle))))
 
 
 def _end_with(parent: int) -> None:
