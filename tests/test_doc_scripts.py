@@ -189,7 +189,6 @@ ELSEWHERE = {
     "docs/recovery.md": "tests/test_recovery_page.py",
     "docs/recovery_agent.md": "tests/inprocess/test_agent.py",
     "docs/integrations.md": "tests/integrations/test_lightning_page.py",
-    "docs/recovery_agent.md": "tests/inprocess/test_agent.py",
 }
 """Pages whose scripts need several ranks, or a library of their own, and what runs them."""
 
