@@ -13,6 +13,7 @@ from benchmarks.page.results import (
     Found,
     Line,
     Stat,
+    seconds_of,
     spread_of,
     summarise_rounds,
 )
@@ -149,10 +150,23 @@ def _tool_memory(found: Found) -> Iterator[Measured]:
 
 def _local(step: str, floor: str, found: Found) -> Iterator[Measured]:
     for case in found.cases():
-        fields: dict[str, Any] = dict(case)
-        where = f"{fields['num_ranks']} ranks x {mib_text(fields['rank_nbytes'])}"
         stats = summarise_rounds(found.samples(case, step), (floor,))
-        yield from _ratio(stats, "local manager", floor, f"{where}, {fields['file_system']}")
+        yield from _ratio(stats, "local manager", floor, _local_case(case))
+
+
+def _local_recovery(found: Found) -> Iterator[Measured]:
+    """Beside an exchange and a write of the same bytes, which is the floor of a save."""
+    for case in found.cases():
+        floors = _seconds_by_round(found, case, "save", "floor")
+        own = _seconds_by_round(found, case, "recovery", "local manager")
+        ratios = [own[number] / floors[number] for number in own.keys() & floors.keys()]
+        if ratios:
+            yield Measured(_local_case(case), spread_of(ratios).median)
+
+
+def _seconds_by_round(found: Found, case: Case, step: str, contender: str) -> Mapping[int, float]:
+    samples = _of_contender(found.samples(case, step), contender)
+    return {int(sample["repetition"]): seconds_of(sample) for sample in samples}
 
 
 def _recovered(found: Found) -> Iterator[Measured]:
@@ -184,6 +198,12 @@ def _ratio(stats: Iterable[Stat], contender: str, floor: str, where: str) -> Ite
             yield Measured(where, stat.ratios[floor].median)
 
 
+def _local_case(case: Case) -> str:
+    fields: dict[str, Any] = dict(case)
+    size = mib_text(fields["rank_nbytes"])
+    return f"{fields['num_ranks']} ranks x {size}, {fields['file_system']}"
+
+
 def _reshard_case(case: Case, step: str) -> str:
     return f"{dict(case)['move']}, {case_text(case)}, {step}"
 
@@ -209,6 +229,10 @@ _PER_ARRAY: Final = (
     "does not depend on the bytes: the same rows come closer with more bytes, and the growth with "
     "the number of arrays is shown below. A plain read of cached files is over before them."
 )
+_IN_MEGATRON: Final = (
+    "Megatron-Core's own part: the plain stream as a strategy of Megatron-Core misses it too, see its "
+    "row."
+)
 _DEVICE: Final = (
     "The disk: one plain read of the same bytes takes nearly as long, or longer than half of what "
     "torch_dist takes."
@@ -228,6 +252,10 @@ _ONE_CACHE: Final = (
     "one copy each. Cold, the plain read of just the bytes that are needed takes more than a third "
     "of torch_dist's time too."
 )
+_NVRX: Final = (
+    "The plainest exchange and write, or read, of the same bytes takes about half of NVRx's time "
+    "itself, or more: see the floors. NVRx flushes nothing; `nvrx, flushed` does."
+)
 _WRITES: Final = (
     "A conversion writes as many bytes as it reads, and flushes them: `raw copy` of the same files "
     "misses this goal too."
@@ -239,6 +267,7 @@ _SAVE_LOAD_GOALS: Final = (
         "zarr 1: durable save, of raw write+fsync",
         1.0,
         partial(_save_load, "durable save", "zarr 1", "raw write+fsync", is_in_memory=False),
+        _IN_MEGATRON,
     ),
     Goal(
         "save_load",
@@ -327,15 +356,26 @@ _GROUP_GOALS: Final = (
 _TRAINING_GOALS: Final = (
     Goal("async_save", "zarr 2: blocking part of a save, of memcpy", 1.3, _blocking),
     Goal("async_save", "zarr 2: slowest step beside a save, of an idle one", 1.05, _slowest_step),
-    *(
-        Goal("local_replicated", f"local: {step}, of {floor}", limit, partial(_local, step, floor))
-        for step, floor, limit in (
-            ("blocking part", "floor", 1.3),
-            ("save", "floor", 1.5),
-            ("save", "nvrx", 0.5),
-            ("recovery", "floor", 1.5),
-            ("recovery", "nvrx", 0.5),
-        )
+    Goal(
+        "local_replicated",
+        "local: blocking part of a save, of memcpy",
+        1.3,
+        partial(_local, "blocking part", "floor"),
+    ),
+    Goal(
+        "local_replicated",
+        "local: save, of exchange and write",
+        1.5,
+        partial(_local, "save", "floor"),
+    ),
+    Goal("local_replicated", "local: save, of nvrx", 0.5, partial(_local, "save", "nvrx"), _NVRX),
+    Goal("local_replicated", "local: recovery, of exchange and write", 1.5, _local_recovery),
+    Goal(
+        "local_replicated",
+        "local: recovery, of nvrx",
+        0.5,
+        partial(_local, "recovery", "nvrx"),
+        _NVRX,
     ),
     Goal("recovery_faults", "fault to next step, no process to start", 0.3, _recovered, show=_s),
     Goal("recovery_overhead", "recovery: share of a step of 0.5 s", 0.01, _overhead, show=_percent),
