@@ -230,8 +230,8 @@ _PER_ARRAY: Final = (
     "the number of arrays is shown below. A plain read of cached files is over before them."
 )
 _IN_MEGATRON: Final = (
-    "Megatron-Core's own part: the plain stream as a strategy of Megatron-Core misses it too, see its "
-    "row."
+    "Megatron-Core's own part: the plain stream as a strategy of Megatron-Core misses it too, see "
+    "its row."
 )
 _DEVICE: Final = (
     "The disk: one plain read of the same bytes takes nearly as long, or longer than half of what "
