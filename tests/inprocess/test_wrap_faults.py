@@ -259,9 +259,10 @@ def leaves_nothing(rank: int, wrapper: Wrappers) -> Any:
         if held:
             was_gone.append(held[0]() is None)
             return
-        join_group()
         tensor = torch.ones(10)
         held.append(weakref.ref(tensor))
+        join_group()
+        dist.barrier()  # or the fault may find the other rank without what it is to hold
         if rank == 0:
             raise ValueError("the frame has to go")
         dist.all_gather([torch.ones(10) for _ in range(2)], tensor)
