@@ -52,7 +52,8 @@ assert (whole == weight.float().numpy()).all() and (chunk == whole).all() and pa
 _STORES_BEFORE = f"""
 {_WORLD_OF_ONE}
 import atexit, os
-from tests.support.object_stores import Moto, free_port
+from tests.support.object_stores import Moto
+from tests.support.ports import free_port
 server = Moto(free_port())
 atexit.register(server.kill)
 server.store.make_bucket("checkpoints")

@@ -16,7 +16,8 @@ from typing import Protocol, Self
 
 from benchmarks.faults.format2_damage import Files
 from tests.chaos.oracle import CopyKey, SaveKey
-from tests.support.object_stores import Moto, ObjectStore, free_port
+from tests.support.object_stores import Moto, ObjectStore
+from tests.support.ports import free_port
 
 MARKER = "metadata.json"
 _HOST = "127.0.0.1"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from dist_ckpt_strategies.inprocess.train_utils import HPAgentK8sAPIFactory, wai
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
 from tests.support.agent import Agent, AgentSocketClient, AgentThreadClient
 from tests.support.pages import ROOT, python_blocks
+from tests.support.ports import HOST, free_port
 from tests.support.ranks import run_processes
 from tests.support.restarts import join_group
 
@@ -199,10 +199,7 @@ def train(rank: int, port: int, kind: type[AgentSocketClient]) -> Any:
 def test_a_block_is_run_again_under_an_agent_however_its_client_connects(
     kind: type[AgentSocketClient],
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        master = free.getsockname()
-    agent = Agent(SIZE, master)
+    agent = Agent(SIZE, (HOST, free_port()))
     try:
         found = run_processes(SIZE, train, agent.port, kind, makes_group=False, timeout_s=90)
     finally:

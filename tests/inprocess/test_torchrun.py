@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.ports import HOST, free_port
 
 pytestmark = pytest.mark.multiprocess
 
@@ -84,10 +85,8 @@ def test_an_exception_is_survived_in_place_and_a_death_by_a_start_of_all(tmp_pat
 
 
 def test_an_exception_on_one_node_is_survived_in_place_on_all(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = ("--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}")
+    meeting = (f"--master-addr={HOST}", f"--master-port={free_port()}")
+    place = ("--nnodes=2", "--nproc-per-node=1", *meeting)
 
     commands = [torchrun(tmp_path, *place, f"--node-rank={node}", "live") for node in range(2)]
 

@@ -25,7 +25,8 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.storage.locations import is_finished, located
 from tests.support.entries import Failure, outcome
 from tests.support.faulty_proxy import BUSY, NO_NAMES, NONE, Fault, FaultyProxy, Request
-from tests.support.object_stores import Moto, ObjectStore, Radosgw, free_port
+from tests.support.object_stores import Moto, ObjectStore, Radosgw
+from tests.support.ports import free_port
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import Cut, differences, no_data, on_grid, state_of
 

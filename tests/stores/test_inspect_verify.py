@@ -9,7 +9,8 @@ import pytest
 from dist_ckpt_strategies.storage.locations import located
 from tests.stores.commands import CHUNK, PACK, json_of, problems, run, write
 from tests.support.faulty_proxy import BUSY, NONE, Fault, FaultyProxy, Request
-from tests.support.object_stores import ObjectStore, free_port
+from tests.support.object_stores import ObjectStore
+from tests.support.ports import free_port
 
 pytestmark = pytest.mark.timeout(120)
 

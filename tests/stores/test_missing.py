@@ -29,7 +29,8 @@ from dist_ckpt_strategies.strategies.zarr_format2 import (
     Format2LoadShardedStrategy,
     Format2SaveShardedStrategy,
 )
-from tests.support.object_stores import ObjectStore, free_port
+from tests.support.object_stores import ObjectStore
+from tests.support.ports import free_port
 from tests.support.sharding import no_data, on_grid, same_bits, state_of
 
 pytestmark = pytest.mark.timeout(90)

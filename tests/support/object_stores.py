@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.support.ports import HOST, free_port
+
 _START_S = 60.0
 _PAUSE_S = 0.05
-_HOST = "127.0.0.1"
 _CEPH_PORTS = 1300
 _MAX_WORKERS = 4
 _SCRIPTS = Path(__file__).parents[2].parent / "shared" / "tools"
@@ -86,14 +87,6 @@ class ObjectStore:
         self.client().delete_object(Bucket=bucket, Key=name)
 
 
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind((_HOST, 0))
-        port: int = found.getsockname()[1]
-    return port
-
-
 class Moto:
     """A moto server in a process of its own, which keeps objects in memory; no rights are checked.
 
@@ -102,8 +95,8 @@ class Moto:
     """
 
     def __init__(self, port: int) -> None:
-        self.store = ObjectStore(f"http://{_HOST}:{port}")
-        command = [sys.executable, "-m", "moto.server", "-H", _HOST, "-p", str(port)]
+        self.store = ObjectStore(f"http://{HOST}:{port}")
+        command = [sys.executable, "-m", "moto.server", "-H", HOST, "-p", str(port)]
         self._process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -148,7 +141,7 @@ class Radosgw:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         port = _ceph_port()
-        self.store = ObjectStore(f"http://{_HOST}:{port}")
+        self.store = ObjectStore(f"http://{HOST}:{port}")
         self._port = port
         command = ["bash", str(_SCRIPTS / "start_radosgw.sh"), str(directory), str(port)]
         try:
@@ -196,8 +189,8 @@ def _ceph_port() -> int:
     for port in range(12480 + _CEPH_PORTS * worker, 30000, _MAX_WORKERS * _CEPH_PORTS):
         with socket.socket() as one, socket.socket() as other:
             try:
-                one.bind((_HOST, port))
-                other.bind((_HOST, port + 1000))
+                one.bind((HOST, port))
+                other.bind((HOST, port + 1000))
             except OSError:
                 continue
             return port
@@ -208,7 +201,7 @@ def _await_port(port: int, process: subprocess.Popen[bytes] | None) -> None:
     deadline = time.monotonic() + _START_S
     while True:
         try:
-            socket.create_connection((_HOST, port), timeout=1).close()
+            socket.create_connection((HOST, port), timeout=1).close()
         except OSError:
             if process is not None and process.poll() is not None:
                 raise OSError(f"the server ended with {process.returncode}") from None

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.support.ports import free_port
 
 _TESTS = Path(__file__).resolve().parents[1]
 LOCAL = _TESTS / "local" / "queue_script.py"
@@ -14,13 +15,7 @@ GLOBAL = _TESTS / "strategies" / "queue_script.py"
 
 def run_queue(directory: Path, owner: str, script: Path = LOCAL) -> str:
     """What two ranks print that save through the queue of ``owner``."""
-    command = [sys.executable, str(script), str(directory), owner, str(_free_port())]
+    command = [sys.executable, str(script), str(directory), owner, str(free_port())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])

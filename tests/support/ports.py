@@ -1,0 +1,49 @@
+"""Ports for servers that a test starts a while after it has chosen where they listen."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import socket
+import tempfile
+from pathlib import Path
+from typing import BinaryIO
+
+HOST = "127.0.0.1"
+
+_PORTS = range(30100, 32700)
+"""Below those that the system gives to connections: one of those may be gone when it is used."""
+
+_claims: list[BinaryIO] = []
+"""Held to the end of this process: no other test process chooses the same port."""
+
+
+def free_port() -> int:
+    """A port that nobody listens on and that nobody else is given while this process lives."""
+    for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+        if _is_free(port) and _claim(port):
+            return port
+    raise OSError(f"none of the ports {_PORTS.start} to {_PORTS.stop - 1} is free")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as found:
+        try:
+            found.bind((HOST, port))
+        except OSError:
+            return False
+    return True
+
+
+def _claim(port: int) -> bool:
+    directory = Path(tempfile.gettempdir()) / f"dist-ckpt-test-ports-{os.getuid()}"
+    directory.mkdir(exist_ok=True)
+    claim = (directory / str(port)).open("ab")
+    try:
+        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        claim.close()
+        return False
+    _claims.append(claim)
+    return True
