@@ -69,7 +69,7 @@ from benchmarks.measuring.command_line import (
     open_output,
 )
 from benchmarks.measuring.harness import Ranks
-from dist_ckpt_strategies.storage.format2_survey import check_format2, survey_format2
+from dist_ckpt_strategies.storage.format2.survey import check_format2, survey_format2
 
 OTHER = "other"
 ITERATION = 1

@@ -16,8 +16,8 @@ from benchmarks.faults.local_worker import PRELOAD, WorldSpec, make_worker
 from benchmarks.faults.outcomes import Ending, Outcome
 from benchmarks.measuring.harness import Ranks
 from dist_ckpt_strategies.spec.part import PartId
-from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
-from dist_ckpt_strategies.storage.part_survey import check_part
+from dist_ckpt_strategies.storage.disk.files import PARTIAL_PREFIX
+from dist_ckpt_strategies.storage.parts.survey import check_part
 
 NUM_RANKS = 4
 

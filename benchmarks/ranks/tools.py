@@ -20,7 +20,7 @@ from benchmarks.measuring.quiet import quiet_imports
 
 with quiet_imports():
     from dist_ckpt_strategies import ConvertOptions, convert
-    from dist_ckpt_strategies.storage.format2_survey import check_format2, survey_format2
+    from dist_ckpt_strategies.storage.format2.survey import check_format2, survey_format2
 
 _STATUS = Path("/proc/self/status")
 

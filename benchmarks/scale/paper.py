@@ -17,7 +17,7 @@ from dist_ckpt_strategies.spec.inner_grid import num_inner_chunks
 from dist_ckpt_strategies.spec.manifest import DIGEST_NBYTES, ArrayRecord, ChunkRecord
 from dist_ckpt_strategies.spec.region import Extent
 from dist_ckpt_strategies.spec.shard import RankShards
-from dist_ckpt_strategies.storage.manifest import array_fields, part_content
+from dist_ckpt_strategies.storage.format2.manifest import array_fields, part_content
 
 GB = 10**9
 BANDWIDTHS = tuple(gb * GB for gb in (50, 100, 200, 500, 1000, 2000))

@@ -32,7 +32,7 @@ from dist_ckpt_strategies.spec.manifest import DIGEST_NBYTES, ArrayRecord, Chunk
 from dist_ckpt_strategies.spec.part import PartId, SaveId
 from dist_ckpt_strategies.spec.phase import Phase
 from dist_ckpt_strategies.spec.region import Extent
-from dist_ckpt_strategies.storage.manifest import array_fields, merged_part, part_content
+from dist_ckpt_strategies.storage.format2.manifest import array_fields, merged_part, part_content
 
 with quiet_imports():
     from dist_ckpt_strategies.run.recover import gather_facts, plan_recovery

@@ -19,11 +19,10 @@ from dist_ckpt_strategies.cli.json_form import (
 )
 from dist_ckpt_strategies.cli.text import bytes_text, counted, extent_text, is_wanted, printable
 from dist_ckpt_strategies.errors import ArrayNotFoundError
-from dist_ckpt_strategies.storage.contents import LeftoverKind
-from dist_ckpt_strategies.storage.findings import Finding
-from dist_ckpt_strategies.storage.stored_arrays import StoredArray
-from dist_ckpt_strategies.storage.stored_objects import StoredObject
-from dist_ckpt_strategies.storage.survey import Survey
+from dist_ckpt_strategies.storage.findings import Finding, LeftoverKind
+from dist_ckpt_strategies.storage.format1.stored_arrays import StoredArray
+from dist_ckpt_strategies.storage.format1.survey import Survey
+from dist_ckpt_strategies.storage.objects.stored import StoredObject
 
 _LEFTOVERS = {
     LeftoverKind.LOCKS: "directories with locks of Megatron-Core <= 0.15",

@@ -17,8 +17,8 @@ from dist_ckpt_strategies.cli.text import bytes_text, counted, extent_text, is_w
 from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.spec.manifest import ObjectRecord
 from dist_ckpt_strategies.storage.findings import Finding
-from dist_ckpt_strategies.storage.format2_files import SaveBegun
-from dist_ckpt_strategies.storage.format2_survey import Format2Survey, RecordedArray
+from dist_ckpt_strategies.storage.format2.files import SaveBegun
+from dist_ckpt_strategies.storage.format2.survey import Format2Survey, RecordedArray
 
 _MAX_NAMED = 5
 _ARRAY_TITLES = Row("array", ("shape", "dtype", "chunk", "inner", "files", "size", "writers"))

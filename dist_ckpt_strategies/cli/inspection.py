@@ -8,9 +8,9 @@ from dist_ckpt_strategies.cli.format1 import inspect_format1
 from dist_ckpt_strategies.cli.format2 import inspect_format2
 from dist_ckpt_strategies.cli.locations import location_of, survey_of
 from dist_ckpt_strategies.cli.parts import inspect_parts
-from dist_ckpt_strategies.storage.format2_survey import survey_format2
-from dist_ckpt_strategies.storage.part_survey import survey_parts
-from dist_ckpt_strategies.storage.survey import survey_checkpoint
+from dist_ckpt_strategies.storage.format1.survey import survey_checkpoint
+from dist_ckpt_strategies.storage.format2.survey import survey_format2
+from dist_ckpt_strategies.storage.parts.survey import survey_parts
 
 
 def inspect_checkpoint(

@@ -10,11 +10,10 @@ from typing import Any
 
 import typer
 
-from dist_ckpt_strategies.storage.contents import Leftover
-from dist_ckpt_strategies.storage.findings import Finding
-from dist_ckpt_strategies.storage.stored_arrays import StoredArray
-from dist_ckpt_strategies.storage.stored_objects import StoredObject
-from dist_ckpt_strategies.storage.survey import Survey
+from dist_ckpt_strategies.storage.findings import Finding, Leftover
+from dist_ckpt_strategies.storage.format1.stored_arrays import StoredArray
+from dist_ckpt_strategies.storage.format1.survey import Survey
+from dist_ckpt_strategies.storage.objects.stored import StoredObject
 
 SCHEMA = 1
 

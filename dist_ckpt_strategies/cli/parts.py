@@ -16,9 +16,8 @@ from dist_ckpt_strategies.cli.json_form import finding_fields, leftover_fields, 
 from dist_ckpt_strategies.cli.text import bytes_text, counted, printable
 from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.spec.part import PartId, SaveId
-from dist_ckpt_strategies.storage.contents import LeftoverKind
-from dist_ckpt_strategies.storage.findings import Finding
-from dist_ckpt_strategies.storage.part_survey import PartSurvey, StoredCopy
+from dist_ckpt_strategies.storage.findings import Finding, LeftoverKind
+from dist_ckpt_strategies.storage.parts.survey import PartSurvey, StoredCopy
 
 _UNKNOWN = "?"
 _LEFTOVERS = {

@@ -11,13 +11,13 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from dist_ckpt_strategies.cli import format1, format2, parts
 from dist_ckpt_strategies.cli.locations import location_of, survey_of
 from dist_ckpt_strategies.cli.progress import watched
-from dist_ckpt_strategies.storage.format2_survey import (
+from dist_ckpt_strategies.storage.format1.survey import check_survey, survey_checkpoint
+from dist_ckpt_strategies.storage.format2.survey import (
     Format2Survey,
     check_format2,
     survey_format2,
 )
-from dist_ckpt_strategies.storage.part_survey import PartSurvey, check_parts, survey_parts
-from dist_ckpt_strategies.storage.survey import check_survey, survey_checkpoint
+from dist_ckpt_strategies.storage.parts.survey import PartSurvey, check_parts, survey_parts
 
 STATUS_WHOLE = 0
 STATUS_DAMAGED = 1

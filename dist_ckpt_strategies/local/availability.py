@@ -17,7 +17,7 @@ from dist_ckpt_strategies.plan.retrieve import (
     choose_world_sizes,
 )
 from dist_ckpt_strategies.spec.part import PartId, SaveId
-from dist_ckpt_strategies.storage.part_files import FoundPart, PartDirectory, read_headers
+from dist_ckpt_strategies.storage.parts.files import FoundPart, PartDirectory, read_headers
 
 logger = logging.getLogger(__name__)
 

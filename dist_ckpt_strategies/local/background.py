@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from dist_ckpt_strategies.errors import PeerTimeoutError
-from dist_ckpt_strategies.storage.files import file_errors
+from dist_ckpt_strategies.storage.disk.files import file_errors
 
 logger = logging.getLogger(__name__)
 

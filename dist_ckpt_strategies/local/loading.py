@@ -29,7 +29,7 @@ from dist_ckpt_strategies.plan.retrieve import (
 from dist_ckpt_strategies.run.part_streams import FileSource
 from dist_ckpt_strategies.run.retrieve import BadCopy, RetrievedPart, run_retrieve
 from dist_ckpt_strategies.spec.part import PartId
-from dist_ckpt_strategies.storage.part_files import PartDirectory
+from dist_ckpt_strategies.storage.parts.files import PartDirectory
 
 logger = logging.getLogger(__name__)
 

@@ -54,9 +54,9 @@ from dist_ckpt_strategies.run.part_streams import FileSink
 from dist_ckpt_strategies.run.replicate import run_replicate
 from dist_ckpt_strategies.run.report import ReplicationReport
 from dist_ckpt_strategies.spec.part import Part, PartId, SaveId
-from dist_ckpt_strategies.storage.objects import Allowed
-from dist_ckpt_strategies.storage.part_files import PartDirectory
-from dist_ckpt_strategies.storage.part_format import PartLayout, part_layout
+from dist_ckpt_strategies.storage.objects.pickled import Allowed
+from dist_ckpt_strategies.storage.parts.files import PartDirectory
+from dist_ckpt_strategies.storage.parts.format import PartLayout, part_layout
 
 logger = logging.getLogger(__name__)
 

@@ -50,7 +50,7 @@ from dist_ckpt_strategies.spec.shard import (
     shard_from_wire,
     shard_to_wire,
 )
-from dist_ckpt_strategies.storage.objects import names_of
+from dist_ckpt_strategies.storage.objects.pickled import names_of
 
 _ALGORITHMS = ("atomic", "fully_parallel")
 

@@ -31,7 +31,7 @@ from dist_ckpt_strategies.run.part_streams import MemorySink, MemorySource
 from dist_ckpt_strategies.run.replicate import run_replicate
 from dist_ckpt_strategies.run.retrieve import RetrievedPart, run_retrieve
 from dist_ckpt_strategies.spec.part import Part, PartId, SaveId
-from dist_ckpt_strategies.storage.part_format import PartLayout
+from dist_ckpt_strategies.storage.parts.format import PartLayout
 
 DEFAULT_BUCKET_NBYTES = 64 * MIB
 

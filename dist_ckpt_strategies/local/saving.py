@@ -12,7 +12,7 @@ from dist_ckpt_strategies.errors import PlanError, StorageError
 from dist_ckpt_strategies.local.availability import Availability
 from dist_ckpt_strategies.plan.retention import build_retention, outdated
 from dist_ckpt_strategies.spec.part import SaveId
-from dist_ckpt_strategies.storage.part_files import FoundPart, PartDirectory
+from dist_ckpt_strategies.storage.parts.files import FoundPart, PartDirectory
 
 logger = logging.getLogger(__name__)
 

@@ -24,11 +24,11 @@ from dist_ckpt_strategies.errors import (
     PlanError,
 )
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
-from dist_ckpt_strategies.storage.buckets import Bucket
-from dist_ckpt_strategies.storage.files import MARKER_NAME, file_errors
-from dist_ckpt_strategies.storage.format2_survey import Format2Survey, survey_format2
+from dist_ckpt_strategies.storage.buckets.place import Bucket
+from dist_ckpt_strategies.storage.disk.files import MARKER_NAME, file_errors
+from dist_ckpt_strategies.storage.format1.survey import Survey, survey_checkpoint
+from dist_ckpt_strategies.storage.format2.survey import Format2Survey, survey_format2
 from dist_ckpt_strategies.storage.locations import Location, located, read_marker
-from dist_ckpt_strategies.storage.survey import Survey, survey_checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from dist_ckpt_strategies.megatron.shards import (
 )
 from dist_ckpt_strategies.plan.save import ObjectHolding, build_save_plan
 from dist_ckpt_strategies.spec.shard import RankShards
-from dist_ckpt_strategies.storage.objects import dump_object
+from dist_ckpt_strategies.storage.objects.pickled import dump_object
 
 Preprocess = Callable[[StateDict], StateDict]
 

@@ -12,11 +12,11 @@ from dist_ckpt_strategies.plan.convert import ConvertPlan
 from dist_ckpt_strategies.spec.conversion import Unit
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.storage.base import HostArray
+from dist_ckpt_strategies.storage.conversion.journal import Notes, Record
+from dist_ckpt_strategies.storage.conversion.sources import Source
+from dist_ckpt_strategies.storage.conversion.targets import Contents, Flushing, Target
 from dist_ckpt_strategies.storage.findings import Watch
-from dist_ckpt_strategies.storage.journal import Notes, Record
 from dist_ckpt_strategies.storage.locations import Location, publish
-from dist_ckpt_strategies.storage.sources import Source
-from dist_ckpt_strategies.storage.targets import Contents, Flushing, Target
 
 _NOTED_S = 10.0
 """After so many seconds what is done is made durable and noted in the journal."""

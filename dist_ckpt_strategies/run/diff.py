@@ -19,11 +19,11 @@ from dist_ckpt_strategies.plan.convert import slabs, stored_boxes
 from dist_ckpt_strategies.spec.conversion import SourceArray
 from dist_ckpt_strategies.spec.region import Extent, Region
 from dist_ckpt_strategies.storage.base import HostArray
-from dist_ckpt_strategies.storage.files import COMMON_NAME
+from dist_ckpt_strategies.storage.conversion.sources import Source
+from dist_ckpt_strategies.storage.conversion.targets import Memory
+from dist_ckpt_strategies.storage.disk.files import COMMON_NAME
 from dist_ckpt_strategies.storage.findings import Watch
-from dist_ckpt_strategies.storage.objects import Allowed, load_content
-from dist_ckpt_strategies.storage.sources import Source
-from dist_ckpt_strategies.storage.targets import Memory
+from dist_ckpt_strategies.storage.objects.pickled import Allowed, load_content
 
 _MAX_TEXT = 120
 _MAX_PLACES = 100

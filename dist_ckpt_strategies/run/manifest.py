@@ -12,7 +12,7 @@ from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.plan.manifest import ManifestPlan
 from dist_ckpt_strategies.spec.manifest import ManifestIndex, PartEntry
-from dist_ckpt_strategies.storage.manifest import (
+from dist_ckpt_strategies.storage.format2.manifest import (
     INDEX_NAME,
     digest_of,
     index_content,

@@ -23,8 +23,8 @@ from dist_ckpt_strategies.device import (
 from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError
 from dist_ckpt_strategies.plan.messages import Message
 from dist_ckpt_strategies.spec.part import BufferSpec, Part
-from dist_ckpt_strategies.storage.part_files import PartReader, PartWriter
-from dist_ckpt_strategies.storage.part_format import (
+from dist_ckpt_strategies.storage.parts.files import PartReader, PartWriter
+from dist_ckpt_strategies.storage.parts.format import (
     PartLayout,
     encode_description,
     encode_header,

@@ -11,13 +11,13 @@ from dist_ckpt_strategies.config import StoreOptions, store_options_from_environ
 from dist_ckpt_strategies.plan.prune import Keeping, Standing, Verdict, build_prune_plan
 from dist_ckpt_strategies.spec.store_url import StoreUrl
 from dist_ckpt_strategies.storage.addresses import parsed_address
-from dist_ckpt_strategies.storage.pruning import (
+from dist_ckpt_strategies.storage.lifecycle.pruning import (
     DirectoryShelf,
     Shelf,
 )
 
 if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
-    from dist_ckpt_strategies.storage.buckets import Bucket
+    from dist_ckpt_strategies.storage.buckets.place import Bucket
 
     Location = Path | Bucket
 
@@ -114,8 +114,8 @@ def prune(  # noqa: PLR0913 - one parameter for each option
 def _opened(place: Path | StoreUrl, store: StoreOptions | None) -> tuple[Shelf, Location]:
     if isinstance(place, Path):
         return DirectoryShelf(place), place
-    from dist_ckpt_strategies.storage.bucket_pruning import BucketShelf  # noqa: PLC0415
-    from dist_ckpt_strategies.storage.buckets import Bucket  # noqa: PLC0415
+    from dist_ckpt_strategies.storage.buckets.place import Bucket  # noqa: PLC0415
+    from dist_ckpt_strategies.storage.buckets.pruning import BucketShelf  # noqa: PLC0415
 
     bucket = Bucket(place, store or store_options_from_environment())
     return BucketShelf(bucket), bucket

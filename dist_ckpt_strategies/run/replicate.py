@@ -23,7 +23,7 @@ from dist_ckpt_strategies.plan.replicate import ReplicationPlan, build_replicati
 from dist_ckpt_strategies.run.part_streams import BufferDigests, PartSink, TensorSource
 from dist_ckpt_strategies.run.report import ReplicationReport
 from dist_ckpt_strategies.spec.part import Part
-from dist_ckpt_strategies.storage.part_format import (
+from dist_ckpt_strategies.storage.parts.format import (
     PartLayout,
     part_from_wire,
     part_layout,

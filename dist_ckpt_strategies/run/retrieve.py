@@ -25,7 +25,7 @@ from dist_ckpt_strategies.plan.retrieve import ExchangePlan, Transfer
 from dist_ckpt_strategies.run.part_streams import BufferDigests, MemorySink, PartSource
 from dist_ckpt_strategies.run.report import RetrievalReport
 from dist_ckpt_strategies.spec.part import Part
-from dist_ckpt_strategies.storage.part_format import StoredPart, decode_header
+from dist_ckpt_strategies.storage.parts.format import StoredPart, decode_header
 
 _MAX_READERS = 4
 _NUM_BUCKETS = 2

@@ -20,17 +20,19 @@ from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.manifest import ArrayRecord
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.base import ArrayReader
-from dist_ckpt_strategies.storage.bucket_arrays import BucketReader, check_chunk, num_requests
-from dist_ckpt_strategies.storage.bucket_publication import require_something
-from dist_ckpt_strategies.storage.buckets import Bucket
-from dist_ckpt_strategies.storage.chunk_files import ChunkFile
-from dist_ckpt_strategies.storage.file_access import file_access, permitted_access
-from dist_ckpt_strategies.storage.files import (
+from dist_ckpt_strategies.storage.buckets.arrays import BucketReader, check_chunk, num_requests
+from dist_ckpt_strategies.storage.buckets.place import Bucket
+from dist_ckpt_strategies.storage.buckets.publication import require_something
+from dist_ckpt_strategies.storage.disk.file_access import file_access, permitted_access
+from dist_ckpt_strategies.storage.disk.files import (
     COMMON_NAME,
     file_errors,
     require_directory,
 )
-from dist_ckpt_strategies.storage.format2_checks import (
+from dist_ckpt_strategies.storage.format1.engines import open_array_store
+from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
+from dist_ckpt_strategies.storage.format2.arrays import Zarr3Reader
+from dist_ckpt_strategies.storage.format2.checks import (
     FileCheck,
     check_buffers,
     chunk_checks,
@@ -39,15 +41,13 @@ from dist_ckpt_strategies.storage.format2_checks import (
     object_check,
     pack_ends,
 )
+from dist_ckpt_strategies.storage.format2.chunk_files import ChunkFile
+from dist_ckpt_strategies.storage.format2.layout import chunk_name
+from dist_ckpt_strategies.storage.format2.manifest import INDEX_NAME, Manifest, digest_of
 from dist_ckpt_strategies.storage.locations import Location
-from dist_ckpt_strategies.storage.manifest import INDEX_NAME, Manifest, digest_of
-from dist_ckpt_strategies.storage.objects import object_path, plain_content, read_content
+from dist_ckpt_strategies.storage.objects.pickled import object_path, plain_content, read_content
 from dist_ckpt_strategies.storage.places import Directory, Place
-from dist_ckpt_strategies.storage.stores import open_array_store
 from dist_ckpt_strategies.storage.transfers import Job, run_pooled
-from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
-from dist_ckpt_strategies.storage.zarr3 import chunk_name
-from dist_ckpt_strategies.storage.zarr3_arrays import Zarr3Reader
 
 
 @dataclass(frozen=True, slots=True)

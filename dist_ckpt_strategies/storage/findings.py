@@ -92,3 +92,21 @@ def grid_text(grid: Extent) -> str:
 def nbytes_text(nbytes: int) -> str:
     """Such as ``1 byte`` and ``4096 bytes``."""
     return f"{nbytes} byte{'' if nbytes == 1 else 's'}"
+
+
+class LeftoverKind(StrEnum):
+    """Why something is in a checkpoint without being part of it; the values are in the JSON."""
+
+    LOCKS = "locks"
+    PARTIAL = "partial"
+    WRITING = "writing"
+    REMOVED = "removed"
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A file or directory of no use: locks of the old backend, remains of a save cut short."""
+
+    kind: LeftoverKind
+    path: str
+    nbytes: int

@@ -10,9 +10,10 @@ from pathlib import Path
 from dist_ckpt_strategies.config import StoreOptions, store_options_from_environment
 from dist_ckpt_strategies.errors import CheckpointExistsError, StrategyError
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.storage import bucket_publication, publication
 from dist_ckpt_strategies.storage.addresses import parsed_address
-from dist_ckpt_strategies.storage.buckets import Bucket
+from dist_ckpt_strategies.storage.buckets import publication as bucket_publication
+from dist_ckpt_strategies.storage.buckets.place import Bucket
+from dist_ckpt_strategies.storage.lifecycle import publication
 
 Location = Path | Bucket
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from dist_ckpt_strategies.storage.files import file_errors, read_file, sync_path, write_file
+from dist_ckpt_strategies.storage.disk.files import file_errors, read_file, sync_path, write_file
 
 
 class Place(Protocol):

@@ -23,7 +23,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.plan.spans import ChunkSpans, raw_spans
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
-from dist_ckpt_strategies.storage.direct_io import (
+from dist_ckpt_strategies.storage.disk.direct_io import (
     MIN_DIRECT_NBYTES,
     BounceBuffers,
     Bytes,
@@ -32,8 +32,8 @@ from dist_ckpt_strategies.storage.direct_io import (
     start_direct,
     write_direct,
 )
-from dist_ckpt_strategies.storage.files import storage_error
-from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.storage.disk.files import storage_error
+from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
 
 _MIN_DIRECT_READ_NBYTES = 256 << 10
 """Below this, asking whether a file is cached costs as much as reading it."""

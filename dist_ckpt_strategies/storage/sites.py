@@ -8,22 +8,22 @@ from typing import Protocol
 
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.spec.region import Extent
-from dist_ckpt_strategies.storage import bucket_publication
 from dist_ckpt_strategies.storage.base import ArrayWriter
-from dist_ckpt_strategies.storage.bucket_arrays import BucketWriter
-from dist_ckpt_strategies.storage.buckets import Bucket
-from dist_ckpt_strategies.storage.file_access import permitted_access
-from dist_ckpt_strategies.storage.files import require_directory
-from dist_ckpt_strategies.storage.locations import Location
-from dist_ckpt_strategies.storage.places import Directory, Place
-from dist_ckpt_strategies.storage.publication import (
+from dist_ckpt_strategies.storage.buckets import publication as bucket_publication
+from dist_ckpt_strategies.storage.buckets.arrays import BucketWriter
+from dist_ckpt_strategies.storage.buckets.place import Bucket
+from dist_ckpt_strategies.storage.disk.file_access import permitted_access
+from dist_ckpt_strategies.storage.disk.files import require_directory
+from dist_ckpt_strategies.storage.format2.arrays import Zarr3Writer
+from dist_ckpt_strategies.storage.lifecycle.publication import (
     has_withdrawn_marker,
     is_finished,
     make_way,
     require_room_for_format2,
     withdraw_marker,
 )
-from dist_ckpt_strategies.storage.zarr3_arrays import Zarr3Writer
+from dist_ckpt_strategies.storage.locations import Location
+from dist_ckpt_strategies.storage.places import Directory, Place
 
 
 class DigestingWriter(ArrayWriter, Protocol):

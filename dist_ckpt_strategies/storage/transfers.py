@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from dist_ckpt_strategies.errors import CheckpointError, StorageError
 from dist_ckpt_strategies.storage.base import Transfer
-from dist_ckpt_strategies.storage.files import storage_error
+from dist_ckpt_strategies.storage.disk.files import storage_error
 
 
 class Waitable(Protocol):

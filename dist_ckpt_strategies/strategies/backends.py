@@ -9,7 +9,7 @@ from typing import Any
 from dist_ckpt_strategies.config import LocalOptions, Options, options_from_environment
 from dist_ckpt_strategies.megatron.bases import StrategyAction
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
-from dist_ckpt_strategies.storage.objects import Allowed
+from dist_ckpt_strategies.storage.objects.pickled import Allowed
 from dist_ckpt_strategies.strategies import common, local_replicated, zarr, zarr_format2
 from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,

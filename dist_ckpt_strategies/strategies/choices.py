@@ -20,7 +20,7 @@ from dist_ckpt_strategies.megatron.bases import (
 )
 from dist_ckpt_strategies.megatron.registry import torch_dist_strategy
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.storage.files import MARKER_NAME
+from dist_ckpt_strategies.storage.disk.files import MARKER_NAME
 from dist_ckpt_strategies.storage.locations import Location, located, read_marker, require_path
 from dist_ckpt_strategies.strategies import common, zarr
 from dist_ckpt_strategies.strategies.common import (

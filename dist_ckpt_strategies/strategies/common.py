@@ -26,10 +26,11 @@ from dist_ckpt_strategies.megatron.shards import (
     sharded_values,
 )
 from dist_ckpt_strategies.plan.keys import require_storable_keys
-from dist_ckpt_strategies.storage.buckets import Bucket
-from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file, write_file
+from dist_ckpt_strategies.storage.buckets.place import Bucket
+from dist_ckpt_strategies.storage.conversion.sources import open_source
+from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, file_errors, read_file, write_file
 from dist_ckpt_strategies.storage.locations import Location, located, require_path, withdraw_marker
-from dist_ckpt_strategies.storage.objects import (
+from dist_ckpt_strategies.storage.objects.pickled import (
     Allowed,
     dump_object,
     load_pickle,
@@ -37,7 +38,6 @@ from dist_ckpt_strategies.storage.objects import (
     read_object,
     write_object,
 )
-from dist_ckpt_strategies.storage.sources import open_source
 
 BACKEND = "torch"
 VERSION = 1

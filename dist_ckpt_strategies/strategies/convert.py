@@ -24,11 +24,29 @@ from dist_ckpt_strategies.run.convert import ConvertReport, run_convert
 from dist_ckpt_strategies.spec.array import array_to_wire
 from dist_ckpt_strategies.spec.conversion import Format, SourceArray
 from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.bucket_targets import BucketConversion, BucketJournal
-from dist_ckpt_strategies.storage.buckets import Bucket
-from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors
+from dist_ckpt_strategies.storage.buckets.place import Bucket
+from dist_ckpt_strategies.storage.conversion.bucket_targets import BucketConversion, BucketJournal
+from dist_ckpt_strategies.storage.conversion.journal import JOURNAL_NAME, Journal, Notes
+from dist_ckpt_strategies.storage.conversion.sources import Source, open_source
+from dist_ckpt_strategies.storage.conversion.targets import (
+    Contents,
+    Flush,
+    Flushing,
+    StoreFlush,
+    Target,
+)
+from dist_ckpt_strategies.storage.conversion.torch_targets import (
+    SafetensorsConversion,
+    TorchDistConversion,
+)
+from dist_ckpt_strategies.storage.conversion.zarr_targets import (
+    Format1Conversion,
+    Format2Conversion,
+)
+from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, file_errors
 from dist_ckpt_strategies.storage.findings import Watch
-from dist_ckpt_strategies.storage.journal import JOURNAL_NAME, Journal, Notes
+from dist_ckpt_strategies.storage.format2.layout import chunk_name
+from dist_ckpt_strategies.storage.format2.manifest import digest_of
 from dist_ckpt_strategies.storage.locations import (
     Location,
     is_finished,
@@ -36,16 +54,7 @@ from dist_ckpt_strategies.storage.locations import (
     make_directory,
     require_path,
 )
-from dist_ckpt_strategies.storage.manifest import digest_of
-from dist_ckpt_strategies.storage.objects import Allowed
-from dist_ckpt_strategies.storage.sources import Source, open_source
-from dist_ckpt_strategies.storage.targets import Contents, Flush, Flushing, StoreFlush, Target
-from dist_ckpt_strategies.storage.torch_targets import (
-    SafetensorsConversion,
-    TorchDistConversion,
-)
-from dist_ckpt_strategies.storage.zarr3 import chunk_name
-from dist_ckpt_strategies.storage.zarr_targets import Format1Conversion, Format2Conversion
+from dist_ckpt_strategies.storage.objects.pickled import Allowed
 from dist_ckpt_strategies.strategies.format2 import package_versions
 from dist_ckpt_strategies.strategies.upgrade import upgraded_common
 

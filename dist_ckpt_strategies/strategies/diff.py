@@ -12,9 +12,9 @@ from dist_ckpt_strategies.plan.convert import require_whole
 from dist_ckpt_strategies.plan.upgrade import is_of_optimizer
 from dist_ckpt_strategies.run.diff import DiffReport, run_diff
 from dist_ckpt_strategies.spec.conversion import Format, SourceArray
+from dist_ckpt_strategies.storage.conversion.sources import Source, open_source
 from dist_ckpt_strategies.storage.findings import Watch
-from dist_ckpt_strategies.storage.objects import Allowed
-from dist_ckpt_strategies.storage.sources import Source, open_source
+from dist_ckpt_strategies.storage.objects.pickled import Allowed
 from dist_ckpt_strategies.strategies.convert import ConvertOptions, resolved
 
 

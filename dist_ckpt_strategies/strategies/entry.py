@@ -39,7 +39,6 @@ from dist_ckpt_strategies.megatron.shards import StateDict, sharded_values
 from dist_ckpt_strategies.megatron.wrappers import parallel_base, spread_main_replicas
 from dist_ckpt_strategies.run.checks import Preprocess, check_load, check_save
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.storage.embedded_common import COMMON_OBJECT
 from dist_ckpt_strategies.storage.locations import (
     Location,
     is_finished,
@@ -51,7 +50,8 @@ from dist_ckpt_strategies.storage.locations import (
     require_unfinished,
     retract,
 )
-from dist_ckpt_strategies.storage.objects import Allowed, allowing, dump_object
+from dist_ckpt_strategies.storage.objects.embedded_common import COMMON_OBJECT
+from dist_ckpt_strategies.storage.objects.pickled import Allowed, allowing, dump_object
 from dist_ckpt_strategies.strategies import local_replicated
 from dist_ckpt_strategies.strategies.choices import (
     StrategyChoice,

@@ -14,15 +14,10 @@ from dist_ckpt_strategies.plan.array_grid import Cutting
 from dist_ckpt_strategies.run.staged import Digests
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.base import ArrayWriter
-from dist_ckpt_strategies.storage.files import require_directory
-from dist_ckpt_strategies.storage.objects import (
-    dump_object,
-    object_ids,
-    object_path,
-    remove_object,
-    write_dumped,
-)
-from dist_ckpt_strategies.storage.publication import (
+from dist_ckpt_strategies.storage.disk.files import require_directory
+from dist_ckpt_strategies.storage.format1.engines import open_array_store
+from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
+from dist_ckpt_strategies.storage.lifecycle.publication import (
     has_withdrawn_marker,
     is_finished,
     leave_token,
@@ -31,9 +26,14 @@ from dist_ckpt_strategies.storage.publication import (
     require_token,
     withdraw_marker,
 )
-from dist_ckpt_strategies.storage.stores import open_array_store
+from dist_ckpt_strategies.storage.objects.pickled import (
+    dump_object,
+    object_ids,
+    object_path,
+    remove_object,
+    write_dumped,
+)
 from dist_ckpt_strategies.storage.transfers import Job, run_pooled
-from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.strategies.save_planning import Planned
 
 _OBJECT_THREADS = 8

@@ -34,9 +34,8 @@ from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.spec.region import Extent
 from dist_ckpt_strategies.storage.base import ArrayWriter
 from dist_ckpt_strategies.storage.checkpoints import Format2Checkpoint
-from dist_ckpt_strategies.storage.files import COMMON_NAME
-from dist_ckpt_strategies.storage.locations import Location
-from dist_ckpt_strategies.storage.manifest import (
+from dist_ckpt_strategies.storage.disk.files import COMMON_NAME
+from dist_ckpt_strategies.storage.format2.manifest import (
     SAVE_NAME,
     SCHEMA,
     SCHEMA_VERSION,
@@ -46,8 +45,9 @@ from dist_ckpt_strategies.storage.manifest import (
     pack_name,
     part_content,
 )
-from dist_ckpt_strategies.storage.objects import dump_content, plain_value
-from dist_ckpt_strategies.storage.publication import superseded
+from dist_ckpt_strategies.storage.lifecycle.publication import superseded
+from dist_ckpt_strategies.storage.locations import Location
+from dist_ckpt_strategies.storage.objects.pickled import dump_content, plain_value
 from dist_ckpt_strategies.storage.sites import DigestingWriter, open_site, open_writer
 from dist_ckpt_strategies.strategies.save_planning import Planned
 

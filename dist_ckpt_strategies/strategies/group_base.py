@@ -34,7 +34,7 @@ from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.box import Box, BoxTable
 from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.loaded_boxes import LoadedBoxes
-from dist_ckpt_strategies.storage.objects import Allowed, dump_object, object_path
+from dist_ckpt_strategies.storage.objects.pickled import Allowed, dump_object, object_path
 from dist_ckpt_strategies.strategies.group_objects import (
     ObjectShares,
     send_objects,

@@ -27,7 +27,7 @@ from dist_ckpt_strategies.spec.array import ArraySpec, array_from_wire, array_to
 from dist_ckpt_strategies.spec.box import Box, BoxTable
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
-from dist_ckpt_strategies.storage.objects import Allowed
+from dist_ckpt_strategies.storage.objects.pickled import Allowed
 from dist_ckpt_strategies.strategies.group_objects import send_objects, share_objects, unpickled
 from dist_ckpt_strategies.strategies.sharded_load import destination
 

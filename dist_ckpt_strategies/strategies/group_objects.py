@@ -13,7 +13,7 @@ from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
 from dist_ckpt_strategies.megatron.shards import object_id
 from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.objects import Allowed, load_content
+from dist_ckpt_strategies.storage.objects.pickled import Allowed, load_content
 
 
 @dataclass(frozen=True, slots=True)

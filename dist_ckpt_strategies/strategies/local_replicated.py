@@ -47,15 +47,15 @@ from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file, write_file
-from dist_ckpt_strategies.storage.objects import Allowed
-from dist_ckpt_strategies.storage.part_files import PartDirectory, read_first_header
-from dist_ckpt_strategies.storage.publication import (
+from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, file_errors, read_file, write_file
+from dist_ckpt_strategies.storage.lifecycle.publication import (
     is_finished,
     make_directory,
     publish,
     withdraw_marker,
 )
+from dist_ckpt_strategies.storage.objects.pickled import Allowed
+from dist_ckpt_strategies.storage.parts.files import PartDirectory, read_first_header
 from dist_ckpt_strategies.strategies.registry import require_own
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ from dist_ckpt_strategies.run.load import run_load
 from dist_ckpt_strategies.run.report import LoadReport
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
-from dist_ckpt_strategies.storage.objects import Allowed, load_content
+from dist_ckpt_strategies.storage.objects.pickled import Allowed, load_content
 from dist_ckpt_strategies.storage.transfers import Job, run_pooled
 
 Deliver = Callable[[Any, torch.Tensor], torch.Tensor]

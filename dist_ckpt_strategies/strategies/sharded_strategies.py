@@ -28,7 +28,7 @@ from dist_ckpt_strategies.run.report import BroadcastReport
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.checkpoints import Share
 from dist_ckpt_strategies.storage.locations import Location, located
-from dist_ckpt_strategies.storage.objects import Allowed
+from dist_ckpt_strategies.storage.objects.pickled import Allowed
 from dist_ckpt_strategies.strategies.group_load import load_sharded_in_group
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.sharded_load import load_sharded

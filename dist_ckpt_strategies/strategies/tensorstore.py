@@ -13,7 +13,7 @@ from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError, StorageError
 from dist_ckpt_strategies.megatron.bases import StrategyAction
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
-from dist_ckpt_strategies.storage.tensorstore_arrays import array_store_spec
+from dist_ckpt_strategies.storage.format1.tensorstore_arrays import array_store_spec
 from dist_ckpt_strategies.strategies.registration import register_defaults
 from dist_ckpt_strategies.strategies.sharded_load import copy_into_own_data
 from dist_ckpt_strategies.strategies.zarr import BACKEND, VERSION, ZarrLoadShardedStrategy

@@ -7,7 +7,7 @@ from typing import Any
 
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.plan.upgrade import NEW_FORM, OLD_FORM
-from dist_ckpt_strategies.storage.objects import Allowed, dump_object, load_pickle
+from dist_ckpt_strategies.storage.objects.pickled import Allowed, dump_object, load_pickle
 
 _FORM = "param_state_sharding_type"
 _METADATA = "content_metadata"

@@ -23,9 +23,9 @@ from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.checkpoints import Format1Checkpoint, Share
+from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
 from dist_ckpt_strategies.storage.locations import Location, require_path
-from dist_ckpt_strategies.storage.objects import Allowed
-from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.storage.objects.pickled import Allowed
 from dist_ckpt_strategies.strategies.format1 import (
     Format1Target,
     remove_arrays,

@@ -12,7 +12,7 @@ from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
-from dist_ckpt_strategies.storage.buckets import Bucket
+from dist_ckpt_strategies.storage.buckets.place import Bucket
 from dist_ckpt_strategies.storage.checkpoints import (
     Format1Checkpoint,
     Format2Checkpoint,
@@ -20,7 +20,7 @@ from dist_ckpt_strategies.storage.checkpoints import (
     has_manifest,
 )
 from dist_ckpt_strategies.storage.locations import Location
-from dist_ckpt_strategies.storage.objects import Allowed
+from dist_ckpt_strategies.storage.objects.pickled import Allowed
 from dist_ckpt_strategies.strategies.format1 import stored_metadata
 from dist_ckpt_strategies.strategies.format2 import Format2Target, manifest_metadata
 from dist_ckpt_strategies.strategies.registry import require_own

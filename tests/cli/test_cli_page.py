@@ -22,9 +22,9 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.threads import run_ranks
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
-from dist_ckpt_strategies.storage.objects import dump_object
-from dist_ckpt_strategies.storage.publication import publish
+from dist_ckpt_strategies.storage.disk.files import PARTIAL_PREFIX
+from dist_ckpt_strategies.storage.lifecycle.publication import publish
+from dist_ckpt_strategies.storage.objects.pickled import dump_object
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from tests.cli.test_parts import write_part
 from tests.support.checkpoints import (

@@ -16,8 +16,8 @@ from dist_ckpt_strategies.cli.app import app
 from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.files import COMMON_NAME, write_file
-from dist_ckpt_strategies.storage.objects import dump_object, write_object
+from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, write_file
+from dist_ckpt_strategies.storage.objects.pickled import dump_object, write_object
 from tests.support.checkpoints import (
     EMPTY,
     NESTED,

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dist_ckpt_strategies.cli.app import app
-from dist_ckpt_strategies.storage.manifest import digest_of
+from dist_ckpt_strategies.storage.format2.manifest import digest_of
 from tests.support.checkpoints import copied, flip_at
 from tests.support.format2_checkpoints import LARGE, PLAIN, RNG, SMALL, write_format2
 

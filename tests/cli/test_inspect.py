@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from dist_ckpt_strategies.cli.app import app
 from dist_ckpt_strategies.cli.columns import Row, print_list
 from dist_ckpt_strategies.cli.text import bytes_text, printable
-from dist_ckpt_strategies.storage.contents import Leftover, LeftoverKind
-from dist_ckpt_strategies.storage.findings import Finding, Problem
+from dist_ckpt_strategies.storage.findings import Finding, Leftover, LeftoverKind, Problem
 from tests.support.checkpoints import (
     ARRAYS,
     OBJECTS,

@@ -17,10 +17,10 @@ from dist_ckpt_strategies.cli.app import app
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.part import BufferSpec, Part, PartId, SaveId
-from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
-from dist_ckpt_strategies.storage.part_files import PartDirectory
-from dist_ckpt_strategies.storage.part_format import encode_header, part_layout
-from dist_ckpt_strategies.storage.publication import publish
+from dist_ckpt_strategies.storage.disk.files import PARTIAL_PREFIX
+from dist_ckpt_strategies.storage.lifecycle.publication import publish
+from dist_ckpt_strategies.storage.parts.files import PartDirectory
+from dist_ckpt_strategies.storage.parts.format import encode_header, part_layout
 from tests.support.checkpoints import flip_at
 
 BUFFERS = (

@@ -17,7 +17,7 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.spec.region import Region
-from dist_ckpt_strategies.storage.objects import allowing
+from dist_ckpt_strategies.storage.objects.pickled import allowing
 
 _HERE = Path(__file__).parent / "data"
 _PACKAGED = Path(dist_ckpt_strategies.__file__).parent / "cli" / "data"

@@ -21,7 +21,7 @@ from dist_ckpt_strategies.local import (
 )
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.part import PartId
-from dist_ckpt_strategies.storage.part_files import PartDirectory
+from dist_ckpt_strategies.storage.parts.files import PartDirectory
 from tests.support.ranks import run_processes
 
 RANKS_PER_NODE = 2

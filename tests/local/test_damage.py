@@ -26,8 +26,8 @@ from dist_ckpt_strategies.local.state_codecs import decode_state, encode_state
 from dist_ckpt_strategies.run.part_streams import FileSink
 from dist_ckpt_strategies.run.replicate import run_replicate
 from dist_ckpt_strategies.spec.part import Part, PartId, SaveId
-from dist_ckpt_strategies.storage.part_files import PartDirectory, PartReader
-from dist_ckpt_strategies.storage.part_format import (
+from dist_ckpt_strategies.storage.parts.files import PartDirectory, PartReader
+from dist_ckpt_strategies.storage.parts.format import (
     BLOCK_NBYTES,
     MAGIC,
     PREFIX_NBYTES,

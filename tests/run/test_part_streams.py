@@ -20,7 +20,7 @@ from dist_ckpt_strategies.run.part_streams import (
 )
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.part import BufferSpec, Part, PartId, SaveId
-from dist_ckpt_strategies.storage.part_format import part_layout
+from dist_ckpt_strategies.storage.parts.format import part_layout
 
 
 def test_tensors_that_land_in_one_piece_of_memory_have_storages_of_their_own() -> None:

@@ -16,7 +16,7 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import CheckpointNotFoundError, PlanError
 from dist_ckpt_strategies.plan.prune import Standing
 from dist_ckpt_strategies.run.prune import prune
-from dist_ckpt_strategies.storage.pruning import find_checkpoints, look_at
+from dist_ckpt_strategies.storage.lifecycle.pruning import find_checkpoints, look_at
 from tests.support.checkpoints import copied, write_checkpoint, write_foreign_checkpoint
 from tests.support.format2_checkpoints import write_format2
 

@@ -33,8 +33,8 @@ from dist_ckpt_strategies.run.replicate import OpenSink, run_replicate
 from dist_ckpt_strategies.run.report import ReplicationReport
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.part import BufferSpec, Part, PartId, SaveId
-from dist_ckpt_strategies.storage.part_files import PartDirectory, PartReader
-from dist_ckpt_strategies.storage.part_format import PartLayout, part_to_wire
+from dist_ckpt_strategies.storage.parts.files import PartDirectory, PartReader
+from dist_ckpt_strategies.storage.parts.format import PartLayout, part_to_wire
 from tests.support.leaks import open_files_below, threads_left
 
 SAVE = SaveId(7, "a1")

@@ -22,8 +22,8 @@ from dist_ckpt_strategies.run.part_streams import FileSink, FileSource, MemorySo
 from dist_ckpt_strategies.run.replicate import run_replicate
 from dist_ckpt_strategies.run.retrieve import Retrieval, run_retrieve
 from dist_ckpt_strategies.spec.part import Part, PartId
-from dist_ckpt_strategies.storage.part_files import PartDirectory
-from dist_ckpt_strategies.storage.part_format import PartLayout, decode_header
+from dist_ckpt_strategies.storage.parts.files import PartDirectory
+from dist_ckpt_strategies.storage.parts.format import PartLayout, decode_header
 from tests.run.test_replicate import (
     SAVE,
     Flipping,

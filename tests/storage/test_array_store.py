@@ -27,7 +27,7 @@ from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.region import Extent, Region
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
-from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
 from tests.support.boxes import regions_in, shapes
 from tests.support.disks import fill_disk, read_only
 from tests.support.leaks import threads_left

@@ -11,7 +11,7 @@ from dist_ckpt_strategies.errors import (
     StoreAccessError,
     StoreUnreachableError,
 )
-from dist_ckpt_strategies.storage.bucket_errors import store_error
+from dist_ckpt_strategies.storage.buckets.errors import store_error
 
 DETAIL = " [http_response_code='403'] [http_response_body='<Error>...</Error>']"
 

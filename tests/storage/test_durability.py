@@ -19,10 +19,12 @@ from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.region import Region
-from dist_ckpt_strategies.storage import stores, tensorstore_arrays, whole_flush
 from dist_ckpt_strategies.storage.base import ArrayWrite
-from dist_ckpt_strategies.storage.file_access import FileAccess, permitted_access
-from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.storage.disk import whole_flush
+from dist_ckpt_strategies.storage.disk.file_access import FileAccess, permitted_access
+from dist_ckpt_strategies.storage.format1 import engines as stores
+from dist_ckpt_strategies.storage.format1 import tensorstore_arrays
+from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
 from tests.support.leaks import open_files_below
 from tests.support.stores import TIMEOUT_S, store_of
 

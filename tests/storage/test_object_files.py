@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_ckpt_strategies.storage.object_files import archive_damage
+from dist_ckpt_strategies.storage.objects.files import archive_damage
 
 STATE: dict[str, Any] = {"a": torch.arange(4), "text": "x"}
 DIRECTORY_ATTRIBUTE_OFFSET = 38

@@ -28,7 +28,7 @@ from dist_ckpt_strategies.errors import (
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.objects import (
+from dist_ckpt_strategies.storage.objects.pickled import (
     allowing,
     dump_object,
     load_pickle,

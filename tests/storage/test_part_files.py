@@ -22,14 +22,14 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.part import BufferSpec, Part, PartId, SaveId
-from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
-from dist_ckpt_strategies.storage.part_files import (
+from dist_ckpt_strategies.storage.disk.files import PARTIAL_PREFIX
+from dist_ckpt_strategies.storage.parts.files import (
     PartDirectory,
     PartReader,
     PartWriter,
     read_headers,
 )
-from dist_ckpt_strategies.storage.part_format import encode_header, part_layout
+from dist_ckpt_strategies.storage.parts.format import encode_header, part_layout
 
 PART = Part(
     PartId(SaveId(7, "a1"), 1), 2, "run", "basic", None, (BufferSpec("w", DType.UINT8, (5000,)),)

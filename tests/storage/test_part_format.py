@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dist_ckpt_strategies.errors import CorruptCheckpointError
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.part import BufferSpec, Part, PartId, SaveId
-from dist_ckpt_strategies.storage.part_format import (
+from dist_ckpt_strategies.storage.parts.format import (
     BLOCK_NBYTES,
     MAGIC,
     PREFIX_NBYTES,

@@ -21,8 +21,8 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.objects import write_object
-from dist_ckpt_strategies.storage.publication import (
+from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
+from dist_ckpt_strategies.storage.lifecycle.publication import (
     has_withdrawn_marker,
     is_finished,
     leave_token,
@@ -36,7 +36,7 @@ from dist_ckpt_strategies.storage.publication import (
     retract,
     withdraw_marker,
 )
-from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.storage.objects.pickled import write_object
 from tests.support.disks import fill_disk, read_only
 from tests.support.format2_checkpoints import write_format2
 from tests.support.ranks import RankDiedError, run_processes

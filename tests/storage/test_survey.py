@@ -19,11 +19,17 @@ from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.contents import Leftover, LeftoverKind
-from dist_ckpt_strategies.storage.findings import MAX_LISTED, Finding, Problem, Watch
-from dist_ckpt_strategies.storage.folders import Folder, read_folder
-from dist_ckpt_strategies.storage.objects import write_object
-from dist_ckpt_strategies.storage.survey import check_survey, survey_checkpoint
+from dist_ckpt_strategies.storage.disk.folders import Folder, read_folder
+from dist_ckpt_strategies.storage.findings import (
+    MAX_LISTED,
+    Finding,
+    Leftover,
+    LeftoverKind,
+    Problem,
+    Watch,
+)
+from dist_ckpt_strategies.storage.format1.survey import check_survey, survey_checkpoint
+from dist_ckpt_strategies.storage.objects.pickled import write_object
 from tests.support.checkpoints import (
     ARRAYS,
     EMPTY,
@@ -471,7 +477,7 @@ def test_progress_ends_at_all_of_it(written: Path) -> None:
 def test_a_survey_needs_neither_torch_nor_tensorstore() -> None:
     script = """
 import sys
-import dist_ckpt_strategies.storage.survey
+import dist_ckpt_strategies.storage.format1.survey
 print([name for name in ("torch", "tensorstore", "zarr", "megatron") if name in sys.modules])
 """
     result = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)

@@ -14,8 +14,8 @@ import torch
 from dist_ckpt_strategies.device import host_view
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.region import Region
-from dist_ckpt_strategies.storage.tensor_archive import write_tensor_archive
-from dist_ckpt_strategies.storage.torch_archives import TensorArchive
+from dist_ckpt_strategies.storage.conversion.tensor_archive import write_tensor_archive
+from dist_ckpt_strategies.storage.conversion.torch_archives import TensorArchive
 from tests.support.sharding import ALL_DTYPES, Cut, same_bits, whole
 
 SHAPES = [(), (1,), (5, 7), (0, 3), (2, 3, 1, 4)]

@@ -22,13 +22,13 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.storage.object_files import object_ids
-from dist_ckpt_strategies.storage.zarr2 import (
+from dist_ckpt_strategies.storage.format1.layout import (
     Zarr2Layout,
     array_metadata,
     metadata_content,
     parse_metadata,
 )
+from dist_ckpt_strategies.storage.objects.files import object_ids
 from tests.support.boxes import shapes
 from tests.support.samples import random_values
 from tests.support.stores import TIMEOUT_S, store_of, write_array

@@ -22,9 +22,9 @@ from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.manifest import ArrayRecord, ChunkRecord
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
-from dist_ckpt_strategies.storage.file_access import FileAccess, file_access
-from dist_ckpt_strategies.storage.zarr3 import chunk_name, directory_name
-from dist_ckpt_strategies.storage.zarr3_arrays import Zarr3Reader, Zarr3Writer
+from dist_ckpt_strategies.storage.disk.file_access import FileAccess, file_access
+from dist_ckpt_strategies.storage.format2.arrays import Zarr3Reader, Zarr3Writer
+from dist_ckpt_strategies.storage.format2.layout import chunk_name, directory_name
 from dist_ckpt_strategies.storage.zarr_dtypes import register_extension_dtypes
 from tests.support.samples import Values, random_values, same_bytes
 

@@ -23,7 +23,7 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StrategyError,
 )
-from dist_ckpt_strategies.storage.journal import JOURNAL_NAME
+from dist_ckpt_strategies.storage.conversion.journal import JOURNAL_NAME
 from dist_ckpt_strategies.storage.locations import is_finished, located
 from tests.stores.commands import CHUNK, PACK, json_of, run, write
 from tests.support.gcs import fake_gcs

@@ -26,7 +26,11 @@ from dist_ckpt_strategies.errors import (
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.storage.publication import has_withdrawn_marker, is_finished, publish
+from dist_ckpt_strategies.storage.lifecycle.publication import (
+    has_withdrawn_marker,
+    is_finished,
+    publish,
+)
 from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,

@@ -30,7 +30,7 @@ from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.region import Region
-from dist_ckpt_strategies.storage.sources import open_source
+from dist_ckpt_strategies.storage.conversion.sources import open_source
 from tests.support.checkpoints import write_checkpoint
 from tests.support.entries import Entry, prepare, save
 from tests.support.layouts import (

@@ -31,9 +31,9 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
     UnsafeObjectError,
 )
-from dist_ckpt_strategies.storage.journal import JOURNAL_NAME
-from dist_ckpt_strategies.storage.publication import is_finished
-from dist_ckpt_strategies.storage.zarr3 import array_directory
+from dist_ckpt_strategies.storage.conversion.journal import JOURNAL_NAME
+from dist_ckpt_strategies.storage.format2.layout import array_directory
+from dist_ckpt_strategies.storage.lifecycle.publication import is_finished
 from tests.support.entries import Entry, prepare, save
 from tests.support.ranks import RankDiedError, allow_torch_dist, run_processes
 from tests.support.sharding import Cut, on_grid, state_of

@@ -23,10 +23,10 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.storage.checkpoints import Format2Checkpoint
-from dist_ckpt_strategies.storage.manifest import digest_of
-from dist_ckpt_strategies.storage.objects import dump_object
-from dist_ckpt_strategies.storage.publication import read_marker
-from dist_ckpt_strategies.storage.zarr3 import array_directory
+from dist_ckpt_strategies.storage.format2.layout import array_directory
+from dist_ckpt_strategies.storage.format2.manifest import digest_of
+from dist_ckpt_strategies.storage.lifecycle.publication import read_marker
+from dist_ckpt_strategies.storage.objects.pickled import dump_object
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr_format2 import Format2LoadShardedStrategy

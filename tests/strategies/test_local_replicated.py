@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 import dist_ckpt_strategies
 from dist_ckpt_strategies import LocalOptions
 from dist_ckpt_strategies.errors import CheckpointNotFoundError, CorruptCheckpointError
-from dist_ckpt_strategies.storage.files import write_file
+from dist_ckpt_strategies.storage.disk.files import write_file
 from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
     LocalReplicatedSaveShardedStrategy,

@@ -17,10 +17,10 @@ from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.files import COMMON_NAME, write_file
-from dist_ckpt_strategies.storage.objects import dump_object, write_object
-from dist_ckpt_strategies.storage.publication import publish
-from dist_ckpt_strategies.storage.zarr2 import METADATA_NAME
+from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, write_file
+from dist_ckpt_strategies.storage.format1.layout import METADATA_NAME
+from dist_ckpt_strategies.storage.lifecycle.publication import publish
+from dist_ckpt_strategies.storage.objects.pickled import dump_object, write_object
 from tests.support.samples import random_values
 from tests.support.stores import write_array
 

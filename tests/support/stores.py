@@ -11,8 +11,8 @@ from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayStore, ArrayWrite
-from dist_ckpt_strategies.storage.stores import open_array_store
-from dist_ckpt_strategies.storage.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.storage.format1.engines import open_array_store
+from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
 from tests.support.samples import Values, array_of, whole_of
 
 TIMEOUT_S = 30.0

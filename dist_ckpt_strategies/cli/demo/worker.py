@@ -48,7 +48,7 @@ from dist_ckpt_strategies.cli.demo.task import (
     Role,
     local_checkpoint,
 )
-from dist_ckpt_strategies.storage.objects import read_pickle
+from dist_ckpt_strategies.storage.objects.pickled import read_pickle
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 
 _GOLDEN_SIZE = ModelSize(

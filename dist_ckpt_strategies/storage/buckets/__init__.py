@@ -1,0 +1,1 @@
+"""Checkpoints in object stores: objects are put whole, and nothing is renamed."""

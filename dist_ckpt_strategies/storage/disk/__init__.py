@@ -1,0 +1,1 @@
+"""Files of a disk: durable writes, reads past the page cache, flushes, locks."""

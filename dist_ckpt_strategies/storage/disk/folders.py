@@ -1,0 +1,89 @@
+"""Names and sizes of the files in a tree of directories."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from dist_ckpt_strategies.storage.disk.files import is_directory
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """One directory.
+
+    Attributes:
+        key: its path relative to the root of the tree, ``/`` between parts; empty for the root.
+        files: size in bytes of each regular file in it, by name.
+        folders: names of the directories in it, sorted.
+        links: names of links to directories in it, sorted.
+        others: names of what is none of these, such as pipes and links to nothing, sorted.
+        failure: why it could not be read; None where it could.
+    """
+
+    key: str
+    files: dict[str, int]
+    folders: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    failure: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files in it."""
+        return sum(self.files.values())
+
+    def path_of(self, name: str) -> str:
+        """What ``key`` is for the directory, for something in it."""
+        return f"{self.key}/{name}" if self.key else name
+
+
+def read_folder(root: Path, key: str) -> Folder:
+    """One directory; empty where it is gone."""
+    try:
+        return _read(key, os.path.join(root, key))  # noqa: PTH118 - 10,000 times
+    except FileNotFoundError:
+        return Folder(key, {})
+    except OSError as error:
+        return Folder(key, {}, failure=reason(error))
+
+
+def folders_below(root: Path, keys: Iterable[str]) -> Iterator[Folder]:
+    """The directories of those keys and all below them; links are not followed."""
+    waiting = list(keys)
+    while waiting:
+        folder = read_folder(root, waiting.pop())
+        yield folder
+        waiting.extend(map(folder.path_of, folder.folders))
+
+
+def reason(error: OSError) -> str:
+    """What the operating system says, without the path."""
+    return error.strerror or type(error).__name__
+
+
+def _read(key: str, path: str) -> Folder:
+    files: dict[str, int] = {}
+    folders: list[str] = []
+    links: list[str] = []
+    others: list[str] = []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if is_directory(entry):
+                (links if entry.is_symlink() else folders).append(entry.name)
+            elif (nbytes := _file_nbytes(entry)) is None:
+                others.append(entry.name)
+            else:
+                files[entry.name] = nbytes
+    return Folder(key, files, tuple(sorted(folders)), tuple(sorted(links)), tuple(sorted(others)))
+
+
+def _file_nbytes(entry: os.DirEntry[str]) -> int | None:
+    """The size of a regular file; None for anything else, and where it has gone meanwhile."""
+    with suppress(OSError):
+        if entry.is_file():
+            return entry.stat().st_size
+    return None

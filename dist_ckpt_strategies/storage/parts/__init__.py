@@ -1,0 +1,1 @@
+"""Parts of local checkpoints on the nodes' own disks."""
