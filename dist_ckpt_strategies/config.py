@@ -128,6 +128,8 @@ class Options:
             without this package.
         writer_process: whether asynchronous saves to directories are written by a process of their
             own, for each rank: threads of this one take Python's lock from training.
+        share_memory: whether ranks of one host that load in two stages send each other their bytes
+            through memory that they share; gloo carries them otherwise.
         store: how object stores are reached; None: as the environment says.
     """
 
@@ -140,6 +142,7 @@ class Options:
     verify: Verify = Verify.READ
     crc32c: bool = False
     writer_process: bool = True
+    share_memory: bool = True
     store: StoreOptions | None = None
 
     def __post_init__(self) -> None:
@@ -212,6 +215,7 @@ def options_from_environment(environ: Mapping[str, str] | None = None) -> Option
         "verify": str,
         "crc32c": _switch,
         "writer_process": _switch,
+        "share_memory": _switch,
     }
     changes: dict[str, Any] = {}
     for option, parse in parsers.items():

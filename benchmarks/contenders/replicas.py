@@ -24,6 +24,7 @@ from benchmarks.contenders.roster import (
     PARALLEL,
     PARALLEL_IN_PLACE,
     PLAIN_ZARR,
+    TWO_STAGE_GLOO,
     TWO_STAGE_TORCH_DIST,
     TWO_STAGE_ZARR,
 )
@@ -36,7 +37,9 @@ with quiet_imports():
     )
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
+    from dist_ckpt_strategies.config import Options
     from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+    from dist_ckpt_strategies.strategies.zarr_format2 import EitherFormatLoadShardedStrategy
 
 _MESSAGE_NBYTES = 32 << 20
 _NUM_GROUPS = 2
@@ -48,6 +51,17 @@ _empty_like = torch.empty_like
 def _two_stage_zarr(shards: tuple[Shard, ...]) -> Contender:
     zarr(shards)
     return Megatron(shards, ZARR, _two_stage())
+
+
+def _two_stage_gloo(shards: tuple[Shard, ...]) -> Contender:
+    zarr(shards)
+    return Megatron(
+        shards,
+        ZARR,
+        _two_stage(
+            base_strategy=EitherFormatLoadShardedStrategy(options=Options(share_memory=False))
+        ),
+    )
 
 
 def _two_stage_torch_dist(shards: tuple[Shard, ...]) -> Contender:
@@ -146,6 +160,7 @@ def _everyone() -> Any:
 
 GROUP_MAKERS: Final[Mapping[str, Make]] = {
     TWO_STAGE_ZARR: _two_stage_zarr,
+    TWO_STAGE_GLOO: _two_stage_gloo,
     TWO_STAGE_TORCH_DIST: _two_stage_torch_dist,
     PARALLEL: _fully_parallel,
     PARALLEL_IN_PLACE: _fully_parallel_in_place,

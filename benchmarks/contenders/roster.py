@@ -71,6 +71,7 @@ class GroupEntry:
 READ_SHARES: Final = "raw read"
 SEND_SHARES: Final = "gloo exchange"
 TWO_STAGE_ZARR: Final = "two-stage, zarr 1"
+TWO_STAGE_GLOO: Final = "two-stage, zarr 1, gloo alone"
 TWO_STAGE_TORCH_DIST: Final = "two-stage, torch_dist"
 PARALLEL: Final = "fully parallel"
 PARALLEL_IN_PLACE: Final = "fully parallel, in place"
@@ -84,6 +85,7 @@ GROUP_ENTRIES: Final[Mapping[str, GroupEntry]] = {
     READ_SHARES: GroupEntry(Role.FLOOR, _RAW),
     SEND_SHARES: GroupEntry(Role.FLOOR, _RAW),
     TWO_STAGE_ZARR: GroupEntry(Role.OURS, _ZARR),
+    TWO_STAGE_GLOO: GroupEntry(Role.OURS, _ZARR),
     TWO_STAGE_TORCH_DIST: GroupEntry(Role.OURS, _TORCH_DIST, "psutil"),
     PARALLEL: GroupEntry(Role.PEER, _TORCH_DIST, "psutil"),
     PARALLEL_IN_PLACE: GroupEntry(Role.PEER, _TORCH_DIST, "psutil"),

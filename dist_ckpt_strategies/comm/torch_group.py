@@ -25,6 +25,7 @@ from dist_ckpt_strategies.comm.base import (
     Send,
     out_of_step,
 )
+from dist_ckpt_strategies.comm.host_links import Carrying, HostLinks
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.errors import (
     PeerError,
@@ -165,6 +166,7 @@ def open_communicator(
     purpose: str,
     channels: Sequence[ProcessGroup] = (),
     payload_device: torch.device | None = None,
+    links: HostLinks | None = None,
 ) -> Communicator:
     """A communicator over ``group``, by default over the world; over one rank without torch's.
 
@@ -179,6 +181,7 @@ def open_communicator(
             the group itself.
         payload_device: where ``exchange`` takes tensors as they are, if the group's backend can
             send from there; by default the host, or where the group has NCCL alone, the GPU.
+        links: to ranks of the group on this host; ``exchange`` carries bytes on the host by them.
     """
     if not is_distributed():
         return SoloCommunicator()
@@ -193,6 +196,7 @@ def open_communicator(
         purpose=purpose,
         channels=channels,
         payload_device=payload_device,
+        links=links,
     )
 
 
@@ -211,12 +215,14 @@ class TorchCommunicator:
         purpose: str,
         channels: Sequence[ProcessGroup] = (),
         payload_device: torch.device | None = None,
+        links: HostLinks | None = None,
     ) -> None:
         self._group = group
         self._channels = tuple(channels) or (group,)
         self._timeout_s = timeout_s
         self._message_device = _device_of(group)
         self.device = payload_device or self._message_device
+        self._links = links if self.device.type == "cpu" else None
         self._global_ranks = dist.get_process_group_ranks(group)
         self._attendance = Attendance(group, self._global_ranks, purpose)
         self.rank = dist.get_rank(group)
@@ -260,6 +266,17 @@ class TorchCommunicator:
     def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
         """See Communicator."""
         self._attendance.sign()
+        carried = None
+        if self._links is not None:
+            near = self._links.ranks
+            carried = self._links.begin(
+                [send for send in sends if send.to_rank in near],
+                [receive for receive in receives if receive.from_rank in near],
+                self._timeout_s,
+                self._attendance.what,
+            )
+            sends = [send for send in sends if send.to_rank not in near]
+            receives = [receive for receive in receives if receive.from_rank not in near]
         staged = [self._tensor_of(receive.into, self.device) for receive in receives]
         data = [self._tensor_of(send.data, self.device) for send in sends]
         received, sent = _Turns(self._channels), _Turns(self._channels)
@@ -277,7 +294,7 @@ class TorchCommunicator:
         ]
         is_batched = self.device.type != "cpu"
         works = self._begun(lambda: _started(operations, is_batched=is_batched))
-        return _Arriving(self, tuple(works), tuple(zip(receives, staged, strict=True)))
+        return _Arriving(self, tuple(works), tuple(zip(receives, staged, strict=True)), carried)
 
     def finish(
         self, works: Sequence[tuple[int | None, _Work | None]], device: torch.device
@@ -351,14 +368,24 @@ class TorchCommunicator:
 
 @dataclass(frozen=True, slots=True)
 class _Arriving:
-    """Works of one exchange, and the tensors that are received in place of host memory."""
+    """Works of one exchange, and the tensors that are received in place of host memory.
+
+    Attributes:
+        comm: whose exchange it is.
+        works: what travels over process groups, with the rank at the other end.
+        received: where that lands, and where it belongs.
+        carried: what travels through shared memory.
+    """
 
     comm: TorchCommunicator
     works: tuple[tuple[int | None, _Work | None], ...]
     received: tuple[tuple[Receive, torch.Tensor], ...]
+    carried: Carrying | None
 
     def wait(self) -> None:
         """See Exchange."""
+        if self.carried is not None:
+            self.carried.wait()
         self.comm.finish(self.works, self.comm.device)
         for receive, tensor in self.received:
             if isinstance(receive.into, np.ndarray) and tensor.device.type != "cpu":

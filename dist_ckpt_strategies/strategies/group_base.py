@@ -6,6 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,9 +150,8 @@ def share_in_group(
 
     contents = send_objects(request.objects, comm, dumped)
     objects = [v for v in sharded_values(request.state_dict) if isinstance(v, ShardedObject)]
-    results |= unpickled(
-        objects, contents, lambda name: str(object_path(root, name)), comm, allowed
-    )
+    path_of = partial(object_path, root)
+    results |= agree(comm, lambda: unpickled(objects, contents, lambda n: str(path_of(n)), allowed))
     return mapped_values(lambda value: results[id(value)], request.state_dict), report
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, overload
 
 import torch
@@ -26,9 +28,14 @@ from dist_ckpt_strategies.run.report import BroadcastReport
 from dist_ckpt_strategies.spec.array import ArraySpec, array_from_wire, array_to_wire
 from dist_ckpt_strategies.spec.box import Box, BoxTable
 from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.base import StoredCheckpoint
+from dist_ckpt_strategies.storage.base import ArrayReader, StoredCheckpoint
 from dist_ckpt_strategies.storage.objects.pickled import Allowed
-from dist_ckpt_strategies.strategies.group_objects import send_objects, share_objects, unpickled
+from dist_ckpt_strategies.strategies.group_objects import (
+    NO_SHARES,
+    send_objects,
+    share_objects,
+    unpickled,
+)
 from dist_ckpt_strategies.strategies.sharded_load import destination
 
 
@@ -56,33 +63,87 @@ def load_sharded_in_group(
     Raises:
         ShapeMismatchError, ArrayNotFoundError, StorageError: on every rank where one failed.
     """
-    checkpoint, values = agree(comm, lambda: (open_checkpoint(), list(sharded_values(state_dict))))
-    tensors = [value for value in values if isinstance(value, ShardedTensor)]
-    objects = [value for value in values if isinstance(value, ShardedObject)]
-    arrays, budget = _looked_up({tensor.key for tensor in tensors}, checkpoint, comm, options)
-    held: list[tuple[list[torch.Tensor], list[BoxTarget]]] = []
+    request, wanted = _requested(state_dict, open_checkpoint, comm, options)
+    checkpoint, tensors, objects = request.checkpoint, request.tensors, request.objects
+    arrays = _looked_up(wanted.keys, checkpoint, comm)
+    held: list[tuple[list[torch.Tensor], list[BoxTarget], ArrayReader]] = []
 
     def describe() -> bytes:
         stored = arrays.of({tensor.key for tensor in tensors})
         plan = build_load_plan([shard_spec(tensor) for tensor in tensors], stored)
         results = [destination(tensor, stored[tensor.key]) for tensor in tensors]
         targets = _targets(plan, tensors, results, arrays)
-        held.append((results, targets))
+        held.append((results, targets, checkpoint.array_reader))
         return BoxTable.of(target.box for target in targets).to_bytes()
 
     wants = _tables(agree_and_gather_bytes(comm, describe))
-    plan = build_broadcast_plan(wants, arrays, max_inflight_bytes=budget)
-    results, targets = held[0]
-    reader = agree(comm, lambda: checkpoint.array_reader)
+    plan = build_broadcast_plan(wants, arrays, max_inflight_bytes=wanted.budget)
+    results, targets, reader = held[0]
     report = run_broadcast(plan, arrays, targets, reader, comm, options)
-    shares = share_objects(objects, comm)
+    shares = share_objects(objects, comm) if wanted.has_objects else NO_SHARES
     contents = send_objects(
         shares, comm, lambda: {k: _content(checkpoint, k) for k in shares.read_by(comm.rank)}
     )
-    loaded = unpickled(objects, contents, checkpoint.object_path, comm, allowed)
-    delivered = agree(comm, lambda: [deliver(*pair) for pair in zip(tensors, results, strict=True)])
-    loaded |= {id(tensor): found for tensor, found in zip(tensors, delivered, strict=True)}
+
+    def deliver_all() -> dict[int, Any]:
+        loaded = unpickled(objects, contents, checkpoint.object_path, allowed)
+        return loaded | {id(t): deliver(t, r) for t, r in zip(tensors, results, strict=True)}
+
+    loaded = agree(comm, deliver_all)
     return mapped_values(lambda value: loaded[id(value)], state_dict), report
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What this rank wants, and the checkpoint that has it."""
+
+    checkpoint: StoredCheckpoint
+    tensors: Sequence[Any]
+    objects: Sequence[Any]
+
+    @property
+    def keys(self) -> list[str]:
+        """Of the tensors, sorted."""
+        return sorted({tensor.key for tensor in self.tensors})
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the ranks of a group want, taken together.
+
+    Attributes:
+        keys: of all tensors, sorted.
+        has_objects: whether any of them wants objects.
+        budget: the smallest of the memory bounds.
+    """
+
+    keys: Sequence[str]
+    has_objects: bool
+    budget: int
+
+
+def _requested(
+    state_dict: StateDict,
+    open_checkpoint: Callable[[], StoredCheckpoint],
+    comm: Communicator,
+    options: Options,
+) -> tuple[_Request, _Wanted]:
+    """What this rank wants, and what all do. Collective."""
+    held: list[_Request] = []
+
+    def describe() -> bytes:
+        checkpoint = open_checkpoint()
+        values = list(sharded_values(state_dict))
+        tensors = [value for value in values if isinstance(value, ShardedTensor)]
+        objects = [value for value in values if isinstance(value, ShardedObject)]
+        held.append(_Request(checkpoint, tensors, objects))
+        told = [options.max_inflight_bytes, bool(objects), held[0].keys]
+        return json.dumps(told).encode()
+
+    everyone = [json.loads(answer) for answer in set(agree_and_gather_bytes(comm, describe))]
+    budgets, have_objects, keys = zip(*everyone, strict=True)
+    wanted = _Wanted(sorted(set(chain.from_iterable(keys))), any(have_objects), min(budgets))
+    return held[0], wanted
 
 
 def _tables(contents: Sequence[bytes]) -> list[BoxTable]:
@@ -129,28 +190,16 @@ class _Arrays(Sequence[ArraySpec]):
         return {key: self[self._numbers[key]] for key in keys}
 
 
-def _looked_up(
-    keys: Iterable[str], checkpoint: StoredCheckpoint, comm: Communicator, options: Options
-) -> tuple[_Arrays, int]:
-    """The arrays that any rank of the group wants, and the smallest of the memory bounds.
-
-    Collective. Each rank looks up its share.
-    """
-    mine = sorted(keys)
-    answers = agree_and_gather_bytes(
-        comm, lambda: json.dumps([options.max_inflight_bytes, mine]).encode()
-    )
-    everyone = [json.loads(answer) for answer in set(answers)]
-    wanted = sorted({key for _, found in everyone for key in found})
+def _looked_up(keys: Sequence[str], checkpoint: StoredCheckpoint, comm: Communicator) -> _Arrays:
+    """The arrays that any rank of the group wants. Collective. Each rank looks up its share."""
 
     def look_up() -> bytes:
-        share = wanted[comm.rank :: comm.size]
+        share = keys[comm.rank :: comm.size]
         found = checkpoint.find(share)
         return "\n".join(json.dumps(array_to_wire(found[key])) for key in share).encode()
 
     shares = agree_and_gather_bytes(comm, look_up)
-    arrays = _Arrays(wanted, [share.decode().split("\n") for share in shares])
-    return arrays, min(budget for budget, _ in everyone)
+    return _Arrays(keys, [share.decode().split("\n") for share in shares])
 
 
 def _targets(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
+from dist_ckpt_strategies.comm.agree import agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
 from dist_ckpt_strategies.megatron.shards import object_id
 from dist_ckpt_strategies.spec.object import ObjectId
@@ -46,11 +46,17 @@ class ObjectShares:
         ]
 
 
+NO_SHARES = ObjectShares({}, {})
+"""Nobody wants an object."""
+
+
 def share_objects(objects: Iterable[Any], comm: Communicator) -> ObjectShares:
     """Deal the objects that any rank wants out to the ranks in turn. Collective."""
-    names = sorted({object_id(found).unique_key for found in objects})
     wanted_by: dict[str, list[int]] = defaultdict(list)
-    for rank, found in enumerate(agree_and_gather(comm, lambda: names)):
+    answers = agree_and_gather(
+        comm, lambda: sorted({object_id(found).unique_key for found in objects})
+    )
+    for rank, found in enumerate(answers):
         for unique_key in found:
             wanted_by[unique_key].append(rank)
     order = sorted(wanted_by)
@@ -103,20 +109,15 @@ def unpickled(
     objects: Sequence[Any],
     contents: Mapping[str, bytes],
     path_of: Callable[[ObjectId], str],
-    comm: Communicator,
     allowed: Callable[[], Allowed],
 ) -> dict[int, Any]:
-    """What was loaded for each ShardedObject, by its identity. Collective.
+    """What was loaded for each ShardedObject, by its identity.
 
     ``path_of`` says where a shard is kept, for messages.
     """
-
-    def unpickle() -> dict[int, Any]:
-        allow = allowed()
-        names = {id(found): object_id(found) for found in objects}
-        return {
-            found: load_content(contents[n.unique_key], path_of(n), n.unique_key, allow)
-            for found, n in names.items()
-        }
-
-    return agree(comm, unpickle)
+    allow = allowed() if objects else ()
+    names = {id(found): object_id(found) for found in objects}
+    return {
+        found: load_content(contents[n.unique_key], path_of(n), n.unique_key, allow)
+        for found, n in names.items()
+    }

@@ -15,6 +15,7 @@ import torch
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.host_links import HostLinks, link_hosts
 from dist_ckpt_strategies.comm.torch_group import (
     ProcessGroup,
     is_distributed,
@@ -43,6 +44,9 @@ R = TypeVar("R")
 
 _NUM_CHANNELS = 2
 """Gloo moves twice as much over two groups side by side."""
+
+_SHARED_PART = 4
+"""Memory that ranks of one host share takes this part of what may be on its way, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +107,9 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
     Args:
         data_parallel_group: ranks that share the reading; None for the world.
-        cpu_transfer: send over gloo, on the host; False sends over the group's own backend, with
-            NCCL from GPU to GPU.
+        cpu_transfer: send from host to host, over gloo, and through memory that they share
+            between ranks of one host; False sends over the group's own backend, with NCCL from
+            GPU to GPU.
         base_strategy: reads the storage; by default a strategy for ("zarr", 1) and ("zarr", 2).
             The strategies for these read boxes, each rank an even share of the bytes, straight
             into the tensors. Any other load strategy, such as Megatron-Core's for ``torch_dist``,
@@ -137,6 +142,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         self.base_strategy = _checked_base(base_strategy, allow)
         self.call_times: dict[str, list[float]] = {}
         self._channels: tuple[ProcessGroup, ...] = ()
+        self._links: HostLinks | None = None
         self._options = _options_of(self.base_strategy).with_changes(
             max_inflight_bytes=max_inflight_bytes, timeout_s=timeout_s
         )
@@ -160,7 +166,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
     @raises_megatron_errors
     def maybe_init_gloo_group(self) -> None:
-        """Make the gloo groups that ``cpu_transfer`` needs, once for this strategy.
+        """Make what ``cpu_transfer`` needs, once for this strategy: gloo groups, shared memory.
 
         Collective over the world the first time; ``load`` calls it.
         """
@@ -170,6 +176,9 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             self.data_parallel_group_orig, _NUM_CHANNELS, timeout_s=self._options.timeout_s
         )
         self.data_parallel_group = self._channels[0]
+        group = self._group("meeting of the ranks on each host")
+        shared_nbytes = self._options.max_inflight_bytes // _SHARED_PART
+        self._links = link_hosts(group, shared_nbytes if self._options.share_memory else 0)
 
     @timed()
     @raises_megatron_errors
@@ -199,13 +208,19 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         if not self.cpu_transfer:
             agree(world, lambda: require_member(self.data_parallel_group))
         group = self._group(purpose)
+        shared_nbytes = self._links.nbytes if self._links else 0
+        options = self._options.with_changes(
+            max_inflight_bytes=self._options.max_inflight_bytes - shared_nbytes
+        )
         base = self.base_strategy
         if isinstance(base, BaseLoadShardedStrategy):
             loaded, self._report = agree(
-                world, lambda: base.load_in_group(sharded_state_dict, root, group, self._options)
+                world, lambda: base.load_in_group(sharded_state_dict, root, group, options)
             )
         else:
-            loaded, self._report = self._load_through(sharded_state_dict, root, world, group)
+            loaded, self._report = self._load_through(
+                sharded_state_dict, root, world, group, options
+            )
         logger.info("rank %s: load from %s: %s", world.global_rank(world.rank), root, self._report)
         return loaded
 
@@ -280,15 +295,20 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         return [meta for _, meta in sorted(lowest.items(), key=itemgetter(0))]
 
     def _load_through(
-        self, state_dict: StateDict, location: Location, world: Communicator, group: Communicator
+        self,
+        state_dict: StateDict,
+        location: Location,
+        world: Communicator,
+        group: Communicator,
+        options: Options,
     ) -> tuple[StateDict, BroadcastReport]:
         """Load through a base strategy whose ``load`` is collective over the world. Collective."""
         root = require_path(location, f"{type(self.base_strategy).__name__}")
-        request = agree(world, lambda: request_in_group(state_dict, group, self._options))
+        request = agree(world, lambda: request_in_group(state_dict, group, options))
         loaded = agree(world, lambda: self.base_strategy.load(request.own, root))
         return agree(
             world,
-            lambda: share_in_group(request, loaded, root, group, self._options, self._allowed),
+            lambda: share_in_group(request, loaded, root, group, options, self._allowed),
         )
 
     def _group(self, purpose: str) -> Communicator:
@@ -299,6 +319,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             purpose=purpose,
             channels=self._channels,
             payload_device=None if self.cpu_transfer else payload_device(group),
+            links=self._links,
         )
 
     def _allowed(self) -> list[Any]:

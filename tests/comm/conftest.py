@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import pytest
 
-from tests.comm.communicators import Carrier, over_gloo, over_solo, over_threads
+from tests.comm.communicators import (
+    Carrier,
+    over_gloo,
+    over_links,
+    over_links_and_gloo,
+    over_solo,
+    over_threads,
+)
 
 
 @pytest.fixture(
     params=[
         over_solo,
         over_threads,
-        pytest.param(over_gloo, marks=[pytest.mark.multiprocess, pytest.mark.timeout(90)]),
+        *(
+            pytest.param(over, marks=[pytest.mark.multiprocess, pytest.mark.timeout(90)])
+            for over in (over_gloo, over_links, over_links_and_gloo)
+        ),
     ],
     ids=lambda carrier: carrier.__name__,
 )
@@ -24,7 +34,10 @@ def carrier(request: pytest.FixtureRequest) -> Carrier:
 @pytest.fixture(
     params=[
         over_threads,
-        pytest.param(over_gloo, marks=[pytest.mark.multiprocess, pytest.mark.timeout(90)]),
+        *(
+            pytest.param(over, marks=[pytest.mark.multiprocess, pytest.mark.timeout(90)])
+            for over in (over_gloo, over_links, over_links_and_gloo)
+        ),
     ],
     ids=lambda carrier: carrier.__name__,
 )
