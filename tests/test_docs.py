@@ -238,4 +238,5 @@ def test_the_options_are_those_of_the_code() -> None:
         "verify": defaults.verify,
         "crc32c": str(int(defaults.crc32c)),
         "writer_process": str(int(defaults.writer_process)),
+        "share_memory": str(int(defaults.share_memory)),
     }
