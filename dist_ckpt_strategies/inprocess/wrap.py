@@ -214,7 +214,7 @@ class HPCallWrapper:
                     outcome = self._attempted(fn, a, kw)
                     if outcome is not None:
                         return outcome.result()
-        except BaseException:
+        except BaseException:  # a request to leave the process gives up too
             if self.state not in {State.DONE, State.FAILED}:
                 self._move(Event.GAVE_UP)
             raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from pathlib import Path
 from typing import Self
 
@@ -111,9 +110,7 @@ class Format2LoadShardedStrategy(BaseLoadShardedStrategy):
         Raises:
             StrategyError: no such choice.
         """
-        other = copy(self)
-        other._options = self._options.with_changes(verify=verify)  # noqa: SLF001 - a copy
-        return other
+        return self._with_changes(verify=verify)
 
     def open_checkpoint(self, root: Location, options: Options, share: Share) -> StoredCheckpoint:
         """See BaseLoadShardedStrategy."""
