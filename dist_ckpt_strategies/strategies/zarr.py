@@ -26,7 +26,7 @@ from dist_ckpt_strategies.storage.checkpoints import Format1Checkpoint, Share
 from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
 from dist_ckpt_strategies.storage.locations import Location, require_path
 from dist_ckpt_strategies.storage.objects.pickled import Allowed
-from dist_ckpt_strategies.strategies.format1 import (
+from dist_ckpt_strategies.strategies.format1_target import (
     Format1Target,
     remove_arrays,
     stored_metadata,

@@ -20,8 +20,8 @@ from dist_ckpt_strategies.storage.checkpoints import (
 )
 from dist_ckpt_strategies.storage.locations import Location
 from dist_ckpt_strategies.storage.objects.pickled import Allowed
-from dist_ckpt_strategies.strategies.format1 import stored_metadata
-from dist_ckpt_strategies.strategies.format2 import Format2Target, manifest_metadata
+from dist_ckpt_strategies.strategies.format1_target import stored_metadata
+from dist_ckpt_strategies.strategies.format2_target import Format2Target, manifest_metadata
 from dist_ckpt_strategies.strategies.registry import require_own
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.sharded_save import SaveTarget

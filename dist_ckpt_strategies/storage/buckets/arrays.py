@@ -19,7 +19,7 @@ from dist_ckpt_strategies.storage.byte_budget import ByteBudget
 from dist_ckpt_strategies.storage.format2.chunk_files import ChunkFile, runs_at_a_time
 from dist_ckpt_strategies.storage.format2.inner_codec import decode_run, encode_index, encode_run
 from dist_ckpt_strategies.storage.format2.layout import chunk_name, metadata_content, metadata_name
-from dist_ckpt_strategies.storage.format2.transfers import (
+from dist_ckpt_strategies.storage.format2.array_bases import (
     ArrayReaderBase,
     ArrayWriterBase,
     FindRecord,

@@ -27,7 +27,7 @@ from dist_ckpt_strategies.storage.format2.layout import (
     metadata_content,
     metadata_name,
 )
-from dist_ckpt_strategies.storage.format2.transfers import (
+from dist_ckpt_strategies.storage.format2.array_bases import (
     ArrayReaderBase,
     ArrayWriterBase,
     FindRecord,
