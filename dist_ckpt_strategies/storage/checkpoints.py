@@ -43,7 +43,8 @@ from dist_ckpt_strategies.storage.format2.checks import (
 )
 from dist_ckpt_strategies.storage.format2.chunk_files import ChunkFile
 from dist_ckpt_strategies.storage.format2.layout import chunk_name
-from dist_ckpt_strategies.storage.format2.manifest import INDEX_NAME, Manifest, digest_of
+from dist_ckpt_strategies.storage.format2.manifest import INDEX_NAME, digest_of
+from dist_ckpt_strategies.storage.format2.manifest_reader import Manifest
 from dist_ckpt_strategies.storage.locations import Location
 from dist_ckpt_strategies.storage.objects.pickled import object_path, plain_content, read_content
 from dist_ckpt_strategies.storage.places import Directory, Place
