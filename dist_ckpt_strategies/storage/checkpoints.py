@@ -24,11 +24,7 @@ from dist_ckpt_strategies.storage.buckets.arrays import BucketReader, check_chun
 from dist_ckpt_strategies.storage.buckets.place import Bucket
 from dist_ckpt_strategies.storage.buckets.publication import require_something
 from dist_ckpt_strategies.storage.disk.file_access import file_access, permitted_access
-from dist_ckpt_strategies.storage.disk.files import (
-    COMMON_NAME,
-    file_errors,
-    require_directory,
-)
+from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, file_errors, require_directory
 from dist_ckpt_strategies.storage.format1.engines import open_array_store
 from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
 from dist_ckpt_strategies.storage.format2.arrays import Zarr3Reader

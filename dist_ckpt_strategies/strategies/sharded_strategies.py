@@ -18,10 +18,7 @@ from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicato
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.local.requests import LocalSaveRequest
 from dist_ckpt_strategies.megatron.allowed import default_allowed
-from dist_ckpt_strategies.megatron.bases import (
-    AsyncSaveShardedStrategy,
-    LoadShardedStrategy,
-)
+from dist_ckpt_strategies.megatron.bases import AsyncSaveShardedStrategy, LoadShardedStrategy
 from dist_ckpt_strategies.megatron.callers import is_exchanged, num_expected_meetings
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
@@ -33,11 +30,7 @@ from dist_ckpt_strategies.storage.objects.pickled import Allowed
 from dist_ckpt_strategies.strategies.group_load import load_sharded_in_group
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.sharded_load import load_sharded
-from dist_ckpt_strategies.strategies.sharded_save import (
-    SaveTarget,
-    begin_save,
-    save_sharded,
-)
+from dist_ckpt_strategies.strategies.sharded_save import SaveTarget, begin_save, save_sharded
 
 logger = logging.getLogger(__name__)
 

@@ -8,10 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt_strategies.errors import (
-    CorruptCheckpointError,
-    IncompleteCheckpointError,
-)
+from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckpointError
 from dist_ckpt_strategies.storage.disk.files import (
     COMMON_NAME,
     MARKER_NAME,
@@ -21,9 +18,7 @@ from dist_ckpt_strategies.storage.disk.files import (
 )
 from dist_ckpt_strategies.storage.format2.manifest import digest_of
 from dist_ckpt_strategies.storage.locations import read_marker
-from dist_ckpt_strategies.storage.objects.pickled import (
-    archive_damage,
-)
+from dist_ckpt_strategies.storage.objects.pickled import archive_damage
 
 
 def common_file(root: Path) -> bytes:

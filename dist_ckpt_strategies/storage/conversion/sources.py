@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.errors import (
-    IncompatibleVersionError,
-)
+from dist_ckpt_strategies.errors import IncompatibleVersionError
 from dist_ckpt_strategies.spec.conversion import SourceArray
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.object import ObjectId
@@ -19,13 +17,9 @@ from dist_ckpt_strategies.storage.buckets.place import Bucket
 from dist_ckpt_strategies.storage.conversion.safetensors_source import INDEX_NAME, SafetensorsSource
 from dist_ckpt_strategies.storage.conversion.torch_source import TorchDistSource
 from dist_ckpt_strategies.storage.conversion.zarr_sources import Format1Source, Format2Source
-from dist_ckpt_strategies.storage.disk.files import (
-    MARKER_NAME,
-)
+from dist_ckpt_strategies.storage.disk.files import MARKER_NAME
 from dist_ckpt_strategies.storage.locations import Location, read_marker
-from dist_ckpt_strategies.storage.objects.pickled import (
-    Allowed,
-)
+from dist_ckpt_strategies.storage.objects.pickled import Allowed
 
 
 class Source(Protocol):

@@ -10,32 +10,19 @@ from pathlib import Path
 
 import numpy as np
 
-from dist_ckpt_strategies.errors import (
-    CorruptCheckpointError,
-    IncompatibleVersionError,
-)
+from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompatibleVersionError
 from dist_ckpt_strategies.spec.conversion import SourceArray
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.storage.base import HostArray
-from dist_ckpt_strategies.storage.conversion.source_facts import (
-    common_file,
-    directory_identity,
-)
+from dist_ckpt_strategies.storage.conversion.source_facts import common_file, directory_identity
 from dist_ckpt_strategies.storage.conversion.torch_archives import TensorArchive
 from dist_ckpt_strategies.storage.conversion.torch_dist import METADATA_NAME, Stretch, read_index
-from dist_ckpt_strategies.storage.disk.files import (
-    file_errors,
-    read_file,
-)
+from dist_ckpt_strategies.storage.disk.files import file_errors, read_file
 from dist_ckpt_strategies.storage.format2.inner_codec import at_box
 from dist_ckpt_strategies.storage.objects.embedded_common import beside_common, common_or_object
-from dist_ckpt_strategies.storage.objects.pickled import (
-    Allowed,
-    dump_content,
-    load_pickle,
-)
+from dist_ckpt_strategies.storage.objects.pickled import Allowed, dump_content, load_pickle
 
 _MAX_OPEN = 4096
 """Archives whose place and checksum are remembered, a few hundred bytes each."""

@@ -22,17 +22,13 @@ from dist_ckpt_strategies.storage.conversion.source_facts import (
     directory_identity,
     require_archive,
 )
-from dist_ckpt_strategies.storage.disk.files import (
-    COMMON_NAME,
-)
+from dist_ckpt_strategies.storage.disk.files import COMMON_NAME
 from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
 from dist_ckpt_strategies.storage.format2.manifest import INDEX_NAME as MANIFEST_INDEX_NAME
 from dist_ckpt_strategies.storage.format2.manifest import SAVE_NAME, digest_of
 from dist_ckpt_strategies.storage.locations import Location
 from dist_ckpt_strategies.storage.objects.embedded_common import beside_common, common_or_object
-from dist_ckpt_strategies.storage.objects.pickled import (
-    object_ids,
-)
+from dist_ckpt_strategies.storage.objects.pickled import object_ids
 
 
 class Format1Source:

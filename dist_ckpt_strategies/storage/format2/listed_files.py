@@ -9,18 +9,9 @@ from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.inner_grid import InnerGrid
 from dist_ckpt_strategies.spec.manifest import ArrayRecord, ManifestIndex, ObjectRecord
 from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, MARKER_NAME
-from dist_ckpt_strategies.storage.findings import (
-    NO_FILE,
-    Finding,
-    Problem,
-    nbytes_text,
-)
-from dist_ckpt_strategies.storage.format2.checks import (
-    pack_ends,
-)
-from dist_ckpt_strategies.storage.format2.files import (
-    is_remains,
-)
+from dist_ckpt_strategies.storage.findings import NO_FILE, Finding, Problem, nbytes_text
+from dist_ckpt_strategies.storage.format2.checks import pack_ends
+from dist_ckpt_strategies.storage.format2.files import is_remains
 from dist_ckpt_strategies.storage.format2.layout import (
     METADATA_NAME,
     array_directory,

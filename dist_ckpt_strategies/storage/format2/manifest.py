@@ -11,10 +11,7 @@ from typing import Any
 
 import xxhash
 
-from dist_ckpt_strategies.errors import (
-    CorruptCheckpointError,
-    IncompatibleVersionError,
-)
+from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompatibleVersionError
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.inner_grid import num_inner_chunks

@@ -9,16 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
-from dist_ckpt_strategies.errors import (
-    ArrayNotFoundError,
-    CheckpointError,
-    CorruptCheckpointError,
-)
-from dist_ckpt_strategies.spec.manifest import (
-    ArrayRecord,
-    ObjectRecord,
-    PartEntry,
-)
+from dist_ckpt_strategies.errors import ArrayNotFoundError, CheckpointError, CorruptCheckpointError
+from dist_ckpt_strategies.spec.manifest import ArrayRecord, ObjectRecord, PartEntry
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.format2.manifest import (
     INDEX_NAME,

@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-from dist_ckpt_strategies.errors import (
-    CheckpointError,
-    IncompleteCheckpointError,
-)
+from dist_ckpt_strategies.errors import CheckpointError, IncompleteCheckpointError
 from dist_ckpt_strategies.spec.manifest import ArrayRecord, ManifestIndex, ObjectRecord
-from dist_ckpt_strategies.storage.findings import (
-    NO_FILE,
-    Finding,
-    Problem,
-    Watch,
-)
+from dist_ckpt_strategies.storage.findings import NO_FILE, Finding, Problem, Watch
 from dist_ckpt_strategies.storage.format2.manifest import INDEX_NAME
 from dist_ckpt_strategies.storage.format2.manifest_reader import Manifest
 from dist_ckpt_strategies.storage.places import Place
