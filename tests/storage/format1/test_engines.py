@@ -29,7 +29,7 @@ def test_a_missing_library_is_named_with_the_way_out(
 ) -> None:
     adapter = {"tensorstore": "tensorstore_arrays", "zarr": "zarr_arrays"}[engine]
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, f"dist_ckpt_strategies.storage.{adapter}")
+    monkeypatch.delitem(sys.modules, f"dist_ckpt_strategies.storage.format1.{adapter}")
 
     with pytest.raises(MissingDependencyError, match=module) as caught:
         open_array_store(tmp_path, Options(engine=engine))  # type: ignore[arg-type]
