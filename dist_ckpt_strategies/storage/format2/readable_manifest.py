@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dist_ckpt_strategies.errors import CheckpointError, IncompleteCheckpointError
 from dist_ckpt_strategies.spec.manifest import ArrayRecord, ManifestIndex, ObjectRecord
-from dist_ckpt_strategies.storage.findings import NO_FILE, Finding, Problem, Watch
+from dist_ckpt_strategies.storage.findings import NO_FILE, Finding, Problem
 from dist_ckpt_strategies.storage.format2.manifest import INDEX_NAME
 from dist_ckpt_strategies.storage.format2.manifest_reader import Manifest
 from dist_ckpt_strategies.storage.places import Place
@@ -15,7 +15,6 @@ class ReadableManifest:
 
     Args:
         place: the checkpoint.
-        watch: told about parts of the manifest.
 
     Attributes:
         index: its table of contents; None where it is missing or damaged.
@@ -27,7 +26,7 @@ class ReadableManifest:
         IncompatibleVersionError: a later version of this package wrote it.
     """
 
-    def __init__(self, place: Place, watch: Watch | None) -> None:
+    def __init__(self, place: Place) -> None:
         self.index: ManifestIndex | None = None
         self.arrays: tuple[ArrayRecord, ...] = ()
         self.objects: tuple[ObjectRecord, ...] = ()
@@ -48,7 +47,7 @@ class ReadableManifest:
         self.index = manifest.index
         arrays: list[ArrayRecord] = []
         objects: list[ObjectRecord] = []
-        for number, entry in enumerate(manifest.index.parts, 1):
+        for entry in manifest.index.parts:
             try:
                 of_part = manifest.contents_of(entry)
             except CheckpointError as error:
@@ -56,8 +55,6 @@ class ReadableManifest:
                 continue
             arrays += of_part[0]
             objects += of_part[1]
-            if watch:
-                watch(number, len(manifest.index.parts))
         self.arrays, self.objects = tuple(arrays), tuple(objects)
 
     @property

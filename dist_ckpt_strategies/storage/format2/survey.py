@@ -129,12 +129,11 @@ class Format2Survey:
         return any(finding.problem is Problem.MISSING_MARKER for finding in self.findings)
 
 
-def survey_format2(root: Location, watch: Watch | None = None) -> Format2Survey | None:
+def survey_format2(root: Location) -> Format2Survey | None:
     """What a place holds; None where it is not of format 2. Reads the manifest, and no data.
 
     Args:
         root: the directory, or the place in an object store. That tells names, and no sizes.
-        watch: told about parts of the manifest.
 
     Raises:
         CheckpointNotFoundError: it does not exist; in an object store also where it is no
@@ -145,7 +144,7 @@ def survey_format2(root: Location, watch: Watch | None = None) -> Format2Survey 
     there = files_of_directory(root.absolute()) if isinstance(root, Path) else _of_bucket(root)
     if there is None:
         return None
-    found = ReadableManifest(there.place, watch)
+    found = ReadableManifest(there.place)
     names = {record.array.key: tuple(names_of(record)) for record in found.arrays}
     files = sized_files(there.files, found, names)
     leftovers = (
