@@ -53,7 +53,13 @@ def run(*args: str | Path) -> Result:
 
 
 def test_the_command_says_nothing_of_libraries_that_it_does_without(written: Path) -> None:
-    command = [sys.executable, "-m", "dist_ckpt_strategies.cli", "diff", written, written]
+    command = [
+        sys.executable,
+        "-m",
+        "dist_ckpt_strategies.cli",
+        "diff",
+        *map(str, (written, written)),
+    ]
     result = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
 
     assert (result.returncode, result.stderr) == (0, "")
