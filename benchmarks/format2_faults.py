@@ -41,6 +41,7 @@ from benchmarks.faults.campaign import (
     METHODS,
     SMOKE_SHARE,
     ViolationError,
+    build_class_table,
     chance_of,
     reported_violations,
     run_parts,
@@ -199,17 +200,15 @@ def _class_of(one: Killed) -> FaultClass:
 
 def build_fault_table(campaign: Campaign, tally: Counter[FaultClass]) -> Table:
     """The classes as a table."""
-    table = Table(title=f"Format 2 under faults, seed {campaign.seed}: no violation")
-    for name in ("fault", "of", "a load brings", "why, or what is left"):
-        table.add_column(name)
-    table.add_column("cases", justify="right")
-    last = None
-    for one in sorted(tally, key=str):
-        if last not in {None, one.fault}:
-            table.add_section()
-        last = one.fault
-        table.add_row(one.fault, one.what, one.result, one.why, f"{tally[one]:,}")
-    return table
+    return build_class_table(
+        f"Format 2 under faults, seed {campaign.seed}: no violation",
+        ("fault", "of", "a load brings", "why, or what is left"),
+        ("cases",),
+        (
+            (one.fault, one.what, one.result, one.why, f"{tally[one]:,}")
+            for one in sorted(tally, key=str)
+        ),
+    )
 
 
 def run_campaign(campaign: Campaign, directory: Path | None, output: Output) -> None:

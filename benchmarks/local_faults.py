@@ -40,6 +40,7 @@ from benchmarks.faults.campaign import (
     METHODS,
     SMOKE_SHARE,
     ViolationError,
+    build_class_table,
     chance_of,
     reported_violations,
     run_parts,
@@ -171,20 +172,17 @@ def _result(outcome: Outcome, newest: int) -> str:
 
 def build_fault_table(campaign: Campaign, tally: dict[FaultClass, Counter[str]]) -> Table:
     """The classes as a table."""
-    table = Table(title=f"Local checkpoints under faults, seed {campaign.seed}: no violation")
-    for name in ("fault", "in", "hit, or left behind", "all ranks load"):
-        table.add_column(name)
-    for name in ("cases", "noticed", "in padding"):
-        table.add_column(name, justify="right")
-    last = None
-    for one in sorted(tally, key=str):
-        if last not in {None, one.fault}:
-            table.add_section()
-        last = one.fault
-        counts = tally[one]
-        files = [f"{counts[n]:,}" if one.fault != KILL else "" for n in ("detected", "in_padding")]
-        table.add_row(one.fault, one.where, one.what, one.result, f"{counts['cases']:,}", *files)
-    return table
+    return build_class_table(
+        f"Local checkpoints under faults, seed {campaign.seed}: no violation",
+        ("fault", "in", "hit, or left behind", "all ranks load"),
+        ("cases", "noticed", "in padding"),
+        (_row(one, tally[one]) for one in sorted(tally, key=str)),
+    )
+
+
+def _row(one: FaultClass, counts: Counter[str]) -> tuple[str, ...]:
+    files = (f"{counts[n]:,}" if one.fault != KILL else "" for n in ("detected", "in_padding"))
+    return one.fault, one.where, one.what, one.result, f"{counts['cases']:,}", *files
 
 
 def run_campaign(campaign: Campaign, directory: Path | None, output: Output) -> None:

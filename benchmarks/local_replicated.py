@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds i
 import typer
 from rich.table import Table
 
-from benchmarks.contenders.local_roster import FLOOR, LOCAL_PACKAGES, NVRX, OURS
+from benchmarks.contenders.roster import LOCAL_FLOOR, LOCAL_MANAGER, LOCAL_PACKAGES, NVRX
 from benchmarks.measuring.command_line import Contest, Output, contest_command
 from benchmarks.measuring.disks import file_system, touch_memory, workspace
 from benchmarks.measuring.harness import Ranks, alternate, made_in, paired_ratio
@@ -113,9 +113,9 @@ def summarise_local(samples: Sequence[LocalSample]) -> list[LocalSummary]:
             name,
             len(seconds),
             median(seconds),
-            paired_ratio(seconds, found[step, FLOOR]),
+            paired_ratio(seconds, found[step, LOCAL_FLOOR]),
             paired_ratio(seconds, found[step, NVRX]) if (step, NVRX) in found else None,
-            paired_ratio(seconds, found[SAVE, FLOOR]),
+            paired_ratio(seconds, found[SAVE, LOCAL_FLOOR]),
         )
         for (step, name), seconds in sorted(found.items(), key=lambda one: STEPS.index(one[0][0]))
     ]
@@ -129,7 +129,7 @@ def build_local_table(case: LocalCase, summaries: Sequence[LocalSummary]) -> Tab
     for name in ("seconds", "of the floor", "of nvrx", "of exchange + write"):
         table.add_column(name, justify="right")
     for one in summaries:
-        target = TARGETS.get(one.step) if one.contender == OURS else None
+        target = TARGETS.get(one.step) if one.contender == LOCAL_MANAGER else None
         aim = f" (<= {target:g})" if target else ""
         ratio = "" if one.nvrx_ratio is None else f"{one.nvrx_ratio:.2f}"
         floor, exchange = f"{one.floor_ratio:.2f}{aim}", f"{one.exchange_ratio:.2f}"
@@ -146,7 +146,7 @@ def run_place(ranks: Ranks, case: LocalCase, place: Path, contest: Contest, outp
     output.write_summaries(case, summaries, build_local_table(case, summaries))
 
 
-@contest_command(LOCAL_PACKAGES, (FLOOR,), sizes_gb=())
+@contest_command(LOCAL_PACKAGES, (LOCAL_FLOOR,), sizes_gb=())
 def main(
     contest: Contest,
     output: Output,

@@ -150,6 +150,22 @@ STORE_PACKAGES: Final[Mapping[str, str | None]] = {
 """Everyone who saves to an object store, floors first, and the package that each needs."""
 
 
+LOCAL_FLOOR: Final = "floor"
+NEW_MEMORY_FLOOR: Final = "floor, new memory"
+LOCAL_MANAGER: Final = "local manager"
+NVRX: Final = "nvrx"
+FLUSHED_NVRX: Final = "nvrx, flushed"
+
+LOCAL_PACKAGES: Final[Mapping[str, str | None]] = {
+    LOCAL_FLOOR: None,
+    NEW_MEMORY_FLOOR: None,
+    LOCAL_MANAGER: None,
+    NVRX: "nvidia_resiliency_ext",
+    FLUSHED_NVRX: "nvidia_resiliency_ext",
+}
+"""Everyone who keeps checkpoints on the nodes' own disks, floors first."""
+
+
 def missing_package(package: str | None) -> str | None:
     """What a contender lacks, as a sentence; None where its package can be imported."""
     if package is None or importlib.util.find_spec(package) is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from traceback import format_exception
@@ -12,6 +12,7 @@ from typing import TypeVar
 import typer
 from rich.console import Console
 from rich.progress import Progress
+from rich.table import Table
 
 from benchmarks.measuring.command_line import Output
 from benchmarks.measuring.disks import workspace
@@ -54,6 +55,31 @@ def reported_violations(seed: int, output: Output) -> Iterator[None]:
         output.lines.write("violation", violation.fields, seed=seed)
         typer.echo(f"VIOLATION with --seed {seed}: {violation}", err=True)
         raise typer.Exit(1) from violation
+
+
+def build_class_table(
+    title: str, names: Sequence[str], counts: Sequence[str], rows: Iterable[Sequence[str]]
+) -> Table:
+    """A table of classes of cases, each fault in a section of its own.
+
+    Args:
+        title: above it.
+        names: titles of the columns that say which class; the first is the fault.
+        counts: titles of the columns that say how many.
+        rows: sorted by fault.
+    """
+    table = Table(title=title)
+    for name in names:
+        table.add_column(name)
+    for name in counts:
+        table.add_column(name, justify="right")
+    last = None
+    for row in rows:
+        if last not in {None, row[0]}:
+            table.add_section()
+        last = row[0]
+        table.add_row(*row)
+    return table
 
 
 def chance_of(fault: str, seed: int) -> random.Random:

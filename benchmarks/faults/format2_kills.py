@@ -17,9 +17,9 @@ from benchmarks.faults.format2_worker import NUM_WRITERS, PRELOAD, Spec, make_wo
 from benchmarks.faults.outcomes import Ending, Outcome
 from benchmarks.measuring.harness import Ranks
 from dist_ckpt_strategies.run.prune import prune
+from dist_ckpt_strategies.storage.disk.files import MARKER_NAME
 from dist_ckpt_strategies.storage.format2.manifest import INDEX_NAME, SAVE_NAME
 from dist_ckpt_strategies.storage.format2.survey import check_format2, survey_format2
-from dist_ckpt_strategies.storage.lifecycle.publication import MARKER_NAME
 
 _METHODS = ("save", "save_behind")
 _FIRST_GUESS_S = 0.2

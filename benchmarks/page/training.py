@@ -7,8 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from benchmarks.contenders.local_roster import FLOOR, NVRX
-from benchmarks.contenders.roster import MEMCPY, QUEUE
+from benchmarks.contenders.roster import LOCAL_FLOOR, MEMCPY, NVRX, QUEUE
 from benchmarks.page.figures import BarFigure, BarPanel, Figure, bar_of
 from benchmarks.page.ratios import Shown, is_ours, ratio_panel, ratio_section
 from benchmarks.page.results import Found, Line, spread_of, summarise_rounds
@@ -36,11 +35,11 @@ def local_section(found: Found) -> Section:
 def _local(found: Found) -> Iterator[Shown]:
     for case, step in found.cases_and_steps():
         fields: dict[str, Any] = dict(case)
-        stats = summarise_rounds(found.samples(case, step), (FLOOR, NVRX))
+        stats = summarise_rounds(found.samples(case, step), (LOCAL_FLOOR, NVRX))
         where = f"{fields['num_ranks']} ranks x {mib_text(fields['rank_nbytes'])}"
         title = f"{step}: {where}, {fields['file_system']}"
-        floors = {FLOOR: "of the floor", NVRX: "of nvrx"}
-        panel = ratio_panel(title, stats, FLOOR, (FLOOR,))
+        floors = {LOCAL_FLOOR: "of the floor", NVRX: "of nvrx"}
+        panel = ratio_panel(title, stats, LOCAL_FLOOR, (LOCAL_FLOOR,))
         yield Shown(title, stats_table(stats, floors), panel)
 
 

@@ -12,7 +12,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.contenders.local_roster import FLOOR, FLUSHED_NVRX, NEW_MEMORY_FLOOR, NVRX, OURS
+from benchmarks.contenders.roster import (
+    FLUSHED_NVRX,
+    LOCAL_FLOOR,
+    LOCAL_MANAGER,
+    NEW_MEMORY_FLOOR,
+    NVRX,
+)
 from benchmarks.measuring.harness import RankContext, join_gloo
 from dist_ckpt_strategies.device import host_memory
 from dist_ckpt_strategies.local import (
@@ -250,9 +256,9 @@ def _flushed_nvrx(rank: int, tensors: Sequence[torch.Tensor]) -> LocalContender:
 
 
 MAKERS: Mapping[str, Callable[[int, Sequence[torch.Tensor]], LocalContender]] = {
-    FLOOR: _Floor,
+    LOCAL_FLOOR: _Floor,
     NEW_MEMORY_FLOOR: _NewMemoryFloor,
-    OURS: _Manager,
+    LOCAL_MANAGER: _Manager,
     NVRX: _nvrx,
     FLUSHED_NVRX: _flushed_nvrx,
 }

@@ -7,6 +7,7 @@ What a command needs is imported when it runs, so that help appears at once and 
 from __future__ import annotations
 
 import platform
+import warnings
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -66,6 +67,8 @@ _Memory = Annotated[
 
 def main() -> None:
     """Run the command line and exit with its status: the console script ``dist-ckpt``."""
+    # Without Transformer Engine, which no command needs, Megatron-Core's import warns of it.
+    warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     app(prog_name="dist-ckpt")
 
 

@@ -62,6 +62,15 @@ def print_list(
         console.print(text, soft_wrap=True)
 
 
+def print_section(
+    console: Console, titles: Row, rows: Sequence[Row], right: Collection[str]
+) -> None:
+    """Print rows, if there are any, and an empty line behind them; see print_list."""
+    if rows:
+        print_list(console, titles, rows, right)
+        console.print()
+
+
 def print_wrapped(console: Console, text: str, first: str, others: str) -> None:
     """Print a text, broken between words where the terminal ends.
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 
 from rich.console import Console
 from rich.text import Text
 
 from dist_ckpt_strategies.cli.columns import print_wrapped
-from dist_ckpt_strategies.cli.text import printable
+from dist_ckpt_strategies.cli.text import counted, printable
 from dist_ckpt_strategies.storage.findings import Finding
 
 _NUM_FIRST = 3
@@ -48,6 +49,27 @@ def print_below(
     if len(findings) > _MAX_BELOW:
         more = f"  ... and {len(findings) - _MAX_BELOW:,} more; --json lists them"
         console.print(Text(more, "dim"), soft_wrap=True)
+
+
+def print_by_key(
+    console: Console, findings: Sequence[Finding], text_of: Callable[[Finding], str]
+) -> None:
+    """All findings, sorted by key, under a heading for each; see print_below."""
+    for key, some in groupby(findings, lambda finding: finding.key):
+        print_below(console, key or "the checkpoint", list(some), text_of)
+
+
+def not_complete(findings: Sequence[Finding]) -> str:
+    """What a summary says of a checkpoint with findings."""
+    return f"NO, {counted(len(findings), 'finding')}; `dist-ckpt verify` lists them all"
+
+
+def not_whole(findings: Sequence[Finding]) -> str | None:
+    """What a verdict says of a checkpoint with findings; None without one."""
+    if not findings:
+        return None
+    num_files = len({finding.path for finding in findings})
+    return f"is NOT whole: {counted(len(findings), 'finding')} in {counted(num_files, 'file')}"
 
 
 def print_verdict(console: Console, root: str, wrong: str | None, checked: str) -> None:

@@ -4,26 +4,34 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from dataclasses import asdict
+from typing import Any
 
 from rich.console import Console
 
-from dist_ckpt_strategies.cli.columns import Row, print_list
-from dist_ckpt_strategies.cli.findings import print_below, print_fact, print_first, print_verdict
-from dist_ckpt_strategies.cli.json_form import (
-    array_fields,
-    finding_fields,
-    object_fields,
-    print_json,
-    summary_fields,
+from dist_ckpt_strategies.cli.columns import Row, print_section
+from dist_ckpt_strategies.cli.findings import (
+    not_complete,
+    print_by_key,
+    print_fact,
+    print_first,
+    print_verdict,
 )
-from dist_ckpt_strategies.cli.text import bytes_text, counted, extent_text, is_wanted, printable
-from dist_ckpt_strategies.errors import ArrayNotFoundError
+from dist_ckpt_strategies.cli.json_form import finding_fields, leftover_fields, print_json
+from dist_ckpt_strategies.cli.text import (
+    bytes_text,
+    counted,
+    extent_text,
+    is_wanted,
+    printable,
+    require_match,
+)
 from dist_ckpt_strategies.storage.findings import Finding, LeftoverKind
 from dist_ckpt_strategies.storage.format1.stored_arrays import StoredArray
 from dist_ckpt_strategies.storage.format1.survey import Survey
 from dist_ckpt_strategies.storage.objects.stored import StoredObject
 
+_RIGHT = ("files", "size")
 _LEFTOVERS = {
     LeftoverKind.LOCKS: "directories with locks of Megatron-Core <= 0.15",
     LeftoverKind.PARTIAL: "files that a save did not finish",
@@ -46,18 +54,17 @@ def inspect_format1(survey: Survey, keys: str | None, *, with_objects: bool, as_
     """
     arrays = [stored for stored in survey.arrays if is_wanted(stored.array.key, keys)]
     objects = [stored for stored in survey.objects if is_wanted(stored.key, keys)]
-    if keys is not None and not arrays and not objects:
-        num_keys = len(survey.arrays) + len(survey.objects)
-        raise ArrayNotFoundError(f"{survey.root}: none of its {num_keys} keys matches {keys!r}")
+    num_keys = len(survey.arrays) + len(survey.objects)
+    require_match(survey.root, "keys", num_keys, keys, arrays or objects)
     shown_objects = objects if with_objects else []
     if as_json:
         fields = {
             "complete": _is_complete(survey),
-            "arrays": list(map(array_fields, arrays)),
-            "objects": list(map(object_fields, shown_objects)),
+            "arrays": list(map(_array_fields, arrays)),
+            "objects": list(map(_object_fields, shown_objects)),
             "findings": list(map(finding_fields, survey.findings)),
         }
-        print_json("inspect", survey.root, summary_fields(survey) | fields)
+        print_json("inspect", survey.root, _summary_fields(survey) | fields)
         return
     console = Console(highlight=False)
     _print_arrays(console, arrays)
@@ -79,11 +86,10 @@ def show_verdict(
     if as_json:
         whole = None if survey.is_foreign else not findings
         fields = {"whole": whole, "findings": list(map(finding_fields, findings))}
-        print_json("verify", survey.root, summary_fields(survey) | fields)
+        print_json("verify", survey.root, _summary_fields(survey) | fields)
         return
     console = Console(highlight=False)
-    for key, some in groupby(findings, lambda finding: finding.key):
-        print_below(console, key or "the checkpoint", list(some), _text_of)
+    print_by_key(console, findings, _text_of)
     checked = "" if survey.is_foreign else _checked(survey, seconds)
     print_verdict(console, str(survey.root), _wrong(survey, findings), checked)
 
@@ -131,7 +137,7 @@ def _print_arrays(console: Console, arrays: Sequence[StoredArray]) -> None:
         for stored in arrays
     ]
     titles = Row("array", ("shape", "dtype", "chunk", "files", "size"))
-    _print_rows(console, titles, rows)
+    print_section(console, titles, rows, _RIGHT)
 
 
 def _print_objects(console: Console, objects: Sequence[StoredObject]) -> None:
@@ -147,13 +153,7 @@ def _print_objects(console: Console, objects: Sequence[StoredObject]) -> None:
         )
         for stored in objects
     ]
-    _print_rows(console, Row("object", ("grid", "files", "size")), rows)
-
-
-def _print_rows(console: Console, titles: Row, rows: Sequence[Row]) -> None:
-    if rows:
-        print_list(console, titles, rows, right=("files", "size"))
-        console.print()
+    print_section(console, Row("object", ("grid", "files", "size")), rows, _RIGHT)
 
 
 def _present(found: int, expected: int) -> str:
@@ -205,5 +205,46 @@ def _completeness(survey: Survey) -> str:
         return "not known; dist-ckpt looks into zarr 1 and zarr 2 only"
     if not survey.findings:
         return "yes, by names and sizes; `dist-ckpt verify` also reads the objects"
-    count = counted(len(survey.findings), "finding")
-    return f"NO, {count}; `dist-ckpt verify` lists them all"
+    return not_complete(survey.findings)
+
+
+def _summary_fields(survey: Survey) -> dict[str, Any]:
+    """Counts and sizes of the whole checkpoint, its marker and its common state."""
+    common = survey.common
+    return {
+        "marker": asdict(survey.marker) if survey.marker else None,
+        "common": {"path": common.path, "nbytes": common.nbytes} if common else None,
+        "num_arrays": len(survey.arrays),
+        "num_objects": len(survey.objects),
+        "num_files": survey.num_files,
+        "nbytes": survey.nbytes,
+        "leftovers": list(map(leftover_fields, survey.leftovers)),
+    }
+
+
+def _array_fields(stored: StoredArray) -> dict[str, Any]:
+    """One array."""
+    array = stored.array
+    return {
+        "key": array.key,
+        "shape": array.shape,
+        "dtype": array.dtype.value,
+        "chunk_shape": array.chunk_shape,
+        "separator": array.separator,
+        "raw": array.is_raw,
+        "nbytes": array.nbytes,
+        "num_chunks": stored.num_chunks,
+        "num_chunks_expected": array.num_chunks,
+        "file_nbytes": stored.file_nbytes,
+    }
+
+
+def _object_fields(stored: StoredObject) -> dict[str, Any]:
+    """One grid of objects."""
+    return {
+        "key": stored.key,
+        "shape": stored.shape,
+        "num_shards": stored.num_shards,
+        "num_shards_expected": stored.num_expected,
+        "file_nbytes": stored.file_nbytes,
+    }

@@ -5,22 +5,35 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from itertools import groupby
 from typing import Any
 
 from rich.console import Console
 
-from dist_ckpt_strategies.cli.columns import Row, print_list
-from dist_ckpt_strategies.cli.findings import print_below, print_fact, print_first, print_verdict
+from dist_ckpt_strategies.cli.columns import Row, print_section
+from dist_ckpt_strategies.cli.findings import (
+    not_complete,
+    not_whole,
+    print_by_key,
+    print_fact,
+    print_first,
+    print_verdict,
+)
 from dist_ckpt_strategies.cli.json_form import finding_fields, leftover_fields, print_json
-from dist_ckpt_strategies.cli.text import bytes_text, counted, extent_text, is_wanted, printable
-from dist_ckpt_strategies.errors import ArrayNotFoundError
+from dist_ckpt_strategies.cli.text import (
+    bytes_text,
+    counted,
+    extent_text,
+    is_wanted,
+    printable,
+    require_match,
+)
 from dist_ckpt_strategies.spec.manifest import ObjectRecord
 from dist_ckpt_strategies.storage.findings import Finding
 from dist_ckpt_strategies.storage.format2.files import SaveBegun
 from dist_ckpt_strategies.storage.format2.survey import Format2Survey, RecordedArray
 
 _MAX_NAMED = 5
+_RIGHT = ("files", "shards", "size")
 _ARRAY_TITLES = Row("array", ("shape", "dtype", "chunk", "inner", "files", "size", "writers"))
 _OBJECT_TITLES = Row("object", ("grid", "shards", "size", "writers"))
 
@@ -41,9 +54,8 @@ def inspect_format2(
     """
     arrays = [one for one in survey.arrays if is_wanted(one.record.array.key, keys)]
     objects = [one for one in _grids(survey.objects) if is_wanted(one[0].id.key, keys)]
-    if keys is not None and not arrays and not objects:
-        num_keys = len(survey.arrays) + len(_grids(survey.objects))
-        raise ArrayNotFoundError(f"{survey.root}: none of its {num_keys} keys matches {keys!r}")
+    num_keys = len(survey.arrays) + len(_grids(survey.objects))
+    require_match(survey.root, "keys", num_keys, keys, arrays or objects)
     shown_objects = objects if with_objects else []
     if as_json:
         fields = {
@@ -55,8 +67,8 @@ def inspect_format2(
         print_json("inspect", str(survey.root), _summary_fields(survey) | fields)
         return
     console = Console(highlight=False)
-    _print_rows(console, _ARRAY_TITLES, list(map(_array_row, arrays)))
-    _print_rows(console, _OBJECT_TITLES, list(map(_object_row, shown_objects)))
+    print_section(console, _ARRAY_TITLES, list(map(_array_row, arrays)), _RIGHT)
+    print_section(console, _OBJECT_TITLES, list(map(_object_row, shown_objects)), _RIGHT)
     for label, text in _summary(survey):
         print_fact(console, label, text)
     print_first(console, survey.findings)
@@ -83,8 +95,7 @@ def show_verdict(
         print_json("verify", str(survey.root), _summary_fields(survey) | fields)
         return
     console = Console(highlight=False)
-    for key, some in groupby(findings, lambda finding: finding.key):
-        print_below(console, key or "the checkpoint", list(some), str)
+    print_by_key(console, findings, str)
     speed = bytes_text(int(survey.nbytes / max(seconds, 1e-9)))
     checked = (
         f"compared with the manifest: {counted(len(survey.arrays), 'array')}, "
@@ -98,16 +109,7 @@ def show_verdict(
 def _wrong(survey: Format2Survey, findings: Sequence[Finding]) -> str | None:
     if survey.is_unfinished:
         return f"is NOT finished: {_unfinished(survey.begun)}"
-    if not findings:
-        return None
-    num_files = len({finding.path for finding in findings})
-    return f"is NOT whole: {counted(len(findings), 'finding')} in {counted(num_files, 'file')}"
-
-
-def _print_rows(console: Console, titles: Row, rows: Sequence[Row]) -> None:
-    if rows:
-        print_list(console, titles, rows, right=("files", "shards", "size"))
-        console.print()
+    return not_whole(findings)
 
 
 def _array_row(stored: RecordedArray) -> Row:
@@ -176,12 +178,11 @@ def _summary(survey: Format2Survey) -> Iterator[tuple[str, str]]:
 def _completeness(survey: Format2Survey) -> str:
     if survey.is_unfinished:
         return f"NO, {_unfinished(survey.begun)}"
-    if not survey.findings and survey.has_sizes:
+    if survey.findings:
+        return not_complete(survey.findings)
+    if survey.has_sizes:
         return "yes, by names and sizes; `dist-ckpt verify` compares every digest"
-    if not survey.findings:
-        return "yes, by names; `dist-ckpt verify` compares sizes and every digest"
-    count = counted(len(survey.findings), "finding")
-    return f"NO, {count}; `dist-ckpt verify` lists them all"
+    return "yes, by names; `dist-ckpt verify` compares sizes and every digest"
 
 
 def _unfinished(begun: SaveBegun | None) -> str:

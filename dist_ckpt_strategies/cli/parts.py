@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import groupby
 from typing import Any
 
 from rich.console import Console
 
-from dist_ckpt_strategies.cli.columns import Row, print_list
-from dist_ckpt_strategies.cli.findings import print_below, print_fact, print_first, print_verdict
+from dist_ckpt_strategies.cli.columns import Row, print_section
+from dist_ckpt_strategies.cli.findings import (
+    not_complete,
+    not_whole,
+    print_below,
+    print_fact,
+    print_first,
+    print_verdict,
+)
 from dist_ckpt_strategies.cli.json_form import finding_fields, leftover_fields, print_json
-from dist_ckpt_strategies.cli.text import bytes_text, counted, printable
-from dist_ckpt_strategies.errors import ArrayNotFoundError
+from dist_ckpt_strategies.cli.text import (
+    bytes_text,
+    counted,
+    is_wanted,
+    printable,
+    require_match,
+)
 from dist_ckpt_strategies.spec.part import PartId, SaveId
 from dist_ckpt_strategies.storage.findings import Finding, LeftoverKind
 from dist_ckpt_strategies.storage.parts.survey import PartSurvey, StoredCopy
@@ -73,9 +84,8 @@ def inspect_parts(survey: PartSurvey, keys: str | None, *, as_json: bool) -> Non
         ArrayNotFoundError: no part matches.
     """
     parts = [_ShownPart.of(list(some)) for _, some in groupby(survey.copies, lambda c: c.part_id)]
-    shown = [part for part in parts if keys is None or fnmatchcase(str(part.part_id), keys)]
-    if keys is not None and not shown:
-        raise ArrayNotFoundError(f"{survey.root}: none of its {len(parts)} parts matches {keys!r}")
+    shown = [part for part in parts if is_wanted(str(part.part_id), keys)]
+    require_match(survey.root, "parts", len(parts), keys, shown)
     if as_json:
         fields = {
             "iterations": list(map(_save_fields, _by_save(shown))),
@@ -84,13 +94,9 @@ def inspect_parts(survey: PartSurvey, keys: str | None, *, as_json: bool) -> Non
         print_json("inspect", survey.root, _summary_fields(survey, survey.findings) | fields)
         return
     console = Console(highlight=False)
-    if shown:
-        saves = list(map(_save_row, _by_save(shown)))
-        print_list(console, _SAVE_TITLES, saves, right=("copies", "size"))
-        console.print()
-        rows = list(map(_part_row, shown))
-        print_list(console, _PART_TITLES, rows, right=("owner", "ranks", "tensors", "size"))
-        console.print()
+    saves, rows = list(map(_save_row, _by_save(shown))), list(map(_part_row, shown))
+    print_section(console, _SAVE_TITLES, saves, right=("copies", "size"))
+    print_section(console, _PART_TITLES, rows, right=("owner", "ranks", "tensors", "size"))
     _print_summary(console, survey, parts)
 
 
@@ -119,19 +125,12 @@ def show_verdict(
         f"checked: {counted(num_tensors, 'tensor')} in {counted(len(survey.copies), 'file')} of "
         f"local parts; {bytes_text(survey.nbytes)} in all, {seconds:.1f} s"
     )
-    print_verdict(console, str(survey.root), _wrong(findings), checked)
+    print_verdict(console, str(survey.root), not_whole(findings), checked)
 
 
 def _text_of(finding: Finding) -> str:
     name = f"{finding.key}: " if finding.key else ""
     return f"{name}expected {finding.expected}, found {finding.found}"
-
-
-def _wrong(findings: Sequence[Finding]) -> str | None:
-    if not findings:
-        return None
-    num_files = len({finding.path for finding in findings})
-    return f"is NOT whole: {counted(len(findings), 'finding')} in {counted(num_files, 'file')}"
 
 
 def _by_save(parts: Sequence[_ShownPart]) -> list[tuple[_ShownPart, ...]]:
@@ -181,8 +180,7 @@ def _print_summary(console: Console, survey: PartSurvey, parts: Sequence[_ShownP
     _print_leftovers(console, survey)
     verdict = "yes, by headers and sizes; `dist-ckpt verify` compares every tensor"
     if survey.findings:
-        count = counted(len(survey.findings), "finding")
-        verdict = f"NO, {count}; `dist-ckpt verify` lists them all"
+        verdict = not_complete(survey.findings)
     print_fact(console, "whole", verdict)
     print_first(console, survey.findings)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
+from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.spec.region import Extent
 
 _UNIT = 1000
@@ -36,6 +37,23 @@ def extent_text(extent: Extent) -> str:
 def is_wanted(key: str, keys: str | None) -> bool:
     """Whether a key matches a pattern, if there is one; ``*`` stands for any characters."""
     return keys is None or fnmatchcase(key, keys)
+
+
+def require_match(root: object, what: str, count: int, keys: str | None, found: object) -> None:
+    """Raise where a pattern was given, and nothing matches it.
+
+    Args:
+        root: the checkpoint.
+        what: the pattern is for: ``keys``, say.
+        count: how many of these there are.
+        keys: the pattern.
+        found: what matches; falsy for nothing.
+
+    Raises:
+        ArrayNotFoundError: nothing does.
+    """
+    if keys is not None and not found:
+        raise ArrayNotFoundError(f"{root}: none of its {count} {what} matches {keys!r}")
 
 
 def counted(count: int, name: str) -> str:

@@ -130,7 +130,9 @@ class Attempt:
         except PeerError as error:
             fault = self._lose(error)
         except Exception as error:  # noqa: BLE001 - whatever a client raises: nobody would watch
-            fault = self._lose(PeerLostError(None, f"{type(error).__name__}: {error}"))
+            lost = PeerLostError(None, f"{type(error).__name__}: {error}")
+            lost.__cause__ = error  # raised by the thread of the block, once that has been left
+            fault = self._lose(lost)
         if fault is None or self._over.is_set():
             return
         self.fault = fault
@@ -193,6 +195,8 @@ class Attempt:
             if self._options.abort is not None:
                 self._options.abort(self.state)
         except Exception:
+            # Somebody's own step of abort: the block is interrupted all the same, and where it
+            # cannot be, this process ends.
             logger.exception("epoch %d: abort failed; the restart goes on", self.epoch)
         finally:
             self._aborted.set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import logging
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -14,8 +13,6 @@ from dist_ckpt_strategies.comm.teardown import Communication
 from dist_ckpt_strategies.config import local_rank
 from dist_ckpt_strategies.errors import HealthCheckError
 from dist_ckpt_strategies.inprocess.coordinator import Fault
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Sequence
 from types import FrameType
 from typing import Any, Self
 
@@ -18,8 +17,7 @@ class SignalInbox:
     In another thread than the main one nothing is noted: Python lets only that one hear signals.
     """
 
-    def __init__(self, signals: Sequence[int] = _SIGNALS) -> None:
-        self._signals = signals
+    def __init__(self) -> None:
         self._before: dict[int, Any] = {}
         self._ours, self._theirs = -1, -1
         self.received: list[int] = []
@@ -27,7 +25,7 @@ class SignalInbox:
     def __enter__(self) -> Self:
         """Hear signals from now on."""
         self._ours, self._theirs = os.pipe()
-        for number in self._signals if _is_main() else ():
+        for number in _SIGNALS if _is_main() else ():
             self._before[number] = signal.signal(number, self._note)
         return self
 

@@ -16,11 +16,7 @@ from dist_ckpt_strategies.comm.interruptible_gloo import register_interruptible_
 from dist_ckpt_strategies.comm.rendezvous import rendezvous_by_attempt
 from dist_ckpt_strategies.comm.teardown import Communication
 from dist_ckpt_strategies.config import update_environment
-from dist_ckpt_strategies.errors import (
-    MissingDependencyError,
-    PeerError,
-    RestartError,
-)
+from dist_ckpt_strategies.errors import MissingDependencyError, PeerError, RestartError
 from dist_ckpt_strategies.inprocess.abort import Abort, Compose, HPAbortTorchDistributed
 from dist_ckpt_strategies.inprocess.attempt import Attempt, AttemptOptions
 from dist_ckpt_strategies.inprocess.attempt_limits import AttemptLimits
@@ -214,7 +210,7 @@ class HPCallWrapper:
                     outcome = self._attempted(fn, a, kw)
                     if outcome is not None:
                         return outcome.result()
-        except BaseException:
+        except BaseException:  # a request to leave the process gives up too
             if self.state not in {State.DONE, State.FAILED}:
                 self._move(Event.GAVE_UP)
             raise

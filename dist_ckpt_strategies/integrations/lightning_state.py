@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dist_ckpt_strategies.errors import PlanError, StrategyError
-from dist_ckpt_strategies.recovery.plain_values import from_plain, to_plain
+from dist_ckpt_strategies.recovery.json_values import from_json_value, to_json_value
 from dist_ckpt_strategies.recovery.torch_provider import TorchStateProvider
 
 logger = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class LightningStateProvider:
 
         0 where the epoch is over, and where the loader has a state of its own.
         """
-        loops = from_plain(self.objects()["loops"])
+        loops = from_json_value(self.objects()["loops"])
         if loops["state_dict"].get("combined_loader"):
             return 0
         progress = loops["epoch_loop.batch_progress"]
@@ -130,24 +130,24 @@ class _Live:
 
     def objects(self) -> dict[str, Any]:
         return {
-            "loops": to_plain(self._fit.state_dict()),
-            "schedules": [to_plain(one.scheduler.state_dict()) for one in self._schedules],
-            "precision": to_plain(self._precision.state_dict()),
+            "loops": to_json_value(self._fit.state_dict()),
+            "schedules": [to_json_value(one.scheduler.state_dict()) for one in self._schedules],
+            "precision": to_json_value(self._precision.state_dict()),
             "callbacks": dict(self._callback_states()),
         }
 
     def load(self, objects: Mapping[str, Any]) -> None:
-        loops = from_plain(objects["loops"])
+        loops = from_json_value(objects["loops"])
         # To a loop that has not begun, a state would say that it goes on from somewhere.
         if loops["epoch_loop.batch_progress"]["total"]["ready"]:
             self._fit.load_state_dict(loops)
         for one, state in zip(self._schedules, objects["schedules"], strict=True):
-            one.scheduler.load_state_dict(from_plain(state))
-        self._precision.load_state_dict(from_plain(objects["precision"]))
+            one.scheduler.load_state_dict(from_json_value(state))
+        self._precision.load_state_dict(from_json_value(objects["precision"]))
         for callback in self._callbacks:
             state = objects["callbacks"].get(callback.state_key)
             if state is not None:
-                callback.load_state_dict(from_plain(state))
+                callback.load_state_dict(from_json_value(state))
 
     def update(self) -> None:
         """The optimizer's step, from gradients that are there, unscaled and clipped."""
@@ -181,7 +181,7 @@ class _Live:
         for callback in self._callbacks:
             state = callback.state_dict()
             try:
-                found.update({callback.state_key: to_plain(state)} if state else {})
+                found.update({callback.state_key: to_json_value(state)} if state else {})
             except PlanError as error:
                 logger.warning("%s is not recovered: %s", callback.state_key, error)
         return found

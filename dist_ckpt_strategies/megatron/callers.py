@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.utils import get_pg_size
 
 
-def num_expected_meetings(depth: int = 2) -> int:
+def num_expected_meetings(depth: int) -> int:
     """How many meetings of all ranks the present call of ``load`` has to hold.
 
     FullyParallelLoadStrategyWrapper calls its base strategy twice on ranks whose group has
@@ -26,7 +26,7 @@ def num_expected_meetings(depth: int = 2) -> int:
     return 2 if caller is not None and get_pg_size(caller.parallelization_group) <= 1 else 1
 
 
-def is_exchanged(depth: int = 2) -> bool:
+def is_exchanged(depth: int) -> bool:
     """Whether FullyParallelLoadStrategyWrapper is the caller of the present call of ``load``.
 
     It sends what one rank loaded to others, which receive into memory of the ShardedTensor's

@@ -140,8 +140,8 @@ def _require_distinct(keys: Sequence[str]) -> None:
             raise PlanError(f"{one}: two arrays of the source would have this key", key=one)
 
 
-def _part(source: SourceArray, array: ArraySpec, region: Region, byte_offset: int = 0) -> Part:
-    return Part(source.key, array, region, source.grain, byte_offset)
+def _part(source: SourceArray, array: ArraySpec, region: Region) -> Part:
+    return Part(source.key, array, region, source.grain)
 
 
 def _array_of(key: str, source: SourceArray, target: Format, limits: ConvertLimits) -> ArraySpec:

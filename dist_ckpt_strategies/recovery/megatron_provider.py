@@ -20,7 +20,7 @@ from dist_ckpt_strategies.megatron.training_state import (
     update_shards,
     weight_tensors,
 )
-from dist_ckpt_strategies.recovery.plain_values import from_plain, to_plain
+from dist_ckpt_strategies.recovery.json_values import from_json_value, to_json_value
 
 
 class MegatronStateProvider:
@@ -97,15 +97,15 @@ class MegatronStateProvider:
         """
         schedule = self._scheduler.state_dict() if self._scheduler else None
         return {
-            "groups": to_plain(group_values(self._optimizers)),
-            "scheduler": to_plain(schedule),
+            "groups": to_json_value(group_values(self._optimizers)),
+            "scheduler": to_json_value(schedule),
         }
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         """See StateProvider."""
         if self._scheduler:
-            self._scheduler.load_state_dict(from_plain(objects["scheduler"]))
-        set_group_values(self._optimizers, from_plain(objects["groups"]))
+            self._scheduler.load_state_dict(from_json_value(objects["scheduler"]))
+        set_group_values(self._optimizers, from_json_value(objects["groups"]))
 
     def finish_gradients(self) -> bool:
         """Make the gradients final; False if they are not finite, and the update does nothing.

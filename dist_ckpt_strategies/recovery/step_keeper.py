@@ -129,7 +129,7 @@ class StepKeeper:
         self.begin_update()
         try:
             yield
-        except BaseException:
+        except BaseException:  # an interruption is none of Exception
             self.abandon_update()
             raise
         self.end_update()

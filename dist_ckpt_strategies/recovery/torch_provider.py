@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dist_ckpt_strategies.errors import PlanError, StrategyError
-from dist_ckpt_strategies.recovery.plain_values import from_plain, to_plain
+from dist_ckpt_strategies.recovery.json_values import from_json_value, to_json_value
 
 _ZERO_AT_FIRST = frozenset({"Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta", "SGD"})
 """Optimizers of torch whose state before the first step, where they make it then, is zeros."""
@@ -111,12 +111,12 @@ class TorchStateProvider:
         """See StateProvider."""
         self._buffers.put_back()
         for group, values in zip(self._optimizer.param_groups, objects["groups"], strict=True):
-            _take_over(group, from_plain(values))
+            _take_over(group, from_json_value(values))
         for param, name in self._optimized():
             if name in objects["state"]:
-                _take_over(self._optimizer.state[param], from_plain(objects["state"][name]))
+                _take_over(self._optimizer.state[param], from_json_value(objects["state"][name]))
         if self._scheduler:
-            self._scheduler.load_state_dict(from_plain(objects["scheduler"]))
+            self._scheduler.load_state_dict(from_json_value(objects["scheduler"]))
 
     def apply_update(self) -> None:
         """See StateProvider; the block calls it too."""
@@ -183,7 +183,7 @@ def _is_tensor(value: Any) -> bool:
 
 def _plain(where: str, value: Any) -> Any:
     try:
-        return to_plain(value)
+        return to_json_value(value)
     except PlanError as error:
         raise PlanError(f"{where}: {error.message}") from error
 

@@ -24,11 +24,7 @@ from dist_ckpt_strategies.storage.buckets.arrays import BucketReader, check_chun
 from dist_ckpt_strategies.storage.buckets.place import Bucket
 from dist_ckpt_strategies.storage.buckets.publication import require_something
 from dist_ckpt_strategies.storage.disk.file_access import file_access, permitted_access
-from dist_ckpt_strategies.storage.disk.files import (
-    COMMON_NAME,
-    file_errors,
-    require_directory,
-)
+from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, file_errors, require_directory
 from dist_ckpt_strategies.storage.format1.engines import open_array_store
 from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
 from dist_ckpt_strategies.storage.format2.arrays import Zarr3Reader
@@ -43,7 +39,8 @@ from dist_ckpt_strategies.storage.format2.checks import (
 )
 from dist_ckpt_strategies.storage.format2.chunk_files import ChunkFile
 from dist_ckpt_strategies.storage.format2.layout import chunk_name
-from dist_ckpt_strategies.storage.format2.manifest import INDEX_NAME, Manifest, digest_of
+from dist_ckpt_strategies.storage.format2.manifest import INDEX_NAME, digest_of
+from dist_ckpt_strategies.storage.format2.manifest_reader import Manifest
 from dist_ckpt_strategies.storage.locations import Location
 from dist_ckpt_strategies.storage.objects.pickled import object_path, plain_content, read_content
 from dist_ckpt_strategies.storage.places import Directory, Place

@@ -13,7 +13,7 @@ from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.addresses import parsed_address
 from dist_ckpt_strategies.storage.buckets import publication as bucket_publication
 from dist_ckpt_strategies.storage.buckets.place import Bucket
-from dist_ckpt_strategies.storage.lifecycle import publication
+from dist_ckpt_strategies.storage.lifecycle import clearing, publication
 
 Location = Path | Bucket
 
@@ -88,7 +88,7 @@ def retract(location: Location) -> None:
     if isinstance(location, Bucket):
         bucket_publication.retract(location)
     else:
-        publication.retract(location)
+        clearing.retract(location)
 
 
 def withdraw_marker(location: Location) -> None:

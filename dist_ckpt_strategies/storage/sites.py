@@ -13,15 +13,8 @@ from dist_ckpt_strategies.storage.buckets import publication as bucket_publicati
 from dist_ckpt_strategies.storage.buckets.arrays import BucketWriter
 from dist_ckpt_strategies.storage.buckets.place import Bucket
 from dist_ckpt_strategies.storage.disk.file_access import permitted_access
-from dist_ckpt_strategies.storage.disk.files import require_directory
 from dist_ckpt_strategies.storage.format2.arrays import Zarr3Writer
-from dist_ckpt_strategies.storage.lifecycle.publication import (
-    has_withdrawn_marker,
-    is_finished,
-    make_way,
-    require_room_for_format2,
-    withdraw_marker,
-)
+from dist_ckpt_strategies.storage.lifecycle.clearing import DirectoryRoom, require_room_for_format2
 from dist_ckpt_strategies.storage.locations import Location
 from dist_ckpt_strategies.storage.places import Directory, Place
 
@@ -74,23 +67,18 @@ class DirectorySite:
 
     def __init__(self, root: Path, options: Options) -> None:
         self._root = root
-        self._is_checkpoint = False
+        self._room = DirectoryRoom(root)
         self.place = Directory(root)
         self.writer = Zarr3Writer(root, permitted_access(root, options))
 
     def examine(self, *, keeps_old: bool) -> None:
         """See Site."""
-        require_directory(self._root)
-        if keeps_old:
-            self._is_checkpoint = is_finished(self._root)
-            return
-        withdraw_marker(self._root)
-        self._is_checkpoint = has_withdrawn_marker(self._root)
+        self._room.examine(keeps_old=keeps_old)
 
     def clear(self, keys: Collection[str]) -> None:
         """See Site."""
         require_room_for_format2(self._root)
-        make_way(self._root, keys, is_checkpoint=self._is_checkpoint)
+        self._room.clear(keys)
 
 
 class BucketSite:

@@ -10,14 +10,12 @@ from dist_ckpt_strategies.config import LocalOptions, Options, options_from_envi
 from dist_ckpt_strategies.megatron.bases import StrategyAction
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.storage.objects.pickled import Allowed
-from dist_ckpt_strategies.strategies import common, local_replicated, zarr, zarr_format2
-from dist_ckpt_strategies.strategies.common import (
-    TorchCommonLoadStrategy,
-    TorchCommonSaveStrategy,
-)
+from dist_ckpt_strategies.strategies import common, local_directory, zarr, zarr_format2
+from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
     LocalReplicatedSaveShardedStrategy,
+    lazy_cliques,
 )
 from dist_ckpt_strategies.strategies.registration import Default, register_defaults, register_here
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
@@ -103,9 +101,9 @@ def local_defaults(
 ) -> list[Default]:
     """The strategies of ``("local_replicated", 1)``; those that save share their cliques."""
     limits = options or options_from_environment()
-    key = (local_replicated.BACKEND, local_replicated.VERSION)
+    key = (local_directory.BACKEND, local_directory.VERSION)
     arguments = {"local": local, "options": options, "allow": allow}
-    cliques = {"cliques": local_replicated.lazy_cliques(local, limits)}
+    cliques = {"cliques": lazy_cliques(local, limits)}
     return [
         (
             StrategyAction.SAVE_SHARDED,

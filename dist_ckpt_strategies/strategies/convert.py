@@ -55,7 +55,7 @@ from dist_ckpt_strategies.storage.locations import (
     require_path,
 )
 from dist_ckpt_strategies.storage.objects.pickled import Allowed
-from dist_ckpt_strategies.strategies.format2 import package_versions
+from dist_ckpt_strategies.strategies.format2_target import package_versions
 from dist_ckpt_strategies.strategies.upgrade import upgraded_common
 
 _MAX_THREADS = 8

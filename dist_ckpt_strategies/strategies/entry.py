@@ -19,9 +19,7 @@ from dist_ckpt_strategies.comm.torch_group import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.local.requests import LocalSaveRequest
-from dist_ckpt_strategies.megatron.bases import (
-    StrictHandling,
-)
+from dist_ckpt_strategies.megatron.bases import StrictHandling
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.flow import (
     LoadParts,
@@ -52,7 +50,6 @@ from dist_ckpt_strategies.storage.locations import (
 )
 from dist_ckpt_strategies.storage.objects.embedded_common import COMMON_OBJECT
 from dist_ckpt_strategies.storage.objects.pickled import Allowed, allowing, dump_object
-from dist_ckpt_strategies.strategies import local_replicated
 from dist_ckpt_strategies.strategies.choices import (
     StrategyChoice,
     load_strategies,
@@ -61,9 +58,8 @@ from dist_ckpt_strategies.strategies.choices import (
     save_strategies,
     verifying,
 )
-from dist_ckpt_strategies.strategies.local_replicated import (
-    restore_common,
-)
+from dist_ckpt_strategies.strategies.local_directory import BACKEND as LOCAL_BACKEND
+from dist_ckpt_strategies.strategies.local_directory import restore_common
 from dist_ckpt_strategies.strategies.sharded_strategies import BaseSaveShardedStrategy
 
 
@@ -441,8 +437,8 @@ def _restore_node(comm: Communicator, checkpoint_dir: str | Path) -> None:
         return read_marker(root).sharded_backend if is_local else None
 
     backends = agree_and_gather(comm, backend)
-    if None in backends and local_replicated.BACKEND in backends:
-        root = require_path(located(checkpoint_dir, None), local_replicated.BACKEND)
+    if None in backends and LOCAL_BACKEND in backends:
+        root = require_path(located(checkpoint_dir, None), LOCAL_BACKEND)
         restore_common(comm, root, str(checkpoint_dir))
 
 

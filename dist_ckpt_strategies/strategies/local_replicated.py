@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
@@ -18,11 +16,7 @@ from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
 from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
 from dist_ckpt_strategies.config import LocalOptions, Options, options_from_environment
 from dist_ckpt_strategies.device import may_overlap, require_plain
-from dist_ckpt_strategies.errors import (
-    CorruptCheckpointError,
-    IncompleteCheckpointError,
-    StrategyError,
-)
+from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.replication import LazyCliqueReplicationStrategy
@@ -44,27 +38,23 @@ from dist_ckpt_strategies.megatron.shards import (
     sharded_values,
 )
 from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, file_errors, read_file, write_file
-from dist_ckpt_strategies.storage.lifecycle.publication import (
-    is_finished,
-    make_directory,
-    publish,
-    withdraw_marker,
-)
+from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, file_errors, read_file
+from dist_ckpt_strategies.storage.lifecycle.publication import make_directory, withdraw_marker
 from dist_ckpt_strategies.storage.objects.pickled import Allowed
-from dist_ckpt_strategies.storage.parts.files import PartDirectory, read_first_header
+from dist_ckpt_strategies.storage.parts.files import PartDirectory
+from dist_ckpt_strategies.strategies.local_directory import (
+    BACKEND,
+    VERSION,
+    complete_directory,
+    digest_of_common,
+    require_common_of_save,
+    restore_common,
+    stored_in,
+)
 from dist_ckpt_strategies.strategies.registry import require_own
 
-logger = logging.getLogger(__name__)
-
-BACKEND = "local_replicated"
-VERSION = 1
-
 _ITERATION = re.compile(r"(\d+)\D*$")
-_MARKER = CheckpointMarker(BACKEND, VERSION)
 
 
 class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
@@ -134,13 +124,13 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
 
         common = agree_and_gather_bytes(comm, begin)[0]
         described = agree_and_gather(comm, lambda: _described(sharded_state_dict))
-        extra = {"common_digest": _digest(common), "stored": _union(described)}
+        extra = {"common_digest": digest_of_common(common), "stored": _union(described)}
         manager = self._node.manager(root, self._cliques)
         state = self._state(comm, extra, sharded_state_dict)
         manager.save(state, _iteration_of(checkpoint_dir))
         names = agree_and_gather(comm, lambda: PartDirectory(root).name())
         has_megatrons = names[comm.rank] == names[0] and self._node.local.node_directory is None
-        agree(comm, lambda: _complete_node(root, common, is_marked=not has_megatrons))
+        agree(comm, lambda: complete_directory(root, common, is_marked=not has_megatrons))
 
     def _state(
         self, comm: Communicator, extra: StateDict, sharded: StateDict
@@ -259,12 +249,12 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
         if not any(needs):
             return mapped_values(lambda value: value, wanted)
         state, _ = self._node.manager(root, None).load()
-        agree(comm, lambda: _require_common(checkpoint_dir, state.common_state_dict))
+        agree(comm, lambda: require_common_of_save(checkpoint_dir, state.common_state_dict))
         return dict(state.loaded(comm, wanted, _deliver_cast if is_shared else _deliver))
 
     def _stored(self, checkpoint_dir: str | Path) -> tuple[list[ArraySpec], list[ObjectId]]:
         comm = self._node.communicator("look at a checkpoint")
-        return _stored_in(PartDirectory(self._node.root(checkpoint_dir, comm)))
+        return stored_in(PartDirectory(self._node.root(checkpoint_dir, comm)))
 
 
 @raises_megatron_errors
@@ -287,38 +277,6 @@ def prepare_local_load(
     comm = node.communicator(f"preparation of {checkpoint_dir}")
     root = agree(comm, lambda: node.root(checkpoint_dir, comm))
     restore_common(comm, root, str(checkpoint_dir))
-
-
-def restore_common(comm: Communicator, root: Path, name: str) -> None:
-    """See ``prepare_local_load``. Collective.
-
-    Args:
-        comm: all ranks.
-        root: this rank's directory.
-        name: the checkpoint, for messages.
-    """
-
-    def own() -> bytes:
-        path = root / COMMON_NAME
-        if not (is_finished(root) and path.exists()):
-            return b""
-        with file_errors("common state", path):
-            content = read_file(path)
-        return content if _is_of_this_save(root, content) else b""
-
-    everyone = agree_and_gather_bytes(comm, own)
-    common = next(filter(None, everyone), None)
-
-    def restore() -> None:
-        if common is None:
-            raise IncompleteCheckpointError(
-                f"{name}: no node has a whole {COMMON_NAME} and metadata.json", path=name
-            )
-        if everyone[comm.rank] != common:
-            make_directory(root)
-            _complete_node(root, common, is_marked=True)
-
-    agree(comm, restore)
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,10 +332,6 @@ def _iteration_of(checkpoint_dir: str | Path) -> int:
     return int(found[1]) if found else 0
 
 
-def _digest(content: bytes) -> str:
-    return xxhash.xxh3_128_hexdigest(content)
-
-
 def _described(sharded: StateDict) -> list[Any]:
     """The arrays and objects of a state dict, of JSON types."""
     arrays, objects = {}, []
@@ -395,57 +349,6 @@ def _union(described: Sequence[Any]) -> dict[str, Any]:
     arrays = {key: found for some, _ in described for key, found in some.items()}
     objects = sorted(name for _, names in described for name in names)
     return {"arrays": [[key, *arrays[key]] for key in sorted(arrays)], "objects": objects}
-
-
-def _complete_node(root: Path, common: bytes, *, is_marked: bool) -> None:
-    """Write what Megatron-Core looks for; ranks of one node write the same, each as a whole."""
-    path = root / COMMON_NAME
-    with file_errors("common state", path):
-        if not (path.exists() and read_file(path) == common):
-            write_file(path, common)
-    if is_marked:
-        publish(root, _MARKER)
-
-
-def _content_of(directory: PartDirectory) -> Any:
-    """What the newest part here says of the whole checkpoint; None if there is none."""
-    part = read_first_header(directory)
-    return part.content["common"] if part is not None else None
-
-
-def _is_of_this_save(root: Path, common: bytes) -> bool:
-    content = _content_of(PartDirectory(root))
-    return content is None or content["common_digest"] == _digest(common)
-
-
-def _require_common(checkpoint_dir: str | Path, content: StateDict) -> None:
-    path = Path(checkpoint_dir).absolute() / COMMON_NAME
-    with file_errors("common state", path):
-        found = _digest(read_file(path))
-    if found != content["common_digest"]:
-        raise CorruptCheckpointError(
-            f"common state: {path} has digest {found}, expected {content['common_digest']}; it is "
-            "damaged, or of another save",
-            path=str(path),
-        )
-
-
-def _stored_in(directory: PartDirectory) -> tuple[list[ArraySpec], list[ObjectId]]:
-    content = _content_of(directory)
-    if content is None:
-        raise IncompleteCheckpointError(
-            f"{directory}: this node has no part of the checkpoint; every rank has to call "
-            "prepare_local_load first",
-            path=str(directory),
-        )
-    stored = content["stored"]
-    arrays = [
-        ArraySpec(key, tuple(shape), DType(dtype), tuple(max(1, extent) for extent in shape))
-        for key, shape, dtype in stored["arrays"]
-    ]
-    return arrays, [
-        ObjectId(k, tuple(offset), tuple(shape)) for k, offset, shape in stored["objects"]
-    ]
 
 
 def _deliver(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from copy import copy
 from pathlib import Path
@@ -17,10 +18,7 @@ from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicato
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.local.requests import LocalSaveRequest
 from dist_ckpt_strategies.megatron.allowed import default_allowed
-from dist_ckpt_strategies.megatron.bases import (
-    AsyncSaveShardedStrategy,
-    LoadShardedStrategy,
-)
+from dist_ckpt_strategies.megatron.bases import AsyncSaveShardedStrategy, LoadShardedStrategy
 from dist_ckpt_strategies.megatron.callers import is_exchanged, num_expected_meetings
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
@@ -32,17 +30,38 @@ from dist_ckpt_strategies.storage.objects.pickled import Allowed
 from dist_ckpt_strategies.strategies.group_load import load_sharded_in_group
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.sharded_load import load_sharded
-from dist_ckpt_strategies.strategies.sharded_save import (
-    SaveTarget,
-    begin_save,
-    save_sharded,
-)
+from dist_ckpt_strategies.strategies.sharded_save import SaveTarget, begin_save, save_sharded
 
 logger = logging.getLogger(__name__)
 
 
-class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
-    """What the save strategies of both formats have in common.
+class _WithOptions(ABC):
+    """What a strategy of this package goes by, and how it comes to go by something else."""
+
+    _options: Options
+
+    @property
+    def options(self) -> Options:
+        """How saves or loads are carried out."""
+        return self._options
+
+    def limited(self, timeout_s: float) -> Self:
+        """The same strategy with another time limit, in seconds; it shares all that is kept.
+
+        Raises:
+            StrategyError: the limit is out of range.
+        """
+        return self._with_changes(timeout_s=timeout_s)
+
+    def _with_changes(self, **changes: Any) -> Self:
+        """The same strategy with some options that are others."""
+        other = copy(self)
+        other._options = self._options.with_changes(**changes)  # noqa: SLF001 - a copy
+        return other
+
+
+class BaseSaveShardedStrategy(_WithOptions, AsyncSaveShardedStrategy):  # type: ignore[misc]
+    """What the save strategies of both formats have in common; abstract.
 
     Attributes:
         takes_urls: whether a checkpoint may be in an object store.
@@ -72,21 +91,6 @@ class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         self.memory = memory or SaveMemory()
         self._group = group
         self._options = options or options_from_environment()
-
-    @property
-    def options(self) -> Options:
-        """How saves are carried out."""
-        return self._options
-
-    def limited(self, timeout_s: float) -> Self:
-        """The same strategy with another time limit, in seconds; it shares all that is kept.
-
-        Raises:
-            StrategyError: the limit is out of range.
-        """
-        other = copy(self)
-        other._options = self._options.with_changes(timeout_s=timeout_s)  # noqa: SLF001 - a copy
-        return other
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -177,6 +181,7 @@ class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
             publish,
         )
 
+    @abstractmethod
     def open_target(self, root: Location, global_rank: int, *, keeps_old: bool) -> SaveTarget:
         """Where a save goes.
 
@@ -185,7 +190,6 @@ class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
             global_rank: this rank.
             keeps_old: see ``replace``.
         """
-        raise NotImplementedError
 
     def _save(
         self,
@@ -217,12 +221,11 @@ class BaseSaveShardedStrategy(AsyncSaveShardedStrategy):  # type: ignore[misc]
         return lambda: self.open_target(root, comm.global_rank(comm.rank), keeps_old=keeps_old)
 
 
-class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
-    """What the load strategies of both formats have in common.
+class BaseLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignore[misc]
+    """What the load strategies of both formats have in common; abstract.
 
     Attributes:
         takes_urls: whether a checkpoint may be in an object store.
-        memory: what is kept from one save to the next.
 
     Args:
         group: ranks that load together; the world by default.
@@ -243,16 +246,6 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         self._group = group
         self._options = options or options_from_environment()
         self._allow = tuple(allow)
-
-    def limited(self, timeout_s: float) -> Self:
-        """The same strategy with another time limit, in seconds; it shares all that is kept.
-
-        Raises:
-            StrategyError: the limit is out of range.
-        """
-        other = copy(self)
-        other._options = self._options.with_changes(timeout_s=timeout_s)  # noqa: SLF001 - a copy
-        return other
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -339,11 +332,6 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         )
         return loaded
 
-    @property
-    def options(self) -> Options:
-        """How loads are carried out."""
-        return self._options
-
     @raises_megatron_errors
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """A ShardedTensor without data, by key, for each stored array. Rank-local."""
@@ -356,10 +344,11 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
         root = located(checkpoint_dir, self._options.store)
         return self.stored_metadata(root, with_objects=True)
 
+    @abstractmethod
     def stored_metadata(self, root: Location, *, with_objects: bool) -> StateDict:
         """What ``load_tensors_metadata`` and ``load_sharded_metadata`` return."""
-        raise NotImplementedError
 
+    @abstractmethod
     def open_checkpoint(self, root: Location, options: Options, share: Share) -> StoredCheckpoint:
         """The checkpoint at a place. Rank-local.
 
@@ -368,7 +357,6 @@ class BaseLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
             options: how to read it.
             share: which part of what ranks look at together is this one's.
         """
-        raise NotImplementedError
 
     def _deliver(self, tensor: Any, loaded: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - a hook
         return loaded

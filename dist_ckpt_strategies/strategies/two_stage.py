@@ -33,7 +33,7 @@ from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.run.report import BroadcastReport, GroupReport
 from dist_ckpt_strategies.storage.locations import Location, located, require_path
 from dist_ckpt_strategies.storage.objects.pickled import Allowed
-from dist_ckpt_strategies.strategies.group_base import request_in_group, share_in_group
+from dist_ckpt_strategies.strategies.group_load_foreign import request_in_group, share_in_group
 from dist_ckpt_strategies.strategies.sharded_strategies import BaseLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr_format2 import EitherFormatLoadShardedStrategy
 

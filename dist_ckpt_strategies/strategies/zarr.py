@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,7 @@ import torch
 
 from dist_ckpt_strategies.comm.torch_group import ProcessGroup
 from dist_ckpt_strategies.config import Options, options_from_environment
-from dist_ckpt_strategies.errors import (
-    ShapeMismatchError,
-)
+from dist_ckpt_strategies.errors import ShapeMismatchError
 from dist_ckpt_strategies.megatron.bases import StrategyAction
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_tensor
@@ -26,7 +23,7 @@ from dist_ckpt_strategies.storage.checkpoints import Format1Checkpoint, Share
 from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
 from dist_ckpt_strategies.storage.locations import Location, require_path
 from dist_ckpt_strategies.storage.objects.pickled import Allowed
-from dist_ckpt_strategies.strategies.format1 import (
+from dist_ckpt_strategies.strategies.format1_target import (
     Format1Target,
     remove_arrays,
     stored_metadata,
@@ -39,8 +36,6 @@ from dist_ckpt_strategies.strategies.sharded_strategies import (
     BaseLoadShardedStrategy,
     BaseSaveShardedStrategy,
 )
-
-logger = logging.getLogger(__name__)
 
 BACKEND = "zarr"
 VERSION = 1

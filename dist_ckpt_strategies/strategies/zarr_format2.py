@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from pathlib import Path
 from typing import Self
 
@@ -21,8 +20,8 @@ from dist_ckpt_strategies.storage.checkpoints import (
 )
 from dist_ckpt_strategies.storage.locations import Location
 from dist_ckpt_strategies.storage.objects.pickled import Allowed
-from dist_ckpt_strategies.strategies.format1 import stored_metadata
-from dist_ckpt_strategies.strategies.format2 import Format2Target, manifest_metadata
+from dist_ckpt_strategies.strategies.format1_target import stored_metadata
+from dist_ckpt_strategies.strategies.format2_target import Format2Target, manifest_metadata
 from dist_ckpt_strategies.strategies.registry import require_own
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.sharded_save import SaveTarget
@@ -111,9 +110,7 @@ class Format2LoadShardedStrategy(BaseLoadShardedStrategy):
         Raises:
             StrategyError: no such choice.
         """
-        other = copy(self)
-        other._options = self._options.with_changes(verify=verify)  # noqa: SLF001 - a copy
-        return other
+        return self._with_changes(verify=verify)
 
     def open_checkpoint(self, root: Location, options: Options, share: Share) -> StoredCheckpoint:
         """See BaseLoadShardedStrategy."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.contenders.local_roster import FLOOR, LOCAL_PACKAGES, OURS
+from benchmarks.contenders.roster import LOCAL_FLOOR, LOCAL_MANAGER, LOCAL_PACKAGES
 from benchmarks.local_replicated import STEPS
 from tests.support.scripts import Results, results_of
 
@@ -24,9 +24,13 @@ def test_every_step_of_ours_is_compared_with_its_floor(results: Results) -> None
     seconds = {(x["step"], x["contender"]): x["seconds"] for x in results.of_kind("summary")}
     for step in STEPS:
         ours = next(
-            x for x in results.of_kind("summary") if (x["step"], x["contender"]) == (step, OURS)
+            x
+            for x in results.of_kind("summary")
+            if (x["step"], x["contender"]) == (step, LOCAL_MANAGER)
         )
-        assert ours["floor_ratio"] == pytest.approx(seconds[step, OURS] / seconds[step, FLOOR])
+        assert ours["floor_ratio"] == pytest.approx(
+            seconds[step, LOCAL_MANAGER] / seconds[step, LOCAL_FLOOR]
+        )
 
 
 def test_nothing_is_left_behind(results: Results) -> None:

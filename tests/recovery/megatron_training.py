@@ -13,7 +13,7 @@ import signal
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -40,6 +40,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
+from dist_ckpt_strategies.cli.demo.model import forward_step
 from dist_ckpt_strategies.inprocess import (
     CheckpointlessAbortManager,
     CheckpointlessFinalizeCleanup,
@@ -223,7 +224,7 @@ def gradients(model: Any, optimizer: Any, step: int, num_micro_batches: int) -> 
     model.zero_grad_buffer()
     optimizer.zero_grad()
     losses = get_forward_backward_func()(
-        forward_step_func=_forward_step,
+        forward_step_func=forward_step,
         data_iterator=_micro_batches(step, num_micro_batches),
         model=[model],
         num_microbatches=num_micro_batches,
@@ -239,18 +240,6 @@ def _micro_batches(step: int, number: int) -> Iterator[torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + parallel_state.get_data_parallel_rank())
     for _ in range(number):
         yield torch.randint(VOCABULARY, (MICRO_BATCH, LENGTH + 1), generator=generator)
-
-
-def _forward_step(batches: Iterator[torch.Tensor], model: Any) -> tuple[Any, Callable[..., Any]]:
-    rows = next(batches)
-    places = torch.arange(LENGTH).expand(MICRO_BATCH, -1)
-    output = model(rows[:, :-1].contiguous(), places, None, labels=rows[:, 1:].contiguous())
-    return output, _mean_loss
-
-
-def _mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = output.float().mean()
-    return loss, {"loss": loss.detach().clone()}
 
 
 def digests(state: MegatronStateProvider) -> dict[str, str]:

@@ -9,8 +9,8 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.run.report import SaveReport
 from dist_ckpt_strategies.storage.checkpoints import Format1Checkpoint, Format2Checkpoint
-from dist_ckpt_strategies.strategies.format1 import Format1Target
-from dist_ckpt_strategies.strategies.format2 import Format2Target
+from dist_ckpt_strategies.strategies.format1_target import Format1Target
+from dist_ckpt_strategies.strategies.format2_target import Format2Target
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.sharded_load import load_sharded
 from dist_ckpt_strategies.strategies.sharded_save import save_sharded

@@ -13,6 +13,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
+_FIRST_STEP = 2
+"""Of the first fault."""
+
 
 class Point(StrEnum):
     """Where in a step a rank fails."""
@@ -75,20 +78,18 @@ class InjectedFault:
         return cls(fields["number"], fields["step"], point, kind, tuple(fields["global_ranks"]))
 
 
-def every_fault(
-    kinds: Sequence[Kind], global_ranks: Sequence[int], first_step: int = 2
-) -> tuple[InjectedFault, ...]:
+def every_fault(kinds: Sequence[Kind], global_ranks: Sequence[int]) -> tuple[InjectedFault, ...]:
     """Each kind at each point on each of the ranks, one per step, in an order that mixes them."""
     found = list(product(kinds, Point, global_ranks))
     random.Random(0).shuffle(found)  # noqa: S311 - not a secret
     return tuple(
-        InjectedFault(number, first_step + number, point, kind, (rank,))
+        InjectedFault(number, _FIRST_STEP + number, point, kind, (rank,))
         for number, (kind, point, rank) in enumerate(found)
     )
 
 
 def random_faults(
-    seed: int, num_faults: int, num_ranks: int, kinds: Sequence[Kind], first_step: int = 2
+    seed: int, num_faults: int, num_ranks: int, kinds: Sequence[Kind]
 ) -> tuple[InjectedFault, ...]:
     """Faults of any rank, kind and point, two to four steps apart; equal for an equal seed.
 
@@ -96,7 +97,7 @@ def random_faults(
     fault there both holders of a shard may be gone at once.
     """
     rng = random.Random(seed)  # noqa: S311 - not a secret
-    step = first_step
+    step = _FIRST_STEP
     found = []
     for number in range(num_faults):
         point, kind = rng.choice(tuple(Point)), rng.choice(tuple(kinds))

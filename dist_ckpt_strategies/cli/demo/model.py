@@ -115,7 +115,7 @@ class Trainer:
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
         losses = get_forward_backward_func()(
-            forward_step_func=_forward_step,
+            forward_step_func=forward_step,
             data_iterator=self._micro_batches(iteration, micro_batch),
             model=[self._model],
             num_microbatches=self._layout.pp,
@@ -227,7 +227,7 @@ def _build_schedule(optimizer: Any, training: Training) -> OptimizerParamSchedul
     )
 
 
-def _forward_step(batches: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[Any, Any]:
+def forward_step(batches: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[Any, Any]:
     """Megatron's forward step: the model's output and the function that makes it a loss."""
     rows = next(batches)
     positions = torch.arange(rows.shape[1] - 1).expand(rows.shape[0], -1)

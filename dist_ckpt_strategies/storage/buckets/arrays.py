@@ -16,16 +16,16 @@ from dist_ckpt_strategies.spec.manifest import ChunkRecord
 from dist_ckpt_strategies.storage.base import ArrayRead, HostArray, Transfer
 from dist_ckpt_strategies.storage.buckets.place import MAX_REQUESTS, Bucket
 from dist_ckpt_strategies.storage.byte_budget import ByteBudget
-from dist_ckpt_strategies.storage.format2.chunk_files import ChunkFile, runs_at_a_time
-from dist_ckpt_strategies.storage.format2.inner_codec import decode_run, encode_index, encode_run
-from dist_ckpt_strategies.storage.format2.layout import chunk_name, metadata_content, metadata_name
-from dist_ckpt_strategies.storage.format2.transfers import (
+from dist_ckpt_strategies.storage.format2.array_bases import (
     ArrayReaderBase,
     ArrayWriterBase,
     FindRecord,
     ReadRuns,
     WriteChunk,
 )
+from dist_ckpt_strategies.storage.format2.chunk_files import ChunkFile, runs_at_a_time
+from dist_ckpt_strategies.storage.format2.inner_codec import decode_run, encode_index, encode_run
+from dist_ckpt_strategies.storage.format2.layout import chunk_name, metadata_content, metadata_name
 from dist_ckpt_strategies.storage.raw_chunks import missing_chunk
 from dist_ckpt_strategies.storage.transfers import PendingTransfers
 

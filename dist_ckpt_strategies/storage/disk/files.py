@@ -156,9 +156,8 @@ def remove_empty(directory: Path, root: Path) -> None:
 
 def create_file(path: str, content: bytes) -> bool:
     """Make a file, and its directory, not flushed; False where there is one already."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        handle = os.open(path, flags, 0o666)
+        handle = os.open(path, _CREATE, 0o666)
     except FileExistsError:
         return False
     except FileNotFoundError:
@@ -184,7 +183,7 @@ def write_file(path: Path, content: bytes | memoryview) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    except BaseException:
+    except BaseException:  # interrupted too: nobody else knows its name
         partial.unlink(missing_ok=True)
         raise
     sync_path(path.parent)

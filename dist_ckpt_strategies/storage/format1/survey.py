@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dist_ckpt_strategies.errors import CheckpointNotFoundError
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, require_directory
+from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, MARKER_NAME, require_directory
 from dist_ckpt_strategies.storage.disk.folders import Folder, read_folder
 from dist_ckpt_strategies.storage.findings import NO_FILE, Finding, Leftover, Problem, Watch
 from dist_ckpt_strategies.storage.format1.contents import (
@@ -27,7 +27,6 @@ from dist_ckpt_strategies.storage.format1.contents import (
 from dist_ckpt_strategies.storage.format1.layout import METADATA_NAME
 from dist_ckpt_strategies.storage.format1.stored_arrays import StoredArray
 from dist_ckpt_strategies.storage.lifecycle.marker_file import marker_or_finding
-from dist_ckpt_strategies.storage.lifecycle.publication import MARKER_NAME
 from dist_ckpt_strategies.storage.objects.stored import (
     StoredArchive,
     StoredObject,

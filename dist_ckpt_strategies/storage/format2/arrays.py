@@ -14,6 +14,13 @@ from dist_ckpt_strategies.storage.disk.direct_io import BounceBuffers
 from dist_ckpt_strategies.storage.disk.file_access import FileAccess
 from dist_ckpt_strategies.storage.disk.files import create_file, sync_path, write_file
 from dist_ckpt_strategies.storage.disk.whole_flush import WholeFlush, whole_flush
+from dist_ckpt_strategies.storage.format2.array_bases import (
+    ArrayReaderBase,
+    ArrayWriterBase,
+    FindRecord,
+    ReadRuns,
+    WriteChunk,
+)
 from dist_ckpt_strategies.storage.format2.chunk_files import (
     BUFFER_NBYTES,
     ChunkFile,
@@ -26,13 +33,6 @@ from dist_ckpt_strategies.storage.format2.layout import (
     array_directory,
     metadata_content,
     metadata_name,
-)
-from dist_ckpt_strategies.storage.format2.transfers import (
-    ArrayReaderBase,
-    ArrayWriterBase,
-    FindRecord,
-    ReadRuns,
-    WriteChunk,
 )
 from dist_ckpt_strategies.storage.transfers import Job, run_pooled
 

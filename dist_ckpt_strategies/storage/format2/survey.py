@@ -11,31 +11,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dist_ckpt_strategies.errors import (
     BucketNotFoundError,
     CheckpointError,
-    IncompleteCheckpointError,
     StoreAccessError,
     StoreUnreachableError,
 )
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.inner_grid import InnerGrid
 from dist_ckpt_strategies.spec.manifest import ArrayRecord, ManifestIndex, ObjectRecord
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, MARKER_NAME
 from dist_ckpt_strategies.storage.disk.folders import reason
 from dist_ckpt_strategies.storage.findings import (
-    NO_FILE,
     Finding,
     Leftover,
     LeftoverKind,
     Problem,
     Watch,
-    nbytes_text,
     unreadable,
 )
 from dist_ckpt_strategies.storage.format2.checks import (
@@ -56,12 +50,8 @@ from dist_ckpt_strategies.storage.format2.files import (
     read_begun,
     sharded_format,
 )
-from dist_ckpt_strategies.storage.format2.layout import (
-    METADATA_NAME,
-    array_directory,
-    metadata_content,
-)
-from dist_ckpt_strategies.storage.format2.manifest import INDEX_NAME, SAVE_NAME, Manifest
+from dist_ckpt_strategies.storage.format2.listed_files import check_files, names_of, sized_files
+from dist_ckpt_strategies.storage.format2.readable_manifest import ReadableManifest
 from dist_ckpt_strategies.storage.places import Directory, Place
 
 if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
@@ -139,12 +129,11 @@ class Format2Survey:
         return any(finding.problem is Problem.MISSING_MARKER for finding in self.findings)
 
 
-def survey_format2(root: Location, watch: Watch | None = None) -> Format2Survey | None:
+def survey_format2(root: Location) -> Format2Survey | None:
     """What a place holds; None where it is not of format 2. Reads the manifest, and no data.
 
     Args:
         root: the directory, or the place in an object store. That tells names, and no sizes.
-        watch: told about parts of the manifest.
 
     Raises:
         CheckpointNotFoundError: it does not exist; in an object store also where it is no
@@ -155,9 +144,9 @@ def survey_format2(root: Location, watch: Watch | None = None) -> Format2Survey 
     there = files_of_directory(root.absolute()) if isinstance(root, Path) else _of_bucket(root)
     if there is None:
         return None
-    found = _ManifestRead(there.place, watch)
-    names = {record.array.key: tuple(_names_of(record)) for record in found.arrays}
-    files = _sized(there.files, found, names)
+    found = ReadableManifest(there.place)
+    names = {record.array.key: tuple(names_of(record)) for record in found.arrays}
+    files = sized_files(there.files, found, names)
     leftovers = (
         Leftover(LeftoverKind.PARTIAL, name, nbytes or 0)
         for name, nbytes in files.items()
@@ -174,7 +163,7 @@ def survey_format2(root: Location, watch: Watch | None = None) -> Format2Survey 
         files.get(COMMON_NAME),
         tuple(sorted(leftovers, key=lambda leftover: leftover.path)),
         there.others,
-        _sorted((*_check_marker(marker), *found.findings, *_check_files(found, names, files))),
+        _sorted((*_check_marker(marker), *found.findings, *check_files(found, names, files))),
         len(files),
         sum(nbytes or 0 for nbytes in files.values()),
         files,
@@ -225,147 +214,11 @@ def _num_threads(survey: Format2Survey) -> int:
     return NUM_THREADS
 
 
-class _ManifestRead:
-    """The manifest, as far as it can be read, and what is wrong with the rest."""
-
-    def __init__(self, place: Place, watch: Watch | None) -> None:
-        self.index: ManifestIndex | None = None
-        self.arrays: tuple[ArrayRecord, ...] = ()
-        self.objects: tuple[ObjectRecord, ...] = ()
-        self.findings: list[Finding] = []
-        try:
-            manifest = Manifest(place)
-        except IncompleteCheckpointError:
-            expected = "the manifest's table of contents"
-            self.findings.append(
-                Finding(Problem.MISSING_MANIFEST, None, INDEX_NAME, expected, NO_FILE)
-            )
-            return
-        except CheckpointError as error:
-            if error.path is None:
-                raise  # of a later version
-            self.findings.append(_bad_manifest(INDEX_NAME, error))
-            return
-        self.index = manifest.index
-        arrays: list[ArrayRecord] = []
-        objects: list[ObjectRecord] = []
-        for number, entry in enumerate(manifest.index.parts, 1):
-            try:
-                of_part = manifest.contents_of(entry)
-            except CheckpointError as error:
-                self.findings.append(_bad_manifest(entry.name, error))
-                continue
-            arrays += of_part[0]
-            objects += of_part[1]
-            if watch:
-                watch(number, len(manifest.index.parts))
-        self.arrays, self.objects = tuple(arrays), tuple(objects)
-
-    @property
-    def is_whole(self) -> bool:
-        return self.index is not None and not self.findings
-
-
-def _bad_manifest(name: str, error: CheckpointError) -> Finding:
-    text = error.message.removeprefix(f"{error.path} ")
-    return Finding(Problem.BAD_MANIFEST, None, name, "what the save wrote", text)
-
-
-def _sized(
-    files: Mapping[str, int | None], found: _ManifestRead, names: Mapping[str, Sequence[str]]
-) -> Mapping[str, int | None]:
-    """The files; those that are listed have the listed size, where their own is not known."""
-    if None not in files.values():
-        return files
-    listed: dict[str, int] = dict(pack_ends(found.objects))
-    for record in found.arrays:
-        listed |= zip(names[record.array.key], _sizes_of(record), strict=True)
-    if found.index is not None:
-        listed |= {part.name: part.nbytes for part in found.index.parts}
-        if found.index.common is not None:
-            listed[COMMON_NAME] = found.index.common.nbytes
-    return {n: listed.get(n) if nbytes is None else nbytes for n, nbytes in files.items()}
-
-
 def _recorded(
     record: ArrayRecord, names: Sequence[str], files: Mapping[str, int | None]
 ) -> RecordedArray:
     sizes = [files[name] or 0 for name in names[1:] if name in files]
     return RecordedArray(record, len(sizes), sum(sizes))
-
-
-def _sizes_of(record: ArrayRecord) -> Iterator[int]:
-    """Sizes of the files of ``_names_of``, as they have to be."""
-    yield len(metadata_content(record.array))
-    stored_nbytes, index_nbytes = _sizes(record.array)
-    for chunk in record.chunks.values():
-        yield (chunk.num_digests - 1) * stored_nbytes + index_nbytes
-
-
-def _names_of(record: ArrayRecord) -> Iterator[str]:
-    """The files of an array: its metadata, then its chunks in the order of their records."""
-    directory = array_directory(record.array.key)
-    yield f"{directory}/{METADATA_NAME}"
-    for index in record.chunks:
-        yield f"{directory}/{'.'.join(['c', *map(str, index)])}"
-
-
-def _check_files(
-    found: _ManifestRead, names: Mapping[str, Sequence[str]], files: Mapping[str, int | None]
-) -> Iterator[Finding]:
-    """What names and sizes show, compared with what can be read of the manifest."""
-    yield from _check_common(found.index, files)
-    for record in found.arrays:
-        yield from _check_array(record, names[record.array.key], files)
-    yield from _check_packs(found.objects, files)
-    if found.is_whole:
-        yield from _check_unexpected(found, names, files)
-
-
-def _check_array(
-    record: ArrayRecord, names: Sequence[str], files: Mapping[str, int | None]
-) -> Iterator[Finding]:
-    array = record.array
-    if names[0] not in files:
-        expected = "what other readers need to know"
-        yield Finding(Problem.MISSING_METADATA, array.key, names[0], expected, NO_FILE)
-    sizes = islice(_sizes_of(record), 1, None)
-    for (index, chunk), name, nbytes in zip(record.chunks.items(), names[1:], sizes, strict=True):
-        if files.get(name) == nbytes:
-            continue
-        is_there = name in files
-        yield Finding(
-            Problem.WRONG_CHUNK_SIZE if is_there else Problem.MISSING_CHUNK,
-            array.key,
-            name,
-            f"{nbytes_text(nbytes)} (chunk {index}, written by rank {chunk.writer})",
-            _size_text(files[name]) if is_there else NO_FILE,
-        )
-
-
-def _size_text(nbytes: int | None) -> str:
-    return "an object" if nbytes is None else nbytes_text(nbytes)
-
-
-def _sizes(array: ArraySpec) -> tuple[int, int]:
-    """Bytes of one inner chunk, and of the index of each chunk's file.
-
-    Each inner chunk has a digest, and so has the index: the manifest was refused otherwise.
-    """
-    if not array.num_chunks:
-        return 0, 0
-    grid = InnerGrid.of(array, (0,) * len(array.shape))
-    return grid.stored_nbytes, grid.index_nbytes
-
-
-def _check_packs(
-    objects: Sequence[ObjectRecord], files: Mapping[str, int | None]
-) -> Iterator[Finding]:
-    for name, end in pack_ends(objects).items():
-        if files.get(name) != end:
-            found = _size_text(files[name]) if name in files else NO_FILE
-            problem = Problem.WRONG_FILE_SIZE if name in files else Problem.MISSING_OBJECT
-            yield Finding(problem, None, name, f"{nbytes_text(end)} of objects", found)
 
 
 def _check_pack_sizes(survey: Format2Survey) -> Iterator[Finding]:
@@ -378,34 +231,6 @@ def _check_pack_sizes(survey: Format2Survey) -> Iterator[Finding]:
         found = size_finding(survey.root, name, end) if name in survey.files else None
         if found is not None:
             yield found
-
-
-def _check_common(
-    index: ManifestIndex | None, files: Mapping[str, int | None]
-) -> Iterator[Finding]:
-    listed = None if index is None else index.common
-    if COMMON_NAME not in files:
-        expected = "the state that all ranks share"
-        yield Finding(Problem.MISSING_COMMON, None, COMMON_NAME, expected, NO_FILE)
-    elif listed is not None and files[COMMON_NAME] != listed.nbytes:
-        found = _size_text(files[COMMON_NAME])
-        expected = nbytes_text(listed.nbytes)
-        yield Finding(Problem.DAMAGED_COMMON, None, COMMON_NAME, expected, found)
-
-
-def _check_unexpected(
-    found: _ManifestRead, names: Mapping[str, Sequence[str]], files: Mapping[str, int | None]
-) -> Iterator[Finding]:
-    assert found.index is not None  # noqa: S101 - the manifest is whole
-    listed = {MARKER_NAME, COMMON_NAME, SAVE_NAME, INDEX_NAME}
-    listed.update(entry.name for entry in found.index.parts)
-    listed.update(record.span.name for record in found.objects if record.span is not None)
-    for record in found.arrays:
-        listed.update(names[record.array.key])
-    for name, nbytes in files.items():
-        if name not in listed and not is_remains(name):
-            expected = "no file that the manifest does not list"
-            yield Finding(Problem.UNEXPECTED_FILE, None, name, expected, _size_text(nbytes))
 
 
 def _check_marker(marker: CheckpointMarker | Finding) -> Iterator[Finding]:

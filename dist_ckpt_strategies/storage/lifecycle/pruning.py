@@ -35,11 +35,8 @@ from dist_ckpt_strategies.storage.format2.manifest import (
     SCHEMA,
     parse_index,
 )
-from dist_ckpt_strategies.storage.lifecycle.publication import (
-    has_withdrawn_marker,
-    retract,
-    withdraw_marker,
-)
+from dist_ckpt_strategies.storage.lifecycle.clearing import retract
+from dist_ckpt_strategies.storage.lifecycle.publication import has_withdrawn_marker, withdraw_marker
 from dist_ckpt_strategies.storage.objects.files import OBJECT_SUFFIX
 from dist_ckpt_strategies.storage.objects.stored import StoredShard
 

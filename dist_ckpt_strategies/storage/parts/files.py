@@ -256,7 +256,7 @@ class PartReader:
             self._handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 self.header = self._checked_header()
-            except BaseException:
+            except BaseException:  # nobody else will close it
                 os.close(self._handle)
                 raise
 
@@ -334,7 +334,7 @@ def _begin_file(directory: Path) -> tuple[Path, int]:
         try:
             lock(handle)
             is_there = os.fstat(handle).st_nlink > 0
-        except BaseException:
+        except BaseException:  # interrupted in the wait for the lock, too
             os.close(handle)
             path.unlink(missing_ok=True)
             raise

@@ -17,15 +17,8 @@ from dist_ckpt_strategies.storage.base import ArrayWriter
 from dist_ckpt_strategies.storage.disk.files import require_directory
 from dist_ckpt_strategies.storage.format1.engines import open_array_store
 from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
-from dist_ckpt_strategies.storage.lifecycle.publication import (
-    has_withdrawn_marker,
-    is_finished,
-    leave_token,
-    make_way,
-    remove_token,
-    require_token,
-    withdraw_marker,
-)
+from dist_ckpt_strategies.storage.lifecycle.clearing import DirectoryRoom
+from dist_ckpt_strategies.storage.lifecycle.tokens import leave_token, remove_token, require_token
 from dist_ckpt_strategies.storage.objects.pickled import (
     dump_object,
     object_ids,
@@ -56,23 +49,18 @@ class Format1Target:
         self._root = root
         self._options = options
         self._keeps_old = keeps_old
-        self._is_checkpoint = False
+        self._room = DirectoryRoom(root)
         self._token = ""
         self.writer: ArrayWriter = open_array_store(root, options)
         self.open_elsewhere: Callable[[], ArrayWriter] = partial(open_array_store, root, options)
 
     def examine(self) -> None:
         """See SaveTarget."""
-        require_directory(self._root)
-        if self._keeps_old:
-            self._is_checkpoint = is_finished(self._root)
-            return
-        withdraw_marker(self._root)
-        self._is_checkpoint = has_withdrawn_marker(self._root)
+        self._room.examine(keeps_old=self._keeps_old)
 
     def clear(self, planned: Planned, token: str) -> None:
         """See SaveTarget."""
-        make_way(self._root, planned.keys, is_checkpoint=self._is_checkpoint)
+        self._room.clear(planned.keys)
         leave_token(self._root, token)
 
     def require(self, token: str, owner: str) -> None:

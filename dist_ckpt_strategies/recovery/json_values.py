@@ -1,4 +1,4 @@
-"""State of optimizers, schedules, callbacks and loops as JSON types, and back."""
+"""State of optimizers, schedules, callbacks and loops as JSON types, and back; tensors as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
 
 
-def to_plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """As JSON types: numbers, text, None, lists, tuples, dicts with any of these as keys, tensors.
 
     Counters stay what they are; numbers of NumPy become Python's.
@@ -29,19 +29,26 @@ def to_plain(value: Any) -> Any:
         return {"tensor": _of_tensor(value)}
     if isinstance(value, dict):
         kind = "counter" if isinstance(value, Counter) else "dict"
-        return {kind: [[to_plain(key), to_plain(item)] for key, item in value.items()]}
+        return {kind: [[to_json_value(key), to_json_value(item)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [to_plain(item) for item in value]}
+        return {kind: [to_json_value(item) for item in value]}
     raise PlanError(f"{type(value).__name__}: expected a number, text, list, dict or tensor")
 
 
-def from_plain(value: Any) -> Any:
-    """What ``to_plain`` was given; tensors are on the CPU.
+def from_json_value(value: Any) -> Any:
+    """What ``to_json_value`` was given; tensors are on the CPU.
 
     Raises:
-        CorruptCheckpointError: it is nothing that ``to_plain`` gives.
+        CorruptCheckpointError: it is nothing that ``to_json_value`` gives.
     """
+    try:
+        return _from_json_value(value)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise CorruptCheckpointError(f"a value of {type(value).__name__}: {error}") from error
+
+
+def _from_json_value(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
@@ -67,9 +74,13 @@ def _to_tensor(content: list[Any]) -> torch.Tensor:
 
 
 _FROM: dict[str, Callable[[Any], Any]] = {
-    "counter": lambda content: Counter({from_plain(k): from_plain(n) for k, n in content}),
-    "dict": lambda content: {from_plain(key): from_plain(item) for key, item in content},
-    "list": lambda content: [from_plain(item) for item in content],
-    "tuple": lambda content: tuple(from_plain(item) for item in content),
+    "counter": lambda content: Counter(
+        {_from_json_value(k): _from_json_value(n) for k, n in content}
+    ),
+    "dict": lambda content: {
+        _from_json_value(key): _from_json_value(item) for key, item in content
+    },
+    "list": lambda content: [_from_json_value(item) for item in content],
+    "tuple": lambda content: tuple(_from_json_value(item) for item in content),
     "tensor": _to_tensor,
 }

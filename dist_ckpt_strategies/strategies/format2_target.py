@@ -14,7 +14,7 @@ from typing import Any
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.errors import IncompleteCheckpointError, StorageError
+from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.megatron.parallel_layout import parallel_sizes
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
 from dist_ckpt_strategies.plan.array_grid import Cutting
@@ -45,7 +45,7 @@ from dist_ckpt_strategies.storage.format2.manifest import (
     pack_name,
     part_content,
 )
-from dist_ckpt_strategies.storage.lifecycle.publication import superseded
+from dist_ckpt_strategies.storage.lifecycle.tokens import superseded, wait_until_seen
 from dist_ckpt_strategies.storage.locations import Location
 from dist_ckpt_strategies.storage.objects.pickled import dump_content, plain_value
 from dist_ckpt_strategies.storage.sites import DigestingWriter, open_site, open_writer
@@ -55,9 +55,6 @@ _MAX_PLAIN_NBYTES = 4 << 10
 """Larger plain objects go to the file of all objects, lest the manifest should grow with them."""
 
 _PACKAGES = ("dist-ckpt-strategies", "megatron-core", "torch", "numpy", "tensorstore", "zarr")
-_TOKEN_PAUSE_S = 0.02
-_TOKEN_WAIT_S = 30.0
-"""How long a network file system may take to show a new file to another machine."""
 
 
 class Format2Target:
@@ -125,16 +122,12 @@ class Format2Target:
 
     def require(self, token: str, owner: str) -> None:
         """See SaveTarget."""
-        deadline = time.monotonic() + min(self._options.timeout_s / 2, _TOKEN_WAIT_S)
-        while self._token() != token:
-            if time.monotonic() > deadline:
-                raise StorageError(
-                    f"{self._root}: what {owner} has written there is not seen here; all ranks "
-                    "have to save to one directory, on a file system that they share",
-                    path=str(self._root),
-                )
-            time.sleep(_TOKEN_PAUSE_S)
+        is_seen = partial(self._has_token, token)
+        wait_until_seen(str(self._root), is_seen, owner, self._options.timeout_s)
         self._begun = token
+
+    def _has_token(self, token: str) -> bool:
+        return self._token() == token
 
     def _token(self) -> str | None:
         try:

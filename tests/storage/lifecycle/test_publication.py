@@ -22,20 +22,17 @@ from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
+from dist_ckpt_strategies.storage.lifecycle.clearing import make_way, retract
 from dist_ckpt_strategies.storage.lifecycle.publication import (
     has_withdrawn_marker,
     is_finished,
-    leave_token,
     make_directory,
-    make_way,
     publish,
     read_marker,
-    remove_token,
-    require_token,
-    require_unfinished,
-    retract,
     withdraw_marker,
 )
+from dist_ckpt_strategies.storage.lifecycle.tokens import leave_token, remove_token, require_token
+from dist_ckpt_strategies.storage.locations import require_unfinished
 from dist_ckpt_strategies.storage.objects.pickled import write_object
 from tests.support.disks import fill_disk, read_only
 from tests.support.format2_checkpoints import write_format2

@@ -29,7 +29,7 @@ def test_a_missing_library_is_named_with_the_way_out(
 ) -> None:
     adapter = {"tensorstore": "tensorstore_arrays", "zarr": "zarr_arrays"}[engine]
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, f"dist_ckpt_strategies.storage.{adapter}")
+    monkeypatch.delitem(sys.modules, f"dist_ckpt_strategies.storage.format1.{adapter}")
 
     with pytest.raises(MissingDependencyError, match=module) as caught:
         open_array_store(tmp_path, Options(engine=engine))  # type: ignore[arg-type]
@@ -46,7 +46,7 @@ def test_the_one_engine_does_not_import_the_library_of_the_other() -> None:
         "assert 'tensorstore' not in sys.modules\n"
         "print('fine')\n"
     )
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=root, check=False
     )
