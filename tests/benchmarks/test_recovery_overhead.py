@@ -14,7 +14,6 @@ from benchmarks.recovery_overhead import NAMES, PLAIN, RECOVERY, Round, summaris
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(150)
 def test_every_contender_is_measured_and_compared_with_none(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     command = [sys.executable, recovery_overhead.__file__, "--smoke", "--out", str(out)]

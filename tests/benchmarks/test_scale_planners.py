@@ -34,7 +34,6 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(200)
 def test_the_script_writes_what_it_measured_and_what_follows_on_paper(
     lines: list[dict[str, object]],
 ) -> None:

@@ -44,7 +44,6 @@ def played(single: tuple[Scene, ...], several: tuple[Scene, ...]) -> tuple[int, 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(240)
 def test_exceptions_at_every_point_and_a_kill_lose_nothing() -> None:
     exceptions = Scene("exception", every_fault([Kind.EXCEPTION], [3]))
     last = exceptions.faults[-1]

@@ -11,7 +11,7 @@ from tests.comm.communicators import Carrier, over_gloo, over_solo, over_threads
     params=[
         over_solo,
         over_threads,
-        pytest.param(over_gloo, marks=[pytest.mark.multiprocess, pytest.mark.timeout(90)]),
+        pytest.param(over_gloo, marks=pytest.mark.multiprocess),
     ],
     ids=lambda carrier: carrier.__name__,
 )
@@ -24,7 +24,7 @@ def carrier(request: pytest.FixtureRequest) -> Carrier:
 @pytest.fixture(
     params=[
         over_threads,
-        pytest.param(over_gloo, marks=[pytest.mark.multiprocess, pytest.mark.timeout(90)]),
+        pytest.param(over_gloo, marks=pytest.mark.multiprocess),
     ],
     ids=lambda carrier: carrier.__name__,
 )

@@ -163,7 +163,6 @@ def load_random_layouts(rank: int, root: Path, seeds: list[int]) -> list[str]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_so_do_ranks_that_are_processes(num_ranks: int, tmp_path: Path) -> None:
     seeds = list(range(1000 * num_ranks, 1000 * num_ranks + 6))

@@ -23,6 +23,8 @@ from torch._C._distributed_c10d import TCPStore
 
 _HOST = "127.0.0.1"
 _FAREWELL_S = 5.0
+_END_S = 60.0
+"""From the end of a pipe to that of its process."""
 _PRELOADED = (
     "torch.distributed",
     "tensorstore",
@@ -71,7 +73,7 @@ def run_processes(
     size: int,
     body: Callable[..., Any],
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     makes_group: bool = True,
 ) -> list[Any]:
     """Call ``body(rank, *args)`` in ``size`` new processes, the world of a gloo process group.
@@ -161,7 +163,7 @@ def _result(pipe: Connection, process: ForkServerProcess) -> Any:
     try:
         return pickle.loads(pipe.recv_bytes())
     except (EOFError, ConnectionResetError):
-        process.join(_FAREWELL_S)
+        process.join(_END_S)
         return RankDiedError(process.exitcode)
 
 
