@@ -78,7 +78,10 @@ def in_a_loop() -> None:
 
 
 def in_a_data_loader() -> None:
-    next(iter(torch.utils.data.DataLoader(_Slow(), num_workers=1)))
+    # As in a script of its own. Ranks of these tests would start a server first, and by that a
+    # worker that the fault may find half begun, and that outlives the test.
+    loader = torch.utils.data.DataLoader(_Slow(), num_workers=1, multiprocessing_context="fork")
+    next(iter(loader))
 
 
 PLACES: list[Callable[[], None]] = [
