@@ -26,7 +26,7 @@ def lines(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
         [sys.executable, str(SCRIPT), "--smoke", "--plan", Planner.LOCAL.value, "--out", str(out)],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

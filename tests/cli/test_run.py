@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dist_ckpt_strategies.cli.app import app
 
-LIMIT_S = 100
+LIMIT_S = 200
 
 
 def command(*args: str | Path) -> list[str]:

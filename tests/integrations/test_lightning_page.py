@@ -68,7 +68,7 @@ def run(*command: str, cwd: Path) -> str:
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

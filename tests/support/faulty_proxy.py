@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from tests.support.object_stores import ObjectStore
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 100.0
 _DROPPED = {"connection", "transfer-encoding", "keep-alive"}
 
 
