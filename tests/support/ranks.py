@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
@@ -120,11 +121,24 @@ def run_processes(
     return results
 
 
+@cache
 def forkserver() -> ForkServerContext:
-    """Starts processes within a tenth of a second, with everything imported."""
+    """Starts processes within a tenth of a second, with everything imported.
+
+    The first time it returns once that is so: half a minute on a busy machine, which is not to
+    count as time of the ranks.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(_PRELOADED))
+    first = context.Process(target=_nothing, daemon=True)
+    first.start()
+    first.join()
+    first.close()
     return context
+
+
+def _nothing() -> None:
+    """What the first process does."""
 
 
 def allow_torch_dist() -> None:

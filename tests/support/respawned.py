@@ -37,6 +37,7 @@ def run_respawned(
     Raises:
         TimeoutError: some rank had no result in time. None is left running, however this ends.
     """
+    forkserver()
     host = TcpHost()
     world = _World(size, host.port, time.monotonic() + timeout_s, body, args)
     try:
