@@ -31,7 +31,7 @@ from tests.support.pages import ROOT, python_blocks
 from tests.support.ranks import run_processes
 from tests.support.sharding import ALL_DTYPES, Cut, in_runs, on_grid, part_of, state_of
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.multiprocess
 
 ALLOWED = {"json", "math", "itertools", "pathlib", "ml_dtypes", "numpy", "xxhash"}
 KEYS = ["a/b", "a", ".hidden", "..", "manifest", "k" * 300, "metadata.json", "ключ", "c.0", "%"]

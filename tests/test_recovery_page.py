@@ -35,7 +35,7 @@ PLAIN, MEGATRON = (
     for block in re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
     if "wait_rank()" in block
 )
-LIMIT_S = 150
+LIMIT_S = 250
 
 ON_CPUS = {
     'BACKEND = "nccl"': 'BACKEND = "interruptible_gloo"',
@@ -119,7 +119,7 @@ def printed_by(size: int, directory: Path, script: str, *, torn: bool = False) -
     path.write_text(script)
     host = TcpHost()
     found = run_processes(
-        size, run_page, host.port, str(path), size, torn, timeout_s=100, makes_group=False
+        size, run_page, host.port, str(path), size, torn, timeout_s=150, makes_group=False
     )
     for one in found:
         assert not isinstance(one, Exception), (one, one.__notes__)

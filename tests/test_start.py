@@ -19,7 +19,7 @@ import sys
 print(*sorted({{name.partition(".")[0] for name in sys.modules}}), file=sys.stderr)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stderr
     return set(done.stderr.split())

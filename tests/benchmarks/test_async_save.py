@@ -12,7 +12,7 @@ from tests.support.scripts import Results, results_of
 
 CORES = sorted(os.sched_getaffinity(0))
 needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="there is one core only")
-slow = [pytest.mark.multiprocess, pytest.mark.timeout(260)]
+slow = pytest.mark.multiprocess
 
 
 @pytest.fixture(scope="module")

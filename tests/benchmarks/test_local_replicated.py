@@ -6,7 +6,7 @@ from benchmarks.contenders.roster import LOCAL_FLOOR, LOCAL_MANAGER, LOCAL_PACKA
 from benchmarks.local_replicated import STEPS
 from tests.support.scripts import Results, results_of
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 
 
 @pytest.fixture(scope="module")

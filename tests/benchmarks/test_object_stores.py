@@ -10,7 +10,6 @@ from tests.support.scripts import Results, results_of
 
 pytestmark = [
     pytest.mark.multiprocess,
-    pytest.mark.timeout(180),
     pytest.mark.skipif(why_not(MOTO) is not None, reason=str(why_not(MOTO))),
 ]
 

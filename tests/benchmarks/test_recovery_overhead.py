@@ -14,11 +14,10 @@ from benchmarks.recovery_overhead import NAMES, PLAIN, RECOVERY, Round, summaris
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(150)
 def test_every_contender_is_measured_and_compared_with_none(tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     command = [sys.executable, recovery_overhead.__file__, "--smoke", "--out", str(out)]
-    subprocess.run(command, check=True, timeout=140, stdout=subprocess.DEVNULL)
+    subprocess.run(command, check=True, timeout=250, stdout=subprocess.DEVNULL)
     lines = [json.loads(text) for text in out.read_text().splitlines()]
 
     rounds = [line for line in lines if line["kind"] == "round"]

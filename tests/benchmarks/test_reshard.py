@@ -7,7 +7,7 @@ import pytest
 from benchmarks.contenders.roster import READ_SHARES, RESHARD_PACKAGES
 from tests.support.scripts import Results, results_of, run_script
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 
 MOVE = "2 rows to 2 columns"
 

@@ -16,7 +16,7 @@ def test_every_case_is_planned_evenly_and_described(tmp_path: Path) -> None:
         [sys.executable, str(SCRIPT), "--smoke", "--out", str(out)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=250,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

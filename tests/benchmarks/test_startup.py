@@ -7,7 +7,7 @@ import pytest
 from benchmarks.startup import TARGETS_S, starts, summary_of
 from tests.support.scripts import results_of
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.multiprocess
 
 
 def test_every_command_is_timed_and_nothing_is_left_behind(tmp_path: Path) -> None:

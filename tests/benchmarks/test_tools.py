@@ -9,7 +9,7 @@ from benchmarks.contenders.roster import TOOL_PACKAGES
 from benchmarks.tools import SOURCES
 from tests.support.scripts import Results, results_of
 
-slow = [pytest.mark.multiprocess, pytest.mark.timeout(260)]
+slow = pytest.mark.multiprocess
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from benchmarks.contenders.roster import GROUP_ENTRIES, READ_SHARES, SEND_SHARES
 from benchmarks.measuring.gpt_state import GptSize, build_shards
 from tests.support.scripts import Results, results_of
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 
 NUM_RANKS = 3
 """Shares of unequal size, and a rank that neither reads first nor last."""

@@ -21,7 +21,7 @@ Reference = Sequence[Sequence[str]]
 LOSSES = HANGS | {Kind.KILL}
 """A rank falls silent: what the others were told by it before may differ."""
 
-_SLACK_S = 5.0
+_SLACK_S = 20.0
 _LOST = {"PeerLostError", "PeerTimeoutError"}
 _NOTHING_THERE = {"CheckpointNotFoundError", "NoUsableCheckpointError"}
 _CAUSES: Mapping[Kind, tuple[str, ...]] = {

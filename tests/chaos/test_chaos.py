@@ -14,7 +14,7 @@ NUM_EVENTS = 60
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.timeout(420)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", [1, 2, 3, 4])
 def test_after_every_event_the_right_state_is_recovered(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -23,6 +23,7 @@ from tests.support.ranks import forkserver
 
 _POLL_S = 0.02
 _TRACE_S = 1.0
+_END_S = 60.0
 _MAX_MEETINGS = 3
 
 
@@ -197,7 +198,7 @@ class World:
                 at, value = pipe.recv()
             except (EOFError, ConnectionResetError):
                 process = self._processes[rank].process
-                process.join(_TRACE_S)
+                process.join(_END_S)
                 at, value = time.monotonic(), Gone(process.exitcode)
             answers[rank] = Answer(value, at - began)
 

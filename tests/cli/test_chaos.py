@@ -44,7 +44,7 @@ def played(single: tuple[Scene, ...], several: tuple[Scene, ...]) -> tuple[int, 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(900)
 def test_exceptions_at_every_point_and_a_kill_lose_nothing() -> None:
     exceptions = Scene("exception", every_fault([Kind.EXCEPTION], [3]))
     last = exceptions.faults[-1]
@@ -57,7 +57,7 @@ def test_exceptions_at_every_point_and_a_kill_lose_nothing() -> None:
 
 @pytest.mark.multiprocess
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 def test_a_lost_replica_comes_from_memory_and_two_lost_holders_from_the_disk() -> None:
     status, text = played((), (WHOLE_REPLICA, BOTH_HOLDERS))
 

@@ -110,7 +110,7 @@ def write_format2(place: Path, *, is_finished: bool = True) -> Path:
     (root / "common.pt").write_bytes(dump_object({"iteration": 200}, name="common state"))
 
     def save(comm: Communicator) -> None:
-        save_format2(state_of(comm.rank), root, comm, Options(timeout_s=20), SaveMemory())
+        save_format2(state_of(comm.rank), root, comm, Options(timeout_s=60.0), SaveMemory())
 
     run_ranks(NUM_RANKS, save)
     if is_finished:

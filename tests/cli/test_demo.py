@@ -96,7 +96,7 @@ def assert_gone(pid_file: Path) -> None:
 
 
 def wait_for(*paths: Path) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 150
     while not all(path.exists() and path.read_text() for path in paths):
         assert time.monotonic() < deadline, paths
         time.sleep(0.02)
@@ -132,7 +132,6 @@ def test_the_demo_ends_well_and_says_that_everything_is_bit_identical(tmp_path: 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(120)
 def test_a_demo_that_fails_names_the_rank_and_the_reason() -> None:
     status, text = run_captured(None, INDIVISIBLE)
 
@@ -152,7 +151,6 @@ def run_in_one_python(scratch: Path) -> StartRecord:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(150)
 def test_a_rank_in_a_python_of_its_own_carries_out_its_task(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
     record = run_in_one_python(tmp_path)
@@ -164,7 +162,6 @@ def test_a_rank_in_a_python_of_its_own_carries_out_its_task(tmp_path: Path) -> N
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(150)
 def test_a_rank_that_fails_is_told_with_the_end_of_its_output(tmp_path: Path) -> None:
     with pytest.raises(DemoError, match="rank 0: FileNotFoundError: ") as caught:
         run_in_one_python(tmp_path)
@@ -173,7 +170,6 @@ def test_a_rank_that_fails_is_told_with_the_end_of_its_output(tmp_path: Path) ->
     assert "FileNotFoundError: " in output, caught.value
 
 
-@pytest.mark.timeout(20)
 def test_a_directory_that_holds_files_is_refused_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "mine").touch()
 
@@ -185,7 +181,6 @@ def test_a_directory_that_holds_files_is_refused_before_anything_starts(tmp_path
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(60)
 def test_a_failing_rank_is_named_and_the_others_are_stopped(tmp_path: Path) -> None:
     commands = [waiting_command(tmp_path, rank) for rank in range(4)]
     commands[2] = [sys.executable, "-c", FAILING_RANK, str(tmp_path)]
@@ -199,7 +194,6 @@ def test_a_failing_rank_is_named_and_the_others_are_stopped(tmp_path: Path) -> N
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(60)
 def test_a_rank_killed_by_a_signal_is_named_before_those_that_miss_it(tmp_path: Path) -> None:
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     missing = FAILING_RANK.replace("(0, 1, 3)", "()")
@@ -210,7 +204,6 @@ def test_a_rank_killed_by_a_signal_is_named_before_those_that_miss_it(tmp_path: 
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(60)
 def test_ranks_that_do_not_end_are_stopped_when_the_time_is_up(tmp_path: Path) -> None:
     commands = [waiting_command(tmp_path, 0), [sys.executable, "-c", ""]]
 
@@ -221,17 +214,16 @@ def test_ranks_that_do_not_end_are_stopped_when_the_time_is_up(tmp_path: Path) -
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
 def test_no_rank_outlives_its_parent(tmp_path: Path, ending: signal.Signals) -> None:
     command = [sys.executable, "-c", INTERRUPTED_PARENT, str(tmp_path), WAITING_RANK]
     with subprocess.Popen(command) as parent:
         wait_for(tmp_path / "pid0", tmp_path / "pid1")
         parent.send_signal(ending)
-        status = parent.wait(timeout=30)
+        status = parent.wait(timeout=150)
 
     assert status == (130 if ending is signal.SIGINT else -signal.SIGKILL)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 150
     for rank in (0, 1):
         pid = int((tmp_path / f"pid{rank}").read_text())
         while is_running(pid):

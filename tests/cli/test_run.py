@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from dist_ckpt_strategies.cli.app import app
 
-LIMIT_S = 100
+LIMIT_S = 200
 
 
 def command(*args: str | Path) -> list[str]:
@@ -72,7 +72,7 @@ def test_no_worker_is_left_when_the_supervisor_is_interrupted_or_killed(
     number: int, status: int, tmp_path: Path
 ) -> None:
     path = script(
-        tmp_path, "(Path(__file__).parent / f'{os.getpid()}.pid').touch()\ntime.sleep(100)"
+        tmp_path, "(Path(__file__).parent / f'{os.getpid()}.pid').touch()\ntime.sleep(300)"
     )
     with subprocess.Popen(
         command("-n", "2", path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -81,7 +81,7 @@ def test_no_worker_is_left_when_the_supervisor_is_interrupted_or_killed(
         os.kill(process.pid, number)
         assert process.wait(LIMIT_S) == status
 
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []

@@ -20,12 +20,12 @@ Carrier = Callable[..., list[Any]]
 """Runs ``body(comm, *args)`` on a number of ranks; results, or exceptions as objects, by rank."""
 
 
-def over_solo(body: Body, *args: Any, timeout_s: float = 10.0) -> list[Any]:
+def over_solo(body: Body, *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """One rank."""
     return [_outcome(body, SoloCommunicator(), args)]
 
 
-def over_threads(body: Body, *args: Any, timeout_s: float = 10.0) -> list[Any]:
+def over_threads(body: Body, *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """Four threads."""
 
     def on_rank(comm: ThreadCommunicator) -> Any:
@@ -34,7 +34,7 @@ def over_threads(body: Body, *args: Any, timeout_s: float = 10.0) -> list[Any]:
     return run_ranks(4, on_rank, timeout_s)
 
 
-def over_gloo(body: Body, *args: Any, timeout_s: float = 10.0) -> list[Any]:
+def over_gloo(body: Body, *args: Any, timeout_s: float = 60.0) -> list[Any]:
     """Four processes of a gloo group."""
     return run_processes(4, on_gloo_rank, body, args, timeout_s)
 

@@ -19,7 +19,7 @@ from tests.comm.communicators import (
         over_solo,
         over_threads,
         *(
-            pytest.param(over, marks=[pytest.mark.multiprocess, pytest.mark.timeout(90)])
+            pytest.param(over, marks=pytest.mark.multiprocess)
             for over in (over_gloo, over_links, over_links_and_gloo)
         ),
     ],
@@ -35,7 +35,7 @@ def carrier(request: pytest.FixtureRequest) -> Carrier:
     params=[
         over_threads,
         *(
-            pytest.param(over, marks=[pytest.mark.multiprocess, pytest.mark.timeout(90)])
+            pytest.param(over, marks=pytest.mark.multiprocess)
             for over in (over_gloo, over_links, over_links_and_gloo)
         ),
     ],

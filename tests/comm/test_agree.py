@@ -283,18 +283,17 @@ def test_a_late_rank_is_waited_for(four_ranks: Carrier) -> None:
 def steps_aside(comm: Communicator) -> str:
     """Its step meets the others too early, and nobody comes: its failure must not meet again."""
     if comm.rank == 3:
-        time.sleep(4.5)
         return "away"
     started = time.monotonic()
     try:
         agree(comm, lambda: comm.all_gather("early"))
     except PeerTimeoutError:
-        return "in time" if time.monotonic() - started < 4.0 else "late"
+        return "in time" if time.monotonic() - started < 8.0 else "late"
     return "no error"
 
 
 def test_after_a_timeout_within_a_step_no_rank_waits_a_second_time(four_ranks: Carrier) -> None:
-    assert four_ranks(steps_aside, timeout_s=2.0) == ["in time"] * 3 + ["away"]
+    assert four_ranks(steps_aside, timeout_s=4.0) == ["in time"] * 3 + ["away"]
 
 
 def interrupted(comm: Communicator) -> str:

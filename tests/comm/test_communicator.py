@@ -179,7 +179,7 @@ def one_rank_never_comes(comm: Communicator, absent: int) -> list[Any]:
 
 @pytest.mark.parametrize("absent", [0, 3])
 def test_every_wait_ends_at_the_timeout(absent: int, four_ranks: Carrier) -> None:
-    results = four_ranks(one_rank_never_comes, absent, timeout_s=1.0)
+    results = four_ranks(one_rank_never_comes, absent, timeout_s=2.0)
 
     for rank, result in enumerate(results):
         if rank != absent:
@@ -193,7 +193,7 @@ def the_sender_never_comes(comm: Communicator) -> None:
 
 
 def test_a_receiver_waits_for_its_sender_no_longer_than_the_timeout(four_ranks: Carrier) -> None:
-    error = four_ranks(the_sender_never_comes, timeout_s=1.0)[0]
+    error = four_ranks(the_sender_never_comes, timeout_s=2.0)[0]
 
     assert isinstance(error, PeerError)
     assert isinstance(error, TimeoutError)

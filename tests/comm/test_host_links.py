@@ -21,7 +21,7 @@ from dist_ckpt_strategies.errors import PeerLostError, PeerTimeoutError
 from tests.comm.communicators import SLOT_NBYTES, linked
 from tests.support.ranks import RankDiedError, run_processes
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.multiprocess
 
 
 def linked_world(rank: int, timeout_s: float = 20.0, num_hosts: int = 1) -> Communicator:

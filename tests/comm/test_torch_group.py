@@ -24,7 +24,7 @@ from dist_ckpt_strategies.comm.torch_group import (
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, PeerTimeoutError, StorageError
 from tests.support.ranks import RankDiedError, run_processes
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.multiprocess
 
 
 def test_without_torch_distributed_a_process_is_alone() -> None:
@@ -38,7 +38,7 @@ def test_without_torch_distributed_a_process_is_alone() -> None:
 
 
 def meet_another_collective(rank: int) -> Any:
-    comm = open_communicator(None, timeout_s=10.0, purpose="a load from /ckpt")
+    comm = open_communicator(None, timeout_s=60.0, purpose="a load from /ckpt")
     if rank == 0:
         dist.all_gather_object([None, None], {"what": "Megatron's own validation"})
     return agree(comm, lambda: None)
@@ -62,7 +62,7 @@ def in_subgroups(rank: int) -> dict[str, Any]:
     for number, group in enumerate(groups):
         if rank not in dist.get_process_group_ranks(group):
             continue
-        comm = open_communicator(group, timeout_s=10.0, purpose=f"group {number}")
+        comm = open_communicator(group, timeout_s=60.0, purpose=f"group {number}")
 
         def step(number: int = number) -> None:
             if rank == 3:
@@ -95,7 +95,7 @@ def sends_within_a_subgroup(rank: int) -> list[int]:
     group = dist.new_group([1, 3])
     if rank not in {1, 3}:
         return []
-    comm = open_communicator(group, timeout_s=10.0, purpose="a test")
+    comm = open_communicator(group, timeout_s=60.0, purpose="a test")
     into = np.zeros(2, np.uint8)
     peer = 1 - comm.rank
     comm.exchange([Send(peer, np.full(2, rank, np.uint8))], [Receive(peer, into)])
@@ -111,7 +111,7 @@ def two_groups_of_different_sizes_meet_at_once(rank: int) -> list[Any]:
     found = []
     for group in (small, large):
         if rank in dist.get_process_group_ranks(group):
-            comm = open_communicator(group, timeout_s=10.0, purpose="a test")
+            comm = open_communicator(group, timeout_s=60.0, purpose="a test")
             found.append(comm.all_gather(rank))
     return found
 
@@ -124,10 +124,10 @@ def test_groups_that_share_a_rank_do_not_mix() -> None:
 
 def threads_before_and_after(rank: int) -> tuple[int, int]:
     for _ in range(3):
-        open_communicator(None, timeout_s=10.0, purpose="a test").all_gather(rank)
+        open_communicator(None, timeout_s=60.0, purpose="a test").all_gather(rank)
     before = threading.active_count(), num_os_threads()
     for _ in range(50):
-        open_communicator(None, timeout_s=10.0, purpose="a test").all_gather(rank)
+        open_communicator(None, timeout_s=60.0, purpose="a test").all_gather(rank)
     after = threading.active_count(), num_os_threads()
     return after[0] - before[0], after[1] - before[1]
 
@@ -137,14 +137,22 @@ def num_os_threads() -> int:
 
 
 def test_opening_communicators_leaves_no_thread_behind() -> None:
-    assert run_processes(2, threads_before_and_after) == [(0, 0)] * 2
+    for threads, os_threads in run_processes(2, threads_before_and_after):
+        assert threads <= 0  # less: one of before was about to end
+        assert os_threads <= 0
 
 
 # Silent
 
 
+def meet() -> None:
+    """From here on no rank is behind by more than a machine under load makes it. Collective."""
+    open_communicator(None, timeout_s=60.0, purpose="a test begins").all_gather(None)
+
+
 def waits_for(rank: int, silent: int, meetings_before: int, scratch: Path) -> tuple[float, Any]:
-    comm = open_communicator(None, timeout_s=1.5, purpose="save of /ckpt/iter_1")
+    meet()
+    comm = open_communicator(None, timeout_s=3.0, purpose="save of /ckpt/iter_1")
     for _ in range(meetings_before):
         agree(comm, lambda: None)
     started = time.monotonic()
@@ -162,7 +170,7 @@ def waits_for(rank: int, silent: int, meetings_before: int, scratch: Path) -> tu
 
 def stay_silent(scratch: Path) -> None:
     """Return once the three others have given up, however long that takes them."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(list(scratch.iterdir())) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
 
@@ -179,17 +187,17 @@ def test_a_silent_rank_is_named_within_the_timeout(
         assert isinstance(error, PeerTimeoutError)
         assert isinstance(error, TimeoutError)
         assert error.rank == silent
-        assert f"ranks [{silent}] did not arrive within 1.5 s" in str(error)
+        assert f"ranks [{silent}] did not arrive within 3 s" in str(error)
         assert "save of /ckpt/iter_1" in str(error)
-        assert 1.0 < seconds < 10.0
+        assert 2.5 < seconds < 45.0
 
 
 def does_not_come_again(rank: int) -> Any:
     """Two equal operations, of one meeting each; in the second, a rank is silent."""
+    meet()
     for attempt in range(2):
-        comm = open_communicator(None, timeout_s=1.0, purpose="load from /ckpt/iter_1")
+        comm = open_communicator(None, timeout_s=3.0, purpose="load from /ckpt/iter_1")
         if attempt == 1 and rank == 1:
-            time.sleep(2.0)
             return None
         try:
             agree(comm, lambda: None)
@@ -207,9 +215,9 @@ def test_a_rank_that_is_silent_only_the_second_time_is_named_too() -> None:
 
 
 def one_receiver_waits_in_vain(rank: int) -> Any:
-    comm = open_communicator(None, timeout_s=1.0, purpose="a test")
+    meet()
+    comm = open_communicator(None, timeout_s=3.0, purpose="a test")
     if rank == 2:
-        time.sleep(2.0)
         return None
     receives = [Receive(2, np.zeros(4, np.uint8))] if rank == 0 else []
     try:
@@ -231,7 +239,7 @@ def test_a_sender_that_is_silent_is_named_to_its_receiver() -> None:
 
 
 def survives(rank: int, killed: int) -> tuple[float, Any]:
-    comm = open_communicator(None, timeout_s=30.0, purpose="save of /ckpt/iter_1")
+    comm = open_communicator(None, timeout_s=60.0, purpose="save of /ckpt/iter_1")
     agree(comm, lambda: None)
     if rank == killed:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -255,18 +263,18 @@ def test_a_killed_rank_is_an_error_on_the_others_long_before_the_timeout(killed:
             continue
         seconds, error = result
         assert isinstance(error, PeerLostError)
-        assert seconds < 15.0
+        assert seconds < 40.0
         assert error.rank in {killed, None}
         assert error.rank == killed or rank not in {(killed - 1) % 4, (killed + 1) % 4}
         assert "save of /ckpt/iter_1" in str(error)
 
 
 def is_killed_while_it_sends(rank: int) -> Any:
-    comm = open_communicator(None, timeout_s=30.0, purpose="a test")
+    comm = open_communicator(None, timeout_s=60.0, purpose="a test")
     comm.all_gather(None)
     if rank == 1:
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGKILL)).start()
-        time.sleep(10)
+        time.sleep(60)
     started = time.monotonic()
     try:
         comm.exchange([], [Receive(1, np.zeros(64 << 20, np.uint8))])
@@ -281,12 +289,12 @@ def test_a_rank_killed_in_an_exchange_is_named_to_its_receiver() -> None:
     assert isinstance(died, RankDiedError)
     assert isinstance(error, PeerLostError)
     assert error.rank == 1
-    assert seconds < 15.0
+    assert seconds < 40.0
 
 
 def sends_to_one_that_is_gone(rank: int) -> Any:
     """Body of a rank: rank 1 dies between two exchanges, rank 0 begins the second long after."""
-    comm = open_communicator(None, timeout_s=20, purpose="exchange")
+    comm = open_communicator(None, timeout_s=60, purpose="exchange")
     data = np.zeros(1 << 20, np.uint8)
     comm.exchange([Send(1 - rank, data)], [Receive(1 - rank, data.copy())])
     if rank == 1:
@@ -306,7 +314,8 @@ def test_an_exchange_with_one_that_died_before_is_an_error_of_ours() -> None:
 
 def fails_alone_outside_of_agreement(rank: int) -> Any:
     """What agree() is there to prevent: the others find out at the timeout, and no later."""
-    comm = open_communicator(None, timeout_s=1.0, purpose="a test")
+    meet()
+    comm = open_communicator(None, timeout_s=3.0, purpose="a test")
     if rank == 1:
         raise StorageError("alone")
     return comm.all_gather(rank)

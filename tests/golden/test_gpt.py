@@ -34,7 +34,6 @@ def load_with_optimizer(
         return differing(after, golden.tensors)
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("layout", "route"),
     [
@@ -69,7 +68,6 @@ def load_weights(
         return whole if rank == 0 else {}
 
 
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize("num_rows", [104, 128, 256])
 def test_weights_are_bit_identical_whatever_the_vocabularys_padding(
     golden: GoldenSet, num_rows: int

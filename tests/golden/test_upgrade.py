@@ -84,7 +84,6 @@ def stepped(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("to", "layout", "route"),
     [

@@ -122,7 +122,7 @@ def test_workers_of_data_loaders_are_ended() -> None:
     HPDataLoaderAbort()(STATE)
 
     for worker in workers:
-        worker.join(10)
+        worker.join(60)
         assert worker.exitcode == -9
     time.sleep(0.05)  # torch's own signal handler would raise here
 
@@ -215,7 +215,7 @@ def test_a_device_that_fails_or_stays_silent_is_not_healthy(
         raise RuntimeError("an illegal memory access")
 
     def waits() -> None:
-        released.wait(60)
+        released.wait(100)
 
     released = threading.Event()
     monkeypatch.setitem(sys.modules, "torch", FakeTorch(FakeCuda(1, fails)))

@@ -54,7 +54,7 @@ def test_the_exit_code_is_the_scripts_own() -> None:
         for rank in ("0", "1")
     ]
     try:
-        texts = [process.communicate(timeout=60)[1] for process in processes]
+        texts = [process.communicate(timeout=200)[1] for process in processes]
     finally:
         for process in processes:
             process.kill()

@@ -17,7 +17,9 @@ from dist_ckpt_strategies.inprocess.heartbeat import start_heartbeat
 from dist_ckpt_strategies.inprocess.launched import KEY_PREFIX, coordinator_from_environment
 from dist_ckpt_strategies.inprocess.places import assignment_key, place_to_text
 from dist_ckpt_strategies.inprocess.train_utils import wait_rank
+from tests.support.leaks import threads_left
 
+HEARTBEAT = "dist-ckpt-heartbeat"
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -41,13 +43,13 @@ def test_a_script_started_on_its_own_is_a_world_of_one() -> None:
     me = coordinator_from_environment()
 
     assert me.wait_rank() == RankInfo(0, 0, 1, 1)
-    first = me.barrier(1.0).number
+    first = me.barrier(60.0).number
     me.report(0, first, FaultMode.EXCEPTION, "boom")
-    fault = me.wait_fault(first, 1.0)
+    fault = me.wait_fault(first, 60.0)
     assert fault is not None
     assert fault.why == "boom"
-    second = me.barrier(1.0).number
-    assert (second, me.finish(second, 1.0)) == (first + 1, True)
+    second = me.barrier(60.0).number
+    assert (second, me.finish(second, 60.0)) == (first + 1, True)
     me.close()
 
 
@@ -93,12 +95,12 @@ def test_under_torchrun_an_attempt_has_epochs_and_a_meeting_place_of_its_own(
     }
     me = coordinator_from_environment()
 
-    epoch = me.barrier(10.0)
+    epoch = me.barrier(60.0)
 
     assert epoch.number == 1_000_001
     assert int(os.environ["MASTER_PORT"]) != host.port
     assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "1000001"
-    assert me.finish(epoch.number, 10.0)
+    assert me.finish(epoch.number, 60.0)
     me.close()
 
 
@@ -118,18 +120,19 @@ def test_wait_rank_sets_the_variables_that_the_supervisor_assigns(host: TcpHost)
 def test_signs_of_life_go_to_the_pipe_of_this_process_and_to_nothing_else() -> None:
     ours, theirs = os.pipe()
     inode = os.fstat(theirs).st_ino
-    before = threading.active_count()
+    before = threading.enumerate()
 
     start_heartbeat(Launch(heartbeat_pipe=(theirs, inode + 1), heartbeat_s=0.01))
-    assert threading.active_count() == before
+    assert num_heartbeats() == 0
     start_heartbeat(Launch(heartbeat_pipe=(theirs, inode), heartbeat_s=0.01))
     start_heartbeat(Launch(heartbeat_pipe=(theirs, inode), heartbeat_s=0.01))
 
-    assert threading.active_count() == before + 1
+    assert num_heartbeats() == 1
     assert os.read(ours, 1) + os.read(ours, 1) + os.read(ours, 1) == b"..."
     os.close(ours)
-    deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before
+    assert threads_left(before, prefix=HEARTBEAT) == []
     os.close(theirs)
+
+
+def num_heartbeats() -> int:
+    return [thread.name for thread in threading.enumerate()].count(HEARTBEAT)

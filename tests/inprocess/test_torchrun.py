@@ -15,7 +15,7 @@ from tests.support.ports import HOST, free_port
 pytestmark = pytest.mark.multiprocess
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 120
+LIMIT_S = 250
 
 SCRIPT = """
 import os, sys

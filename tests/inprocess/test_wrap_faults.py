@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ from tests.support.restarts import Wrappers, join_group, run_restartable, succes
 pytestmark = pytest.mark.multiprocess
 
 SIZE = 4
-LIMIT_S = 5.0
-TOGETHER_S = 180.0
+LIMIT_S = 30.0
+"""From a fault to the next attempt; nothing else ends a wait in that time."""
+
+TOGETHER_S = 250.0
 """For dozens of faults; a quiet machine needs ten seconds."""
 
 NUM_RANDOM = 30
@@ -70,20 +73,14 @@ def many_faults(rank: int, wrapper: Wrappers, num_faults: int, sizes: tuple[int,
     """Body of a rank: in each attempt another one raises at a random moment."""
     ended: list[float] = []
     waits: list[float] = []
-    counts: list[tuple[int, int]] = []
+    counts: list[Counted] = []
 
     @wrapper()
     def block(call: HPCallWrapper) -> int:
         attempt = call.num_attempts - 1
         if attempt:
             waits.append(time.monotonic() - ended[-1])
-        num_stuck = DEFAULT_UNDERTAKER.num_waiting
-        counts.append(
-            (
-                num_threads() - num_stuck * THREADS_OF_A_GROUP,
-                num_sockets() - num_stuck * SOCKETS_OF_A_GROUP,
-            )
-        )
+        counts.append(Counted.now())
         dice = random.Random(attempt)
         size_of_world = wrapper.size
         faulty, delay_s, size = (
@@ -95,7 +92,7 @@ def many_faults(rank: int, wrapper: Wrappers, num_faults: int, sizes: tuple[int,
             join_group()
             if attempt == num_faults:
                 return attempt
-            until = time.monotonic() + (delay_s if rank == faulty else 60)
+            until = time.monotonic() + (delay_s if rank == faulty else 100)
             in_collectives_until(until, dice, size)
             raise ValueError("random")
         finally:
@@ -104,8 +101,19 @@ def many_faults(rank: int, wrapper: Wrappers, num_faults: int, sizes: tuple[int,
     return block(), waits, counts
 
 
-def num_threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
+@dataclass(frozen=True)
+class Counted:
+    """What a process has, and how much of it groups may have that wait for their end."""
+
+    threads: int
+    sockets: int
+    of_old_groups: tuple[int, int]
+
+    @classmethod
+    def now(cls) -> Counted:
+        num_groups = DEFAULT_UNDERTAKER.num_waiting
+        at_most = (num_groups * THREADS_OF_A_GROUP, num_groups * SOCKETS_OF_A_GROUP)
+        return cls(len(list(Path("/proc/self/task").iterdir())), num_sockets(), at_most)
 
 
 def test_every_one_of_many_faults_in_collectives_is_survived() -> None:
@@ -122,9 +130,10 @@ def test_threads_and_sockets_do_not_grow_over_many_restarts() -> None:
     results = run_restartable(2, many_faults, NUM_FOR_LEAKS, (1, 1000), timeout_s=TOGETHER_S)
 
     for _, _, counts in require_results(results):
-        threads, sockets = zip(*counts[5:], strict=True)
-        assert min(threads[-10:]) <= min(threads[:10]) + 2, threads
-        assert min(sockets[-10:]) <= min(sockets[:10]) + 2, sockets
+        early, late = counts[5:15], counts[-10:]
+        threads, sockets = min(c.threads for c in early), min(c.sockets for c in early)
+        assert min(c.threads - c.of_old_groups[0] for c in late) <= threads + 2, counts
+        assert min(c.sockets - c.of_old_groups[1] for c in late) <= sockets + 2, counts
 
 
 def one_fault(rank: int, wrapper: Wrappers, fail: Callable[..., None], settings: Any) -> Any:
@@ -183,7 +192,7 @@ def silent(rank: int, call: HPCallWrapper) -> None:
 
 
 def test_a_rank_that_makes_no_progress_is_a_fault() -> None:
-    settings = {"progress_timeout_s": 0.5}
+    settings = {"progress_timeout_s": 4.0}  # a machine under load may hold the others up for one
     for total, fault in require_results(run_restartable(3, one_fault, silent, settings)):
         assert total == 3.0
         assert (fault.mode, fault.global_rank) == (FaultMode.HANG, 1)
@@ -308,6 +317,7 @@ def groups_of_the_old_attempt(rank: int, wrapper: Wrappers) -> Any:
         join_group()
         if not kept:
             kept.append(dist.group.WORLD)
+            dist.barrier()  # or the fault may find the other rank without one
             if rank == 0:
                 raise ValueError("once")
             dist.barrier()
@@ -320,7 +330,7 @@ def groups_of_the_old_attempt(rank: int, wrapper: Wrappers) -> Any:
 
     block()
     gc.collect()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while DEFAULT_UNDERTAKER.num_waiting and time.monotonic() < deadline:
         time.sleep(0.01)
     names = [t.name for t in threading.enumerate() if "burial" in t.name or "gloo" in t.name]

@@ -25,7 +25,7 @@ from dist_ckpt_strategies.storage.parts.files import PartDirectory
 from tests.support.ranks import run_processes
 
 RANKS_PER_NODE = 2
-TIMEOUT_S = 20.0
+TIMEOUT_S = 40.0
 
 SAVED = ("ok", "None")
 """The outcome of a save that worked."""
@@ -200,7 +200,7 @@ def cut(paths: Sequence[Path], nbytes: int) -> None:
 
 def run(size: int, body: Callable[..., Any], root: Path) -> list[Any]:
     """What every rank returns; raises what one of them raised."""
-    results = run_processes(size, body, str(root), timeout_s=60)
+    results = run_processes(size, body, str(root))
     for result in results:
         if isinstance(result, BaseException):
             raise result

@@ -24,7 +24,7 @@ def waiting(work: BackgroundWork[int]) -> threading.Thread:
 @pytest.mark.parametrize("has_room", [True, False], ids=["marked", "no room for the mark"])
 def test_others_see_the_end(has_room: bool) -> None:
     may_end = threading.Event()
-    work = BackgroundWork(lambda: 7 if may_end.wait(20) else 0, "work")
+    work = BackgroundWork(lambda: 7 if may_end.wait(60) else 0, "work")
     if not has_room:
         work.end_mark.symlink_to(Path("missing") / "directory")  # where no file can be made
     worker = waiting(work)
@@ -34,10 +34,10 @@ def test_others_see_the_end(has_room: bool) -> None:
     assert worker.is_alive()
 
     may_end.set()
-    worker.join(10)
+    worker.join(60)
 
     assert not worker.is_alive()
-    work.wait(10)
+    work.wait(60)
     assert work.is_done()
     assert work.result() == 7
     work.forget_mark()

@@ -240,7 +240,7 @@ def go_on(rank: int, root: str) -> dict[str, Any]:
 
 
 def test_a_rank_that_is_killed_while_it_saves_costs_that_save_only(tmp_path: Path) -> None:
-    *others, killed = run_processes(4, die_while_saving, str(tmp_path), timeout_s=60)
+    *others, killed = run_processes(4, die_while_saving, str(tmp_path))
     assert isinstance(killed, RankDiedError)
     assert all(kind != "ok" for kind, _ in others), others
     for seen in run(4, go_on, tmp_path):

@@ -213,7 +213,7 @@ print(sorted(name for name in sys.modules if name.split(".")[0] == "nvidia_resil
         [sys.executable, "-W", "ignore", "-c", script],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=True,
     )
 

@@ -24,7 +24,7 @@ from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.multiprocess
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 def strategy_of(kind: str) -> ReplicationStrategy:

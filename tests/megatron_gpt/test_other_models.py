@@ -18,7 +18,7 @@ from megatron.core.transformer import TransformerConfig
 import dist_ckpt_strategies
 from tests.support.ranks import run_processes
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.multiprocess
 
 NUM_EXPERTS = 4
 SWIGLU = {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu}

@@ -277,7 +277,7 @@ def with_two_shards(rank: int, *, lost: tuple[int, ...], flipped: tuple[int, ...
     """Body of a rank: ranks 0 and 2 hold one part, 1 and 3 another; step 6 is committed by all."""
     part = f"shard/{rank % 2}"
     old = MemoryProvider({part: {"x": torch.full((1000,), 1.0 + rank % 2)}}, step=6)
-    manager = CheckpointManager(enable_checksum=True, timeout_s=20)
+    manager = CheckpointManager(enable_checksum=True, timeout_s=60)
     assert manager.try_checkpointless_load(old) is None
     manager.track(old)
     manager.begin_step()
@@ -285,7 +285,7 @@ def with_two_shards(rank: int, *, lost: tuple[int, ...], flipped: tuple[int, ...
     if rank in flipped:
         old.parts()[part]["x"].view(torch.uint8)[-1] ^= 1
     if rank in lost:
-        manager = CheckpointManager(enable_checksum=True, timeout_s=20)
+        manager = CheckpointManager(enable_checksum=True, timeout_s=60)
     new = MemoryProvider({part: {"x": torch.zeros(1000)}})
     if not manager.checkpointless_recovery_feasible(new):
         assert manager.try_checkpointless_load(new) is None
@@ -331,7 +331,7 @@ def finish_with_a_failure(rank: int, *failing: int) -> Any:
                 raise MemoryError("in the middle of it")
 
     part = f"shard/{rank % 2}"
-    manager = CheckpointManager(timeout_s=20)
+    manager = CheckpointManager(timeout_s=60)
     manager.track(Failing({part: {"x": torch.full((1000,), 1.0 + rank % 2)}}, step=6))
     manager.begin_step()
     manager.vote()
@@ -361,7 +361,7 @@ def test_where_no_holder_can_finish_its_step_all_ranks_know_why() -> None:
 
 def vote_on(rank: int) -> str:
     """Body of a rank: each is at a step of its own; the middle one is what they are on average."""
-    manager = CheckpointManager(timeout_s=20)
+    manager = CheckpointManager(timeout_s=60)
     manager.track(provider(1.0, step=rank + 4))
     manager.begin_step()
     with pytest.raises(RestartError) as found:

@@ -18,7 +18,7 @@ from tests.support.restarts import Wrappers
 pytest.importorskip("einops", reason="Megatron-Core needs it for instances of its optimizer")
 
 SIZE = 4
-LIMIT_S = 120
+LIMIT_S = 140
 
 
 def on_rank(rank: int, wrappers: Wrappers, task: Task) -> dict[str, str]:

@@ -73,7 +73,7 @@ def trained(rank: int, fault: str | None) -> Any:
     with cpu_stand_ins(), host_streams():
         parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=2)
         model, provider, optimizer = make(size, 0.0)
-        manager = CheckpointManager(timeout_s=30)
+        manager = CheckpointManager(timeout_s=60)
         manager.track(provider)
         torch.manual_seed(rank)
         losses: dict[int, float] = {}
@@ -86,7 +86,7 @@ def trained(rank: int, fault: str | None) -> Any:
                 manager.vote()
             if is_fault:
                 fault = None
-                manager = CheckpointManager(timeout_s=30) if rank == 1 else manager
+                manager = CheckpointManager(timeout_s=60) if rank == 1 else manager
                 model, provider, optimizer = make(size, 0.5)
                 assert manager.try_checkpointless_load(provider), manager.last_failure
                 manager.track(provider)
@@ -101,14 +101,14 @@ def trained(rank: int, fault: str | None) -> Any:
 
 @pytest.fixture(scope="module")
 def undisturbed() -> list[Any]:
-    found: list[Any] = run_processes(4, trained, None, timeout_s=100)
+    found: list[Any] = run_processes(4, trained, None, timeout_s=150)
     return found
 
 
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("fault", ["before the vote", "after the vote"])
 def test_a_megatron_training_goes_on_bit_for_bit(fault: str, undisturbed: list[Any]) -> None:
-    found = run_processes(4, trained, fault, timeout_s=100)
+    found = run_processes(4, trained, fault, timeout_s=150)
 
     assert not [one for one in [*found, *undisturbed] if isinstance(one, Exception)], found
     assert found == undisturbed

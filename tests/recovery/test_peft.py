@@ -72,7 +72,7 @@ def test_an_offloaded_adapter_is_held_against_digests_of_its_own() -> None:
 
 def body(rank: int, lost: tuple[int, ...]) -> Any:
     first, provider = make(1)
-    manager = PEFTCheckpointManager(timeout_s=20)
+    manager = PEFTCheckpointManager(timeout_s=60)
     assert manager.try_base_model_checkpointless_load(provider) is None
     manager.track(provider)
     manager.maybe_save_base_model(provider)
@@ -80,7 +80,7 @@ def body(rank: int, lost: tuple[int, ...]) -> Any:
     first["lora"](first["base"](torch.ones(3, 64))).sum().backward()
     manager.vote()
     if rank in lost:
-        manager = PEFTCheckpointManager(timeout_s=20)
+        manager = PEFTCheckpointManager(timeout_s=60)
     second, new = make(2)
     base = manager.try_base_model_checkpointless_load(new)
     if base is None:

@@ -88,7 +88,7 @@ def final_state(training: ShardedTraining) -> str:
 
 
 def body(rank: int, scene: Scene | None) -> dict[str, Any]:
-    manager = CheckpointManager(timeout_s=20)
+    manager = CheckpointManager(timeout_s=60)
     groups = make_groups(2)
     training = ShardedTraining(groups)
     assert manager.try_checkpointless_load(training) is None
@@ -98,7 +98,7 @@ def body(rank: int, scene: Scene | None) -> dict[str, Any]:
         with pytest.raises(FaultError):
             train(manager, training, scene.points[rank])
         if rank in scene.lost:
-            manager = CheckpointManager(timeout_s=20)
+            manager = CheckpointManager(timeout_s=60)
         if rank in scene.lost or not scene.reuses:
             training = ShardedTraining(groups, seed=99)
         torch.rand(rank + 1)

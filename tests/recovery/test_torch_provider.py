@@ -210,7 +210,7 @@ def test_a_schedule_goes_on_in_a_new_training(name: str) -> None:
 
 def body(rank: int, lost: int | None) -> list[bytes]:
     """Data parallel over all ranks; where a rank is lost, in the third step, after the vote."""
-    manager = CheckpointManager(timeout_s=20)
+    manager = CheckpointManager(timeout_s=60)
 
     def make(seed: int) -> tuple[nn.Module, Any, TorchStateProvider]:
         found = model(seed)
@@ -231,7 +231,7 @@ def body(rank: int, lost: int | None) -> list[bytes]:
         manager.vote()
         if provider.step == 2 and lost is not None:
             if rank == lost:
-                manager = CheckpointManager(timeout_s=20)
+                manager = CheckpointManager(timeout_s=60)
             found, optimizer, provider = make(7)
             assert manager.try_checkpointless_load(provider) is not None
             manager.track(provider)

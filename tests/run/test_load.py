@@ -26,7 +26,7 @@ from tests.support.tensors import LAYOUTS, bits
 
 FRESH = itertools.count()
 FEWER = settings(max_examples=25)
-OPTIONS = Options(timeout_s=20.0)
+OPTIONS = Options(timeout_s=60.0)
 
 
 def load(

@@ -30,7 +30,7 @@ from tests.support.tensors import LAYOUTS, bits, transposed
 
 FRESH = itertools.count()
 FEWER = settings(max_examples=25)
-OPTIONS = Options(timeout_s=20.0)
+OPTIONS = Options(timeout_s=60.0)
 
 
 def numbered(shape: tuple[int, ...]) -> torch.Tensor:
@@ -60,7 +60,7 @@ def save(
         except CheckpointError as error:
             return error
 
-    return run_ranks(len(requests), on_rank, timeout_s=20.0)
+    return run_ranks(len(requests), on_rank, timeout_s=60.0)
 
 
 def part_of(values: torch.Tensor, region: Region) -> torch.Tensor:

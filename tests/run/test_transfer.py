@@ -32,7 +32,7 @@ from tests.support.tensors import (
     transposed,
 )
 
-OPTIONS = Options(timeout_s=30.0)
+OPTIONS = Options(timeout_s=60.0)
 WITH_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 

@@ -29,9 +29,9 @@ from dist_ckpt_strategies.storage.format1.engines import open_array_store
 from dist_ckpt_strategies.storage.shared_bytes import SharedBytes
 from dist_ckpt_strategies.storage.sites import open_writer
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.multiprocess
 
-OPTIONS = Options(timeout_s=20)
+OPTIONS = Options(timeout_s=100)
 OPENERS: dict[str, Callable[..., Any]] = {"format1": open_array_store, "format2": open_writer}
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +45,7 @@ class _Stuck:
     def begin_creates(self, _arrays: Sequence[ArraySpec]) -> Transfer:
         """Say so, and stay."""
         self._started.touch()
-        time.sleep(60)
+        time.sleep(200)
         raise AssertionError
 
 
@@ -111,7 +111,7 @@ def test_its_failures_come_back_as_they_are(shared: SharedBytes, tmp_path: Path)
 
 def test_it_is_missed_when_it_is_killed(shared: SharedBytes, tmp_path: Path) -> None:
     process = WriterProcess()
-    job = WriteJob(StagedSave((), (), 0), partial(_stuck, tmp_path / "started"), 20)
+    job = WriteJob(StagedSave((), (), 0), partial(_stuck, tmp_path / "started"), 100)
     with (
         subprocess.Popen(
             [sys.executable, "-c", _KILLER, str(tmp_path / "started"), str(process.pid)]
@@ -153,7 +153,7 @@ from dist_ckpt_strategies.storage.shared_bytes import SharedBytes
 from tests.run.test_writer_process import _stuck
 process = WriterProcess()
 print(process.pid, flush=True)
-job = WriteJob(StagedSave((), (), 0), partial(_stuck, Path(sys.argv[1])), 20)
+job = WriteJob(StagedSave((), (), 0), partial(_stuck, Path(sys.argv[1])), 100)
 process.run(pickle.dumps(job), SharedBytes(10))
 """
 
@@ -181,7 +181,7 @@ def _runs(pid: int) -> bool:
 
 
 def await_that(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 100
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -26,6 +26,8 @@ from dist_ckpt_strategies.storage.transfers import (
 )
 from tests.support.leaks import threads_left
 
+LIMIT_S = 60.0
+
 
 def translated(error: Exception) -> CheckpointError:
     return StorageError(f"translated: {error}")
@@ -72,7 +74,7 @@ def test_the_first_failure_is_raised_translated_with_its_cause() -> None:
     transfers = PendingTransfers((pending("ok"), *(pending("x", cause) for cause in causes)))
 
     with pytest.raises(StorageError, match=r"^translated: one$") as caught:
-        transfers.wait(1.0)
+        transfers.wait(LIMIT_S)
     assert caught.value.__cause__ is causes[0]
 
 
@@ -80,7 +82,7 @@ def test_our_own_errors_are_raised_as_they_are() -> None:
     ours = CorruptCheckpointError("w: broken", key="w")
 
     with pytest.raises(CorruptCheckpointError) as caught:
-        PendingTransfers((pending("w", ours),)).wait(1.0)
+        PendingTransfers((pending("w", ours),)).wait(LIMIT_S)
     assert caught.value is ours
 
 
@@ -89,7 +91,7 @@ def test_what_does_not_end_is_named_after_the_timeout() -> None:
 
     with pytest.raises(StorageError, match=r"^slow: storage did not answer within 0\.2 s"):
         PendingTransfers((pending("slow", done=False), pending("slower", done=False))).wait(0.2)
-    assert time.monotonic() - started < 10.0
+    assert time.monotonic() - started < LIMIT_S
 
 
 # Jobs on threads
@@ -98,7 +100,7 @@ def test_what_does_not_end_is_named_after_the_timeout() -> None:
 def test_every_job_is_done_once() -> None:
     done: list[int] = []
     jobs = [appending(done, number) for number in range(100)]
-    run_pooled(jobs, 3, translated_job).wait(10.0)
+    run_pooled(jobs, 3, translated_job).wait(LIMIT_S)
 
     assert sorted(done) == list(range(100))
 
@@ -106,22 +108,22 @@ def test_every_job_is_done_once() -> None:
 def test_one_thread_keeps_the_order() -> None:
     done: list[int] = []
     jobs = [appending(done, number) for number in range(100)]
-    run_pooled(jobs, 1, translated_job).wait(10.0)
+    run_pooled(jobs, 1, translated_job).wait(LIMIT_S)
 
     assert done == list(range(100))
 
 
 def test_as_many_jobs_run_at_once_as_there_are_threads() -> None:
-    together = threading.Barrier(4, timeout=5.0)
-    run_pooled([job(str(n), together.wait) for n in range(4)], 4, translated_job).wait(10.0)
+    together = threading.Barrier(4, timeout=LIMIT_S)
+    run_pooled([job(str(n), together.wait) for n in range(4)], 4, translated_job).wait(LIMIT_S)
 
 
 def test_jobs_are_under_way_before_anybody_waits() -> None:
     begun = threading.Event()
     transfer = run_pooled([job("a", begun.set)], 1, translated_job)
 
-    assert begun.wait(5.0)
-    transfer.wait(5.0)
+    assert begun.wait(LIMIT_S)
+    transfer.wait(LIMIT_S)
 
 
 def test_no_job_is_no_thread() -> None:
@@ -135,7 +137,7 @@ def test_a_failed_job_is_raised_translated_with_its_cause() -> None:
     cause = ValueError("broken")
 
     with pytest.raises(StorageError, match=r"^w: translated: broken$") as caught:
-        run_pooled([job("w", failing(cause))], 2, translated_job).wait(5.0)
+        run_pooled([job("w", failing(cause))], 2, translated_job).wait(LIMIT_S)
     assert caught.value.__cause__ is cause
     assert (caught.value.key, caught.value.path) == ("w", "/ckpt/w")
 
@@ -144,7 +146,7 @@ def test_our_own_errors_in_jobs_are_raised_as_they_are() -> None:
     ours = CorruptCheckpointError("w: broken", key="w")
 
     with pytest.raises(CorruptCheckpointError) as caught:
-        run_pooled([job("w", failing(ours))], 2, translated_job).wait(5.0)
+        run_pooled([job("w", failing(ours))], 2, translated_job).wait(LIMIT_S)
     assert caught.value is ours
 
 
@@ -159,13 +161,13 @@ def test_after_a_failure_no_further_job_is_started_and_those_under_way_have_ende
         ended.append("slow")
 
     def fails() -> None:
-        released.wait(5.0)
+        released.wait(LIMIT_S)
         raise StorageError("broken")
 
     jobs = [job("slow", slow), job("fails", fails)]
     jobs += [job("later", lambda: started.append("later")) for _ in range(50)]
     with pytest.raises(StorageError, match="broken"):
-        run_pooled(jobs, 2, translated_job).wait(10.0)
+        run_pooled(jobs, 2, translated_job).wait(LIMIT_S)
 
     assert ended == ["slow"]
     time.sleep(0.05)
@@ -177,7 +179,7 @@ def test_jobs_that_do_not_end_are_an_error_after_the_timeout_and_no_more_are_sta
     started: list[str] = []
 
     def hangs() -> None:
-        release.wait(10.0)
+        release.wait(LIMIT_S)
         done.set()
 
     jobs = [job("hangs", hangs)] + [job("later", lambda: started.append("later"))] * 5
@@ -189,7 +191,7 @@ def test_jobs_that_do_not_end_are_an_error_after_the_timeout_and_no_more_are_sta
     assert caught.value.path == str(jobs[0].path)
     release.set()
 
-    assert done.wait(5.0)
+    assert done.wait(LIMIT_S)
     time.sleep(0.05)
     assert started == []
 
@@ -200,14 +202,14 @@ def test_storage_that_never_answers_does_not_keep_a_process_from_ending() -> Non
         "from pathlib import Path\n"
         "from dist_ckpt_strategies.errors import StorageError\n"
         "from dist_ckpt_strategies.storage.transfers import Job, run_pooled\n"
-        "hangs = Job('w', Path('w/0'), lambda: time.sleep(60))\n"
+        "hangs = Job('w', Path('w/0'), lambda: time.sleep(300))\n"
         "try:\n"
         "    run_pooled([hangs], 1, lambda job, error: StorageError(str(error))).wait(0.1)\n"
         "except StorageError as error:\n"
         "    print(error)\n"
     )
     found = subprocess.run(
-        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=30
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=200
     )
 
     assert "w: w/0: storage did not answer" in found.stdout
@@ -216,7 +218,7 @@ def test_storage_that_never_answers_does_not_keep_a_process_from_ending() -> Non
 def test_threads_end_with_their_jobs() -> None:
     before = threading.enumerate()
     for _ in range(5):
-        run_pooled([job(str(n), lambda: None) for n in range(9)], 4, translated_job).wait(5.0)
+        run_pooled([job(str(n), lambda: None) for n in range(9)], 4, translated_job).wait(LIMIT_S)
 
     assert threads_left(before) == []
 
@@ -239,7 +241,7 @@ def test_every_part_is_waited_for_and_the_first_failure_is_raised() -> None:
 
     parts = (Part("a"), Part("b", StorageError("b")), Part("c", StorageError("c")), Part("d"))
     with pytest.raises(StorageError, match=r"^b$"):
-        AllTransfers(parts).wait(1.0)
+        AllTransfers(parts).wait(LIMIT_S)
     assert waited == ["a", "b", "c", "d"]
 
 
@@ -280,7 +282,7 @@ def test_no_more_is_under_way_than_the_budget_allows() -> None:
     watched = Watched()
     transfer = BoundedTransfers([watched.start(n, 30) for n in range(10)], 100)
     begun_at_once = list(watched.begun)
-    transfer.wait(1.0)
+    transfer.wait(LIMIT_S)
 
     assert begun_at_once == [0, 1, 2]
     assert watched.most == 90
@@ -289,7 +291,9 @@ def test_no_more_is_under_way_than_the_budget_allows() -> None:
 
 def test_what_is_larger_than_the_budget_goes_alone() -> None:
     watched = Watched()
-    BoundedTransfers([watched.start(n, size) for n, size in enumerate([10, 500, 10])], 100).wait(1)
+    BoundedTransfers([watched.start(n, size) for n, size in enumerate([10, 500, 10])], 100).wait(
+        LIMIT_S
+    )
 
     assert watched.most == 500
     assert watched.ended == [0, 1, 2]
@@ -300,7 +304,7 @@ def test_after_a_failure_what_is_under_way_is_waited_for_and_nothing_more_begins
     transfer = BoundedTransfers([watched.start(n, 30) for n in range(10)], 100)
 
     with pytest.raises(StorageError, match="translated: broken 0"):
-        transfer.wait(1.0)
+        transfer.wait(LIMIT_S)
     assert watched.begun == watched.ended == [0, 1, 2]
 
 

@@ -31,8 +31,6 @@ from tests.support.object_stores import ObjectStore
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import Cut, differences, no_data, on_grid, state_of
 
-pytestmark = pytest.mark.timeout(120)
-
 ONE_SERVER = pytest.mark.parametrize("store", ["moto"], indirect=True)
 SMALL_BOXES = ConvertOptions(max_memory_bytes=1, num_threads=2)
 """Boxes of 64 KiB."""

@@ -16,8 +16,6 @@ from tests.support.entries import Failure, outcome
 from tests.support.object_stores import ObjectStore
 from tests.support.sharding import Cut, differences, no_data, on_grid, state_of
 
-pytestmark = pytest.mark.timeout(120)
-
 FORMAT2 = ("zarr", 2)
 UNREAD = {"zarr.json", "save.json"}
 """For readers without our code, and for saves."""

@@ -19,7 +19,7 @@ from tests.support.gcs import fake_gcs
 from tests.support.ranks import run_processes
 from tests.support.sharding import differences, no_data, on_grid, state_of
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.multiprocess
 
 SIZE = 2
 SAVED = [on_grid("w", (64, 32), (2, 1), size=SIZE), on_grid("a/b", (8, 4), (1, 2), size=SIZE)]

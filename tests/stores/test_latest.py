@@ -17,7 +17,6 @@ from tests.support.object_stores import ObjectStore
 from tests.support.sharding import differences, no_data, on_grid, state_of
 
 pytestmark = [
-    pytest.mark.timeout(90),
     pytest.mark.parametrize("store", ["moto"], indirect=True),
 ]
 

@@ -17,8 +17,6 @@ from tests.stores.commands import json_of, run, write
 from tests.support.faulty_proxy import BUSY, NONE, Fault, FaultyProxy, Request
 from tests.support.object_stores import ObjectStore
 
-pytestmark = pytest.mark.timeout(120)
-
 ONE_SERVER = pytest.mark.parametrize("store", ["moto"], indirect=True)
 OLD_S = 7200
 
@@ -125,9 +123,9 @@ def test_a_prune_that_breaks_off_leaves_nothing_that_counts_and_the_next_goes_on
 
     with FaultyProxy(environment) as proxy, proxy.faulty(decide):
         options = StoreOptions(
-            proxy.store.endpoint, credentials=Credentials.ENVIRONMENT, timeout_s=2
+            proxy.store.endpoint, credentials=Credentials.ENVIRONMENT, timeout_s=4
         )
-        with pytest.raises(ConnectionError, match="within 2 s"):
+        with pytest.raises(ConnectionError, match="within 4 s"):
             dist_ckpt_strategies.prune(root, keep_last=1, store=options)
 
     assert not is_finished(located(f"{root}/iter_0000001", None))

@@ -28,7 +28,6 @@ from tests.support.samples import random_values
 from tests.support.sharding import on_grid, state_of
 
 pytestmark = [
-    pytest.mark.timeout(90),
     pytest.mark.parametrize("store", ["moto"], indirect=True),
 ]
 

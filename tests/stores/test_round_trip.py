@@ -27,7 +27,7 @@ from tests.support.object_stores import ObjectStore
 from tests.support.ranks import run_processes
 from tests.support.sharding import ALL_DTYPES, Cut, differences, no_data, on_grid, state_of, zeros
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 
 SIZE = 4
 FORMAT2 = ("zarr", 2)

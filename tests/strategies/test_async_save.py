@@ -26,7 +26,7 @@ from tests.support.queues import GLOBAL, run_queue
 from tests.support.ranks import run_processes
 from tests.support.sharding import differences, no_data, on_grid, state_of
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 
 FORMATS = [("zarr", 1), ("zarr", 2)]
 by_format = pytest.mark.parametrize("backend", FORMATS, ids=["format1", "format2"])
@@ -91,7 +91,7 @@ def weight(rank: int, rows: int = 30_000) -> dict[str, Any]:
 
 def fail_on_one_rank(rank: int, root: Path, backend: tuple[str, int]) -> list[Any]:
     """Rank 2 cannot write more than a few bytes a file."""
-    prepare(30)
+    prepare(60)
     dist_ckpt_strategies.save_async(weight(rank), root / "good", backend).wait()
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     (writer,) = psutil.Process().children()
@@ -120,7 +120,7 @@ def test_a_failure_behind_training_reaches_every_rank_and_publishes_nothing(
 
 def lose_the_writer(rank: int, root: Path, backend: tuple[str, int]) -> list[Any]:
     """The process that writes for rank 1 is killed in the middle of a save."""
-    prepare(30)
+    prepare(60)
     dist_ckpt_strategies.save_async(weight(rank), root / "good", backend).wait()
     (writer,) = psutil.Process().children()
     if rank == 1:
@@ -153,7 +153,7 @@ def test_a_writing_process_that_is_killed_fails_its_save_and_is_replaced(
 def write_by_threads(rank: int, root: Path, backend: tuple[str, int]) -> tuple[int, bool]:
     """Where a process of its own is not wanted."""
     os.environ["DIST_CKPT_WRITER_PROCESS"] = "0"
-    prepare(30)
+    prepare(60)
     dist_ckpt_strategies.save_async(weight(rank), root, backend).wait()
     wanted = weight(rank)
     expected = wanted["w"].data.clone()
@@ -212,7 +212,7 @@ def test_a_save_waits_until_the_one_before_has_written_its_share(tmp_path: Path)
 
 def overtake(rank: int, root: Path, backend: tuple[str, int]) -> list[Any]:
     """Another save to the same directory begins before the first one is waited for."""
-    prepare(30)
+    prepare(60)
     first = dist_ckpt_strategies.save_async(weight(rank), root, backend)
     later = weight(rank)
     later["w"].data.neg_()
@@ -285,7 +285,7 @@ def test_save_returns_a_request_where_one_is_asked_for(tmp_path: Path) -> None:
 
 
 def ask_for_what_is_not_offered(rank: int, root: Path) -> Any:
-    prepare(30)
+    prepare(60)
     return outcome(
         lambda: dist_ckpt_strategies.save_async(weight(rank), root, ("local_replicated", 1))
     )

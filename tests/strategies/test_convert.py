@@ -51,7 +51,7 @@ from tests.support.sharding import (
     zeros,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 
 NAMES = {"zarr@1": ("zarr", 1), "zarr@2": ("zarr", 2), "torch_dist": ("torch_dist", 1)}
 FORMATS = tuple(NAMES)

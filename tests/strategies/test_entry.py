@@ -51,7 +51,7 @@ from tests.support.sharding import (
     zeros,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 
 both_entries = pytest.mark.parametrize("entry", list(Entry))
 
@@ -259,12 +259,12 @@ def test_a_timeout_given_to_save_bounds_the_wait(tmp_path: Path) -> None:
         assert isinstance(failure, Failure), failure
         assert "PeerError" in failure.kinds
         assert failure.global_rank == 3
-        assert failure.seconds < 20
+        assert failure.seconds < 60
 
 
 def ask_locally(rank: int, root: Path) -> Any:
     """Reading metadata and removing arrays are for one rank alone; the others do nothing."""
-    prepare(30)
+    prepare(60)
     state: dict[str, Any] = state_of(rank, [*cuts(), on_grid("w.old", (4,), (4,))])
     state["o"] = ShardedObject("w.object/of", rank, (4,), (rank,))
     save(Entry.OURS, state, root)
@@ -304,8 +304,9 @@ def test_metadata_is_read_and_arrays_are_removed_by_one_rank_alone(tmp_path: Pat
 
 def load_plain_alone(rank: int, root: Path) -> Any:
     """Loading is for all ranks: one that calls alone is told whom it waits for."""
-    prepare(2)
+    prepare(60)
     save(Entry.OURS, state_of(rank, cuts()), root)
+    prepare(2)
     seen = None
     if rank == 1:
         seen = outcome(partial(dist_checkpointing.load_plain_tensors, str(root)))
@@ -322,7 +323,7 @@ def test_a_rank_that_loads_alone_is_told_whom_it_waited_for(tmp_path: Path) -> N
 
 def save_in_groups(rank: int, scratch: Path) -> dict[str, Any]:
     """Two halves of the world save a checkpoint each, at the same time; ranks keep their names."""
-    prepare(30)
+    prepare(60)
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     half, within = divmod(rank, 2)
     saver = ZarrSaveShardedStrategy(group=groups[half])
@@ -432,7 +433,7 @@ def test_a_single_process_needs_no_process_group(plain_python: Python, tmp_path:
 
 def save_apart(rank: int, scratch: Path) -> Any:
     """The ranks have a directory each, under the same name as far as they can tell."""
-    prepare(4)
+    prepare(10)
     root = scratch / f"node{rank // 2}" / "c"
     root.mkdir(parents=True, exist_ok=True)
     return outcome(partial(save, Entry.OURS, state_of(rank, cuts()), root))
@@ -451,7 +452,7 @@ def test_ranks_that_do_not_share_a_directory_are_told_so(tmp_path: Path) -> None
 
 def with_a_default_device(rank: int, root: Path) -> Any:
     """As after ``torch.set_default_device("cuda")``, which training scripts may call."""
-    prepare(20)
+    prepare(60)
     moving = at_random("moving", (12, 10), 9)
     state = state_of(rank, [*cuts(), moving])
     with torch.device("meta"):
@@ -466,7 +467,7 @@ def test_the_default_device_makes_no_difference(tmp_path: Path) -> None:
 
 def name_objects(rank: int, entry: Entry, root: Path) -> dict[str, Any]:
     """Keys with slashes, grids of objects, and the names that early releases gave them."""
-    prepare(30)
+    prepare(60)
     keys = ("rng", "deep/er/key", "dots.and.more")
     state = {
         key: ShardedObject(key, {"key": key, "rank": rank}, (2, 2), divmod(rank, 2)) for key in keys
@@ -500,7 +501,7 @@ def test_objects_are_found_under_keys_with_slashes_and_under_older_names(
 
 def same_key(rank: int, scratch: Path) -> dict[str, Any]:
     """An array and an object under one key; keys that only one side has, and ``strict``."""
-    prepare(30)
+    prepare(60)
     seen: dict[str, Any] = {}
     for entry in Entry:
         # Megatron-Core's own check takes all values of a key for arrays, or all for objects.

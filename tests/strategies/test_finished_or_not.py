@@ -22,7 +22,7 @@ from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
 from tests.support.entries import Entry, Failure, load, outcome, prepare, save
 from tests.support.ranks import run_processes
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.multiprocess
 
 SIZE = 2
 
@@ -64,7 +64,7 @@ def files_in(root: Path) -> list[str]:
 
 def scenario(rank: int, scratch: Path) -> dict[str, Any]:
     """Everything that one pair of ranks can show about one directory after the other."""
-    prepare(30)
+    prepare(60)
     os.chdir(scratch)
     seen: dict[str, Any] = {}
     root = scratch / "a" / "b"
@@ -211,7 +211,7 @@ def test_megatrons_save_over_one_that_broke_off_may_have_other_keys(ranks: list[
 
 def break_off_with_our_common(rank: int, root: Path) -> Any:
     """Megatron-Core's save, which has our common strategy write first, then fails in planning."""
-    prepare(30, replace_common=True)
+    prepare(60, replace_common=True)
     save(Entry.MEGATRON, state_of(rank, 1.0), root)
     dist.barrier()
     before = files_in(root)
@@ -252,7 +252,7 @@ class Foreign(SaveShardedStrategy):  # type: ignore[misc]
 
 def save_with_others(rank: int, scratch: Path) -> dict[str, Any]:
     """Strategies that are not ours, or wrapped, where arrays of somebody lie."""
-    prepare(30)
+    prepare(60)
     wrapped = FullyParallelSaveStrategyWrapper(ZarrSaveShardedStrategy())
     root = scratch / "c"
     save(Entry.OURS, state_of(rank, 1.0), root)

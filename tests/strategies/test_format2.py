@@ -52,7 +52,7 @@ from tests.support.sharding import (
     zeros,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 
 FORMAT2 = ("zarr", 2)
 
@@ -183,7 +183,7 @@ def test_damage_anywhere_is_found_and_named(tmp_path: Path) -> None:
     """A byte of every file, and what loading then says."""
     root = tmp_path / "c"
     cuts = [on_grid("w", (64, 32), (1, 1)), on_grid("b", (7,), (1,))]
-    options = Options(timeout_s=20)
+    options = Options(timeout_s=60)
     comm = SoloCommunicator()
     objects = {"o": ShardedObject("o", {"t": torch.ones(3)}, (1,), (0,))}
     root.mkdir()
@@ -224,7 +224,7 @@ def flipped(content: bytes) -> bytes:
 
 def load_verified(rank: int, root: Path, verify: str) -> Any:
     """Load one of two arrays; the other is damaged."""
-    prepare(30)
+    prepare(60)
     strategy = Format2LoadShardedStrategy(verify=verify)
     cut = on_grid("good", (8, 4), (4, 1))
     return outcome(
@@ -237,7 +237,7 @@ def load_verified(rank: int, root: Path, verify: str) -> Any:
 
 
 def save_two(rank: int, root: Path) -> None:
-    prepare(30)
+    prepare(60)
     cuts = [on_grid(key, (8, 4), (4, 1)) for key in ("bad", "good")]
     save(Entry.OURS, state_of(rank, cuts), root, sharded_strategy=FORMAT2)
 
@@ -280,7 +280,7 @@ def test_load_is_told_what_to_verify(tmp_path: Path) -> None:
 
 
 def replace_format_1_by_the_default(rank: int, root: Path) -> Any:
-    prepare(30)
+    prepare(60)
     cuts, found = [on_grid("w", (8, 4), (4, 1))], []
     for choice in (("zarr", 1), None, ("zarr", 1)):
         dist_ckpt_strategies.save(state_of(rank, cuts), root, choice, overwrite=True)

@@ -33,7 +33,7 @@ from tests.strategies.test_parallel_wrappers import (
 from tests.support.entries import prepare
 from tests.support.ranks import run_processes
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 
 
 def local_options(root: Path, algo: str) -> LocalOptions:
@@ -47,7 +47,7 @@ def local_options(root: Path, algo: str) -> LocalOptions:
 
 def saved(rank: int, directory: Path, local: LocalOptions, grouping: list[list[int]]) -> Any:
     """Save through the wrapper; the group, and the ranks in it."""
-    prepare(30)
+    prepare(60)
     group, ranks = group_of(rank, grouping)
     directory.mkdir(exist_ok=True)
     dist.barrier()
@@ -97,7 +97,7 @@ def save_and_load(rank: int, root: str, grouping: list[list[int]]) -> list[str]:
 def test_the_wrappers_save_and_load_local_checkpoints_with_groups_of_every_shape(
     grouping: list[list[int]], tmp_path: Path
 ) -> None:
-    found = run_processes(SIZE, save_and_load, str(tmp_path), grouping, timeout_s=60)
+    found = run_processes(SIZE, save_and_load, str(tmp_path), grouping)
 
     assert found == [[]] * SIZE
 
@@ -122,7 +122,7 @@ def test_a_part_without_a_copy_is_an_error_on_every_rank_through_the_wrapper(
 ) -> None:
     grouping = GROUPINGS["a triple and a single"]
 
-    for message in run_processes(SIZE, lose_everything, str(tmp_path), grouping, timeout_s=40):
+    for message in run_processes(SIZE, lose_everything, str(tmp_path), grouping):
         assert "nobody has the parts of ranks 1" in message
 
 
@@ -147,6 +147,6 @@ def load_as_float32(rank: int, root: str) -> list[torch.dtype]:
 
 
 def test_what_travels_in_the_wrapper_is_converted_first(tmp_path: Path) -> None:
-    found = run_processes(SIZE, load_as_float32, str(tmp_path), timeout_s=40)
+    found = run_processes(SIZE, load_as_float32, str(tmp_path))
 
     assert found == [[torch.float64] * 6] * SIZE

@@ -29,14 +29,16 @@ from tests.support.entries import Entry, Failure, load, outcome, prepare, save
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import Cut, at_random, differences, no_data, on_grid, state_of
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.multiprocess
 
 both_entries = pytest.mark.parametrize("entry", list(Entry))
 culprits = pytest.mark.parametrize("culprit", [0, 3])
 
-TIMEOUT_S = 3.0
-PROMPT_S = TIMEOUT_S + 12.0
-"""The timeout, the look-up of who is missing, and a slow machine."""
+TIMEOUT_S = 5.0
+"""Longer than a busy machine keeps a rank from its turn: who is late is named as who is lost."""
+
+PROMPT_S = 60.0
+"""The timeout, the look-up of who is missing, and a slow machine; gloo would wait twice as long."""
 
 
 def cuts(version: str) -> list[Cut]:
@@ -72,7 +74,7 @@ def survive(rank: int, culprit: int, scratch: Path, action: Callable[[], Any]) -
     (scratch / f"done.{rank}").touch()
     survivors = [other for other in range(4) if other != culprit]
     if rank == survivors[0]:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 2 * PROMPT_S
         while time.monotonic() < deadline and not all(
             (scratch / f"done.{other}").exists() for other in survivors
         ):
@@ -111,7 +113,7 @@ def require_survivors_raised(results: list[Any], culprit: int) -> list[Failure]:
 
 def look(rank: int, root: Path) -> dict[str, Any]:
     """What a new job finds, and whether it can save there."""
-    prepare(30)
+    prepare(60)
     seen = {
         entry.value: outcome(partial(load, entry, state_of(rank, cuts("new"), no_data), root))
         for entry in Entry
@@ -161,7 +163,7 @@ def test_a_rank_stopped_in_the_middle_of_a_save_is_named_by_the_others(
     assert any(PeerTimeoutError.__name__ in failure.kinds for failure in survivors)
     for failure in survivors:
         if PeerTimeoutError.__name__ in failure.kinds:
-            assert "did not arrive within 3 s" in failure.text
+            assert "did not arrive within 5 s" in failure.text
             assert "TimeoutError" in failure.kinds
     require_incomplete_and_replaceable(tmp_path / "c")
 
@@ -246,7 +248,7 @@ def stop_host_of_store(rank: int, scratch: Path) -> Any:
     port = scratch / "port"
     dist.barrier()
     dist.destroy_process_group()
-    limit = timedelta(seconds=40)
+    limit = timedelta(seconds=100)
     store: Any
     make: Any = vars(dist)["TCPStore"]
     if rank == 0:
@@ -281,12 +283,12 @@ class Slow:
     """An object that takes its time to be pickled."""
 
     def __reduce__(self) -> Any:
-        time.sleep(TIMEOUT_S / 2)
+        time.sleep(2.0)
         return (OrderedDict, ())
 
 
 def save_slowly(rank: int, entry: Entry, root: Path) -> Any:
-    prepare(TIMEOUT_S)
+    prepare(60)
     state: dict[str, Any] = state_of(rank, cuts("new"))
     state["object"] = ShardedObject(f"object.{rank}", Slow() if rank == 3 else "", (1,), (0,))
     save(entry, state, root)

@@ -41,7 +41,7 @@ from tests.support.sharding import (
     zeros,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 
 both_entries = pytest.mark.parametrize("entry", list(Entry))
 
@@ -132,7 +132,7 @@ def test_every_algorithm_gives_every_rank_what_it_wants(
 
 def exchange_other_dtype(rank: int, entry: Entry, root: Path) -> Any:
     """Stored in bfloat16, wanted in float32 by every rank; one reads each and sends it."""
-    prepare(10)
+    prepare(60)
     stored = [
         on_grid(f"w.{n}", (8, 4), (1, 1), dtype=torch.bfloat16, num_replicas=4) for n in range(4)
     ]
@@ -172,7 +172,7 @@ class NotAllowed:
 
 
 def exchange_with_bad_object(rank: int, entry: Entry, root: Path, grouping: Any) -> Any:
-    prepare(20)
+    prepare(60)
     group = group_of(rank, grouping)
     state = {"tensors": state_of(rank, cuts()), "objects": objects(rank, data=True)}
     save(entry, state, root)
@@ -197,4 +197,4 @@ def test_an_object_that_one_rank_may_not_load_fails_on_every_rank(
 
     names = ("NotAllowed", str(tmp_path / "c" / "o.own" / "shard_3_4.pt"))
     require_failure_everywhere(results, kind=UnsafeObjectError, culprit=3, names=names)
-    assert all(failure.seconds < 15 for failure in results)
+    assert all(failure.seconds < 50 for failure in results)

@@ -26,7 +26,7 @@ from dist_ckpt_strategies.strategies.zarr_format2 import (
 from tests.support.entries import prepare
 from tests.support.ranks import run_processes
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 
 SIZE = 4
 WHOLE = torch.arange(48, dtype=torch.float32).reshape(8, 6)
@@ -71,7 +71,7 @@ FORMATS: dict[int, tuple[Any, Any]] = {
 def save_and_load(
     rank: int, root: str, grouping: list[list[int]], objects: bool, version: int = 1
 ) -> list[str]:
-    prepare(30)
+    prepare(60)
     saving, loading = FORMATS[version]
     group, ranks = group_of(rank, grouping)
     saver = FullyParallelSaveStrategyWrapper(saving(), group)
@@ -103,18 +103,18 @@ def test_the_wrappers_save_and_load_with_groups_of_every_shape(
     objects: bool,
     tmp_path: Path,
 ) -> None:
-    found = run_processes(SIZE, save_and_load, str(tmp_path), grouping, objects, timeout_s=40)
+    found = run_processes(SIZE, save_and_load, str(tmp_path), grouping, objects)
     assert found == [[]] * SIZE
 
 
 @pytest.mark.parametrize("name", ["one group", "a triple and a single"])
 def test_the_wrappers_save_and_load_format_2(name: str, tmp_path: Path) -> None:
     arguments = (str(tmp_path), GROUPINGS[name], True, 2)
-    assert run_processes(SIZE, save_and_load, *arguments, timeout_s=40) == [[]] * SIZE
+    assert run_processes(SIZE, save_and_load, *arguments) == [[]] * SIZE
 
 
 def load_damaged(rank: int, root: str, grouping: list[list[int]]) -> str:
-    prepare(30)
+    prepare(60)
     group, ranks = group_of(rank, grouping)
     dist_checkpointing.save(state_of(rank, ranks, objects=True), root, ZarrSaveShardedStrategy())
     if rank == 0:
@@ -134,7 +134,7 @@ def load_damaged(rank: int, root: str, grouping: list[list[int]]) -> str:
 def test_a_missing_chunk_reaches_every_rank_through_the_wrapper(
     grouping: list[list[int]], tmp_path: Path
 ) -> None:
-    texts = run_processes(SIZE, load_damaged, str(tmp_path), grouping, timeout_s=40)
+    texts = run_processes(SIZE, load_damaged, str(tmp_path), grouping)
 
     assert len(set(texts)) == 1, texts
     assert "rank" in texts[0]

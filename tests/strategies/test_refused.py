@@ -19,7 +19,7 @@ from tests.support.entries import Entry, Failure, load, outcome, prepare, save
 from tests.support.ranks import run_processes
 from tests.support.sharding import Cut, no_data, on_grid, state_of
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 
 
 def cuts() -> list[Cut]:
@@ -28,7 +28,7 @@ def cuts() -> list[Cut]:
 
 def conflict(rank: int, root: Path) -> Any:
     """On rank 2 a local value stands where the checkpoint has common state."""
-    prepare(40)
+    prepare(60)
     save(Entry.OURS, {"iteration": 7, **state_of(rank, cuts())}, root)
     wanted: dict[str, Any] = state_of(rank, cuts(), no_data)
     if rank == 2:
@@ -47,7 +47,7 @@ def test_values_that_collide_on_one_rank_fail_on_every_rank(tmp_path: Path) -> N
         assert isinstance(failures, tuple), failures
         for failure in failures:
             assert isinstance(failure, Failure), (rank, failure)
-            assert failure.seconds < 20, (rank, failure)
+            assert failure.seconds < 50, (rank, failure)
             assert failure.is_ours
             assert "PlanError" in failure.kinds, failure
             assert "does not fit together" in failure.text, failure
@@ -56,7 +56,7 @@ def test_values_that_collide_on_one_rank_fail_on_every_rank(tmp_path: Path) -> N
 
 
 def ask_for_what_is_not_there(rank: int, scratch: Path) -> dict[str, Any]:
-    prepare(20)
+    prepare(60)
     (scratch / "file").touch()
     places: dict[str, Callable[[], Any]] = {
         "nowhere": partial(load, Entry.OURS, state_of(rank, cuts(), no_data), scratch / "nowhere"),
@@ -114,7 +114,7 @@ class Unpicklable:
 
 def wrong_values(rank: int, scratch: Path) -> dict[str, Any]:
     """On rank 1 something does not fit, which Megatron-Core's checks may or may not find."""
-    prepare(20)
+    prepare(60)
     shape, dtype, same_size = (state_of(rank, [on_grid("w", (8, 4), (4, 1))]) for _ in range(3))
     for state, change in (
         (shape, lambda data: data.reshape(4, 2)),
@@ -195,7 +195,7 @@ def require_words(state: str, found: Failure) -> None:
 
 def set_options_badly(rank: int, root: Path) -> Any:
     """Rank 1 has an environment of its own."""
-    prepare(40)
+    prepare(60)
     state = state_of(rank, cuts())
     save(Entry.OURS, state, root)
     if rank == 1:
@@ -210,7 +210,7 @@ def test_an_option_that_one_rank_cannot_read_fails_on_every_rank(tmp_path: Path)
         assert isinstance(failures, tuple), failures
         for failure in failures:
             assert isinstance(failure, Failure), (rank, failure)
-            assert failure.seconds < 20, (rank, failure)
+            assert failure.seconds < 50, (rank, failure)
             assert "StrategyError" in failure.kinds, failure
             assert "DIST_CKPT_IO_THREADS: expected int, found 'many'" in failure.text, failure
             assert failure.global_rank == 1, failure

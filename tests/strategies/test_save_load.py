@@ -41,7 +41,7 @@ from tests.support.sharding import (
     zeros,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.multiprocess
 
 both_entries = pytest.mark.parametrize("entry", list(Entry))
 

@@ -16,7 +16,7 @@ from dist_ckpt_strategies.errors import CoverageError
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from tests.support.formats import load_format1, save_format1
 
-OPTIONS = Options(timeout_s=20.0)
+OPTIONS = Options(timeout_s=60.0)
 NUM_RANKS = 3
 
 

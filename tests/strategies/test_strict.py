@@ -20,7 +20,7 @@ from tests.support.entries import Entry, Failure, load, outcome, prepare, save
 from tests.support.ranks import allow_torch_dist, run_processes
 from tests.support.sharding import Cut, Part, on_grid, part_of, sharded, state_of, zeros
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 
 pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
 
@@ -132,7 +132,7 @@ def expected(rank: int, case: Case) -> Any:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return run_processes(4, load_strictly, tmp_path_factory.mktemp("strict"), timeout_s=60)
+    return run_processes(4, load_strictly, tmp_path_factory.mktemp("strict"))
 
 
 @pytest.mark.parametrize("strict", list(StrictHandling), ids=lambda strict: strict.value)

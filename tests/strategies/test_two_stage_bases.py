@@ -32,7 +32,7 @@ from tests.support.sharding import (
     zeros,
 )
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.multiprocess
 
 TORCH_DIST = ("torch_dist", 1)
 
@@ -153,7 +153,7 @@ def test_ranks_without_anything_to_read_call_torch_dist_too(tmp_path: Path) -> N
 
 
 def load_with_faults(rank: int, root: Path) -> dict[str, Any]:
-    prepare(20)
+    prepare(60)
     save(Entry.OURS, state_of(rank, cuts()) | objects(rank), root)
     group = group_of_size(2)
     seen = {}
@@ -189,7 +189,7 @@ def test_a_failure_of_the_base_on_one_rank_is_raised_on_all(tmp_path: Path) -> N
         for name, culprit in {"(2,)": 2, "bad value": 3}.items():
             failure = seen[name]
             assert isinstance(failure, Failure), seen
-            assert failure.seconds < 15
+            assert failure.seconds < 50
             assert (PeerError.__name__ in failure.kinds) == (rank != culprit)
         if rank != 2:
             assert seen["(2,)"].global_rank == 2

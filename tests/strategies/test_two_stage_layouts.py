@@ -163,7 +163,6 @@ def load_random_layouts(rank: int, root: Path, seeds: list[int], budget: int) ->
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(180)
 @pytest.mark.parametrize(
     ("num_ranks", "budget"), [(2, 20_000), (4, 20_000), (8, 20_000), (3, 512 << 20)]
 )

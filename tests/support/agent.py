@@ -130,7 +130,7 @@ class AgentSocketClient:
         return found
 
     def _ask(self, call: str, **args: Any) -> Any:
-        with socket.create_connection(("127.0.0.1", self._port), timeout=30) as connection:
+        with socket.create_connection(("127.0.0.1", self._port), timeout=60) as connection:
             question = {"rank": self._rank, "call": call, "args": args}
             connection.sendall(json.dumps(question).encode() + b"\n")
             with connection.makefile("rb") as answers:
@@ -161,6 +161,7 @@ class AgentThreadClient(AgentSocketClient):
 
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
+    request_queue_size = 128
     agent: Agent
 
 

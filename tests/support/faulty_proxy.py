@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from tests.support.object_stores import ObjectStore
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 100.0
 _DROPPED = {"connection", "transfer-encoding", "keep-alive"}
 
 
@@ -116,7 +116,7 @@ class FaultyProxy:
         with self._noting:
             request = Request(method, path, len(self.requests), nbytes)
             self.requests.append(request)
-        fault = self.decide(request)
+            fault = self.decide(request)  # of one request after the other
         self._ended.wait(fault.delay_s)
         return request.number, fault
 
@@ -183,6 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128  # who comes on top of it is heard a second later
 
     def __init__(self, proxy: FaultyProxy) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -34,7 +34,7 @@ def write_format2(root: Path, *, is_finished: bool = True) -> Path:
     """Write a checkpoint, or what a save leaves that is killed just before its end."""
     root.mkdir(parents=True)
     (root / "common.pt").write_bytes(dump_object({"iteration": 7}, name="common state"))
-    save_format2(state(), root, SoloCommunicator(), Options(timeout_s=20), SaveMemory())
+    save_format2(state(), root, SoloCommunicator(), Options(timeout_s=60.0), SaveMemory())
     if is_finished:
         publish(root, CheckpointMarker("zarr", 2))
     return root

@@ -112,6 +112,7 @@ def _described(name: str, content: bytes) -> dict[str, str]:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def threads_left(
-    before: Collection[threading.Thread], *, prefix: str = "", within_s: float = 5.0
+    before: Collection[threading.Thread], *, prefix: str = "", within_s: float = 60.0
 ) -> list[str]:
     """Names, beginning with ``prefix``, of threads that are new and have not ended in time."""
     deadline = time.monotonic() + within_s

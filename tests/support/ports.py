@@ -22,9 +22,23 @@ _claims: list[BinaryIO] = []
 def free_port() -> int:
     """A port that nobody listens on and that nobody else is given while this process lives."""
     for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-        if _is_free(port) and _claim(port):
+        if _is_free(port) and claim(port):
             return port
     raise OSError(f"none of the ports {_PORTS.start} to {_PORTS.stop - 1} is free")
+
+
+def claim(port: int) -> bool:
+    """Whether nobody else among the tests of this machine has this port; from now on we have it."""
+    directory = Path(tempfile.gettempdir()) / f"dist-ckpt-test-ports-{os.getuid()}"
+    directory.mkdir(exist_ok=True)
+    held = (directory / str(port)).open("ab")
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        held.close()
+        return False
+    _claims.append(held)
+    return True
 
 
 def _is_free(port: int) -> bool:
@@ -33,17 +47,4 @@ def _is_free(port: int) -> bool:
             found.bind((HOST, port))
         except OSError:
             return False
-    return True
-
-
-def _claim(port: int) -> bool:
-    directory = Path(tempfile.gettempdir()) / f"dist-ckpt-test-ports-{os.getuid()}"
-    directory.mkdir(exist_ok=True)
-    claim = (directory / str(port)).open("ab")
-    try:
-        fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        claim.close()
-        return False
-    _claims.append(claim)
     return True

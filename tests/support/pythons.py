@@ -31,7 +31,7 @@ class Python:
         self._answers = answers
 
     def run(
-        self, script: Path, *args: str, timeout_s: float = 100.0
+        self, script: Path, *args: str, timeout_s: float = 250.0
     ) -> subprocess.CompletedProcess[str]:
         """Run a script in the directory where it is; what it printed, and its exit status.
 

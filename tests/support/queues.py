@@ -16,6 +16,6 @@ GLOBAL = _TESTS / "strategies" / "queue_script.py"
 def run_queue(directory: Path, owner: str, script: Path = LOCAL) -> str:
     """What two ranks print that save through the queue of ``owner``."""
     command = [sys.executable, str(script), str(directory), owner, str(free_port())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -27,7 +27,7 @@ _MAX_DEATHS = 8
 
 
 def run_respawned(
-    size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+    size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 120.0
 ) -> tuple[list[Any], list[int]]:
     """Call ``body(rank, wrappers, *args)`` in processes; one that dies is begun anew.
 
@@ -37,6 +37,7 @@ def run_respawned(
     Raises:
         TimeoutError: some rank had no result in time. None is left running, however this ends.
     """
+    forkserver()
     host = TcpHost()
     world = _World(size, host.port, time.monotonic() + timeout_s, body, args)
     try:
@@ -78,7 +79,7 @@ class _World:
         for pipe, process in left:
             if pipe in self._running:
                 process.kill()
-            process.join(10)
+            process.join(5)
             process.kill()
             process.join()
             process.close()

@@ -16,12 +16,12 @@ from dist_ckpt_strategies.inprocess.wrap import HPWrapper
 from tests.support.ranks import run_processes
 
 HOST = "127.0.0.1"
-GROUP_TIMEOUT_S = 30.0
+GROUP_TIMEOUT_S = 100.0
 """Of process groups: no test may come near it."""
 
 
 def run_restartable(
-    size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 60.0
+    size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 120.0
 ) -> list[Any]:
     """Call ``body(rank, wrapper, *args)`` in processes; ``wrapper(...)`` is one of Wrappers."""
     host = TcpHost()
@@ -58,7 +58,7 @@ def _on_rank(
 
 
 class Wrappers:
-    """Makes HPWrappers of one rank, with short limits."""
+    """Makes HPWrappers of one rank, with limits that a test would see."""
 
     def __init__(self, coordinator: StoreCoordinator, size: int, port: int) -> None:
         self.coordinator = coordinator
@@ -69,9 +69,9 @@ class Wrappers:
         return HPWrapper(
             **{
                 "coordinator": self.coordinator,
-                "barrier_timeout_s": 30.0,
-                "finish_timeout_s": 30.0,
-                "abort_timeout": 10.0,
+                "barrier_timeout_s": 100.0,
+                "finish_timeout_s": 100.0,
+                "abort_timeout": 60.0,
                 "max_idle_attempts": None,
                 **settings,
             }

@@ -29,7 +29,7 @@ def command(script: str, directory: Path, *options: str) -> list[str]:
 
 
 def run_script(
-    script: str, directory: Path, *options: str, limit_s: float = 150
+    script: str, directory: Path, *options: str, limit_s: float = 250
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(script, directory, *options),
@@ -40,7 +40,7 @@ def run_script(
     )
 
 
-def results_of(script: str, directory: Path, *options: str, limit_s: float = 150) -> Results:
+def results_of(script: str, directory: Path, *options: str, limit_s: float = 250) -> Results:
     """Of a run that works in one new directory below ``directory``, and writes to another."""
     place, out = directory / "place", directory / "results.jsonl"
     place.mkdir()

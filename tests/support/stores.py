@@ -15,7 +15,7 @@ from dist_ckpt_strategies.storage.format1.engines import open_array_store
 from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
 from tests.support.samples import Values, array_of, whole_of
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 def store_of(root: Path, engine: Engine) -> ArrayStore:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.support.ranks import RankDiedError, run_processes
 
-pytestmark = [pytest.mark.multiprocess, pytest.mark.timeout(90)]
+pytestmark = pytest.mark.multiprocess
 
 
 def sum_of_ranks(rank: int, factor: int) -> tuple[int, int, int]:

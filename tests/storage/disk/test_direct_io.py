@@ -109,7 +109,7 @@ def test_a_file_that_is_not_cached_is_known_to_be(tmp_path: Path) -> None:
 
 def test_buffers_are_aligned_and_never_shared_between_threads_at_work() -> None:
     buffers = BounceBuffers()
-    together = threading.Barrier(4, timeout=5.0)
+    together = threading.Barrier(4, timeout=60.0)
     addresses: list[int] = []
 
     def work() -> None:

@@ -82,7 +82,6 @@ def test_a_file_is_read_whole_or_as_far_as_asked_for(tmp_path: Path) -> None:
     assert read_file(str(tmp_path / "f"), 3) == b"con"
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize(
     ("make", "words"),
     [

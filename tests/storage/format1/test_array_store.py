@@ -506,7 +506,6 @@ def test_a_directory_in_the_place_of_a_chunk_is_an_error(
     assert caught.value.key == "layer.w"
 
 
-@pytest.mark.timeout(20)
 def test_a_pipe_in_the_place_of_a_chunk_is_an_error_and_not_waited_for(
     engine: Engine, tmp_path: Path
 ) -> None:

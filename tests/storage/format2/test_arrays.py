@@ -28,7 +28,7 @@ from dist_ckpt_strategies.storage.format2.layout import chunk_name, directory_na
 from dist_ckpt_strategies.storage.zarr_dtypes import register_extension_dtypes
 from tests.support.samples import Values, random_values, same_bytes
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 60.0
 
 
 @st.composite

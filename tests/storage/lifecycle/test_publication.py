@@ -308,7 +308,7 @@ def test_a_token_is_seen_in_the_same_directory_only(tmp_path: Path) -> None:
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     leave_token(tmp_path / "here", "1a")
-    require_token(tmp_path / "here", "1a", "rank 0", timeout_s=1)
+    require_token(tmp_path / "here", "1a", "rank 0", timeout_s=60)
     with pytest.raises(StorageError, match="what rank 0 has written there is not seen") as caught:
         require_token(tmp_path / "there", "1a", "rank 0", timeout_s=0.2)
     assert caught.value.path == str(tmp_path / "there")
@@ -420,7 +420,6 @@ def save_and_die(rank: int, root: str, after: str) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(90)
 @pytest.mark.parametrize("after", ["arrays", "objects", "marker"])
 def test_a_killed_writer_leaves_a_checkpoint_only_if_it_was_whole(
     after: str, tmp_path: Path
@@ -439,7 +438,6 @@ def publish_for_ever(rank: int, root: str) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.timeout(90)
 def test_a_writer_killed_at_any_moment_leaves_a_whole_marker(tmp_path: Path) -> None:
     for delay_s in (0.0, 0.05, 0.11):
         killer = threading.Thread(target=kill_later, args=(tmp_path, delay_s))

@@ -260,14 +260,14 @@ def test_what_one_thread_allows_stays_allowed_while_another_leaves() -> None:
     def other() -> None:
         with allowing([Fraction]):
             entered.set()
-            assert may_leave.wait(20)
+            assert may_leave.wait(60)
 
     thread = threading.Thread(target=other)
     thread.start()
-    assert entered.wait(20)
+    assert entered.wait(60)
     with allowing([Fraction]):
         may_leave.set()
-        thread.join(20)
+        thread.join(60)
         assert may_be_read()
         with allowing([Fraction]):
             pass
