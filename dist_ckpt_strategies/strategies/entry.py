@@ -442,7 +442,10 @@ def _restore_node(comm: Communicator, checkpoint_dir: str | Path) -> None:
 
     backends = agree_and_gather(comm, backend)
     if None in backends and local_replicated.BACKEND in backends:
-        root = require_path(located(checkpoint_dir, None), local_replicated.BACKEND)
+        root = agree(
+            comm,
+            lambda: require_path(located(checkpoint_dir, None), local_replicated.BACKEND),
+        )
         restore_common(comm, root, str(checkpoint_dir))
 
 

@@ -19,14 +19,14 @@ from dist_ckpt_strategies.megatron.shards import (
     shard_spec,
     sharded_values,
 )
-from dist_ckpt_strategies.plan.broadcast import build_broadcast_plan
+from dist_ckpt_strategies.plan.broadcast import BroadcastPlan, build_broadcast_plan
 from dist_ckpt_strategies.plan.load import LoadPlan, build_load_plan
 from dist_ckpt_strategies.run.broadcast import BoxTarget, run_broadcast
 from dist_ckpt_strategies.run.report import BroadcastReport
 from dist_ckpt_strategies.spec.array import ArraySpec, array_from_wire, array_to_wire
 from dist_ckpt_strategies.spec.box import Box, BoxTable
 from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.base import StoredCheckpoint
+from dist_ckpt_strategies.storage.base import ArrayReader, StoredCheckpoint
 from dist_ckpt_strategies.storage.objects.pickled import Allowed
 from dist_ckpt_strategies.strategies.group_objects import send_objects, share_objects, unpickled
 from dist_ckpt_strategies.strategies.sharded_load import destination
@@ -70,19 +70,28 @@ def load_sharded_in_group(
         held.append((results, targets))
         return BoxTable.of(target.box for target in targets).to_bytes()
 
-    wants = _tables(agree_and_gather_bytes(comm, describe))
-    plan = build_broadcast_plan(wants, arrays, max_inflight_bytes=budget)
+    wants = agree_and_gather_bytes(comm, describe)
+
+    def prepare() -> tuple[BroadcastPlan, ArrayReader]:
+        tables = _tables(wants)
+        plan = build_broadcast_plan(tables, arrays, max_inflight_bytes=budget)
+        return plan, checkpoint.array_reader
+
+    plan, reader = agree(comm, prepare)
     results, targets = held[0]
-    reader = agree(comm, lambda: checkpoint.array_reader)
     report = run_broadcast(plan, arrays, targets, reader, comm, options)
     shares = share_objects(objects, comm)
     contents = send_objects(
         shares, comm, lambda: {k: _content(checkpoint, k) for k in shares.read_by(comm.rank)}
     )
     loaded = unpickled(objects, contents, checkpoint.object_path, comm, allowed)
-    delivered = agree(comm, lambda: [deliver(*pair) for pair in zip(tensors, results, strict=True)])
-    loaded |= {id(tensor): found for tensor, found in zip(tensors, delivered, strict=True)}
-    return mapped_values(lambda value: loaded[id(value)], state_dict), report
+
+    def finish() -> StateDict:
+        for tensor, result in zip(tensors, results, strict=True):
+            loaded[id(tensor)] = deliver(tensor, result)
+        return mapped_values(lambda value: loaded[id(value)], state_dict)
+
+    return agree(comm, finish), report
 
 
 def _tables(contents: Sequence[bytes]) -> list[BoxTable]:
@@ -140,17 +149,20 @@ def _looked_up(
     answers = agree_and_gather_bytes(
         comm, lambda: json.dumps([options.max_inflight_bytes, mine]).encode()
     )
-    everyone = [json.loads(answer) for answer in set(answers)]
-    wanted = sorted({key for _, found in everyone for key in found})
+    wanted: list[str] = []
+    budgets: list[int] = []
 
     def look_up() -> bytes:
+        everyone = [json.loads(answer) for answer in set(answers)]
+        budgets.extend(budget for budget, _ in everyone)
+        wanted.extend(sorted({key for _, found in everyone for key in found}))
         share = wanted[comm.rank :: comm.size]
         found = checkpoint.find(share)
         return "\n".join(json.dumps(array_to_wire(found[key])) for key in share).encode()
 
     shares = agree_and_gather_bytes(comm, look_up)
     arrays = _Arrays(wanted, [share.decode().split("\n") for share in shares])
-    return arrays, min(budget for budget, _ in everyone)
+    return arrays, min(budgets)
 
 
 def _targets(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
-from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
+from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
 from dist_ckpt_strategies.megatron.shards import object_id
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.objects.pickled import Allowed, load_content
@@ -48,9 +48,12 @@ class ObjectShares:
 
 def share_objects(objects: Iterable[Any], comm: Communicator) -> ObjectShares:
     """Deal the objects that any rank wants out to the ranks in turn. Collective."""
-    names = sorted({object_id(found).unique_key for found in objects})
+
+    def names() -> list[str]:
+        return sorted({object_id(found).unique_key for found in objects})
+
     wanted_by: dict[str, list[int]] = defaultdict(list)
-    for rank, found in enumerate(agree_and_gather(comm, lambda: names)):
+    for rank, found in enumerate(agree_and_gather(comm, names)):
         for unique_key in found:
             wanted_by[unique_key].append(rank)
     order = sorted(wanted_by)
@@ -62,10 +65,10 @@ def share_objects(objects: Iterable[Any], comm: Communicator) -> ObjectShares:
 
 def send_objects(
     shares: ObjectShares, comm: Communicator, read: Callable[[], Mapping[str, bytes]]
-) -> dict[str, bytes]:
+) -> dict[str, bytes | Bytes]:
     """The pickled form of each object that this rank reads or wants, by unique key.
 
-    Collective.
+    Collective: two meetings and an exchange, if there are objects.
 
     Args:
         shares: equal on every rank.
@@ -88,20 +91,26 @@ def send_objects(
         for rank, sizes in enumerate(answers)
         for key, size in zip(read_by_rank.get(rank, ()), sizes, strict=True)
     }
-    sends = [
-        Send(rank, np.frombuffer(bytearray(mine[key]), np.uint8))
-        for key in own
-        for rank in shares.wanted_by[key]
-        if rank != comm.rank
-    ]
-    arrived = {key: np.empty(nbytes[key], np.uint8) for key in shares.sent_to(comm.rank)}
+    arrived: dict[str, Bytes] = {}
+
+    def make_room() -> list[Send]:
+        wanted = shares.sent_to(comm.rank)
+        arrived.update({key: np.empty(nbytes[key], np.uint8) for key in wanted})
+        return [
+            Send(rank, np.frombuffer(bytearray(mine[key]), np.uint8))
+            for key in own
+            for rank in shares.wanted_by[key]
+            if rank != comm.rank
+        ]
+
+    sends = agree(comm, make_room)
     comm.exchange(sends, [Receive(shares.reader[key], into) for key, into in arrived.items()])
-    return mine | {key: into.tobytes() for key, into in arrived.items()}
+    return mine | arrived
 
 
 def unpickled(
     objects: Sequence[Any],
-    contents: Mapping[str, bytes],
+    contents: Mapping[str, bytes | Bytes],
     path_of: Callable[[ObjectId], str],
     comm: Communicator,
     allowed: Callable[[], Allowed],
@@ -115,7 +124,7 @@ def unpickled(
         allow = allowed()
         names = {id(found): object_id(found) for found in objects}
         return {
-            found: load_content(contents[n.unique_key], path_of(n), n.unique_key, allow)
+            found: load_content(bytes(contents[n.unique_key]), path_of(n), n.unique_key, allow)
             for found, n in names.items()
         }
 

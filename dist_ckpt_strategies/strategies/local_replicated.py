@@ -123,19 +123,18 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
             StorageError: a part cannot be written; a PeerError of that class elsewhere.
         """
         comm = self._node.communicator(f"save to {checkpoint_dir}")
-        root = agree(comm, lambda: self._node.root(checkpoint_dir, comm))
-        common_path = Path(checkpoint_dir).absolute() / COMMON_NAME
+        root, manager = agree(comm, lambda: self._node.opened(checkpoint_dir, comm, self._cliques))
 
         def begin() -> bytes:
             make_directory(root)
             withdraw_marker(root)
+            common_path = Path(checkpoint_dir).absolute() / COMMON_NAME
             with file_errors("common state", common_path):
                 return read_file(common_path) if comm.rank == 0 else b""
 
         common = agree_and_gather_bytes(comm, begin)[0]
         described = agree_and_gather(comm, lambda: _described(sharded_state_dict))
         extra = {"common_digest": _digest(common), "stored": _union(described)}
-        manager = self._node.manager(root, self._cliques)
         state = self._state(comm, extra, sharded_state_dict)
         manager.save(state, _iteration_of(checkpoint_dir))
         names = agree_and_gather(comm, lambda: PartDirectory(root).name())
@@ -254,11 +253,11 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
             is_shared: FullyParallelLoadStrategyWrapper calls. Of its calls many want nothing on
                 any rank; parts are not read for those.
         """
-        root = agree(comm, lambda: self._node.root(checkpoint_dir, comm))
+        _, manager = agree(comm, lambda: self._node.opened(checkpoint_dir, comm, None))
         needs = agree_and_gather(comm, lambda: not is_shared or bool(list(sharded_values(wanted))))
         if not any(needs):
             return mapped_values(lambda value: value, wanted)
-        state, _ = self._node.manager(root, None).load()
+        state, _ = manager.load()
         agree(comm, lambda: _require_common(checkpoint_dir, state.common_state_dict))
         return dict(state.loaded(comm, wanted, _deliver_cast if is_shared else _deliver))
 
@@ -340,10 +339,15 @@ class _Node:
             return found
         return Path(self.local.node_directory(comm.global_rank(comm.rank))) / found.name
 
-    def manager(
-        self, root: Path, cliques: LazyCliqueReplicationStrategy | None
-    ) -> LocalCheckpointManager:
-        return LocalCheckpointManager(
+    def opened(
+        self,
+        checkpoint_dir: str | Path,
+        comm: Communicator,
+        cliques: LazyCliqueReplicationStrategy | None,
+    ) -> tuple[Path, LocalCheckpointManager]:
+        """Where this rank's node keeps the checkpoint, and what keeps it there. Rank-local."""
+        root = self.root(checkpoint_dir, comm)
+        return root, LocalCheckpointManager(
             root,
             repl_strategy=cliques,
             group=self.group,

@@ -58,17 +58,17 @@ def load_sharded(
         ShapeMismatchError, ArrayNotFoundError, StorageError: on every rank where one failed.
     """
 
-    def read() -> tuple[dict[int, Any], LoadReport]:
+    def read() -> tuple[StateDict, LoadReport]:
         checkpoint = open_checkpoint()
         values = list(sharded_values(state_dict))
         tensors = [value for value in values if isinstance(value, ShardedTensor)]
         objects = [value for value in values if isinstance(value, ShardedObject)]
         found, report = _read(tensors, checkpoint, options)
         loaded = {id(v): deliver(v, t) for v, t in zip(tensors, found, strict=True)}
-        return loaded | _read_objects(objects, checkpoint, allowed, options), report
+        loaded |= _read_objects(objects, checkpoint, allowed, options)
+        return mapped_values(lambda value: loaded[id(value)], state_dict), report
 
-    loaded, report = agree(comm, read)
-    return mapped_values(lambda value: loaded[id(value)], state_dict), report
+    return agree(comm, read)
 
 
 def destination(tensor: Any, array: ArraySpec) -> torch.Tensor:
