@@ -202,7 +202,7 @@ class MissingDependencyError(CheckpointError, ImportError):
 
 
 def as_checkpoint_error(error: Exception) -> CheckpointError:
-    """The error itself if it is one of ours; else one of ours that is of its class too.
+    """The error itself if it is one of ours; else one of ours, of its class too where that can be.
 
     So ``except CheckpointError`` takes the same branch on the rank that met, say, a MemoryError as
     on the others. What the system says of a file is a StorageError.
@@ -219,13 +219,14 @@ def as_checkpoint_error(error: Exception) -> CheckpointError:
     return found
 
 
-def _of_both(ours: type[CheckpointError], theirs: type[Exception], message: str) -> CheckpointError:
-    """An error of both classes; of ours alone where no class can be both."""
+def _of_both(ours: Any, theirs: Any, message: str) -> CheckpointError:
+    """An error of both classes; of ours alone where none can be both, as with MemoryError."""
     try:
         cls = _both(ours, theirs)
         found: CheckpointError = cls.__new__(cls, message)
     except TypeError:
-        return ours(message)
+        plain: CheckpointError = ours(message)
+        return plain
     found.args = (message,)
     found.key, found.path, found.global_rank = None, None, None
     return found

@@ -17,7 +17,7 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
 from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
 from dist_ckpt_strategies.config import LocalOptions, Options, options_from_environment
-from dist_ckpt_strategies.device import may_overlap, require_plain
+from dist_ckpt_strategies.device import may_overlap
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
@@ -57,6 +57,7 @@ from dist_ckpt_strategies.storage.lifecycle.publication import (
 from dist_ckpt_strategies.storage.objects.pickled import Allowed
 from dist_ckpt_strategies.storage.parts.files import PartDirectory, read_first_header
 from dist_ckpt_strategies.strategies.registry import require_own
+from dist_ckpt_strategies.strategies.sharded_load import require_own_shape
 
 logger = logging.getLogger(__name__)
 
@@ -457,8 +458,8 @@ def _deliver(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
     data: torch.Tensor | None = tensor.data
     if data is None:
         return loaded
-    require_plain(data, key=tensor.key)
-    if data.dtype != loaded.dtype or data.shape != loaded.shape or may_overlap(data):
+    require_own_shape(tensor)
+    if data.dtype != loaded.dtype or may_overlap(data):
         return loaded
     data.detach().copy_(loaded)
     return data

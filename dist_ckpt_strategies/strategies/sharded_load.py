@@ -12,7 +12,7 @@ from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import may_overlap, require_plain, torch_dtype
-from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.errors import ShapeMismatchError, StrategyError
 from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -77,11 +77,26 @@ def destination(tensor: Any, array: ArraySpec) -> torch.Tensor:
     data: torch.Tensor | None = tensor.data
     if data is None:
         return torch.empty(tuple(tensor.local_shape), dtype=dtype, device="cpu")
-    require_plain(data, key=tensor.key)
-    fits = data.dtype == dtype and data.shape == tuple(tensor.local_shape)
-    if fits and not may_overlap(data):
+    require_own_shape(tensor)
+    if data.dtype == dtype and not may_overlap(data):
         return data
     return torch.empty(tuple(tensor.local_shape), dtype=dtype, device=data.device)
+
+
+def require_own_shape(tensor: Any) -> None:
+    """Raise unless the ShardedTensor's data has the shape that it states, as when it was made.
+
+    Raises:
+        ShapeMismatchError: it has another.
+        PlanError: its elements do not lie in memory of its own.
+    """
+    require_plain(tensor.data, key=tensor.key)
+    found, stated = tuple(tensor.data.shape), tuple(tensor.local_shape)
+    if found != stated:
+        raise ShapeMismatchError(
+            f"{tensor.key}: its data has shape {found}, its local_shape is {stated}",
+            key=tensor.key,
+        )
 
 
 def copy_into_own_data(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:

@@ -241,9 +241,13 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         found: StateDict = self.base_strategy.load_sharded_metadata(root)
         return found
 
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise unless the base strategy reads this backend."""
-        self.base_strategy.check_backend_compatibility(loaded_backend)
+    def check_backend_compatibility(self, loaded_version: str) -> None:
+        """Raise unless the base strategy reads this backend.
+
+        Args:
+            loaded_version: the backend's name; Megatron-Core called it so in this class.
+        """
+        self.base_strategy.check_backend_compatibility(loaded_version)
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise unless the base strategy reads this version."""

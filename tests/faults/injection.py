@@ -29,6 +29,9 @@ _OF_MEETINGS = ("comm/agree.py", "comm/torch_group.py", "comm/attendance.py", "c
 """Where ranks meet: who fails in there cannot tell the others any more."""
 
 _OF_ERRORS = ("errors.py", "megatron/errors.py", "comm/solo.py")
+_BEFORE = ("config.py", "comm/interruptible_gloo.py")
+_BEFORE_NAMES = ("_world", "_options", "_communicator", "open_communicator")
+"""What is done before ranks can meet at all, and asks for nothing that could be refused."""
 
 
 def no_memory() -> Exception:
@@ -138,7 +141,9 @@ def site_of(frame: FrameType) -> Site | None:
     code = frame.f_code
     if not code.co_filename.startswith(PACKAGE):
         return None
-    if code.co_filename.endswith(_OF_MEETINGS + _OF_ERRORS):
+    if code.co_filename.endswith(_OF_MEETINGS + _OF_ERRORS + _BEFORE):
+        return None
+    if code.co_name in _BEFORE_NAMES:
         return None
     caller = frame.f_back
     where = _short(caller.f_code.co_filename) if caller else "thread"

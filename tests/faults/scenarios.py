@@ -255,9 +255,10 @@ def load_parts(rank: int, shared: Path) -> Action:
 
 def exchange_states(rank: int, shared: Path) -> Action:
     """Copies of states between the ranks of a clique, and back."""
-    cliques = _cliques()
+    cliques = CliqueReplicationStrategy.from_replication_params(
+        1, 4, timeout_s=LIMIT_S, max_bucket_bytes=4096
+    )
     members = cliques.global_ranks
-    peer = next(other for other in members if other != rank)
 
     def attempt(root: Path) -> None:
         del root
@@ -268,7 +269,7 @@ def exchange_states(rank: int, shared: Path) -> Action:
         available = {member: [f"state{other}" for other in members if other != member]
                      for member in members}  # fmt: skip
         plan = cliques.retrieve_plan(available, [mine])
-        found = cliques.retrieve_execute(plan, {f"state{peer}": held[f"state{peer}"]})
+        found = cliques.retrieve_execute(plan, held)
         assert torch.equal(found[mine].state_dict["large"], _values(rank)["large"])
 
     return attempt

@@ -191,6 +191,17 @@ def _tried(ranks: Ranks, faults: Sequence[Fault], deadline: float) -> list[str]:
     return found
 
 
+def try_selection(
+    rank: int, root: str, selection: Sequence[tuple[str, Sequence[Fault]]]
+) -> dict[str, list[str]]:
+    """What is wrong, by scenario, one after the other. Body of a rank."""
+    found = {}
+    for number, (scenario, faults) in enumerate(selection):
+        ranks = Ranks(rank, scenario, f"{root}/{number}")
+        found[scenario] = _tried(ranks, faults, time.monotonic() + 3600)
+    return found
+
+
 def find_sites(rank: int, scenario: str, root: str) -> list[Site]:
     """Where the package calls itself. Body of a rank."""
     ranks = Ranks(rank, scenario, root)
