@@ -52,12 +52,11 @@ def check_save(comm: Communicator, parts: SaveParts, preprocess: Preprocess | No
         return [_wires(parts.sharded), xxhash.xxh3_64_hexdigest(content)]
 
     answers = agree_and_gather(comm, describe)
-    is_equal = len({digest for _, digest in answers}) == 1
 
     def check() -> None:
         # Bytes that differ may still be equal values: Megatron-Core's own comparison decides, which
         # broadcasts rank 0's state: it comes first, where no rank can have failed alone.
-        if not is_equal and is_distributed():
+        if any(digest != answers[0][1] for _, digest in answers) and is_distributed():
             require_equal_common(common_state)
         _require_valid([list(map(metadata_from_wire, wires)) for wires, _ in answers])
 
