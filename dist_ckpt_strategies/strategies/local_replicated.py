@@ -57,7 +57,7 @@ from dist_ckpt_strategies.storage.lifecycle.publication import (
 from dist_ckpt_strategies.storage.objects.pickled import Allowed
 from dist_ckpt_strategies.storage.parts.files import PartDirectory, read_first_header
 from dist_ckpt_strategies.strategies.registry import require_own
-from dist_ckpt_strategies.strategies.sharded_load import require_own_shape
+from dist_ckpt_strategies.strategies.sharded_load import has_own_shape
 
 logger = logging.getLogger(__name__)
 
@@ -458,8 +458,7 @@ def _deliver(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
     data: torch.Tensor | None = tensor.data
     if data is None:
         return loaded
-    require_own_shape(tensor)
-    if data.dtype != loaded.dtype or may_overlap(data):
+    if not has_own_shape(tensor) or data.dtype != loaded.dtype or may_overlap(data):
         return loaded
     data.detach().copy_(loaded)
     return data

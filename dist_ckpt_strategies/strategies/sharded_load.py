@@ -77,26 +77,28 @@ def destination(tensor: Any, array: ArraySpec) -> torch.Tensor:
     data: torch.Tensor | None = tensor.data
     if data is None:
         return torch.empty(tuple(tensor.local_shape), dtype=dtype, device="cpu")
-    require_own_shape(tensor)
-    if data.dtype == dtype and not may_overlap(data):
+    if has_own_shape(tensor) and data.dtype == dtype and not may_overlap(data):
         return data
     return torch.empty(tuple(tensor.local_shape), dtype=dtype, device=data.device)
 
 
-def require_own_shape(tensor: Any) -> None:
-    """Raise unless the ShardedTensor's data has the shape that it states, as when it was made.
+def has_own_shape(tensor: Any) -> bool:
+    """Whether the ShardedTensor's data has the shape that it states, as when it was made.
+
+    Megatron-Core's torch_dist gives it the prepended dims too, and then it is not to be filled.
 
     Raises:
-        ShapeMismatchError: it has another.
+        ShapeMismatchError: it has any other.
         PlanError: its elements do not lie in memory of its own.
     """
     require_plain(tensor.data, key=tensor.key)
     found, stated = tuple(tensor.data.shape), tuple(tensor.local_shape)
-    if found != stated:
+    if found not in {stated, (1,) * tensor.prepend_axis_num + stated}:
         raise ShapeMismatchError(
             f"{tensor.key}: its data has shape {found}, its local_shape is {stated}",
             key=tensor.key,
         )
+    return found == stated
 
 
 def copy_into_own_data(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:

@@ -59,10 +59,14 @@ def test_where_one_rank_gets_no_thread_nothing_begins_on_any() -> None:
     begun: list[int] = []
     works: list[BackgroundWork[int]] = []
 
+    def noted(rank: int) -> int:
+        begun.append(rank)
+        return rank
+
     def body(comm: ThreadCommunicator) -> str:
         def prepare() -> BackgroundWork[int]:
             kind = NoThread if comm.rank == 1 else BackgroundWork
-            work = kind(lambda: begun.append(comm.rank) or comm.rank, "work")
+            work = kind(lambda: noted(comm.rank), "work")
             works.append(work)
             return work
 
