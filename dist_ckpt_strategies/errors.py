@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Self
 
 
@@ -165,6 +166,13 @@ class PeerTimeoutError(PeerError, TimeoutError):
     """Another rank did not answer in time."""
 
 
+class SaveTimeoutError(PeerTimeoutError):
+    """A save behind training goes on for longer than somebody wanted to wait for it.
+
+    Unlike after other timeouts, the ranks are still in step.
+    """
+
+
 class PeerLostError(PeerError):
     """Contact with another rank broke off."""
 
@@ -191,6 +199,42 @@ class RestartLimitError(RestartError):
 
 class MissingDependencyError(CheckpointError, ImportError):
     """An optional package is needed; the message says which one to install."""
+
+
+def as_checkpoint_error(error: Exception) -> CheckpointError:
+    """The error itself if it is one of ours; else one of ours, of its class too where that can be.
+
+    So ``except CheckpointError`` takes the same branch on the rank that met, say, a MemoryError as
+    on the others. What the system says of a file is a StorageError.
+    """
+    if isinstance(error, CheckpointError):
+        return error
+    is_of_file = isinstance(error, OSError) and error.filename is not None
+    path = str(error.filename) if isinstance(error, OSError) and is_of_file else None
+    text = f"{path}: {error.strerror}" if isinstance(error, OSError) and path else str(error)
+    message = f"{type(error).__name__}: {text}"
+    found = _of_both(StorageError if is_of_file else CheckpointError, type(error), message)
+    found.path = path
+    found.__cause__ = error
+    return found
+
+
+def _of_both(ours: Any, theirs: Any, message: str) -> CheckpointError:
+    """An error of both classes; of ours alone where none can be both, as with MemoryError."""
+    try:
+        cls = _both(ours, theirs)
+        found: CheckpointError = cls.__new__(cls, message)
+    except TypeError:
+        plain: CheckpointError = ours(message)
+        return plain
+    found.args = (message,)
+    found.key, found.path, found.global_rank = None, None, None
+    return found
+
+
+@lru_cache(maxsize=64)
+def _both(ours: Any, theirs: Any) -> Any:
+    return joint_class(theirs.__name__, (ours, theirs))
 
 
 def _family(root: type[CheckpointError]) -> dict[str, type[CheckpointError]]:

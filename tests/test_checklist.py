@@ -36,7 +36,7 @@ def sharded_loader(name: str, load_test: str) -> list[Kept]:
     """The members of a load strategy, as the reference lists them for base and subclass."""
     return [
         Kept(f"{name}.can_handle_sharded_objects", None, OBJECTS),
-        Kept(f"{name}.check_backend_compatibility", "loaded_backend", REFUSED),
+        Kept(f"{name}.check_backend_compatibility", "loaded_version", REFUSED),
         Kept(f"{name}.check_version_compatibility", "loaded_version", REFUSED),
         Kept(f"{name}.load", "sharded_state_dict, checkpoint_dir", load_test),
         Kept(f"{name}.load_sharded_metadata", "checkpoint_dir", METADATA),

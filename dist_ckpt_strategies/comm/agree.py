@@ -11,6 +11,8 @@ from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerLostError,
     PeerTimeoutError,
+    SaveTimeoutError,
+    as_checkpoint_error,
     error_from_peer,
     kind_of,
 )
@@ -29,8 +31,9 @@ def agree(comm: Communicator, step: Callable[[], T]) -> T:
 
     Collective: every rank of ``comm`` calls this, once per step.
 
-    The failed rank raises its own error, led by its global rank. The others raise a PeerError of
-    the same class as the first failed rank's error, which names that rank, the key and the file.
+    The failed rank raises its own error, led by its global rank; one that is not of this package
+    becomes a CheckpointError too. The others raise a PeerError of the same class as the first
+    failed rank's error, which names that rank, the key and the file.
     """
     outcome = _attempt(step)
     try:
@@ -66,17 +69,19 @@ def agree_on_first(comm: Communicator, step: Callable[[], None]) -> None:
 @dataclass(frozen=True, slots=True)
 class _Outcome(Generic[T]):
     result: T | None
-    error: Exception | None
+    error: CheckpointError | None
 
 
 def _attempt(step: Callable[[], T]) -> _Outcome[T]:
     """The step's outcome; but where ranks are out of step, there is nobody left to agree with."""
     try:
         return _Outcome(step(), None)
+    except SaveTimeoutError as error:
+        return _Outcome(None, error)
     except (PeerTimeoutError, PeerLostError):
         raise
     except Exception as error:  # noqa: BLE001 - raised again by the caller, on every rank
-        return _Outcome(None, error)
+        return _Outcome(None, as_checkpoint_error(error))
 
 
 def _verdicts_in(comm: Communicator, answers: Iterable[Message]) -> Iterator[Message]:
@@ -91,7 +96,9 @@ def _is_list(message: Message, size: int) -> bool:
     return isinstance(message, list) and len(message) == size
 
 
-def _raise_first(comm: Communicator, own: Exception | None, verdicts: Iterable[Message]) -> None:
+def _raise_first(
+    comm: Communicator, own: CheckpointError | None, verdicts: Iterable[Message]
+) -> None:
     try:
         if own is not None:
             raise _named(own, comm.global_rank(comm.rank))
@@ -106,17 +113,13 @@ def _raise_first(comm: Communicator, own: Exception | None, verdicts: Iterable[M
             raise error_from_peer(who, kind, message, key=key, path=path)
 
 
-def _verdict(error: Exception | None) -> Message:
+def _verdict(error: CheckpointError | None) -> Message:
     """What the others learn; the rank only where it is another one's that this rank reports."""
     if error is None:
         return None
-    if isinstance(error, CheckpointError):
-        key, path = (None if text is None else str(text) for text in (error.key, error.path))
-        return [kind_of(error), error.message, key, path, error.global_rank]
-    return ["CheckpointError", f"{type(error).__name__}: {error}", None, None, None]
+    key, path = (None if text is None else str(text) for text in (error.key, error.path))
+    return [kind_of(error), error.message, key, path, error.global_rank]
 
 
-def _named(error: Exception, global_rank: int) -> Exception:
-    if isinstance(error, CheckpointError) and error.global_rank is None:
-        return error.at_rank(global_rank)
-    return error
+def _named(error: CheckpointError, global_rank: int) -> CheckpointError:
+    return error if error.global_rank is not None else error.at_rank(global_rank)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from dist_ckpt_strategies.comm.agree import agree_and_gather
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
 
 
 def agree_and_gather_bytes(comm: Communicator, step: Callable[[], bytes]) -> list[bytes]:
     """Like ``agree_and_gather``, for bytes: every rank's, by rank.
 
-    Collective, a meeting and an exchange. Ranks with equal bytes are sent them by nobody, and
-    their lists hold one object many times: replicas that ask for the same cost little.
+    Collective: one meeting, and where ranks have different bytes another one and an exchange.
+    Ranks with equal bytes are sent them by nobody, and their lists hold one object many times:
+    replicas that ask for the same cost little.
     """
     held: list[bytes] = []
 
@@ -29,12 +31,38 @@ def agree_and_gather_bytes(comm: Communicator, step: Callable[[], bytes]) -> lis
     for rank, what in enumerate(described):
         holder.setdefault(what, rank)
     mine, content = described[comm.rank], held[0]
-    sends: list[Send] = []
-    if holder[mine] == comm.rank and content:
+    if len(holder) == 1:
+        return [content for _ in described]
+    rooms = {what: _Room() for what in holder if what != mine}
+
+    def make_room() -> list[Send]:
+        for what, room in rooms.items():
+            room.make(what[0])
+        if holder[mine] != comm.rank or not content:
+            return []
         data = np.frombuffer(bytearray(content), np.uint8)
-        sends = [Send(rank, data) for rank, what in enumerate(described) if what != mine]
-    wanted = {what: rank for what, rank in holder.items() if what != mine}
-    arrived: dict[tuple[int, str], Bytes] = {what: np.empty(what[0], np.uint8) for what in wanted}
-    comm.exchange(sends, [Receive(rank, arrived[what]) for what, rank in wanted.items() if what[0]])
-    found = {what: into.tobytes() for what, into in arrived.items()} | {mine: content}
+        return [Send(rank, data) for rank, what in enumerate(described) if what != mine]
+
+    sends = agree(comm, make_room)
+    comm.exchange(sends, [Receive(holder[w], room.memory) for w, room in rooms.items() if w[0]])
+    found = {what: room.content() for what, room in rooms.items()} | {mine: content}
     return [found[what] for what in described]
+
+
+class _Room:
+    """Memory for bytes to arrive in, which are there then without another copy of them.
+
+    Attributes:
+        memory: where they arrive.
+    """
+
+    memory: Bytes
+
+    def make(self, nbytes: int) -> None:
+        """Get the memory."""
+        self._held = io.BytesIO(bytes(nbytes))
+        self.memory = np.frombuffer(self._held.getbuffer(), np.uint8)
+
+    def content(self) -> bytes:
+        """What has arrived."""
+        return self._held.getvalue()

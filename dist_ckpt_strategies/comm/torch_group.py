@@ -28,10 +28,13 @@ from dist_ckpt_strategies.comm.base import (
 from dist_ckpt_strategies.comm.host_links import Carrying, HostLinks
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.errors import (
+    CheckpointError,
     PeerError,
     PeerLostError,
     PeerTimeoutError,
     StrategyError,
+    as_checkpoint_error,
+    error_from_peer,
 )
 
 ProcessGroup = dist.ProcessGroup
@@ -234,23 +237,27 @@ class TorchCommunicator:
 
     def all_gather(self, item: Message) -> list[Message]:
         """See Communicator."""
-        content = b"" if item is None else json.dumps(item, separators=(",", ":")).encode()
-        sizes = [
-            int(size)
-            for size in self._gathered(
-                torch.tensor([len(content)], dtype=torch.int64, device="cpu")
-            )
-        ]
-        longest = max(sizes)
+        content, failure = _encoded(item)
+        size = len(content) if failure is None else -len(content)
+        found = self._gathered(torch.tensor([size], dtype=torch.int64, device="cpu"))
+        sizes = [int(size) for size in found]
+        longest = max(map(abs, sizes))
         if longest == 0:
             return [None] * self.size
         if longest > _MAX_NBYTES:
-            raise out_of_step(self.global_rank(sizes.index(longest)), self._attendance.what)
+            late = next(rank for rank, size in enumerate(sizes) if abs(size) == longest)
+            raise out_of_step(self.global_rank(late), self._attendance.what)
         texts = self._gathered_bytes(content, longest)
-        return [
-            self._message(rank, text[:size])
+        messages = [
+            self._message(rank, text[: abs(size)])
             for rank, (text, size) in enumerate(zip(texts, sizes, strict=True))
         ]
+        if failure is not None:
+            raise failure.at_rank(self.global_rank(self.rank))
+        for rank, (message, size) in enumerate(zip(messages, sizes, strict=True)):
+            if size < 0:
+                raise error_from_peer(self.global_rank(rank), "CheckpointError", str(message))
+        return messages
 
     def _message(self, rank: int, content: bytes) -> Message:
         """What a rank has said; another collective of the job may have met ours."""
@@ -364,6 +371,17 @@ class TorchCommunicator:
             lost[0] if lost and len(lost) == 1 else None,
             f"lost contact with {described(lost)}: {what}: {error}",
         )
+
+
+def _encoded(item: Message) -> tuple[bytes, CheckpointError | None]:
+    """What a rank says; where it cannot say that, why, and the error to raise once it has."""
+    if item is None:
+        return b"", None
+    try:
+        return json.dumps(item, separators=(",", ":")).encode(), None
+    except (TypeError, ValueError, MemoryError, RecursionError) as error:
+        failure = as_checkpoint_error(error)
+        return json.dumps(failure.message).encode(), failure
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from dist_ckpt_strategies.errors import PeerTimeoutError
+from dist_ckpt_strategies.comm.agree import agree
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.errors import SaveTimeoutError
 from dist_ckpt_strategies.storage.disk.files import file_errors
 
 logger = logging.getLogger(__name__)
@@ -27,6 +29,9 @@ _LOW_PRIORITY = 10
 class BackgroundWork(Generic[T]):
     """Work on a thread of its own, from ``start`` on; other processes can see its end.
 
+    ``hold`` and ``let_go`` are ``start`` in two steps: that the system has a thread for it is known
+    before anybody else has to rely on that.
+
     Args:
         work: what to do.
         name: for the thread.
@@ -39,13 +44,34 @@ class BackgroundWork(Generic[T]):
         self._work = work
         self._results: list[T] = []
         self._errors: list[BaseException] = []
+        self._decided = threading.Event()
+        self._is_called_off = False
         with file_errors(None, tempfile.gettempdir()):
             self.end_mark = Path(tempfile.mkdtemp(prefix="dist_ckpt-")) / "ended"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
         """Begin."""
+        self.hold()
+        self.let_go()
+
+    def hold(self) -> None:
+        """Start the thread, which waits for ``let_go`` or ``call_off``.
+
+        Raises:
+            RuntimeError: the system starts no more threads.
+        """
         self._thread.start()
+
+    def let_go(self) -> None:
+        """Have the thread begin."""
+        self._decided.set()
+
+    def call_off(self) -> None:
+        """Nothing is to be done: the thread ends, if there is one."""
+        self._is_called_off = True
+        self._decided.set()
+        self.forget_mark()
 
     def is_done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -55,11 +81,11 @@ class BackgroundWork(Generic[T]):
         """Return when it has ended, well or not.
 
         Raises:
-            PeerTimeoutError: it goes on for longer.
+            SaveTimeoutError: it goes on for longer.
         """
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            raise PeerTimeoutError(None, f"the save is not done after {timeout_s:g} s")
+            raise SaveTimeoutError(None, f"the save is not done after {timeout_s:g} s")
 
     def result(self) -> T:
         """What came out, once it has ended; raises what it raised."""
@@ -77,6 +103,9 @@ class BackgroundWork(Generic[T]):
             logger.warning("%s is still there: %s", self.end_mark.parent, error)
 
     def _run(self) -> None:
+        self._decided.wait()
+        if self._is_called_off:
+            return
         try:
             self._results.append(self._work())
         except BaseException as error:  # noqa: BLE001 - raised again by ``result``
@@ -90,7 +119,30 @@ class BackgroundWork(Generic[T]):
             self.end_mark.touch()
         except OSError as error:
             logger.warning("%s cannot be made, so its directory goes: %s", self.end_mark, error)
-            shutil.rmtree(self.end_mark.parent)
+            shutil.rmtree(self.end_mark.parent, ignore_errors=True)
+
+
+def agree_to_start(
+    comm: Communicator, prepare: Callable[[], BackgroundWork[T]]
+) -> BackgroundWork[T]:
+    """What ``prepare`` gives, begun on every rank; if that fails on one, nothing begins on any.
+
+    Collective, one meeting.
+    """
+    works: list[BackgroundWork[T]] = []
+
+    def begin() -> None:
+        works.append(prepare())
+        works[0].hold()
+
+    try:
+        agree(comm, begin)
+    except BaseException:
+        for work in works:
+            work.call_off()
+        raise
+    works[0].let_go()
+    return works[0]
 
 
 def yield_to_training() -> None:

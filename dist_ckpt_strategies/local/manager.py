@@ -24,7 +24,11 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.local.availability import availability_of, gather_listings
-from dist_ckpt_strategies.local.background import BackgroundWork, yield_to_training
+from dist_ckpt_strategies.local.background import (
+    BackgroundWork,
+    agree_to_start,
+    yield_to_training,
+)
 from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
 from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
 from dist_ckpt_strategies.local.loading import LocalParts, find_newest, load_newest
@@ -160,8 +164,8 @@ class LocalCheckpointManager:
             StrategyError: with ``is_async``, the strategy's group is the one that training uses.
             PeerError: the same on another rank.
         """
-        self._let_finish()
         comm = self.communicator(f"local save of iteration {iteration}")
+        self._let_finish(comm)
         strategy = self._strategy()
         encoded = self._prepare(comm, state_dict, iteration, strategy)
         save = encoded.part.part_id.save
@@ -190,9 +194,10 @@ class LocalCheckpointManager:
 
             return BackgroundWork(write, "local-save")
 
-        work = self._running = agree(comm, prepare)
-        work.start()
-        return LocalSaveRequest.of(work, lambda: self._finalise(comm, save, work), self._timeout_s)
+        work = self._running = agree_to_start(comm, prepare)
+        return LocalSaveRequest.of(
+            comm, work, lambda: self._finalise(comm, save, work), self._timeout_s
+        )
 
     @raises_megatron_errors
     def find_latest(self) -> int:
@@ -200,8 +205,8 @@ class LocalCheckpointManager:
 
         Collective. Headers are checked, tensors are not: ``load`` may have to fall back.
         """
-        self._let_finish()
         comm = self.communicator("search for local checkpoints")
+        self._let_finish(comm)
         newest = find_newest(comm, self._parts, self._codecs.resharded_kinds())
         return newest.save.iteration if newest else _NO_ITERATION
 
@@ -224,8 +229,8 @@ class LocalCheckpointManager:
             NoReplicasAvailableError: of each save some part is lost; says which.
             PlanError: it was saved by another number of ranks, and is no MCoreTensorAwareStateDict.
         """
-        self._let_finish()
         comm = self.communicator("load of a local checkpoint")
+        self._let_finish(comm)
         parts = load_newest(comm, self._parts, self._codecs.resharded_kinds(), at_least)
         state = agree(comm, lambda: decode_parts(parts, codecs=self._codecs, allowed=self._allowed))
         own = PartId(parts[0].part.part_id.save, comm.global_rank(comm.rank))
@@ -253,20 +258,20 @@ class LocalCheckpointManager:
 
     def _strategy(self) -> CliqueReplicationStrategy | None:
         """The strategy itself. Making it, the first time, is collective over the world."""
-        found = self.repl_strategy
+        found: Any = self.repl_strategy
         if isinstance(found, LazyReplicationStrategyBuilder):
             found = found.replication_strategy
-        if found is None or isinstance(found, CliqueReplicationStrategy):
-            return found
-        raise StrategyError(
-            f"repl_strategy: a {type(found).__qualname__} cannot say which ranks keep copies; "
-            "derive it from CliqueReplicationStrategy"
-        )
+        strategy: CliqueReplicationStrategy | None = found  # all ranks learn together if it is one
+        return strategy
 
-    def _let_finish(self) -> None:
-        """A save that is still running uses the memory and the groups that the next one needs."""
-        if self._running is not None:
-            self._running.wait(self._timeout_s)
+    def _let_finish(self, comm: Communicator) -> None:
+        """A save that is still running uses the memory and the groups that the next one needs.
+
+        Collective, as the save was.
+        """
+        running = self._running
+        if running is not None:
+            agree(comm, lambda: running.wait(self._timeout_s))
             self._running = None
 
     def _prepare(
@@ -287,6 +292,7 @@ class LocalCheckpointManager:
             freed = self._directory.remove_leftovers(me)
             logger.debug("rank %s: %s bytes of a save that was cut short removed", me, freed)
             number = _whole_number(iteration)
+            _require_clique(strategy)
             placeholder = PartId(SaveId(number, "0" * _TOKEN_DIGITS), me)
             encoded = encode_state(
                 state,
@@ -382,6 +388,14 @@ class LocalCheckpointManager:
             remove_outdated(comm, self._directory, found, save, self._keep)
 
         agree(comm, clean_up)
+
+
+def _require_clique(strategy: object) -> None:
+    if strategy is not None and not isinstance(strategy, CliqueReplicationStrategy):
+        raise StrategyError(
+            f"repl_strategy: a {type(strategy).__qualname__} cannot say which ranks keep copies; "
+            "derive it from CliqueReplicationStrategy"
+        )
 
 
 def _whole_number(iteration: Any) -> int:

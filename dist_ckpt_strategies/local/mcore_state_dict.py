@@ -13,9 +13,9 @@ from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
 from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
-from dist_ckpt_strategies.config import options_from_environment
+from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.device import torch_dtype
-from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError
+from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError, StrategyError
 from dist_ckpt_strategies.local.plain_values import dump_value, load_value
 from dist_ckpt_strategies.local.tensor_slots import SlottedStateDict, TensorSlots
 from dist_ckpt_strategies.megatron.allowed import default_allowed
@@ -122,11 +122,17 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
             PlanError: the algorithm is unknown, or the shards of all ranks do not fit together.
         """
         world = _communicator(None, "taking a state apart")
-        parts = agree(world, lambda: _taken_apart(sharded_state_dict, algo))
+
+        def take_apart() -> tuple[SaveParts, MCoreTensorAwareStateDict]:
+            options_from_environment()
+            parts = _taken_apart(sharded_state_dict, algo)
+            return parts, cls(parts.common, parts.sharded)
+
+        parts, whole = agree(world, take_apart)
         if cached_metadata is None:
             check_save(world, parts, None)
         if algo == "atomic":
-            return cls(parts.common, parts.sharded), None
+            return whole, None
         group = _communicator(parallelization_group, "dealing out of shards")
         return cls.dealt_out(group, parts.common, parts.sharded, cached_metadata)
 
@@ -147,8 +153,7 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
             distribution: who keeps what, if that is known.
         """
         dealt = distribution or _distribution(comm, sharded)
-        kept = agree(comm, lambda: _only_kept(sharded, dealt, comm.rank))
-        return cls(common, kept), dealt
+        return agree(comm, lambda: cls(common, _only_kept(sharded, dealt, comm.rank))), dealt
 
     @raises_megatron_errors
     def to_state_dict(  # noqa: PLR0913, PLR0917 - Megatron's signature
@@ -185,6 +190,7 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
         comm = _communicator(None, "making of a state dict")
 
         def begin() -> tuple[StateDict, Any]:
+            options_from_environment()
             _require_algorithm(algo)
             self._slots.require_tensors()
             parts = take_apart_for_load(mapped_values(copy.copy, sharded_state_dict))
@@ -255,11 +261,14 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
         Raises:
             CoverageError, ShapeMismatchError, ArrayNotFoundError: as in ``to_state_dict``.
         """
-        held = _shards(self.sharded_state_dict)
-        objects = _objects(self._frame)
-        at_hand = {spec.id: tensor for spec, tensor in held.items()}
+        held: dict[ShardSpec, torch.Tensor] = {}
+        objects: dict[ObjectId, Any] = {}
+        at_hand: dict[ShardId, torch.Tensor] = {}
 
         def describe() -> list[Any]:
+            held.update(_shards(self.sharded_state_dict))
+            objects.update(_objects(self._frame))
+            at_hand.update({spec.id: tensor for spec, tensor in held.items()})
             values = list(sharded_values(wanted))
             specs = (shard_spec(value) for value in values if isinstance(value, ShardedTensor))
             names = (object_id(value) for value in values if isinstance(value, ShardedObject))
@@ -269,10 +278,10 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
             ]
 
         answers = agree_and_gather(comm, describe)
-        objects |= _fetched(comm, objects, [lost for _, lost in answers])
-        missing = [list(map(shard_from_wire, wires)) for wires, _ in answers]
+        objects.update(_fetched(comm, objects, [lost for _, lost in answers]))
+        missing = [wires for wires, _ in answers]
         if any(missing):
-            at_hand |= _moved(comm, held, missing)
+            at_hand.update(_moved(comm, held, missing))
 
         def give(value: Any) -> Any:
             if isinstance(value, ShardedObject):
@@ -284,8 +293,12 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
 
 
 def _communicator(group: ProcessGroup | None, purpose: str) -> Communicator:
-    options = options_from_environment()
-    return open_communicator(group, timeout_s=options.timeout_s, purpose=purpose)
+    """The ranks of a group. Options that this one cannot make are for a step of all to raise."""
+    try:
+        limit_s = options_from_environment().timeout_s
+    except StrategyError:
+        limit_s = Options().timeout_s
+    return open_communicator(group, timeout_s=limit_s, purpose=purpose)
 
 
 def _require_algorithm(algo: str) -> None:
@@ -386,9 +399,10 @@ def _fetched(
         return {}
     names = sorted(wanted)
     holding = agree_and_gather(comm, lambda: [n for n, name in enumerate(names) if name in objects])
-    allowed = names_of(default_allowed())
+    allowed: dict[str, Any] = {}
 
     def senders() -> dict[ObjectId, int]:
+        allowed.update(names_of(default_allowed()))
         able = _first_holders(holding)
         found = {}
         for number, name in enumerate(names):
@@ -429,26 +443,35 @@ def _first_holders(holding: Sequence[Sequence[int]]) -> dict[int, int]:
 def _moved(
     comm: Communicator,
     held: Mapping[ShardSpec, torch.Tensor],
-    missing: Sequence[Sequence[ShardSpec]],
+    missing: Sequence[Sequence[Any]],
 ) -> dict[ShardId, torch.Tensor]:
-    """What this rank lacks, from the ranks that hold it. Collective."""
-    options = options_from_environment()
-    everyone = agree_and_gather(comm, lambda: [shard_to_wire(spec) for spec in held])
+    """What this rank lacks, from the ranks that hold it. Collective.
 
-    def plan() -> ReshardPlan:
-        found = [list(map(shard_from_wire, wires)) for wires in everyone]
-        return build_reshard_plan(found, missing, max_inflight_bytes=options.max_inflight_bytes)
+    Args:
+        comm: all ranks.
+        held: what this rank has.
+        missing: what each rank lacks, as ``shard_to_wire`` describes it.
+    """
 
-    planned = agree(comm, plan)
-    device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
-    targets = agree(
-        comm,
-        lambda: {
+    def describe() -> list[Any]:
+        bound = options_from_environment().max_inflight_bytes
+        return [bound, [shard_to_wire(spec) for spec in held]]
+
+    everyone = agree_and_gather(comm, describe)
+
+    def prepare() -> tuple[ReshardPlan, dict[ShardId, torch.Tensor]]:
+        bound = min(bound for bound, _ in everyone)
+        found = [list(map(shard_from_wire, wires)) for _, wires in everyone]
+        wanted = [list(map(shard_from_wire, wires)) for wires in missing]
+        plan = build_reshard_plan(found, wanted, max_inflight_bytes=bound)
+        device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
+        return plan, {
             spec.id: torch.empty(
-                spec.region.shape, dtype=torch_dtype(planned.dtypes[spec.key]), device=device
+                spec.region.shape, dtype=torch_dtype(plan.dtypes[spec.key]), device=device
             )
-            for spec in missing[comm.rank]
-        },
-    )
-    run_reshard(planned, {spec.id: tensor for spec, tensor in held.items()}, targets, comm)
+            for spec in wanted[comm.rank]
+        }
+
+    plan, targets = agree(comm, prepare)
+    run_reshard(plan, {spec.id: tensor for spec, tensor in held.items()}, targets, comm)
     return targets

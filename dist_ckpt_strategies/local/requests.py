@@ -6,7 +6,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from dist_ckpt_strategies.errors import MissingDependencyError
+from dist_ckpt_strategies.comm.agree import agree
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.errors import MissingDependencyError, SaveTimeoutError
 from dist_ckpt_strategies.local.background import BackgroundWork, wait_for_mark
 from dist_ckpt_strategies.megatron.requests import AsyncRequest
 
@@ -15,10 +17,15 @@ class _Finalisation:
     """Ends a save, once, however often it is called; if that fails, every call raises the same."""
 
     def __init__(
-        self, work: BackgroundWork[Any], finalise: Callable[[], None], timeout_s: float
+        self,
+        comm: Communicator,
+        work: BackgroundWork[Any],
+        finalise: Callable[[], None],
+        timeout_s: float,
     ) -> None:
         self.work = work
         self.timeout_s = timeout_s
+        self._comm = comm
         self._finalise = finalise
         self._is_called = False
         self._error: Exception | None = None
@@ -32,9 +39,21 @@ class _Finalisation:
         self._is_called = True
         try:
             self._finalise()
+        except SaveTimeoutError:
+            self._is_called = False  # it may still end well
+            raise
         except Exception as error:
             self._error = error
             raise
+
+    def await_work(self, timeout_s: float) -> None:
+        """Return when every rank's share has ended, well or not. Collective.
+
+        Raises:
+            SaveTimeoutError: some rank's takes longer; on every rank.
+        """
+        if not self._is_called:
+            agree(self._comm, lambda: self.work.wait(timeout_s))
 
 
 class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
@@ -48,16 +67,21 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
 
     @classmethod
     def of(
-        cls, work: BackgroundWork[Any], finalise: Callable[[], None], timeout_s: float
+        cls,
+        comm: Communicator,
+        work: BackgroundWork[Any],
+        finalise: Callable[[], None],
+        timeout_s: float,
     ) -> LocalSaveRequest:
         """The request of a save.
 
         Args:
+            comm: the ranks that save together.
             work: what goes on behind training.
             finalise: called by every rank once that has ended on all of them.
             timeout_s: longest wait for it, in seconds.
         """
-        end = _Finalisation(work, finalise, timeout_s)
+        end = _Finalisation(comm, work, finalise, timeout_s)
         return cls(wait_for_mark, (str(work.end_mark), os.getpid()), [end], {})
 
     def for_nvrx(self) -> Any:
@@ -93,9 +117,11 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
 
         Raises:
             StorageError: a part could not be written.
-            PeerError: the same on another rank; or it takes too long.
+            SaveTimeoutError: on some rank it takes too long; the save goes on, and may be waited
+                for again.
+            PeerError: another rank failed.
         """
         end = self.finalize_fns[0]
-        end.work.wait(end.timeout_s if timeout_s is None else timeout_s)
+        end.await_work(end.timeout_s if timeout_s is None else timeout_s)
         for finalize in self.finalize_fns:
             finalize()

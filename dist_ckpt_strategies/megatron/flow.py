@@ -97,12 +97,19 @@ def take_apart_for_save(
     return SaveParts(sharded, common)
 
 
-def require_valid_sharding(everyone: list[list[Any]], common: StateDict | None = None) -> None:
+def require_equal_common(common: StateDict) -> None:
+    """Megatron-Core's check that all ranks hold the same common state; it logs what differs.
+
+    Collective over the world: a broadcast.
+    """
+    validate_sharding_integrity([], common_state_dict=common)
+
+
+def require_valid_sharding(everyone: list[list[Any]]) -> None:
     """Megatron-Core's check, on rank 0, that the main replicas make up every array and object.
 
     Empty tensors are left out: Megatron-Core 0.16.1 divides by their extent. Arrays and objects
-    are checked apart: it takes the values of one key for all of one kind. Where ``common`` is
-    given its consistency is checked too, collectively over the world, by a broadcast.
+    are checked apart: it takes the values of one key for all of one kind.
 
     Raises:
         PlanError: elements or objects are missing, or held twice; names the key.
@@ -111,7 +118,6 @@ def require_valid_sharding(everyone: list[list[Any]], common: StateDict | None =
         everyone, lambda value: isinstance(value, ShardedTensor) and not is_empty(value)
     )
     objects = _chosen(everyone, lambda value: isinstance(value, ShardedObject))
-    validate_sharding_integrity([], common_state_dict=common)
     for chosen in (tensors, objects):
         error = _sharding_error(chosen)
         if error is not None:

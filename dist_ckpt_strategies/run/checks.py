@@ -18,6 +18,7 @@ from dist_ckpt_strategies.megatron.flow import (
     apply_strictness,
     needs_global_keys,
     needs_stored_keys,
+    require_equal_common,
     require_valid_sharding,
 )
 from dist_ckpt_strategies.megatron.shards import (
@@ -51,11 +52,15 @@ def check_save(comm: Communicator, parts: SaveParts, preprocess: Preprocess | No
         return [_wires(parts.sharded), xxhash.xxh3_64_hexdigest(content)]
 
     answers = agree_and_gather(comm, describe)
-    everyone = [list(map(metadata_from_wire, wires)) for wires, _ in answers]
-    is_equal = len({digest for _, digest in answers}) == 1
-    # Bytes that differ may still be equal values: Megatron-Core's own comparison decides, which
-    # broadcasts rank 0's state.
-    agree(comm, lambda: _require_valid(everyone, None if is_equal else common_state))
+
+    def check() -> None:
+        # Bytes that differ may still be equal values: Megatron-Core's own comparison decides, which
+        # broadcasts rank 0's state: it comes first, where no rank can have failed alone.
+        if any(digest != answers[0][1] for _, digest in answers) and is_distributed():
+            require_equal_common(common_state)
+        _require_valid([list(map(metadata_from_wire, wires)) for wires, _ in answers])
+
+    agree(comm, check)
 
 
 def check_load(
@@ -74,13 +79,18 @@ def check_load(
             only one side has.
     """
     stored = agree(comm, lambda: stored_keys() if needs_stored_keys(strict) else None)
-    everyone, local = None, None
-    if validate or needs_global_keys(strict):
-        answers = agree_and_gather(comm, lambda: _wires(state))
+    if not (validate or needs_global_keys(strict)):
+        return agree(comm, lambda: apply_strictness(state, strict, None, None, stored))
+    answers = agree_and_gather(comm, lambda: _wires(state))
+
+    def parse() -> list[list[Any]]:
         everyone = [list(map(metadata_from_wire, wires)) for wires in answers]
-        local = everyone[comm.rank]
-    if validate and everyone is not None:
-        agree(comm, lambda: _require_valid(everyone))
+        if validate:
+            _require_valid(everyone)
+        return everyone
+
+    everyone = agree(comm, parse)
+    local = everyone[comm.rank]
     return agree(comm, lambda: apply_strictness(state, strict, local, everyone, stored))
 
 
@@ -88,7 +98,7 @@ def _wires(state: StateDict) -> list[Any]:
     return [metadata_to_wire(value) for value in sharded_values(state)]
 
 
-def _require_valid(everyone: list[list[Any]], common_state: StateDict | None = None) -> None:
+def _require_valid(everyone: list[list[Any]]) -> None:
     """Megatron-Core's check, which asks torch.distributed who it is: a lone process goes without.
 
     What is saved is checked again by the plan. Where that finds fault with a key too, it says
@@ -97,7 +107,7 @@ def _require_valid(everyone: list[list[Any]], common_state: StateDict | None = N
     if not is_distributed():
         return
     try:
-        require_valid_sharding(everyone, common_state)
+        require_valid_sharding(everyone)
     except PlanError as error:
         _require_plan(everyone, error.key)
         raise

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from dist_ckpt_strategies.comm.agree import agree_and_gather, agree_on_first
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
 from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.plan.manifest import ManifestPlan
@@ -32,7 +32,7 @@ def run_manifest(
 ) -> None:
     """Write every part, then the index, durably.
 
-    Collective: three meetings and an exchange. Each rank holds its own description and the parts
+    Collective: four meetings and an exchange. Each rank holds its own description and the parts
     that it owns; of the sizes it tells only those of parts that it knows something of.
 
     Args:
@@ -55,20 +55,8 @@ def run_manifest(
 
     sizes = agree_and_gather(comm, describe_own)
     mine = [n for n, owner in enumerate(plan.owners) if owner == comm.rank]
-    incoming: dict[tuple[int, int], Bytes] = {
-        (rank, n): np.empty(nbytes, np.uint8)
-        for rank, of_rank in enumerate(sizes)
-        for n, nbytes in of_rank
-        if rank != comm.rank and plan.owners[n] == comm.rank
-    }
-    comm.exchange(
-        [
-            Send(plan.owners[n], np.frombuffer(bytearray(known[n]), np.uint8))
-            for n in sorted(known)
-            if plan.owners[n] != comm.rank
-        ],
-        [Receive(rank, memory) for (rank, _), memory in incoming.items()],
-    )
+    sends, incoming = agree(comm, lambda: _made_room(plan, known, sizes, comm.rank))
+    comm.exchange(sends, [Receive(rank, memory) for (rank, _), memory in incoming.items()])
 
     def write_parts() -> list[list[Any]]:
         entries = []
@@ -79,8 +67,37 @@ def run_manifest(
         return entries
 
     answers = agree_and_gather(comm, write_parts)
-    entries = sorted((PartEntry(*entry) for found in answers for entry in found), key=_by_first)
-    agree_on_first(comm, lambda: place.write(INDEX_NAME, index_content(complete(tuple(entries)))))
+
+    agree_on_first(
+        comm, lambda: place.write(INDEX_NAME, index_content(complete(_entries(answers))))
+    )
+
+
+def _made_room(
+    plan: ManifestPlan,
+    known: Mapping[int, bytes],
+    sizes: Sequence[Sequence[Sequence[int]]],
+    me: int,
+) -> tuple[list[Send], dict[tuple[int, int], Bytes]]:
+    """What this rank tells others, and memory for what they tell it, by rank and part."""
+    incoming: dict[tuple[int, int], Bytes] = {
+        (rank, n): np.empty(nbytes, np.uint8)
+        for rank, of_rank in enumerate(sizes)
+        for n, nbytes in of_rank
+        if rank != me and plan.owners[n] == me
+    }
+    sends = [
+        Send(plan.owners[n], np.frombuffer(bytearray(known[n]), np.uint8))
+        for n in sorted(known)
+        if plan.owners[n] != me
+    ]
+    return sends, incoming
+
+
+def _entries(answers: Sequence[Sequence[Any]]) -> tuple[PartEntry, ...]:
+    """The parts that all ranks have written, in their order."""
+    found = [PartEntry(*entry) for of_rank in answers for entry in of_rank]
+    return tuple(sorted(found, key=_by_first))
 
 
 def _by_first(entry: PartEntry) -> str:

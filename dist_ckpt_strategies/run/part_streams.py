@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,11 @@ from dist_ckpt_strategies.device import (
     to_host,
     torch_dtype,
 )
-from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    as_checkpoint_error,
+)
 from dist_ckpt_strategies.plan.messages import Message
 from dist_ckpt_strategies.spec.part import BufferSpec, Part
 from dist_ckpt_strategies.storage.parts.files import PartReader, PartWriter
@@ -112,7 +117,7 @@ class BufferDigests:
 
 
 class PartSource(Protocol):
-    """A copy of a part that other ranks may get. Nothing but making it raises.
+    """A copy of a part that other ranks may get.
 
     Attributes:
         header: its description, digests and all; None if it cannot be used.
@@ -158,14 +163,15 @@ class FileSource:
                 with self._counting:
                     self.read_nbytes += target.size
                 return
-        except CheckpointError as error:
-            self.failure = error
+        except Exception as error:  # noqa: BLE001 - told to all ranks, which use another copy
+            self.failure = as_checkpoint_error(error)
         target[:] = 0
 
     def close(self) -> None:
         """See PartSource."""
         if self._reader is not None:
-            self._reader.close()
+            with suppress(OSError):  # it was only read
+                self._reader.close()
 
 
 class MemorySource:
@@ -189,7 +195,7 @@ class PartSink(Protocol):
     """What becomes of a part whose bytes arrive message by message."""
 
     def memory(self, message: Message) -> Bytes | None:
-        """Where the message is to land; None if anywhere will do."""
+        """Where the message is to land; None if anywhere will do, for all of them or for none."""
         ...
 
     def take(self, message: Message, content: Bytes) -> None:

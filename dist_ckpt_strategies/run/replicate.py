@@ -22,6 +22,7 @@ from dist_ckpt_strategies.plan.messages import Message
 from dist_ckpt_strategies.plan.replicate import ReplicationPlan, build_replication_plan
 from dist_ckpt_strategies.run.part_streams import BufferDigests, PartSink, TensorSource
 from dist_ckpt_strategies.run.report import ReplicationReport
+from dist_ckpt_strategies.run.workers import started_pool
 from dist_ckpt_strategies.spec.part import Part
 from dist_ckpt_strategies.storage.parts.format import (
     PartLayout,
@@ -54,7 +55,7 @@ def run_replicate(
     """Store the parts of all members of a clique at each of them.
 
     Collective over the clique: either every member returns, or every member raises and none of
-    the parts has been finished anywhere. Four meetings, and an exchange for each round.
+    the parts has been finished anywhere. Five meetings, and an exchange for each round.
 
     Args:
         comm: the clique; a group of one stores its own part alone.
@@ -75,23 +76,24 @@ def run_replicate(
     wires = agree_and_gather_bytes(
         comm, lambda: _bound_to_wire(max_bucket_nbytes) + _checked_wire(part, payloads)
     )
-    with ExitStack() as stack:
+    with ExitStack() as sinks, ExitStack() as stack:  # threads end before their sinks
         streams: list[_Stream] = []
 
-        def begin() -> tuple[ReplicationPlan, TensorSource]:
+        def begin() -> tuple[ReplicationPlan, _Room]:
             for found in _checked_parts(comm, [wire[_PREFIX_NBYTES:] for wire in wires]):
                 stream = _Stream.of(found, open_sink)
                 streams.append(stream)
                 if stream.sink is not None:
-                    stack.callback(stream.sink.abandon)
-            bound = min(map(_bound_from_wire, wires))
-            return _plan(streams, bound), TensorSource(part, payloads)
+                    sinks.callback(stream.sink.abandon)
+            plan = _plan(streams, min(map(_bound_from_wire, wires)))
+            source = TensorSource(part, payloads)
+            return plan, _Room.of(plan, streams, source, comm.rank, stack)
 
-        plan, source = agree(comm, begin)
-        _run_rounds(comm, plan, streams, source)
+        plan, room = agree(comm, begin)
+        _run_rounds(comm, plan, streams, room)
         claimed = agree_and_gather(comm, lambda: _own_digests(streams, comm.rank))
         agree(comm, lambda: _finish(comm, streams, claimed))
-        stack.pop_all()
+        sinks.pop_all()
     own_nbytes = streams[comm.rank].layout.nbytes
     return ReplicationReport(
         num_parts=len(streams),
@@ -168,13 +170,13 @@ class _Stream:
         """Where a message is to land; None if anywhere will do."""
         return self.sink.memory(message) if self.sink else None
 
-    def own_content(self, source: TensorSource, message: Message) -> Bytes:
-        """The bytes of a message; zeros where they cannot be had, which is kept for later too."""
+    def own_content(self, source: TensorSource, spare: Bytes, message: Message) -> Bytes:
+        """The bytes of a message; the spare ones where they cannot be had, which is kept too."""
         try:
             return source.content(message)
         except Exception as error:  # noqa: BLE001 - raised at the end, when no peer waits for us
             self.failure = self.failure or error
-            return np.zeros(message.nbytes, np.uint8)
+            return spare[: message.nbytes]
 
     def take(self, message: Message, content: Bytes) -> None:
         """Take the digests of a message, and store it; a failure is kept for later."""
@@ -186,40 +188,64 @@ class _Stream:
             self.failure = self.failure or error
 
 
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Threads and memory for all rounds: once those have begun nothing is left to ask for.
+
+    Attributes:
+        writers: one thread for each member, which stores its part.
+        outgoing: this rank's messages.
+        buckets: where messages arrive.
+    """
+
+    writers: tuple[ThreadPoolExecutor, ...]
+    outgoing: _Outgoing
+    buckets: tuple[_Buckets, ...]
+
+    @classmethod
+    def of(
+        cls,
+        plan: ReplicationPlan,
+        streams: Sequence[_Stream],
+        source: TensorSource,
+        rank: int,
+        stack: ExitStack,
+    ) -> _Room:
+        """Room for a plan, for as long as the stack is open."""
+        names = [f"part-writer-{other}" for other in range(len(streams))]
+        writers = tuple(stack.enter_context(started_pool(1, name)) for name in names)
+        reader = stack.enter_context(started_pool(1, "part-reader"))
+        buckets = tuple(_Buckets(plan, streams, rank) for _ in range(_NUM_BUCKETS))
+        return cls(writers, _Outgoing(streams[rank], source, plan.messages[rank], reader), buckets)
+
+
 def _run_rounds(
-    comm: Communicator, plan: ReplicationPlan, streams: Sequence[_Stream], source: TensorSource
+    comm: Communicator, plan: ReplicationPlan, streams: Sequence[_Stream], room: _Room
 ) -> None:
     """Send and receive every message.
 
     What has arrived is stored, and what comes next brought to the host, while others travel.
+    Nothing here raises but for a peer that is gone: what goes wrong is kept for the end.
     """
     peers = [rank for rank in range(comm.size) if rank != comm.rank]
     own = streams[comm.rank]
-    with ExitStack() as stack:
-        pools = [
-            stack.enter_context(ThreadPoolExecutor(1, f"part-writer-{rank}"))
-            for rank in range(comm.size)
+    for number in range(plan.num_rounds):
+        bucket = room.buckets[number % _NUM_BUCKETS]
+        bucket.release()
+        sends: list[Send] = []
+        for mine, content in room.outgoing.next():
+            sends = [Send(rank, content) for rank in peers]
+            bucket.hold(room.writers[comm.rank].submit(own.take, mine, content))
+        arriving = [
+            (rank, message, bucket.memory(rank, message, streams[rank]))
+            for rank in peers
+            if (message := plan.message(rank, number)) is not None
         ]
-        reader = stack.enter_context(ThreadPoolExecutor(1, "part-reader"))
-        outgoing = _Outgoing(own, source, plan.messages[comm.rank], reader)
-        buckets = [_Buckets(plan) for _ in range(_NUM_BUCKETS)]
-        for number in range(plan.num_rounds):
-            bucket = buckets[number % _NUM_BUCKETS]
-            bucket.release()
-            sends: list[Send] = []
-            for mine, content in outgoing.next():
-                sends = [Send(rank, content) for rank in peers]
-                bucket.hold(pools[comm.rank].submit(own.take, mine, content))
-            arriving = [
-                (rank, message, bucket.memory(rank, message, streams[rank]))
-                for rank in peers
-                if (message := plan.message(rank, number)) is not None
-            ]
-            comm.exchange(sends, [Receive(rank, memory) for rank, _, memory in arriving])
-            for rank, message, memory in arriving:
-                bucket.hold(pools[rank].submit(streams[rank].take, message, memory))
-        for bucket in buckets:
-            bucket.release()
+        comm.exchange(sends, [Receive(rank, memory) for rank, _, memory in arriving])
+        for rank, message, memory in arriving:
+            bucket.hold(room.writers[rank].submit(streams[rank].take, message, memory))
+    for bucket in room.buckets:
+        bucket.release()
 
 
 class _Outgoing:
@@ -232,7 +258,8 @@ class _Outgoing:
         messages: Sequence[Message],
         reader: ThreadPoolExecutor,
     ) -> None:
-        self._read = partial(stream.own_content, source)
+        spare = np.zeros(_largest(messages), np.uint8)  # takes no memory until it is used
+        self._read = partial(stream.own_content, source, spare)
         self._messages = iter(messages)
         self._reader = reader
         self._ahead = self._begin()
@@ -248,21 +275,20 @@ class _Outgoing:
 
 
 class _Buckets:
-    """Memory for one round's messages of every peer; made when first needed."""
+    """Memory for one round's messages of every peer that does not say where they are to land."""
 
-    def __init__(self, plan: ReplicationPlan) -> None:
-        self._sizes = [max((m.nbytes for m in of_rank), default=0) for of_rank in plan.messages]
-        self._memory: dict[int, Bytes] = {}
+    def __init__(self, plan: ReplicationPlan, streams: Sequence[_Stream], own_rank: int) -> None:
+        self._memory = {
+            rank: np.empty(_largest(messages), np.uint8)
+            for rank, (messages, stream) in enumerate(zip(plan.messages, streams, strict=True))
+            if rank != own_rank and messages and stream.memory(messages[0]) is None
+        }
         self._users: list[Future[None]] = []
 
     def memory(self, rank: int, message: Message, stream: _Stream) -> Bytes:
         """Memory for a message of that peer."""
         direct = stream.memory(message)
-        if direct is not None:
-            return direct
-        if rank not in self._memory:
-            self._memory[rank] = np.empty(self._sizes[rank], np.uint8)
-        return self._memory[rank][: message.nbytes]
+        return self._memory[rank][: message.nbytes] if direct is None else direct
 
     def hold(self, user: Future[None]) -> None:
         """The memory is used until this is done."""
@@ -273,6 +299,10 @@ class _Buckets:
         for user in self._users:
             user.result()
         self._users.clear()
+
+
+def _largest(messages: Sequence[Message]) -> int:
+    return max((message.nbytes for message in messages), default=0)
 
 
 def _own_digests(streams: Sequence[_Stream], rank: int) -> list[int]:

@@ -24,6 +24,7 @@ from dist_ckpt_strategies.plan.messages import (
 from dist_ckpt_strategies.plan.retrieve import ExchangePlan, Transfer
 from dist_ckpt_strategies.run.part_streams import BufferDigests, MemorySink, PartSource
 from dist_ckpt_strategies.run.report import RetrievalReport
+from dist_ckpt_strategies.run.workers import started_pool
 from dist_ckpt_strategies.spec.part import Part
 from dist_ckpt_strategies.storage.parts.format import StoredPart, decode_header
 
@@ -87,8 +88,9 @@ def run_retrieve(
 ) -> Retrieval:
     """Carry out a plan: read, send, receive, and compare every digest.
 
-    Collective: every rank of ``comm`` calls this for an equal plan. Three meetings and the
-    exchanges. A copy that is damaged or cannot be read is no error: it is listed on every rank.
+    Collective: every rank of ``comm`` calls this for an equal plan. Three meetings, one more where
+    something travels, and the exchanges. A copy that is damaged or cannot be read is no error: it
+    is listed on every rank.
 
     Args:
         comm: the ranks that the plan was made for.
@@ -116,9 +118,15 @@ def run_retrieve(
         begun = agree_and_gather(comm, begin)
         bound = min(MESSAGE_NBYTES, *(bound for bound, _ in begun))
         plan, arrived = _exchange_headers(comm, plans[0], sources, [sizes for _, sizes in begun])
-        headers, arrivals = agree(comm, lambda: _made_room(comm.rank, plan, arrived))
-        _exchange_content(comm, plan, sources, arrivals, headers, bound)
-        bad = _findings(comm, sources, arrivals)
+
+        def prepare() -> _Content:
+            headers = {t: decode_header(content.tobytes()) for t, content in arrived.items()}
+            return _Content.of(comm.rank, plan, sources, headers, bound, stack)
+
+        content = agree(comm, prepare)
+        content.exchange(comm)
+        bad = _findings(comm, sources, content)
+    arrivals = content.arrivals
     unusable = {(one.rank, one.part_id) for one in bad}
     parts = {
         t.id_: RetrievedPart(arrival.stored.part, arrival.sink.tensors)
@@ -134,14 +142,6 @@ def run_retrieve(
         seconds=time.monotonic() - started,
     )
     return Retrieval(parts, bad, report)
-
-
-def _made_room(
-    rank: int, plan: ExchangePlan, arrived: Mapping[Transfer, bytes]
-) -> tuple[dict[Transfer, StoredPart], dict[Transfer, _Arrival]]:
-    """What this rank's headers say, and memory for what it gets."""
-    headers = {t: decode_header(content) for t, content in arrived.items()}
-    return headers, {t: _Arrival.of(t, headers[t]) for t in plan.received_by(rank)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ def _exchange_headers(
     plan: ExchangePlan,
     sources: Mapping[str, PartSource],
     sizes: Sequence[Mapping[str, int]],
-) -> tuple[ExchangePlan, dict[Transfer, bytes]]:
+) -> tuple[ExchangePlan, dict[Transfer, Bytes]]:
     """What is left of the plan without copies that cannot be opened, and this rank's headers.
 
     Args:
@@ -193,55 +193,117 @@ def _exchange_headers(
         sizes: for each rank, of the headers of its copies that can be opened, in bytes.
     """
     good = plan.without([t for t in plan.transfers if t.id_ not in sizes[t.sender]])
-    headers = {
-        t: np.frombuffer(bytearray(sources[t.id_].header or b""), np.uint8)
-        for t in good.transfers
-        if t.sender == comm.rank
-    }
-    for step in good.steps:
-        into = {
-            t: np.empty(sizes[t.sender][t.id_], np.uint8) for t in step if t.receiver == comm.rank
+
+    def make_room() -> dict[Transfer, Bytes]:
+        own = {
+            t: np.frombuffer(bytearray(sources[t.id_].header or b""), np.uint8)
+            for t in good.transfers
+            if t.sender == comm.rank
         }
+        return own | {
+            t: np.empty(sizes[t.sender][t.id_], np.uint8)
+            for t in good.received_by(comm.rank)
+            if t.sender != comm.rank
+        }
+
+    headers = agree(comm, make_room) if good.steps else make_room()
+    for step in good.steps:
         comm.exchange(
             [Send(t.receiver, headers[t]) for t in step if t.sender == comm.rank],
-            [Receive(t.sender, memory) for t, memory in into.items()],
+            [Receive(t.sender, headers[t]) for t in step if t.receiver == comm.rank],
         )
-        headers |= into
-    return good, {t: memory.tobytes() for t, memory in headers.items()}
+    return good, headers
 
 
-def _exchange_content(
-    comm: Communicator,
-    plan: ExchangePlan,
-    sources: Mapping[str, PartSource],
-    arrivals: Mapping[Transfer, _Arrival],
-    headers: Mapping[Transfer, StoredPart],
-    nbytes: int,
-) -> None:
-    """Read own parts, and meanwhile send and receive the others, message by message."""
-    with (
-        ThreadPoolExecutor(_num_readers(), "part-reader") as readers,
-        ThreadPoolExecutor(1, "part-sender") as sender,
-        ThreadPoolExecutor(1, "part-checker") as checker,
-    ):
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """The way of parts into memory, with all threads and all memory for it.
+
+    Attributes:
+        plan: who gets what.
+        headers: of what this rank sends or gets.
+        nbytes: bound on a message.
+        arrivals: what this rank gets.
+        outgoing: what it sends.
+        readers: threads that read its own parts.
+        checker: a thread that takes digests of what has arrived.
+        works: all that was given to threads.
+    """
+
+    plan: ExchangePlan
+    headers: Mapping[Transfer, StoredPart]
+    nbytes: int
+    arrivals: Mapping[Transfer, _Arrival]
+    outgoing: Mapping[Transfer, _Outgoing]
+    checker: ThreadPoolExecutor
+    works: list[Future[None]]
+
+    @classmethod
+    def of(
+        cls,
+        rank: int,
+        plan: ExchangePlan,
+        sources: Mapping[str, PartSource],
+        headers: Mapping[Transfer, StoredPart],
+        nbytes: int,
+        stack: ExitStack,
+    ) -> _Content:
+        """The way for one rank, open as long as the stack; its own parts are being read."""
+        readers = stack.enter_context(started_pool(_num_readers(), "part-reader"))
+        sender = stack.enter_context(started_pool(1, "part-sender"))
+        checker = stack.enter_context(started_pool(1, "part-checker"))
+        arrivals = {t: _Arrival.of(t, headers[t]) for t in plan.received_by(rank)}
+        sent = [t for step in plan.steps for t in step if t.sender == rank]
+        buckets = _Buckets.of([_messages(headers[t], nbytes) for t in sent])
         works = [
             readers.submit(arrival.read, sources[t.id_], stretch)
             for t, arrival in arrivals.items()
-            if t.sender == comm.rank
+            if t.sender == rank
             for stretch in build_stretches(_messages(headers[t], min(nbytes, _READ_NBYTES)))
         ]
-        for step in plan.steps:
+        outgoing = {
+            t: _Outgoing(t, sources[t.id_], _messages(headers[t], nbytes), buckets, sender)
+            for t in sent
+        }
+        return cls(plan, headers, nbytes, arrivals, outgoing, checker, works)
+
+    def exchange(self, comm: Communicator) -> None:
+        """Send and receive message by message; own parts are read meanwhile. Collective.
+
+        Nothing here raises but for a peer that is gone: what goes wrong is kept for ``require``.
+        """
+        for step in self.plan.steps:
             outgoing = _mine(step, comm.rank, sending=True)
             incoming = _mine(step, comm.rank, sending=False)
-            works += _run_step(
+            self._exchange(
                 comm,
-                _Outgoing(outgoing, sources, headers, nbytes, sender) if outgoing else None,
-                arrivals[incoming] if incoming else None,
-                nbytes,
-                checker,
+                self.outgoing[outgoing] if outgoing else None,
+                self.arrivals[incoming] if incoming else None,
             )
-        for work in works:
+
+    def _exchange(
+        self, comm: Communicator, outgoing: _Outgoing | None, incoming: _Arrival | None
+    ) -> None:
+        """Send a part, receive a part, or both, side by side; digests may still be being taken."""
+        expected = iter(_messages(incoming.stored, self.nbytes) if incoming else ())
+        while True:
+            sends = outgoing.next() if outgoing else []
+            message = next(expected, None)
+            if message is None and not sends:
+                return
+            if incoming is None or message is None:
+                comm.exchange(sends, [])
+                continue
+            memory = incoming.sink.place(message)
+            comm.exchange(sends, [Receive(incoming.transfer.sender, memory)])
+            self.works.append(self.checker.submit(incoming.digests.take, message, memory))
+
+    def require(self) -> None:
+        """Return when all threads are done; raises what one of them has raised."""
+        for work in self.works:
             work.result()
+        for outgoing in self.outgoing.values():
+            outgoing.require()
 
 
 def _num_readers() -> int:
@@ -249,27 +311,17 @@ def _num_readers() -> int:
     return min(_MAX_READERS, os.cpu_count() or 1)
 
 
-def _run_step(
-    comm: Communicator,
-    outgoing: _Outgoing | None,
-    incoming: _Arrival | None,
-    nbytes: int,
-    checker: ThreadPoolExecutor,
-) -> list[Future[None]]:
-    """Send a part, receive a part, or both, side by side; digests may still be being taken."""
-    expected = iter(_messages(incoming.stored, nbytes) if incoming else ())
-    works: list[Future[None]] = []
-    while True:
-        sends = outgoing.next() if outgoing else []
-        message = next(expected, None)
-        if message is None and not sends:
-            return works
-        if incoming is None or message is None:
-            comm.exchange(sends, [])
-            continue
-        memory = incoming.sink.place(message)
-        comm.exchange(sends, [Receive(incoming.transfer.sender, memory)])
-        works.append(checker.submit(incoming.digests.take, message, memory))
+@dataclass(frozen=True, slots=True)
+class _Buckets:
+    """Memory that messages are read to before they are sent, by turns."""
+
+    memory: tuple[Bytes, ...]
+
+    @classmethod
+    def of(cls, messages: Sequence[Sequence[Message]]) -> _Buckets:
+        """Room for the largest of them."""
+        largest = max((m.nbytes for part in messages for m in part), default=0)
+        return cls(tuple(np.empty(largest, np.uint8) for _ in range(_NUM_BUCKETS)))
 
 
 class _Outgoing:
@@ -278,37 +330,48 @@ class _Outgoing:
     def __init__(
         self,
         transfer: Transfer,
-        sources: Mapping[str, PartSource],
-        headers: Mapping[Transfer, StoredPart],
-        nbytes: int,
+        source: PartSource,
+        messages: Sequence[Message],
+        buckets: _Buckets,
         pool: ThreadPoolExecutor,
     ) -> None:
         self._receiver = transfer.receiver
-        self._source = sources[transfer.id_]
-        self._messages = iter(_messages(headers[transfer], nbytes))
-        self._memory = [np.empty(0, np.uint8) for _ in range(_NUM_BUCKETS)]
+        self._source = source
+        self._messages = iter(messages)
+        self._memory = buckets.memory
         self._turn = 0
         self._pool = pool
-        self._ahead = self._begin()
+        self._ahead: Future[Bytes] | None = None
+        self._has_begun = False
+        self._failure: Exception | None = None
 
     def next(self) -> list[Send]:
         """The next message; none if all are sent."""
+        if not self._has_begun:
+            self._has_begun, self._ahead = True, self._begin()
         if self._ahead is None:
             return []
         content = self._ahead.result()
         self._ahead = self._begin()
         return [Send(self._receiver, content)]
 
+    def require(self) -> None:
+        """Raise what went wrong, if something did."""
+        if self._failure is not None:
+            raise self._failure
+
     def _begin(self) -> Future[Bytes] | None:
         message = next(self._messages, None)
         return None if message is None else self._pool.submit(self._read, message)
 
     def _read(self, message: Message) -> Bytes:
+        """A message in memory, whatever that holds where it cannot be read."""
         place, self._turn = self._turn, (self._turn + 1) % _NUM_BUCKETS
-        if self._memory[place].size < message.nbytes:
-            self._memory[place] = np.empty(message.nbytes, np.uint8)
         content = self._memory[place][: message.nbytes]
-        self._source.read_into(message, content)
+        try:
+            self._source.read_into(message, content)
+        except Exception as error:  # noqa: BLE001 - raised at the end, when no peer waits for us
+            self._failure = self._failure or error
         return content
 
 
@@ -323,11 +386,12 @@ def _mine(step: Sequence[Transfer], rank: int, *, sending: bool) -> Transfer | N
 
 
 def _findings(
-    comm: Communicator, sources: Mapping[str, PartSource], arrivals: Mapping[Transfer, _Arrival]
+    comm: Communicator, sources: Mapping[str, PartSource], content: _Content
 ) -> tuple[BadCopy, ...]:
     """Every copy that cannot be used, the same on every rank."""
 
     def found() -> list[list[object]]:
+        content.require()
         own = [
             [comm.rank, part_id, str(source.failure)]
             for part_id, source in sources.items()
@@ -335,7 +399,7 @@ def _findings(
         ]
         arrived = [
             [t.sender, t.id_, damage]
-            for t, arrival in arrivals.items()
+            for t, arrival in content.arrivals.items()
             if (damage := arrival.damage()) is not None
         ]
         return own + arrived

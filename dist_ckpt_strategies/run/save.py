@@ -178,11 +178,14 @@ def _assembled_chunks(
         for move, buffer in zip(incoming, buffers, strict=True)
     ]
     comm.exchange(sends, receives)
-    arrived = {
-        move.piece: _as_tensor(move, buffer) for move, buffer in zip(incoming, buffers, strict=True)
-    }
-    own = [write for write in round_ if write.writer == me]
-    return lambda: [TensorWrite(w.array, w.region, _assembled(w, tensors, arrived)) for w in own]
+
+    def put_together() -> list[TensorWrite]:
+        pairs = zip(incoming, buffers, strict=True)
+        arrived = {move.piece: _as_tensor(move, buffer) for move, buffer in pairs}
+        own = [write for write in round_ if write.writer == me]
+        return [TensorWrite(w.array, w.region, _assembled(w, tensors, arrived)) for w in own]
+
+    return put_together
 
 
 def _as_tensor(move: Move, data: Bytes) -> torch.Tensor:

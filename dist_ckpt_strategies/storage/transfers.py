@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from dist_ckpt_strategies.errors import CheckpointError, StorageError
+from dist_ckpt_strategies.errors import CheckpointError, StorageError, as_checkpoint_error
 from dist_ckpt_strategies.storage.base import Transfer
 from dist_ckpt_strategies.storage.disk.files import storage_error
 
@@ -109,7 +109,15 @@ class BoundedTransfers:
                 return
             start = self._starts.popleft()
             self._held_nbytes += nbytes
-            self._under_way.append((nbytes, start.begin()))
+            self._under_way.append((nbytes, _begun(start)))
+
+
+def _begun(start: Start) -> Pending:
+    """The transfer; where it cannot begin that is its outcome, since others are under way."""
+    try:
+        return start.begin()
+    except Exception as error:  # noqa: BLE001 - raised again where it is waited for
+        return _outcome_of(as_checkpoint_error(error))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,17 +188,24 @@ def run_pooled(
 ) -> Transfer:
     """Start the jobs, in their order, on at most ``num_threads`` threads.
 
-    After a failure no further job is started. ``translate`` turns errors that are not ours.
+    After a failure no further job is started. ``translate`` turns errors that are not ours. Where
+    the system starts no more threads, those that run do all the work; without any the transfer has
+    failed.
     """
     queue = deque(jobs)
     num_workers = min(num_threads, len(queue))
     if num_workers == 0:
         return PendingTransfers(())
     running: dict[int, Job] = {}
-    workers = tuple(
-        _started(partial(_work_off, queue, running, translate)) for _ in range(num_workers)
-    )
-    return PooledTransfers(queue, running, workers)
+    workers: list[Future[CheckpointError | None]] = []
+    for _ in range(num_workers):
+        try:
+            workers.append(_started(partial(_work_off, queue, running, translate)))
+        except (RuntimeError, MemoryError) as error:
+            if workers:
+                break
+            return _failed(StorageError(f"no thread to read or write with: {error}"))
+    return PooledTransfers(queue, running, tuple(workers))
 
 
 def _started(
@@ -207,6 +222,17 @@ def _started(
 
     threading.Thread(target=run, name="dist-ckpt-io", daemon=True).start()
     return future
+
+
+def _failed(error: CheckpointError) -> Transfer:
+    """A transfer that could not begin."""
+    return PendingTransfers((_outcome_of(error),))
+
+
+def _outcome_of(error: CheckpointError) -> Pending:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return Pending("", future, as_checkpoint_error)
 
 
 def _work_off(

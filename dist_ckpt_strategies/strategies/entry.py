@@ -438,7 +438,7 @@ def _restore_node(comm: Communicator, checkpoint_dir: str | Path) -> None:
 
     backends = agree_and_gather(comm, backend)
     if None in backends and LOCAL_BACKEND in backends:
-        root = require_path(located(checkpoint_dir, None), LOCAL_BACKEND)
+        root = agree(comm, lambda: require_path(located(checkpoint_dir, None), LOCAL_BACKEND))
         restore_common(comm, root, str(checkpoint_dir))
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import torch
 
@@ -21,7 +21,7 @@ from dist_ckpt_strategies.megatron.shards import (
     shard_spec,
     sharded_values,
 )
-from dist_ckpt_strategies.plan.broadcast import build_broadcast_plan
+from dist_ckpt_strategies.plan.broadcast import BroadcastPlan, build_broadcast_plan
 from dist_ckpt_strategies.plan.load import LoadPlan, build_load_plan
 from dist_ckpt_strategies.run.broadcast import BoxTarget, run_broadcast
 from dist_ckpt_strategies.run.report import BroadcastReport
@@ -63,9 +63,9 @@ def load_sharded_in_group(
     Raises:
         ShapeMismatchError, ArrayNotFoundError, StorageError: on every rank where one failed.
     """
-    request, wanted = _requested(state_dict, open_checkpoint, comm, options)
+    request, answers = _requested(state_dict, open_checkpoint, comm, options)
     checkpoint, tensors, objects = request.checkpoint, request.tensors, request.objects
-    arrays = _looked_up(wanted.keys, checkpoint, comm)
+    wanted, arrays = _looked_up(answers, checkpoint, comm)
     held: list[tuple[list[torch.Tensor], list[BoxTarget], ArrayReader]] = []
 
     def describe() -> bytes:
@@ -76,8 +76,12 @@ def load_sharded_in_group(
         held.append((results, targets, checkpoint.array_reader))
         return BoxTable.of(target.box for target in targets).to_bytes()
 
-    wants = _tables(agree_and_gather_bytes(comm, describe))
-    plan = build_broadcast_plan(wants, arrays, max_inflight_bytes=wanted.budget)
+    wants = agree_and_gather_bytes(comm, describe)
+
+    def prepare() -> BroadcastPlan:
+        return build_broadcast_plan(_tables(wants), arrays, max_inflight_bytes=wanted.budget)
+
+    plan = agree(comm, prepare)
     results, targets, reader = held[0]
     report = run_broadcast(plan, arrays, targets, reader, comm, options)
     shares = share_objects(objects, comm) if wanted.has_objects else NO_SHARES
@@ -85,12 +89,12 @@ def load_sharded_in_group(
         shares, comm, lambda: {k: _content(checkpoint, k) for k in shares.read_by(comm.rank)}
     )
 
-    def deliver_all() -> dict[int, Any]:
+    def finish() -> StateDict:
         loaded = unpickled(objects, contents, checkpoint.object_path, allowed)
-        return loaded | {id(t): deliver(t, r) for t, r in zip(tensors, results, strict=True)}
+        loaded |= {id(t): deliver(t, r) for t, r in zip(tensors, results, strict=True)}
+        return mapped_values(lambda value: loaded[id(value)], state_dict)
 
-    loaded = agree(comm, deliver_all)
-    return mapped_values(lambda value: loaded[id(value)], state_dict), report
+    return agree(comm, finish), report
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,14 +125,20 @@ class _Wanted:
     has_objects: bool
     budget: int
 
+    @classmethod
+    def of(cls, answers: Iterable[bytes]) -> Self:
+        """From what each rank says."""
+        budgets, have_objects, keys = zip(*map(json.loads, set(answers)), strict=True)
+        return cls(sorted(set(chain.from_iterable(keys))), any(have_objects), min(budgets))
+
 
 def _requested(
     state_dict: StateDict,
     open_checkpoint: Callable[[], StoredCheckpoint],
     comm: Communicator,
     options: Options,
-) -> tuple[_Request, _Wanted]:
-    """What this rank wants, and what all do. Collective."""
+) -> tuple[_Request, list[bytes]]:
+    """What this rank wants, and what each rank says that it does. Collective."""
     held: list[_Request] = []
 
     def describe() -> bytes:
@@ -140,10 +150,8 @@ def _requested(
         told = [options.max_inflight_bytes, bool(objects), held[0].keys]
         return json.dumps(told).encode()
 
-    everyone = [json.loads(answer) for answer in set(agree_and_gather_bytes(comm, describe))]
-    budgets, have_objects, keys = zip(*everyone, strict=True)
-    wanted = _Wanted(sorted(set(chain.from_iterable(keys))), any(have_objects), min(budgets))
-    return held[0], wanted
+    answers = agree_and_gather_bytes(comm, describe)
+    return held[0], answers
 
 
 def _tables(contents: Sequence[bytes]) -> list[BoxTable]:
@@ -190,16 +198,21 @@ class _Arrays(Sequence[ArraySpec]):
         return {key: self[self._numbers[key]] for key in keys}
 
 
-def _looked_up(keys: Sequence[str], checkpoint: StoredCheckpoint, comm: Communicator) -> _Arrays:
-    """The arrays that any rank of the group wants. Collective. Each rank looks up its share."""
+def _looked_up(
+    answers: Sequence[bytes], checkpoint: StoredCheckpoint, comm: Communicator
+) -> tuple[_Wanted, _Arrays]:
+    """What the ranks of the group want, and its arrays. Collective; each looks up its share."""
+    held: list[_Wanted] = []
 
     def look_up() -> bytes:
-        share = keys[comm.rank :: comm.size]
+        wanted = _Wanted.of(answers)
+        held.append(wanted)
+        share = wanted.keys[comm.rank :: comm.size]
         found = checkpoint.find(share)
         return "\n".join(json.dumps(array_to_wire(found[key])) for key in share).encode()
 
     shares = agree_and_gather_bytes(comm, look_up)
-    return _Arrays(keys, [share.decode().split("\n") for share in shares])
+    return held[0], _Arrays(held[0].keys, [share.decode().split("\n") for share in shares])
 
 
 def _targets(

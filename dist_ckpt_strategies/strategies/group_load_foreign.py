@@ -85,10 +85,46 @@ def request_in_group(state_dict: StateDict, comm: Communicator, options: Options
         return json.dumps([options.max_inflight_bytes, sorted(wanted)]).encode()
 
     answers = agree_and_gather_bytes(comm, describe)
+    planned = agree(comm, lambda: _planned(answers))
+    objects = [value for value in values if isinstance(value, ShardedObject)]
+    shares = share_objects(objects, comm)
+
+    def own_part() -> SharedRequest:
+        by_number = {planned.numbers[line]: found for line, found in wanted.items()}
+        read = {box.array for box in planned.plan.read_by(comm.rank)}
+        own: StateDict = {
+            number: by_number[number][0] if number in by_number else planned.shards[number]
+            for number in sorted(read)
+        }
+        own |= _own_objects(objects, shares, comm.rank)
+        return SharedRequest(state_dict, by_number, planned.arrays, own, planned.plan, shares)
+
+    return agree(comm, own_part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """What a group wants, by number, and who reads it.
+
+    Attributes:
+        numbers: of the descriptions.
+        shards: one for each.
+        arrays: one for each.
+        plan: who sends what to whom.
+    """
+
+    numbers: Mapping[str, int]
+    shards: Sequence[Any]
+    arrays: Sequence[ArraySpec]
+    plan: BroadcastPlan
+
+
+def _planned(answers: Sequence[bytes]) -> _Planned:
+    """What follows from what all ranks of a group want."""
     parsed = {answer: json.loads(answer) for answer in set(answers)}
     lines = sorted({line for _, found in parsed.values() for line in found})
     numbers = {line: number for number, line in enumerate(lines)}
-    shards = agree(comm, lambda: [metadata_from_wire(json.loads(line)) for line in lines])
+    shards = [metadata_from_wire(json.loads(line)) for line in lines]
     arrays = [_as_array(shard) for shard in shards]
     boxes = [_as_box(number, shard) for number, shard in enumerate(shards)]
     tables = {
@@ -101,16 +137,7 @@ def request_in_group(state_dict: StateDict, comm: Communicator, options: Options
         max_inflight_bytes=min(budget for budget, _ in parsed.values()),
         is_cut=False,
     )
-    objects = [value for value in values if isinstance(value, ShardedObject)]
-    shares = share_objects(objects, comm)
-    by_number = {numbers[line]: found for line, found in wanted.items()}
-    read = {box.array for box in plan.read_by(comm.rank)}
-    own: StateDict = {
-        number: by_number[number][0] if number in by_number else shards[number]
-        for number in sorted(read)
-    }
-    own |= _own_objects(objects, shares, comm.rank)
-    return SharedRequest(state_dict, by_number, arrays, own, plan, shares)
+    return _Planned(numbers, shards, arrays, plan)
 
 
 def share_in_group(

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from dist_ckpt_strategies.comm.agree import agree_and_gather
-from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
+from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
 from dist_ckpt_strategies.megatron.shards import object_id
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.objects.pickled import Allowed, load_content
@@ -52,11 +52,12 @@ NO_SHARES = ObjectShares({}, {})
 
 def share_objects(objects: Iterable[Any], comm: Communicator) -> ObjectShares:
     """Deal the objects that any rank wants out to the ranks in turn. Collective."""
+
+    def names() -> list[str]:
+        return sorted({object_id(found).unique_key for found in objects})
+
     wanted_by: dict[str, list[int]] = defaultdict(list)
-    answers = agree_and_gather(
-        comm, lambda: sorted({object_id(found).unique_key for found in objects})
-    )
-    for rank, found in enumerate(answers):
+    for rank, found in enumerate(agree_and_gather(comm, names)):
         for unique_key in found:
             wanted_by[unique_key].append(rank)
     order = sorted(wanted_by)
@@ -68,10 +69,10 @@ def share_objects(objects: Iterable[Any], comm: Communicator) -> ObjectShares:
 
 def send_objects(
     shares: ObjectShares, comm: Communicator, read: Callable[[], Mapping[str, bytes]]
-) -> dict[str, bytes]:
+) -> dict[str, bytes | Bytes]:
     """The pickled form of each object that this rank reads or wants, by unique key.
 
-    Collective.
+    Collective: two meetings and an exchange, if there are objects.
 
     Args:
         shares: equal on every rank.
@@ -94,20 +95,26 @@ def send_objects(
         for rank, sizes in enumerate(answers)
         for key, size in zip(read_by_rank.get(rank, ()), sizes, strict=True)
     }
-    sends = [
-        Send(rank, np.frombuffer(bytearray(mine[key]), np.uint8))
-        for key in own
-        for rank in shares.wanted_by[key]
-        if rank != comm.rank
-    ]
-    arrived = {key: np.empty(nbytes[key], np.uint8) for key in shares.sent_to(comm.rank)}
+    arrived: dict[str, Bytes] = {}
+
+    def make_room() -> list[Send]:
+        wanted = shares.sent_to(comm.rank)
+        arrived.update({key: np.empty(nbytes[key], np.uint8) for key in wanted})
+        return [
+            Send(rank, np.frombuffer(bytearray(mine[key]), np.uint8))
+            for key in own
+            for rank in shares.wanted_by[key]
+            if rank != comm.rank
+        ]
+
+    sends = agree(comm, make_room)
     comm.exchange(sends, [Receive(shares.reader[key], into) for key, into in arrived.items()])
-    return mine | {key: into.tobytes() for key, into in arrived.items()}
+    return mine | arrived
 
 
 def unpickled(
     objects: Sequence[Any],
-    contents: Mapping[str, bytes],
+    contents: Mapping[str, bytes | Bytes],
     path_of: Callable[[ObjectId], str],
     allowed: Callable[[], Allowed],
 ) -> dict[int, Any]:
@@ -118,6 +125,6 @@ def unpickled(
     allow = allowed() if objects else ()
     names = {id(found): object_id(found) for found in objects}
     return {
-        found: load_content(contents[n.unique_key], path_of(n), n.unique_key, allow)
+        found: load_content(bytes(contents[n.unique_key]), path_of(n), n.unique_key, allow)
         for found, n in names.items()
     }

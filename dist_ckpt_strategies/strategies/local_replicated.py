@@ -15,7 +15,7 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
 from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
 from dist_ckpt_strategies.config import LocalOptions, Options, options_from_environment
-from dist_ckpt_strategies.device import may_overlap, require_plain
+from dist_ckpt_strategies.device import may_overlap
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
@@ -53,6 +53,7 @@ from dist_ckpt_strategies.strategies.local_directory import (
     stored_in,
 )
 from dist_ckpt_strategies.strategies.registry import require_own
+from dist_ckpt_strategies.strategies.sharded_load import has_own_shape
 
 _ITERATION = re.compile(r"(\d+)\D*$")
 
@@ -113,19 +114,18 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
             StorageError: a part cannot be written; a PeerError of that class elsewhere.
         """
         comm = self._node.communicator(f"save to {checkpoint_dir}")
-        root = agree(comm, lambda: self._node.root(checkpoint_dir, comm))
-        common_path = Path(checkpoint_dir).absolute() / COMMON_NAME
+        root, manager = agree(comm, lambda: self._node.opened(checkpoint_dir, comm, self._cliques))
 
         def begin() -> bytes:
             make_directory(root)
             withdraw_marker(root)
+            common_path = Path(checkpoint_dir).absolute() / COMMON_NAME
             with file_errors("common state", common_path):
                 return read_file(common_path) if comm.rank == 0 else b""
 
         common = agree_and_gather_bytes(comm, begin)[0]
         described = agree_and_gather(comm, lambda: _described(sharded_state_dict))
         extra = {"common_digest": digest_of_common(common), "stored": _union(described)}
-        manager = self._node.manager(root, self._cliques)
         state = self._state(comm, extra, sharded_state_dict)
         manager.save(state, _iteration_of(checkpoint_dir))
         names = agree_and_gather(comm, lambda: PartDirectory(root).name())
@@ -244,11 +244,11 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
             is_shared: FullyParallelLoadStrategyWrapper calls. Of its calls many want nothing on
                 any rank; parts are not read for those.
         """
-        root = agree(comm, lambda: self._node.root(checkpoint_dir, comm))
+        _, manager = agree(comm, lambda: self._node.opened(checkpoint_dir, comm, None))
         needs = agree_and_gather(comm, lambda: not is_shared or bool(list(sharded_values(wanted))))
         if not any(needs):
             return mapped_values(lambda value: value, wanted)
-        state, _ = self._node.manager(root, None).load()
+        state, _ = manager.load()
         agree(comm, lambda: require_common_of_save(checkpoint_dir, state.common_state_dict))
         return dict(state.loaded(comm, wanted, _deliver_cast if is_shared else _deliver))
 
@@ -298,10 +298,15 @@ class _Node:
             return found
         return Path(self.local.node_directory(comm.global_rank(comm.rank))) / found.name
 
-    def manager(
-        self, root: Path, cliques: LazyCliqueReplicationStrategy | None
-    ) -> LocalCheckpointManager:
-        return LocalCheckpointManager(
+    def opened(
+        self,
+        checkpoint_dir: str | Path,
+        comm: Communicator,
+        cliques: LazyCliqueReplicationStrategy | None,
+    ) -> tuple[Path, LocalCheckpointManager]:
+        """Where this rank's node keeps the checkpoint, and what keeps it there. Rank-local."""
+        root = self.root(checkpoint_dir, comm)
+        return root, LocalCheckpointManager(
             root,
             repl_strategy=cliques,
             group=self.group,
@@ -356,8 +361,7 @@ def _deliver(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
     data: torch.Tensor | None = tensor.data
     if data is None:
         return loaded
-    require_plain(data, key=tensor.key)
-    if data.dtype != loaded.dtype or data.shape != loaded.shape or may_overlap(data):
+    if not has_own_shape(tensor) or data.dtype != loaded.dtype or may_overlap(data):
         return loaded
     data.detach().copy_(loaded)
     return data

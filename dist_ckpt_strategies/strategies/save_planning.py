@@ -86,13 +86,15 @@ class SaveMemory:
 
     Attributes:
         last: the last plan.
+        running: what writes behind training, if anything does; the snapshot is its own until it is
+            done.
     """
 
     def __init__(self) -> None:
         self.last: Planned | None = None
         self._shared = SharedMemory() if is_supported() else None
         self._snapshot = HostSnapshot(self._shared.allocate) if self._shared else HostSnapshot()
-        self._running: BackgroundWork[Any] | None = None
+        self.running: BackgroundWork[Any] | None = None
         self._process: WriterProcess | None = None
         self._has_process = True
 
@@ -120,12 +122,12 @@ class SaveMemory:
         A process that will write starts meanwhile.
 
         Raises:
-            PeerTimeoutError: that save goes on for longer than the time limit.
+            SaveTimeoutError: that save goes on for longer than the time limit.
         """
         if options.writer_process:
             self.writer_process()
-        if self._running is not None:
-            self._running.wait(options.timeout_s)
+        if self.running is not None:
+            self.running.wait(options.timeout_s)
 
     def writer_process(self) -> WriterProcess | None:
         """The process that writes for this one, started where there is none; None: it cannot be."""
@@ -133,11 +135,6 @@ class SaveMemory:
             self._process = start_writer()
             self._has_process = self._process is not None
         return self._process
-
-    def run(self, work: BackgroundWork[Any]) -> None:
-        """Start to write behind training; the snapshot is the work's own until it is done."""
-        self._running = work
-        work.start()
 
 
 def facts_of(mine: Holdings, options: Options, cutting: Cutting) -> Facts:

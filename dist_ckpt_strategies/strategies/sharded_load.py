@@ -12,7 +12,7 @@ from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import may_overlap, require_plain, torch_dtype
-from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.errors import ShapeMismatchError, StrategyError
 from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -58,17 +58,17 @@ def load_sharded(
         ShapeMismatchError, ArrayNotFoundError, StorageError: on every rank where one failed.
     """
 
-    def read() -> tuple[dict[int, Any], LoadReport]:
+    def read() -> tuple[StateDict, LoadReport]:
         checkpoint = open_checkpoint()
         values = list(sharded_values(state_dict))
         tensors = [value for value in values if isinstance(value, ShardedTensor)]
         objects = [value for value in values if isinstance(value, ShardedObject)]
         found, report = _read(tensors, checkpoint, options)
         loaded = {id(v): deliver(v, t) for v, t in zip(tensors, found, strict=True)}
-        return loaded | _read_objects(objects, checkpoint, allowed, options), report
+        loaded |= _read_objects(objects, checkpoint, allowed, options)
+        return mapped_values(lambda value: loaded[id(value)], state_dict), report
 
-    loaded, report = agree(comm, read)
-    return mapped_values(lambda value: loaded[id(value)], state_dict), report
+    return agree(comm, read)
 
 
 def destination(tensor: Any, array: ArraySpec) -> torch.Tensor:
@@ -77,11 +77,28 @@ def destination(tensor: Any, array: ArraySpec) -> torch.Tensor:
     data: torch.Tensor | None = tensor.data
     if data is None:
         return torch.empty(tuple(tensor.local_shape), dtype=dtype, device="cpu")
-    require_plain(data, key=tensor.key)
-    fits = data.dtype == dtype and data.shape == tuple(tensor.local_shape)
-    if fits and not may_overlap(data):
+    if has_own_shape(tensor) and data.dtype == dtype and not may_overlap(data):
         return data
     return torch.empty(tuple(tensor.local_shape), dtype=dtype, device=data.device)
+
+
+def has_own_shape(tensor: Any) -> bool:
+    """Whether the ShardedTensor's data has the shape that it states, as when it was made.
+
+    Megatron-Core's torch_dist gives it the prepended dims too, and then it is not to be filled.
+
+    Raises:
+        ShapeMismatchError: it has any other.
+        PlanError: its elements do not lie in memory of its own.
+    """
+    require_plain(tensor.data, key=tensor.key)
+    found, stated = tuple(tensor.data.shape), tuple(tensor.local_shape)
+    if found not in {stated, (1,) * tensor.prepend_axis_num + stated}:
+        raise ShapeMismatchError(
+            f"{tensor.key}: its data has shape {found}, its local_shape is {stated}",
+            key=tensor.key,
+        )
+    return found == stated
 
 
 def copy_into_own_data(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:

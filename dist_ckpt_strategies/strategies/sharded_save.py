@@ -13,7 +13,11 @@ from typing import Any, Protocol
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.local.background import BackgroundWork, yield_to_training
+from dist_ckpt_strategies.local.background import (
+    BackgroundWork,
+    agree_to_start,
+    yield_to_training,
+)
 from dist_ckpt_strategies.local.requests import LocalSaveRequest
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
@@ -175,11 +179,10 @@ def begin_save(  # noqa: PLR0913, PLR0917 - what a save is made of
 
         return BackgroundWork(write, "dist-ckpt-save")
 
-    work = agree(comm, prepare)
+    work = memory.running = agree_to_start(comm, prepare)
     ending = _Ending(target, planned, comm, options, work)
-    memory.run(work)
     return LocalSaveRequest.of(
-        work, lambda: ending.finalise(save_common, publish), options.timeout_s
+        comm, work, lambda: ending.finalise(save_common, publish), options.timeout_s
     )
 
 

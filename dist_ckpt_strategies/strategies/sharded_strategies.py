@@ -170,10 +170,10 @@ class BaseSaveShardedStrategy(_WithOptions, AsyncSaveShardedStrategy):  # type: 
             save_common: writes ``common.pt``, where that has not been done; on every rank.
             publish: makes the checkpoint visible; on the first rank.
         """
-        root, comm = self._place(checkpoint_dir)
+        comm = self._communicator(checkpoint_dir)
         return begin_save(
             sharded_state_dict,
-            self._opener(root, comm, keeps_old=save_common is not None),
+            self._opener(checkpoint_dir, comm, keeps_old=save_common is not None),
             comm,
             self._options,
             self.memory,
@@ -197,28 +197,32 @@ class BaseSaveShardedStrategy(_WithOptions, AsyncSaveShardedStrategy):  # type: 
         checkpoint_dir: str | Path,
         save_common: Callable[[], None] | None,
     ) -> None:
-        root, comm = self._place(checkpoint_dir)
+        comm = self._communicator(checkpoint_dir)
         report = save_sharded(
             state_dict,
-            self._opener(root, comm, keeps_old=save_common is not None),
+            self._opener(checkpoint_dir, comm, keeps_old=save_common is not None),
             comm,
             self._options,
             self.memory,
             save_common,
         )
-        logger.info("rank %s: save to %s: %s", comm.global_rank(comm.rank), root, report)
+        logger.info("rank %s: save to %s: %s", comm.global_rank(comm.rank), checkpoint_dir, report)
 
-    def _place(self, checkpoint_dir: str | Location) -> tuple[Location, Communicator]:
-        root = located(checkpoint_dir, self._options.store)
-        comm = open_communicator(
-            self._group, timeout_s=self._options.timeout_s, purpose=f"save to {root}"
+    def _communicator(self, checkpoint_dir: str | Location) -> Communicator:
+        return open_communicator(
+            self._group, timeout_s=self._options.timeout_s, purpose=f"save to {checkpoint_dir}"
         )
-        return root, comm
 
     def _opener(
-        self, root: Location, comm: Communicator, *, keeps_old: bool
+        self, checkpoint_dir: str | Location, comm: Communicator, *, keeps_old: bool
     ) -> Callable[[], SaveTarget]:
-        return lambda: self.open_target(root, comm.global_rank(comm.rank), keeps_old=keeps_old)
+        """What opens the place; where one rank cannot, all ranks learn it."""
+
+        def open_target() -> SaveTarget:
+            root = located(checkpoint_dir, self._options.store)
+            return self.open_target(root, comm.global_rank(comm.rank), keeps_old=keeps_old)
+
+        return open_target
 
 
 class BaseLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignore[misc]
@@ -277,19 +281,23 @@ class BaseLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignor
         """
         num_meetings = num_expected_meetings(depth=3)
         deliver = self._deliver_cast if is_exchanged(depth=3) else self._deliver
-        root = located(checkpoint_dir, self._options.store)
         comm = open_communicator(
-            self._group, timeout_s=self._options.timeout_s, purpose=f"load from {root}"
+            self._group, timeout_s=self._options.timeout_s, purpose=f"load from {checkpoint_dir}"
         )
         loaded, report = load_sharded(
             sharded_state_dict,
-            lambda: self.open_checkpoint(root, self._options, Share(comm.rank, comm.size)),
+            lambda: self.open_checkpoint(
+                located(checkpoint_dir, self._options.store),
+                self._options,
+                Share(comm.rank, comm.size),
+            ),
             comm,
             self._options,
             self._allowed,
             deliver,
         )
-        logger.info("rank %s: load from %s: %s", comm.global_rank(comm.rank), root, report)
+        me = comm.global_rank(comm.rank)
+        logger.info("rank %s: load from %s: %s", me, checkpoint_dir, report)
         for _ in range(num_meetings - 1):
             agree(comm, lambda: None)
         return loaded
@@ -297,7 +305,7 @@ class BaseLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignor
     def load_in_group(
         self,
         sharded_state_dict: StateDict,
-        checkpoint_dir: Location,
+        checkpoint_dir: str | Location,
         comm: Communicator,
         options: Options,
     ) -> tuple[StateDict, BroadcastReport]:
@@ -313,7 +321,9 @@ class BaseLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignor
         """
         return load_sharded_in_group(
             sharded_state_dict,
-            lambda: self.open_checkpoint(checkpoint_dir, options, Share(comm.rank, comm.size)),
+            lambda: self.open_checkpoint(
+                located(checkpoint_dir, options.store), options, Share(comm.rank, comm.size)
+            ),
             comm,
             options,
             self._allowed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,14 @@ from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError, StorageError
 from dist_ckpt_strategies.megatron.bases import StrategyAction
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.storage.format1.layout import METADATA_NAME
 from dist_ckpt_strategies.storage.format1.tensorstore_arrays import array_store_spec
 from dist_ckpt_strategies.strategies.registration import register_defaults
 from dist_ckpt_strategies.strategies.sharded_load import copy_into_own_data
 from dist_ckpt_strategies.strategies.zarr import BACKEND, VERSION, ZarrLoadShardedStrategy
+
+_DETAILS = re.compile(r" \[(?:source locations|tensorstore_spec)=.*", re.DOTALL)
+"""What TensorStore says for its own authors."""
 
 
 class TensorStoreLoadShardedStrategy(ZarrLoadShardedStrategy):
@@ -58,9 +63,15 @@ def open_ts_array(arr_path: str | Path) -> ts.TensorStore:
     try:
         return ts.open(array_store_spec(path), read=True).result()
     except ValueError as error:
-        kind = ArrayNotFoundError if "NOT_FOUND" in str(error) else StorageError
-        raise kind(
-            f"{path.name}: array {path} cannot be opened: {error}", path=str(path)
+        key, text = path.name, _DETAILS.sub("", str(error))
+        if text.startswith("NOT_FOUND"):
+            raise ArrayNotFoundError(
+                f"{key}: no Zarr v2 array at {path}: expected a file {METADATA_NAME} there",
+                key=key,
+                path=str(path),
+            ) from error
+        raise StorageError(
+            f"{key}: array {path} cannot be opened: {text}", key=key, path=str(path)
         ) from error
 
 

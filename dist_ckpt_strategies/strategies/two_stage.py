@@ -31,7 +31,7 @@ from dist_ckpt_strategies.megatron.bases import LoadShardedStrategy
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.run.report import BroadcastReport, GroupReport
-from dist_ckpt_strategies.storage.locations import Location, located, require_path
+from dist_ckpt_strategies.storage.locations import located, require_path
 from dist_ckpt_strategies.storage.objects.pickled import Allowed
 from dist_ckpt_strategies.strategies.group_load_foreign import request_in_group, share_in_group
 from dist_ckpt_strategies.strategies.sharded_strategies import BaseLoadShardedStrategy
@@ -201,9 +201,8 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             PeerError: the same, on another rank; the message names rank, key and file.
             StrategyError: a rank is not in the data-parallel group that it has given.
         """
-        root = located(checkpoint_dir, self._options.store)
         self.maybe_init_gloo_group()
-        purpose = f"load from {root}"
+        purpose = f"load from {checkpoint_dir}"
         world = open_communicator(None, timeout_s=self._options.timeout_s, purpose=purpose)
         if not self.cpu_transfer:
             agree(world, lambda: require_member(self.data_parallel_group))
@@ -215,13 +214,14 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         base = self.base_strategy
         if isinstance(base, BaseLoadShardedStrategy):
             loaded, self._report = agree(
-                world, lambda: base.load_in_group(sharded_state_dict, root, group, options)
+                world,
+                lambda: base.load_in_group(sharded_state_dict, checkpoint_dir, group, options),
             )
         else:
             loaded, self._report = self._load_through(
-                sharded_state_dict, root, world, group, options
+                sharded_state_dict, checkpoint_dir, world, group, options
             )
-        logger.info("rank %s: load from %s: %s", world.global_rank(world.rank), root, self._report)
+        logger.info("rank %s: %s: %s", world.global_rank(world.rank), purpose, self._report)
         return loaded
 
     @raises_megatron_errors
@@ -252,9 +252,13 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         found: StateDict = self.base_strategy.load_sharded_metadata(root)
         return found
 
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise unless the base strategy reads this backend."""
-        self.base_strategy.check_backend_compatibility(loaded_backend)
+    def check_backend_compatibility(self, loaded_version: str) -> None:
+        """Raise unless the base strategy reads this backend.
+
+        Args:
+            loaded_version: the backend's name; Megatron-Core called it so in this class.
+        """
+        self.base_strategy.check_backend_compatibility(loaded_version)
 
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise unless the base strategy reads this version."""
@@ -297,13 +301,18 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
     def _load_through(
         self,
         state_dict: StateDict,
-        location: Location,
+        checkpoint_dir: str | Path,
         world: Communicator,
         group: Communicator,
         options: Options,
     ) -> tuple[StateDict, BroadcastReport]:
         """Load through a base strategy whose ``load`` is collective over the world. Collective."""
-        root = require_path(location, f"{type(self.base_strategy).__name__}")
+
+        def place() -> Path:
+            location = located(checkpoint_dir, self._options.store)
+            return require_path(location, f"{type(self.base_strategy).__name__}")
+
+        root = agree(world, place)
         request = agree(world, lambda: request_in_group(state_dict, group, options))
         loaded = agree(world, lambda: self.base_strategy.load(request.own, root))
         return agree(

@@ -134,9 +134,13 @@ class ZarrLoadShardedStrategy(BaseLoadShardedStrategy):
         remove_arrays(Path(checkpoint_dir).absolute(), key_prefix)
 
     @raises_megatron_errors
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise IncompatibleVersionError unless the backend is ``"zarr"``."""
-        require_own((BACKEND, VERSION), loaded_backend, VERSION)
+    def check_backend_compatibility(self, loaded_version: str) -> None:
+        """Raise IncompatibleVersionError unless the backend is ``"zarr"``.
+
+        Args:
+            loaded_version: the backend's name; Megatron-Core called it so in this class.
+        """
+        require_own((BACKEND, VERSION), loaded_version, VERSION)
 
     @raises_megatron_errors
     def check_version_compatibility(self, loaded_version: int) -> None:

@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from dist_ckpt_strategies.errors import PeerTimeoutError
-from dist_ckpt_strategies.local.background import BackgroundWork, wait_for_mark
+from dist_ckpt_strategies.comm.agree import agree
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
+from dist_ckpt_strategies.errors import CheckpointError, PeerTimeoutError, SaveTimeoutError
+from dist_ckpt_strategies.local.background import BackgroundWork, agree_to_start, wait_for_mark
+from dist_ckpt_strategies.local.requests import LocalSaveRequest
 
 
 def waiting(work: BackgroundWork[int]) -> threading.Thread:
@@ -42,3 +46,60 @@ def test_others_see_the_end(has_room: bool) -> None:
     assert work.result() == 7
     work.forget_mark()
     assert not work.end_mark.parent.exists()
+
+
+class NoThread(BackgroundWork[int]):
+    """Work for which the system has no thread."""
+
+    def hold(self) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+def test_where_one_rank_gets_no_thread_nothing_begins_on_any() -> None:
+    begun: list[int] = []
+    works: list[BackgroundWork[int]] = []
+
+    def noted(rank: int) -> int:
+        begun.append(rank)
+        return rank
+
+    def body(comm: ThreadCommunicator) -> str:
+        def prepare() -> BackgroundWork[int]:
+            kind = NoThread if comm.rank == 1 else BackgroundWork
+            work = kind(lambda: noted(comm.rank), "work")
+            works.append(work)
+            return work
+
+        with pytest.raises(CheckpointError) as caught:
+            agree_to_start(comm, prepare)
+        return str(caught.value)
+
+    text = "rank 1: RuntimeError: can't start new thread"
+    assert run_ranks(3, body) == [text] * 3
+    for work in works:
+        if not isinstance(work, NoThread):
+            work.wait(10)
+        assert not work.end_mark.parent.exists()
+    assert begun == []
+
+
+def test_a_save_that_takes_too_long_on_one_rank_may_be_waited_for_again_by_all() -> None:
+    may_end = threading.Event()
+
+    def body(comm: ThreadCommunicator) -> list[str]:
+        work = agree_to_start(comm, lambda: BackgroundWork(lambda: _ends(comm, may_end), "work"))
+        request = LocalSaveRequest.of(comm, work, lambda: agree(comm, work.forget_mark), 20.0)
+        with pytest.raises(SaveTimeoutError) as caught:
+            request.wait(0.05)
+        agree(comm, may_end.set)
+        request.wait()
+        request.wait()
+        return [str(caught.value), str(work.result())]
+
+    text = "rank 2: the save is not done after 0.05 s"
+    assert run_ranks(3, body) == [[text, str(rank)] for rank in range(3)]
+
+
+def _ends(comm: Communicator, may_end: threading.Event) -> int:
+    assert comm.rank != 2 or may_end.wait(20)
+    return comm.rank

@@ -310,3 +310,49 @@ def test_after_a_failure_what_is_under_way_is_waited_for_and_nothing_more_begins
 
 def test_nothing_to_transfer_is_done_at_once() -> None:
     BoundedTransfers([], 100).wait(0.0)
+
+
+@pytest.mark.parametrize("first_that_fails", [1, 2, 3])
+def test_work_goes_on_with_the_threads_that_there_are(
+    first_that_fails: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[int] = []
+    started: list[threading.Thread] = []
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        started.append(thread)
+        if len(started) >= first_that_fails:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    transfer = run_pooled([appending(done, number) for number in range(20)], 4)
+
+    if first_that_fails == 1:
+        with pytest.raises(StorageError, match="no thread to read or write with"):
+            transfer.wait(10)
+        assert done == []
+    else:
+        transfer.wait(10)
+        assert sorted(done) == list(range(20))
+
+
+def test_a_transfer_that_cannot_begin_leaves_none_alone_that_has() -> None:
+    slow: Future[None] = Future()
+
+    def cannot_begin() -> Pending:
+        raise MemoryError("none left")
+
+    begun = BoundedTransfers(
+        [Start(1, lambda: Pending("slow", slow, translated)), Start(1, cannot_begin)], 10
+    )
+    with pytest.raises(CheckpointError, match="storage did not answer"):
+        begun.wait(0.05)
+
+    slow.set_result(None)
+    again = BoundedTransfers(
+        [Start(1, lambda: Pending("slow", slow, translated)), Start(1, cannot_begin)], 10
+    )
+    with pytest.raises(CheckpointError, match="MemoryError: none left"):
+        again.wait(10)

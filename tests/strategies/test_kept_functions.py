@@ -14,7 +14,12 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError, ShapeMismatchError
+from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
+    PlanError,
+    ShapeMismatchError,
+    StorageError,
+)
 from dist_ckpt_strategies.strategies.tensorstore import merge_global_slice_with_shape, open_ts_array
 from dist_ckpt_strategies.strategies.zarr import (
     flatten_range,
@@ -144,6 +149,23 @@ def test_an_array_is_opened_with_tensorstore_by_a_relative_path_too(
 def test_an_array_that_is_not_there_is_an_error_that_names_the_path(checkpoint: Path) -> None:
     with pytest.raises(ArrayNotFoundError, match=str(checkpoint / "other")):
         open_ts_array(checkpoint / "other")
+
+
+def test_the_error_for_an_array_that_cannot_be_opened_is_short(tmp_path: Path) -> None:
+    (tmp_path / "w").mkdir()
+    with pytest.raises(ArrayNotFoundError) as missing:
+        open_ts_array(tmp_path / "w")
+    (tmp_path / "w" / ".zarray").write_text("{ no longer what it was")
+    with pytest.raises(StorageError) as damaged:
+        open_ts_array(tmp_path / "w")
+
+    assert str(missing.value) == (
+        f"w: no Zarr v2 array at {tmp_path}/w: expected a file .zarray there"
+    )
+    assert (missing.value.key, missing.value.path) == ("w", f"{tmp_path}/w")
+    assert str(damaged.value).startswith(f"w: array {tmp_path}/w cannot be opened: ")
+    assert "tensorstore_spec" not in str(damaged.value)
+    assert len(str(damaged.value)) < 400 + 3 * len(str(tmp_path))
 
 
 def test_a_missing_chunk_of_an_opened_array_is_an_error(tmp_path: Path) -> None:

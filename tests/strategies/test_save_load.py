@@ -259,6 +259,10 @@ def load_three_ways(rank: int, entry: Entry, root: Path) -> dict[str, Any]:
         "wider": sharded(cut, part, wider, dtype=torch.float32),
     }
     loaded = load(entry, wanted, root, validate_access_integrity=False)
+    replaced = sharded(cut, part, torch.ones(2, 4, dtype=torch.bfloat16))
+    if rank == 1:
+        replaced.data = torch.ones(4, 2, dtype=torch.bfloat16)
+    refused = outcome(lambda: load(entry, {"w": replaced}, root))
     expected = part_of(cut, part)
     return {
         "none": same_bits(loaded["none"], expected) and loaded["none"].device.type == "cpu",
@@ -266,6 +270,8 @@ def load_three_ways(rank: int, entry: Entry, root: Path) -> dict[str, Any]:
         "fitting": same_bits(fitting, expected) and loaded["fitting"] is fitting,
         "wider": same_bits(loaded["wider"].bfloat16(), expected),
         "wider untouched": bool((wider == 1).all()),
+        "other shape refused": isinstance(refused, Failure)
+        and refused.text == "rank 1: w: its data has shape (4, 2), its local_shape is (2, 4)",
     }
 
 

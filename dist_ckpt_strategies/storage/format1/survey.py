@@ -37,6 +37,9 @@ from dist_ckpt_strategies.storage.objects.stored import (
 
 _SHARDED_BACKENDS = (("zarr", 1),)
 _COMMON_BACKENDS = (("torch", 1),)
+_MAX_BARE = 1000
+"""Directories to look at before a place without marker and common state is given up."""
+
 _CHUNK_FOLDERS = re.compile(r"(?:/\d+)+\Z", re.ASCII)
 
 
@@ -90,14 +93,16 @@ def survey_checkpoint(root: Path, watch: Watch | None = None) -> Survey:
 
     Raises:
         CheckpointNotFoundError: the directory does not exist, or is no checkpoint itself but
-            holds some.
+            holds some, or nothing of one was found in many directories.
     """
     root = root.absolute()
     require_directory(root)
     top, marker = read_folder(root, ""), marker_or_finding(root)
     foreign = isinstance(marker, CheckpointMarker) and not _is_known(marker)
     look = count_contents if foreign else partial(read_contents, root)
-    contents = tuple(_look_at_all(root, look, watch))
+    is_bare = not {MARKER_NAME, COMMON_NAME} & top.files.keys()
+    looked_at = _look_at_all(root, look, watch)
+    contents = tuple(_given_up(root, looked_at) if is_bare else looked_at)
     common = top.files.get(COMMON_NAME)
     arrays = chain.from_iterable(found.arrays for found in contents)
     objects = stored_objects(chain.from_iterable(found.shards for found in contents))
@@ -147,6 +152,20 @@ def _look_at_all(
         done += 1
         if watch:
             watch(done, done + len(waiting))
+
+
+def _given_up(root: Path, contents: Iterable[FolderContents]) -> Iterator[FolderContents]:
+    """The same; an error once many of them hold nothing of a checkpoint."""
+    has_some = False
+    for number, found in enumerate(contents):
+        has_some = has_some or bool(found.arrays or found.shards)
+        if number == _MAX_BARE and not has_some:
+            raise CheckpointNotFoundError(
+                f"{root} is no checkpoint: expected {MARKER_NAME} and {COMMON_NAME}, found "
+                f"neither, and no array or object in the first {_MAX_BARE} directories below it",
+                path=str(root),
+            )
+        yield found
 
 
 def _require_checkpoint(survey: Survey, top: Folder) -> None:

@@ -161,8 +161,8 @@ class TensorStoreArrays:
         bounce = self._access.bounce_buffers()
         direct = [raw_reads(self._root, read, bounce) for read in reads]
         decoded = [read for read, raws in zip(reads, direct, strict=True) if raws is None]
-        decoding = self._begin_decoded_reads(decoded)
         jobs = [Job(raw.array.key, raw.path, raw.run) for raws in direct for raw in raws or ()]
+        decoding = self._begin_decoded_reads(decoded)
         return AllTransfers(
             (decoding, run_pooled(jobs, self._access.num_read_threads, _unexpected))
         )

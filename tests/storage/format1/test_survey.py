@@ -498,3 +498,28 @@ def test_a_thousand_arrays_take_less_than_half_a_second(tmp_path: Path) -> None:
 
         assert len(survey.arrays) == 1000
     assert min(seconds) < 0.5
+
+
+def test_a_large_directory_that_is_no_checkpoint_is_given_up_early(tmp_path: Path) -> None:
+    for number in range(1100):
+        (tmp_path / f"folder{number:04}").mkdir()
+    seen: list[int] = []
+
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        survey_checkpoint(tmp_path, lambda done, _: seen.append(done))
+
+    assert str(caught.value) == (
+        f"{tmp_path} is no checkpoint: expected metadata.json and common.pt, found neither, and no "
+        "array or object in the first 1000 directories below it"
+    )
+    assert len(seen) <= 1001
+
+
+def test_a_large_checkpoint_without_its_marker_is_looked_at_to_the_end(tmp_path: Path) -> None:
+    for number in range(1100):
+        (tmp_path / f"folder{number:04}").mkdir()
+    write_metadata(tmp_path / "folder0500")
+
+    survey = survey_checkpoint(tmp_path)
+
+    assert [stored.array.key for stored in survey.arrays] == ["folder0500"]

@@ -1,0 +1,201 @@
+"""Failures put into a rank: at the n-th call of a function, or of any of the package."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import mmap
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import dist_ckpt_strategies
+
+PACKAGE = str(Path(dist_ckpt_strategies.__file__).parent)
+
+TEXT = "injected"
+
+_OF_MEETINGS = ("comm/agree.py", "comm/torch_group.py", "comm/attendance.py", "comm/base.py")
+"""Where ranks meet: who fails in there cannot tell the others any more."""
+
+_OF_ERRORS = ("errors.py", "megatron/errors.py", "comm/solo.py")
+_BEFORE = ("config.py", "comm/interruptible_gloo.py")
+_BEFORE_NAMES = ("_world", "_options", "_communicator", "open_communicator")
+"""What is done before ranks can meet at all, and asks for nothing that could be refused."""
+
+
+def no_memory() -> Exception:
+    """What Python raises where there is none."""
+    return MemoryError(TEXT)
+
+
+def no_file() -> Exception:
+    """What the system says of a disk that is broken."""
+    return OSError(errno.EIO, TEXT)
+
+
+def no_thread() -> Exception:
+    """What Python raises where the system starts no more of them."""
+    return RuntimeError(f"can't start new thread: {TEXT}")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function of Python, numpy, torch or the system, and how it fails."""
+
+    owner: Any
+    name: str
+    error: Callable[[], Exception]
+
+
+TARGETS = {
+    "np.empty": Target(np, "empty", no_memory),
+    "np.zeros": Target(np, "zeros", no_memory),
+    "np.frombuffer": Target(np, "frombuffer", no_memory),
+    "torch.empty": Target(torch, "empty", no_memory),
+    "torch.from_numpy": Target(torch, "from_numpy", no_memory),
+    "mmap": Target(mmap, "mmap", no_memory),
+    "open": Target(builtins, "open", no_file),
+    "os.open": Target(os, "open", no_file),
+    "os.preadv": Target(os, "preadv", no_file),
+    "os.pread": Target(os, "pread", no_file),
+    "os.pwrite": Target(os, "pwrite", no_file),
+    "os.write": Target(os, "write", no_file),
+    "os.fsync": Target(os, "fsync", no_file),
+    "os.stat": Target(os, "stat", no_file),
+    "os.makedirs": Target(os, "makedirs", no_file),
+    "os.replace": Target(os, "replace", no_file),
+    "os.unlink": Target(os, "unlink", no_file),
+    "Thread.start": Target(threading.Thread, "start", no_thread),
+}
+
+
+@dataclass
+class Calls:
+    """How often a function has been called for the package, and how often it has failed."""
+
+    number: int
+    fails_for_ever: bool = False
+    seen: int = 0
+    failed: int = 0
+    lock: Any = field(default_factory=threading.Lock)
+
+    def is_to_fail(self) -> bool:
+        """Whether this call is to fail."""
+        with self.lock:
+            self.seen += 1
+            is_it = self.seen == self.number or (self.fails_for_ever and self.seen > self.number)
+            self.failed += is_it
+            return is_it
+
+
+@contextmanager
+def failing_call(target: Target, number: int, *, for_ever: bool = False) -> Iterator[Calls]:
+    """Within the block the n-th call that the package makes fails; with ``for_ever`` all later too.
+
+    Calls within the communication between ranks are passed over: those of torch's, and those in
+    which the ranks meet.
+    """
+    calls = Calls(number, for_ever)
+    real = getattr(target.owner, target.name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _is_of_package(sys._getframe(1)) and calls.is_to_fail():
+            raise target.error()
+        return real(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target.owner, target.name, call)
+        yield calls
+
+
+def _is_of_package(frame: FrameType | None) -> bool:
+    """Whether the nearest file that is not Python's own is the package's, and of no meeting."""
+    depth = 0
+    while frame is not None and depth < 12:
+        name = frame.f_code.co_filename
+        if name.startswith(PACKAGE):
+            return not name.endswith(_OF_MEETINGS)
+        if "/torch/" in name or "/tests/" in name:
+            return False
+        frame, depth = frame.f_back, depth + 1
+    return False
+
+
+Site = tuple[str, str, str]
+"""A file of the package, a function in it, and the file that calls it."""
+
+
+def site_of(frame: FrameType) -> Site | None:
+    """The site of a call, if it is the package's own."""
+    code = frame.f_code
+    if not code.co_filename.startswith(PACKAGE):
+        return None
+    if code.co_filename.endswith(_OF_MEETINGS + _OF_ERRORS + _BEFORE):
+        return None
+    if code.co_name in _BEFORE_NAMES:
+        return None
+    caller = frame.f_back
+    where = _short(caller.f_code.co_filename) if caller else "thread"
+    return _short(code.co_filename), code.co_qualname, where
+
+
+def _short(name: str) -> str:
+    return name.removeprefix(PACKAGE + "/")
+
+
+@contextmanager
+def every_call(see: Callable[[FrameType], None]) -> Iterator[None]:
+    """Within the block ``see`` is shown every call of a Python function, on every thread.
+
+    What it raises is raised by the call.
+    """
+
+    def watch(frame: FrameType, event: str, _argument: Any) -> None:
+        if event == "call":
+            see(frame)
+
+    threading.setprofile(watch)
+    sys.setprofile(watch)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+@contextmanager
+def noted_sites(found: dict[Site, None]) -> Iterator[None]:
+    """Within the block the sites that are passed are noted, in their order."""
+
+    def see(frame: FrameType) -> None:
+        site = site_of(frame)
+        if site is not None:
+            found.setdefault(site)
+
+    with every_call(see):
+        yield
+
+
+@contextmanager
+def failing_site(wanted: Site, error: Callable[[], Exception] = no_memory) -> Iterator[list[Site]]:
+    """Within the block the first call at a site fails; gives where that has happened."""
+    failed: list[Site] = []
+
+    def see(frame: FrameType) -> None:
+        if not failed and site_of(frame) == wanted:
+            failed.append(wanted)
+            raise error()
+
+    with every_call(see):
+        yield failed
