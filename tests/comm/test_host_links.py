@@ -112,7 +112,7 @@ def one_stops(rank: int) -> Any:
 
 def test_a_rank_that_hangs_is_named_after_the_timeout() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[1\] not done .*rank 1 did not arrive"):
-        run_processes(3, one_stops, timeout_s=20.0)
+        run_processes(3, one_stops, timeout_s=12.0)
 
 
 # Links that are not made
