@@ -35,6 +35,7 @@ SLOT_NBYTES = 2 << 20
 """A piece stays in the processor's cache from the sender's copy to the receivers'."""
 
 MAX_SLOTS = 16
+"""A byte has seven bits for the number of a slot."""
 
 _NONCE_NBYTES = 16
 _EMPTIED = 0x80
@@ -326,7 +327,7 @@ class _Handles:
     def open(self, offers: Sequence[Any], rank: int) -> list[int]:
         """Open what is offered to this rank; the ranks with which that has worked."""
         for peer in self._news:
-            with suppress(OSError):
+            with suppress(OSError, ValueError):  # the latter for a file too short to map
                 if offers[peer] is not None:
                     self._theirs[peer] = self._opened(offers[peer], rank)
         return sorted(self._theirs)

@@ -178,7 +178,11 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         self.data_parallel_group = self._channels[0]
         group = self._group("meeting of the ranks on each host")
         shared_nbytes = self._options.max_inflight_bytes // _SHARED_PART
-        self._links = link_hosts(group, shared_nbytes if self._options.share_memory else 0)
+        shared_nbytes = shared_nbytes if self._options.share_memory else 0
+        world = open_communicator(
+            None, timeout_s=self._options.timeout_s, purpose="making of shared memory"
+        )
+        self._links = agree(world, lambda: link_hosts(group, shared_nbytes))
 
     @timed()
     @raises_megatron_errors
