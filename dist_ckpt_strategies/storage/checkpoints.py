@@ -25,6 +25,7 @@ from dist_ckpt_strategies.storage.buckets.place import Bucket
 from dist_ckpt_strategies.storage.buckets.publication import require_something
 from dist_ckpt_strategies.storage.disk.file_access import file_access, permitted_access
 from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, file_errors, require_directory
+from dist_ckpt_strategies.storage.disk.page_cache import begin_readahead
 from dist_ckpt_strategies.storage.format1.engines import open_array_store
 from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
 from dist_ckpt_strategies.storage.format2.arrays import Zarr3Reader
@@ -93,8 +94,12 @@ class Format1Checkpoint:
             except ArrayNotFoundError as error:
                 raise self._not_found(key) from error
 
-        jobs = (Job(key, layout.metadata_path(key), partial(find, key)) for key in sorted(keys))
+        paths = {key: layout.metadata_path(key) for key in sorted(keys)}
+        jobs = [Job(key, path, partial(find, key)) for key, path in paths.items()]
         num_threads = file_access(layout.root).num_metadata_threads
+        if num_threads == 1:
+            announce = partial(begin_readahead, list(paths.values()))
+            jobs.insert(0, Job("", layout.root, announce))
         run_pooled(jobs, num_threads).wait(self._options.timeout_s)
         return found
 

@@ -27,12 +27,12 @@ from dist_ckpt_strategies.storage.disk.direct_io import (
     MIN_DIRECT_NBYTES,
     BounceBuffers,
     Bytes,
-    is_cached,
     read_direct,
     start_direct,
     write_direct,
 )
 from dist_ckpt_strategies.storage.disk.files import storage_error
+from dist_ckpt_strategies.storage.disk.page_cache import is_cached
 from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
 
 _MIN_DIRECT_READ_NBYTES = 256 << 10

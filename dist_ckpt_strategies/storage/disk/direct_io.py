@@ -151,15 +151,3 @@ def read_aligned(handle: int, byte_offset: int, nbytes: int, buffer: Bytes) -> B
         if got == 0 or got % BLOCK_NBYTES:
             break
     return buffer[skipped : min(done, skipped + nbytes)]
-
-
-def is_cached(handle: int, size: int) -> bool:
-    """Whether the middle of a file is in the page cache; True where the kernel cannot tell."""
-    try:
-        os.preadv(handle, [bytearray(1)], size // 2, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_DIRECT:
-            raise
-    return True

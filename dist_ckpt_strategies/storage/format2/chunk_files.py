@@ -22,12 +22,12 @@ from dist_ckpt_strategies.storage.disk.direct_io import (
     BLOCK_NBYTES,
     MIN_DIRECT_NBYTES,
     BounceBuffers,
-    is_cached,
     read_aligned,
     start_direct,
     stop_direct,
 )
 from dist_ckpt_strategies.storage.disk.files import create_anew, file_errors
+from dist_ckpt_strategies.storage.disk.page_cache import is_cached
 from dist_ckpt_strategies.storage.format2.inner_codec import (
     at_box,
     decode_run,

@@ -18,7 +18,6 @@ from dist_ckpt_strategies.storage.disk.direct_io import (
     BLOCK_NBYTES,
     BounceBuffers,
     Bytes,
-    is_cached,
     read_direct,
     start_direct,
     write_direct,
@@ -91,20 +90,6 @@ def test_a_file_system_without_direct_transfers_is_told_from_one_that_has_them(
         assert file_system_type(directory) == "tmpfs"
         assert not file_access(directory).is_direct
         assert file_access(directory).bounce_buffers() is None
-
-
-def test_a_file_that_is_not_cached_is_known_to_be(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_bytes(RAW.tobytes())
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        assert is_cached(file.fileno(), RAW.size)
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        is_cold = not is_cached(file.fileno(), RAW.size)
-        file.read()
-        assert is_cached(file.fileno(), RAW.size)
-    if file_access(tmp_path).is_direct:
-        assert is_cold
 
 
 def test_buffers_are_aligned_and_never_shared_between_threads_at_work() -> None:

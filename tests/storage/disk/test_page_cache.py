@@ -1,0 +1,85 @@
+"""What the page cache is said to hold, and what is announced to it."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from dist_ckpt_strategies.storage.disk import page_cache
+from dist_ckpt_strategies.storage.disk.file_access import file_access
+from dist_ckpt_strategies.storage.disk.page_cache import begin_readahead, is_cached
+from tests.support.disks import tiny_tmpfs
+
+SIZE = 3 << 20
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[str]:
+    """Four files that are flushed, and that the page cache has been told to forget."""
+    if not file_access(tmp_path).is_direct:
+        pytest.skip("not every other file system forgets")
+    found = [tmp_path / str(number) for number in range(4)]
+    for path in found:
+        with path.open("wb") as file:
+            file.write(bytes(SIZE))
+            file.flush()
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return list(map(str, found))
+
+
+@pytest.fixture(params=["cachestat", "preadv2"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the kernel is asked."""
+    if request.param == "preadv2":
+        monkeypatch.setattr(page_cache, "_system_call", lambda: None)
+    return str(request.param)
+
+
+def cached(path: str) -> bool:
+    with Path(path).open("rb") as file:
+        return is_cached(file.fileno(), os.fstat(file.fileno()).st_size)
+
+
+def test_a_file_that_is_not_cached_is_known_to_be(paths: list[str], way: str) -> None:
+    assert not cached(paths[0]), way
+    Path(paths[0]).read_bytes()
+    assert cached(paths[0]), way
+
+
+def test_asking_reads_nothing(paths: list[str]) -> None:
+    with Path(paths[0]).open("rb") as file:
+        if page_cache._num_cached_pages(file.fileno(), 0, SIZE) is None:
+            pytest.skip("a kernel before 6.5")
+        assert not is_cached(file.fileno(), SIZE)
+        time.sleep(0.05)
+        assert page_cache._num_cached_pages(file.fileno(), 0, SIZE) == 0
+
+
+def test_announced_files_come_without_being_read(paths: list[str]) -> None:
+    begin_readahead(paths)
+    deadline = time.monotonic() + 30
+    while not all(map(cached, paths)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert all(map(cached, paths))
+
+
+def test_nothing_is_announced_where_the_first_is_cached(paths: list[str]) -> None:
+    Path(paths[0]).read_bytes()
+    begin_readahead(paths)
+    time.sleep(0.05)
+    assert not any(map(cached, paths[1:]))
+
+
+def test_what_cannot_be_opened_is_left_to_its_reader(paths: list[str], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    begin_readahead([str(tmp_path / "missing"), *paths, str(tmp_path / "pipe"), str(tmp_path)])
+
+
+def test_a_file_in_memory_counts_as_cached(tmp_path: Path, way: str) -> None:
+    with tiny_tmpfs(tmp_path / "tmpfs") as directory:
+        (directory / "file").write_bytes(bytes(1 << 16))
+        assert cached(str(directory / "file")), way
