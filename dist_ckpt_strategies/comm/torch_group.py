@@ -118,7 +118,7 @@ def require_member(group: object) -> None:
     """Raise unless this rank is in the group; torch gives ranks outside a number in its place.
 
     Raises:
-        StrategyError: it is not.
+        StrategyError: it is not, or the group is gone.
     """
     outside: object = dist.GroupMember.NON_GROUP_MEMBER
     if group == outside:
@@ -126,6 +126,16 @@ def require_member(group: object) -> None:
             f"rank {dist.get_rank()} is not in the process group that it was given; every rank has "
             "to give the group that it is in"
         )
+    if group is not None and not is_alive(group):
+        raise StrategyError(
+            "the process group that was given has been destroyed; a strategy that is to be used "
+            "after torch.distributed was taken down and set up again needs a group made since"
+        )
+
+
+def is_alive(group: Any) -> bool:
+    """Whether a process group has not been destroyed, alone or with the world."""
+    return group in dist.distributed_c10d._world.pg_map  # noqa: SLF001 - no public way
 
 
 def ranks_to_wire(ranks: Sequence[int]) -> list[int]:
