@@ -18,8 +18,8 @@ import select
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -43,6 +43,9 @@ _EMPTIED = 0x80
 
 _SLICE_S = 0.25
 """Longest wait without a look at Python's own affairs, such as an exception for this thread."""
+
+_GRACE_S = 1.0
+"""A neighbour that has closed its links knows why; for so long, this rank looks for that itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,34 +82,43 @@ class _Limit:
         reason = f"rank {rank} did not arrive within {self.timeout_s:g} s: {self.what}"
         return PeerTimeoutError(rank, reason)
 
-    def lost(self, rank: int) -> PeerLostError:
-        reason = f"lost contact with rank {rank}: {self.what}: its process has ended"
-        return PeerLostError(rank, reason)
+    def lost(self, rank: int, why: str = "its process has ended") -> PeerLostError:
+        return PeerLostError(rank, f"lost contact with rank {rank}: {self.what}: {why}")
 
 
 class HostLinks:
     """The neighbours of this rank, and its own ring; see ``link_hosts``.
 
+    An exchange that fails closes them, and with them its neighbours': what is in the slots and
+    pipes belongs to nobody then, and no later exchange may take it for its own.
+
     Attributes:
         slots: the own ring, one slot in each row.
+        neighbours: by their ranks; none once this is closed.
+        ranks: of the group, that bytes go to and come from through these links.
     """
 
     def __init__(self, slots: Bytes, neighbours: Sequence[_Neighbour]) -> None:
         self.slots = slots
-        self._neighbours = {neighbour.rank: neighbour for neighbour in neighbours}
-        for neighbour in neighbours:
-            for handle in (neighbour.news, neighbour.told, neighbour.life):
-                weakref.finalize(self, os.close, handle)
+        self.neighbours = {neighbour.rank: neighbour for neighbour in neighbours}
+        self.ranks = frozenset(self.neighbours)
+        self._closing = [
+            weakref.finalize(self, os.close, handle)
+            for neighbour in neighbours
+            for handle in (neighbour.news, neighbour.told, neighbour.life)
+        ]
 
     @property
     def nbytes(self) -> int:
         """Memory of all rings."""
-        return self.slots.nbytes + sum(n.slots.nbytes for n in self._neighbours.values())
+        return self.slots.nbytes + sum(n.slots.nbytes for n in self.neighbours.values())
 
-    @property
-    def ranks(self) -> frozenset[int]:
-        """Ranks of the group that bytes go to and come from through these links."""
-        return frozenset(self._neighbours)
+    def close(self) -> None:
+        """Give all of it back; nothing can be sent or received any more."""
+        self.slots = self.slots[:0].copy()
+        self.neighbours = {}
+        for close in self._closing:
+            close()
 
     def begin(
         self, sends: Sequence[Send], receives: Sequence[Receive], timeout_s: float, what: str
@@ -120,11 +132,17 @@ class HostLinks:
             what: the ranks do, for messages.
 
         Raises:
-            PeerLostError: one of them is gone.
+            PeerLostError: an earlier exchange has failed.
         """
-        carrying = Carrying(self.slots, self._neighbours, _Limit(timeout_s, what))
+        if not self.neighbours:
+            reason = (
+                f"the memory shared with other ranks was given up by an earlier failure: {what}"
+            )
+            raise PeerLostError(None, reason)
+        carrying = Carrying(self, _Limit(timeout_s, what))
         carrying.add(sends, receives)
-        carrying.fill_slots()
+        with carrying.or_closed():
+            carrying.fill_slots()
         return carrying
 
 
@@ -134,19 +152,16 @@ class Carrying:
     What the slots have room for is on its way from the start; the rest goes while this rank waits.
     """
 
-    def __init__(
-        self,
-        slots: Bytes,
-        neighbours: Mapping[int, _Neighbour],
-        limit: _Limit,
-    ) -> None:
-        self._slots = slots
-        self._neighbours = neighbours
+    def __init__(self, links: HostLinks, limit: _Limit) -> None:
+        self._links = links
+        self._slots = links.slots
+        self._neighbours = links.neighbours
         self._limit = limit
         self._outgoing: deque[tuple[Bytes, tuple[int, ...]]] = deque()
-        self._free = deque(range(len(slots)))
+        self._free = deque(range(len(links.slots)))
         self._readers: dict[int, set[int]] = {}
         self._incoming: dict[int, deque[Bytes]] = {}
+        self._left: dict[int, float] = {}
 
     def add(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
         """What is to be carried."""
@@ -154,6 +169,14 @@ class Carrying:
         for receive in receives:
             pieces = _pieces(receive.into, self._slots.shape[1])
             self._incoming.setdefault(receive.from_rank, deque()).extend(pieces)
+
+    @contextmanager
+    def or_closed(self) -> Iterator[None]:
+        """Close the links where what is done meanwhile does not come to its end."""
+        with ExitStack() as unless_done:
+            unless_done.callback(self._links.close)
+            yield
+            unless_done.pop_all()
 
     def fill_slots(self) -> None:
         """Copy what is to be sent next into the slots that are free, and say so."""
@@ -168,15 +191,15 @@ class Carrying:
     def wait(self) -> None:
         """See Exchange."""
         deadline = time.monotonic() + self._limit.timeout_s
-        for neighbour in self._neighbours.values():
-            self._take(neighbour)
-        while awaited := self._awaited():
-            lost = self._listen(awaited, deadline)
-            for rank in awaited:
-                self._take(self._neighbours[rank])
-            self.fill_slots()
-            for rank in lost & self._awaited():
-                raise self._limit.lost(self._neighbours[rank].global_rank)
+        with self.or_closed():
+            for neighbour in self._neighbours.values():
+                self._take(neighbour)
+            while awaited := self._awaited():
+                ended = self._listen(awaited, deadline)
+                for rank in awaited:
+                    self._take(self._neighbours[rank])
+                self.fill_slots()
+                self._require_hope(self._awaited(), ended, deadline)
 
     def _awaited(self) -> set[int]:
         """Ranks that have yet to fill a slot for this one, or to read one of its own."""
@@ -184,25 +207,41 @@ class Carrying:
         return awaited.union(*self._readers.values())
 
     def _listen(self, awaited: set[int], deadline: float) -> set[int]:
-        """Hear what there is to hear; those of whom nothing more will come."""
+        """Hear what there is to hear; those whose processes have ended."""
         poll = select.poll()
         ears, lives = {}, {}
         for rank in awaited:
             neighbour = self._neighbours[rank]
-            ears[neighbour.news], lives[neighbour.life] = neighbour, rank
-            poll.register(neighbour.news, select.POLLIN)
+            lives[neighbour.life] = rank
             poll.register(neighbour.life, select.POLLIN)
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise self._limit.late(self._neighbours[min(awaited)].global_rank)
-        ready = [handle for handle, _ in poll.poll(1000 * min(left, _SLICE_S))]
+            if rank not in self._left:
+                ears[neighbour.news] = neighbour
+                poll.register(neighbour.news, select.POLLIN)
+        left_s = max(0.0, deadline - time.monotonic())
+        ready = [handle for handle, _ in poll.poll(1000 * min(left_s, _SLICE_S))]
         for handle in ready:
             if handle in ears:
                 self._hear(ears[handle])
         return {lives[handle] for handle in ready if handle in lives}
 
+    def _require_hope(self, awaited: set[int], ended: set[int], deadline: float) -> None:
+        """Raise where not all that is awaited can come any more, or the time is up."""
+        for rank in sorted(ended & awaited):
+            raise self._limit.lost(self._neighbours[rank].global_rank)
+        now = time.monotonic()
+        silent = awaited - self._left.keys()
+        if silent and now >= deadline:
+            raise self._limit.late(self._neighbours[min(silent)].global_rank)
+        for rank in sorted(awaited - silent):
+            if now >= min(deadline, self._left[rank] + _GRACE_S):
+                why = "it has closed its links; see what it has raised first"
+                raise self._limit.lost(self._neighbours[rank].global_rank, why)
+
     def _hear(self, neighbour: _Neighbour) -> None:
-        for news in os.read(neighbour.news, 2 * MAX_SLOTS):
+        found = os.read(neighbour.news, 2 * MAX_SLOTS)
+        if not found:
+            self._left.setdefault(neighbour.rank, time.monotonic())
+        for news in found:
             if news & _EMPTIED:
                 self._emptied(news & ~_EMPTIED, neighbour.rank)
             else:
@@ -227,8 +266,8 @@ class Carrying:
     def _tell(self, neighbour: _Neighbour, news: int) -> None:
         try:
             os.write(neighbour.told, bytes([news]))
-        except OSError as error:
-            raise self._limit.lost(neighbour.global_rank) from error
+        except BrokenPipeError:
+            self._left.setdefault(neighbour.rank, time.monotonic())
 
 
 def _outgoing(sends: Sequence[Send], nbytes: int) -> Iterator[tuple[Bytes, tuple[int, ...]]]:

@@ -6,6 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -41,6 +42,9 @@ ProcessGroup = dist.ProcessGroup
 """A group of ranks, as torch.distributed makes them."""
 
 _DEVICE_PAUSE_S = 0.0002
+
+_TAG_OF_NOTHING = 1 << 30
+"""Of a message that nobody sends; others have the tag 0."""
 
 _MAX_NBYTES = 1 << 40
 """No message is longer: who seems to send one has sent something else."""
@@ -81,10 +85,28 @@ def new_gloo_groups(
     told = {tuple(item) for item in answers}
     for ranks in sorted(map(ranks_from_wire, told)):
         limit = timedelta(seconds=timeout_s)
-        made = [dist.new_group(ranks, limit, backend="gloo") for _ in range(num_groups)]
+        made = [_new_group(ranks, limit, "gloo") for _ in range(num_groups)]
         if list(ranks) == mine:
             found = made
     return tuple(found)
+
+
+def _new_group(ranks: Sequence[int], limit: timedelta, backend: str) -> Any:
+    """A process group. Collective over the world.
+
+    Raises:
+        PeerTimeoutError, PeerLostError: a rank has not come to make it, or broke off.
+    """
+    began = time.monotonic()
+    try:
+        return dist.new_group(list(ranks), limit, backend=backend)
+    except RuntimeError as error:
+        what = f"making of a {backend} group of {len(ranks)} ranks: {error}"
+        if time.monotonic() - began >= limit.total_seconds():
+            raise PeerTimeoutError(None, f"a peer did not arrive in time: {what}") from error
+        if isinstance(error, dist.DistError) or "onnect" in str(error):
+            raise PeerLostError(None, f"lost contact with a peer: {what}") from error
+        raise StrategyError(what) from error
 
 
 def _member_ranks(group: ProcessGroup | None) -> list[int]:
@@ -96,7 +118,7 @@ def require_member(group: object) -> None:
     """Raise unless this rank is in the group; torch gives ranks outside a number in its place.
 
     Raises:
-        StrategyError: it is not.
+        StrategyError: it is not, or the group is gone.
     """
     outside: object = dist.GroupMember.NON_GROUP_MEMBER
     if group == outside:
@@ -104,6 +126,16 @@ def require_member(group: object) -> None:
             f"rank {dist.get_rank()} is not in the process group that it was given; every rank has "
             "to give the group that it is in"
         )
+    if group is not None and not is_alive(group):
+        raise StrategyError(
+            "the process group that was given has been destroyed; a strategy that is to be used "
+            "after torch.distributed was taken down and set up again needs a group made since"
+        )
+
+
+def is_alive(group: Any) -> bool:
+    """Whether a process group has not been destroyed, alone or with the world."""
+    return group in dist.distributed_c10d._world.pg_map  # noqa: SLF001 - no public way
 
 
 def ranks_to_wire(ranks: Sequence[int]) -> list[int]:
@@ -137,7 +169,7 @@ def new_group_of(
         return None
     mine: ProcessGroup | None = None
     for ranks in groups:
-        made = dist.new_group(list(ranks), timedelta(seconds=timeout_s), backend=backend)
+        made = _new_group(ranks, timedelta(seconds=timeout_s), backend)
         if dist.get_rank() in ranks:
             mine = made
     return mine
@@ -222,6 +254,7 @@ class TorchCommunicator:
     ) -> None:
         self._group = group
         self._channels = tuple(channels) or (group,)
+        self._has_own_channels = bool(channels)
         self._timeout_s = timeout_s
         self._message_device = _device_of(group)
         self.device = payload_device or self._message_device
@@ -276,12 +309,13 @@ class TorchCommunicator:
         carried = None
         if self._links is not None:
             near = self._links.ranks
-            carried = self._links.begin(
-                [send for send in sends if send.to_rank in near],
-                [receive for receive in receives if receive.from_rank in near],
-                self._timeout_s,
-                self._attendance.what,
-            )
+            with self._or_broken_off():
+                carried = self._links.begin(
+                    [send for send in sends if send.to_rank in near],
+                    [receive for receive in receives if receive.from_rank in near],
+                    self._timeout_s,
+                    self._attendance.what,
+                )
             sends = [send for send in sends if send.to_rank not in near]
             receives = [receive for receive in receives if receive.from_rank not in near]
         staged = [self._tensor_of(receive.into, self.device) for receive in receives]
@@ -313,9 +347,47 @@ class TorchCommunicator:
             PeerLostError: contact broke off.
         """
         deadline = time.monotonic() + self._timeout_s
-        for peer, work in works:
-            if work is not None:
-                self._wait(work, deadline, peer, device)
+        with self._or_broken_off():
+            for peer, work in works:
+                if work is not None:
+                    self._wait(work, deadline, peer, device)
+
+    def carry(self, carried: Carrying) -> None:
+        """Wait for what goes through shared memory.
+
+        Raises:
+            PeerTimeoutError, PeerLostError: like ``finish``.
+        """
+        with self._or_broken_off():
+            carried.wait()
+
+    @contextmanager
+    def _or_broken_off(self) -> Iterator[None]:
+        """Where a peer is late or lost meanwhile, no later call is to take this one's bytes.
+
+        Gloo breaks off all connections of a group that has waited in vain, but of no other: the
+        channels and links beside it would carry the next call's bytes, to peers that still are in
+        this one.
+        """
+        try:
+            yield
+        except PeerError:
+            if self._links is not None:
+                self._links.close()
+            if self._has_own_channels:
+                for channel in self._channels:
+                    self._break_off(channel)
+            raise
+
+    def _break_off(self, channel: ProcessGroup) -> None:
+        """Wait in vain, for something that nobody sends."""
+        if _device_of(channel).type != "cpu":
+            return
+        peer = next(rank for rank in self._global_ranks if rank != dist.get_rank())
+        nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
+        with suppress(RuntimeError):  # it is what this is for; and it may be broken off already
+            work: Any = dist.irecv(nothing, peer, group=channel, tag=_TAG_OF_NOTHING)
+            work.wait(timedelta(milliseconds=1))
 
     def _peers(self, ranks: Iterable[int]) -> Iterator[int]:
         return (self._global_ranks[rank] for rank in ranks)
@@ -340,12 +412,14 @@ class TorchCommunicator:
 
     def _begun(self, start: Callable[[], T]) -> T:
         """What was started; a connection that had broken off before shows here."""
-        try:
-            return start()
-        except PeerError:
-            raise
-        except RuntimeError as error:
-            raise self._peer_error(error, time.monotonic() + self._timeout_s, None) from error
+        deadline = time.monotonic() + self._timeout_s
+        with self._or_broken_off():
+            try:
+                return start()
+            except PeerError:
+                raise
+            except RuntimeError as error:
+                raise self._peer_error(error, deadline, None) from error
 
     def _wait(self, work: _Work, deadline: float, peer: int | None, device: torch.device) -> None:
         try:
@@ -403,7 +477,7 @@ class _Arriving:
     def wait(self) -> None:
         """See Exchange."""
         if self.carried is not None:
-            self.carried.wait()
+            self.comm.carry(self.carried)
         self.comm.finish(self.works, self.comm.device)
         for receive, tensor in self.received:
             if isinstance(receive.into, np.ndarray) and tensor.device.type != "cpu":

@@ -125,30 +125,48 @@ def _replaced(
 def _slabs(array: ArraySpec, box: Box, limit_nbytes: int) -> Iterator[Region]:
     """The box in parts, as far as each of them can be read on its own at no extra cost."""
     if array.inner_shape is not None:
-        yield from _of_whole_inner_chunks(box.region, array.inner_shape, box.itemsize, limit_nbytes)
+        yield from _of_whole_cells(box.region, array.inner_shape, box.itemsize, limit_nbytes)
         return
-    region = box.region
+    if raw_spans(array, box.region) is not None:
+        yield from _of_rows(box.region, box.itemsize, limit_nbytes)
+        return
+    for part in _of_whole_cells(box.region, array.chunk_shape, box.itemsize, limit_nbytes):
+        is_chunk = array.is_raw and array.chunk_at(part) is not None
+        is_large = part.numel * box.itemsize > _LOOSE * limit_nbytes
+        yield from _of_rows(part, box.itemsize, limit_nbytes) if is_chunk and is_large else (part,)
+
+
+def _of_rows(region: Region, itemsize: int, limit_nbytes: int) -> Iterator[Region]:
+    """The region cut along its first dim; rows far above the limit are cut in turn.
+
+    Each part is one run wherever the region was one, in its file as in the tensor.
+    """
+    nbytes = region.numel * itemsize
     dim = next((d for d, extent in enumerate(region.shape) if extent > 1), None)
-    if dim is None or raw_spans(array, region) is None:
+    if dim is None:
         yield region
         return
-    yield from _cut(region, dim, 1, -(-box.nbytes // limit_nbytes))
+    for part in _cut(region, dim, 1, -(-nbytes // limit_nbytes)):
+        if part.shape[dim] == 1 and part.numel * itemsize > _LOOSE * limit_nbytes:
+            yield from _of_rows(part, itemsize, limit_nbytes)
+        else:
+            yield part
 
 
-def _of_whole_inner_chunks(
-    region: Region, inner_shape: Extent, itemsize: int, limit_nbytes: int, dim: int = 0
+def _of_whole_cells(
+    region: Region, cell: Extent, itemsize: int, limit_nbytes: int, dim: int = 0
 ) -> Iterator[Region]:
-    """The region cut where inner chunks begin, which are read whole: first dims first.
+    """The region cut where cells of a grid begin, which are read whole: first dims first.
 
-    Parts of several inner chunks stay below the limit, or a little above it where a further dim
+    Parts of several cells stay below the limit, or a little above it where a further dim
     would have to be cut, which takes a copy at the other end.
     """
     nbytes = region.numel * itemsize
     if dim == region.ndim or nbytes <= (_LOOSE if dim else 1) * limit_nbytes:
         yield region
         return
-    for part in _cut(region, dim, inner_shape[dim], -(-nbytes // limit_nbytes)):
-        yield from _of_whole_inner_chunks(part, inner_shape, itemsize, limit_nbytes, dim + 1)
+    for part in _cut(region, dim, cell[dim], -(-nbytes // limit_nbytes)):
+        yield from _of_whole_cells(part, cell, itemsize, limit_nbytes, dim + 1)
 
 
 def _cut(region: Region, dim: int, grain: int, num_parts: int) -> Iterator[Region]:

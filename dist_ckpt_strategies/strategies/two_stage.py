@@ -18,6 +18,7 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.host_links import HostLinks, link_hosts
 from dist_ckpt_strategies.comm.torch_group import (
     ProcessGroup,
+    is_alive,
     is_distributed,
     new_gloo_groups,
     open_communicator,
@@ -168,10 +169,14 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
     def maybe_init_gloo_group(self) -> None:
         """Make what ``cpu_transfer`` needs, once for this strategy: gloo groups, shared memory.
 
-        Collective over the world the first time; ``load`` calls it.
+        Collective over the world the first time, and the first time after the world was destroyed
+        and made again; ``load`` calls it.
         """
-        if not self.cpu_transfer or self._channels or not is_distributed():
+        if not self.cpu_transfer or not is_distributed():
             return
+        if self._channels and all(map(is_alive, self._channels)):
+            return
+        self._channels, self._links = (), None
         self._channels = new_gloo_groups(
             self.data_parallel_group_orig, _NUM_CHANNELS, timeout_s=self._options.timeout_s
         )

@@ -16,8 +16,8 @@ import torch
 from dist_ckpt_strategies.comm import host_links
 from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
 from dist_ckpt_strategies.comm.host_links import link_hosts
-from dist_ckpt_strategies.comm.torch_group import open_communicator
-from dist_ckpt_strategies.errors import PeerLostError, PeerTimeoutError
+from dist_ckpt_strategies.comm.torch_group import new_gloo_groups, open_communicator
+from dist_ckpt_strategies.errors import PeerError, PeerLostError, PeerTimeoutError
 from tests.comm.communicators import SLOT_NBYTES, linked
 from tests.support.ranks import RankDiedError, run_processes
 
@@ -113,6 +113,68 @@ def one_stops(rank: int) -> Any:
 def test_a_rank_that_hangs_is_named_after_the_timeout() -> None:
     with pytest.raises(TimeoutError, match=r"ranks \[1\] not done .*rank 1 did not arrive"):
         run_processes(3, one_stops, timeout_s=12.0)
+
+
+def one_is_late(rank: int) -> list[str]:
+    """Exchanges, each with other bytes, of which the late rank comes too late to the first."""
+    world = open_communicator(None, timeout_s=20.0, purpose="a meeting of neighbours")
+    links = link_hosts(world, 12 * SLOT_NBYTES, slot_nbytes=SLOT_NBYTES)
+    assert links is not None
+    channels = new_gloo_groups(None, 2, timeout_s=20.0)
+    comm = open_communicator(
+        channels[0], timeout_s=1.0, purpose="a load", channels=channels, links=links
+    )
+    comm.all_gather(None)
+    outcomes = []
+    for number in range(3):
+        data = np.full(3 * SLOT_NBYTES, number, np.uint8)
+        into = np.full_like(data, 99)
+        time.sleep(1.6 if rank == 1 and number == 0 else 0)
+        try:
+            exchange = comm.begin_exchange([Send(1 - rank, data)], [Receive(1 - rank, into)])
+            exchange.wait()
+            outcomes.append("right" if np.array_equal(into, data) else "wrong")
+        except PeerError:
+            outcomes.append("error")
+    try:
+        comm.all_gather(None)
+        outcomes.append("met")
+    except PeerError:
+        outcomes.append("error")
+    return [*outcomes, str(links.nbytes)]
+
+
+def test_what_a_late_rank_left_behind_is_never_taken_for_what_comes_next() -> None:
+    punctual, late = run_processes(2, one_is_late)
+
+    assert punctual == [*["error"] * 4, "0"]
+    assert late[1:] == [*["error"] * 3, "0"]
+    assert late[0] != "wrong"
+
+
+def one_gives_up(rank: int) -> Any:
+    """Rank 0 waits for rank 1, which leaves without what it should have sent."""
+    comm = linked_world(rank)
+    comm.all_gather(None)
+    began = time.monotonic()
+    exchange = comm.begin_exchange([], [Receive(1, np.empty(3, np.uint8))] if rank == 0 else [])
+    if rank == 1:
+        del exchange, comm
+        gc.collect()
+        return None
+    try:
+        exchange.wait()
+    except PeerLostError as error:
+        return error.rank, str(error), time.monotonic() - began
+    return None
+
+
+def test_a_rank_that_gave_up_is_not_waited_for_until_the_timeout() -> None:
+    (rank, text, seconds), _ = run_processes(2, one_gives_up)
+
+    assert rank == 1
+    assert "see what it has raised first" in text
+    assert seconds < 15
 
 
 # Links that are not made

@@ -17,6 +17,7 @@ from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Receive, Send
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.torch_group import (
+    new_gloo_groups,
     open_communicator,
     ranks_from_wire,
     ranks_to_wire,
@@ -339,3 +340,29 @@ def test_ranks_arrive_as_they_were_sent(ranks: list[int]) -> None:
 
 def test_ranks_that_are_evenly_spaced_take_four_numbers_however_many_they_are() -> None:
     assert len(ranks_to_wire(range(7, 16_384, 8))) == 4
+
+
+def dies_before_its_second_group(rank: int) -> Any:
+    if rank == 1:
+        make, made = dist.new_group, list[Any]()
+
+        def make_one(*args: Any, **options: Any) -> Any:
+            if made:
+                os.kill(os.getpid(), signal.SIGKILL)
+            made.append(make(*args, **options))
+            return made[0]
+
+        vars(dist)["new_group"] = make_one
+    try:
+        return new_gloo_groups(None, 2, timeout_s=3.0)
+    except PeerError as error:
+        return error
+
+
+def test_a_rank_that_dies_while_groups_are_made_is_an_error_of_ours() -> None:
+    first, died, last = run_processes(3, dies_before_its_second_group)
+
+    assert isinstance(died, RankDiedError)
+    for error in (first, last):
+        assert isinstance(error, PeerError)
+        assert "making of a gloo group of 3 ranks" in str(error)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from torch._C._distributed_c10d import FileStore
 
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
@@ -386,3 +387,34 @@ def test_a_rank_that_gives_a_group_of_others_is_named_on_every_rank(tmp_path: Pa
             names=["rank 2 is not in the process group"],
         )
         assert all(found[attempt].seconds < 50 for found in results)
+
+
+def load_in_two_worlds(rank: int, scratch: Path) -> list[Any]:
+    """With one strategy over the world and one over a group, before and after a new beginning."""
+    prepare(60)
+    found: list[Any] = []
+    strategies = []
+    for attempt in range(2):
+        store = FileStore(str(scratch / f"store{attempt}"), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        if not attempt:
+            save(Entry.OURS, replicas(rank, empty=False), scratch / "c")
+            strategies = [
+                TwoStageDataParallelLoadShardedStrategy(g) for g in (None, dist.new_group())
+            ]
+        for strategy in strategies:
+            wanted = replicas(rank, empty=True)
+            loaded = outcome(partial(strategy.load, wanted, scratch / "c"))
+            if not isinstance(loaded, Failure):
+                expected = replicas(rank, empty=False)
+                loaded = all(torch.equal(loaded[k], v.data) for k, v in expected.items())
+            found.append(loaded)
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_strategy_outlives_its_world_and_a_group_does_not(tmp_path: Path) -> None:
+    for *loaded, failure in run_processes(2, load_in_two_worlds, tmp_path, makes_group=False):
+        assert loaded == [True, True, True]
+        assert StrategyError.__name__ in failure.kinds, failure
+        assert "has been destroyed" in failure.text
