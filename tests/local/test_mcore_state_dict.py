@@ -110,6 +110,24 @@ def test_a_state_comes_back_in_its_own_layout_and_in_others(algo: str, tmp_path:
         assert max(numbers) < 3
 
 
+def few_wishes(rank: int) -> list[Any]:
+    """What Megatron-LM asks for before it has a model is nothing; here also one rank does."""
+    state, _ = MCoreTensorAwareStateDict.from_state_dict(state_of(2, 3), "fully_parallel")
+    nothing = [state.to_state_dict(None)["iteration"], state.to_state_dict({})["iteration"]]
+    wanted: dict[str, Any] | None = state_of(2, 3, is_filled=False) if rank != 3 else None
+    found = state.to_state_dict(wanted)
+    if rank != 3:
+        require_equal(found, 2, 3)
+    return [*nothing, sorted(found)]
+
+
+def test_a_rank_may_want_nothing_but_the_common_state() -> None:
+    found = run_processes(4, few_wishes)
+
+    everything = ["a", "args", "b.c", "bf", "iteration", "rng"]
+    assert found == [[3, 3, everything]] * 3 + [[3, 3, ["args", "iteration"]]]
+
+
 def save_at(rank: int, root: str, tp: int) -> None:
     state, _ = MCoreTensorAwareStateDict.from_state_dict(state_of(tp, 9), "fully_parallel")
     manager_of(root).save(state, 9)
