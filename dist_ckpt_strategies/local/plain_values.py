@@ -173,13 +173,14 @@ class _Packer:
             found = pack_kind(value, where)
             if found is not _NOTHING:
                 return found
-        what = (
-            f"the class {name_of(value)}"
-            if isinstance(value, type)
-            else f"an object of {name_of(type(value))}"
-        )
+        if isinstance(value, type):
+            raise UnsafeObjectError(
+                f"{where or 'the state'}: the class {name_of(value)} itself cannot be stored; "
+                "store its name, or pass it in allow=",
+                key=where,
+            )
         raise UnsafeObjectError(
-            f"{where or 'the state'}: {what} cannot be stored; "
+            f"{where or 'the state'}: an object of {name_of(type(value))} cannot be stored; "
             "convert it to plain values, or pass its class in allow=",
             key=where,
         )
