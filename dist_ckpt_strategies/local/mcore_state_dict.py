@@ -96,7 +96,17 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
 
         self._frame = mapped_values(take, sharded)
         self._slots = TensorSlots(tensors, devices)
+        self._allowed: Mapping[str, Any] | None = None
         self.common_state_dict = common
+
+    def allow(self, allowed: Mapping[str, Any]) -> None:
+        """Say which classes the objects may be of that ``to_state_dict`` brings to other ranks.
+
+        Args:
+            allowed: by name, as the manager that loaded this has them; by default those that
+                Megatron-Core allows.
+        """
+        self._allowed = allowed
 
     @classmethod
     @raises_megatron_errors
@@ -284,7 +294,8 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
             ]
 
         answers = agree_and_gather(comm, describe)
-        objects.update(_fetched(comm, objects, [lost for _, lost in answers]))
+        lost = [names for _, names in answers]
+        objects.update(_fetched(comm, objects, lost, self._allowed))
         missing = [wires for wires, _ in answers]
         if any(missing):
             at_hand.update(_moved(comm, held, missing))
@@ -389,7 +400,10 @@ def _objects(sharded: StateDict) -> dict[ObjectId, Any]:
 
 
 def _fetched(
-    comm: Communicator, objects: Mapping[ObjectId, Any], lost: Sequence[Sequence[Any]]
+    comm: Communicator,
+    objects: Mapping[ObjectId, Any],
+    lost: Sequence[Sequence[Any]],
+    allow: Mapping[str, Any] | None,
 ) -> dict[ObjectId, Any]:
     """Objects that some rank wants and does not hold, from the first rank that does. Collective.
 
@@ -408,7 +422,7 @@ def _fetched(
     allowed: dict[str, Any] = {}
 
     def senders() -> dict[ObjectId, int]:
-        allowed.update(names_of(default_allowed()))
+        allowed.update(names_of(default_allowed()) if allow is None else allow)
         able = _first_holders(holding)
         found = {}
         for number, name in enumerate(names):

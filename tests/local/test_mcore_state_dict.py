@@ -145,6 +145,33 @@ def test_another_number_of_ranks_loads_it(old: int, new: int, tmp_path: Path) ->
     assert run_processes(new, load_at, str(tmp_path), 2) == [None] * new
 
 
+class Seeds:
+    """A class that this manager allows."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def own_seeds(root: str, turned: int = 0) -> tuple[LocalCheckpointManager, dict[str, Any]]:
+    """A manager, and an object of its own for each rank, or the one of the next."""
+    rank = dist.get_rank()
+    manager = LocalCheckpointManager(root, timeout_s=30, allow=[Seeds])
+    place = (rank + turned) % dist.get_world_size()
+    seeds = ShardedObject("seeds", Seeds(rank), (dist.get_world_size(),), (place,))
+    return manager, {"seeds": seeds}
+
+
+def give_on_seeds(rank: int, root: str) -> int:
+    manager, wanted = own_seeds(root)
+    manager.save(MCoreTensorAwareStateDict.from_state_dict(wanted)[0], 1)
+    _, wanted = own_seeds(root, turned=1)
+    return int(manager.load()[0].to_state_dict(wanted)["seeds"].number)
+
+
+def test_an_object_of_a_class_that_the_manager_allows_gets_to_another_rank(tmp_path: Path) -> None:
+    assert run_processes(2, give_on_seeds, str(tmp_path)) == [1, 0]
+
+
 def wrong_wishes(rank: int, root: str) -> list[str]:
     state, _ = MCoreTensorAwareStateDict.from_state_dict(state_of(2, 3), "atomic")
     errors = []
