@@ -216,9 +216,12 @@ def test_what_holds_itself_is_refused() -> None:
         pack(value, ALLOWED)
 
 
-def test_a_sparse_tensor_is_refused_by_its_place() -> None:
+@pytest.mark.parametrize(
+    "tensor", [torch.eye(3).to_sparse(), torch.nested.nested_tensor([torch.ones(2)])]
+)
+def test_a_sparse_or_nested_tensor_is_refused_by_its_place(tensor: torch.Tensor) -> None:
     with pytest.raises(PlanError, match=r"^a: expected a dense tensor"):
-        pack({"a": torch.eye(3).to_sparse()}, ALLOWED)
+        pack({"a": tensor}, ALLOWED)
 
 
 class Table(dict[Any, Any]):

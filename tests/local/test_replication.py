@@ -104,6 +104,7 @@ def make_cliques(rank: int) -> list[str]:
     made = lazy.replication_strategy
     assert lazy.replication_strategy is made
     assert isinstance(lazy, LazyReplicationStrategyBuilder)
+    assert (lazy.replication_jump, lazy.replication_factor) == (2, 2)
     messages = []
     for kind, numbers in [(PlanError, (1, 3)), (PlanError, (rank + 1, 1)), (StrategyError, (0, 2))]:
         with pytest.raises(kind) as caught:
