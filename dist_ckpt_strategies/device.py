@@ -55,11 +55,13 @@ def require_plain(tensor: torch.Tensor, *, key: str) -> None:
     """Raise unless the tensor's elements lie in memory of its own.
 
     Raises:
-        PlanError: it is sparse, quantized, or on the meta device.
+        PlanError: it is sparse, nested, quantized, or on the meta device.
     """
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+    is_odd = tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized
+    if is_odd or tensor.device.type == "meta":
+        found = "a nested tensor" if tensor.is_nested else str(tensor.layout)
         raise PlanError(
-            f"{key}: expected a dense tensor on a real device, found {tensor.layout} on "
+            f"{key}: expected a dense tensor on a real device, found {found} on "
             f"{tensor.device}; convert it first",
             key=key,
         )

@@ -246,6 +246,7 @@ ONE_OF_EACH = {
     "complex": 1j,
     "numpy": np.float32(1),
     "numpy text": np.str_("a"),
+    "numpy dtype": np.dtype("float32"),
     "path": pathlib.Path("a"),
     "pure path": pathlib.PurePosixPath("a"),
     "dtype": torch.bfloat16,

@@ -83,7 +83,7 @@ KEPT = [
     kept("NoReplicasAvailableError", None, NOBODY),
     kept("ExchangePlan", None, COPIED),
     kept("ExchangePlan.entries", None, COPIED),
-    kept("ExchangePlan.required_ids", None, COPIED),
+    kept("ExchangePlan.required_ids", "rank=None", COPIED),
     kept(
         "LocalCheckpointManager",
         "root_local_ckpt_dir, session_id='', repl_strategy=None",

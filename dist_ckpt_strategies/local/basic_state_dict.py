@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,10 @@ def _mapped(convert: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _like(value: Any, items: dict[Any, Any]) -> Any:
-    """A dict of the same class with these items."""
+    """A dict of the same class with these items; its own code makes it, if it can copy itself."""
     made = value.copy()
-    made.update(items)
+    if type(made) is not type(value):
+        made = copy.copy(value)
+    for key, held in items.items():
+        dict.__setitem__(made, key, held)  # a class's own way may do more, as a Counter's does
     return made

@@ -32,6 +32,7 @@ from dist_ckpt_strategies.local.background import (
 from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
 from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
 from dist_ckpt_strategies.local.loading import LocalParts, find_newest, load_newest
+from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.replication import (
     DEFAULT_BUCKET_NBYTES,
     CliqueReplicationStrategy,
@@ -233,6 +234,8 @@ class LocalCheckpointManager:
         self._let_finish(comm)
         parts = load_newest(comm, self._parts, self._codecs.resharded_kinds(), at_least)
         state = agree(comm, lambda: decode_parts(parts, codecs=self._codecs, allowed=self._allowed))
+        if isinstance(state, MCoreTensorAwareStateDict):
+            state.allow(self._allowed)
         own = PartId(parts[0].part.part_id.save, comm.global_rank(comm.rank))
         logger.info("rank %s: loaded %s", own.global_rank, own)
         return state, str(own)

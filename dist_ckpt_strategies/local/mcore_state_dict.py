@@ -22,6 +22,7 @@ from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor, StrictHandling
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.flow import (
+    LoadParts,
     SaveParts,
     merge_factories,
     merged,
@@ -95,7 +96,17 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
 
         self._frame = mapped_values(take, sharded)
         self._slots = TensorSlots(tensors, devices)
+        self._allowed: Mapping[str, Any] | None = None
         self.common_state_dict = common
+
+    def allow(self, allowed: Mapping[str, Any]) -> None:
+        """Say which classes the objects may be of that ``to_state_dict`` brings to other ranks.
+
+        Args:
+            allowed: by name, as the manager that loaded this has them; by default those that
+                Megatron-Core allows.
+        """
+        self._allowed = allowed
 
     @classmethod
     @raises_megatron_errors
@@ -158,7 +169,7 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
     @raises_megatron_errors
     def to_state_dict(  # noqa: PLR0913, PLR0917 - Megatron's signature
         self,
-        sharded_state_dict: StateDict,
+        sharded_state_dict: StateDict | None,
         algo: str = "atomic",
         exchange_algo: str = "broadcast",
         validate_access_integrity: bool = True,  # noqa: FBT001, FBT002
@@ -173,7 +184,8 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
         most for what travels.
 
         Args:
-            sharded_state_dict: what is wanted; left as it is. Empty gives the common state.
+            sharded_state_dict: what is wanted; left as it is. Empty or None on every rank gives
+                the common state.
             algo: accepted for Megatron's sake; what is missing is looked for in any case.
             exchange_algo: accepted for Megatron's sake; only what is wanted is sent.
             validate_access_integrity: also run Megatron-Core's checks of what is wanted.
@@ -188,16 +200,20 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
         """
         del exchange_algo, parallelization_group
         comm = _communicator(None, "making of a state dict")
+        begun: list[tuple[StateDict, LoadParts]] = []
 
-        def begin() -> tuple[StateDict, Any]:
+        def begin() -> bool:
             options_from_environment()
             _require_algorithm(algo)
             self._slots.require_tensors()
-            parts = take_apart_for_load(mapped_values(copy.copy, sharded_state_dict))
-            return mapped_values(lambda value: value, self.common_state_dict), parts
+            wanted = {} if sharded_state_dict is None else sharded_state_dict
+            parts = take_apart_for_load(mapped_values(copy.copy, wanted))
+            begun.append((mapped_values(lambda value: value, self.common_state_dict), parts))
+            return bool(wanted)
 
-        state, parts = agree(comm, begin)
-        if not sharded_state_dict:
+        is_any_wanted = any(agree_and_gather(comm, begin))
+        ((state, parts),) = begun
+        if not is_any_wanted:
             return state
         strictness = agree(comm, lambda: parsed_strict(strict))
         stored = _stored_keys(comm, self._frame) if needs_stored_keys(strictness) else {}
@@ -278,7 +294,8 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
             ]
 
         answers = agree_and_gather(comm, describe)
-        objects.update(_fetched(comm, objects, [lost for _, lost in answers]))
+        lost = [names for _, names in answers]
+        objects.update(_fetched(comm, objects, lost, self._allowed))
         missing = [wires for wires, _ in answers]
         if any(missing):
             at_hand.update(_moved(comm, held, missing))
@@ -383,7 +400,10 @@ def _objects(sharded: StateDict) -> dict[ObjectId, Any]:
 
 
 def _fetched(
-    comm: Communicator, objects: Mapping[ObjectId, Any], lost: Sequence[Sequence[Any]]
+    comm: Communicator,
+    objects: Mapping[ObjectId, Any],
+    lost: Sequence[Sequence[Any]],
+    allow: Mapping[str, Any] | None,
 ) -> dict[ObjectId, Any]:
     """Objects that some rank wants and does not hold, from the first rank that does. Collective.
 
@@ -402,7 +422,7 @@ def _fetched(
     allowed: dict[str, Any] = {}
 
     def senders() -> dict[ObjectId, int]:
-        allowed.update(names_of(default_allowed()))
+        allowed.update(names_of(default_allowed()) if allow is None else allow)
         able = _first_holders(holding)
         found = {}
         for number, name in enumerate(names):

@@ -8,7 +8,6 @@ class is on the list of those allowed. Names are looked up in that list and neve
 from __future__ import annotations
 
 import collections
-import dataclasses
 import datetime as dt
 import io
 import json
@@ -27,6 +26,14 @@ import torch
 
 from dist_ckpt_strategies.device import as_bytes, dtype_of, host_view, require_plain, torch_dtype
 from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError, UnsafeObjectError
+from dist_ckpt_strategies.local.plain_objects import (
+    Base,
+    base_of,
+    fields_of,
+    made_on,
+    name_of,
+    require_named,
+)
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.part import BufferSpec
 
@@ -166,8 +173,14 @@ class _Packer:
             found = pack_kind(value, where)
             if found is not _NOTHING:
                 return found
+        if isinstance(value, type):
+            raise UnsafeObjectError(
+                f"{where or 'the state'}: the class {name_of(value)} itself cannot be stored; "
+                "store its name, or pass it in allow=",
+                key=where,
+            )
         raise UnsafeObjectError(
-            f"{where or 'the state'}: an object of {_name_of(type(value))} cannot be stored; "
+            f"{where or 'the state'}: an object of {name_of(type(value))} cannot be stored; "
             "convert it to plain values, or pass its class in allow=",
             key=where,
         )
@@ -183,6 +196,12 @@ class _Packer:
         maker = _SCALARS.get(type(value))
         if maker is not None:
             return {_KIND: maker.name, "text": maker.to_text(value)}
+        return self._of_numpy(value)
+
+    @staticmethod
+    def _of_numpy(value: Any) -> Any:
+        if isinstance(value, np.dtype) and value.isbuiltin and not value.hasobject:
+            return {_KIND: "numpy dtype", "text": value.name}
         if isinstance(value, np.generic) and value.dtype.name in _STORED:
             return {_KIND: "numpy", "dtype": value.dtype.name, "hex": value.tobytes().hex()}
         return _NOTHING
@@ -245,13 +264,31 @@ class _Packer:
         if name is None or isinstance(value, (type, FunctionType)):
             return _NOTHING
         if isinstance(value, Enum):
+            require_named(value, where)
             return {_KIND: "enum", "class": name, "name": value.name}
         if isinstance(value, tuple):
             return {_KIND: "named tuple", "class": name, "items": self._items(value, where)}
+        base = base_of(type(value), where)
+        return {
+            _KIND: "object",
+            "class": name,
+            **({} if base is None else self._held(base, value, where)),
+            "fields": self._fields(value, where),
+        }
+
+    def _held(self, base: Base, value: Any, where: str) -> dict[str, Any]:
+        """What an object holds beside its fields; tensors in a dict are those of the state."""
+        is_object = not issubclass(base.cls, dict)
+        self.num_objects += is_object
+        items = self._items(base.content_of(value), where)
+        self.num_objects -= is_object
+        return {"base": base.name, "items": items}
+
+    def _fields(self, value: Any, where: str) -> dict[str, Any]:
         self.num_objects += 1
-        fields = {key: self.packed(held, _below(where, key)) for key, held in _fields(value)}
+        fields = {key: self.packed(held, _below(where, key)) for key, held in fields_of(value)}
         self.num_objects -= 1
-        return {_KIND: "object", "class": name, "fields": fields}
+        return fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +356,10 @@ class _Unpacker:
 
     def _object(self, tree: Any) -> Any:
         found = self._named(tree["class"])
-        made = object.__new__(found)
+        if "base" in tree:
+            made = made_on(tree["base"], found, self.unpacked(tree["items"]))
+        else:
+            made = object.__new__(found)
         for key, held in tree["fields"].items():
             object.__setattr__(made, key, self.unpacked(held))
         return made
@@ -380,7 +420,11 @@ _SCALARS: Mapping[type, _Scalar] = MappingProxyType(
     }
 )
 _TEXTS: Mapping[str, _Scalar] = MappingProxyType(
-    {scalar.name: scalar for scalar in _SCALARS.values()} | {"float": _Scalar("float", repr, float)}
+    {scalar.name: scalar for scalar in _SCALARS.values()}
+    | {
+        "float": _Scalar("float", repr, float),
+        "numpy dtype": _Scalar("numpy dtype", str, np.dtype),
+    }
 )
 _BYTES: Mapping[type, str] = MappingProxyType(
     {bytes: "bytes", bytearray: "bytearray", io.BytesIO: "bytesio"}
@@ -411,16 +455,6 @@ _NO_DEVICE = ""
 """Where arrays and bytes are: they are no tensors, and move nowhere."""
 
 
-def _fields(value: Any) -> Iterable[tuple[str, Any]]:
-    """The names and values that make up an object."""
-    if hasattr(value, "__dict__"):
-        return list(vars(value).items())
-    if dataclasses.is_dataclass(value):
-        return [(one.name, getattr(value, one.name)) for one in dataclasses.fields(value)]
-    names = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ())]
-    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
-
-
 def _in_order(value: Iterable[Any]) -> list[Any]:
     """Elements of a set in an order that does not depend on the process."""
     return sorted(value, key=repr) if isinstance(value, (set, frozenset)) else list(value)
@@ -428,10 +462,6 @@ def _in_order(value: Iterable[Any]) -> list[Any]:
 
 def _below(where: str, key: Any) -> str:
     return f"{where}.{key}" if where else str(key)
-
-
-def _name_of(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _as_tensor(array: npt.NDArray[Any]) -> torch.Tensor:

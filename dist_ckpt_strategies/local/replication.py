@@ -230,16 +230,18 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     ) -> ExchangePlan:
         """Plan how every member gets the states that it wants, in global ranks.
 
-        Collective over the clique. See ReplicationStrategy.
+        Collective over the clique. See ReplicationStrategy. The ids may also be a list, in
+        the order of the ranks.
         """
         comm = self.communicator("plan of a retrieval")
         everyone = agree_and_gather(comm, lambda: [str(id_) for id_ in wanted])
         members = [comm.global_rank(rank) for rank in range(comm.size)]
-        available = {r: list(map(str, globally_available_ids.get(r, ()))) for r in members}
-        return agree(
-            comm,
-            lambda: build_exchange_plan(available, dict(zip(members, everyone, strict=True))),
-        )
+
+        def plan() -> ExchangePlan:
+            available = _by_rank(globally_available_ids, members)
+            return build_exchange_plan(available, dict(zip(members, everyone, strict=True)))
+
+        return agree(comm, plan).held_by(comm.global_rank(comm.rank))
 
     @raises_megatron_errors
     def retrieve_execute(
@@ -295,6 +297,14 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             }
 
         return agree(comm, decode)
+
+
+def _by_rank(
+    ids: Mapping[int, Sequence[str]] | Sequence[Sequence[str]], members: Sequence[int]
+) -> dict[int, list[str]]:
+    """The ids that each member has; NVRx hands on a list of all ranks' as it was gathered."""
+    found = ids if isinstance(ids, Mapping) else dict(enumerate(ids))
+    return {rank: list(map(str, found.get(rank, ()))) for rank in members}
 
 
 def _require_equal(world: Communicator, digests: Sequence[str]) -> None:
@@ -375,7 +385,8 @@ class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder[CliqueReplica
         timeout_s: float | None = None,
     ) -> None:
         super().__init__()
-        self._numbers = (replication_jump, replication_factor)
+        self.replication_jump = replication_jump
+        self.replication_factor = replication_factor
         self._how: dict[str, Any] = {
             "allow_uneven": allow_uneven,
             "target_device": target_device,
@@ -384,4 +395,6 @@ class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder[CliqueReplica
         }
 
     def _eager_build(self) -> CliqueReplicationStrategy:
-        return CliqueReplicationStrategy.from_replication_params(*self._numbers, **self._how)
+        return CliqueReplicationStrategy.from_replication_params(
+            self.replication_jump, self.replication_factor, **self._how
+        )

@@ -65,6 +65,11 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
 
     __slots__ = ()
 
+    _fields = ("async_fn", "async_fn_args", "finalize_fns", "async_fn_kwargs")
+    """Fewer than NVRx's request has today: its queue makes one of its own class of those, as it
+    does of requests from before it had the others. Here the others always are as they are by
+    default, and Megatron-Core's queue asks the instance for them."""
+
     @classmethod
     def of(
         cls,
@@ -85,7 +90,10 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
         return cls(wait_for_mark, (str(work.end_mark), os.getpid()), [end], {})
 
     def for_nvrx(self) -> Any:
-        """The same request in the class of NVRx, whose queue passes over requests of others.
+        """The same request in the class of NVRx.
+
+        The queue of 0.4.1 makes that itself; one that does not, if persistent, passes over
+        requests of others.
 
         Raises:
             MissingDependencyError: nvidia-resiliency-ext is not installed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from dist_ckpt_strategies.errors import NoReplicasAvailableError, PlanError
 from dist_ckpt_strategies.spec.part import PartId, SaveId
@@ -27,19 +27,35 @@ class ExchangePlan:
         transfers: all of them, sorted by receiver, then by id.
         steps: those between two ranks, in an order without circles of waiting: in each step a rank
             sends one part at most, and receives one at most.
+        own_rank: who holds this plan, where that is known; the plan is equal on all ranks.
     """
 
     transfers: tuple[Transfer, ...]
     steps: tuple[tuple[Transfer, ...], ...]
+    own_rank: int | None = field(default=None, compare=False)
 
     @property
     def entries(self) -> tuple[Transfer, ...]:
         """All transfers, under the name that users of NVRx know."""
         return self.transfers
 
-    def required_ids(self, rank: int) -> set[str]:
-        """Ids of the parts that a rank has to have, for itself or for others."""
-        return {t.id_ for t in self.transfers if t.sender == rank}
+    def required_ids(self, rank: int | None = None) -> set[str]:
+        """Ids of the parts that a rank has to have, for itself or for others.
+
+        Args:
+            rank: by default the one that holds this plan.
+
+        Raises:
+            PlanError: nobody has said who holds it.
+        """
+        sender = self.own_rank if rank is None else rank
+        if sender is None:
+            raise PlanError("required_ids: expected a rank; this plan does not say whose it is")
+        return {t.id_ for t in self.transfers if t.sender == sender}
+
+    def held_by(self, rank: int) -> ExchangePlan:
+        """The same plan, in the hands of a rank."""
+        return replace(self, own_rank=rank)
 
     def received_by(self, rank: int) -> tuple[Transfer, ...]:
         """What this rank gets, from itself too."""

@@ -54,17 +54,15 @@ def saved(manager: Any, value: torch.Tensor, iteration: int) -> Any:
     return manager.save(BasicTensorAwareStateDict({"w": value}), iteration, is_async=True)
 
 
-def request_for(owner: str, request: Any) -> Any:
-    """The request in the class that the queue of ``owner`` knows."""
-    return request if owner == "megatron" else request.for_nvrx()
-
-
 def save_twice(rank: int, manager: Any, owner: str, mode: str, queue: Any) -> None:
-    """Two saves through the queue, the second of which fails on rank 1."""
+    """Two saves through the queue, the second of which fails on rank 1.
+
+    NVRx's queue gets the first request as it is, and the second in its own class.
+    """
     from dist_ckpt_strategies.errors import StorageError  # noqa: PLC0415
 
     weight = torch.full((1000,), float(rank))
-    index = queue.schedule_async_request(request_for(owner, saved(manager, weight, 1)))
+    index = queue.schedule_async_request(saved(manager, weight, 1))
     weight.zero_()
     finalised: list[int] = []
     while not finalised:
@@ -75,7 +73,8 @@ def save_twice(rank: int, manager: Any, owner: str, mode: str, queue: Any) -> No
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    queue.schedule_async_request(request_for(owner, saved(manager, weight, 2)))
+    request = saved(manager, weight, 2)
+    queue.schedule_async_request(request if owner == "megatron" else request.for_nvrx())
     try:
         queue.maybe_finalize_async_calls(blocking=True)
     except StorageError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any, NamedTuple
 
 import pytest
@@ -56,6 +56,20 @@ def test_the_callers_containers_are_left_as_they_are() -> None:
 
     assert before["list"] is inner
     assert torch.equal(before["w"], torch.arange(4))
+
+
+def test_a_dict_of_a_class_of_its_own_stays_one() -> None:
+    class Table(dict[str, Any]):
+        """A dict whose copy is a plain one."""
+
+    table = Table(a=torch.ones(2), b=1)
+    table.note = "x"  # type: ignore[attr-defined]
+    counted = Counter("aab")
+    found = BasicTensorAwareStateDict({"t": table, "c": counted}).state_dict
+
+    assert (type(found["t"]), found["t"].note) == (Table, "x")
+    assert found["t"]["a"] is table["a"]
+    assert (type(found["c"]), found["c"]) == (Counter, counted)
 
 
 def test_a_state_is_hollow_between_pop_and_insert() -> None:

@@ -110,6 +110,24 @@ def test_a_state_comes_back_in_its_own_layout_and_in_others(algo: str, tmp_path:
         assert max(numbers) < 3
 
 
+def few_wishes(rank: int) -> list[Any]:
+    """What Megatron-LM asks for before it has a model is nothing; here also one rank does."""
+    state, _ = MCoreTensorAwareStateDict.from_state_dict(state_of(2, 3), "fully_parallel")
+    nothing = [state.to_state_dict(None)["iteration"], state.to_state_dict({})["iteration"]]
+    wanted: dict[str, Any] | None = state_of(2, 3, is_filled=False) if rank != 3 else None
+    found = state.to_state_dict(wanted)
+    if rank != 3:
+        require_equal(found, 2, 3)
+    return [*nothing, sorted(found)]
+
+
+def test_a_rank_may_want_nothing_but_the_common_state() -> None:
+    found = run_processes(4, few_wishes)
+
+    everything = ["a", "args", "b.c", "bf", "iteration", "rng"]
+    assert found == [[3, 3, everything]] * 3 + [[3, 3, ["args", "iteration"]]]
+
+
 def save_at(rank: int, root: str, tp: int) -> None:
     state, _ = MCoreTensorAwareStateDict.from_state_dict(state_of(tp, 9), "fully_parallel")
     manager_of(root).save(state, 9)
@@ -125,6 +143,33 @@ def test_another_number_of_ranks_loads_it(old: int, new: int, tmp_path: Path) ->
     assert run_processes(old, save_at, str(tmp_path), 2) == [None] * old
 
     assert run_processes(new, load_at, str(tmp_path), 2) == [None] * new
+
+
+class Seeds:
+    """A class that this manager allows."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def own_seeds(root: str, turned: int = 0) -> tuple[LocalCheckpointManager, dict[str, Any]]:
+    """A manager, and an object of its own for each rank, or the one of the next."""
+    rank = dist.get_rank()
+    manager = LocalCheckpointManager(root, timeout_s=30, allow=[Seeds])
+    place = (rank + turned) % dist.get_world_size()
+    seeds = ShardedObject("seeds", Seeds(rank), (dist.get_world_size(),), (place,))
+    return manager, {"seeds": seeds}
+
+
+def give_on_seeds(rank: int, root: str) -> int:
+    manager, wanted = own_seeds(root)
+    manager.save(MCoreTensorAwareStateDict.from_state_dict(wanted)[0], 1)
+    _, wanted = own_seeds(root, turned=1)
+    return int(manager.load()[0].to_state_dict(wanted)["seeds"].number)
+
+
+def test_an_object_of_a_class_that_the_manager_allows_gets_to_another_rank(tmp_path: Path) -> None:
+    assert run_processes(2, give_on_seeds, str(tmp_path)) == [1, 0]
 
 
 def wrong_wishes(rank: int, root: str) -> list[str]:

@@ -63,6 +63,10 @@ def test_a_plan_can_be_renumbered_and_says_which_rank_is_strange() -> None:
     (transfer,) = plan.renumbered({4: 0, 6: 1}).transfers
     assert (transfer.sender, transfer.receiver) == (0, 1)
     assert plan.required_ids(4) == {"a"}
+    assert plan.held_by(4).required_ids() == {"a"}
+    assert plan.held_by(4) == plan
+    with pytest.raises(PlanError, match="expected a rank"):
+        plan.required_ids()
     with pytest.raises(PlanError, match=r"rank 6 is not one of \[4\]"):
         plan.renumbered({4: 0})
 
