@@ -16,7 +16,12 @@ from dist_ckpt_strategies.comm.interruptible_gloo import register_interruptible_
 from dist_ckpt_strategies.comm.rendezvous import rendezvous_by_attempt
 from dist_ckpt_strategies.comm.teardown import Communication
 from dist_ckpt_strategies.config import update_environment
-from dist_ckpt_strategies.errors import MissingDependencyError, PeerError, RestartError
+from dist_ckpt_strategies.errors import (
+    MissingDependencyError,
+    PeerError,
+    RestartError,
+    text_of,
+)
 from dist_ckpt_strategies.inprocess.abort import Abort, Compose, HPAbortTorchDistributed
 from dist_ckpt_strategies.inprocess.attempt import Attempt, AttemptOptions
 from dist_ckpt_strategies.inprocess.attempt_limits import AttemptLimits
@@ -271,7 +276,7 @@ class HPCallWrapper:
         is_peers_fault = isinstance(call_ex, RuntimeError | PeerError | ConnectionError)
         if not attempt.hears_within(_FIRST_TELLER_S if is_peers_fault else 0.0):
             attempt.report(call_ex)
-        logger.warning("the block raised %s: %s", type(call_ex).__name__, call_ex)
+        logger.warning("the block raised %s: %s", type(call_ex).__name__, text_of(call_ex))
         attempt.wait_stopped()
         raise RankShouldRestart(attempt.fault) from call_ex
 
