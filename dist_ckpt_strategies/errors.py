@@ -201,6 +201,14 @@ class MissingDependencyError(CheckpointError, ImportError):
     """An optional package is needed; the message says which one to install."""
 
 
+def text_of(error: BaseException) -> str:
+    """What an error says; some classes of others cannot say it, and raise instead."""
+    try:
+        return str(error)
+    except Exception as failure:  # noqa: BLE001 - whatever somebody's ``__str__`` raises
+        return f"its text cannot be had, {type(failure).__name__} was raised instead"
+
+
 def as_checkpoint_error(error: Exception) -> CheckpointError:
     """The error itself if it is one of ours; else one of ours, of its class too where that can be.
 
@@ -211,7 +219,7 @@ def as_checkpoint_error(error: Exception) -> CheckpointError:
         return error
     is_of_file = isinstance(error, OSError) and error.filename is not None
     path = str(error.filename) if isinstance(error, OSError) and is_of_file else None
-    text = f"{path}: {error.strerror}" if isinstance(error, OSError) and path else str(error)
+    text = f"{path}: {error.strerror}" if isinstance(error, OSError) and path else text_of(error)
     message = f"{type(error).__name__}: {text}"
     found = _of_both(StorageError if is_of_file else CheckpointError, type(error), message)
     found.path = path

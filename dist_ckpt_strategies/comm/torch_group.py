@@ -36,6 +36,7 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
     as_checkpoint_error,
     error_from_peer,
+    text_of,
 )
 
 ProcessGroup = dist.ProcessGroup
@@ -180,6 +181,16 @@ def is_default_group(group: ProcessGroup | None) -> bool:
     if not is_distributed() or dist.get_world_size(group) == 1:
         return False
     return group is None or group is dist.group.WORLD
+
+
+def is_of_communication(error: BaseException | None) -> bool:
+    """Whether an error of torch's tells that ranks have lost each other, or have waited too long.
+
+    Gloo's are plain RuntimeErrors.
+    """
+    if isinstance(error, dist.DistError | ConnectionError | PeerLostError):
+        return True
+    return isinstance(error, RuntimeError) and "gloo" in text_of(error)
 
 
 def global_rank() -> int:

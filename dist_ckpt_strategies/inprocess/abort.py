@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dist_ckpt_strategies.comm.sockets import SocketFilter, leave_none_alone
-from dist_ckpt_strategies.errors import RestartError
+from dist_ckpt_strategies.errors import RestartError, text_of
 from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup
 from dist_ckpt_strategies.inprocess.health_check import HPState
 
@@ -63,9 +63,11 @@ class Compose(Abort):
                 state = instance(state)
             except Exception as error:  # noqa: BLE001 - the others must run; all are told below
                 errors.append(error)
-                logger.warning("%s: %r", _name_of(instance), error)
+                logger.warning(
+                    "%s: %s: %s", _name_of(instance), type(error).__name__, text_of(error)
+                )
         if errors:
-            texts = "; ".join(f"{type(error).__name__}: {error}" for error in errors)
+            texts = "; ".join(f"{type(error).__name__}: {text_of(error)}" for error in errors)
             raise RestartError(f"abort failed: {texts}") from ExceptionGroup("abort", errors)
         return state
 

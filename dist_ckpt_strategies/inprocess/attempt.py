@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from dist_ckpt_strategies.comm.teardown import Communication
-from dist_ckpt_strategies.errors import PeerError, PeerLostError
+from dist_ckpt_strategies.errors import PeerError, PeerLostError, text_of
 from dist_ckpt_strategies.inprocess.coordinator import Coordinator, Fault, FaultMode
 from dist_ckpt_strategies.inprocess.health_check import HPState
 from dist_ckpt_strategies.inprocess.interruption import Interrupter
@@ -98,7 +98,7 @@ class Attempt:
 
     def report(self, error: BaseException) -> None:
         """Say that the block of this rank has raised, unless a fault is known already."""
-        why = f"{type(error).__name__}: {error}"
+        why = f"{type(error).__name__}: {text_of(error)}"
         try:
             self._coordinator.report(self._state.rank, self.epoch, FaultMode.EXCEPTION, why)
         except PeerLostError:
@@ -130,7 +130,7 @@ class Attempt:
         except PeerError as error:
             fault = self._lose(error)
         except Exception as error:  # noqa: BLE001 - whatever a client raises: nobody would watch
-            lost = PeerLostError(None, f"{type(error).__name__}: {error}")
+            lost = PeerLostError(None, f"{type(error).__name__}: {text_of(error)}")
             lost.__cause__ = error  # raised by the thread of the block, once that has been left
             fault = self._lose(lost)
         if fault is None or self._over.is_set():

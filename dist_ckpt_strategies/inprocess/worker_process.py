@@ -144,6 +144,10 @@ class WorkerProcess:
     def end(self) -> int:
         """The exit code of a process that is dying or dead; nothing of it is left afterwards."""
         self.signal(signal.SIGKILL)
+        # Before the wait, after which the number may be that of another session.
+        for pid in _session_of(self.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         code = self._process.wait()
         for output in self.outputs:
             output.drain()
@@ -161,6 +165,20 @@ def reason_of(code: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
+
+
+def _session_of(leader: int) -> list[int]:
+    """The processes of a session: those too that have a process group of their own by now."""
+    found: list[int] = []
+    for place in Path("/proc").iterdir():
+        if not place.name.isdecimal():
+            continue
+        with suppress(OSError):  # it has ended since it was listed
+            # Behind the name, which may hold anything: state, parent, group, session.
+            fields = (place / "stat").read_text(errors="replace").rpartition(")")[2].split()
+            if int(fields[3]) == leader:
+                found.append(int(place.name))
+    return found
 
 
 def _started(

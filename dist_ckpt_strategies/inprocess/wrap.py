@@ -16,7 +16,12 @@ from dist_ckpt_strategies.comm.interruptible_gloo import register_interruptible_
 from dist_ckpt_strategies.comm.rendezvous import rendezvous_by_attempt
 from dist_ckpt_strategies.comm.teardown import Communication
 from dist_ckpt_strategies.config import update_environment
-from dist_ckpt_strategies.errors import MissingDependencyError, PeerError, RestartError
+from dist_ckpt_strategies.errors import (
+    MissingDependencyError,
+    PeerError,
+    RestartError,
+    text_of,
+)
 from dist_ckpt_strategies.inprocess.abort import Abort, Compose, HPAbortTorchDistributed
 from dist_ckpt_strategies.inprocess.attempt import Attempt, AttemptOptions
 from dist_ckpt_strategies.inprocess.attempt_limits import AttemptLimits
@@ -210,7 +215,9 @@ class HPCallWrapper:
                     outcome = self._attempted(fn, a, kw)
                     if outcome is not None:
                         return outcome.result()
-        except BaseException:  # a request to leave the process gives up too
+        except BaseException as error:  # a request to leave the process gives up too
+            if self.state is State.RUNNING:
+                self._leave(error)
             if self.state not in {State.DONE, State.FAILED}:
                 self._move(Event.GAVE_UP)
             raise
@@ -271,7 +278,7 @@ class HPCallWrapper:
         is_peers_fault = isinstance(call_ex, RuntimeError | PeerError | ConnectionError)
         if not attempt.hears_within(_FIRST_TELLER_S if is_peers_fault else 0.0):
             attempt.report(call_ex)
-        logger.warning("the block raised %s: %s", type(call_ex).__name__, call_ex)
+        logger.warning("the block raised %s: %s", type(call_ex).__name__, text_of(call_ex))
         attempt.wait_stopped()
         raise RankShouldRestart(attempt.fault) from call_ex
 
@@ -349,6 +356,23 @@ class HPCallWrapper:
             raise RankShouldRestart(attempt.fault)
         self._move(Event.ALL_RETURNED)
         return outcome
+
+    def _leave(self, error: BaseException) -> None:
+        """The block has been left for good: tell the others why, and end all communication.
+
+        What is still under way in it, and a thread that waits for news of the epoch, would come
+        back while the interpreter ends, and abort the process in the place of its own exit code.
+        """
+        attempt = self._running()
+        try:
+            if not attempt.hears_within(0.0):
+                attempt.report(error)
+            attempt.wait_stopped()
+        except PeerError as lost:
+            logger.warning("nobody is told that this rank leaves: %s", lost)
+            return
+        assert attempt.state.communication is not None  # noqa: S101 - made with the attempt
+        attempt.state.communication.take_down()
 
     def _finalize(self, attempt: Attempt) -> None:
         if self._modes is not None:

@@ -18,6 +18,9 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.spec.phase import Phase
 
+_MAX_SHOWN = 8
+_SHORT_WHY = 40
+
 ALIGNMENT_NBYTES = 4096
 """Where a part is split over its holders: multiples of it, so that few tensors are cut oddly."""
 
@@ -212,9 +215,18 @@ def require_equal_copies(digests: Mapping[str, Mapping[int, str]]) -> None:
 def _target(facts: Sequence[RankFacts]) -> int:
     held = [one.held for one in facts if one.held is not None]
     if not held:
-        why = "; ".join(f"rank {rank} {one.why}" for rank, one in enumerate(facts[:8]))
+        why = "; ".join(_each_why(facts[:_MAX_SHOWN]))
         raise NoReplicasAvailableError(None, f"no rank has kept its state: {why}")
     return max(state.step + (state.phase >= Phase.COMMITTED) for state in held)
+
+
+def _each_why(facts: Sequence[RankFacts]) -> Iterator[str]:
+    """Why each rank has nothing; what is the same on several, and long, is said once."""
+    first: dict[str, int] = {}
+    for rank, one in enumerate(facts):
+        known = first.setdefault(one.why, rank)
+        is_short = len(one.why) <= _SHORT_WHY
+        yield f"rank {rank} {one.why if known == rank or is_short else f'as rank {known}'}"
 
 
 def _role(held: HeldState | None, target: int) -> Role:

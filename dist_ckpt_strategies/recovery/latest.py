@@ -22,6 +22,7 @@ from dist_ckpt_strategies.errors import (
     PeerLostError,
     PeerTimeoutError,
     PlanError,
+    text_of,
 )
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.storage.buckets.place import Bucket
@@ -193,7 +194,7 @@ def _from_global(
         except CheckpointError:
             raise
         except Exception as error:  # another rank sees one of ours, and both have to go on alike
-            text = f"{candidate.path}: load_global raised {type(error).__name__}: {error}"
+            text = f"{candidate.path}: load_global raised {type(error).__name__}: {text_of(error)}"
             raise CheckpointError(text, path=candidate.path) from error
 
     try:

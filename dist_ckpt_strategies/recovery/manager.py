@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
 from dist_ckpt_strategies.device import uses_cuda
@@ -29,6 +30,7 @@ from dist_ckpt_strategies.recovery.provider import HasStateProvider, provider_of
 from dist_ckpt_strategies.recovery.step_keeper import StepKeeper
 from dist_ckpt_strategies.run.flat_parts import FlatPart, flat_parts
 from dist_ckpt_strategies.run.recover import (
+    BrokenGatherError,
     Recovered,
     RecoveryOptions,
     Survivor,
@@ -42,6 +44,9 @@ from dist_ckpt_strategies.run.state_provider import StateProvider
 from dist_ckpt_strategies.spec.phase import Phase
 
 logger = logging.getLogger(__name__)
+
+_MAX_WHY = 800
+"""Characters that are told of why a rank has no state."""
 
 
 class CheckpointManager(StepKeeper):
@@ -88,6 +93,9 @@ class CheckpointManager(StepKeeper):
         self.enable_offload = enable_offload
         self.last_report: RecoveryReport | None = None
         self.last_failure: CheckpointError | None = None
+        self._let_go_for = ""
+        self._is_run_again = False
+        self._is_filling = False
 
     def save_checkpoint(self, trainer: StateProvider | HasStateProvider) -> None:
         """Keep this state, by reference; takes its digests where they are enabled.
@@ -102,6 +110,8 @@ class CheckpointManager(StepKeeper):
 
     def delete_checkpoint(self) -> None:
         """Forget the kept state and its random states, and collect what they leave."""
+        if self._kept is not None:
+            self._let_go_for = "delete_checkpoint was called"
         self._release()
         self._random.clear()
         gc.collect()
@@ -181,20 +191,49 @@ class CheckpointManager(StepKeeper):
 
         Raises:
             PeerTimeoutError, PeerLostError: a rank does not take part any more.
+            RestartError: it broke off when ``trainer`` had been filled in part, and HPWrapper runs
+                the block again, which makes it anew; on all ranks alike. Without HPWrapper None
+                is returned then too, and a checkpoint has to be loaded over it.
         """
         provider = provider_of(trainer)
         comm = self._communicator(group)
+        self._is_filling = False
         try:
             recovered = self._recover(comm, provider)
+            agree(comm, lambda: self._adopt(provider, recovered))
         except (PeerTimeoutError, PeerLostError):
             raise
+        except BrokenGatherError as error:
+            raise PeerLostError(None, str(error)) from error
         except CheckpointError as error:
-            self._refuse(error)
-            self._release()
-            self._random.clear()
+            self._give_up(error)
             return None
-        self._adopt(provider, recovered)
         return {"global_step": recovered.report.step, **asdict(recovered.report)}
+
+    def on_attempt(self, _epoch: object) -> None:
+        """An attempt begins; HPWrapper calls this in the block's thread."""
+        self._is_run_again = True
+
+    def _give_up(self, error: CheckpointError) -> None:
+        """Let go of everything; raise where the state to be filled is neither new nor old now.
+
+        On all ranks alike. Who would begin a new run with it would begin with weights of the old.
+        """
+        self._refuse(error)
+        if self._kept is not None:
+            self._let_go_for = f"a recovery was refused: {error}"
+        self._release()
+        self._random.clear()
+        if self._is_filling and self._is_run_again:
+            raise RestartError(
+                f"a recovery from memory broke off with the state filled in part: {error}; the "
+                "block has to make it anew"
+            ) from error
+        if self._is_filling:
+            logger.warning("the state is filled in part: load a checkpoint, or make it anew")
+
+    def _note_filling(self) -> None:
+        self._is_filling = True
 
     def _communicator(self, group: ProcessGroup | None) -> Communicator:
         return open_communicator(
@@ -209,6 +248,8 @@ class CheckpointManager(StepKeeper):
             wanted, kept = flat_parts(view.parts()), self._flat_kept()
             recorded = self.checksum_manager if self.enable_checksum else None
             held, why = held_state(self._kept, kept, recorded, with_digests=with_digests)
+            if held is None and self._let_go_for:
+                why = f"has let its state go when {self._let_go_for[:_MAX_WHY]}"
             parts.extend([wanted, kept])
             return RankFacts(
                 tuple(part.facts() for part in wanted.values()),
@@ -251,7 +292,7 @@ class CheckpointManager(StepKeeper):
             survivor,
             self._view(new),
             self._random.all(),
-            RecoveryOptions(compares_copies=self.enable_checksum),
+            RecoveryOptions(compares_copies=self.enable_checksum, on_filling=self._note_filling),
         )
 
     def _view(self, provider: StateProvider) -> StateProvider:

@@ -7,7 +7,8 @@ import binascii
 import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,13 +17,15 @@ import torch
 import xxhash
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
-from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
+from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
+from dist_ckpt_strategies.comm.torch_group import is_of_communication
 from dist_ckpt_strategies.device import to_host
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
     RestartError,
     ShapeMismatchError,
+    text_of,
 )
 from dist_ckpt_strategies.plan.messages import Message
 from dist_ckpt_strategies.plan.recover import (
@@ -58,10 +61,12 @@ class RecoveryOptions:
         compares_copies: whether all copies of a part have to be equal before any is sent.
         max_bucket_nbytes: bound on what a rank has under way to, or from, all of its peers
             together; a message to each of them may be 1 MiB in any case.
+        on_filling: called when the new state is about to be changed; on all ranks, or on none.
     """
 
     compares_copies: bool = False
     max_bucket_nbytes: int = 64 << 20
+    on_filling: Callable[[], None] = lambda: None
 
 
 DEFAULT_OPTIONS = RecoveryOptions()
@@ -88,6 +93,13 @@ class UnfinishedStepError(RestartError):
     """A rank could not finish its step, and its state is torn; others may hold the same parts.
 
     Raised on all ranks alike, before any state has been moved.
+    """
+
+
+class BrokenGatherError(RestartError):
+    """The weights could not be made anew, as ranks lost each other over it: nothing else is wrong.
+
+    Raised on all ranks alike. What each of them has kept is good for another attempt.
     """
 
 
@@ -155,6 +167,7 @@ def run_recovery(
 
     Raises:
         UnfinishedStepError: a rank could not finish its step; another plan may do without it.
+        BrokenGatherError: ranks lost each other while they made the weights anew.
         CorruptCheckpointError: bytes arrived damaged, or copies of a part differ.
     """
     started = time.monotonic()
@@ -166,12 +179,13 @@ def run_recovery(
         _compare_copies(comm, plan, sources)
     targets = agree(comm, lambda: flat_parts(_asked("parts", new.parts)))
     transfer = _Transfer(comm, plan, sources, targets, options.max_bucket_nbytes)
+    options.on_filling()
     copied_nbytes = agree(comm, transfer.copy_own)
     transfer.run()
     states = _exchange_states(comm, plan, survivor, random_states)
     agree(comm, lambda: _take_objects(new, states.objects, plan.target))
     if plan.needs_gather:
-        agree(comm, lambda: _asked("gather_weights", new.gather_weights))
+        _gather_weights(comm, new)
     report = RecoveryReport(
         step=plan.target,
         role=role,
@@ -194,10 +208,30 @@ def _finish_steps(comm: Communicator, survivor: Survivor | None, role: Role) -> 
             return str(error)
         return ""
 
-    answers = agree_and_gather(comm, finish)
+    _raise_if_any(comm, agree_and_gather(comm, finish), UnfinishedStepError)
+
+
+def _gather_weights(comm: Communicator, new: StateProvider) -> None:
+    """Have the weights made anew. Collective."""
+
+    def gather() -> str:
+        try:
+            _asked("gather_weights", new.gather_weights)
+        except CheckpointError as error:
+            if is_of_communication(error) or is_of_communication(error.__cause__):
+                return str(error)
+            raise
+        return ""
+
+    _raise_if_any(comm, agree_and_gather(comm, gather), BrokenGatherError)
+
+
+def _raise_if_any(
+    comm: Communicator, answers: Sequence[str], kind: Callable[[str], RestartError]
+) -> None:
     failed = [f"rank {comm.global_rank(rank)}: {why}" for rank, why in enumerate(answers) if why]
     if failed:
-        raise UnfinishedStepError("; ".join(failed[:_MAX_SHOWN]))
+        raise kind("; ".join(failed[:_MAX_SHOWN]))
 
 
 def _asked(what: str, call: Callable[[], T]) -> T:
@@ -207,7 +241,7 @@ def _asked(what: str, call: Callable[[], T]) -> T:
     except CheckpointError:
         raise
     except Exception as error:  # whatever a training's own code raises
-        text = f"the state provider's {what} raised {type(error).__name__}: {error}"
+        text = f"the state provider's {what} raised {type(error).__name__}: {text_of(error)}"
         raise RestartError(text) from error
 
 
@@ -261,6 +295,7 @@ class _Transfer:
         self._in: defaultdict[int, list[_Item]] = defaultdict(list)
         self._sent: defaultdict[int, list[str]] = defaultdict(list)
         self._arrived: defaultdict[int, list[str]] = defaultdict(list)
+        self._failure: Exception | None = None
         self.sources = tuple(sorted({c.source for c in plan.copies if c.receiver == comm.rank}))
         self.sent_nbytes = sum(c.nbytes for c in plan.copies if c.source == comm.rank)
         self.received_nbytes = sum(c.nbytes for c in plan.copies if c.receiver == comm.rank)
@@ -279,7 +314,7 @@ class _Transfer:
             return
         for number in range(max(agree_and_gather(self._comm, self._prepare))):
             self._round(number)
-        claimed = self._comm.all_gather({str(to): found for to, found in self._sent.items()})
+        claimed = agree_and_gather(self._comm, self._claims)
         agree(self._comm, lambda: self._verify(claimed))
 
     def _prepare(self) -> int:
@@ -302,6 +337,7 @@ class _Transfer:
         coming = [items[number] for items in self._in.values() if number < len(items)]
 
         def stage() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+            self._require_no_failure()
             try:
                 data = [self._from[i.copy.part_id].outgoing(i.message, device) for i in going]
                 return data, [self._to[i.copy.part_id].landing(i.message, device) for i in coming]
@@ -314,12 +350,31 @@ class _Transfer:
             [Send(item.peer, found) for item, found in zip(going, data, strict=True)],
             [Receive(item.peer, found) for item, found in zip(coming, landing, strict=True)],
         )
-        for item, found in zip(going, data, strict=True):
-            self._sent[item.peer].append(_digest(found))
+        with self._noting_failures():
+            for item, found in zip(going, data, strict=True):
+                self._sent[item.peer].append(_digest(found))
         exchange.wait()
-        for item, found in zip(coming, landing, strict=True):
-            self._to[item.copy.part_id].land(item.message, found)
-            self._arrived[item.peer].append(_digest(found))
+        with self._noting_failures():
+            for item, found in zip(coming, landing, strict=True):
+                self._to[item.copy.part_id].land(item.message, found)
+                self._arrived[item.peer].append(_digest(found))
+
+    @contextmanager
+    def _noting_failures(self) -> Iterator[None]:
+        """What fails here is raised in the next step that all agree on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - raised there
+            self._failure = self._failure or error
+
+    def _require_no_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _claims(self) -> dict[str, list[str]]:
+        """The digests of what this rank has sent, by receiver."""
+        self._require_no_failure()
+        return {str(to): found for to, found in self._sent.items()}
 
     def _verify(self, claimed: Sequence[Mapping[str, Sequence[str]]]) -> None:
         for source, items in sorted(self._in.items()):
@@ -365,15 +420,25 @@ def _exchange_states(
 
     described = agree_and_gather(comm, describe)
     pairs = plan.message_pairs()
-    arrived = {s: np.empty(described[s][0], np.uint8) for s, to in pairs if to == comm.rank}
-    content = np.frombuffer(bytearray(held[0]), np.uint8)
+
+    def make_room() -> tuple[Bytes, dict[int, Bytes]]:
+        sizes = {s: described[s][0] for s, to in pairs if to == comm.rank}
+        mine = np.frombuffer(bytearray(held[0]), np.uint8)
+        return mine, {source: np.empty(size, np.uint8) for source, size in sorted(sizes.items())}
+
+    arrived: dict[int, Bytes] = {}
     if pairs:
+        content, arrived = agree(comm, make_room)
         comm.exchange(
             [Send(to, content) for source, to in pairs if source == comm.rank],
-            [Receive(source, into) for source, into in sorted(arrived.items())],
+            [Receive(source, into) for source, into in arrived.items()],
         )
-    found = {s: into.tobytes() for s, into in arrived.items()} | {comm.rank: held[0]}
-    return agree(comm, lambda: _decoded_states(comm, plan, found, described))
+
+    def decoded() -> _States:
+        found = {s: into.tobytes() for s, into in arrived.items()} | {comm.rank: held[0]}
+        return _decoded_states(comm, plan, found, described)
+
+    return agree(comm, decoded)
 
 
 def _objects_of(survivor: Survivor) -> dict[str, Any]:

@@ -20,11 +20,18 @@ from dist_ckpt_strategies.local import (
     LocalCheckpointManager,
     MCoreTensorAwareStateDict,
 )
+from dist_ckpt_strategies.recovery import CheckpointManager, Phase
+from dist_ckpt_strategies.recovery.kept_state import KeptState
+from dist_ckpt_strategies.recovery.random_states import (
+    capture_random_states,
+    encode_random_states,
+)
 from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
     LocalReplicatedSaveShardedStrategy,
 )
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+from tests.support.memory_provider import MemoryProvider
 from tests.support.sharding import Cut, Part, no_data, on_grid, replicated, state_of, zeros
 
 LIMIT_S = 6.0
@@ -287,6 +294,39 @@ def reshard_state(rank: int, shared: Path) -> Action:
     return attempt
 
 
+def recover_where(lost: int) -> Callable[[int, Path], Action]:
+    """Bring a rank that has lost its state back from those that hold the same; all then go on."""
+
+    def prepare(rank: int, shared: Path) -> Action:
+        random_states = encode_random_states(capture_random_states())
+
+        def attempt(root: Path) -> None:
+            del root
+            manager = CheckpointManager(enable_checksum=True, timeout_s=LIMIT_S)
+            if rank != lost:
+                # As a vote would have left it: votes are collectives of the training's own.
+                manager._kept = KeptState(_replica(rank, 1.0), 0, Phase.COMMITTED)
+                for other in range(dist.get_world_size()):
+                    manager._random.note(other, 1, random_states)
+            new = _replica(rank, 0.0)
+            if manager.try_checkpointless_load(new) is None:
+                assert manager.last_failure is not None
+                raise manager.last_failure
+            parts = new.parts()
+            assert all((found == 2.0 + rank % 2).all() for found in parts[f"p{rank % 2}"].values())
+
+        return attempt
+
+    return prepare
+
+
+def _replica(rank: int, value: float) -> MemoryProvider:
+    """Ranks 0 and 2 hold one shard, 1 and 3 another; tensors in order and not."""
+    value += rank % 2 if value else 0
+    shard = {"x": torch.full((3000,), value), "across": torch.full((64, 32), value).t()}
+    return MemoryProvider({f"p{rank % 2}": shard})
+
+
 @dataclass(frozen=True)
 class Scenario:
     """What is tried again and again."""
@@ -310,4 +350,6 @@ SCENARIOS = {
     "load parts": Scenario(load_parts),
     "exchange states": Scenario(exchange_states),
     "reshard": Scenario(reshard_state),
+    "recover from": Scenario(recover_where(0)),
+    "recover": Scenario(recover_where(2)),
 }

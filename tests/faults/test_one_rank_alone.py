@@ -37,6 +37,7 @@ SHARES = (
     ("save behind zarr 1", "save behind zarr 2", "two stages zarr 1", "two stages zarr 2"),
     ("save local_replicated", "load local_replicated", "reshard"),
     ("save parts", "save parts behind", "load parts", "exchange states"),
+    ("recover from", "recover"),
 )
 
 

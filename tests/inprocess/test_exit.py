@@ -39,14 +39,39 @@ except RestartLimitError:
 """
 
 
-def test_the_exit_code_is_the_scripts_own() -> None:
+LEAVING = """
+import sys
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from dist_ckpt_strategies.errors import RestartLimitError
+from dist_ckpt_strategies.inprocess import HPWrapper
+
+@HPWrapper(max_attempts=1)
+def block():
+    dist.init_process_group("interruptible_gloo")
+    model = DistributedDataParallel(torch.nn.Linear(8, 8))
+    for step in range(1000):
+        model(torch.ones(2, 8)).sum().backward()
+        if step == 2 and dist.get_rank() == 1:
+            raise LEAVING
+
+try:
+    block()
+except RestartLimitError as error:
+    print(error, file=sys.stderr)
+    sys.exit(7)
+"""
+
+
+def run_both(script: str) -> tuple[list[int], list[str]]:
+    """The exit codes of two ranks, and what they say on stderr."""
     host = TcpHost()
     place = {"MASTER_ADDR": HOST, "MASTER_PORT": str(host.port), "GLOO_SOCKET_IFNAME": "lo"}
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     size = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT],
+            [sys.executable, "-c", script],
             env={**environment(), **place, **agent, **size, "RANK": rank, "LOCAL_RANK": rank},
             stderr=subprocess.PIPE,
             text=True,
@@ -60,5 +85,25 @@ def test_the_exit_code_is_the_scripts_own() -> None:
             process.kill()
             process.wait()
 
-    assert [process.returncode for process in processes] == [7, 7], texts
+    return [process.returncode for process in processes], texts
+
+
+def test_the_exit_code_is_the_scripts_own() -> None:
+    codes, texts = run_both(SCRIPT)
+
+    assert codes == [7, 7], texts
+    assert not any("terminate called" in text for text in texts), texts
+
+
+@pytest.mark.parametrize(
+    ("leaving", "code", "why"),
+    [("SystemExit(3)", 3, "SystemExit: 3"), ("KeyboardInterrupt", -2, "KeyboardInterrupt: ")],
+)
+def test_who_leaves_in_the_middle_of_the_block_says_why_and_ends_by_its_own_code(
+    leaving: str, code: int, why: str
+) -> None:
+    codes, texts = run_both(LEAVING.replace("LEAVING", leaving))
+
+    assert codes == [7, code], texts
+    assert f"rank 1: exception in epoch 1: {why}" in texts[0]
     assert not any("terminate called" in text for text in texts), texts

@@ -231,6 +231,22 @@ time.sleep(60)
     assert jobs.left() == []
 
 
+def test_nothing_that_a_dead_worker_has_started_goes_on_in_a_group_of_its_own(jobs: Jobs) -> None:
+    body = """
+if is_first("dies"):
+    child = os.fork()
+    if not child:
+        os.setpgid(0, 0)
+        (here / f"pid.{os.getpid()}").touch()
+        time.sleep(600)
+    wait_for(f"pid.{child}")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert jobs.run(body, 1) == 0
+    assert len(jobs.pids()) == 3
+    assert jobs.left() == []
+
+
 def test_a_spare_takes_over_the_rank_of_a_dead_worker(jobs: Jobs) -> None:
     body = """
 if rank is None:

@@ -1,0 +1,176 @@
+"""A recovery that breaks off: what all ranks do then, and what they still know afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from dist_ckpt_strategies.errors import PeerLostError, RestartError
+from dist_ckpt_strategies.recovery import CheckpointManager
+from tests.support.memory_provider import MemoryProvider, Parts
+from tests.support.ranks import run_processes
+
+pytestmark = pytest.mark.multiprocess
+
+SIZE, LOST, CULPRIT = 4, 1, 2
+GLOO = "[../gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 60000ms for recv operation"
+
+
+class UnspeakableError(Exception):
+    """Raises where it should say what it is."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@dataclass(frozen=True)
+class Break:
+    """What goes wrong on one rank: which method of its state raises what."""
+
+    method: str
+    error: Exception
+
+
+class Breaking(MemoryProvider):
+    """A provider of which one method raises."""
+
+    broken: Break | None = None
+
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        self._reach("load_objects")
+        super().load_objects(objects)
+
+    def gather_weights(self) -> None:
+        self._reach("gather_weights")
+        super().gather_weights()
+
+    def set_step(self, step: int) -> None:
+        self._reach("set_step")
+        super().set_step(step)
+
+    def parts(self) -> Parts:
+        self._reach("parts")
+        return super().parts()
+
+    def _reach(self, method: str) -> None:
+        if self.broken is not None and self.broken.method == method:
+            raise self.broken.error
+
+
+def kept(rank: int) -> tuple[CheckpointManager, Breaking]:
+    """A manager whose rank has committed step 6, but for the one that is lost; and a new state."""
+    manager = CheckpointManager(enable_checksum=True, timeout_s=60)
+    weights = {"w": torch.full((8,), 1.0)}
+    shard = {"x": torch.full((1000,), 1.0)}
+    old = MemoryProvider({"model": weights, "shard": shard}, step=6, gathered=frozenset({"model"}))
+    manager.track(old)
+    manager.begin_step()
+    manager.vote()
+    if rank == LOST:
+        manager = CheckpointManager(enable_checksum=True, timeout_s=60)
+    return manager, new_state()
+
+
+def new_state() -> Breaking:
+    parts = {"model": {"w": torch.zeros(8)}, "shard": {"x": torch.zeros(1000)}}
+    return Breaking(parts, gathered=frozenset({"model"}))
+
+
+def broken_off(rank: int, broken: Break, around: str) -> tuple[str, str]:
+    """Body of a rank: what becomes of the recovery, and of the one after it."""
+    manager, new = kept(rank)
+    if around == "wrapper":
+        manager.on_attempt(None)
+    new.broken = broken if rank == CULPRIT else None
+    first = outcome(manager, new)
+    return first, outcome(manager, new_state())
+
+
+def outcome(manager: CheckpointManager, new: MemoryProvider) -> str:
+    try:
+        found = manager.try_checkpointless_load(new)
+    except (RestartError, PeerLostError) as error:
+        return f"{type(error).__name__}: {error}"
+    return f"None: {manager.last_failure}" if found is None else f"step {found['global_step']}"
+
+
+BREAKS = {
+    "objects": Break("load_objects", ValueError("on purpose")),
+    "step": Break("set_step", MemoryError("on purpose")),
+    "weights": Break("gather_weights", RuntimeError("on purpose")),
+    "without a text": Break("load_objects", UnspeakableError()),
+}
+
+
+@pytest.mark.parametrize("broken", BREAKS.values(), ids=BREAKS)
+def test_a_state_that_is_filled_in_part_is_made_anew_where_the_block_is_run_again(
+    broken: Break,
+) -> None:
+    found = run_processes(SIZE, broken_off, broken, "wrapper")
+
+    for first, second in found:
+        assert first.startswith("RestartError: a recovery from memory broke off"), first
+        assert f"rank {CULPRIT}: " in first
+        assert f"{broken.method} raised {type(broken.error).__name__}: " in first
+        # The cause is still told where nothing but its consequence is left to see.
+        assert second.startswith("None: no rank has kept its state: rank 0 has let its state go")
+        assert f"{broken.method} raised {type(broken.error).__name__}: " in second
+        assert f"rank {LOST} has no state; rank 2 as rank 0" in second
+
+
+def test_without_the_wrapper_none_says_that_a_checkpoint_has_to_be_loaded() -> None:
+    found = run_processes(SIZE, broken_off, BREAKS["objects"], "nothing")
+
+    assert all(first.startswith("None: ") and "on purpose" in first for first, _ in found), found
+
+
+def test_what_is_refused_before_anything_was_filled_gives_none_under_the_wrapper_too() -> None:
+    found = run_processes(SIZE, broken_off, Break("parts", ValueError("on purpose")), "wrapper")
+
+    assert all(first.startswith("None: ") and "on purpose" in first for first, _ in found), found
+
+
+def test_where_ranks_lose_each_other_over_the_weights_the_next_attempt_recovers() -> None:
+    broken = Break("gather_weights", RuntimeError(GLOO))
+
+    found = run_processes(SIZE, broken_off, broken, "wrapper")
+
+    for first, second in found:
+        assert first.startswith(f"PeerLostError: rank {CULPRIT}: "), first
+        assert "Timed out" in first
+        assert second == "step 7"
+
+
+def no_random_states(rank: int) -> str:
+    """Body of a rank: one of them cannot put its generators where they belong."""
+    manager, new = kept(rank)
+    if rank == CULPRIT:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(CheckpointManager, "load_rng_states", _refusing)
+            return outcome(manager, new)
+    return outcome(manager, new)
+
+
+def _refusing(_manager: CheckpointManager) -> None:
+    raise ValueError("no such generator")
+
+
+def test_random_states_that_cannot_be_restored_on_one_rank_are_refused_on_all() -> None:
+    found = run_processes(SIZE, no_random_states)
+
+    assert all(one.startswith("None: ") and "no such generator" in one for one in found), found
+
+
+def test_what_was_deleted_is_called_so() -> None:
+    manager = CheckpointManager()
+    manager.track(new_state())
+    manager.delete_checkpoint()
+
+    assert manager.try_checkpointless_load(new_state()) is None
+    assert "rank 0 has let its state go when delete_checkpoint was called" in str(
+        manager.last_failure
+    )
