@@ -41,8 +41,12 @@ def mapped_values(convert: Callable[[Any], Any], state_dict: StateDict) -> State
 
 
 def is_main(value: Any) -> bool:
-    """Whether this replica is the one that is written."""
-    return bool(is_main_replica(value.replica_id))
+    """Whether this replica is the one that is written.
+
+    Raises:
+        PlanError: its replica_id is no number nor numbers.
+    """
+    return bool(is_main_replica(_replica(value)))
 
 
 def shard_spec(tensor: Any) -> ShardSpec:
@@ -122,14 +126,13 @@ def metadata_to_wire(value: Any) -> list[Any]:
     """A ShardedTensor or ShardedObject without its data, as JSON types.
 
     Raises:
-        PlanError: its key is no text.
+        PlanError: its key is no text, or its replica_id no number nor numbers.
     """
-    replica = value.replica_id
     where = [
         _key(value),
         _extent(value.global_shape),
         _extent(value.global_offset),
-        _extent(replica) if isinstance(replica, Sequence) else int(replica),
+        _replica(value),
     ]
     if isinstance(value, ShardedObject):
         return where
@@ -168,6 +171,17 @@ def metadata_from_wire(wire: list[Any]) -> Any:
 def is_empty(value: Any) -> bool:
     """Whether this is a ShardedTensor without elements, which Megatron-Core's checks trip over."""
     return isinstance(value, ShardedTensor) and 0 in value.local_shape
+
+
+def _replica(value: Any) -> int | Extent:
+    replica = value.replica_id
+    try:
+        return _extent(replica) if isinstance(replica, Sequence) else int(replica)
+    except (TypeError, ValueError) as error:
+        raise PlanError(
+            f"{value.key}: expected a number or several as replica_id, found {replica!r}",
+            key=value.key,
+        ) from error
 
 
 def _key(value: Any) -> str:

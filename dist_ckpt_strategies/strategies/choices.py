@@ -107,8 +107,16 @@ def _chosen(action: StrategyAction, choice: StrategyChoice) -> Any:
         raise StrategyError(f"expected a strategy or a tuple (backend, version), found {choice!r}")
     key = StrategyKey(action, *choice)
     if key in DEFAULT_REGISTRY:
-        return DEFAULT_REGISTRY.get(key)
+        return _require_kind(key, DEFAULT_REGISTRY.get(key))
     return _of_megatron_or_missing(key)
+
+
+def _require_kind(key: StrategyKey, found: Any) -> Any:
+    """What somebody has registered, where it does what it is registered for."""
+    kind = _KINDS[key.action]
+    if not isinstance(found, kind):
+        raise StrategyError(f"{key}: expected a {kind.__name__} there, found {found!r}")
+    return found
 
 
 def _of_megatron_or_missing(key: StrategyKey) -> Any:

@@ -186,7 +186,7 @@ def require_common(backend: str, version: int) -> None:
     """
     if (backend, version) != (BACKEND, VERSION):
         raise IncompatibleVersionError(
-            f"expected common backend ('{BACKEND}', {VERSION}), found ({backend!r}, {version})"
+            f"expected common backend ('{BACKEND}', {VERSION}), found ({backend!r}, {version!r})"
         )
 
 

@@ -43,6 +43,12 @@ class StrategyKey:
         if not isinstance(self.action, StrategyAction):
             names = ", ".join(f"StrategyAction.{action.name}" for action in StrategyAction)
             raise StrategyError(f"action: expected one of {names}, found {self.action!r}")
+        backend: Any = self.backend
+        version: Any = self.version
+        if not (isinstance(backend, str) and isinstance(version, int)):
+            raise StrategyError(
+                f"expected a str as backend and an int as version, found ({backend!r}, {version!r})"
+            )
 
     def __str__(self) -> str:
         """The key as people write it."""
@@ -62,7 +68,13 @@ class StrategyRegistry:
 
         Raises:
             StrategyExistsError: another factory is there and ``replace`` is not set.
+            StrategyError: the key is no StrategyKey, or the factory cannot be called.
         """
+        found: Any = (key, factory)
+        if not (isinstance(found[0], StrategyKey) and callable(found[1])):
+            raise StrategyError(
+                f"expected a StrategyKey and a callable, found {key!r} and {factory!r}"
+            )
         present = self._factories.get(key)
         if present is not None and present is not factory and not replace:
             raise StrategyExistsError(
@@ -103,7 +115,7 @@ def require_own(own: tuple[str, int], backend: str, version: int) -> None:
         IncompatibleVersionError: it is another.
     """
     if (backend, version) != own:
-        raise IncompatibleVersionError(f"expected backend {own}, found ({backend!r}, {version})")
+        raise IncompatibleVersionError(f"expected backend {own}, found ({backend!r}, {version!r})")
 
 
 def strategy_not_found(key: StrategyKey, known: Iterable[StrategyKey]) -> StrategyNotFoundError:
@@ -132,7 +144,7 @@ def get_default_strategy(action: StrategyAction, backend: str, version: int) -> 
 
     Raises:
         StrategyNotFoundError: nothing is registered; the message lists what is.
-        StrategyError: the action is none.
+        StrategyError: the action is none, the backend no str or the version no int.
     """
     return DEFAULT_REGISTRY.get(StrategyKey(action, backend, version))
 
@@ -157,10 +169,8 @@ def register_default_strategy(
 
     Raises:
         StrategyExistsError: the key is taken and ``replace`` is not set.
-        StrategyError: the action is none.
+        StrategyError: the action is none, or the strategy neither a strategy nor a callable.
     """
-    is_factory = isinstance(strategy, type) or (
-        callable(strategy) and not hasattr(strategy, "can_handle_sharded_objects")
-    )
-    factory = strategy if is_factory else _Instance(strategy)
+    is_instance = hasattr(strategy, "can_handle_sharded_objects") and not isinstance(strategy, type)
+    factory = _Instance(strategy) if is_instance else strategy
     DEFAULT_REGISTRY.register(StrategyKey(action, backend, version), factory, replace=replace)

@@ -71,6 +71,8 @@ def ask_for_what_is_not_there(rank: int, scratch: Path) -> dict[str, Any]:
         ),
         "a list": partial(dist_ckpt_strategies.save, cast("Any", [state()]), scratch / "c"),
         "too long": partial(save, Entry.OURS, state(), scratch / ("x" * 300)),
+        "no path": partial(dist_ckpt_strategies.save, state(), cast("Any", None)),
+        "bytes": partial(dist_ckpt_strategies.load, state(), cast("Any", b"c")),
     }
     save(Entry.OURS, state(), scratch / "finished")
     finished = partial(dist_ckpt_strategies.load, state_of(rank, cuts(), no_data))
@@ -90,6 +92,8 @@ def test_a_place_that_is_no_directory_is_named(tmp_path: Path) -> None:
             "a loader": ("StrategyError", "expected a SaveShardedStrategy or a tuple"),
             "a list": ("PlanError", "expected a dict"),
             "too long": ("StorageError", "name is too long"),
+            "no path": ("StrategyError", "checkpoint_dir: expected a str or a Path"),
+            "bytes": ("StrategyError", "checkpoint_dir: expected a str or a Path"),
         }
         marker = str(tmp_path / "finished" / "metadata.json")
         assert "'mine', 7" in result["an unknown loader"].text
@@ -144,6 +148,11 @@ def wrong_values(rank: int, scratch: Path) -> dict[str, Any]:
         "beyond": {"o": ShardedObject("o", rank, (4,), (5 if rank == 1 else rank,))},
         "no grid": {"o": ShardedObject("o", rank, (), (), replica_id=rank)},
         "number": {"o": ShardedObject(5, rank, (4,), (rank,))},
+        "no replica": {
+            "w": ShardedTensor(
+                "w", DATA, DATA.dtype, (2,), (8,), (2 * rank,), (4,), None if rank == 1 else 0
+            )
+        },
         "before w": {"w": ShardedTensor("w", DATA, DATA.dtype, (2,), (8,), (2 * rank - 2,), (4,))},
         "beyond w": {"w": ShardedTensor("w", DATA, DATA.dtype, (2,), (8,), (2 * rank + 2,), (4,))},
     }
@@ -188,6 +197,9 @@ def require_words(state: str, found: Failure) -> None:
     if state == "twice on 1":
         assert "DuplicateWriterError" in found.kinds, found
         assert found.key == "o"
+    if state == "no replica":
+        assert "w: expected a number or several as replica_id, found None" in found.text
+        assert (found.key, found.global_rank) == ("w", 1)
     if state in {"before w", "beyond w"}:
         assert "w: rank " in found.text, (state, found)
         assert found.key == "w"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,12 @@ from megatron.core.dist_checkpointing.strategies import base
 import dist_ckpt_strategies
 from dist_ckpt_strategies import StrategyAction, StrategyKey, StrategyRegistry, register
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.errors import StrategyError, StrategyExistsError, StrategyNotFoundError
+from dist_ckpt_strategies.errors import (
+    IncompatibleVersionError,
+    StrategyError,
+    StrategyExistsError,
+    StrategyNotFoundError,
+)
 from dist_ckpt_strategies.strategies import registry as registry_module
 from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy
 from dist_ckpt_strategies.strategies.registry import (
@@ -241,3 +247,28 @@ def test_an_unknown_backend_is_a_miss_in_ours_that_says_what_there_is() -> None:
 
     with pytest.raises(StrategyNotFoundError, match=r"registered: .*'zarr', 1"):
         get_default_strategy(StrategyAction.LOAD_SHARDED, "hdf5", 1)
+
+
+@pytest.mark.parametrize(("backend", "version"), [("mine", "1"), ("mine", 1.0), (None, 1)])
+def test_a_key_that_could_not_be_listed_is_refused(backend: Any, version: Any) -> None:
+    with pytest.raises(StrategyError, match=r"str as backend and an int as version, found \("):
+        get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
+
+
+def test_what_is_no_strategy_cannot_be_registered_for_one(tmp_path: Path) -> None:
+    wrong: Any = 5
+    with pytest.raises(StrategyError, match="expected a StrategyKey and a callable, found"):
+        register_default_strategy(StrategyAction.SAVE_SHARDED, "a number", 1, wrong)
+    with pytest.raises(StrategyError, match="expected a StrategyKey and a callable, found"):
+        StrategyRegistry().register(wrong, Plain)
+
+    loader = ZarrLoadShardedStrategy()
+    register_default_strategy(StrategyAction.SAVE_SHARDED, "a loader", 1, loader)
+    with pytest.raises(StrategyError, match=r"'a loader', 1\): expected a SaveShardedStrategy"):
+        dist_ckpt_strategies.save({}, tmp_path / "c", ("a loader", 1))
+
+
+def test_a_version_of_another_type_is_told_apart_from_ours() -> None:
+    wrong: Any = "1"
+    with pytest.raises(IncompatibleVersionError, match=r"found \('zarr', '1'\)"):
+        ZarrLoadShardedStrategy().check_version_compatibility(wrong)

@@ -107,8 +107,9 @@ def parse_metadata(key: str, path: Path | str, content: bytes) -> ArraySpec:
             is_raw=raw,
         )
         _require_consistent(array, fields)
-    except PlanError:
-        raise
+    except PlanError as error:
+        found = error.message.removeprefix(f"{key}: ")
+        raise PlanError(f"{key}: {path}: {found}", key=key, path=str(path)) from error
     except (ValueError, LookupError, TypeError, SyntaxError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{key}: {path} does not describe a Zarr v2 array: {error!r}", key=key, path=str(path)

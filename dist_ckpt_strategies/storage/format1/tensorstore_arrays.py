@@ -241,8 +241,15 @@ def _translated(array: ArraySpec, directory: Path, error: Exception) -> Checkpoi
         return missing_chunk(array, path)
     if text.startswith("RESOURCE_EXHAUSTED"):
         text = f"no space left; free some, or save elsewhere ({text})"
+    elif _is_unknown(text):
+        text = f"TensorStore has no decoder for it; engine='zarr' may have one ({text})"
     kind = CorruptCheckpointError if _is_damage(text) else StorageError
     return kind(f"{array.key}: {path}: {text}", key=array.key, path=str(path))
+
+
+def _is_unknown(text: str) -> bool:
+    """Whether the bytes may be whole, but are encoded as TensorStore never does."""
+    return "is not registered" in text or "filters are not supported" in text
 
 
 def _is_damage(text: str) -> bool:

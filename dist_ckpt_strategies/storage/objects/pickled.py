@@ -59,7 +59,10 @@ __all__ = [
 _UNSAFE_GLOBAL = re.compile(r"GLOBAL (\S+)")
 """In torch's message; of a file in the older form torch lists no more than the first."""
 
-_UNPICKLER_SAYS = re.compile(r"WeightsUnpickler error: (.*)")
+_UNSAFE_BUILD = re.compile(r"allowlisted via `add_safe_globals`, but got <class '([^']+)'>")
+"""In torch's message: of a class that no name in the file stands for."""
+
+_UNPICKLER_SAYS = re.compile(r"WeightsUnpickler error:\s*(.*)")
 """In torch's message; what stands before it advises to unpickle freely."""
 
 _PLAIN_LEAD = b"json:"
@@ -256,7 +259,9 @@ def load_pickle(content: bytes, path: Path | str, name: str, allow: Allowed) -> 
 
 
 def _load_error(error: Exception, content: bytes, path: Path | str, name: str) -> CheckpointError:
-    missing = _unsafe_globals(content) or _UNSAFE_GLOBAL.findall(str(error))
+    missing = _unsafe_globals(content) or [
+        name for says in (_UNSAFE_GLOBAL, _UNSAFE_BUILD) for name in says.findall(str(error))
+    ]
     if isinstance(error, pickle.UnpicklingError) and missing:
         classes = ", ".join(missing)
         return UnsafeObjectError(

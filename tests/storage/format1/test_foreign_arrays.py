@@ -62,6 +62,25 @@ def test_chunks_that_no_memory_could_hold_are_an_error_and_not_the_end_of_the_pr
     assert caught.value.key == "w"
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"compressor": {"id": "lz4", "acceleration": 1}},
+        {"filters": [{"id": "delta", "dtype": "<f4"}]},
+    ],
+    ids=["lz4", "a filter"],
+)
+def test_what_tensorstore_has_no_decoder_for_is_not_called_damaged(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    write_metadata(tmp_path / "w", **fields)
+    (tmp_path / "w" / "0").write_bytes(bytes(16))
+
+    with pytest.raises(StorageError, match=r"^w: .*engine='zarr'") as caught:
+        read_array(tmp_path, Engine.TENSORSTORE)
+    assert not isinstance(caught.value, CorruptCheckpointError)
+
+
 def test_a_key_that_tensorstore_refuses_is_an_error_that_names_it(tmp_path: Path) -> None:
     write_metadata(tmp_path / "w.__lock", order="F")
     (tmp_path / "w.__lock" / "0").write_bytes(bytes(16))

@@ -170,8 +170,10 @@ def test_what_describes_no_array_is_an_error_that_names_key_and_file(content: by
 
 @pytest.mark.parametrize("dtype", ["<U4", "|S3", "<M8[ns]", "|O", "<f16", [["a", "<f4"]]])
 def test_a_type_that_torch_has_no_counterpart_for_is_refused(dtype: Any) -> None:
-    with pytest.raises((PlanError, CorruptCheckpointError), match=r"^w: "):
+    with pytest.raises((PlanError, CorruptCheckpointError), match=r"^w: w/\.zarray") as caught:
         parse_metadata("w", SOME_PATH, fields(dtype=dtype))
+
+    assert (caught.value.key, caught.value.path) == ("w", "w/.zarray")
 
 
 json_values = st.recursive(

@@ -148,6 +148,18 @@ def test_the_state_of_numpys_random_generator_is_read_once_its_parts_are_allowed
     assert words.tobytes() == state[1].tobytes()
 
 
+def test_a_class_that_the_file_does_not_name_is_no_damage_and_can_be_allowed(
+    tmp_path: Path,
+) -> None:
+    parts = [np.arange(1).__reduce__()[0], np.ndarray, np.dtype]
+    write_object(tmp_path, NAME, np.array([None, "a"], dtype=object))
+
+    with pytest.raises(UnsafeObjectError, match=r"needs numpy\.dtypes\.ObjectDType, .*allow="):
+        read_object(tmp_path, NAME, parts)
+    found: Any = read_object(tmp_path, NAME, [*parts, np.dtypes.ObjectDType])
+    assert found.tolist() == [None, "a"]
+
+
 def test_an_object_that_cannot_be_pickled_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"^rng_state/shard_0\.1_2\.2 cannot be saved"):
         write_object(tmp_path, NAME, lambda: 0)
