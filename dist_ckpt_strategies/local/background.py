@@ -45,6 +45,9 @@ class BackgroundWork(Generic[T]):
         self._results: list[T] = []
         self._errors: list[BaseException] = []
         self._decided = threading.Event()
+        # The thread itself does not tell: Python <= 3.12 takes one for ended whose join() was
+        # interrupted by a signal.
+        self._ended = threading.Event()
         self._is_called_off = False
         with file_errors(None, tempfile.gettempdir()):
             self.end_mark = Path(tempfile.mkdtemp(prefix="dist_ckpt-")) / "ended"
@@ -71,11 +74,12 @@ class BackgroundWork(Generic[T]):
         """Nothing is to be done: the thread ends, if there is one."""
         self._is_called_off = True
         self._decided.set()
+        self._ended.set()
         self.forget_mark()
 
     def is_done(self) -> bool:
         """Whether it has ended, well or not."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def wait(self, timeout_s: float) -> None:
         """Return when it has ended, well or not.
@@ -83,8 +87,7 @@ class BackgroundWork(Generic[T]):
         Raises:
             SaveTimeoutError: it goes on for longer.
         """
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
+        if not self._ended.wait(timeout_s):
             raise SaveTimeoutError(None, f"the save is not done after {timeout_s:g} s")
 
     def result(self) -> T:
@@ -112,6 +115,7 @@ class BackgroundWork(Generic[T]):
             self._errors.append(error)
         finally:
             self._mark_end()
+            self._ended.set()
 
     def _mark_end(self) -> None:
         """Others wait for the mark as long as its directory is there; a full disk takes no mark."""

@@ -11,6 +11,7 @@ from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.spec.store_url import SCHEMES, StoreUrl
 
 _LOST_A_SLASH = re.compile(rf"({'|'.join(SCHEMES)}|file):/(?!/)")
+_LACKS_SLASHES = re.compile(rf"({'|'.join(SCHEMES)}|file):(?!//)")
 _FILE = "file://"
 
 
@@ -29,6 +30,11 @@ def parsed_address(address: str | Path, *, what: str = "checkpoint_dir") -> Path
         raise StrategyError(f"{what} is empty; name the checkpoint's directory")
     if isinstance(address, Path) and _LOST_A_SLASH.match(text):
         raise StrategyError(f"{text}: a Path takes slashes out of a URL; pass it as a str")
+    scheme = _LACKS_SLASHES.match(text)
+    if scheme and not isinstance(address, Path):  # a typing error, lest it becomes a directory
+        raise StrategyError(
+            f"{text}: a URL begins with {scheme[0]}//; a directory of that name is ./{text}"
+        )
     if text.startswith(_FILE):
         return _path_of(text)
     if "://" in text:

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from dist_ckpt_strategies.storage.disk.files import file_errors, read_file, sync_path, write_file
+from dist_ckpt_strategies.storage.disk.files import (
+    file_errors,
+    read_file,
+    read_span,
+    sync_path,
+    write_file,
+)
 
 
 class Place(Protocol):
@@ -76,8 +82,8 @@ class Directory:
     def read_span(self, name: str, byte_offset: int, nbytes: int) -> bytes:
         """See Place."""
         path = self.path(name)
-        with file_errors(None, path), open(path, "rb", 0) as file:  # noqa: PTH123 - a text
-            return os.pread(file.fileno(), nbytes, byte_offset)
+        with file_errors(None, path):
+            return read_span(path, byte_offset, nbytes)
 
     def write(self, name: str, content: bytes) -> None:
         """See Place."""

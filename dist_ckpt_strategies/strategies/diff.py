@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from dist_ckpt_strategies.config import options_from_environment
+from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.plan.convert import require_whole
@@ -42,6 +43,7 @@ def diff(
         watch: told about bytes of one of them, done and in all, by any thread.
 
     Raises:
+        ArrayNotFoundError: no key in either of them matches.
         StorageError: one of them is missing or damaged.
         UnsafeObjectError: an object that differs needs a class that is not allowed.
     """
@@ -52,6 +54,8 @@ def diff(
     one, other = (open_source(root, chosen.reading(root), allowed) for root in roots)
     weights_only = Format.SAFETENSORS in {s.marker.sharded_backend for s in (one, other)}
     mine, theirs = (_arrays(source, keys, weights_only=weights_only) for source in (one, other))
+    if keys is not None and not (mine or theirs):  # nothing compared would be called equal
+        raise ArrayNotFoundError(f"{one.root} and {other.root}: no array's key matches {keys!r}")
     return run_diff(
         one,
         other,

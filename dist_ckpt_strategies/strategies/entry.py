@@ -19,6 +19,7 @@ from dist_ckpt_strategies.comm.torch_group import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.local.requests import LocalSaveRequest
+from dist_ckpt_strategies.local.running import RUNNING_SAVES
 from dist_ckpt_strategies.megatron.bases import StrictHandling
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.flow import (
@@ -363,11 +364,12 @@ def _begun_save(
     comm = _world(f"save to {checkpoint_dir}", manner.timeout_s)
 
     def check() -> _Save:
-        _options(manner.timeout_s)
+        options = _options(manner.timeout_s)
         chosen = save_strategies(*strategies, manner.timeout_s)
         root = location_of(checkpoint_dir, chosen[0])
         require_taken(root, chosen[0])
         parts = take_apart_for_save(state_dict, content_metadata)
+        RUNNING_SAVES.wait(root, options.timeout_s)
         if comm.rank == 0:
             dump_object(parts.common, name="common state")
             if not manner.overwrite:

@@ -18,7 +18,13 @@ from dist_ckpt_strategies.storage.disk.files import require_directory
 from dist_ckpt_strategies.storage.format1.engines import open_array_store
 from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
 from dist_ckpt_strategies.storage.lifecycle.clearing import DirectoryRoom
-from dist_ckpt_strategies.storage.lifecycle.tokens import leave_token, remove_token, require_token
+from dist_ckpt_strategies.storage.lifecycle.tokens import (
+    has_token,
+    leave_token,
+    remove_token,
+    require_token,
+    superseded,
+)
 from dist_ckpt_strategies.storage.objects.pickled import (
     dump_object,
     object_ids,
@@ -46,7 +52,7 @@ class Format1Target:
     dump = staticmethod(dump_object)
 
     def __init__(self, root: Path, options: Options, *, keeps_old: bool) -> None:
-        self._root = root
+        self.root = root
         self._options = options
         self._keeps_old = keeps_old
         self._room = DirectoryRoom(root)
@@ -61,16 +67,16 @@ class Format1Target:
     def clear(self, planned: Planned, token: str) -> None:
         """See SaveTarget."""
         self._room.clear(planned.keys)
-        leave_token(self._root, token)
+        leave_token(self.root, token)
 
     def require(self, token: str, owner: str) -> None:
         """See SaveTarget."""
-        require_token(self._root, token, owner, self._options.timeout_s)
+        require_token(self.root, token, owner, self._options.timeout_s)
         self._token = token
 
     def write_objects(self, objects: Mapping[ObjectId, bytes]) -> None:
         """See SaveTarget."""
-        root = self._root
+        root = self.root
         jobs = (
             Job(name.key, object_path(root, name), partial(write_dumped, root, name, content))
             for name, content in objects.items()
@@ -81,9 +87,14 @@ class Format1Target:
     def take_digests(self, digests: Digests) -> None:
         """See SaveTarget. The format has none."""
 
+    def require_current(self) -> None:
+        """See SaveTarget."""
+        if not has_token(self.root, self._token):
+            raise superseded(self.root)
+
     def complete(self, planned: Planned, comm: Communicator) -> None:  # noqa: ARG002 - of the others
         """See SaveTarget. The files are all there is."""
-        agree_on_first(comm, lambda: remove_token(self._root, self._token))
+        agree_on_first(comm, lambda: remove_token(self.root, self._token))
 
 
 def stored_metadata(root: Path, *, with_objects: bool) -> StateDict:

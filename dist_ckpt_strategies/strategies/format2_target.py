@@ -71,7 +71,7 @@ class Format2Target:
     def __init__(
         self, root: Location, options: Options, global_rank: int, *, keeps_old: bool
     ) -> None:
-        self._root = root
+        self.root = root
         self._options = options
         self._global_rank = global_rank
         self._keeps_old = keeps_old
@@ -89,8 +89,8 @@ class Format2Target:
     @property
     def open_elsewhere(self) -> Callable[[], ArrayWriter] | None:
         """See SaveTarget. Credentials for object stores may be this process's alone."""
-        if isinstance(self._root, Path):
-            return partial(open_writer, self._root, self._options)
+        if isinstance(self.root, Path):
+            return partial(open_writer, self.root, self._options)
         return None
 
     @property
@@ -123,7 +123,7 @@ class Format2Target:
     def require(self, token: str, owner: str) -> None:
         """See SaveTarget."""
         is_seen = partial(self._has_token, token)
-        wait_until_seen(str(self._root), is_seen, owner, self._options.timeout_s)
+        wait_until_seen(str(self.root), is_seen, owner, self._options.timeout_s)
         self._begun = token
 
     def _has_token(self, token: str) -> bool:
@@ -155,12 +155,17 @@ class Format2Target:
         """See SaveTarget."""
         self._digests.update(digests)
 
+    def require_current(self) -> None:
+        """See SaveTarget."""
+        if self._token() != self._begun:
+            raise superseded(str(self.root))
+
     def complete(self, planned: Planned, comm: Communicator) -> None:
         """See SaveTarget. What every rank knows of its files becomes the manifest."""
 
         def describe() -> dict[int, bytes]:
-            if comm.rank == 0 and self._token() != self._begun:
-                raise superseded(str(self._root))
+            if comm.rank == 0:
+                self.require_current()
             return self._known(planned)
 
         def index(parts: tuple[PartEntry, ...]) -> ManifestIndex:

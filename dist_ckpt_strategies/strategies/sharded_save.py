@@ -19,6 +19,7 @@ from dist_ckpt_strategies.local.background import (
     yield_to_training,
 )
 from dist_ckpt_strategies.local.requests import LocalSaveRequest
+from dist_ckpt_strategies.local.running import RUNNING_SAVES
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.plan.array_grid import Cutting
@@ -28,6 +29,7 @@ from dist_ckpt_strategies.run.staged import Digests, StagedSave, WriteJob, Writt
 from dist_ckpt_strategies.run.writer_process import outcome_of
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.base import ArrayWriter
+from dist_ckpt_strategies.storage.locations import Location
 from dist_ckpt_strategies.strategies.save_planning import (
     Facts,
     Holdings,
@@ -44,6 +46,11 @@ logger = logging.getLogger(__name__)
 
 class SaveTarget(Protocol):
     """Where a save goes, and in which form."""
+
+    @property
+    def root(self) -> Location:
+        """The place."""
+        ...
 
     @property
     def cutting(self) -> Cutting:
@@ -84,6 +91,14 @@ class SaveTarget(Protocol):
         """Take note of what another writer has written."""
         ...
 
+    def require_current(self) -> None:
+        """Raise unless the token is there. On the first rank.
+
+        Raises:
+            StorageError: another save has begun there, or all was removed.
+        """
+        ...
+
     def complete(self, planned: Planned, comm: Communicator) -> None:
         """Write what describes the checkpoint, all its files being durable. Collective.
 
@@ -103,7 +118,7 @@ def save_sharded(
 ) -> SaveReport:
     """Write the sharded part of a checkpoint, durably, but not its marker.
 
-    Collective.
+    Collective. It waits first for what this process still writes there behind training.
 
     Args:
         state_dict: what to save.
@@ -180,6 +195,7 @@ def begin_save(  # noqa: PLR0913, PLR0917 - what a save is made of
         return BackgroundWork(write, "dist-ckpt-save")
 
     work = memory.running = agree_to_start(comm, prepare)
+    RUNNING_SAVES.add(target.root, work)
     ending = _Ending(target, planned, comm, options, work)
     return LocalSaveRequest.of(
         comm, work, lambda: ending.finalise(save_common, publish), options.timeout_s
@@ -188,7 +204,10 @@ def begin_save(  # noqa: PLR0913, PLR0917 - what a save is made of
 
 @dataclass(frozen=True, slots=True)
 class _Ending:
-    """What is left of an asynchronous save, for all ranks to do together."""
+    """What is left of an asynchronous save, for all ranks to do together.
+
+    Where another save has begun in its place, maybe ended too, nothing there is touched.
+    """
 
     target: SaveTarget
     planned: Planned
@@ -215,6 +234,8 @@ class _Ending:
         self.work.wait(self.options.timeout_s)
         written = self.work.result()()
         self.target.take_digests(written.digests)
+        if self.comm.rank == 0:
+            self.target.require_current()
         return written.report
 
 
@@ -255,6 +276,7 @@ def _prepared(
 
     def describe() -> Any:
         target = open_target()
+        RUNNING_SAVES.wait(target.root, options.timeout_s)
         if comm.rank == 0:
             target.examine()
         mine = holdings_of(state_dict, target.dump)

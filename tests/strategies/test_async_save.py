@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,94 @@ def test_a_save_that_another_one_has_overtaken_is_not_made_visible(
     )
     assert [found[1:] for found in results] == [[False, None, True]] * 2
     assert not list((tmp_path / "c").glob(".partial-*"))
+
+
+def overtake_and_finish(rank: int, root: Path, backend: tuple[str, int]) -> list[Any]:
+    """The later one is waited for first, and finished by then."""
+    prepare(60)
+    first = dist_ckpt_strategies.save_async(weight(rank) | {"iteration": 1}, root, backend)
+    later = weight(rank) | {"iteration": 2}
+    later["w"].data.neg_()
+    dist_ckpt_strategies.save_async(later, root, backend).wait()
+    failure = outcome(first.wait)
+    loaded = load(Entry.OURS, weight(rank), root)
+    return [failure, torch.equal(loaded["w"], later["w"].data), loaded["iteration"]]
+
+
+@by_format
+def test_a_save_that_comes_to_its_end_too_late_leaves_the_finished_one_alone(
+    backend: tuple[str, int], tmp_path: Path
+) -> None:
+    results = run_processes(2, overtake_and_finish, tmp_path / "c", backend)
+    require_failure_everywhere(
+        [found[0] for found in results],
+        kind=StorageError,
+        culprit=0,
+        names=["another save to it has begun", str(tmp_path / "c")],
+    )
+    assert [found[1:] for found in results] == [[True, 2]] * 2
+
+
+def save_where_one_writes(rank: int, root: Path, backend: tuple[str, int]) -> list[Any]:
+    """A save to the directory that the writing process, which is held up, has not left yet."""
+    prepare(60)
+    dist_ckpt_strategies.save_async(weight(rank), root / "good", backend).wait()
+    (writer,) = psutil.Process().children()
+    writer.suspend()
+    first = dist_ckpt_strategies.save_async(weight(rank), root / "c", backend)
+    later = weight(rank)
+    later["w"].data.neg_()
+    alarm = threading.Timer(0.5, writer.resume)
+    alarm.start()
+    dist_ckpt_strategies.save(later, root / "c", backend)
+    failure = outcome(first.wait)
+    loaded = load(Entry.OURS, weight(rank), root / "c")
+    return [failure, torch.equal(loaded["w"], later["w"].data)]
+
+
+@by_format
+def test_a_save_waits_for_another_that_still_writes_to_its_directory(
+    backend: tuple[str, int], tmp_path: Path
+) -> None:
+    """Their files have the same names: what was written late has taken the place of the new."""
+    results = run_processes(2, save_where_one_writes, tmp_path, backend)
+    require_failure_everywhere(
+        [found[0] for found in results],
+        kind=StorageError,
+        culprit=0,
+        names=["another save to it has begun"],
+    )
+    assert [found[1] for found in results] == [True] * 2
+
+
+class HandlerError(Exception):
+    """What a signal's handler raises."""
+
+
+def interrupt_a_wait(rank: int, root: Path) -> list[Any]:
+    """A signal's handler raises in the middle of waiting for a save; later it is waited for."""
+    prepare(60)
+    dist_ckpt_strategies.save_async(weight(rank), root / "good", ("zarr", 2)).wait()
+    (writer,) = psutil.Process().children()
+    writer.suspend()
+    handle = dist_ckpt_strategies.save_async(weight(rank), root / "c", ("zarr", 2))
+
+    def interrupt(*_: Any) -> None:
+        raise HandlerError
+
+    signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(HandlerError):
+        handle.request.finalize_fns[0].work.wait(30.0)
+    was_done = handle.done()
+    writer.resume()
+    handle.wait()
+    loaded = load(Entry.OURS, weight(rank), root / "c")
+    return [was_done, torch.equal(loaded["w"], weight(rank)["w"].data)]
+
+
+def test_a_wait_that_a_signal_interrupts_does_not_end_the_save(tmp_path: Path) -> None:
+    assert run_processes(2, interrupt_a_wait, tmp_path) == [[False, True]] * 2
 
 
 def save_without_registration(rank: int, root: Path) -> bool:

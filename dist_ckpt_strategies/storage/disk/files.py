@@ -102,11 +102,29 @@ def read_file(path: Path | str, max_nbytes: int = -1) -> bytes:
         OSError: it is no regular file, for one, such as a pipe, which could keep us waiting.
     """
     with open(path, "rb", 0, opener=_open_at_once) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "is no regular file", str(path))
+        nbytes = _regular_nbytes(file.fileno(), path)
         # A read of a megabyte takes memory for one, whatever the file has.
-        return file.read(min(max_nbytes, max(status.st_size, _LEAST_READ_NBYTES)))
+        return file.read(min(max_nbytes, max(nbytes, _LEAST_READ_NBYTES)))
+
+
+def read_span(path: Path | str, byte_offset: int, nbytes: int) -> bytes:
+    """Some bytes of a file; fewer where it ends before.
+
+    Raises:
+        OSError: as in ``read_file``.
+    """
+    with open(path, "rb", opener=_open_at_once) as file:
+        held = _regular_nbytes(file.fileno(), path) - byte_offset
+        file.seek(byte_offset)
+        # Buffered: one call of the system gives no more than 2 GiB.
+        return file.read(max(0, min(nbytes, held)))
+
+
+def _regular_nbytes(handle: int, path: Path | str) -> int:
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return status.st_size
 
 
 def _open_at_once(path: str, flags: int) -> int:

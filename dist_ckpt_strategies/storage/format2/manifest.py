@@ -88,7 +88,7 @@ def array_record(fields: Fields) -> ArrayRecord:
     )
     if not len(shape) == len(chunk_shape) == len(inner_shape):
         raise ValueError(f"{key}: dims of shape, chunk_shape and inner_shape differ")
-    if any(i < 1 or c % i for c, i in zip(chunk_shape, inner_shape, strict=True)):
+    if any(i < 1 or c < i or c % i for c, i in zip(chunk_shape, inner_shape, strict=True)):
         raise ValueError(f"{key}: inner_shape {inner_shape} does not divide {chunk_shape}")
     array = ArraySpec(
         key,
@@ -144,9 +144,9 @@ def object_record(fields: Fields) -> ObjectRecord:
     if "span" not in fields:
         return ObjectRecord(found, writer, None, fields["value"])
     name, byte_offset, nbytes, digest = fields["span"]
-    if not str(name).startswith(f"{OBJECTS_NAME}/") or ".." in str(name):
-        raise ValueError(f"{found.unique_key}: it cannot lie in {name!r}")
-    return ObjectRecord(found, writer, Span(name, int(byte_offset), int(nbytes), str(digest)))
+    _require_below(name, OBJECTS_NAME)
+    (byte_offset, nbytes) = _extent([byte_offset, nbytes])
+    return ObjectRecord(found, writer, Span(name, byte_offset, nbytes, str(digest)))
 
 
 def part_content(arrays: Iterable[Fields], objects: Iterable[Fields]) -> bytes:
@@ -237,13 +237,31 @@ def parse_index(content: bytes, path: str) -> ManifestIndex:
             )
         common = fields["common"]
         return ManifestIndex(
-            tuple(PartEntry(**part) for part in fields["parts"]),
+            _part_entries(fields["parts"]),
             None if common is None else FileDigest(int(common[0]), str(common[1])),
             fields["layout"],
             fields["versions"],
         )
     except (ValueError, LookupError, TypeError) as error:
         raise CorruptCheckpointError(f"{path} is no manifest: {error!r}", path=path) from error
+
+
+def _part_entries(parts: Any) -> tuple[PartEntry, ...]:
+    if not isinstance(parts, list):
+        raise TypeError(f"{parts!r}, expected a list of parts")
+    entries = tuple(PartEntry(**part) for part in parts)
+    for entry in entries:
+        _require_below(entry.name, MANIFEST_NAME)
+    firsts = [entry.first for entry in entries]
+    if firsts != sorted(set(firsts)):
+        raise ValueError("the first keys of its parts do not ascend")
+    return entries
+
+
+def _require_below(name: Any, directory: str) -> None:
+    """Raise unless it is the name of a file in a directory of the checkpoint."""
+    if not (isinstance(name, str) and name.startswith(f"{directory}/")) or ".." in name:
+        raise ValueError(f"{name!r}, expected a file in {directory}")
 
 
 def _extent(numbers: Any) -> Extent:

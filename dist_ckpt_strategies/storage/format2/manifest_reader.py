@@ -5,11 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
-from dist_ckpt_strategies.errors import ArrayNotFoundError, CheckpointError, CorruptCheckpointError
+from dist_ckpt_strategies.errors import ArrayNotFoundError, CorruptCheckpointError
 from dist_ckpt_strategies.spec.manifest import ArrayRecord, ObjectRecord, PartEntry
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.format2.manifest import (
@@ -131,8 +132,8 @@ class _Part:
         self._path = path
         with _damage(path):
             fields = json.loads(content)
-            self.arrays: Mapping[str, Fields] = {_key(found): found for found in fields["arrays"]}
-            self.objects: Mapping[str, Fields] = {_unique_key(f): f for f in fields["objects"]}
+            self.arrays: Mapping[str, Fields] = _by_name(fields["arrays"], _key)
+            self.objects: Mapping[str, Fields] = _by_name(fields["objects"], _unique_key)
 
     def array(self, key: str) -> ArrayRecord:
         """The array of a key that the part has."""
@@ -152,12 +153,19 @@ def _damage(path: str) -> Iterator[None]:
     """Turn what parsing raises into an error that names the file."""
     try:
         yield
-    except CheckpointError:
-        raise
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        # PlanError, of a dtype that there is not, is a ValueError too.
         raise CorruptCheckpointError(
             f"{path} is no part of a manifest: {error!r}", path=path
         ) from error
+
+
+def _by_name(listed: list[Fields], name_of: Callable[[Fields], str]) -> dict[str, Fields]:
+    found = {name_of(fields): fields for fields in listed}
+    if len(found) < len(listed):
+        counts = Counter(map(name_of, listed))
+        raise ValueError(f"{counts.most_common(1)[0][0]}: listed twice")
+    return found
 
 
 def _key(fields: Fields) -> str:

@@ -21,6 +21,13 @@ def leave_token(root: Path, token: str) -> None:
         path.touch()
 
 
+def has_token(root: Path, token: str) -> bool:
+    """Whether the file of ``leave_token`` is there."""
+    path = _token_path(root, token)
+    with file_errors(None, path):
+        return path.exists()
+
+
 def require_token(root: Path, token: str, owner: str, timeout_s: float) -> None:
     """Wait for the token that another rank has left.
 
