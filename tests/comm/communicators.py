@@ -15,6 +15,9 @@ from tests.support.ranks import run_processes
 
 SLOT_NBYTES = 64 << 10
 
+_LINKED: list[HostLinks] = []
+"""Links of this process, which stay open for as long as it lives."""
+
 Body = Callable[..., Any]
 Carrier = Callable[..., list[Any]]
 """Runs ``body(comm, *args)`` on a number of ranks; results, or exceptions as objects, by rank."""
@@ -60,6 +63,7 @@ def on_linked_rank(
 ) -> Any:
     """What they do in each of their processes."""
     links = linked(rank, num_hosts)
+    _LINKED.append(links)
     comm = open_communicator(None, timeout_s=timeout_s, purpose="a test", links=links)
     return body(comm, *args)
 
