@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from dist_ckpt_strategies.strategies.backends import register
     from dist_ckpt_strategies.strategies.convert import ConvertOptions, convert, upgrade
     from dist_ckpt_strategies.strategies.diff import diff
-    from dist_ckpt_strategies.strategies.entry import SaveHandle, load, save, save_async
+    from dist_ckpt_strategies.strategies.entry_load import load
+    from dist_ckpt_strategies.strategies.entry_save import SaveHandle, save, save_async
     from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
     from dist_ckpt_strategies.strategies.registry import (
         StrategyAction,
@@ -35,7 +36,7 @@ _HOMES = {
     "LocalOptions": "config",
     "Options": "config",
     "PruneReport": "run.prune",
-    "SaveHandle": "strategies.entry",
+    "SaveHandle": "strategies.entry_save",
     "StoreOptions": "config",
     "StrategyAction": "strategies.registry",
     "StrategyKey": "strategies.registry",
@@ -43,15 +44,15 @@ _HOMES = {
     "convert": "strategies.convert",
     "diff": "strategies.diff",
     "get_default_strategy": "strategies.registry",
-    "load": "strategies.entry",
+    "load": "strategies.entry_load",
     "prepare_local_load": "strategies.local_replicated",
     "prune": "run.prune",
     "register": "strategies.backends",
     "register_default_strategy": "strategies.registry",
     "register_default_tensorstore_strategies": "strategies.tensorstore",
     "register_default_zarr_strategies": "strategies.zarr",
-    "save": "strategies.entry",
-    "save_async": "strategies.entry",
+    "save": "strategies.entry_save",
+    "save_async": "strategies.entry_save",
     "upgrade": "strategies.convert",
 }
 
