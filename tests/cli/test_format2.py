@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -230,3 +231,21 @@ def test_objects_show_where_they_lie(written: Path) -> None:
 
     assert objects[PLAIN] == 0
     assert objects[RNG] == (written / PACK).stat().st_size
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_manifest_that_may_not_be_looked_into_is_named(
+    command: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_file = Path.is_file
+
+    def refuse(path: Path) -> bool:
+        if path.parent.name == "manifest":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refuse)  # root, as which tests may run, is refused nothing
+    result = run(command, checkpoint)
+    assert result.exit_code == 1
+    assert f"{checkpoint / 'manifest'}: permission denied" in result.output.replace("\n", "")
+    assert "unexpected" not in result.output

@@ -23,6 +23,7 @@ from dist_ckpt_strategies.storage.disk.files import (
     MAX_JSON_NBYTES,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
+    file_errors,
     require_directory,
 )
 from dist_ckpt_strategies.storage.disk.folders import Folder, folders_below, read_folder
@@ -92,10 +93,12 @@ def files_of_directory(root: Path) -> FoundFiles | None:
 
     Raises:
         CheckpointNotFoundError: it does not exist.
+        StorageError: it cannot be looked into.
     """
     require_directory(root)
     marker = marker_or_finding(root)
-    is_known = any((root / name).is_file() for name in (SAVE_NAME, INDEX_NAME))
+    with file_errors(None, root / MANIFEST_NAME):  # which may not be looked into
+        is_known = any((root / name).is_file() for name in (SAVE_NAME, INDEX_NAME))
     if not is_known and (isinstance(marker, Finding) or sharded_format(marker) != FORMAT2):
         return None
     top = read_folder(root, "")
