@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
-
-import typer
+from typing import TextIO
 
 from dist_ckpt_strategies.cli.text import printable
 from dist_ckpt_strategies.config import environment
@@ -12,17 +13,41 @@ from dist_ckpt_strategies.inprocess.supervisor import Job, Supervisor
 
 
 class TerminalListener:
-    """Writes what workers write to the same stream of this process, line by line."""
+    """Writes what workers write to the same stream of this process, line by line.
+
+    A reader who has gone ends the job, as any command. A line that cannot be written for another
+    reason, as the disk is full or the stream was closed from the start, is lost: no training ends
+    for its log.
+    """
 
     def line(self, who: str, stream: str, line: bytes) -> None:
         """See Listener."""
-        target = (sys.stdout if stream == "stdout" else sys.stderr).buffer
-        target.write(f"[{who}] ".encode() + line)
-        target.flush()
+        _write(sys.stdout if stream == "stdout" else sys.stderr, f"[{who}] ".encode() + line)
 
     def note(self, text: str) -> None:
         """See Listener."""
-        typer.echo(f"dist-ckpt: {printable(text)}", err=True)
+        _write(sys.stderr, f"dist-ckpt: {printable(text)}\n".encode(errors="replace"))
+
+
+def _write(target: TextIO | None, line: bytes) -> None:
+    """All of it at once, past the buffer of Python, which would try what has failed again."""
+    if target is None:
+        return
+    try:
+        _write_all(target.fileno(), line)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        return  # see TerminalListener
+
+
+def _write_all(fd: int, line: bytes) -> None:
+    rest = memoryview(line)
+    while rest:
+        try:
+            rest = rest[os.write(fd, rest) :]
+        except BlockingIOError:  # others have made it non-blocking
+            select.select([], [fd], [])
 
 
 def run_script(job: Job) -> int:

@@ -15,6 +15,7 @@ class SignalInbox:
     """While entered, signals to end are noted in ``received`` and have no other effect.
 
     In another thread than the main one nothing is noted: Python lets only that one hear signals.
+    A SIGHUP that is ignored, as under nohup, stays so.
     """
 
     def __init__(self) -> None:
@@ -26,6 +27,8 @@ class SignalInbox:
         """Hear signals from now on."""
         self._ours, self._theirs = os.pipe()
         for number in _SIGNALS if _is_main() else ():
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             self._before[number] = signal.signal(number, self._note)
         return self
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -210,6 +211,7 @@ class Supervisor:
             self._listener.note("a spare has ended without waiting in wait_rank(); it is no spare")
             return
         self._count_failure(None, why)
+        self._listener.note(f"a spare is gone: {why}; a new process waits in its place")
         self._start(None)
 
     def _replace(self, worker: WorkerProcess, rank: int, why: str) -> None:
@@ -278,8 +280,21 @@ class Supervisor:
     def _end_all(self, inbox: SignalInbox) -> None:
         """Tell those that still run to end, give them their time, and kill the others.
 
-        What the supervisor was told by a signal it passes on; a second one ends the waiting.
+        What the supervisor was told by a signal it passes on; a second one ends the waiting. A
+        listener that raises does not keep any of them alive.
         """
+        with ExitStack() as ending:
+            ending.callback(self._store.close)
+            ending.callback(self._selector.close)
+            for name in self._workers:
+                ending.callback(self._take_away_if_there, name)
+            self._await_ends(inbox)
+
+    def _take_away_if_there(self, name: str) -> None:
+        if name in self._workers:
+            self._take_away(self._workers[name])
+
+    def _await_ends(self, inbox: SignalInbox) -> None:
         if inbox.received:
             self._listener.note(f"{signal.Signals(inbox.received[0]).name}: ending all workers")
         self._tell_all(inbox.received[0] if inbox.received else signal.SIGTERM)
@@ -292,10 +307,6 @@ class Supervisor:
         num_signals = len(inbox.received)
         while self._workers and time.monotonic() < deadline and num_signals == len(inbox.received):
             self._deal_with_events(min(_POLL_S, max(0.0, deadline - time.monotonic())))
-        for worker in list(self._workers.values()):
-            self._take_away(worker)
-        self._selector.close()
-        self._store.close()
 
     def _tell_all(self, number: int) -> None:
         for worker in self._workers.values():

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -149,11 +149,13 @@ class WorkerProcess:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         code = self._process.wait()
-        for output in self.outputs:
-            output.drain()
-            output.close()
-        os.close(self.pidfd)
-        os.close(self.beats)
+        with ExitStack() as closing:  # a listener may raise
+            closing.callback(os.close, self.beats)
+            closing.callback(os.close, self.pidfd)
+            for output in self.outputs:
+                closing.callback(output.close)
+            for output in self.outputs:
+                output.drain()
         return code
 
 

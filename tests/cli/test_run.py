@@ -87,6 +87,84 @@ def test_no_worker_is_left_when_the_supervisor_is_interrupted_or_killed(
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
 
 
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("redirection", [">/dev/full", ">&-", ">&- 2>&-", "2>/dev/full"])
+def test_no_job_ends_for_a_line_that_cannot_be_written(redirection: str, tmp_path: Path) -> None:
+    path = script(
+        tmp_path, "print('out')\nprint('err', file=sys.stderr)\nPath(sys.argv[1]).touch()"
+    )
+    mark = tmp_path / "ran"
+
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'"$@" {redirection}', "sh", *command("-n", "1", path, mark)],
+        capture_output=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+    assert done.returncode == 0
+    assert mark.exists()
+    assert b"unexpected" not in done.stderr
+
+
+@pytest.mark.multiprocess
+def test_a_reader_that_goes_ends_the_job_with_all_that_it_started(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "here = Path(__file__).parent\n"
+        "child = os.fork()\n(here / f'{os.getpid()}.pid').touch()\n"
+        "while (here / 'go').exists() or child == 0 or not print('line'): time.sleep(0.01)",
+    )
+    (tmp_path / "go").touch()
+    with subprocess.Popen(
+        command("-n", "2", path), stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        pids = appeared(tmp_path, 4)
+        assert process.stdout is not None
+        process.stdout.close()
+        (tmp_path / "go").unlink()
+        assert process.wait(LIMIT_S) == 1
+
+    assert gone(pids)
+
+
+@pytest.mark.multiprocess
+def test_under_nohup_a_job_outlives_its_terminal(tmp_path: Path) -> None:
+    path = script(
+        tmp_path,
+        "here = Path(__file__).parent\n(here / f'{os.getpid()}.pid').touch()\n"
+        "while not (here / 'go').exists(): time.sleep(0.01)",
+    )
+    nohup = ["/bin/sh", "-c", 'trap "" HUP; exec "$@"', "sh"]
+    with subprocess.Popen(
+        [*nohup, *command("-n", "2", path)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    ) as process:
+        appeared(tmp_path, 2)
+        process.send_signal(signal.SIGHUP)
+        (tmp_path / "go").touch()
+        _, said = process.communicate(timeout=LIMIT_S)
+
+    assert process.returncode == 0
+    assert b"SIGHUP" not in said
+
+
+def gone(pids: list[str]) -> bool:
+    """Whether they all are, in a moment."""
+    deadline = time.monotonic() + 60
+    while any(map(is_running, pids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(map(is_running, pids))
+
+
+def is_running(pid: str) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
 def appeared(directory: Path, count: int) -> list[str]:
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
