@@ -325,6 +325,22 @@ if rank == "1":
     assert jobs.left() == []
 
 
+def test_a_spare_that_dies_while_it_waits_is_replaced_and_named(jobs: Jobs) -> None:
+    body = """
+if rank is None:
+    if is_first("dies"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    (here / "waits").touch()
+    time.sleep(600)
+wait_for("waits")
+"""
+    assert jobs.run(body, 1, num_spares=1) == 0
+    assert jobs.heard.notes == [
+        "a spare is gone: killed by SIGKILL; a new process waits in its place"
+    ]
+    assert jobs.left() == []
+
+
 def test_reasons_are_words() -> None:
     assert reason_of(2) == "exit code 2"
     assert reason_of(-signal.SIGSEGV) == "killed by SIGSEGV"
