@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -51,6 +52,7 @@ class BackgroundWork(Generic[T]):
         self._is_called_off = False
         with file_errors(None, tempfile.gettempdir()):
             self.end_mark = Path(tempfile.mkdtemp(prefix="dist_ckpt-")) / "ended"
+        weakref.finalize(self, _remove_own, self.end_mark.parent, os.getpid())
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
@@ -124,6 +126,12 @@ class BackgroundWork(Generic[T]):
         except OSError as error:
             logger.warning("%s cannot be made, so its directory goes: %s", self.end_mark, error)
             shutil.rmtree(self.end_mark.parent, ignore_errors=True)
+
+
+def _remove_own(directory: Path, owner: int) -> None:
+    """What is left of a save that nobody has finalised; a forked child leaves it to its parent."""
+    if os.getpid() == owner:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def agree_to_start(

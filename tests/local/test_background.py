@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -103,3 +105,24 @@ def test_a_save_that_takes_too_long_on_one_rank_may_be_waited_for_again_by_all()
 def _ends(comm: Communicator, may_end: threading.Event) -> int:
     assert comm.rank != 2 or may_end.wait(20)
     return comm.rank
+
+
+def test_a_work_that_nobody_keeps_leaves_no_mark_and_a_forked_child_takes_none_away() -> None:
+    work = BackgroundWork(lambda: None, "work")
+    work.start()
+    work.wait(60)
+    place = work.end_mark.parent
+    child = os.fork()
+    if child == 0:
+        del work
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+    was_there = place.exists()
+    del work
+    deadline = time.monotonic() + 60  # its thread may hold it for another moment
+    while place.exists() and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+
+    assert (was_there, place.exists()) == (True, False)
