@@ -120,6 +120,14 @@ class HostLinks:
         for close in self._closing:
             close()
 
+    def require_open(self, what: str) -> None:
+        """Raise PeerLostError if this is closed; its handles may be those of other files by now."""
+        if not self.neighbours:
+            reason = (
+                f"the memory shared with other ranks was given up by an earlier failure: {what}"
+            )
+            raise PeerLostError(None, reason)
+
     def begin(
         self, sends: Sequence[Send], receives: Sequence[Receive], timeout_s: float, what: str
     ) -> Carrying:
@@ -134,11 +142,7 @@ class HostLinks:
         Raises:
             PeerLostError: an earlier exchange has failed.
         """
-        if not self.neighbours:
-            reason = (
-                f"the memory shared with other ranks was given up by an earlier failure: {what}"
-            )
-            raise PeerLostError(None, reason)
+        self.require_open(what)
         carrying = Carrying(self, _Limit(timeout_s, what))
         carrying.add(sends, receives)
         with carrying.or_closed():
@@ -191,6 +195,7 @@ class Carrying:
     def wait(self) -> None:
         """See Exchange."""
         deadline = time.monotonic() + self._limit.timeout_s
+        self._links.require_open(self._limit.what)
         with self.or_closed():
             for neighbour in self._neighbours.values():
                 self._take(neighbour)

@@ -392,11 +392,12 @@ class TorchCommunicator:
 
     def _break_off(self, channel: ProcessGroup) -> None:
         """Wait in vain, for something that nobody sends."""
-        if _device_of(channel).type != "cpu":
+        if self._message_device.type != "cpu":
             return
-        peer = next(rank for rank in self._global_ranks if rank != dist.get_rank())
+        peer = self._global_ranks[self.rank - 1]
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
-        with suppress(RuntimeError):  # it is what this is for; and it may be broken off already
+        # It is what this is for; and the group may be broken off, or destroyed, already.
+        with suppress(RuntimeError, ValueError):
             work: Any = dist.irecv(nothing, peer, group=channel, tag=_TAG_OF_NOTHING)
             work.wait(timedelta(milliseconds=1))
 

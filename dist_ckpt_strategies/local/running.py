@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,19 @@ class RunningSaves:
     """The saves of this process that go on behind training, by the place that they write to.
 
     Whoever begins another one there waits for them first, whichever strategy wrote them: their
-    files may have the names of the new ones.
+    files may have the names of the new ones. One that has ended is not kept for this: with it goes
+    the memory that it was written from.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._works: list[tuple[str, BackgroundWork[Any]]] = []
+        self._works: list[tuple[str, weakref.ref[BackgroundWork[Any]]]] = []
 
     def add(self, place: Location, work: BackgroundWork[Any]) -> None:
-        """Take note of one that has begun; those that have ended are forgotten."""
+        """Take note of one that has begun; it lives as long as its thread, at least."""
         with self._lock:
-            running = [known for known in self._works if not known[1].is_done()]
-            self._works = [*running, (_name_of(place), work)]
+            running = [(known, held) for known, held in self._works if held() is not None]
+            self._works = [*running, (_name_of(place), weakref.ref(work))]
 
     def wait(self, place: Location, timeout_s: float) -> None:
         """Return when all that write to a place have ended, well or not. Rank-local.
@@ -36,9 +38,9 @@ class RunningSaves:
         """
         name = _name_of(place)
         with self._lock:
-            works = [work for known, work in self._works if known == name]
+            held = [work() for known, work in self._works if known == name]
         deadline = time.monotonic() + timeout_s
-        for work in works:
+        for work in filter(None, held):
             work.wait(max(0.0, deadline - time.monotonic()))
 
 

@@ -81,7 +81,7 @@ class RawRead:
         size = os.fstat(handle).st_size
         if size != self.array.chunk_nbytes:
             raise wrong_chunk_size(self.array, self.path, size)
-        if self.bounce is not None and _is_worth_direct(handle, size) and start_direct(handle):
+        if self.bounce is not None and self._is_worth_direct(handle, size) and start_direct(handle):
             with self.bounce.borrowed() as buffer:
                 found = [read_direct(handle, at, memory, buffer) for at, memory in self.runs]
         else:
@@ -90,9 +90,10 @@ class RawRead:
             if count != memory.size:
                 raise wrong_chunk_size(self.array, self.path, byte_offset + count)
 
-
-def _is_worth_direct(handle: int, size: int) -> bool:
-    return size >= _MIN_DIRECT_READ_NBYTES and not is_cached(handle, size)
+    def _is_worth_direct(self, handle: int, size: int) -> bool:
+        """Whole blocks are read then: of a small part of a large file much more than it has."""
+        wanted = sum(memory.size for _, memory in self.runs)
+        return wanted >= _MIN_DIRECT_READ_NBYTES and not is_cached(handle, size)
 
 
 def read_buffered(handle: int, byte_offset: int, target: Bytes) -> int:
