@@ -18,7 +18,7 @@ from dist_ckpt_strategies.integrations import lightning_faults
 from dist_ckpt_strategies.plan import chunking, inner_chunks, manifest
 from dist_ckpt_strategies.recovery import CheckpointManager
 from dist_ckpt_strategies.storage.buckets import arrays as bucket_arrays
-from dist_ckpt_strategies.storage.buckets import place as buckets
+from dist_ckpt_strategies.storage.buckets import bucket as buckets
 from tests.support.pages import PAGES, ROOT, blocks_of, page_id, python_blocks
 
 PACKAGE = Path(dist_ckpt_strategies.__file__).parent

@@ -10,7 +10,7 @@ from dist_ckpt_strategies.storage.addresses import parsed_address
 from dist_ckpt_strategies.storage.format2.survey import Format2Survey, survey_format2
 
 if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
-    from dist_ckpt_strategies.storage.buckets.place import Bucket
+    from dist_ckpt_strategies.storage.buckets.bucket import Bucket
 
 
 def location_of(address: str) -> Path | Bucket:

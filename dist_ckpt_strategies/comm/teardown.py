@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dist_ckpt_strategies.comm.burial import DEFAULT_UNDERTAKER, Undertaker
+from dist_ckpt_strategies.comm.group_disposal import DEFAULT_GROUP_DISPOSAL, GroupDisposal
 from dist_ckpt_strategies.comm.interruptible_gloo import (
     DEFAULT_WAIT_CONTROL,
     InterruptibleGloo,
@@ -48,18 +48,18 @@ class Communication:
     Args:
         protected_inodes: the inodes of sockets that must be left alone, asked for each time.
         control: of the waits.
-        undertaker: of the groups.
+        disposal: of the groups.
     """
 
     def __init__(
         self,
         protected_inodes: Callable[[], frozenset[int]] = frozenset,
         control: WaitControl = DEFAULT_WAIT_CONTROL,
-        undertaker: Undertaker = DEFAULT_UNDERTAKER,
+        disposal: GroupDisposal = DEFAULT_GROUP_DISPOSAL,
     ) -> None:
         self._protected_inodes = protected_inodes
         self._control = control
-        self._undertaker = undertaker
+        self._disposal = disposal
         self._lock = threading.Lock()
         self._is_protected: SocketFilter = leave_none_alone
         self._ended = threading.Event()
@@ -113,7 +113,7 @@ class Communication:
         for group in self._control.groups():
             inner, pending = group.take_down()
             if inner is not None:
-                self._undertaker.take(inner, pending)
+                self._disposal.take(inner, pending)
             del inner
         others = [group for group in groups if not isinstance(group, InterruptibleGloo)]
         groups.clear()
@@ -136,7 +136,7 @@ def bury_in_a_thread(group: Any) -> None:
     """Drop a reference to a group where its destructor may block: on a thread of its own."""
     held = [group]
     del group
-    threading.Thread(target=held.clear, name="dist_ckpt-burial-of-one", daemon=True).start()
+    threading.Thread(target=held.clear, name="dist_ckpt-group-disposal-of-one", daemon=True).start()
 
 
 def _destroy_all() -> None:

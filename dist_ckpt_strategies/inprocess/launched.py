@@ -11,7 +11,7 @@ from dist_ckpt_strategies.config import (
 )
 from dist_ckpt_strategies.inprocess.coordinator import Coordinator, Epoch, RankInfo
 from dist_ckpt_strategies.inprocess.heartbeat import start_heartbeat
-from dist_ckpt_strategies.inprocess.places import environment_of
+from dist_ckpt_strategies.inprocess.rank_assignment import environment_of
 from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
 
 KEY_PREFIX = "dist_ckpt/"

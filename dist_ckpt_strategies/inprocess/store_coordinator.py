@@ -10,7 +10,11 @@ from dist_ckpt_strategies.errors import PeerTimeoutError
 from dist_ckpt_strategies.inprocess.coordinator import Epoch, Fault, FaultMode, RankInfo
 from dist_ckpt_strategies.inprocess.epoch_book import BarrierState, EpochBook, FinishState
 from dist_ckpt_strategies.inprocess.fault_watch import FaultWatch
-from dist_ckpt_strategies.inprocess.places import assignment_key, place_from_text, ready_key
+from dist_ckpt_strategies.inprocess.rank_assignment import (
+    assignment_key,
+    rank_info_from_text,
+    ready_key,
+)
 
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.01
@@ -153,7 +157,7 @@ class StoreCoordinator:
         for pause_s in _pauses(deadline, _LONGEST_PAUSE_S):
             text = self._store.read(assignment_key(self._worker))
             if text is not None:
-                return place_from_text(text)
+                return rank_info_from_text(text)
             time.sleep(pause_s)
         raise PeerTimeoutError(
             None, f"worker {self._worker}: expected a rank in {timeout_s:g} s, got none"

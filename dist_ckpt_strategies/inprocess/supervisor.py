@@ -18,10 +18,10 @@ from dist_ckpt_strategies.errors import RestartError, RestartLimitError
 from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode, RankInfo
 from dist_ckpt_strategies.inprocess.epoch_book import EpochBook, FinishState
 from dist_ckpt_strategies.inprocess.launched import KEY_PREFIX
-from dist_ckpt_strategies.inprocess.places import (
+from dist_ckpt_strategies.inprocess.rank_assignment import (
     assignment_key,
     environment_of,
-    place_to_text,
+    rank_info_to_text,
     ready_key,
 )
 from dist_ckpt_strategies.inprocess.signal_inbox import SignalInbox
@@ -258,7 +258,7 @@ class Supervisor:
 
     def _assign(self, worker: WorkerProcess, rank: int) -> None:
         self._ranks[worker.name] = rank
-        self._store.write(assignment_key(worker.name), place_to_text(self._place(rank)))
+        self._store.write(assignment_key(worker.name), rank_info_to_text(self._place(rank)))
 
     def _place(self, rank: int) -> RankInfo:
         size = self._job.num_ranks

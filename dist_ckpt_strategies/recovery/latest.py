@@ -25,7 +25,7 @@ from dist_ckpt_strategies.errors import (
     text_of,
 )
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
-from dist_ckpt_strategies.storage.buckets.place import Bucket
+from dist_ckpt_strategies.storage.buckets.bucket import Bucket
 from dist_ckpt_strategies.storage.disk.files import MARKER_NAME, file_errors
 from dist_ckpt_strategies.storage.format1.survey import Survey, survey_checkpoint
 from dist_ckpt_strategies.storage.format2.survey import Format2Survey, survey_format2

@@ -12,6 +12,7 @@ from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.plan.manifest import ManifestPlan
 from dist_ckpt_strategies.spec.manifest import ManifestIndex, PartEntry
+from dist_ckpt_strategies.storage.file_store import FileStore
 from dist_ckpt_strategies.storage.format2.manifest import (
     INDEX_NAME,
     digest_of,
@@ -20,13 +21,12 @@ from dist_ckpt_strategies.storage.format2.manifest import (
     part_content,
     part_name,
 )
-from dist_ckpt_strategies.storage.places import Place
 
 
 def run_manifest(
     plan: ManifestPlan,
     describe: Callable[[], Mapping[int, bytes]],
-    place: Place,
+    file_store: FileStore,
     comm: Communicator,
     complete: Callable[[tuple[PartEntry, ...]], ManifestIndex],
 ) -> None:
@@ -38,7 +38,7 @@ def run_manifest(
     Args:
         plan: who writes what.
         describe: gives what this rank knows of each part, as ``part_content`` writes it.
-        place: the checkpoint.
+        file_store: the checkpoint.
         comm: the ranks that the plan was made for.
         complete: makes the index out of its parts; called on the first rank.
 
@@ -63,13 +63,13 @@ def run_manifest(
         for n in mine:
             contents = [known[n]] if n in known else []
             contents += [m.tobytes() for (_, part), m in incoming.items() if part == n]
-            entries.append(_written(plan, n, contents, place))
+            entries.append(_written(plan, n, contents, file_store))
         return entries
 
     answers = agree_and_gather(comm, write_parts)
 
     agree_on_first(
-        comm, lambda: place.write(INDEX_NAME, index_content(complete(_entries(answers))))
+        comm, lambda: file_store.write(INDEX_NAME, index_content(complete(_entries(answers))))
     )
 
 
@@ -104,16 +104,18 @@ def _by_first(entry: PartEntry) -> str:
     return entry.first
 
 
-def _written(plan: ManifestPlan, number: int, contents: list[bytes], place: Place) -> list[Any]:
+def _written(
+    plan: ManifestPlan, number: int, contents: list[bytes], file_store: FileStore
+) -> list[Any]:
     """Write a part; its entry in the index, of JSON types."""
     try:
         arrays, objects = merged_part(contents)
     except ValueError as error:
         raise IncompleteCheckpointError(
-            f"{place}: what the ranks have written makes no checkpoint: {error}"
+            f"{file_store}: what the ranks have written makes no checkpoint: {error}"
         ) from error
     content = part_content(arrays, objects)
     name = part_name(number)
-    place.write(name, content)
+    file_store.write(name, content)
     first = plan.firsts[number]
     return [name, first, len(content), digest_of(content), len(arrays), len(objects)]

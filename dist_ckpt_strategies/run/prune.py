@@ -17,7 +17,7 @@ from dist_ckpt_strategies.storage.lifecycle.pruning import (
 )
 
 if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
-    from dist_ckpt_strategies.storage.buckets.place import Bucket
+    from dist_ckpt_strategies.storage.buckets.bucket import Bucket
 
     Location = Path | Bucket
 
@@ -114,7 +114,7 @@ def prune(  # noqa: PLR0913 - one parameter for each option
 def _opened(place: Path | StoreUrl, store: StoreOptions | None) -> tuple[Shelf, Location]:
     if isinstance(place, Path):
         return DirectoryShelf(place), place
-    from dist_ckpt_strategies.storage.buckets.place import Bucket  # noqa: PLC0415
+    from dist_ckpt_strategies.storage.buckets.bucket import Bucket  # noqa: PLC0415
     from dist_ckpt_strategies.storage.buckets.pruning import BucketShelf  # noqa: PLC0415
 
     bucket = Bucket(place, store or store_options_from_environment())

@@ -21,11 +21,12 @@ from dist_ckpt_strategies.spec.manifest import ArrayRecord
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.base import ArrayReader
 from dist_ckpt_strategies.storage.buckets.arrays import BucketReader, check_chunk, num_requests
-from dist_ckpt_strategies.storage.buckets.place import Bucket
+from dist_ckpt_strategies.storage.buckets.bucket import Bucket
 from dist_ckpt_strategies.storage.buckets.publication import require_something
 from dist_ckpt_strategies.storage.disk.file_access import file_access, permitted_access
 from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, file_errors, require_directory
 from dist_ckpt_strategies.storage.disk.page_cache import begin_readahead
+from dist_ckpt_strategies.storage.file_store import Directory, FileStore
 from dist_ckpt_strategies.storage.format1.engines import open_array_store
 from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
 from dist_ckpt_strategies.storage.format2.arrays import Zarr3Reader
@@ -44,7 +45,6 @@ from dist_ckpt_strategies.storage.format2.manifest import INDEX_NAME, digest_of
 from dist_ckpt_strategies.storage.format2.manifest_reader import Manifest
 from dist_ckpt_strategies.storage.locations import Location
 from dist_ckpt_strategies.storage.objects.pickled import object_path, plain_content, read_content
-from dist_ckpt_strategies.storage.places import Directory, Place
 from dist_ckpt_strategies.storage.transfers import Job, run_pooled
 
 
@@ -148,13 +148,13 @@ class Format2Checkpoint:
     def __init__(self, root: Location, options: Options) -> None:
         self._root = root
         self._options = options
-        self.place: Place = root if isinstance(root, Bucket) else _directory(root)
+        self.file_store: FileStore = root if isinstance(root, Bucket) else _directory(root)
         self.manifest = self._manifest()
 
     def _manifest(self) -> Manifest:
         """Asked for by its name: lists of an object store may not know of it yet."""
         try:
-            return Manifest(self.place)
+            return Manifest(self.file_store)
         except IncompleteCheckpointError:
             if isinstance(self._root, Bucket):
                 require_something(self._root)
@@ -175,7 +175,7 @@ class Format2Checkpoint:
     def object_path(self, object_id: ObjectId) -> str:
         """See StoredCheckpoint."""
         span = self.manifest.find_object(object_id).span
-        return self.place.path(INDEX_NAME if span is None else span.name)
+        return self.file_store.path(INDEX_NAME if span is None else span.name)
 
     def object_content(self, object_id: ObjectId) -> bytes:
         """See StoredCheckpoint. Its digest is compared, whatever the options say."""
@@ -183,9 +183,9 @@ class Format2Checkpoint:
         span = record.span
         if span is None:
             return plain_content(record.value)
-        content = self.place.read_span(span.name, span.byte_offset, span.nbytes)
+        content = self.file_store.read_span(span.name, span.byte_offset, span.nbytes)
         if digest_of(content) != span.digest:
-            name, path = object_id.unique_key, self.place.path(span.name)
+            name, path = object_id.unique_key, self.file_store.path(span.name)
             raise CorruptCheckpointError(
                 f"{name}: {path}, written by rank {record.writer}, is damaged: "
                 f"{len(content)} bytes from byte {span.byte_offset} have digest "
@@ -202,17 +202,17 @@ class Format2Checkpoint:
         """
         buffers = check_buffers()
         for record in self.manifest.arrays():
-            yield self._job(metadata_check(self.place, record.array))
+            yield self._job(metadata_check(self.file_store, record.array))
             if isinstance(self._root, Bucket):
                 yield from self._bucket_jobs(self._root, record)
             else:
-                yield from map(self._job, chunk_checks(self.place, record, buffers))
-        found = map(partial(object_check, self.place), self.manifest.objects())
+                yield from map(self._job, chunk_checks(self.file_store, record, buffers))
+        found = map(partial(object_check, self.file_store), self.manifest.objects())
         yield from map(self._job, filter(None, found))
         for name, nbytes in pack_ends(self.manifest.objects()).items():
             run = partial(self._require_nbytes, name, nbytes)
-            yield Job("", self.place.path(name), run)
-        yield Job("", self.place.path(COMMON_NAME), self.require_common)
+            yield Job("", self.file_store.path(name), run)
+        yield Job("", self.file_store.path(COMMON_NAME), self.require_common)
 
     def require_whole(self, share: Share) -> None:
         """Raise unless this rank's share of all files is as it was written.
@@ -229,18 +229,18 @@ class Format2Checkpoint:
         run_pooled(jobs, num_threads).wait(self._options.timeout_s)
 
     def _job(self, check: FileCheck) -> Job:
-        path = self.place.path(check.name)
+        path = self.file_store.path(check.name)
         return Job(check.key or "", path, partial(_require_clean, check, path))
 
     def _bucket_jobs(self, bucket: Bucket, record: ArrayRecord) -> Iterator[Job]:
         array = record.array
         for index, chunk in record.chunks.items():
-            file = ChunkFile.of(array, index, self.place.path(chunk_name(array, index)))
+            file = ChunkFile.of(array, index, self.file_store.path(chunk_name(array, index)))
             yield Job(array.key, file.path, partial(check_chunk, bucket, file, chunk))
 
     def _require_nbytes(self, name: str, nbytes: int) -> None:
         """Raise unless a file ends where the last object in it does."""
-        path = self.place.path(name)
+        path = self.file_store.path(name)
         if isinstance(self._root, Bucket):
             is_right = self._root.has_nbytes(name, nbytes)
         else:
@@ -261,7 +261,7 @@ class Format2Checkpoint:
         listed = self.manifest.index.common
         if listed is None:
             return
-        self._job(common_check(self.place, listed)).run()
+        self._job(common_check(self.file_store, listed)).run()
 
 
 def _require_clean(check: FileCheck, path: str) -> None:

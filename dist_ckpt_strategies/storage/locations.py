@@ -12,7 +12,7 @@ from dist_ckpt_strategies.errors import CheckpointExistsError, StrategyError
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.addresses import parsed_address
 from dist_ckpt_strategies.storage.buckets import publication as bucket_publication
-from dist_ckpt_strategies.storage.buckets.place import Bucket
+from dist_ckpt_strategies.storage.buckets.bucket import Bucket
 from dist_ckpt_strategies.storage.lifecycle import clearing, publication
 
 Location = Path | Bucket

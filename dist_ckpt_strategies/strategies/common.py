@@ -26,7 +26,7 @@ from dist_ckpt_strategies.megatron.shards import (
     sharded_values,
 )
 from dist_ckpt_strategies.plan.keys import require_storable_keys
-from dist_ckpt_strategies.storage.buckets.place import Bucket
+from dist_ckpt_strategies.storage.buckets.bucket import Bucket
 from dist_ckpt_strategies.storage.conversion.sources import open_source
 from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, file_errors, read_file, write_file
 from dist_ckpt_strategies.storage.locations import Location, located, require_path, withdraw_marker

@@ -24,7 +24,7 @@ from dist_ckpt_strategies.run.convert import ConvertReport, run_convert
 from dist_ckpt_strategies.spec.array import array_to_wire
 from dist_ckpt_strategies.spec.conversion import Format, SourceArray
 from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.buckets.place import Bucket
+from dist_ckpt_strategies.storage.buckets.bucket import Bucket
 from dist_ckpt_strategies.storage.conversion.bucket_targets import BucketConversion, BucketJournal
 from dist_ckpt_strategies.storage.conversion.journal import JOURNAL_NAME, Journal, Notes
 from dist_ckpt_strategies.storage.conversion.sources import Source, open_source

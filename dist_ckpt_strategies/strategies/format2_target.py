@@ -35,6 +35,11 @@ from dist_ckpt_strategies.spec.region import Extent
 from dist_ckpt_strategies.storage.base import ArrayWriter
 from dist_ckpt_strategies.storage.checkpoints import Format2Checkpoint
 from dist_ckpt_strategies.storage.disk.files import COMMON_NAME
+from dist_ckpt_strategies.storage.format2.destination import (
+    DigestingWriter,
+    open_destination,
+    open_writer,
+)
 from dist_ckpt_strategies.storage.format2.manifest import (
     SAVE_NAME,
     SCHEMA,
@@ -48,7 +53,6 @@ from dist_ckpt_strategies.storage.format2.manifest import (
 from dist_ckpt_strategies.storage.lifecycle.tokens import superseded, wait_until_seen
 from dist_ckpt_strategies.storage.locations import Location
 from dist_ckpt_strategies.storage.objects.pickled import dump_content, plain_value
-from dist_ckpt_strategies.storage.sites import DigestingWriter, open_site, open_writer
 from dist_ckpt_strategies.strategies.save_planning import Planned
 
 _MAX_PLAIN_NBYTES = 4 << 10
@@ -75,8 +79,8 @@ class Format2Target:
         self._options = options
         self._global_rank = global_rank
         self._keeps_old = keeps_old
-        self._site = open_site(root, options)
-        self._place = self._site.place
+        self._destination = open_destination(root, options)
+        self._file_store = self._destination.file_store
         self._begun: str | None = None
         self._objects: list[ObjectRecord] = []
         self._digests: dict[tuple[str, Extent], list[int]] = {}
@@ -84,7 +88,7 @@ class Format2Target:
     @property
     def writer(self) -> DigestingWriter:
         """See SaveTarget."""
-        return self._site.writer
+        return self._destination.writer
 
     @property
     def open_elsewhere(self) -> Callable[[], ArrayWriter] | None:
@@ -96,7 +100,7 @@ class Format2Target:
     @property
     def cutting(self) -> Cutting:
         """See SaveTarget."""
-        if self._site.is_object_store:
+        if self._destination.is_object_store:
             return Cutting.BOUNDED_CRC32C if self._options.crc32c else Cutting.BOUNDED
         return Cutting.INNER_CRC32C if self._options.crc32c else Cutting.INNER
 
@@ -106,11 +110,11 @@ class Format2Target:
 
     def examine(self) -> None:
         """See SaveTarget."""
-        self._site.examine(keeps_old=self._keeps_old)
+        self._destination.examine(keeps_old=self._keeps_old)
 
     def clear(self, planned: Planned, token: str) -> None:
         """See SaveTarget."""
-        self._site.clear(planned.keys)
+        self._destination.clear(planned.keys)
         saving = {
             "schema": SCHEMA,
             "version": SCHEMA_VERSION,
@@ -118,7 +122,7 @@ class Format2Target:
             "host": socket.gethostname(),
             "time": time.time(),
         }
-        self._place.write(SAVE_NAME, json.dumps(saving).encode())
+        self._file_store.write(SAVE_NAME, json.dumps(saving).encode())
 
     def require(self, token: str, owner: str) -> None:
         """See SaveTarget."""
@@ -131,7 +135,7 @@ class Format2Target:
 
     def _token(self) -> str | None:
         try:
-            found: str | None = json.loads(self._place.read(SAVE_NAME)).get("token")
+            found: str | None = json.loads(self._file_store.read(SAVE_NAME)).get("token")
         except (IncompleteCheckpointError, ValueError, AttributeError):
             return None
         return found
@@ -149,7 +153,7 @@ class Format2Target:
             self._objects.append(ObjectRecord(object_id, self._global_rank, span))
             pack += content
         if pack:
-            self._place.write(name, bytes(pack))
+            self._file_store.write(name, bytes(pack))
 
     def take_digests(self, digests: Digests) -> None:
         """See SaveTarget."""
@@ -172,12 +176,12 @@ class Format2Target:
             layout = {"ranks": comm.size, **parallel_sizes()}
             return ManifestIndex(parts, self._common(), layout, package_versions())
 
-        run_manifest(planned.manifest, describe, self._place, comm, index)
+        run_manifest(planned.manifest, describe, self._file_store, comm, index)
 
     def _common(self) -> FileDigest | None:
         """The common state's file; through Megatron-Core's own save it is there already."""
         try:
-            content = self._place.read(COMMON_NAME)
+            content = self._file_store.read(COMMON_NAME)
         except IncompleteCheckpointError:
             return None
         return FileDigest(len(content), digest_of(content))

@@ -15,7 +15,7 @@ from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.inprocess.coordinator import FaultMode, RankInfo
 from dist_ckpt_strategies.inprocess.heartbeat import start_heartbeat
 from dist_ckpt_strategies.inprocess.launched import KEY_PREFIX, coordinator_from_environment
-from dist_ckpt_strategies.inprocess.places import assignment_key, place_to_text
+from dist_ckpt_strategies.inprocess.rank_assignment import assignment_key, rank_info_to_text
 from dist_ckpt_strategies.inprocess.train_utils import wait_rank
 from tests.support.leaks import threads_left
 
@@ -109,7 +109,7 @@ def test_wait_rank_sets_the_variables_that_the_supervisor_assigns(host: TcpHost)
     os.environ["DIST_CKPT_WORKER"] = "spare7"
     store = TcpKeyValues(host.host, host.port, prefix=KEY_PREFIX)
     place = RankInfo(3, 1, 8, 2, (("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "29500")))
-    store.write(assignment_key("spare7"), place_to_text(place))
+    store.write(assignment_key("spare7"), rank_info_to_text(place))
 
     wait_rank()
 

@@ -14,7 +14,7 @@ from dist_ckpt_strategies.comm.key_values import KeyValues, LocalKeyValues, TcpH
 from dist_ckpt_strategies.errors import PeerLostError, PeerTimeoutError
 from dist_ckpt_strategies.inprocess.coordinator import Epoch, Fault, FaultMode, RankInfo
 from dist_ckpt_strategies.inprocess.epoch_book import BarrierState, EpochBook
-from dist_ckpt_strategies.inprocess.places import assignment_key, place_to_text
+from dist_ckpt_strategies.inprocess.rank_assignment import assignment_key, rank_info_to_text
 from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
 
 LIMIT_S = 60.0
@@ -392,7 +392,7 @@ def test_a_spare_waits_until_it_is_given_a_rank(store: KeyValues) -> None:
     assert store.read("ready/spare") == "1"
     given = RankInfo(3, 1, 8, 4, (("MASTER_PORT", "1234"),))
 
-    store.write(assignment_key("spare"), place_to_text(given))
+    store.write(assignment_key("spare"), rank_info_to_text(given))
 
     assert spare.wait_rank(LIMIT_S) == given
 

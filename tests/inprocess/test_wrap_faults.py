@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_ckpt_strategies.comm.burial import DEFAULT_UNDERTAKER
+from dist_ckpt_strategies.comm.group_disposal import DEFAULT_GROUP_DISPOSAL
 from dist_ckpt_strategies.comm.sockets import num_sockets
 from dist_ckpt_strategies.errors import HealthCheckError, RestartLimitError
 from dist_ckpt_strategies.inprocess.coordinator import FaultMode
@@ -111,7 +111,7 @@ class Counted:
 
     @classmethod
     def now(cls) -> Counted:
-        num_groups = DEFAULT_UNDERTAKER.num_waiting
+        num_groups = DEFAULT_GROUP_DISPOSAL.num_waiting
         at_most = (num_groups * THREADS_OF_A_GROUP, num_groups * SOCKETS_OF_A_GROUP)
         return cls(len(list(Path("/proc/self/task").iterdir())), num_sockets(), at_most)
 
@@ -331,10 +331,10 @@ def groups_of_the_old_attempt(rank: int, wrapper: Wrappers) -> Any:
     block()
     gc.collect()
     deadline = time.monotonic() + 60
-    while DEFAULT_UNDERTAKER.num_waiting and time.monotonic() < deadline:
+    while DEFAULT_GROUP_DISPOSAL.num_waiting and time.monotonic() < deadline:
         time.sleep(0.01)
-    names = [t.name for t in threading.enumerate() if "burial" in t.name or "gloo" in t.name]
-    return said, DEFAULT_UNDERTAKER.num_waiting, names
+    names = [t.name for t in threading.enumerate() if "disposal" in t.name or "gloo" in t.name]
+    return said, DEFAULT_GROUP_DISPOSAL.num_waiting, names
 
 
 def test_a_group_that_outlives_its_attempt_is_dead_and_nothing_waits_for_it() -> None:

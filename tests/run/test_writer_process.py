@@ -26,8 +26,8 @@ from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.storage.base import ArrayWriter, Transfer
 from dist_ckpt_strategies.storage.format1.engines import open_array_store
+from dist_ckpt_strategies.storage.format2.destination import open_writer
 from dist_ckpt_strategies.storage.shared_bytes import SharedBytes
-from dist_ckpt_strategies.storage.sites import open_writer
 
 pytestmark = pytest.mark.multiprocess
 

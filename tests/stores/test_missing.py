@@ -24,7 +24,7 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.spec.store_url import StoreUrl
-from dist_ckpt_strategies.storage.buckets.place import MAX_PUT_NBYTES, Bucket
+from dist_ckpt_strategies.storage.buckets.bucket import MAX_PUT_NBYTES, Bucket
 from dist_ckpt_strategies.strategies.zarr_format2 import (
     Format2LoadShardedStrategy,
     Format2SaveShardedStrategy,

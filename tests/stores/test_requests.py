@@ -20,7 +20,7 @@ from dist_ckpt_strategies.spec.manifest import ArrayRecord, ChunkRecord
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
 from dist_ckpt_strategies.storage.buckets.arrays import BucketReader, BucketWriter
-from dist_ckpt_strategies.storage.buckets.place import Bucket
+from dist_ckpt_strategies.storage.buckets.bucket import Bucket
 from dist_ckpt_strategies.storage.locations import located
 from tests.support.faulty_proxy import FaultyProxy
 from tests.support.object_stores import ObjectStore

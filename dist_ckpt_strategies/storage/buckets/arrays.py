@@ -14,7 +14,7 @@ from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.inner_grid import InnerGrid, Run
 from dist_ckpt_strategies.spec.manifest import ChunkRecord
 from dist_ckpt_strategies.storage.base import ArrayRead, HostArray, Transfer
-from dist_ckpt_strategies.storage.buckets.place import MAX_REQUESTS, Bucket
+from dist_ckpt_strategies.storage.buckets.bucket import MAX_REQUESTS, Bucket
 from dist_ckpt_strategies.storage.byte_budget import ByteBudget
 from dist_ckpt_strategies.storage.format2.array_bases import (
     ArrayReaderBase,

@@ -10,7 +10,7 @@ import numpy as np
 from dist_ckpt_strategies.errors import CheckpointNotFoundError, IncompleteCheckpointError
 from dist_ckpt_strategies.spec.manifest import ArrayRecord, ChunkRecord
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.storage.buckets.place import Bucket
+from dist_ckpt_strategies.storage.buckets.bucket import Bucket
 from dist_ckpt_strategies.storage.buckets.publication import require_something
 from dist_ckpt_strategies.storage.disk.files import MARKER_NAME
 from dist_ckpt_strategies.storage.findings import Finding, Problem, nbytes_text

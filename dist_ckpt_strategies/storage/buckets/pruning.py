@@ -9,8 +9,8 @@ from __future__ import annotations
 from dist_ckpt_strategies.errors import CheckpointError, IncompleteCheckpointError
 from dist_ckpt_strategies.plan.prune import FoundCheckpoint, Standing
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
+from dist_ckpt_strategies.storage.buckets.bucket import Bucket
 from dist_ckpt_strategies.storage.buckets.files import read_marker_or_finding
-from dist_ckpt_strategies.storage.buckets.place import Bucket
 from dist_ckpt_strategies.storage.buckets.publication import remove, require_something
 from dist_ckpt_strategies.storage.conversion.journal import JOURNAL_NAME
 from dist_ckpt_strategies.storage.disk.files import MARKER_NAME

@@ -13,7 +13,7 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
 )
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.storage.buckets.place import Bucket
+from dist_ckpt_strategies.storage.buckets.bucket import Bucket
 from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, MARKER_NAME
 from dist_ckpt_strategies.storage.format2.layout import ARRAYS_NAME
 from dist_ckpt_strategies.storage.format2.manifest import (

@@ -13,7 +13,7 @@ from dist_ckpt_strategies.spec.manifest import ObjectRecord, Span
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.buckets.arrays import encoded_chunk
-from dist_ckpt_strategies.storage.buckets.place import MAX_REQUESTS, Bucket
+from dist_ckpt_strategies.storage.buckets.bucket import MAX_REQUESTS, Bucket
 from dist_ckpt_strategies.storage.conversion.journal import (
     JOURNAL_NAME,
     Record,

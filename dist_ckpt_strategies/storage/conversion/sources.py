@@ -13,7 +13,7 @@ from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.spec.region import Region
 from dist_ckpt_strategies.storage.base import HostArray
-from dist_ckpt_strategies.storage.buckets.place import Bucket
+from dist_ckpt_strategies.storage.buckets.bucket import Bucket
 from dist_ckpt_strategies.storage.conversion.safetensors_source import INDEX_NAME, SafetensorsSource
 from dist_ckpt_strategies.storage.conversion.torch_source import TorchDistSource
 from dist_ckpt_strategies.storage.conversion.zarr_sources import Format1Source, Format2Source

@@ -116,11 +116,11 @@ class Format2Source:
     @cached_property
     def identity(self) -> str:
         """See Source."""
-        place = self._checkpoint.place
-        description = place.read(MANIFEST_INDEX_NAME)
+        file_store = self._checkpoint.file_store
+        description = file_store.read(MANIFEST_INDEX_NAME)
         if isinstance(self.root, Path):
             return directory_identity(self.root, description, self.common_content())
-        published = digest_of(place.read(SAVE_NAME))
+        published = digest_of(file_store.read(SAVE_NAME))
         return digest_of_all(description, self.common_content(), [str(self.root), published])
 
     @property
@@ -145,9 +145,9 @@ class Format2Source:
 
     def _common_file(self) -> bytes:
         self._checkpoint.require_common()
-        place = self._checkpoint.place
-        content = place.read(COMMON_NAME)
-        require_archive(content, "common state", place.path(COMMON_NAME))
+        file_store = self._checkpoint.file_store
+        content = file_store.read(COMMON_NAME)
+        require_archive(content, "common state", file_store.path(COMMON_NAME))
         return content
 
 

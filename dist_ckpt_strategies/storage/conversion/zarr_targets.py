@@ -50,6 +50,7 @@ from dist_ckpt_strategies.storage.disk.files import (
     sync_path,
     write_file,
 )
+from dist_ckpt_strategies.storage.file_store import Directory, FileStore
 from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
 from dist_ckpt_strategies.storage.format2.chunk_files import runs_at_a_time
 from dist_ckpt_strategies.storage.format2.inner_codec import encode_index, encode_run
@@ -71,7 +72,6 @@ from dist_ckpt_strategies.storage.format2.manifest import (
     part_name,
 )
 from dist_ckpt_strategies.storage.objects.pickled import dump_object, plain_value, write_dumped
-from dist_ckpt_strategies.storage.places import Directory, Place
 from dist_ckpt_strategies.storage.raw_chunks import write_buffered
 
 _MAX_PARTS = 1024
@@ -147,16 +147,16 @@ class Format2Conversion:
 
     def __init__(self, root: Path, flush: Flush, box_nbytes: int) -> None:
         self._root = root
-        self._place = Directory(root)
+        self._file_store = Directory(root)
         self._flush = flush
         self._box_nbytes = box_nbytes
         self._memory = Memory()
 
     def begin(self, plan: ConvertPlan) -> None:
         """See Target."""
-        begin_save(self._place)
+        begin_save(self._file_store)
         for array in plan.arrays:
-            path, content = self._place.path(metadata_name(array.key)), metadata_content(array)
+            path, content = self._file_store.path(metadata_name(array.key)), metadata_content(array)
             with file_errors(array.key, path):
                 if not create_file(path, content):
                     write_file(Path(path), content)
@@ -168,7 +168,7 @@ class Format2Conversion:
         (part,) = unit.parts
         grid = _grid_of(part)
         digests: list[int] = []
-        path = self._place.path(unit.name)
+        path = self._file_store.path(unit.name)
         with new_file(path, key_of(unit), is_flushed=self._flush.is_each) as handle:
             for run in grid.all(max(1, self._box_nbytes // grid.stored_nbytes)):
                 digests += self._write_run(handle, grid, run, part, read)
@@ -193,21 +193,21 @@ class Format2Conversion:
 
     def is_there(self, unit: Unit, record: Record) -> bool:  # noqa: ARG002
         """See Target."""
-        return has_size(self._place.path(unit.name), _grid_of(unit.parts[0]).file_nbytes)
+        return has_size(self._file_store.path(unit.name), _grid_of(unit.parts[0]).file_nbytes)
 
     def finish(self, plan: ConvertPlan, records: Mapping[int, Record], contents: Contents) -> None:
         """See Target."""
         objects = self._write_objects(contents.objects)
         write_common(self._root, contents.common)
         self._flush.run([metadata_name(array.key) for array in plan.arrays])
-        write_manifest(self._place, plan, records, objects, contents)
+        write_manifest(self._file_store, plan, records, objects, contents)
 
     def _write_objects(self, objects: Iterable[tuple[ObjectId, bytes]]) -> list[ObjectRecord]:
         """Small plain values are for the manifest, the others go to one file."""
         name = pack_name(0)
         found: list[ObjectRecord] = []
         byte_offset = 0
-        with new_file(self._place.path(name), None, is_flushed=True) as handle:
+        with new_file(self._file_store.path(name), None, is_flushed=True) as handle:
             for object_id, content in objects:
                 plain = plain_record(object_id, content)
                 if plain is not None:
@@ -218,12 +218,12 @@ class Format2Conversion:
                 write_buffered(handle, np.frombuffer(content, np.uint8))
                 byte_offset += len(content)
         if not byte_offset:
-            os.unlink(self._place.path(name))  # noqa: PTH108
-            os.rmdir(os.path.dirname(self._place.path(name)))  # noqa: PTH106, PTH120
+            os.unlink(self._file_store.path(name))  # noqa: PTH108
+            os.rmdir(os.path.dirname(self._file_store.path(name)))  # noqa: PTH106, PTH120
         return found
 
 
-def begin_save(place: Place) -> None:
+def begin_save(file_store: FileStore) -> None:
     """Write the first file of a save, by which the place is known to be one of format 2."""
     saving = {
         "schema": SCHEMA,
@@ -232,7 +232,7 @@ def begin_save(place: Place) -> None:
         "host": socket.gethostname(),
         "time": time.time(),
     }
-    place.write(SAVE_NAME, json.dumps(saving).encode())
+    file_store.write(SAVE_NAME, json.dumps(saving).encode())
 
 
 def plain_record(object_id: ObjectId, content: bytes) -> ObjectRecord | None:
@@ -247,7 +247,7 @@ def digests_record(digests: list[int]) -> Record:
 
 
 def write_manifest(
-    place: Place,
+    file_store: FileStore,
     plan: ConvertPlan,
     records: Mapping[int, Record],
     objects: list[ObjectRecord],
@@ -256,7 +256,7 @@ def write_manifest(
     """Write the manifest of a conversion, its index last.
 
     Args:
-        place: the target.
+        file_store: the target.
         plan: what was written.
         records: of every unit, as ``digests_record`` gave them.
         objects: all shards of objects.
@@ -272,14 +272,17 @@ def write_manifest(
     manifest = build_manifest_plan(
         plan.arrays, (found.id.key for found in objects), num_ranks=_MAX_PARTS
     )
-    entries = _write_parts(place, manifest, arrays, objects)
+    entries = _write_parts(file_store, manifest, arrays, objects)
     common = FileDigest(len(contents.common), digest_of(contents.common))
     index_of = ManifestIndex(entries, common, contents.layout, contents.versions)
-    place.write(INDEX_NAME, index_content(index_of))
+    file_store.write(INDEX_NAME, index_content(index_of))
 
 
 def _write_parts(
-    place: Place, manifest: ManifestPlan, arrays: list[ArrayRecord], objects: list[ObjectRecord]
+    file_store: FileStore,
+    manifest: ManifestPlan,
+    arrays: list[ArrayRecord],
+    objects: list[ObjectRecord],
 ) -> tuple[PartEntry, ...]:
     described: dict[int, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
     for record in arrays:
@@ -289,7 +292,7 @@ def _write_parts(
     entries = []
     for number, first in enumerate(manifest.firsts):
         content = part_content(*described[number])
-        place.write(part_name(number), content)
+        file_store.write(part_name(number), content)
         counts = map(len, described[number])
         entry = PartEntry(part_name(number), first, len(content), digest_of(content), *counts)
         entries.append(entry)

@@ -12,6 +12,7 @@ from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.manifest import ArrayRecord, ChunkRecord, FileDigest, ObjectRecord
 from dist_ckpt_strategies.storage.disk.direct_io import BounceBuffers
 from dist_ckpt_strategies.storage.disk.files import COMMON_NAME
+from dist_ckpt_strategies.storage.file_store import FileStore
 from dist_ckpt_strategies.storage.findings import Finding, Problem
 from dist_ckpt_strategies.storage.format2.chunk_files import (
     BUFFER_NBYTES,
@@ -24,7 +25,6 @@ from dist_ckpt_strategies.storage.format2.chunk_files import (
 from dist_ckpt_strategies.storage.format2.inner_codec import digests_of
 from dist_ckpt_strategies.storage.format2.layout import chunk_name, metadata_content, metadata_name
 from dist_ckpt_strategies.storage.format2.manifest import digest_of
-from dist_ckpt_strategies.storage.places import Place
 from dist_ckpt_strategies.storage.raw_chunks import read_buffered
 
 
@@ -45,29 +45,31 @@ class FileCheck:
     run: Callable[[], list[Finding]]
 
 
-def metadata_check(place: Place, array: ArraySpec) -> FileCheck:
+def metadata_check(file_store: FileStore, array: ArraySpec) -> FileCheck:
     """A check of the file that describes an array to other readers."""
     content = metadata_content(array)
-    run = partial(_check_metadata, place, array, content)
+    run = partial(_check_metadata, file_store, array, content)
     return FileCheck(array.key, metadata_name(array.key), len(content), run)
 
 
-def chunk_checks(place: Place, record: ArrayRecord, buffers: BounceBuffers) -> Iterator[FileCheck]:
-    """A check of each chunk's file; the place is a directory."""
+def chunk_checks(
+    file_store: FileStore, record: ArrayRecord, buffers: BounceBuffers
+) -> Iterator[FileCheck]:
+    """A check of each chunk's file; the file store is a directory."""
     array = record.array
     for index, chunk in record.chunks.items():
         name = chunk_name(array, index)
-        file = ChunkFile.of(array, index, place.path(name))
+        file = ChunkFile.of(array, index, file_store.path(name))
         nbytes = file.grid.file_nbytes
         yield FileCheck(array.key, name, nbytes, partial(_check_chunk, name, file, chunk, buffers))
 
 
-def object_check(place: Place, record: ObjectRecord) -> FileCheck | None:
+def object_check(file_store: FileStore, record: ObjectRecord) -> FileCheck | None:
     """A check of an object; None where the manifest itself holds it."""
     span = record.span
     if span is None:
         return None
-    run = partial(_check_object, place, record)
+    run = partial(_check_object, file_store, record)
     return FileCheck(record.id.unique_key, span.name, span.nbytes, run)
 
 
@@ -80,9 +82,9 @@ def pack_ends(objects: Iterable[ObjectRecord]) -> Mapping[str, int]:
     return ends
 
 
-def common_check(place: Place, listed: FileDigest) -> FileCheck:
+def common_check(file_store: FileStore, listed: FileDigest) -> FileCheck:
     """A check of the common state's file."""
-    return FileCheck(None, COMMON_NAME, listed.nbytes, partial(_check_common, place, listed))
+    return FileCheck(None, COMMON_NAME, listed.nbytes, partial(_check_common, file_store, listed))
 
 
 def check_buffers() -> BounceBuffers:
@@ -90,9 +92,9 @@ def check_buffers() -> BounceBuffers:
     return BounceBuffers(BUFFER_NBYTES)
 
 
-def _check_metadata(place: Place, array: ArraySpec, content: bytes) -> list[Finding]:
+def _check_metadata(file_store: FileStore, array: ArraySpec, content: bytes) -> list[Finding]:
     name = metadata_name(array.key)
-    found = place.read(name)
+    found = file_store.read(name)
     if found == content:
         return []
     expected = f"{len(content)} bytes with digest {digest_of(content)}, as other readers need them"
@@ -135,10 +137,10 @@ def chunk_findings(
     ]
 
 
-def _check_object(place: Place, record: ObjectRecord) -> list[Finding]:
+def _check_object(file_store: FileStore, record: ObjectRecord) -> list[Finding]:
     span = record.span
     assert span is not None  # noqa: S101 - object_check has looked
-    content = place.read_span(span.name, span.byte_offset, span.nbytes)
+    content = file_store.read_span(span.name, span.byte_offset, span.nbytes)
     if digest_of(content) == span.digest:
         return []
     expected = (
@@ -149,8 +151,8 @@ def _check_object(place: Place, record: ObjectRecord) -> list[Finding]:
     return [Finding(Problem.DAMAGED_OBJECT, record.id.unique_key, span.name, expected, found)]
 
 
-def _check_common(place: Place, listed: FileDigest) -> list[Finding]:
-    content = place.read(COMMON_NAME)
+def _check_common(file_store: FileStore, listed: FileDigest) -> list[Finding]:
+    content = file_store.read(COMMON_NAME)
     if (len(content), digest_of(content)) == (listed.nbytes, listed.digest):
         return []
     expected = f"{listed.nbytes} bytes with digest {listed.digest}"

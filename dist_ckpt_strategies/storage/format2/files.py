@@ -27,6 +27,7 @@ from dist_ckpt_strategies.storage.disk.files import (
     require_directory,
 )
 from dist_ckpt_strategies.storage.disk.folders import Folder, folders_below, read_folder
+from dist_ckpt_strategies.storage.file_store import Directory, FileStore
 from dist_ckpt_strategies.storage.findings import Finding
 from dist_ckpt_strategies.storage.format2.layout import ARRAYS_NAME
 from dist_ckpt_strategies.storage.format2.manifest import (
@@ -37,7 +38,6 @@ from dist_ckpt_strategies.storage.format2.manifest import (
     SCHEMA,
 )
 from dist_ckpt_strategies.storage.lifecycle.marker_file import marker_or_finding
-from dist_ckpt_strategies.storage.places import Directory, Place
 
 FORMAT2 = ("zarr", 2)
 """What the marker says of such a checkpoint."""
@@ -66,13 +66,13 @@ class FoundFiles:
     """What is there.
 
     Attributes:
-        place: gives their content.
+        file_store: gives their content.
         marker: of the checkpoint, or what is wrong with it.
         files: size of each of its files, by name; None where that is not known yet.
         others: names beside them, which are no part of it.
     """
 
-    place: Place
+    file_store: FileStore
     marker: CheckpointMarker | Finding
     files: Mapping[str, int | None]
     others: tuple[str, ...]
@@ -105,10 +105,10 @@ def files_of_directory(root: Path) -> FoundFiles | None:
     return FoundFiles(Directory(root), marker, dict(_files(root, top)), _others(top))
 
 
-def read_begun(place: Place) -> SaveBegun | None:
+def read_begun(file_store: FileStore) -> SaveBegun | None:
     """When and where the save to a place began; None where nothing of ours says so."""
     try:
-        fields = json.loads(place.read(SAVE_NAME)[:MAX_JSON_NBYTES])
+        fields = json.loads(file_store.read(SAVE_NAME)[:MAX_JSON_NBYTES])
         if fields["schema"] != SCHEMA:
             return None
         return SaveBegun(float(fields["time"]), str(fields["host"]))

@@ -13,6 +13,7 @@ from functools import cached_property
 from dist_ckpt_strategies.errors import ArrayNotFoundError, CorruptCheckpointError
 from dist_ckpt_strategies.spec.manifest import ArrayRecord, ObjectRecord, PartEntry
 from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.storage.file_store import FileStore
 from dist_ckpt_strategies.storage.format2.manifest import (
     INDEX_NAME,
     Fields,
@@ -22,14 +23,13 @@ from dist_ckpt_strategies.storage.format2.manifest import (
     parse_index,
     require_complete,
 )
-from dist_ckpt_strategies.storage.places import Place
 
 
 class Manifest:
     """The manifest of a checkpoint, read as far as it is asked for.
 
     Args:
-        place: the checkpoint.
+        file_store: the checkpoint.
 
     Attributes:
         index: its table of contents.
@@ -40,9 +40,9 @@ class Manifest:
         IncompatibleVersionError: a later version of this package wrote it.
     """
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
-        self.index = parse_index(place.read(INDEX_NAME), place.path(INDEX_NAME))
+    def __init__(self, file_store: FileStore) -> None:
+        self._file_store = file_store
+        self.index = parse_index(file_store.read(INDEX_NAME), file_store.path(INDEX_NAME))
         self._parts: dict[str, _Part] = {}
         self._records: dict[str, ArrayRecord] = {}
 
@@ -104,8 +104,8 @@ class Manifest:
 
     def _read(self, entry: PartEntry) -> _Part:
         if entry.name not in self._parts:
-            content = self._place.read(entry.name)
-            path = self._place.path(entry.name)
+            content = self._file_store.read(entry.name)
+            path = self._file_store.path(entry.name)
             if digest_of(content) != entry.digest:
                 raise CorruptCheckpointError(
                     f"{path} is damaged: it has digest {digest_of(content)}, "
@@ -119,9 +119,9 @@ class Manifest:
         near = difflib.get_close_matches(name, known, n=3)
         hint = f"; similar ones: {', '.join(near)}" if near else ""
         return ArrayNotFoundError(
-            f"{name}: no such {what} among the {len(known)} in {self._place}{hint}",
+            f"{name}: no such {what} among the {len(known)} in {self._file_store}{hint}",
             key=name,
-            path=self._place.path(INDEX_NAME),
+            path=self._file_store.path(INDEX_NAME),
         )
 
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dist_ckpt_strategies.errors import CheckpointError, IncompleteCheckpointError
 from dist_ckpt_strategies.spec.manifest import ArrayRecord, ManifestIndex, ObjectRecord
+from dist_ckpt_strategies.storage.file_store import FileStore
 from dist_ckpt_strategies.storage.findings import NO_FILE, Finding, Problem
 from dist_ckpt_strategies.storage.format2.manifest import INDEX_NAME
 from dist_ckpt_strategies.storage.format2.manifest_reader import Manifest
-from dist_ckpt_strategies.storage.places import Place
 
 
 class ReadableManifest:
     """The manifest, as far as it can be read, and what is wrong with the rest.
 
     Args:
-        place: the checkpoint.
+        file_store: the checkpoint.
 
     Attributes:
         index: its table of contents; None where it is missing or damaged.
@@ -26,13 +26,13 @@ class ReadableManifest:
         IncompatibleVersionError: a later version of this package wrote it.
     """
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, file_store: FileStore) -> None:
         self.index: ManifestIndex | None = None
         self.arrays: tuple[ArrayRecord, ...] = ()
         self.objects: tuple[ObjectRecord, ...] = ()
         self.findings: list[Finding] = []
         try:
-            manifest = Manifest(place)
+            manifest = Manifest(file_store)
         except IncompleteCheckpointError:
             expected = "the manifest's table of contents"
             self.findings.append(

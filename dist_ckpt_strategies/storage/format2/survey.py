@@ -24,6 +24,7 @@ from dist_ckpt_strategies.spec.manifest import ArrayRecord, ManifestIndex, Objec
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, MARKER_NAME
 from dist_ckpt_strategies.storage.disk.folders import reason
+from dist_ckpt_strategies.storage.file_store import Directory, FileStore
 from dist_ckpt_strategies.storage.findings import (
     Finding,
     Leftover,
@@ -52,10 +53,9 @@ from dist_ckpt_strategies.storage.format2.files import (
 )
 from dist_ckpt_strategies.storage.format2.listed_files import check_files, names_of, sized_files
 from dist_ckpt_strategies.storage.format2.readable_manifest import ReadableManifest
-from dist_ckpt_strategies.storage.places import Directory, Place
 
 if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
-    from dist_ckpt_strategies.storage.buckets.place import Bucket
+    from dist_ckpt_strategies.storage.buckets.bucket import Bucket
 
     Location = Path | Bucket
 
@@ -144,7 +144,7 @@ def survey_format2(root: Location) -> Format2Survey | None:
     there = files_of_directory(root.absolute()) if isinstance(root, Path) else _of_bucket(root)
     if there is None:
         return None
-    found = ReadableManifest(there.place)
+    found = ReadableManifest(there.file_store)
     names = {record.array.key: tuple(names_of(record)) for record in found.arrays}
     files = sized_files(there.files, found, names)
     leftovers = (
@@ -156,7 +156,7 @@ def survey_format2(root: Location) -> Format2Survey | None:
     return Format2Survey(
         root.absolute() if isinstance(root, Path) else root,
         marker if isinstance(marker, CheckpointMarker) else None,
-        read_begun(there.place),
+        read_begun(there.file_store),
         found.index,
         tuple(_recorded(r, names[r.array.key], files) for r in found.arrays),
         found.objects,
@@ -254,21 +254,21 @@ def _check_marker(marker: CheckpointMarker | Finding) -> Iterator[Finding]:
 
 def _checks(survey: Format2Survey) -> Iterator[FileCheck]:
     root = survey.root
-    place, chunks = (_on_disk(root)) if isinstance(root, Path) else _in_bucket(root)
+    file_store, chunks = (_on_disk(root)) if isinstance(root, Path) else _in_bucket(root)
     for stored in survey.arrays:
-        yield metadata_check(place, stored.record.array)
+        yield metadata_check(file_store, stored.record.array)
         yield from chunks(stored.record)
-    yield from filter(None, map(partial(object_check, place), survey.objects))
+    yield from filter(None, map(partial(object_check, file_store), survey.objects))
     if survey.index is not None and survey.index.common is not None:
-        yield common_check(place, survey.index.common)
+        yield common_check(file_store, survey.index.common)
 
 
-def _on_disk(root: Path) -> tuple[Place, _ChunkChecks]:
-    place = Directory(root)
-    return place, partial(chunk_checks, place, buffers=check_buffers())
+def _on_disk(root: Path) -> tuple[FileStore, _ChunkChecks]:
+    file_store = Directory(root)
+    return file_store, partial(chunk_checks, file_store, buffers=check_buffers())
 
 
-def _in_bucket(bucket: Bucket) -> tuple[Place, _ChunkChecks]:
+def _in_bucket(bucket: Bucket) -> tuple[FileStore, _ChunkChecks]:
     from dist_ckpt_strategies.storage.buckets.files import bucket_chunk_checks  # noqa: PLC0415
 
     return bucket, partial(bucket_chunk_checks, bucket)

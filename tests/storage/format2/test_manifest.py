@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
+from dist_ckpt_strategies.storage.file_store import Directory
 from dist_ckpt_strategies.storage.format2.manifest import INDEX_NAME, digest_of
 from dist_ckpt_strategies.storage.format2.manifest_reader import Manifest
 from dist_ckpt_strategies.storage.format2.survey import check_format2, survey_format2
-from dist_ckpt_strategies.storage.places import Directory
 from tests.support.format2_checkpoints import LARGE, RNG, write_format2
 
 PART = "manifest/part-00000.json"

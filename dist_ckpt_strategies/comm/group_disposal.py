@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 _PAUSE_S = 0.05
-_FAREWELL_S = 1.0
+_EXIT_WAIT_S = 1.0
 
 
-class Undertaker:
+class GroupDisposal:
     """Lets go of gloo groups once nothing is under way in them any more.
 
     The destructor of a group waits for the group's timeout where gloo has forgotten the buffer of
@@ -23,7 +23,7 @@ class Undertaker:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._graves: list[_Grave] = []
+        self._kept: list[_KeptGroup] = []
         self._thread: threading.Thread | None = None
         self._exits = threading.Event()
 
@@ -35,10 +35,10 @@ class Undertaker:
             pending: works of the group that may be under way.
         """
         with self._lock:
-            self._graves.append(_Grave(group, list(pending)))
+            self._kept.append(_KeptGroup(group, list(pending)))
             if self._thread is None:
                 self._thread = threading.Thread(
-                    target=self._serve, name="dist_ckpt-burial", daemon=True
+                    target=self._serve, name="dist_ckpt-group-disposal", daemon=True
                 )
                 self._thread.start()
                 atexit.register(self._leave)
@@ -47,7 +47,7 @@ class Undertaker:
     def num_waiting(self) -> int:
         """Groups that are not destroyed yet."""
         with self._lock:
-            return len(self._graves)
+            return len(self._kept)
 
     def _serve(self) -> None:
         while not self._exits.is_set():
@@ -60,25 +60,25 @@ class Undertaker:
     def _ready(self) -> list[Any] | None:
         """Groups that can be destroyed; None where none is left, and the thread ends."""
         with self._lock:
-            if not self._graves:
+            if not self._kept:
                 self._thread = None
                 atexit.unregister(self._leave)
                 return None
-            quiet = [grave for grave in self._graves if grave.is_quiet()]
-            self._graves = [grave for grave in self._graves if grave not in quiet]
-            return [grave.group for grave in quiet]
+            quiet = [kept for kept in self._kept if kept.is_quiet()]
+            self._kept = [kept for kept in self._kept if kept not in quiet]
+            return [kept.group for kept in quiet]
 
     def _leave(self) -> None:
         self._exits.set()
         thread = self._thread
         if thread is not None:
-            thread.join(_FAREWELL_S)
+            thread.join(_EXIT_WAIT_S)
         with self._lock:
-            for grave in self._graves:
-                _keep_for_ever(grave)
+            for kept in self._kept:
+                _keep_for_ever(kept)
 
 
-class _Grave:
+class _KeptGroup:
     def __init__(self, group: Any, pending: list[Any]) -> None:
         self.group = group
         self._pending = pending
@@ -93,4 +93,4 @@ def _keep_for_ever(what: Any) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
-DEFAULT_UNDERTAKER = Undertaker()
+DEFAULT_GROUP_DISPOSAL = GroupDisposal()

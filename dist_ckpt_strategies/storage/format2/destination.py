@@ -11,12 +11,12 @@ from dist_ckpt_strategies.spec.region import Extent
 from dist_ckpt_strategies.storage.base import ArrayWriter
 from dist_ckpt_strategies.storage.buckets import publication as bucket_publication
 from dist_ckpt_strategies.storage.buckets.arrays import BucketWriter
-from dist_ckpt_strategies.storage.buckets.place import Bucket
+from dist_ckpt_strategies.storage.buckets.bucket import Bucket
 from dist_ckpt_strategies.storage.disk.file_access import permitted_access
+from dist_ckpt_strategies.storage.file_store import Directory, FileStore
 from dist_ckpt_strategies.storage.format2.arrays import Zarr3Writer
 from dist_ckpt_strategies.storage.lifecycle.clearing import DirectoryRoom, require_room_for_format2
 from dist_ckpt_strategies.storage.locations import Location
-from dist_ckpt_strategies.storage.places import Directory, Place
 
 
 class DigestingWriter(ArrayWriter, Protocol):
@@ -28,11 +28,11 @@ class DigestingWriter(ArrayWriter, Protocol):
         ...
 
 
-class Site(Protocol):
+class Destination(Protocol):
     """Where a save goes."""
 
     @property
-    def place(self) -> Place:
+    def file_store(self) -> FileStore:
         """Takes the small files."""
         ...
 
@@ -55,8 +55,8 @@ class Site(Protocol):
         ...
 
 
-class DirectorySite:
-    """A directory that a save goes to; see Site.
+class DirectoryDestination:
+    """A directory that a save goes to; see Destination.
 
     Args:
         root: the directory, which exists.
@@ -68,21 +68,21 @@ class DirectorySite:
     def __init__(self, root: Path, options: Options) -> None:
         self._root = root
         self._room = DirectoryRoom(root)
-        self.place = Directory(root)
+        self.file_store = Directory(root)
         self.writer = Zarr3Writer(root, permitted_access(root, options))
 
     def examine(self, *, keeps_old: bool) -> None:
-        """See Site."""
+        """See Destination."""
         self._room.examine(keeps_old=keeps_old)
 
     def clear(self, keys: Collection[str]) -> None:
-        """See Site."""
+        """See Destination."""
         require_room_for_format2(self._root)
         self._room.clear(keys)
 
 
-class BucketSite:
-    """A place in an object store that a save goes to; see Site.
+class BucketDestination:
+    """A place in an object store that a save goes to; see Destination.
 
     Args:
         bucket: the place.
@@ -92,28 +92,28 @@ class BucketSite:
     is_object_store = True
 
     def __init__(self, bucket: Bucket, options: Options) -> None:
-        self.place = bucket
+        self.file_store = bucket
         self.writer = BucketWriter(bucket, options)
 
     def examine(self, *, keeps_old: bool) -> None:
-        """See Site."""
-        self.place.require_bucket()
+        """See Destination."""
+        self.file_store.require_bucket()
         if not keeps_old:
-            bucket_publication.withdraw_marker(self.place)
+            bucket_publication.withdraw_marker(self.file_store)
 
     def clear(self, keys: Collection[str]) -> None:  # noqa: ARG002 - no key leads elsewhere
-        """See Site."""
-        bucket_publication.require_room(self.place)
-        bucket_publication.retract(self.place)
+        """See Destination."""
+        bucket_publication.require_room(self.file_store)
+        bucket_publication.retract(self.file_store)
 
 
-def open_site(location: Location, options: Options) -> Site:
+def open_destination(location: Location, options: Options) -> Destination:
     """Where a save to a location goes."""
     if isinstance(location, Bucket):
-        return BucketSite(location, options)
-    return DirectorySite(location, options)
+        return BucketDestination(location, options)
+    return DirectoryDestination(location, options)
 
 
 def open_writer(root: Path, options: Options) -> DigestingWriter:
     """What writes the arrays of a save to a directory."""
-    return DirectorySite(root, options).writer
+    return DirectoryDestination(root, options).writer

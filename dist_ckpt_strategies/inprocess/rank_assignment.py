@@ -19,12 +19,12 @@ def ready_key(worker: str) -> str:
     return f"ready/{worker}"
 
 
-def place_to_text(place: RankInfo) -> str:
+def rank_info_to_text(place: RankInfo) -> str:
     """What the supervisor writes there."""
     return json.dumps(asdict(place))
 
 
-def place_from_text(text: str) -> RankInfo:
+def rank_info_from_text(text: str) -> RankInfo:
     """What a worker reads there.
 
     Raises:

@@ -40,7 +40,7 @@ _LONGEST_PAUSE = "4s"
 
 
 class Bucket:
-    """What lies below a URL; see Place. Names have ``/`` between their parts.
+    """What lies below a URL; see FileStore. Names have ``/`` between their parts.
 
     Nothing is asked of the store before the first request.
 
@@ -54,7 +54,7 @@ class Bucket:
         self._options = options
 
     def __str__(self) -> str:
-        """See Place."""
+        """See FileStore."""
         return str(self.url)
 
     @property
@@ -70,15 +70,15 @@ class Bucket:
         return Bucket(self.url.below(name), self._options)
 
     def path(self, name: str) -> str:
-        """See Place."""
+        """See FileStore."""
         return f"{self.url}/{name}"
 
     def read(self, name: str) -> bytes:
-        """See Place."""
+        """See FileStore."""
         return self._read(name, None)
 
     def read_span(self, name: str, byte_offset: int, nbytes: int) -> bytes:
-        """See Place.
+        """See FileStore.
 
         Raises:
             CorruptCheckpointError: it ends before.
@@ -90,7 +90,7 @@ class Bucket:
         return self._read(name, slice(byte_offset, None))
 
     def write(self, name: str, content: bytes) -> None:
-        """See Place. It is durable once the store has acknowledged it."""
+        """See FileStore. It is durable once the store has acknowledged it."""
         if len(content) > MAX_PUT_NBYTES:
             raise StorageError(
                 f"{self.path(name)}: {len(content)} bytes, and an object takes {MAX_PUT_NBYTES} in "
@@ -137,7 +137,7 @@ class Bucket:
         return bool(found.state != "missing")
 
     def names(self, prefix: str) -> Iterator[str]:
-        """See Place."""
+        """See FileStore."""
         return iter(self._listed(f"{prefix}/" if prefix else ""))
 
     def is_empty(self) -> bool:

@@ -1,4 +1,4 @@
-"""Where the small files of a checkpoint are kept, under names below its root."""
+"""The small files of a checkpoint, under names below its root: in a directory or a bucket."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dist_ckpt_strategies.storage.disk.files import (
 )
 
 
-class Place(Protocol):
+class FileStore(Protocol):
     """A directory, or what stands for one. Names have ``/`` between their parts.
 
     Every method raises StorageError, naming the file, where storage fails.
     """
 
     def __str__(self) -> str:
-        """The place as its user calls it."""
+        """The directory as its user calls it."""
         ...
 
     def path(self, name: str) -> str:
@@ -56,7 +56,7 @@ class Place(Protocol):
 
 
 class Directory:
-    """A directory of a file system; see Place.
+    """A directory of a file system; see FileStore.
 
     Args:
         root: the directory.
@@ -66,27 +66,27 @@ class Directory:
         self.root = root
 
     def __str__(self) -> str:
-        """See Place."""
+        """See FileStore."""
         return str(self.root)
 
     def path(self, name: str) -> str:
-        """See Place."""
+        """See FileStore."""
         return f"{self.root}/{name}"
 
     def read(self, name: str) -> bytes:
-        """See Place."""
+        """See FileStore."""
         path = self.path(name)
         with file_errors(None, path):
             return read_file(path)
 
     def read_span(self, name: str, byte_offset: int, nbytes: int) -> bytes:
-        """See Place."""
+        """See FileStore."""
         path = self.path(name)
         with file_errors(None, path):
             return read_span(path, byte_offset, nbytes)
 
     def write(self, name: str, content: bytes) -> None:
-        """See Place."""
+        """See FileStore."""
         path = Path(self.path(name))
         with file_errors(None, path):
             if not path.parent.is_dir():
@@ -95,7 +95,7 @@ class Directory:
             write_file(path, content)
 
     def names(self, prefix: str) -> Iterator[str]:
-        """See Place."""
+        """See FileStore."""
         with file_errors(None, self.path(prefix)):
             for directory, _, files in os.walk(self.path(prefix)):
                 below = os.path.relpath(directory, self.root)
