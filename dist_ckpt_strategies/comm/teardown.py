@@ -118,7 +118,7 @@ class Communication:
         others = [group for group in groups if not isinstance(group, InterruptibleGloo)]
         groups.clear()
         while others:
-            bury_in_a_thread(others.pop())
+            drop_in_a_thread(others.pop())
         return num_groups
 
 
@@ -132,7 +132,7 @@ def abort_nccl_groups() -> int:
     return aborted
 
 
-def bury_in_a_thread(group: Any) -> None:
+def drop_in_a_thread(group: Any) -> None:
     """Drop a reference to a group where its destructor may block: on a thread of its own."""
     held = [group]
     del group
