@@ -1,7 +1,8 @@
-"""Megatron-Core 0.15.3 loads what we save, and we load what it saves, bit for bit.
+"""Megatron-Core 0.15.3 loads what we save, and we load what it and its forebears save.
 
 Its environment has zarr 2.18 and numpy 1 and does not contain this package; ``tox -e interop``
-makes it and names its interpreter in DIST_CKPT_INTEROP_PYTHON.
+makes it and names its interpreter in DIST_CKPT_INTEROP_PYTHON. Older releases, each in a directory
+of its own below DIST_CKPT_INTEROP_RELEASES, use that environment too.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from dist_ckpt_strategies.storage.format1.survey import check_survey, survey_checkpoint
+from tests.interop.releases import VERSIONS
 from tests.support.entries import Entry, load, prepare, save
 from tests.support.ranks import run_processes
 
 PYTHON = os.environ.get("DIST_CKPT_INTEROP_PYTHON")
-SCRIPT = Path(__file__).with_name("megatron_015.py")
+RELEASES = Path(os.environ.get("DIST_CKPT_INTEROP_RELEASES", "releases"))
+SCRIPT = Path(__file__).with_name("old_megatron.py")
 SIZE = 4
 TIMEOUT_S = 150
 
@@ -49,10 +53,12 @@ OBJECTS = {"rng_state": [{"rank": n} for n in range(SIZE)]}
 COMMON = {"iteration": 7, "args": {"tensor_model_parallel_size": 2}}
 
 
-def start(*args: object) -> subprocess.Popen[str]:
+def start(*args: object, release: Path | None = None) -> subprocess.Popen[str]:
     assert PYTHON is not None
     command = [PYTHON, str(SCRIPT), *map(str, args)]
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    if release is not None:
+        environment["PYTHONPATH"] = str(release)
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, env=environment, **pipes)
 
@@ -143,22 +149,44 @@ def load_theirs(rank: int, entry: Entry, root: Path, expected: Path, engine: str
             key, torch.empty_like(tensor), replica_id=rank
         )
     wanted["object"] = ShardedObject("rng_state", None, (2,), (rank % 2,), replica_id=rank // 2)
+    wanted["cell"] = ShardedObject("grid", None, (2, 2), (rank // 2, rank % 2))
     loaded = load(entry, wanted, root)
     wrong = [key for key, right in tensors.items() if not torch.equal(loaded[key], right)]
     wrong += [key for key, right in tensors.items() if loaded[key].dtype != right.dtype]
     wrong += ["object"] * (loaded["object"] != objects["rng_state"][rank % 2])
+    wrong += ["cell"] * (loaded["cell"] != objects["grid"][rank // 2][rank % 2])
     return wrong + [key for key in common if loaded[key] != common[key]]
+
+
+def save_theirs(directory: Path, release: Path | None) -> tuple[Path, Path]:
+    """A checkpoint that two ranks of an old release have written, and what is in it."""
+    checkpoint, expected = directory / "checkpoint", directory / "expected.pt"
+    place = (2, directory / "meeting")
+    writers = [start("save", checkpoint, expected, n, *place, release=release) for n in range(2)]
+    try:
+        assert [answer(writer)["arrays"] for writer in writers] == [50, 50]
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+    return checkpoint, expected
 
 
 @pytest.mark.parametrize("engine", ["tensorstore", "zarr"])
 def test_we_load_what_megatron_015_saves(engine: str, tmp_path: Path) -> None:
-    checkpoint, expected = tmp_path / "checkpoint", tmp_path / "expected.pt"
-    meeting = tmp_path / "meeting"
-    writers = [start("save", checkpoint, expected, rank, 2, meeting) for rank in range(2)]
-    assert [answer(writer)["arrays"] for writer in writers] == [48, 48]
-
+    checkpoint, expected = save_theirs(tmp_path, None)
     for entry in Entry:
         found = run_processes(
             SIZE, load_theirs, entry, checkpoint, expected, engine, timeout_s=TIMEOUT_S
         )
         assert found == [[]] * SIZE
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_we_load_what_older_releases_save(version: str, tmp_path: Path) -> None:
+    checkpoint, expected = save_theirs(tmp_path, RELEASES / version)
+    found = run_processes(
+        SIZE, load_theirs, Entry.MEGATRON, checkpoint, expected, "tensorstore", timeout_s=TIMEOUT_S
+    )
+    assert found == [[]] * SIZE
+    assert check_survey(survey_checkpoint(checkpoint)) == ()

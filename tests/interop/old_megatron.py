@@ -1,13 +1,15 @@
-"""What Megatron-Core 0.15.3 itself saves and loads. Runs in its own environment, without ours.
+"""What Megatron-Core <= 0.15 itself saves and loads. Runs in its own environment, without ours.
 
-    python megatron_015.py load CHECKPOINT EXPECTED     compare, print differences as JSON
-    python megatron_015.py save CHECKPOINT EXPECTED RANK SIZE MEETING_FILE
+    python old_megatron.py load CHECKPOINT EXPECTED     compare, print differences as JSON
+    python old_megatron.py save CHECKPOINT EXPECTED RANK SIZE MEETING_FILE
 
+The environment holds 0.15.3; PYTHONPATH puts an older release before it, which saves only.
 It runs on the CPU: the old backend calls ``torch.cuda.synchronize``, which does nothing here.
 """
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -118,8 +120,20 @@ DTYPES += [torch.float16, torch.float32, torch.float64, torch.bfloat16]
 DTYPES += [torch.complex64, torch.complex128]
 
 
+def flat_share(key, whole, rank, size):
+    """A rank's run of the elements of a tensor, as the distributed optimizer cut them."""
+    per_rank = -(-whole.numel() // size)
+    run = slice(rank * per_rank, min((rank + 1) * per_rank, whole.numel()))
+    content = whole.reshape(-1)[run].clone()
+    if hasattr(ShardedTensor, "from_rank_offsets_flat"):
+        shape = tuple(whole.shape)
+        return ShardedTensor.from_rank_offsets_flat(key, content, shape, flattened_range=run)
+    regular = ShardedTensor.from_rank_offsets(key, whole)
+    return replace(regular, data=content, flattened_range=run)
+
+
 def save(checkpoint, expected, rank, size):
-    """Save arrays of every dtype, cut in rows, in columns, in layers, and replicated."""
+    """Save arrays of every dtype, cut in rows, columns, layers, replicated or flat; objects."""
     state, tensors = {}, {}
     for number, dtype in enumerate(DTYPES):
         name = str(dtype).removeprefix("torch.")
@@ -141,8 +155,17 @@ def save(checkpoint, expected, rank, size):
         key = f"{name}.replicated"
         tensors[key] = values((3, 3), dtype, number)
         state[key] = ShardedTensor.from_rank_offsets(key, tensors[key], replica_id=rank)
-    objects = {"rng_state": [{"rank": n, "seed": n * 7} for n in range(size)]}
+    for dtype in (torch.float32, torch.bfloat16):
+        key = f"optimizer.state.exp_avg.{str(dtype).removeprefix('torch.')}"
+        whole = tensors[key] = values((5, 4), dtype, 99)
+        state[key] = flat_share(key, whole, rank, size)
+    objects = {
+        "rng_state": [{"rank": n, "seed": n * 7} for n in range(size)],
+        "grid": [[{"row": n, "column": m} for m in range(2)] for n in range(size)],
+    }
     state["object"] = ShardedObject("rng_state", objects["rng_state"][rank], (size,), (rank,))
+    for column, value in enumerate(objects["grid"][rank]):
+        state[f"grid {column}"] = ShardedObject("grid", value, (size, 2), (rank, column))
     common = {"iteration": 12, "args": {"tp": 2, "names": ["a", "b"]}}
     state.update(common)
     if rank == 0:
