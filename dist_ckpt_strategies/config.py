@@ -99,8 +99,8 @@ class StoreOptions:
             raise StrategyError(
                 f"option endpoint: expected http://... or https://..., found {self.endpoint!r}"
             )
-        _require_in_range("timeout_s", Real, 1e9, self.timeout_s)
-        _require_in_range("max_retries", Integral, math.inf, self.max_retries)
+        require_in_range("timeout_s", Real, 1e9, self.timeout_s)
+        require_in_range("max_retries", Integral, math.inf, self.max_retries)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +150,19 @@ class Options:
         object.__setattr__(self, "engine", _choice("engine", Engine, self.engine))
         object.__setattr__(self, "verify", _choice("verify", Verify, self.verify))
         for name, (kind, limit) in _RANGES.items():
-            _require_in_range(name, kind, limit, getattr(self, name))
+            require_in_range(name, kind, limit, getattr(self, name))
 
     def with_changes(self, **changes: Any) -> Options:
         """A copy with the given fields changed; None leaves a field as it is."""
         return replace(self, **{k: v for k, v in changes.items() if v is not None})
 
 
-def _require_in_range(name: str, kind: type[Any], limit: float, value: Any) -> None:
+def require_in_range(name: str, kind: type[Any], limit: float, value: Any) -> None:
+    """Raise unless an option is a number of that kind above 0 and below the limit.
+
+    Raises:
+        StrategyError: it is not; names the option.
+    """
     if not (isinstance(value, kind) and 0 < value < limit):  # refuses NaN too
         raise StrategyError(
             f"option {name}: expected a number > 0 and < {limit:g}, found {value!r}"

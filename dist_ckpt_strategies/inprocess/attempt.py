@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from dist_ckpt_strategies.comm.teardown import Communication
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, text_of
@@ -137,8 +139,11 @@ class Attempt:
             return
         self.fault = fault
         self._heard.set()
-        logger.warning("%s", fault)
-        self._stop(fault)
+        try:
+            logger.warning("%s", fault)
+            self._stop(fault)
+        except Exception:  # noqa: BLE001 - no room for another thread, or somebody's log handler
+            self._die("stopping the block failed")
         self._stopped.set()
 
     def _lose(self, error: PeerError) -> Fault:
@@ -204,8 +209,15 @@ class Attempt:
             self._communication.cut()
             time.sleep(_CUT_PAUSE_S)
 
-    def _give_up(self, *, has_left: bool) -> None:
+    def _give_up(self, *, has_left: bool) -> NoReturn:
         limit_s = self._options.abort_timeout_s
         what = "abort is not done" if has_left else "the block has not been left"
-        logger.critical("%s within %g s: this process ends", what, limit_s)
-        os._exit(EXIT_UNSTOPPABLE)
+        self._die(f"{what} within {limit_s:g} s")
+
+    def _die(self, why: str) -> NoReturn:
+        """End this process: its block would wait for ever for what does not come."""
+        try:
+            is_failing = sys.exc_info()[1] is not None
+            logger.critical("%s: this process ends", why, exc_info=is_failing)
+        finally:
+            os._exit(EXIT_UNSTOPPABLE)

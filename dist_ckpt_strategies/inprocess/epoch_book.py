@@ -74,6 +74,11 @@ class EpochBook:
         found = self._store.read(f"barrier/{epoch}")
         return None if found is None else BarrierState(found)
 
+    def has_begun(self) -> bool:
+        """Whether all ranks have ever joined one epoch; looks at each of them."""
+        epochs = range(int(self._first), self.current() + 1)
+        return any(self.barrier(epoch) is BarrierState.OPEN for epoch in epochs)
+
     def count_return(self, epoch: int, global_rank: int) -> int:
         """Note that a rank has returned from the block; how many have. Once per rank and epoch."""
         self._store.write(f"returned/{epoch}/{global_rank}", "1")

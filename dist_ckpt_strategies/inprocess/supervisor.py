@@ -32,6 +32,8 @@ _SIGNAL_CODE = 128
 _PATIENCE_S = 1.0
 _AWAY_S = 0.5
 _POLL_S = 0.1
+_MAX_FALSE_STARTS = 3
+"""Of one rank, before the job has begun: what fails each time is not mended by trying again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class Supervisor:
         self._looked_at = 0.0
         self._failures: Counter[int] = Counter()
         self._num_failures = 0
+        self._false_starts: Counter[int] = Counter()
         self._num_started = 0
 
     def run(self) -> int:
@@ -98,7 +101,7 @@ class Supervisor:
         No process of the job is left, however this returns or raises.
 
         Raises:
-            RestartLimitError: workers have died too often.
+            RestartLimitError: workers have died too often, or cannot even start.
             RestartError: one died after others had finished.
         """
         with SignalInbox() as inbox:
@@ -183,6 +186,8 @@ class Supervisor:
         if rank is None:
             self._lose_spare(code, why)
         elif code != 0:
+            if code > 0 and self._book.joined(worker.name) is None:
+                self._false_starts[rank] += 1
             self._replace(worker, rank, why)
         elif self._is_within_block(worker):
             self._replace(worker, rank, f"{why} in the middle of the wrapped block")
@@ -222,6 +227,7 @@ class Supervisor:
             self._book.end(Fault(rank, epoch, mode, why))
             self._require_replaceable(rank, epoch, why)
         self._count_failure(rank, why)
+        self._require_able_to_start(rank, why)
         spare = self._ready_spare()
         taken = "a new process" if spare is None else f"spare {spare.name}"
         self._listener.note(f"rank {rank} is gone: {why}; {taken} takes its place")
@@ -248,6 +254,18 @@ class Supervisor:
             f"{self._num_failures} workers have died ({counts or 'spares'}), "
             f"{self._job.max_restarts} restarts are allowed; the last one was {who}: {why}"
         )
+
+    def _require_able_to_start(self, rank: int, why: str) -> None:
+        """Raise where a script fails each time before it comes to the block, on its first start.
+
+        Later on there is state in the memory of others, and more reason to be patient.
+        """
+        if self._false_starts[rank] >= _MAX_FALSE_STARTS and not self._book.has_begun():
+            raise RestartLimitError(
+                f"rank {rank}: {self._false_starts[rank]} processes have ended before they came "
+                f"to the wrapped block, the last one with {why}: this script cannot start; what "
+                "they wrote says why"
+            )
 
     def _ready_spare(self) -> WorkerProcess | None:
         for name, worker in self._workers.items():

@@ -33,6 +33,7 @@ from dist_ckpt_strategies.inprocess.interruption import Interrupter, RankShouldR
 from dist_ckpt_strategies.inprocess.memory_status import MemoryLog, give_back_free_memory
 from dist_ckpt_strategies.inprocess.states import Event, State, next_state
 from dist_ckpt_strategies.inprocess.torch_modes import TorchModes
+from dist_ckpt_strategies.inprocess.wrapper_options import require_usable
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class HPWrapper:
             counted from its start; None for any.
 
     Raises:
+        StrategyError: a time or a count is no number above 0, or a part cannot be called.
         MissingDependencyError: a trace is asked for, and VizTracer is not installed.
     """
 
@@ -119,6 +121,7 @@ class HPWrapper:
         self.max_attempts = max_attempts
         self.max_idle_attempts = max_idle_attempts
         self.progress_timeout_s = progress_timeout_s
+        require_usable(self)
         if enabled and trace_file_path is not None:
             _require_viztracer()
 

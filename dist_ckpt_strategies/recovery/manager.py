@@ -197,7 +197,6 @@ class CheckpointManager(StepKeeper):
         """
         provider = provider_of(trainer)
         comm = self._communicator(group)
-        self._is_filling = False
         try:
             recovered = self._recover(comm, provider)
             agree(comm, lambda: self._adopt(provider, recovered))
@@ -224,6 +223,10 @@ class CheckpointManager(StepKeeper):
             self._let_go_for = f"a recovery was refused: {error}"
         self._release()
         self._random.clear()
+        self._require_unfilled(error)
+
+    def _require_unfilled(self, error: CheckpointError) -> None:
+        """Raise after a recovery that broke off when it had begun to fill the state."""
         if self._is_filling and self._is_run_again:
             raise RestartError(
                 f"a recovery from memory broke off with the state filled in part: {error}; the "
@@ -231,6 +234,11 @@ class CheckpointManager(StepKeeper):
             ) from error
         if self._is_filling:
             logger.warning("the state is filled in part: load a checkpoint, or make it anew")
+
+    def _options(self) -> RecoveryOptions:
+        """Of a recovery that begins."""
+        self._is_filling = False
+        return RecoveryOptions(compares_copies=self.enable_checksum, on_filling=self._note_filling)
 
     def _note_filling(self) -> None:
         self._is_filling = True
@@ -279,6 +287,7 @@ class CheckpointManager(StepKeeper):
                 raise RestartError(f"{unfinished}; without it: {error}") from error
 
     def _carry_out(self, comm: Communicator, new: StateProvider) -> Recovered:
+        options = self._options()
         plan = self._plan(comm, new, with_digests=False)
         kept = self._kept
         survivor = (
@@ -292,7 +301,7 @@ class CheckpointManager(StepKeeper):
             survivor,
             self._view(new),
             self._random.all(),
-            RecoveryOptions(compares_copies=self.enable_checksum, on_filling=self._note_filling),
+            options,
         )
 
     def _view(self, provider: StateProvider) -> StateProvider:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
+from dist_ckpt_strategies.comm.agree import agree
+from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.torch_group import ProcessGroup
 from dist_ckpt_strategies.errors import CheckpointError, PeerLostError, PeerTimeoutError
 from dist_ckpt_strategies.plan.recover import HeldState, RankFacts
+from dist_ckpt_strategies.recovery.checksums import MemoryChecksumManager
 from dist_ckpt_strategies.recovery.kept_state import PartsView
 from dist_ckpt_strategies.recovery.manager import CheckpointManager
 from dist_ckpt_strategies.recovery.provider import HasStateProvider, provider_of
 from dist_ckpt_strategies.run.flat_parts import FlatPart
 from dist_ckpt_strategies.run.recover import Survivor, gather_facts, plan_recovery, run_recovery
+from dist_ckpt_strategies.run.report import RecoveryReport
 from dist_ckpt_strategies.run.state_provider import StateProvider
 from dist_ckpt_strategies.spec.phase import Phase
+
+logger = logging.getLogger(__name__)
 
 _BASE = "base model"
 
@@ -25,9 +32,19 @@ _BASE = "base model"
 class PEFTCheckpointManager(CheckpointManager):
     """A CheckpointManager that keeps the frozen base model apart from what is trained.
 
-    The base model is noted once and kept through all recoveries; what each recovery moves is the
-    adapters, the optimizer and the objects. Of the base model are the parameters of the provider's
-    parts (``torch.nn.Parameter``) that need no gradient and are not adapters by name.
+    The base model is noted once, when its state is first tracked or saved, and kept through all
+    recoveries; what each recovery moves is the adapters, the optimizer and the objects. Of the base
+    model are the parameters of the provider's parts (``torch.nn.Parameter``) that need no gradient
+    and are not adapters by name. In the block::
+
+        if manager.try_base_model_checkpointless_load(provider) is None:
+            ...                                # load the base model
+        if manager.try_checkpointless_load(provider) is None:
+            ...                                # start, or load the adapters from a checkpoint
+        manager.track(provider)
+
+    With ``enable_checksum`` a base model that is not what it was when it was noted is not used, and
+    the copies of the others are compared.
 
     Attributes:
         params_to_save: names of parameters that are adapters.
@@ -40,6 +57,7 @@ class PEFTCheckpointManager(CheckpointManager):
         self.params_to_save: set[str] = set()
         self.base_model_weights: dict[str, torch.Tensor] | None = None
         self.base_model_keys_to_extract: list[str] | None = None
+        self._base_checksums = MemoryChecksumManager()
 
     def is_adapter_key(self, key: str | tuple[str, torch.Tensor]) -> bool:
         """Whether a key is of an adapter: by name, or as ``(name, parameter)`` by its gradient."""
@@ -57,6 +75,17 @@ class PEFTCheckpointManager(CheckpointManager):
         self.maybe_save_base_model(trainer)
         super().save_checkpoint(trainer)
 
+    def track(
+        self,
+        provider: StateProvider | HasStateProvider,
+        *,
+        group: ProcessGroup | None = None,
+        replica_group: ProcessGroup | None = None,
+    ) -> None:
+        """See StepKeeper; notes the base model too."""
+        super().track(provider, group=group, replica_group=replica_group)
+        self.maybe_save_base_model(provider)
+
     def maybe_offload_checkpoint(self) -> None:
         """See CheckpointManager; moves the base model's weights to the host too."""
         super().maybe_offload_checkpoint()
@@ -70,7 +99,8 @@ class PEFTCheckpointManager(CheckpointManager):
     ) -> dict[str, Any] | None:
         """Fill the base model from memory, this rank's own or that of others.
 
-        Collective. What is noted of the base model stays, whether it succeeded or not.
+        Collective. What is noted of the base model stays, whether it succeeded or not; but what
+        was damaged in memory is replaced.
 
         Args:
             trainer: whose base model is to be filled.
@@ -81,42 +111,58 @@ class PEFTCheckpointManager(CheckpointManager):
 
         Raises:
             PeerTimeoutError, PeerLostError: a rank does not take part any more.
+            RestartError: it broke off when the base model had been filled in part; see
+                ``try_checkpointless_load``.
         """
         provider = provider_of(trainer)
-        new = self._base_of(provider)
         comm = self._communicator(group)
-        everyone = {(comm.global_rank(rank), 0): b"" for rank in range(comm.size)}
-        weights = self.base_model_weights
-        old = None if weights is None else _bare(provider, weights)
-
-        def describe() -> RankFacts:
-            held = () if weights is None else (FlatPart(_BASE, weights).facts(),)
-            return RankFacts(
-                (FlatPart(_BASE, new).facts(),),
-                (),
-                None if weights is None else HeldState(0, Phase.RUNNING, held),
-                random_states=() if weights is None else tuple(sorted(everyone)),
-            )
-
         try:
-            facts = gather_facts(comm, describe)
-            parts = [{_BASE: FlatPart(_BASE, found)} for found in (new, weights or {})]
-            plan = plan_recovery(comm, facts, parts)
-            survivor = None if old is None else Survivor(old, 0, Phase.RUNNING, old.apply_update)
-            target = _bare(provider, new)
-            known = {} if weights is None else everyone
-            recovered = run_recovery(comm, plan, survivor, target, known)
+            report = self._fill_base(comm, provider)
         except (PeerTimeoutError, PeerLostError):
             raise
         except CheckpointError as error:
             self._refuse(error)
+            self._require_unfilled(error)
             return None
-        self._note_base(new)
-        return asdict(recovered.report)
+        return asdict(report)
+
+    def _fill_base(self, comm: Communicator, provider: StateProvider) -> RecoveryReport:
+        options, weights = self._options(), self.base_model_weights
+        known = {(comm.global_rank(rank), 0): b"" for rank in range(comm.size)}
+        parts: list[dict[str, FlatPart]] = []
+
+        def describe() -> RankFacts:
+            new = FlatPart(_BASE, self._base_of(provider))
+            held, why = self._held_base()
+            parts.extend({_BASE: one} for one in (new, FlatPart(_BASE, weights or {})))
+            return RankFacts((new.facts(),), (), held, why, tuple(sorted(known)) if held else ())
+
+        plan = plan_recovery(comm, gather_facts(comm, describe), parts)
+        old = None if weights is None else _bare(provider, lambda: weights)
+        survivor = None if old is None else Survivor(old, 0, Phase.RUNNING, old.apply_update)
+        target = _bare(provider, lambda: self._base_of(provider))
+        random_states = {} if weights is None else known
+        recovered = run_recovery(comm, plan, survivor, target, random_states, options)
+        agree(comm, lambda: self._note_base(self._base_of(provider)))
+        return recovered.report
+
+    def _held_base(self) -> tuple[HeldState | None, str]:
+        """What is noted of the base model, for the ranks that have none; or why nothing is."""
+        weights = self.base_model_weights
+        if weights is None:
+            return None, "has no base model"
+        if self.enable_checksum:
+            damage = self._base_checksums.differences({_BASE: weights})
+            if damage:
+                logger.error("the base model in memory is not used: %s", "; ".join(damage))
+                return None, damage[0]
+        return HeldState(0, Phase.RUNNING, (FlatPart(_BASE, weights).facts(),)), ""
 
     def _note_base(self, weights: Mapping[str, torch.Tensor]) -> None:
         self.base_model_weights = dict(weights)
         self.base_model_keys_to_extract = sorted(weights)
+        if self.enable_checksum:
+            self._base_checksums.record(0, {_BASE: weights})
 
     def _base_of(self, provider: StateProvider) -> dict[str, torch.Tensor]:
         return {
@@ -142,5 +188,5 @@ class PEFTCheckpointManager(CheckpointManager):
         )
 
 
-def _bare(provider: StateProvider, weights: Mapping[str, torch.Tensor]) -> PartsView:
-    return PartsView(provider, lambda: {_BASE: weights}, is_bare=True)
+def _bare(provider: StateProvider, weights: Callable[[], Mapping[str, torch.Tensor]]) -> PartsView:
+    return PartsView(provider, lambda: {_BASE: weights()}, is_bare=True)

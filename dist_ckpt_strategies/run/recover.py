@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
-import xxhash
-
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
-from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
+from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.torch_group import is_of_communication
-from dist_ckpt_strategies.device import to_host
 from dist_ckpt_strategies.errors import (
     CheckpointError,
-    CorruptCheckpointError,
     RestartError,
     ShapeMismatchError,
     text_of,
 )
-from dist_ckpt_strategies.plan.messages import Message
 from dist_ckpt_strategies.plan.recover import (
-    ByteCopy,
     HeldState,
     PartFacts,
     RankFacts,
@@ -40,17 +28,15 @@ from dist_ckpt_strategies.plan.recover import (
     require_equal_copies,
 )
 from dist_ckpt_strategies.run.flat_parts import FlatPart, flat_parts, layout_differences
+from dist_ckpt_strategies.run.part_transfer import PartTransfer
 from dist_ckpt_strategies.run.report import RecoveryReport
+from dist_ckpt_strategies.run.state_exchange import RandomStates, exchange_states
 from dist_ckpt_strategies.run.state_provider import StateProvider
 from dist_ckpt_strategies.spec.phase import Phase
 
-_MIN_MESSAGE_NBYTES = 1 << 20
 _MAX_SHOWN = 3
 
 T = TypeVar("T")
-
-RandomStates = Mapping[tuple[int, int], bytes]
-"""Encoded random states, by rank and step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +163,16 @@ def run_recovery(
     sources = agree(comm, lambda: _sources(survivor, role))
     if options.compares_copies:
         _compare_copies(comm, plan, sources)
-    targets = agree(comm, lambda: flat_parts(_asked("parts", new.parts)))
-    transfer = _Transfer(comm, plan, sources, targets, options.max_bucket_nbytes)
+
+    def prepare() -> PartTransfer:
+        targets = flat_parts(_asked("parts", new.parts))
+        return PartTransfer(comm, plan, sources, targets, options.max_bucket_nbytes)
+
+    transfer = agree(comm, prepare)
     options.on_filling()
     copied_nbytes = agree(comm, transfer.copy_own)
     transfer.run()
-    states = _exchange_states(comm, plan, survivor, random_states)
+    states = exchange_states(comm, plan, lambda: _objects_of(survivor, role), random_states)
     agree(comm, lambda: _take_objects(new, states.objects, plan.target))
     if plan.needs_gather:
         _gather_weights(comm, new)
@@ -255,8 +245,10 @@ def _sources(survivor: Survivor | None, role: Role) -> dict[str, FlatPart]:
 def _compare_copies(
     comm: Communicator, plan: RecoveryPlan, sources: Mapping[str, FlatPart]
 ) -> None:
-    mine = plan.local_parts(comm.rank)
-    answers = agree_and_gather(comm, lambda: {name: sources[name].digest() for name in mine})
+    def describe() -> dict[str, str]:
+        return {name: sources[name].digest() for name in plan.local_parts(comm.rank)}
+
+    answers = agree_and_gather(comm, describe)
     digests: defaultdict[str, dict[int, str]] = defaultdict(dict)
     for rank, found in enumerate(answers):
         for part_id, digest in found.items():
@@ -264,212 +256,11 @@ def _compare_copies(
     require_equal_copies(digests)
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    """A message of a copy, with the rank at the other end."""
-
-    copy: ByteCopy
-    message: Message
-    peer: int
-
-
-class _Transfer:
-    """The bytes of one rank, in and out, round by round."""
-
-    def __init__(
-        self,
-        comm: Communicator,
-        plan: RecoveryPlan,
-        sources: Mapping[str, FlatPart],
-        targets: Mapping[str, FlatPart],
-        max_bucket_nbytes: int,
-    ) -> None:
-        self._comm = comm
-        self._plan = plan
-        self._from = sources
-        self._to = targets
-        # Sender and receiver cut a copy alike: the bound comes from the plan, and from an argument
-        # that is the same on all ranks.
-        self._max_nbytes = max(_MIN_MESSAGE_NBYTES, max_bucket_nbytes // max(1, plan.max_peers()))
-        self._out: defaultdict[int, list[_Item]] = defaultdict(list)
-        self._in: defaultdict[int, list[_Item]] = defaultdict(list)
-        self._sent: defaultdict[int, list[str]] = defaultdict(list)
-        self._arrived: defaultdict[int, list[str]] = defaultdict(list)
-        self._failure: Exception | None = None
-        self.sources = tuple(sorted({c.source for c in plan.copies if c.receiver == comm.rank}))
-        self.sent_nbytes = sum(c.nbytes for c in plan.copies if c.source == comm.rank)
-        self.received_nbytes = sum(c.nbytes for c in plan.copies if c.receiver == comm.rank)
-
-    def copy_own(self) -> int:
-        """Copy this rank's own parts over to the new state; bytes copied."""
-        copied = 0
-        for part_id in self._plan.local_parts(self._comm.rank):
-            if part_id in self._to:
-                copied += self._to[part_id].copy_from(self._from[part_id])
-        return copied
-
-    def run(self) -> None:
-        """Carry all the bytes, and compare their digests. Collective."""
-        if not self._plan.copies:
-            return
-        for number in range(max(agree_and_gather(self._comm, self._prepare))):
-            self._round(number)
-        claimed = agree_and_gather(self._comm, self._claims)
-        agree(self._comm, lambda: self._verify(claimed))
-
-    def _prepare(self) -> int:
-        rank = self._comm.rank
-        for copy in self._plan.copies:
-            if copy.source == rank:
-                self._add(self._out[copy.receiver], self._from[copy.part_id], copy, copy.receiver)
-            if copy.receiver == rank:
-                self._to[copy.part_id].require_fillable()
-                self._add(self._in[copy.source], self._to[copy.part_id], copy, copy.source)
-        return max(map(len, (*self._out.values(), *self._in.values())), default=0)
-
-    def _add(self, items: list[_Item], part: FlatPart, copy: ByteCopy, peer: int) -> None:
-        messages = part.messages(copy.start, copy.nbytes, self._max_nbytes)
-        items.extend(_Item(copy, message, peer) for message in messages)
-
-    def _round(self, number: int) -> None:
-        device = self._comm.device
-        going = [items[number] for items in self._out.values() if number < len(items)]
-        coming = [items[number] for items in self._in.values() if number < len(items)]
-
-        def stage() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-            self._require_no_failure()
-            try:
-                data = [self._from[i.copy.part_id].outgoing(i.message, device) for i in going]
-                return data, [self._to[i.copy.part_id].landing(i.message, device) for i in coming]
-            except (MemoryError, RuntimeError) as error:  # CUDA's is one of the latter
-                raise RestartError(f"no room for messages: {error}") from error
-
-        # Agreed on, as there may be no memory for it on one rank, and nobody is to wait for that.
-        data, landing = agree(self._comm, stage)
-        exchange = self._comm.begin_exchange(
-            [Send(item.peer, found) for item, found in zip(going, data, strict=True)],
-            [Receive(item.peer, found) for item, found in zip(coming, landing, strict=True)],
-        )
-        with self._noting_failures():
-            for item, found in zip(going, data, strict=True):
-                self._sent[item.peer].append(_digest(found))
-        exchange.wait()
-        with self._noting_failures():
-            for item, found in zip(coming, landing, strict=True):
-                self._to[item.copy.part_id].land(item.message, found)
-                self._arrived[item.peer].append(_digest(found))
-
-    @contextmanager
-    def _noting_failures(self) -> Iterator[None]:
-        """What fails here is raised in the next step that all agree on."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 - raised there
-            self._failure = self._failure or error
-
-    def _require_no_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def _claims(self) -> dict[str, list[str]]:
-        """The digests of what this rank has sent, by receiver."""
-        self._require_no_failure()
-        return {str(to): found for to, found in self._sent.items()}
-
-    def _verify(self, claimed: Sequence[Mapping[str, Sequence[str]]]) -> None:
-        for source, items in sorted(self._in.items()):
-            expected = claimed[source].get(str(self._comm.rank), ())
-            for item, sent, found in zip(items, expected, self._arrived[source], strict=True):
-                if sent != found:
-                    at = item.message.byte_offset
-                    raise CorruptCheckpointError(
-                        f"{item.copy.part_id}: bytes {at} to {at + item.message.nbytes} from rank "
-                        f"{self._comm.global_rank(source)} have digest {found}, expected {sent}",
-                        key=item.copy.part_id,
-                    )
-        for part in self._to.values():
-            part.settle()
-
-
-def _digest(data: torch.Tensor) -> str:
-    return xxhash.xxh3_64_hexdigest(to_host([data])[0].data)
-
-
-@dataclass(frozen=True, slots=True)
-class _States:
-    objects: Mapping[str, Any]
-    random: dict[int, bytes]
-
-
-def _exchange_states(
-    comm: Communicator, plan: RecoveryPlan, survivor: Survivor | None, known: RandomStates
-) -> _States:
-    """Objects and random states, from whoever the plan names. Collective."""
-    held: list[bytes] = []
-
-    def describe() -> list[Any]:
-        is_source = survivor is not None and plan.roles[comm.rank] is not Role.RECEIVE
-        objects = _objects_of(survivor) if survivor and is_source else None
-        random = {
-            str(rank): base64.b64encode(content).decode()
-            for (rank, step), content in sorted(known.items())
-            if step == plan.target
-        }
-        held.append(json.dumps([objects, random]).encode())
-        return [len(held[0]), xxhash.xxh3_64_hexdigest(held[0])]
-
-    described = agree_and_gather(comm, describe)
-    pairs = plan.message_pairs()
-
-    def make_room() -> tuple[Bytes, dict[int, Bytes]]:
-        sizes = {s: described[s][0] for s, to in pairs if to == comm.rank}
-        mine = np.frombuffer(bytearray(held[0]), np.uint8)
-        return mine, {source: np.empty(size, np.uint8) for source, size in sorted(sizes.items())}
-
-    arrived: dict[int, Bytes] = {}
-    if pairs:
-        content, arrived = agree(comm, make_room)
-        comm.exchange(
-            [Send(to, content) for source, to in pairs if source == comm.rank],
-            [Receive(source, into) for source, into in arrived.items()],
-        )
-
-    def decoded() -> _States:
-        found = {s: into.tobytes() for s, into in arrived.items()} | {comm.rank: held[0]}
-        return _decoded_states(comm, plan, found, described)
-
-    return agree(comm, decoded)
-
-
-def _objects_of(survivor: Survivor) -> dict[str, Any]:
+def _objects_of(survivor: Survivor | None, role: Role) -> dict[str, Any] | None:
+    """Of the target; None where this rank receives."""
+    if survivor is None or role is Role.RECEIVE:
+        return None
     return dict(_asked("objects", survivor.provider.objects))
-
-
-def _decoded_states(
-    comm: Communicator,
-    plan: RecoveryPlan,
-    found: Mapping[int, bytes],
-    described: Sequence[Sequence[Any]],
-) -> _States:
-    decoded: dict[int, Any] = {}
-    for source, content in found.items():
-        if xxhash.xxh3_64_hexdigest(content) != described[source][1]:
-            raise CorruptCheckpointError(
-                f"objects and random states from rank {comm.global_rank(source)} arrived damaged"
-            )
-        decoded[source] = json.loads(content)
-    random: dict[int, bytes] = {}
-    for source in {plan.random_sources[comm.rank], *decoded}:
-        for rank, text in decoded[source][1].items():
-            random.setdefault(int(rank), _from_base64(text))
-    return _States(decoded[plan.object_sources[comm.rank]][0], random)
-
-
-def _from_base64(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise CorruptCheckpointError(f"random states that are no base64: {error}") from error
 
 
 def _take_objects(new: StateProvider, objects: Mapping[str, Any], target: int) -> None:

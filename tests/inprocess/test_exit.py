@@ -107,3 +107,37 @@ def test_who_leaves_in_the_middle_of_the_block_says_why_and_ends_by_its_own_code
     assert codes == [7, code], texts
     assert f"rank 1: exception in epoch 1: {why}" in texts[0]
     assert not any("terminate called" in text for text in texts), texts
+
+
+STUCK = """
+import threading
+from dist_ckpt_strategies.inprocess import HPWrapper
+
+start = threading.Thread.start
+def no_room(thread):
+    if thread.name == "dist_ckpt-abort":
+        raise RuntimeError("can't start new thread")
+    start(thread)
+threading.Thread.start = no_room
+
+@HPWrapper()
+def block():
+    raise ValueError("on purpose")
+
+block()
+"""
+
+
+def test_a_process_that_cannot_stop_its_block_ends_and_says_why() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", STUCK],
+        env={**environment(), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert found.returncode == 86, found.stderr
+    assert "stopping the block failed: this process ends" in found.stderr
+    assert "can't start new thread" in found.stderr

@@ -179,6 +179,31 @@ def test_too_many_deaths_end_the_job_and_name_the_rank(jobs: Jobs) -> None:
     assert jobs.left() == []
 
 
+def test_a_script_that_cannot_start_is_not_tried_as_often_as_one_that_dies(jobs: Jobs) -> None:
+    with pytest.raises(RestartLimitError, match=r"rank 1: 3 processes .* exit code 1: .* start"):
+        jobs.run("if rank == '1': import no_such_module\ntime.sleep(60)", 2)
+
+    assert len(jobs.pids()) == 4
+    assert jobs.left() == []
+
+
+def test_once_the_job_has_begun_a_new_process_may_fail_to_start_more_often(jobs: Jobs) -> None:
+    body = """
+num_started = len(list(here.glob("pid.*")))
+if 1 < num_started < 6:
+    sys.exit(1)
+from dist_ckpt_strategies.inprocess.launched import coordinator_from_environment
+coordinator = coordinator_from_environment()
+epoch = coordinator.barrier(60)
+if num_started == 1:
+    sys.exit(1)
+coordinator.finish(epoch.number, 60)
+coordinator.close()
+"""
+    assert jobs.run(body, 1) == 0
+    assert len(jobs.pids()) == 6
+
+
 def test_a_signal_reaches_the_workers_and_ends_the_job(jobs: Jobs) -> None:
     body = """
 def end(number, frame):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import gc
 import importlib.util
 import inspect
@@ -18,9 +19,12 @@ from dist_ckpt_strategies.errors import (
     MissingDependencyError,
     RestartError,
     RestartLimitError,
+    StrategyError,
 )
+from dist_ckpt_strategies.inprocess.abort import HPAbortTorchDistributed
 from dist_ckpt_strategies.inprocess.block import parameter_of
 from dist_ckpt_strategies.inprocess.coordinator import Epoch, Fault, FaultMode, RankInfo
+from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup
 from dist_ckpt_strategies.inprocess.health_check import HPState
 from dist_ckpt_strategies.inprocess.interruption import RankShouldRestart
 from dist_ckpt_strategies.inprocess.memory_status import MemoryStatus
@@ -66,6 +70,29 @@ def test_unset_parts_are_valid() -> None:
     bare = wrapper(abort=None, finalize=None, health_check=None, checkpoint_manager=None)
 
     assert bare(fails_once)() == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"abort_timeout": dt.timedelta(seconds=60)}, r"abort_timeout: .* found .*timedelta"),
+        ({"abort_timeout": -1}, "abort_timeout: .* found -1"),
+        ({"progress_timeout_s": 0}, "progress_timeout_s: .* found 0"),
+        ({"barrier_timeout_s": None}, "barrier_timeout_s: .* found None"),
+        ({"finish_timeout_s": float("nan")}, "finish_timeout_s: .* found nan"),
+        ({"max_attempts": 0}, "max_attempts: .* found 0"),
+        ({"max_idle_attempts": 1.5}, "max_idle_attempts: .* found 1.5"),
+        ({"abort": HPAbortTorchDistributed}, r"abort: .* write HPAbortTorchDistributed\(\)"),
+        ({"finalize": CheckpointlessFinalizeCleanup}, "finalize: .*found the class"),
+        ({"health_check": 5}, "health_check: .* found 5"),
+        ({"hp_api_factory": 5}, "hp_api_factory: .* found 5"),
+    ],
+)
+def test_what_could_only_fail_at_the_first_fault_is_refused_at_once(
+    settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(StrategyError, match=words):
+        HPWrapper(**settings)
 
 
 def test_a_block_that_raises_is_run_again() -> None:

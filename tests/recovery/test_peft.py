@@ -8,8 +8,12 @@ import pytest
 import torch
 from torch import nn
 
+from dist_ckpt_strategies.errors import RestartError
 from dist_ckpt_strategies.recovery import PEFTCheckpointManager, TorchStateProvider
+from dist_ckpt_strategies.run.flat_parts import FlatPart
 from tests.support.ranks import run_processes
+
+LOST = 2
 
 
 def make(seed: int) -> tuple[Any, TorchStateProvider]:
@@ -75,7 +79,6 @@ def body(rank: int, lost: tuple[int, ...]) -> Any:
     manager = PEFTCheckpointManager(timeout_s=60)
     assert manager.try_base_model_checkpointless_load(provider) is None
     manager.track(provider)
-    manager.maybe_save_base_model(provider)
     manager.begin_step()
     first["lora"](first["base"](torch.ones(3, 64))).sum().backward()
     manager.vote()
@@ -110,4 +113,44 @@ def test_a_lost_rank_gets_the_base_model_and_the_adapter_each_by_itself() -> Non
 def test_where_nobody_has_the_base_model_all_ranks_know_it() -> None:
     found = run_processes(2, body, (0, 1))
 
-    assert ["no rank has kept its state" in one for one in found] == [True, True]
+    assert ["rank 0 has no base model" in one for one in found] == [True, True]
+
+
+def base_of_lost_rank(rank: int, damage: str) -> Any:
+    """Body of a rank: the last one is lost, something is damaged, and all ask for the base."""
+    first, provider = make(1)
+    manager = PEFTCheckpointManager(enable_checksum=True, timeout_s=60)
+    manager.track(provider)
+    expected = first["base"].weight.detach().clone()
+    if rank == 0 and damage == "memory":
+        first["base"].weight.data[3, 3] += 1
+    if rank == LOST:
+        manager = PEFTCheckpointManager(enable_checksum=True, timeout_s=60)
+    manager.on_attempt(None)
+    second, new = make(2)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == LOST and damage == "transfer":
+                patch.setattr(FlatPart, "settle", _refusing)
+            base = manager.try_base_model_checkpointless_load(new)
+    except RestartError as error:
+        second, newest = make(3)
+        assert manager.try_base_model_checkpointless_load(newest) is not None
+        return str(error), torch.equal(second["base"].weight, expected)
+    return base is not None, torch.equal(second["base"].weight, expected)
+
+
+def _refusing(_part: FlatPart) -> None:
+    raise ValueError("on purpose")
+
+
+@pytest.mark.multiprocess
+def test_with_checksums_a_base_model_that_is_damaged_in_memory_is_sent_to_nobody() -> None:
+    assert run_processes(3, base_of_lost_rank, "memory") == [(True, True)] * 3
+
+
+@pytest.mark.multiprocess
+def test_a_base_model_that_is_filled_in_part_is_made_anew_and_recovers_then() -> None:
+    for why, is_equal in run_processes(3, base_of_lost_rank, "transfer"):
+        assert "broke off with the state filled in part: rank 2: " in why
+        assert is_equal
