@@ -19,9 +19,6 @@ class FaultMode(StrEnum):
     HANG = "hang"
     """No sign of progress for too long."""
 
-    UNHEALTHY = "unhealthy"
-    """A health check failed; the process ends itself."""
-
 
 @dataclass(frozen=True, slots=True)
 class Fault:
