@@ -151,15 +151,16 @@ class LocalCheckpointManager:
             state_dict: this rank's state.
             iteration: the training iteration; equal on all ranks.
             is_async: return when the tensors have been copied to host memory, and do the rest
-                behind training. The copy's memory is kept for the next save. The save counts once
-                the request has been finalised.
+                behind training; equal on all ranks. The copy's memory is kept for the next save.
+                The save counts once the request has been finalised.
 
         Returns:
             With ``is_async``, a request for a checkpoint queue, which is also complete in itself:
             ``request.wait(timeout_s)`` finalises it without a queue.
 
         Raises:
-            PlanError: ranks differ in the iteration, or a tensor cannot be stored.
+            PlanError: ranks differ in the iteration or in ``is_async``, or a tensor cannot be
+                stored.
             UnsafeObjectError: the state holds an object of a class that is not allowed.
             StorageError: there is no room for it, or a part cannot be written.
             StrategyError: with ``is_async``, the strategy's group is the one that training uses.
@@ -168,7 +169,7 @@ class LocalCheckpointManager:
         comm = self.communicator(f"local save of iteration {iteration}")
         self._let_finish(comm)
         strategy = self._strategy()
-        encoded = self._prepare(comm, state_dict, iteration, strategy)
+        encoded = self._prepare(comm, state_dict, iteration, strategy, is_async=is_async)
         save = encoded.part.part_id.save
         clique: Communicator = SoloCommunicator(comm.global_rank(comm.rank))
         bound = self._max_bucket_nbytes
@@ -196,6 +197,8 @@ class LocalCheckpointManager:
             return BackgroundWork(write, "local-save")
 
         work = self._running = agree_to_start(comm, prepare)
+        if strategy is not None:
+            strategy.note_use(work)
         return LocalSaveRequest.of(
             comm, work, lambda: self._finalise(comm, save, work), self._timeout_s
         )
@@ -283,6 +286,8 @@ class LocalCheckpointManager:
         state: Any,
         iteration: int,
         strategy: CliqueReplicationStrategy | None,
+        *,
+        is_async: bool,
     ) -> EncodedState:
         """Take the state apart, once all ranks know of the save and have room. Collective.
 
@@ -296,6 +301,8 @@ class LocalCheckpointManager:
             logger.debug("rank %s: %s bytes of a save that was cut short removed", me, freed)
             number = _whole_number(iteration)
             _require_clique(strategy)
+            if strategy is not None:
+                strategy.let_finish(self._timeout_s)
             placeholder = PartId(SaveId(number, "0" * _TOKEN_DIGITS), me)
             encoded = encode_state(
                 state,
@@ -313,6 +320,7 @@ class LocalCheckpointManager:
                 self._directory.device_name(),
                 freed,
                 self._directory.free_nbytes(),
+                bool(is_async),
                 f"{time.time_ns():016x}{os.urandom(2).hex()}",
             ]
 

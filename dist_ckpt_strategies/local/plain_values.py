@@ -125,7 +125,14 @@ def unpack(
     made_by = {extension.name: extension for extension in extensions}
     try:
         return _Unpacker(tuple(payloads), allowed, made_by).unpacked(tree)
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+        OverflowError,
+    ) as error:
         raise CorruptCheckpointError(
             f"the state's description is damaged: {type(error).__name__}: {error}"
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -21,6 +22,7 @@ from dist_ckpt_strategies.comm.torch_group import (
 )
 from dist_ckpt_strategies.config import MIB, local_world_size, options_from_environment
 from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
+from dist_ckpt_strategies.local.background import BackgroundWork
 from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
 from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
 from dist_ckpt_strategies.local.state_codecs import decode_state, encode_state
@@ -94,6 +96,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         self.target_device = target_device
         self.max_bucket_bytes = max_bucket_bytes
         self._timeout_s = options_from_environment().with_changes(timeout_s=timeout_s).timeout_s
+        self._user: weakref.ref[BackgroundWork[Any]] | None = None
 
     @classmethod
     @raises_megatron_errors
@@ -168,6 +171,26 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             self._group, timeout_s=self._timeout_s, purpose=purpose, payload_device=device
         )
 
+    def note_use(self, work: BackgroundWork[Any]) -> None:
+        """Have ``let_finish`` wait for a save that sends over the group behind training.
+
+        Rank-local. The save is not kept alive: its own thread does that, as long as it runs.
+        """
+        self._user = weakref.ref(work)
+
+    def let_finish(self, timeout_s: float) -> None:
+        """Return when no save behind training sends over the group any more.
+
+        Rank-local. Several managers may share a strategy, and messages of two saves at once would
+        be taken for each other.
+
+        Raises:
+            SaveTimeoutError: one goes on for longer.
+        """
+        work = self._user() if self._user is not None else None
+        if work is not None:
+            work.wait(timeout_s)
+
     @raises_megatron_errors
     def replicate(
         self, local_ckpt: TensorAwareStateDict, id_: str
@@ -182,6 +205,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         sinks: dict[int, MemorySink] = {}
 
         def begin() -> list[Any]:
+            self.let_finish(self._timeout_s)
             encoded = encode_state(
                 local_ckpt,
                 PartId(_IN_MEMORY, comm.global_rank(comm.rank)),
@@ -234,6 +258,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         the order of the ranks.
         """
         comm = self.communicator("plan of a retrieval")
+        agree(comm, lambda: self.let_finish(self._timeout_s))
         everyone = agree_and_gather(comm, lambda: [str(id_) for id_ in wanted])
         members = [comm.global_rank(rank) for rank in range(comm.size)]
 
@@ -263,6 +288,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             CorruptCheckpointError: one arrived damaged.
         """
         comm = self.communicator("retrieval")
+        agree(comm, lambda: self.let_finish(self._timeout_s))
         me = comm.global_rank(comm.rank)
         codecs, allowed = default_codecs(), default_allowed_names()
 

@@ -28,6 +28,7 @@ class Intent:
         device: tells the file system that it writes to from every other.
         freed_nbytes: of leftovers that it has removed there.
         free_nbytes: room there after that.
+        is_async: whether it does so behind training.
     """
 
     iteration: int
@@ -36,6 +37,7 @@ class Intent:
     device: str
     freed_nbytes: int
     free_nbytes: int
+    is_async: bool
 
 
 def require_possible(intents: Mapping[int, Intent], directory: PartDirectory) -> None:
@@ -49,7 +51,7 @@ def require_possible(intents: Mapping[int, Intent], directory: PartDirectory) ->
         directory: for messages.
 
     Raises:
-        PlanError: they save different iterations.
+        PlanError: they save different iterations, or some behind training and others not.
         StorageError: a file system lacks room; says how much.
     """
     first = min(intents)
@@ -58,6 +60,11 @@ def require_possible(intents: Mapping[int, Intent], directory: PartDirectory) ->
             raise PlanError(
                 f"rank {rank} saves iteration {intent.iteration}, rank {first} saves "
                 f"{intents[first].iteration}; expected one number, 0 or more"
+            )
+        if intent.is_async != intents[first].is_async:
+            raise PlanError(
+                f"rank {rank} saves with is_async={intent.is_async}, rank {first} with "
+                f"is_async={intents[first].is_async}; give the same on all ranks"
             )
     needed: Counter[str] = Counter()
     freed: Counter[str] = Counter()

@@ -140,6 +140,20 @@ def test_what_fails_on_one_rank_fails_on_all_and_the_save_before_stays(tmp_path:
         assert seen["in the end"] == (("ok", "1"), SAVED, ("ok", "5"))
 
 
+def save_differently(rank: int, root: str) -> tuple[Outcome, Outcome]:
+    """Only rank 1 saves behind training."""
+    manager = manager_of(rank, root, cliques())
+    refused = outcome(lambda: manager.save(state_of(rank, 1), 1, is_async=rank == 1))
+    return refused, save(manager, rank, 2)
+
+
+def test_ranks_that_differ_in_is_async_are_told_so_at_once(tmp_path: Path) -> None:
+    for refused, after in run(4, save_differently, tmp_path):
+        assert refused[0] == "PlanError"
+        assert "rank 1 saves with is_async=True, rank 0 with is_async=False" in refused[1]
+        assert after == SAVED
+
+
 def run_behind(rank: int, root: str) -> dict[str, Any]:
     manager = manager_of(rank, root, cliques())
     seen: dict[str, Any] = {}

@@ -198,6 +198,7 @@ def test_a_name_that_is_not_allowed_is_not_looked_up(tree: Any) -> None:
         {"$": "enum", "class": "argparse.Namespace", "name": "x"},
         {"$": "int", "hex": "x"},
         {"$": "tuple", "items": 5},
+        {"$": "timedelta", "text": "99999999999999 0 0"},
         {"$": "numpy dtype", "text": "no such"},
         {"$": "object", "class": "argparse.Namespace", "base": "dict", "items": [], "fields": {}},
         {"$": "object", "class": "argparse.Namespace", "base": "eval", "items": [], "fields": {}},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,17 @@ from dist_ckpt_strategies.local import (
     NoReplicasAvailableError,
     ReplicationStrategy,
 )
-from tests.local.clique_worlds import described, values_of
+from tests.local.clique_worlds import (
+    SAVED,
+    cliques,
+    described,
+    load,
+    manager_of,
+    outcome,
+    run,
+    state_of,
+    values_of,
+)
 from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.multiprocess
@@ -144,3 +155,25 @@ def test_a_manager_refuses_a_strategy_that_names_no_ranks(tmp_path: Any) -> None
 
     with pytest.raises(StrategyError, match="NoClique cannot say which ranks keep copies"):
         manager.save(BasicTensorAwareStateDict({"w": torch.ones(1)}), 1)
+
+
+def save_side_by_side(rank: int, root: str) -> list[Any]:
+    """Two managers over one strategy, each with a save under way, and a copy in memory beside."""
+    strategy = cliques()
+    managers = [manager_of(rank, root, strategy, session_id=name) for name in ("a", "b")]
+    seen: list[Any] = []
+    for iteration in (1, 2, 3):
+        requests = [m.save(state_of(rank, iteration), iteration, is_async=True) for m in managers]
+        states, _ = strategy.replicate(state_of(rank, iteration), "beside")
+        seen.append(len(states))
+        seen.extend(outcome(request.wait) for request in requests if request is not None)
+        seen.extend(load(manager, rank) for manager in managers)
+    return seen
+
+
+def test_managers_share_a_strategy_and_their_saves_do_not_mix(tmp_path: Path) -> None:
+    expected: list[Any] = []
+    for iteration in "123":
+        expected += [2, SAVED, SAVED, ("ok", iteration), ("ok", iteration)]
+
+    assert run(4, save_side_by_side, tmp_path) == [expected] * 4
