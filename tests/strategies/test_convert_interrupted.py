@@ -149,6 +149,27 @@ def test_another_conversion_does_not_go_on_with_what_is_there(saved: Path, tmp_p
             convert(saved / source, tmp_path / "t", to, options=options)
 
 
+def convert_and_die_at_the_journal(_rank: int, source: Path, target: Path) -> None:
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.rename = os.replace = die
+    convert(source, target, "zarr@2")
+
+
+def test_a_conversion_killed_before_it_had_a_journal_is_begun_again(
+    saved: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "t"
+    died = run_processes(1, convert_and_die_at_the_journal, saved / "zarr@1", target)
+    assert isinstance(died[0], RankDiedError)
+    assert len(list(target.glob(".partial-*"))) == 1
+
+    convert(saved / "zarr@1", target, "zarr@2")
+
+    assert diff(saved / "zarr@1", target).is_equal
+
+
 def test_a_conversion_that_lacked_only_its_journals_removal_is_finished(
     saved: Path, tmp_path: Path
 ) -> None:
@@ -168,8 +189,10 @@ def test_there_must_be_nothing_else_in_the_target(saved: Path, tmp_path: Path) -
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
 
-    with pytest.raises(CheckpointExistsError, match="holds a finished checkpoint"):
-        convert(saved / "zarr@1", tmp_path / "done", "zarr@2")
+    convert(saved / "zarr@1", tmp_path / "weights", "safetensors")
+    for done, to in (("done", "zarr@2"), ("weights", "safetensors")):
+        with pytest.raises(CheckpointExistsError, match="a finished checkpoint; `dist-ckpt diff`"):
+            convert(saved / "zarr@1", tmp_path / done, to)
     with pytest.raises(CheckpointExistsError, match="holds files of something else"):
         convert(saved / "zarr@1", tmp_path / "full", "zarr@2")
     for target in (saved / "zarr@1", saved / "zarr@1" / "below", saved):
