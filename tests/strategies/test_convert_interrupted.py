@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -182,6 +183,32 @@ def test_a_conversion_that_lacked_only_its_journals_removal_is_finished(
 
     assert diff(saved / "zarr@2", tmp_path / "t").is_equal
     assert not (tmp_path / "t" / JOURNAL_NAME).exists()
+
+
+def convert_and_die_at_the_objects(_rank: int, source: Path, target: Path) -> None:
+    def die(event: str, args: tuple[Any, ...]) -> None:
+        if event == "os.remove" and "rank-00000.bin" in str(args[0]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(die)
+    convert(source, target, "zarr@2", options=STEP_BY_STEP)
+
+
+def test_what_a_finished_run_left_is_not_visible_while_another_writes_it_again(
+    saved: Path, tmp_path: Path
+) -> None:
+    source, target = saved / "zarr@2", tmp_path / "t"
+    half_done(saved, target, "zarr@2")
+    journal = (target / JOURNAL_NAME).read_bytes()
+    convert(source, target, "zarr@2", options=STEP_BY_STEP)
+    (target / JOURNAL_NAME).write_bytes(journal)
+
+    died = run_processes(1, convert_and_die_at_the_objects, source, target)
+
+    assert isinstance(died[0], RankDiedError)
+    assert not is_finished(target)
+    convert(source, target, "zarr@2", options=STEP_BY_STEP)
+    assert diff(source, target).is_equal
 
 
 def test_there_must_be_nothing_else_in_the_target(saved: Path, tmp_path: Path) -> None:
