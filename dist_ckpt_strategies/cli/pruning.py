@@ -64,7 +64,7 @@ def prune_checkpoints(
     _print_plan(console, plan)
     if dry_run or not plan.removed:
         return STATUS_FINE
-    if not is_agreed and not typer.confirm(f"Remove {_counted(plan)}?", err=True):
+    if not (is_agreed or _is_wanted(plan)):
         return STATUS_DECLINED
     done = _pruned(root, keeping, dry_run=False)
     console.print(Text(f"removed {_counted(done)}", "bold"), soft_wrap=True)
@@ -74,6 +74,24 @@ def prune_checkpoints(
             text = f"{printable(removal.name)} stays, for what is no part of it: {names}"
             console.print(Text(text), soft_wrap=True)
     return STATUS_FINE
+
+
+def _is_wanted(plan: PruneReport) -> bool:
+    """Whether somebody at standard input says yes.
+
+    Raises:
+        PlanError: nobody is there, as in a job.
+    """
+    try:
+        return typer.confirm(f"Remove {_counted(plan)}?", err=True)
+    except typer.Abort as error:
+        if not isinstance(error.__context__, EOFError):
+            typer.echo(err=True)
+            raise KeyboardInterrupt from error
+        typer.echo(err=True)
+        raise PlanError(
+            "nothing was removed: standard input has no answer; add --yes, or --dry-run"
+        ) from error
 
 
 def _pruned(root: str, keeping: Keeping, *, dry_run: bool) -> PruneReport:

@@ -124,6 +124,8 @@ class BackgroundWork(Generic[T]):
         try:
             self.end_mark.touch()
         except OSError as error:
+            if not self.end_mark.parent.exists():
+                return  # it goes as the process ends, and nobody waits
             logger.warning("%s cannot be made, so its directory goes: %s", self.end_mark, error)
             shutil.rmtree(self.end_mark.parent, ignore_errors=True)
 

@@ -16,7 +16,7 @@ from dist_ckpt_strategies.storage.conversion.journal import Notes, Record
 from dist_ckpt_strategies.storage.conversion.sources import Source
 from dist_ckpt_strategies.storage.conversion.targets import Contents, Flushing, Target
 from dist_ckpt_strategies.storage.findings import Watch
-from dist_ckpt_strategies.storage.locations import Location, publish
+from dist_ckpt_strategies.storage.locations import Location, publish, withdraw_marker
 
 _NOTED_S = 10.0
 """After so many seconds what is done is made durable and noted in the journal."""
@@ -75,6 +75,7 @@ def run_convert(  # noqa: PLR0913, PLR0917
             what was done stays, and the next run goes on from there.
     """
     started = time.monotonic()
+    withdraw_marker(root)  # of a run that lacked only its journal's removal: its files change now
     target.begin(plan)
     done = {
         number: record

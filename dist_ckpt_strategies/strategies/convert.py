@@ -27,7 +27,11 @@ from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.buckets.bucket import Bucket
 from dist_ckpt_strategies.storage.conversion.bucket_targets import BucketConversion, BucketJournal
 from dist_ckpt_strategies.storage.conversion.journal import JOURNAL_NAME, Journal, Notes
-from dist_ckpt_strategies.storage.conversion.sources import Source, open_source
+from dist_ckpt_strategies.storage.conversion.sources import (
+    Source,
+    is_of_safetensors,
+    open_source,
+)
 from dist_ckpt_strategies.storage.conversion.targets import (
     Contents,
     Flush,
@@ -43,7 +47,7 @@ from dist_ckpt_strategies.storage.conversion.zarr_targets import (
     Format1Conversion,
     Format2Conversion,
 )
-from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, file_errors
+from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, PARTIAL_PREFIX, file_errors
 from dist_ckpt_strategies.storage.findings import Watch
 from dist_ckpt_strategies.storage.format2.layout import chunk_name
 from dist_ckpt_strategies.storage.format2.manifest import digest_of
@@ -282,15 +286,16 @@ class _Job:
 
     def _journal(self, plan: ConvertPlan, *, is_upgrade: bool) -> Notes:
         """What was done before; a new one in a new or empty directory."""
-        root = self._root
+        root, source = self._root, self._source
         make_directory(root)
         if not _has_room(root):
-            what = "a finished checkpoint" if is_finished(root) else "files of something else"
+            hint = "" if is_upgrade else f"; `dist-ckpt diff` compares it with {source.root}"
+            what = f"a finished checkpoint{hint}" if _is_whole(root) else "files of something else"
             raise CheckpointExistsError(
                 f"{root} holds {what}; name a new or empty directory", path=str(root)
             )
         facts = [
-            self._source.identity,
+            source.identity,
             plan.target,
             asdict(plan.limits),
             is_upgrade,
@@ -324,13 +329,21 @@ def _require_taken(root: Location, to: Format) -> None:
 
 
 def _has_room(root: Location) -> bool:
-    """Whether there is nothing, or an unfinished conversion."""
+    """Whether there is nothing, or an unfinished conversion.
+
+    One that was killed before it had a journal leaves at most a file not yet renamed to that.
+    """
     if isinstance(root, Bucket):
         root.require_bucket()
         return root.is_empty() or any(True for _ in root.names(JOURNAL_NAME))
     with file_errors(None, root):
         names = {path.name for path in root.iterdir()}
-    return not names or JOURNAL_NAME in names
+    return JOURNAL_NAME in names or all(name.startswith(PARTIAL_PREFIX) for name in names)
+
+
+def _is_whole(root: Location) -> bool:
+    """Whether there is what a conversion leaves once it is done."""
+    return is_finished(root) or (isinstance(root, Path) and is_of_safetensors(root))
 
 
 def _own_format(source: Source) -> str:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,34 @@ def test_it_shows_what_goes_and_asks(root: Path) -> None:
     assert agreed.exit_code == 0
     assert "removed 2 checkpoints of 4" in agreed.stdout
     assert names_in(root) == ["iter_0000003", "iter_0000004"]
+
+
+def test_where_nobody_answers_nothing_goes_and_yes_is_named(root: Path) -> None:
+    unanswered = pruned(root, "--keep-last", "1", answer="")
+
+    assert unanswered.exit_code == 1
+    assert unanswered.stderr.splitlines()[-1] == (
+        "error: nothing was removed: standard input has no answer; add --yes, or --dry-run"
+    )
+    assert len(names_in(root)) == 4
+
+
+def test_an_interrupt_at_the_question_is_an_interrupt(root: Path) -> None:
+    command = [sys.executable, "-m", "dist_ckpt_strategies.cli", "prune", str(root)]
+    with subprocess.Popen(
+        [*command, "--keep-last", "1"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as asking:
+        assert asking.stdout is not None
+        assert any("to go" in line for line in asking.stdout)
+        asking.send_signal(signal.SIGINT)
+        _, said = asking.communicate(timeout=60)
+
+    assert (asking.returncode, said.splitlines()[-1]) == (130, "interrupted")
+    assert len(names_in(root)) == 4
 
 
 def test_yes_does_not_ask_and_unfinished_ones_go_by_age(root: Path) -> None:

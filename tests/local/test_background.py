@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -55,6 +56,16 @@ class NoThread(BackgroundWork[int]):
 
     def hold(self) -> None:
         raise RuntimeError("can't start new thread")
+
+
+def test_a_work_that_the_end_of_its_process_overtakes_says_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    work = BackgroundWork(lambda: shutil.rmtree(work.end_mark.parent), "work")
+    work.start()
+    work.wait(60)
+
+    assert not caplog.records
 
 
 def test_where_one_rank_gets_no_thread_nothing_begins_on_any() -> None:

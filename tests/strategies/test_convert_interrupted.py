@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -149,6 +150,27 @@ def test_another_conversion_does_not_go_on_with_what_is_there(saved: Path, tmp_p
             convert(saved / source, tmp_path / "t", to, options=options)
 
 
+def convert_and_die_at_the_journal(_rank: int, source: Path, target: Path) -> None:
+    def die(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    pytest.MonkeyPatch().setattr(os, "replace", die)
+    convert(source, target, "zarr@2")
+
+
+def test_a_conversion_killed_before_it_had_a_journal_is_begun_again(
+    saved: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "t"
+    died = run_processes(1, convert_and_die_at_the_journal, saved / "zarr@1", target)
+    assert isinstance(died[0], RankDiedError)
+    assert len(list(target.glob(".partial-*"))) == 1
+
+    convert(saved / "zarr@1", target, "zarr@2")
+
+    assert diff(saved / "zarr@1", target).is_equal
+
+
 def test_a_conversion_that_lacked_only_its_journals_removal_is_finished(
     saved: Path, tmp_path: Path
 ) -> None:
@@ -163,13 +185,41 @@ def test_a_conversion_that_lacked_only_its_journals_removal_is_finished(
     assert not (tmp_path / "t" / JOURNAL_NAME).exists()
 
 
+def convert_and_die_at_the_objects(_rank: int, source: Path, target: Path) -> None:
+    def die(event: str, args: tuple[Any, ...]) -> None:
+        if event == "os.remove" and "rank-00000.bin" in str(args[0]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(die)
+    convert(source, target, "zarr@2", options=STEP_BY_STEP)
+
+
+def test_what_a_finished_run_left_is_not_visible_while_another_writes_it_again(
+    saved: Path, tmp_path: Path
+) -> None:
+    source, target = saved / "zarr@2", tmp_path / "t"
+    half_done(saved, target, "zarr@2")
+    journal = (target / JOURNAL_NAME).read_bytes()
+    convert(source, target, "zarr@2", options=STEP_BY_STEP)
+    (target / JOURNAL_NAME).write_bytes(journal)
+
+    died = run_processes(1, convert_and_die_at_the_objects, source, target)
+
+    assert isinstance(died[0], RankDiedError)
+    assert not is_finished(target)
+    convert(source, target, "zarr@2", options=STEP_BY_STEP)
+    assert diff(source, target).is_equal
+
+
 def test_there_must_be_nothing_else_in_the_target(saved: Path, tmp_path: Path) -> None:
     convert(saved / "zarr@1", tmp_path / "done", "zarr@2")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
 
-    with pytest.raises(CheckpointExistsError, match="holds a finished checkpoint"):
-        convert(saved / "zarr@1", tmp_path / "done", "zarr@2")
+    convert(saved / "zarr@1", tmp_path / "weights", "safetensors")
+    for done, to in (("done", "zarr@2"), ("weights", "safetensors")):
+        with pytest.raises(CheckpointExistsError, match="a finished checkpoint; `dist-ckpt diff`"):
+            convert(saved / "zarr@1", tmp_path / done, to)
     with pytest.raises(CheckpointExistsError, match="holds files of something else"):
         convert(saved / "zarr@1", tmp_path / "full", "zarr@2")
     for target in (saved / "zarr@1", saved / "zarr@1" / "below", saved):

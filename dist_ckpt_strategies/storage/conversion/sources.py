@@ -79,6 +79,11 @@ class Source(Protocol):
         ...
 
 
+def is_of_safetensors(root: Path) -> bool:
+    """Whether a directory holds whole files of safetensors, and no checkpoint."""
+    return (root / INDEX_NAME).exists() and not (root / MARKER_NAME).exists()
+
+
 def open_source(root: Location, options: Options, allow: Allowed) -> Source:
     """The finished checkpoint at a place.
 
@@ -92,11 +97,7 @@ def open_source(root: Location, options: Options, allow: Allowed) -> Source:
         IncompatibleVersionError: it is of a format that this package does not read, or not from
             there.
     """
-    if (
-        isinstance(root, Path)
-        and (root / INDEX_NAME).exists()
-        and not (root / MARKER_NAME).exists()
-    ):
+    if isinstance(root, Path) and is_of_safetensors(root):
         return SafetensorsSource(root)
     marker = read_marker(root)
     backend = (marker.sharded_backend, marker.sharded_backend_version)
