@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from dist_ckpt_strategies.comm.processes import has_ended, process_name
 from dist_ckpt_strategies.errors import PeerLostError
 
 _LOOKUP_S = 5.0
@@ -28,7 +30,8 @@ class Attendance:
     A collective that times out does not say which rank it waited for. One small write per
     collective, to a key that every rank has once, lets the others look it up when that happens.
     What is written is how many collectives of this package the group has had: equal on all ranks,
-    whatever else the job does with the group, and never the same twice.
+    whatever else the job does with the group, and never the same twice. The process is named with
+    it: a rank that has signed and died is known to those on its host.
     """
 
     def __init__(self, group: dist.ProcessGroup, global_ranks: Sequence[int], purpose: str) -> None:
@@ -37,6 +40,7 @@ class Attendance:
         self._mine = self._keys[dist.get_rank()]
         self._purpose = purpose
         self._group = group
+        self._process = process_name()
         self._count = 0
         self._total = 0
 
@@ -50,7 +54,7 @@ class Attendance:
         self._count += 1
         self._total = _MEETINGS[self._group] = _MEETINGS.get(self._group, 0) + 1
         try:
-            self._store.set(self._mine, str(self._total))
+            self._store.set(self._mine, f"{self._total} {self._process}")
         except RuntimeError as error:
             raise PeerLostError(
                 None, f"the job's key-value store does not answer: {self.what}: {error}"
@@ -59,42 +63,64 @@ class Attendance:
     def absent(self, timeout_s: float) -> list[int] | None:
         """Global ranks that have not signed for the collective under way; None if unknown.
 
+        If there are none, those whose processes on this host have ended.
+
         The store may be hosted by the very rank that is silent, and a question to it then never
         returns: it is asked over a connection and on a thread of its own.
         """
-        return self._looked_up(time.monotonic(), min(timeout_s, _LOOKUP_S))
+        return self._looked_up(self._late, timeout_s)
 
     def lost(self, timeout_s: float) -> list[int] | None:
-        """Global ranks that have not signed, once those that are merely slower had time to."""
-        limit_s = min(timeout_s, _LOOKUP_S)
-        return self._looked_up(time.monotonic() + limit_s / 2, limit_s)
+        """Global ranks whose processes on this host have ended; None if unknown.
 
-    def _looked_up(self, deadline: float, limit_s: float) -> list[int] | None:
+        If there are none, those that have not signed, once the merely slower had time to.
+        """
+        deadline = time.monotonic() + min(timeout_s, _LOOKUP_S) / 2
+        return self._looked_up(lambda store: self._gone(store, deadline), timeout_s)
+
+    def _looked_up(self, look: Callable[[Any], list[int]], timeout_s: float) -> list[int] | None:
         answers: list[list[int]] = []
-        reader = threading.Thread(
-            target=lambda: answers.extend(self._answers(deadline)), daemon=True
-        )
+
+        def ask() -> None:
+            store: Any = self._store
+            with suppress(RuntimeError):
+                answers.append(look(store.clone()))
+
+        reader = threading.Thread(target=ask, daemon=True)
         reader.start()
-        reader.join(limit_s)
+        reader.join(min(timeout_s, _LOOKUP_S))
         return answers[0] if answers else None
 
-    def _answers(self, deadline: float) -> list[list[int]]:
-        """Who has not signed, when at most one is left or the time is up; nothing if unknown."""
-        try:
-            store: Any = self._store
-            store = store.clone()
-            while len(found := self._unsigned(store)) > 1 and time.monotonic() < deadline:
-                time.sleep(_LOOKUP_PAUSE_S)
-        except RuntimeError:
-            return []
-        return [found]
+    def _late(self, store: Any) -> list[int]:
+        signs = self._signs(store)
+        return self._unsigned(signs) or _ended(signs)
 
-    def _unsigned(self, store: Any) -> list[int]:
-        return [rank for rank, key in self._keys.items() if not self._has_signed(store, key)]
+    def _gone(self, store: Any, deadline: float) -> list[int]:
+        """Those that have ended; else those unsigned, when at most one is or the time is up."""
+        while True:
+            signs = self._signs(store)
+            ended = _ended(signs)
+            found = ended or self._unsigned(signs)
+            if ended or len(found) <= 1 or time.monotonic() >= deadline:
+                return found
+            time.sleep(_LOOKUP_PAUSE_S)
 
-    def _has_signed(self, store: Any, key: str) -> bool:
-        """Whether a rank is at this collective, or past it."""
-        return bool(store.check([key]) and int(store.get(key)) >= self._total)
+    def _signs(self, store: Any) -> dict[int, str]:
+        """What each rank has written last."""
+        return {
+            rank: store.get(key).decode() if store.check([key]) else ""
+            for rank, key in self._keys.items()
+        }
+
+    def _unsigned(self, signs: Mapping[int, str]) -> list[int]:
+        """Ranks that are neither at this collective nor past it."""
+        counts = {rank: int(sign.partition(" ")[0] or 0) for rank, sign in signs.items()}
+        return [rank for rank, count in counts.items() if count < self._total]
+
+
+def _ended(signs: Mapping[int, str]) -> list[int]:
+    """Ranks whose processes on this host have ended."""
+    return [rank for rank, sign in signs.items() if has_ended(sign.partition(" ")[2])]
 
 
 def described(absent: list[int] | None) -> str:

@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -29,6 +28,7 @@ import torch
 
 from dist_ckpt_strategies.comm.agree import agree_and_gather
 from dist_ckpt_strategies.comm.base import Buffer, Bytes, Communicator, Receive, Send
+from dist_ckpt_strategies.comm.processes import host_name
 from dist_ckpt_strategies.errors import PeerLostError, PeerTimeoutError
 
 SLOT_NBYTES = 2 << 20
@@ -323,14 +323,9 @@ def link_hosts(
 
 
 def _host() -> str | None:
-    """What tells this host, and what of it this process can see, from others."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        processes = Path("/proc/self/ns/pid").readlink()
-    except OSError:
-        return None
+    """This host, where its processes can share memory."""
     is_able = hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
-    return f"{boot} {processes}" if is_able else None
+    return host_name() if is_able else None
 
 
 class _Handles:

@@ -270,6 +270,31 @@ def test_a_killed_rank_is_an_error_on_the_others_long_before_the_timeout(killed:
         assert "save of /ckpt/iter_1" in str(error)
 
 
+def dies_in_a_meeting(rank: int, killed: int) -> Any:
+    """One has signed for the meeting when it dies: that it has not come does not tell who it is."""
+    comm: Any = open_communicator(None, timeout_s=10.0, purpose="a test")
+    agree(comm, lambda: None)
+    if rank == killed:
+        comm._attendance.sign()
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        comm.all_gather({"rank": rank})
+    except PeerError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("killed", [1, 3])
+def test_a_rank_that_dies_in_a_meeting_is_named(killed: int) -> None:
+    results = run_processes(4, dies_in_a_meeting, killed)
+
+    for rank, error in enumerate(results):
+        if rank != killed:
+            assert isinstance(error, PeerLostError | PeerTimeoutError)
+            assert error.rank == killed
+            assert f"ranks [{killed}]" in str(error)
+
+
 def is_killed_while_it_sends(rank: int) -> Any:
     comm = open_communicator(None, timeout_s=60.0, purpose="a test")
     comm.all_gather(None)
