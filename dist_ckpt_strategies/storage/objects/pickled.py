@@ -34,6 +34,11 @@ from dist_ckpt_strategies.storage.objects.files import (
     object_path,
     remove_object,
 )
+from dist_ckpt_strategies.storage.objects.former_members import (
+    asking_elsewhere,
+    entry_of,
+    enum_without_member,
+)
 
 __all__ = [
     "Allowed",
@@ -247,7 +252,10 @@ def load_content(content: bytes, path: Path | str, name: str, allow: Allowed) ->
 
 
 def load_pickle(content: bytes, path: Path | str, name: str, allow: Allowed) -> Any:
-    """The object that the bytes of a ``.pt`` file hold; see read_pickle."""
+    """The object that the bytes of a ``.pt`` file hold; see read_pickle.
+
+    A member of an enum that a later release has dropped is its plain value, with a warning.
+    """
     damage = archive_damage(content)
     if damage:
         raise _corrupt(name, path, damage)
@@ -255,7 +263,10 @@ def load_pickle(content: bytes, path: Path | str, name: str, allow: Allowed) -> 
         try:
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:
-            raise _load_error(error, content, path, name) from error
+            kind = enum_without_member(error, allow)
+            if kind is None:
+                raise _load_error(error, content, path, name) from error
+    return load_pickle(asking_elsewhere(content, kind), path, name, [*allow, entry_of(kind)])
 
 
 def _load_error(error: Exception, content: bytes, path: Path | str, name: str) -> CheckpointError:
