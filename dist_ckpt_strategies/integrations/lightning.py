@@ -27,6 +27,7 @@ from dist_ckpt_strategies.integrations.lightning_steps import (
     clear_tensor_hooks,
     go_to_batch,
     manager_of,
+    may_recover,
     peft_callback_of,
     wrapper_of,
 )
@@ -215,6 +216,8 @@ class CheckpointlessCallback(_Callback):  # type: ignore[misc]
         manager = manager_of(trainer)
         if self.tried_adapter_checkpointless or not isinstance(manager, PEFTCheckpointManager):
             return False
+        if not may_recover(trainer):
+            return False
         self.tried_adapter_checkpointless = True
         manager.params_to_save = set(params_to_save)
         return manager.try_checkpointless_load(trainer) is not None
@@ -273,6 +276,8 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):  # type: ignore[m
 
     def _recovered(self, callback: CheckpointlessCallback) -> bool:
         manager, peft = manager_of(self.trainer), peft_callback_of(self.trainer)
+        if not may_recover(self.trainer):
+            return False
         if not isinstance(manager, PEFTCheckpointManager):
             return manager.try_checkpointless_load(self.trainer) is not None
         params = manager.params_to_save if peft is None else set(peft.params_to_save)

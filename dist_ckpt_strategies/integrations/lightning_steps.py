@@ -6,6 +6,7 @@ Imports nothing of Lightning.
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
 from dist_ckpt_strategies.integrations.lightning_state import LightningStateProvider
 from dist_ckpt_strategies.recovery import CheckpointManager
+
+logger = logging.getLogger(__name__)
 
 _ITERATING = "_DataLoaderIterDataFetcher"
 """Hands the iterator itself to the training step, which then keeps the position."""
@@ -94,6 +97,26 @@ def attach_state_provider(trainer: Any) -> None:
     """Give a trainer a StateProvider, unless it has one that somebody else has made."""
     if isinstance(getattr(trainer, "state_provider", None), LightningStateProvider | None):
         trainer.state_provider = LightningStateProvider(trainer)
+
+
+def may_recover(trainer: Any) -> bool:
+    """Whether memory brings back all of a trainer; local, with the same answer on all ranks.
+
+    Where the counters of its loops would begin at 0 again, with schedules and data, what is kept
+    is let go of: weights of a later step would go on with them.
+    """
+    if getattr(trainer.state_provider, "brings_back_loops", True):
+        return True
+    manager = manager_of(trainer)
+    if manager.global_step is not None:
+        logger.warning(
+            "step %d is not recovered from memory, which has no counters of the loops, schedules "
+            "and data of %s: a checkpoint has to serve",
+            manager.global_step,
+            type(trainer.strategy).__name__,
+        )
+    manager.delete_checkpoint()
+    return False
 
 
 def peft_callback_of(trainer: Any) -> Any:

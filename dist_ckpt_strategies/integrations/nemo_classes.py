@@ -19,6 +19,12 @@ from dist_ckpt_strategies.recovery.megatron_provider import MegatronStateProvide
 _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 
 
+class NemoStateProvider(MegatronStateProvider):
+    """The Megatron-Core state of a NeMo training, and nothing yet of its loops."""
+
+    brings_back_loops = False
+
+
 def strategy_class(base: Any) -> type:  # noqa: C901 - the methods of one class
     """A subclass of NeMo's MegatronStrategy, or of what has its methods."""
 
@@ -122,6 +128,6 @@ def _provide_state(strategy: Any, trainer: Any) -> None:
         if (found := getattr(one, "mcore_optimizer", None)) is not None
     ]
     if len(optimizers) == 1:
-        provider = MegatronStateProvider(list(strategy.megatron_parallel), optimizers[0])
+        provider = NemoStateProvider(list(strategy.megatron_parallel), optimizers[0])
         trainer.state_provider = provider
         guard_optimizer(optimizers[0], provider, manager_of(trainer))

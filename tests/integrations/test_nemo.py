@@ -22,8 +22,13 @@ from dist_ckpt_strategies.inprocess import (
     HPWrapper,
 )
 from dist_ckpt_strategies.integrations import nemo
+from dist_ckpt_strategies.integrations.lightning_steps import may_recover
 from dist_ckpt_strategies.integrations.megatron_steps import guard_optimizer
-from dist_ckpt_strategies.integrations.nemo_classes import auto_resume_class, strategy_class
+from dist_ckpt_strategies.integrations.nemo_classes import (
+    NemoStateProvider,
+    auto_resume_class,
+    strategy_class,
+)
 from dist_ckpt_strategies.recovery import CheckpointManager, Phase
 from tests.support.memory_provider import MemoryProvider
 
@@ -194,3 +199,24 @@ def test_without_nemo_the_error_says_what_to_install(name: str) -> None:
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="Nothing"):
         _ = nemo.Nothing
+
+
+@pytest.mark.parametrize("brings_back_loops", [False, True])
+def test_memory_without_the_loops_counters_is_let_go_of(
+    brings_back_loops: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy, trainer = made()
+    manager = trainer.wrapper.wrapper.checkpoint_manager
+    provider: Any = MemoryProvider({"weights": {"a": torch.zeros(3)}}, step=4)
+    provider.brings_back_loops = brings_back_loops
+    trainer.state_provider, trainer.strategy = provider, strategy
+    manager.track(provider)
+
+    assert may_recover(trainer) is brings_back_loops
+
+    assert manager.global_step == (4 if brings_back_loops else None)
+    assert ("step 4 is not recovered from memory" in caplog.text) is not brings_back_loops
+
+
+def test_what_a_nemo_trainer_is_given_does_not_bring_them_back() -> None:
+    assert NemoStateProvider.brings_back_loops is False
