@@ -39,7 +39,9 @@ def block(call: HPCallWrapper):
     dist.barrier()
     return call.num_attempts, int(total)
 
-print("done", started, *block(), flush=True)
+num_attempts, total = block()
+# In one piece: torchrun starts Python with -u, and then the parts of a print mix with others'.
+sys.stdout.write(f"done {started} {num_attempts} {total}\\n")
 """
 
 
