@@ -105,7 +105,8 @@ def may_recover(trainer: Any) -> bool:
     Where the counters of its loops would begin at 0 again, with schedules and data, what is kept
     is let go of: weights of a later step would go on with them.
     """
-    if getattr(trainer.state_provider, "brings_back_loops", True):
+    provider = getattr(trainer, "state_provider", None)
+    if getattr(provider, "brings_back_loops", True):
         return True
     manager = manager_of(trainer)
     if manager.global_step is not None:
