@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 _REPLICATING = frozenset({"DDPStrategy", "SingleDeviceStrategy"})
 """Strategies, and classes made from them, whose ranks all hold everything."""
 
+_DIVIDING = frozenset({"MegatronStrategy"})
+"""Made from one of those, and yet its ranks hold different parts."""
+
 
 class LightningStateProvider:
     """A StateProvider over a trainer whose ranks all hold everything.
@@ -189,7 +192,7 @@ class _Live:
 
 def _require_replicated(trainer: Any) -> None:
     kinds = {kind.__name__ for kind in type(trainer.strategy).__mro__}
-    if not kinds & _REPLICATING:
+    if not kinds & _REPLICATING or kinds & _DIVIDING:
         raise StrategyError(
             f"{type(trainer.strategy).__name__}: expected a strategy whose ranks all hold "
             f"everything, {' or '.join(sorted(_REPLICATING))}; give the trainer a StateProvider "

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from dist_ckpt_strategies.errors import MissingDependencyError
+from dist_ckpt_strategies.errors import MissingDependencyError, StrategyError
 from dist_ckpt_strategies.inprocess import (
     Abort,
     CheckpointlessFinalizeCleanup,
@@ -22,6 +22,7 @@ from dist_ckpt_strategies.inprocess import (
     HPWrapper,
 )
 from dist_ckpt_strategies.integrations import nemo
+from dist_ckpt_strategies.integrations.lightning_state import LightningStateProvider
 from dist_ckpt_strategies.integrations.lightning_steps import may_recover
 from dist_ckpt_strategies.integrations.megatron_steps import guard_optimizer
 from dist_ckpt_strategies.integrations.nemo_classes import (
@@ -220,3 +221,16 @@ def test_memory_without_the_loops_counters_is_let_go_of(
 
 def test_what_a_nemo_trainer_is_given_does_not_bring_them_back() -> None:
     assert NemoStateProvider.brings_back_loops is False
+
+
+def test_a_strategy_that_divides_the_state_is_not_taken_for_replicas() -> None:
+    """NeMo's is made from DDPStrategy; without Megatron-Core's optimizer it gets no other."""
+    replicating = type("DDPStrategy", (), {})
+    strategy = type("OwnStrategy", (type("MegatronStrategy", (replicating,), {}),), {})()
+
+    with pytest.raises(StrategyError, match="OwnStrategy: expected a strategy whose ranks all"):
+        LightningStateProvider(SimpleNamespace(strategy=strategy)).parts()
+
+
+def test_a_trainer_without_a_provider_may_recover() -> None:
+    assert may_recover(SimpleNamespace())
