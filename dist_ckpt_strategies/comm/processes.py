@@ -37,11 +37,22 @@ def has_ended(name: str) -> bool:
     try:
         stat = _stat(int(pid))
     except (FileNotFoundError, ProcessLookupError):
-        return True
+        return not _exists(int(pid))  # it may be hidden, as another user's
     except OSError:
         return False
     is_ending = stat[_STATE] in {"Z", "X"} or int(stat[_FLAGS]) & _PF_EXITING
     return stat[_STARTED] != started or bool(is_ending)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    else:
+        return True
 
 
 _STATE, _FLAGS, _STARTED = 0, 6, 19

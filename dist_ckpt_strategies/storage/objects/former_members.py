@@ -17,27 +17,52 @@ _NOT_A_MEMBER = re.compile(r" is not a valid (\w+)$")
 _PICKLE = "/data.pkl"
 
 
-def enum_without_member(error: Exception, allowed: Iterable[Any]) -> type[Enum] | None:
-    """The enum among those allowed that lacks what was asked of it; None for another error."""
+Entry = tuple[Callable[[Any], Any], str]
+"""What may be called when an archive is read, and the name under which it asks for that."""
+
+
+def asking_elsewhere(
+    content: bytes, error: Exception, allowed: Iterable[Any]
+) -> tuple[bytes, Entry] | None:
+    """The archive anew, where it could not be read for the lack of a member of an allowed enum.
+
+    Args:
+        content: what ``torch.save`` has written.
+        error: what reading it raised.
+        allowed: may be unpickled.
+
+    Returns:
+        An archive that asks the entry beside it for the enum's members; None if the error is
+        another one, or the archive does not ask for that enum itself.
+    """
     said = _NOT_A_MEMBER.search(str(error))
+    if said is None:
+        return None
     enums = [kind for kind in allowed if isinstance(kind, type) and issubclass(kind, Enum)]
-    return next((kind for kind in enums if said and kind.__qualname__ == said[1]), None)
+    for kind in enums:
+        if kind.__qualname__ == said[1]:
+            written = _with_renamed(content, kind)
+            if written is not None:
+                return written, _entry_of(kind)
+    return None
 
 
-def asking_elsewhere(content: bytes, kind: type[Enum]) -> bytes:
-    """An archive of ``torch.save`` that asks ``entry_of(kind)`` for the members of an enum."""
-    written = io.BytesIO()
+def _with_renamed(content: bytes, kind: type[Enum]) -> bytes | None:
+    """The archive with another name for an enum; None if that is not in it."""
+    written, is_changed = io.BytesIO(), False
     with (
         zipfile.ZipFile(io.BytesIO(content)) as old,
         zipfile.ZipFile(written, "w", zipfile.ZIP_STORED) as new,
     ):
         for name in old.namelist():
             entry = old.read(name)
-            new.writestr(name, _renamed(entry, kind) if name.endswith(_PICKLE) else entry)
-    return written.getvalue()
+            found = _renamed(entry, kind) if name.endswith(_PICKLE) else entry
+            is_changed |= found != entry
+            new.writestr(name, found)
+    return written.getvalue() if is_changed else None
 
 
-def entry_of(kind: type[Enum]) -> tuple[Callable[[Any], Any], str]:
+def _entry_of(kind: type[Enum]) -> Entry:
     """What gives the members of an enum, the plain value of one that it lacks, and its name."""
 
     def member(value: Any) -> Any:

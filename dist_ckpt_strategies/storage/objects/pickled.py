@@ -34,11 +34,7 @@ from dist_ckpt_strategies.storage.objects.files import (
     object_path,
     remove_object,
 )
-from dist_ckpt_strategies.storage.objects.former_members import (
-    asking_elsewhere,
-    entry_of,
-    enum_without_member,
-)
+from dist_ckpt_strategies.storage.objects.former_members import asking_elsewhere
 
 __all__ = [
     "Allowed",
@@ -263,10 +259,11 @@ def load_pickle(content: bytes, path: Path | str, name: str, allow: Allowed) -> 
         try:
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         except Exception as error:
-            kind = enum_without_member(error, allow)
-            if kind is None:
+            anew = asking_elsewhere(content, error, allow)
+            if anew is None:
                 raise _load_error(error, content, path, name) from error
-    return load_pickle(asking_elsewhere(content, kind), path, name, [*allow, entry_of(kind)])
+    content, entry = anew
+    return load_pickle(content, path, name, [*allow, entry])
 
 
 def _load_error(error: Exception, content: bytes, path: Path | str, name: str) -> CheckpointError:

@@ -78,3 +78,23 @@ def test_what_no_allowed_enum_says_stays_an_error() -> None:
 
     with pytest.raises(CorruptCheckpointError, match="7 is not a valid Thing"):
         load_pickle(content, Path("common.pt"), "common state", [Kind, not_a_thing])
+
+
+def asks_itself(value: int) -> Kind:
+    return Kind(value)
+
+
+def test_an_enum_that_something_else_asks_for_stays_an_error() -> None:
+    content = archive_of({"kind": Named(asks_itself, 7)})
+
+    with pytest.raises(CorruptCheckpointError, match="7 is not a valid Kind"):
+        load_pickle(content, Path("common.pt"), "common state", [Kind, asks_itself])
+
+
+def test_of_two_enums_of_one_name_the_one_that_is_asked_for_is_meant() -> None:
+    namesake = Enum("namesake", {"ON": 1})
+    namesake.__qualname__, namesake.__module__ = "Kind", "elsewhere"
+    content = archive_of({"kind": Named(Kind, 2)})
+
+    found = load_pickle(content, Path("common.pt"), "common state", [namesake, Kind])
+    assert found == {"kind": 2}
