@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from functools import lru_cache
 from typing import Any, Self
 
@@ -290,3 +291,17 @@ def kind_of(error: CheckpointError) -> str:
     known = [cls for cls in type(error).__mro__ if ours.get(cls.__name__) is cls]
     reported = [cls for cls in known if cls not in {PeerError, CheckpointError}]
     return (reported or known)[0].__name__
+
+
+def forget_frames(error: BaseException) -> None:
+    """Let go of all that the frames hold which ``error`` and its causes came through.
+
+    What was being handled meanwhile is cut off from it and stays as it is: it may be the caller's.
+    """
+    one: BaseException | None = error
+    seen: set[int] = set()
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        traceback.clear_frames(one.__traceback__)
+        one.__traceback__ = one.__context__ = None
+        one = one.__cause__

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import traceback
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,17 +36,3 @@ def _names(kind: type, annotation: Any) -> bool:
     if annotation is kind:
         return True
     return any(_names(kind, one) for one in typing.get_args(annotation))
-
-
-def forget_frames(error: BaseException) -> None:
-    """Let go of all that the frames hold which ``error`` and what led to it came through."""
-    waiting: list[BaseException] = [error]
-    seen: set[int] = set()
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        traceback.clear_frames(one.__traceback__)
-        one.__traceback__ = None
-        waiting.extend(e for e in (one.__cause__, one.__context__) if e is not None)

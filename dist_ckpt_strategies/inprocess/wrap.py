@@ -20,12 +20,13 @@ from dist_ckpt_strategies.errors import (
     MissingDependencyError,
     PeerError,
     RestartError,
+    forget_frames,
     text_of,
 )
 from dist_ckpt_strategies.inprocess.abort import Abort, Compose, HPAbortTorchDistributed
 from dist_ckpt_strategies.inprocess.attempt import Attempt, AttemptOptions
 from dist_ckpt_strategies.inprocess.attempt_limits import AttemptLimits
-from dist_ckpt_strategies.inprocess.block import forget_frames, parameter_of, without_argument
+from dist_ckpt_strategies.inprocess.block import parameter_of, without_argument
 from dist_ckpt_strategies.inprocess.coordinator import Coordinator, RankInfo
 from dist_ckpt_strategies.inprocess.finalize import Finalize
 from dist_ckpt_strategies.inprocess.health_check import HealthCheck, HPState

@@ -18,6 +18,7 @@ from dist_ckpt_strategies.errors import (
     PeerLostError,
     PeerTimeoutError,
     RestartError,
+    forget_frames,
 )
 from dist_ckpt_strategies.plan.recover import RankFacts
 from dist_ckpt_strategies.recovery.kept_state import (
@@ -331,8 +332,10 @@ class CheckpointManager(StepKeeper):
         logger.info("recovered from memory: %s", report)
 
     def _refuse(self, error: CheckpointError) -> None:
-        self.last_failure = error
+        """Note why; the frames that the error came through would keep the tensors they look at."""
         logger.warning("no recovery from memory: %s", error)
+        forget_frames(error)
+        self.last_failure = error
 
     def _release(self) -> None:
         self._kept = None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +35,8 @@ from dist_ckpt_strategies.run.report import RecoveryReport
 from dist_ckpt_strategies.run.state_exchange import RandomStates, exchange_states
 from dist_ckpt_strategies.run.state_provider import StateProvider
 from dist_ckpt_strategies.spec.phase import Phase
+
+logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 3
 
@@ -116,17 +120,18 @@ def plan_recovery(
 ) -> RecoveryPlan:
     """The plan, or the same error on all ranks; where tensors differ it names them.
 
-    Collective where they differ, which all ranks see alike.
+    Collective: whatever else goes wrong on one rank, such as memory that it does not get, is
+    raised on all too.
 
     Args:
         comm: the ranks.
         facts: what ``gather_facts`` gave.
         parts: this rank's own, wanted ones first.
     """
-    conflict = find_layout_conflict(facts)
+    conflict = agree(comm, lambda: find_layout_conflict(facts))
     if conflict is not None:
         _raise_conflict(comm, conflict, parts)
-    return build_recovery_plan(facts)
+    return _decided(comm, lambda: build_recovery_plan(facts))
 
 
 def run_recovery(
@@ -189,6 +194,25 @@ def run_recovery(
     return Recovered(report, states.random)
 
 
+def _decided(comm: Communicator, decide: Callable[[], T]) -> T:
+    """What every rank decides alike, from the same facts, or the error that all decide on alike.
+
+    Collective: what goes wrong on one rank alone, such as memory that it does not get, is raised
+    on all.
+    """
+
+    def attempt() -> T | CheckpointError:
+        try:
+            return decide()
+        except CheckpointError as error:
+            return error
+
+    decision = agree(comm, attempt)
+    if isinstance(decision, CheckpointError):
+        raise decision
+    return decision
+
+
 def _finish_steps(comm: Communicator, survivor: Survivor | None, role: Role) -> None:
     def finish() -> str:
         try:
@@ -232,6 +256,7 @@ def _asked(what: str, call: Callable[[], T]) -> T:
         raise
     except Exception as error:  # whatever a training's own code raises
         text = f"the state provider's {what} raised {type(error).__name__}: {text_of(error)}"
+        logger.warning("%s\n%s", text, traceback.format_exc().rstrip())
         raise RestartError(text) from error
 
 
@@ -253,7 +278,7 @@ def _compare_copies(
     for rank, found in enumerate(answers):
         for part_id, digest in found.items():
             digests[part_id][rank] = digest
-    require_equal_copies(digests)
+    _decided(comm, lambda: require_equal_copies(digests))
 
 
 def _objects_of(survivor: Survivor | None, role: Role) -> dict[str, Any] | None:

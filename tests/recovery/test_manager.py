@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import random
 import weakref
 from typing import Any
@@ -137,6 +138,40 @@ def test_the_old_state_is_released_whether_the_load_succeeds_or_not(phase: Phase
 
     assert (loaded is not None) == (phase is Phase.COMMITTED)
     assert [one() for one in seen] == [None, None]
+
+
+class Memory(np.ndarray[Any, Any]):
+    """Can be watched: it lives as long as any tensor looks at it."""
+
+
+class FailingUpdate(MemoryProvider):
+    def apply_update(self) -> None:
+        raise ValueError("no gradients")
+
+
+@pytest.mark.parametrize("kind", [MemoryProvider, FailingUpdate])
+def test_why_there_was_no_recovery_keeps_no_tensor_in_memory(
+    kind: type[MemoryProvider], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL)  # pytest would keep the errors that are logged
+    memory = np.ones(4, np.float32).view(Memory)
+    seen = weakref.ref(memory)
+    old = kind({"p": {"x": torch.from_numpy(memory)}})
+    manager = tracking(old, Phase.UPDATING if kind is MemoryProvider else Phase.COMMITTED)
+    del old, memory
+
+    try:
+        int("something of the user's own")
+    except ValueError as error:  # it is tried where something else has gone wrong
+        loaded = manager.try_checkpointless_load(provider(9.0))
+        is_untouched = error.__traceback__ is not None
+    gc.collect()
+
+    assert loaded is None
+    assert is_untouched
+    assert seen() is None
+    assert manager.last_failure is not None
+    assert "rank 0" in str(manager.last_failure) or "no gradients" in str(manager.last_failure)
 
 
 def test_a_deleted_checkpoint_is_gone() -> None:
