@@ -109,7 +109,7 @@ class ThreadManager(LocalCheckpointManager):
         super().__init__(spec.node(comm.rank), max_bucket_bytes=BUCKET_NBYTES)
         self._comm = comm
 
-    def communicator(self, purpose: str) -> Communicator:  # noqa: ARG002 - for messages
+    def communicator(self, purpose: str, detail: str = "") -> Communicator:  # noqa: ARG002
         """The ranks that it was given."""
         return self._comm
 

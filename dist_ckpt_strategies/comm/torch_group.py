@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 
 from dist_ckpt_strategies.comm.agree import agree_and_gather
 from dist_ckpt_strategies.comm.attendance import Attendance, described
@@ -47,8 +48,12 @@ _DEVICE_PAUSE_S = 0.0002
 _TAG_OF_NOTHING = 1 << 30
 """Of a message that nobody sends; others have the tag 0."""
 
-_MAX_NBYTES = 1 << 40
-"""No message is longer: who seems to send one has sent something else."""
+_SIZE_BITS = 41
+"""Of the number that leads a message: its size. The bits above say what for."""
+
+_PURPOSE_BITS = 63 - _SIZE_BITS
+_PURPOSE_NBYTES = 160
+"""Of what ranks tell each other where their purposes differ."""
 
 T = TypeVar("T")
 
@@ -205,11 +210,12 @@ def group_ranks(group: ProcessGroup | None) -> tuple[int, ...]:
     return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
-def open_communicator(
+def open_communicator(  # noqa: PLR0913 - options by name
     group: ProcessGroup | None,
     *,
     timeout_s: float,
     purpose: str,
+    detail: str = "",
     channels: Sequence[ProcessGroup] = (),
     payload_device: torch.device | None = None,
     links: HostLinks | None = None,
@@ -222,7 +228,8 @@ def open_communicator(
     Args:
         group: ranks that take part; every one of them opens and uses its communicator alike.
         timeout_s: longest wait for a peer in each call.
-        purpose: what the ranks do together, for messages: ``save of /ckpt/iter_10``.
+        purpose: what the ranks do together, such as ``save``: equal on all ranks, or they raise.
+        detail: of what, for messages: ``to /ckpt/iter_10``; each rank may see it in its own way.
         channels: groups of the same ranks that ``exchange`` spreads its messages over; by default
             the group itself.
         payload_device: where ``exchange`` takes tensors as they are, if the group's backend can
@@ -240,6 +247,7 @@ def open_communicator(
         group,
         timeout_s=timeout_s,
         purpose=purpose,
+        detail=detail,
         channels=channels,
         payload_device=payload_device,
         links=links,
@@ -253,12 +261,13 @@ class TorchCommunicator:
     buffers.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options by name
         self,
         group: ProcessGroup,
         *,
         timeout_s: float,
         purpose: str,
+        detail: str = "",
         channels: Sequence[ProcessGroup] = (),
         payload_device: torch.device | None = None,
         links: HostLinks | None = None,
@@ -271,7 +280,8 @@ class TorchCommunicator:
         self.device = payload_device or self._message_device
         self._links = links if self.device.type == "cpu" else None
         self._global_ranks = dist.get_process_group_ranks(group)
-        self._attendance = Attendance(group, self._global_ranks, purpose)
+        self._attendance = Attendance(group, self._global_ranks, f"{purpose} {detail}".rstrip())
+        self._purpose_number = _number_of(purpose)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
@@ -283,14 +293,10 @@ class TorchCommunicator:
         """See Communicator."""
         content, failure = _encoded(item)
         size = len(content) if failure is None else -len(content)
-        found = self._gathered(torch.tensor([size], dtype=torch.int64, device="cpu"))
-        sizes = [int(size) for size in found]
+        sizes = self._gathered_sizes(size)
         longest = max(map(abs, sizes))
         if longest == 0:
             return [None] * self.size
-        if longest > _MAX_NBYTES:
-            late = next(rank for rank, size in enumerate(sizes) if abs(size) == longest)
-            raise out_of_step(self.global_rank(late), self._attendance.what)
         texts = self._gathered_bytes(content, longest)
         messages = [
             self._message(rank, text[: abs(size)])
@@ -302,6 +308,36 @@ class TorchCommunicator:
             if size < 0:
                 raise error_from_peer(self.global_rank(rank), "CheckpointError", str(message))
         return messages
+
+    def _gathered_sizes(self, size: int) -> list[int]:
+        """The size that each rank tells, all of them for the same purpose.
+
+        One number for both: who meets another collective of the job most likely meets a number.
+        """
+        told = self._purpose_number << _SIZE_BITS | abs(size)
+        mine = torch.tensor([told if size >= 0 else -told], dtype=torch.int64, device="cpu")
+        numbers = [int(number) for number in self._gathered(mine)]
+        purposes = [abs(number) >> _SIZE_BITS for number in numbers]
+        for rank, purpose in enumerate(purposes):
+            if purpose == 0:
+                raise out_of_step(self.global_rank(rank), self._attendance.what)
+        if len(set(purposes)) > 1:
+            raise self._other_purpose(purposes)
+        sizes = [abs(number) & (1 << _SIZE_BITS) - 1 for number in numbers]
+        return [-s if number < 0 else s for s, number in zip(sizes, numbers, strict=True)]
+
+    def _other_purpose(self, purposes: Sequence[int]) -> PeerLostError:
+        """The error for ranks that meet for different purposes. Collective: all of them see it."""
+        mine = self._attendance.what
+        texts = self._gathered_bytes(mine.encode()[:_PURPOSE_NBYTES], _PURPOSE_NBYTES)
+        other = next(r for r, p in enumerate(purposes) if p != self._purpose_number)
+        its = texts[other].rstrip(b"\0").decode(errors="replace")
+        return PeerLostError(
+            self.global_rank(other),
+            f"ranks are out of step: this one is in {its}, and rank "
+            f"{self.global_rank(self.rank)} in {mine}; all ranks have to call the same methods in "
+            "the same order. If one of them has raised an error before, see that first",
+        )
 
     def _message(self, rank: int, content: bytes) -> Message:
         """What a rank has said; another collective of the job may have met ours."""
@@ -457,6 +493,11 @@ class TorchCommunicator:
             lost[0] if lost and len(lost) == 1 else None,
             f"lost contact with {described(lost)}: {what}: {error}",
         )
+
+
+def _number_of(purpose: str) -> int:
+    """A number that tells purposes apart; not 0, which other collectives of the job begin with."""
+    return xxhash.xxh3_64_intdigest(purpose.encode()) % ((1 << _PURPOSE_BITS) - 1) + 1
 
 
 def _encoded(item: Message) -> tuple[bytes, CheckpointError | None]:

@@ -166,7 +166,7 @@ class LocalCheckpointManager:
             StrategyError: with ``is_async``, the strategy's group is the one that training uses.
             PeerError: the same on another rank.
         """
-        comm = self.communicator(f"local save of iteration {iteration}")
+        comm = self.communicator("local save", f"of iteration {iteration}")
         self._let_finish(comm)
         strategy = self._strategy()
         encoded = self._prepare(comm, state_dict, iteration, strategy, is_async=is_async)
@@ -174,7 +174,7 @@ class LocalCheckpointManager:
         clique: Communicator = SoloCommunicator(comm.global_rank(comm.rank))
         bound = self._max_bucket_nbytes
         if strategy is not None:
-            clique = strategy.communicator(f"local save of iteration {iteration}")
+            clique = strategy.communicator("local save", f"of iteration {iteration}")
             bound = strategy.max_bucket_bytes
         if not is_async:
             report = self._stored(comm, save, lambda: self._store(clique, encoded, bound))
@@ -243,11 +243,12 @@ class LocalCheckpointManager:
         logger.info("rank %s: loaded %s", own.global_rank, own)
         return state, str(own)
 
-    def communicator(self, purpose: str) -> Communicator:
+    def communicator(self, purpose: str, detail: str = "") -> Communicator:
         """All ranks of the manager, for one thing that they do together.
 
         Args:
-            purpose: for messages.
+            purpose: what they do; equal on all ranks.
+            detail: of what, for messages.
 
         Raises:
             PlanError: the group lacks one of the world's first ranks, by whose numbers parts go.
@@ -255,7 +256,8 @@ class LocalCheckpointManager:
         comm = open_communicator(
             self._group,
             timeout_s=self._timeout_s,
-            purpose=f"{purpose} below {self.root_local_ckpt_dir}",
+            purpose=purpose,
+            detail=f"{detail} below {self.root_local_ckpt_dir}".lstrip(),
         )
         found = [comm.global_rank(rank) for rank in range(comm.size)]
         if found != list(range(comm.size)):

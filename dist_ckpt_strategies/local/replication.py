@@ -160,15 +160,20 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         """The members, ascending."""
         return group_ranks(self._group)
 
-    def communicator(self, purpose: str) -> Communicator:
+    def communicator(self, purpose: str, detail: str = "") -> Communicator:
         """The clique, for one save or load.
 
         Args:
-            purpose: for messages.
+            purpose: what its ranks do together; equal on all of them.
+            detail: of what, for messages.
         """
         device = payload_device(self._group) if self.target_device.startswith("cuda") else None
         return open_communicator(
-            self._group, timeout_s=self._timeout_s, purpose=purpose, payload_device=device
+            self._group,
+            timeout_s=self._timeout_s,
+            purpose=purpose,
+            detail=detail,
+            payload_device=device,
         )
 
     def note_use(self, work: BackgroundWork[Any]) -> None:
@@ -200,7 +205,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         Collective over the clique. Takes the memory of the peers' states, and two buckets. Those
         states are on the CPU; ``restore_tensor_device`` moves them to their devices.
         """
-        comm = self.communicator(f"replication of {id_}")
+        comm = self.communicator("replication", f"of {id_}")
         codecs, allowed = default_codecs(), default_allowed_names()
         sinks: dict[int, MemorySink] = {}
 

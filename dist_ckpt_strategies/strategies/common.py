@@ -84,8 +84,12 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
             StorageError: it cannot be pickled or written; a PeerError of that class elsewhere.
         """
         root = located(checkpoint_dir, self._options.store)
-        purpose = f"save of common state to {root}"
-        comm = open_communicator(self._group, timeout_s=self._options.timeout_s, purpose=purpose)
+        comm = open_communicator(
+            self._group,
+            timeout_s=self._options.timeout_s,
+            purpose="save of common state",
+            detail=f"to {root}",
+        )
         agree_on_first(comm, lambda: _write_common(root, common_state_dict))
 
     @raises_megatron_errors

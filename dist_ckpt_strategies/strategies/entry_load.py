@@ -87,7 +87,7 @@ def load(  # noqa: PLR0913 - Megatron's signature
         StrategyError: there is no such strategy, or one that ``verify`` means nothing to.
         PeerError: another rank failed; it is of the class of that rank's error too.
     """
-    comm = open_world(f"load from {checkpoint_dir}", timeout_s)
+    comm = open_world("load", f"from {checkpoint_dir}", timeout_s)
     _restore_node(comm, checkpoint_dir)
     with ExitStack() as stack:
 

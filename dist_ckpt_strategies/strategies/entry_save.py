@@ -243,7 +243,7 @@ def _begun_save(
     manner: _Manner,
 ) -> _Save:
     """What is saved, where to and by whom; checked, and the directory ready for it. Collective."""
-    comm = open_world(f"save to {checkpoint_dir}", manner.timeout_s)
+    comm = open_world("save", f"to {checkpoint_dir}", manner.timeout_s)
 
     def check() -> _Save:
         options = entry_options(manner.timeout_s)

@@ -113,7 +113,7 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
             UnsafeObjectError: an object is of a class that is not allowed.
             StorageError: a part cannot be written; a PeerError of that class elsewhere.
         """
-        comm = self._node.communicator(f"save to {checkpoint_dir}")
+        comm = self._node.communicator("save", f"to {checkpoint_dir}")
         root, manager = agree(comm, lambda: self._node.opened(checkpoint_dir, comm, self._cliques))
 
         def begin() -> bytes:
@@ -191,7 +191,7 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
             CoverageError: no part holds something that is wanted.
         """
         num_loads, is_shared = num_expected_meetings(depth=3), is_exchanged(depth=3)
-        comm = self._node.communicator(f"load from {checkpoint_dir}")
+        comm = self._node.communicator("load", f"from {checkpoint_dir}")
         found = self._load(comm, sharded_state_dict, checkpoint_dir, is_shared=is_shared)
         for _ in range(num_loads - 1):  # others want something more, perhaps of this rank's part
             self._load(comm, {}, checkpoint_dir, is_shared=is_shared)
@@ -274,7 +274,7 @@ def prepare_local_load(
         IncompleteCheckpointError: no node has them.
     """
     node = _Node(local or LocalOptions(), group, _options(options), ())
-    comm = node.communicator(f"preparation of {checkpoint_dir}")
+    comm = node.communicator("preparation", f"of {checkpoint_dir}")
     root = agree(comm, lambda: node.root(checkpoint_dir, comm))
     restore_common(comm, root, str(checkpoint_dir))
 
@@ -288,8 +288,10 @@ class _Node:
     options: Options
     allow: tuple[Any, ...]
 
-    def communicator(self, purpose: str) -> Communicator:
-        return open_communicator(self.group, timeout_s=self.options.timeout_s, purpose=purpose)
+    def communicator(self, purpose: str, detail: str = "") -> Communicator:
+        return open_communicator(
+            self.group, timeout_s=self.options.timeout_s, purpose=purpose, detail=detail
+        )
 
     def root(self, checkpoint_dir: str | Path, comm: Communicator) -> Path:
         """Where this rank's node keeps the checkpoint."""

@@ -210,7 +210,10 @@ class BaseSaveShardedStrategy(_WithOptions, AsyncSaveShardedStrategy):  # type: 
 
     def _communicator(self, checkpoint_dir: str | Location) -> Communicator:
         return open_communicator(
-            self._group, timeout_s=self._options.timeout_s, purpose=f"save to {checkpoint_dir}"
+            self._group,
+            timeout_s=self._options.timeout_s,
+            purpose="save",
+            detail=f"to {checkpoint_dir}",
         )
 
     def _opener(
@@ -282,7 +285,10 @@ class BaseLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignor
         num_meetings = num_expected_meetings(depth=3)
         deliver = self._deliver_cast if is_exchanged(depth=3) else self._deliver
         comm = open_communicator(
-            self._group, timeout_s=self._options.timeout_s, purpose=f"load from {checkpoint_dir}"
+            self._group,
+            timeout_s=self._options.timeout_s,
+            purpose="load",
+            detail=f"from {checkpoint_dir}",
         )
         loaded, report = load_sharded(
             sharded_state_dict,

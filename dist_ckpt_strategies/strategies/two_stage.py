@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_PURPOSE = "two-stage load"
+
 _NUM_CHANNELS = 2
 """Gloo moves twice as much over two groups side by side."""
 
@@ -211,11 +213,15 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             StrategyError: a rank is not in the data-parallel group that it has given.
         """
         self.maybe_init_gloo_group()
-        purpose = f"load from {checkpoint_dir}"
-        world = open_communicator(None, timeout_s=self._options.timeout_s, purpose=purpose)
+        world = open_communicator(
+            None,
+            timeout_s=self._options.timeout_s,
+            purpose=_PURPOSE,
+            detail=f"from {checkpoint_dir}",
+        )
         if not self.cpu_transfer:
             agree(world, lambda: require_member(self.data_parallel_group))
-        group = self._group(purpose)
+        group = self._group(checkpoint_dir)
         shared_nbytes = self._links.nbytes if self._links else 0
         options = self._options.with_changes(
             max_inflight_bytes=self._options.max_inflight_bytes - shared_nbytes
@@ -230,7 +236,8 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             loaded, self._report = self._load_through(
                 sharded_state_dict, checkpoint_dir, world, group, options
             )
-        logger.info("rank %s: %s: %s", world.global_rank(world.rank), purpose, self._report)
+        who = world.global_rank(world.rank)
+        logger.info("rank %s: load from %s: %s", who, checkpoint_dir, self._report)
         return loaded
 
     @raises_megatron_errors
@@ -329,12 +336,13 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             lambda: share_in_group(request, loaded, root, group, options, self._allowed),
         )
 
-    def _group(self, purpose: str) -> Communicator:
+    def _group(self, checkpoint_dir: object) -> Communicator:
         group = self.data_parallel_group
         return open_communicator(
             group,
             timeout_s=self._options.timeout_s,
-            purpose=purpose,
+            purpose=_PURPOSE,
+            detail=f"from {checkpoint_dir}",
             channels=self._channels,
             payload_device=None if self.cpu_transfer else payload_device(group),
             links=self._links,

@@ -51,7 +51,31 @@ def test_a_rank_that_is_in_another_collective_is_named() -> None:
     assert isinstance(error, PeerLostError)
     assert error.global_rank == 0
     assert "out of step" in str(error)
-    assert "a load from /ckpt, meeting 2" in str(error)
+    assert "a load from /ckpt, meeting 1" in str(error)
+
+
+# Ranks that call other methods than each other
+
+
+def meet_for_something_else(rank: int) -> Any:
+    purpose = "load" if rank == 2 else "local save"
+    first = open_communicator(None, timeout_s=60.0, purpose=purpose, detail=f"of rank {rank}'s")
+    try:
+        first.all_gather("x" * rank)
+    except PeerLostError as error:
+        again = open_communicator(None, timeout_s=60.0, purpose="a test")
+        return error.global_rank, str(error), again.all_gather(rank)
+
+
+def test_ranks_that_meet_for_different_things_all_learn_it_and_stay_in_step() -> None:
+    found = run_processes(4, meet_for_something_else)
+
+    assert [other for other, _, _ in found] == [2, 2, 0, 2]
+    assert [again for _, _, again in found] == [[0, 1, 2, 3]] * 4
+    assert (
+        "rank 2: ranks are out of step: this one is in load of rank 2's, meeting 1, and rank 3 in "
+        "local save of rank 3's, meeting 1; all ranks have to call the same methods"
+    ) in found[3][1]
 
 
 # Groups

@@ -316,9 +316,9 @@ class CountingCliques(CliqueReplicationStrategy):
 
     last: Any = None
 
-    def communicator(self, purpose: str) -> Any:
+    def communicator(self, purpose: str, detail: str = "") -> Any:
         """See CliqueReplicationStrategy."""
-        self.last = Counted(super().communicator(purpose))
+        self.last = Counted(super().communicator(purpose, detail))
         return self.last
 
 
@@ -335,6 +335,26 @@ def count_messages(rank: int, root: str) -> list[int]:
 
 def test_the_bound_on_what_travels_in_a_save_is_the_strategys(tmp_path: Path) -> None:
     assert run(4, count_messages, tmp_path) == [[400_000, 20_000]] * 4
+
+
+def call_something_else(rank: int, root: str) -> list[Outcome]:
+    manager = manager_of(rank, root, cliques())
+    seen = [save(manager, rank, 1)]
+    seen.append(load(manager, rank) if rank == 2 else save(manager, rank, 2))
+    seen.append(outcome(manager.find_latest) if rank == 0 else load(manager, rank))
+    seen.append(load(manager, rank))
+    return seen
+
+
+def test_ranks_that_call_other_methods_than_each_other_all_learn_it(tmp_path: Path) -> None:
+    found = run(4, call_something_else, tmp_path)
+
+    for rank, (_, second, third, last) in enumerate(found):
+        assert "ranks are out of step" in str(second), (rank, second)
+        assert "load of a local checkpoint below" in str(second)
+        assert "local save of iteration 2 below" in str(second)
+        assert "search for local checkpoints below" in str(third)
+        assert last == found[0][-1]
 
 
 @pytest.mark.parametrize("session_id", ["a/b", "/a", "..", ".", "a/", "a\0b"])
