@@ -181,6 +181,13 @@ def new_group_of(
     return mine
 
 
+def group_itself(group: ProcessGroup | None) -> ProcessGroup | None:
+    """The group that ranks meet in, the default one by name too; None where this one is alone."""
+    if not is_distributed():
+        return None
+    return dist.group.WORLD if group is None else group
+
+
 def is_default_group(group: ProcessGroup | None) -> bool:
     """Whether this is the group that everybody uses by default, and it has several ranks."""
     if not is_distributed() or dist.get_world_size(group) == 1:

@@ -83,14 +83,22 @@ class BackgroundWork(Generic[T]):
         """Whether it has ended, well or not."""
         return self._ended.is_set()
 
-    def wait(self, timeout_s: float) -> None:
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for it to end, well or not; whether it has."""
+        return self._ended.wait(seconds)
+
+    def wait(self, timeout_s: float, what: str = "the save") -> None:
         """Return when it has ended, well or not.
+
+        Args:
+            timeout_s: longest wait, in seconds.
+            what: it is, for the message.
 
         Raises:
             SaveTimeoutError: it goes on for longer.
         """
-        if not self._ended.wait(timeout_s):
-            raise SaveTimeoutError(None, f"the save is not done after {timeout_s:g} s")
+        if not self.ends_within(timeout_s):
+            raise SaveTimeoutError(None, f"{what} is not done after {timeout_s:g} s")
 
     def result(self) -> T:
         """What came out, once it has ended; raises what it raised."""

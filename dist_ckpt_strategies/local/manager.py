@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, limit_of_wait
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
@@ -279,7 +279,7 @@ class LocalCheckpointManager:
         """
         running = self._running
         if running is not None:
-            agree(comm, lambda: running.wait(self._timeout_s))
+            agree(comm, lambda: running.wait(limit_of_wait(self._timeout_s), "the save before"))
             self._running = None
 
     def _prepare(
@@ -304,7 +304,7 @@ class LocalCheckpointManager:
             number = _whole_number(iteration)
             _require_clique(strategy)
             if strategy is not None:
-                strategy.let_finish(self._timeout_s)
+                strategy.let_finish(limit_of_wait(self._timeout_s))
             placeholder = PartId(SaveId(number, "0" * _TOKEN_DIGITS), me)
             encoded = encode_state(
                 state,
@@ -376,7 +376,7 @@ class LocalCheckpointManager:
         """Raise on every rank if a part is missing; else remove what is not kept. Collective."""
 
         def outcome() -> ReplicationReport:
-            work.wait(self._timeout_s)
+            work.wait(limit_of_wait(self._timeout_s))
             return work.result()
 
         try:

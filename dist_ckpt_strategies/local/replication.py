@@ -7,13 +7,15 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
+from weakref import WeakKeyDictionary
 
 import xxhash
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, limit_of_wait
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.torch_group import (
     ProcessGroup,
+    group_itself,
     group_ranks,
     is_default_group,
     new_group_of,
@@ -36,6 +38,9 @@ from dist_ckpt_strategies.spec.part import Part, PartId, SaveId
 from dist_ckpt_strategies.storage.parts.format import PartLayout
 
 DEFAULT_BUCKET_NBYTES = 64 * MIB
+
+_USERS: WeakKeyDictionary[ProcessGroup, weakref.ref[BackgroundWork[Any]]] = WeakKeyDictionary()
+"""The save behind training that has last sent over a group; its own thread keeps it alive."""
 
 _IN_MEMORY = SaveId(0, "0")
 """What parts belong to that are only exchanged, not saved."""
@@ -96,7 +101,6 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         self.target_device = target_device
         self.max_bucket_bytes = max_bucket_bytes
         self._timeout_s = options_from_environment().with_changes(timeout_s=timeout_s).timeout_s
-        self._user: weakref.ref[BackgroundWork[Any]] | None = None
 
     @classmethod
     @raises_megatron_errors
@@ -181,20 +185,24 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
         Rank-local. The save is not kept alive: its own thread does that, as long as it runs.
         """
-        self._user = weakref.ref(work)
+        group = group_itself(self._group)
+        if group is not None:
+            _USERS[group] = weakref.ref(work)
 
     def let_finish(self, timeout_s: float) -> None:
         """Return when no save behind training sends over the group any more.
 
-        Rank-local. Several managers may share a strategy, and messages of two saves at once would
-        be taken for each other.
+        Rank-local. Several managers may share a strategy, and several strategies a group; messages
+        of two saves at once would be taken for each other.
 
         Raises:
             SaveTimeoutError: one goes on for longer.
         """
-        work = self._user() if self._user is not None else None
+        group = group_itself(self._group)
+        user = _USERS.get(group) if group is not None else None
+        work = user() if user is not None else None
         if work is not None:
-            work.wait(timeout_s)
+            work.wait(timeout_s, "a save behind training over the same process group")
 
     @raises_megatron_errors
     def replicate(
@@ -210,7 +218,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         sinks: dict[int, MemorySink] = {}
 
         def begin() -> list[Any]:
-            self.let_finish(self._timeout_s)
+            self.let_finish(limit_of_wait(self._timeout_s))
             encoded = encode_state(
                 local_ckpt,
                 PartId(_IN_MEMORY, comm.global_rank(comm.rank)),
@@ -263,7 +271,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         the order of the ranks.
         """
         comm = self.communicator("plan of a retrieval")
-        agree(comm, lambda: self.let_finish(self._timeout_s))
+        agree(comm, lambda: self.let_finish(limit_of_wait(self._timeout_s)))
         everyone = agree_and_gather(comm, lambda: [str(id_) for id_ in wanted])
         members = [comm.global_rank(rank) for rank in range(comm.size)]
 
@@ -293,7 +301,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             CorruptCheckpointError: one arrived damaged.
         """
         comm = self.communicator("retrieval")
-        agree(comm, lambda: self.let_finish(self._timeout_s))
+        agree(comm, lambda: self.let_finish(limit_of_wait(self._timeout_s)))
         me = comm.global_rank(comm.rank)
         codecs, allowed = default_codecs(), default_allowed_names()
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
-from dist_ckpt_strategies.comm.agree import agree
+from dist_ckpt_strategies.comm.agree import agree_and_gather, limit_of_wait
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.errors import MissingDependencyError, SaveTimeoutError
 from dist_ckpt_strategies.local.background import BackgroundWork, wait_for_mark
@@ -49,11 +50,26 @@ class _Finalisation:
     def await_work(self, timeout_s: float) -> None:
         """Return when every rank's share has ended, well or not. Collective.
 
+        However long that is, the ranks meet again before any has waited too long for another.
+
         Raises:
             SaveTimeoutError: some rank's takes longer; on every rank.
         """
-        if not self._is_called:
-            agree(self._comm, lambda: self.work.wait(timeout_s))
+        if self._is_called:
+            return
+        deadline = time.monotonic() + timeout_s
+        longest_s = limit_of_wait(self.timeout_s)
+
+        def is_done() -> bool:
+            left_s = max(0.0, deadline - time.monotonic())
+            if self.work.ends_within(min(left_s, longest_s)):
+                return True
+            if left_s <= longest_s:
+                raise SaveTimeoutError(None, f"the save is not done after {timeout_s:g} s")
+            return False
+
+        while not all(agree_and_gather(self._comm, is_done)):
+            continue
 
 
 class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]

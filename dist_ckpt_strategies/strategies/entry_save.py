@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt_strategies.comm.agree import agree, agree_on_first
+from dist_ckpt_strategies.comm.agree import agree, agree_on_first, limit_of_wait
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.local.requests import LocalSaveRequest
@@ -251,7 +251,7 @@ def _begun_save(
         root = location_of(checkpoint_dir, chosen[0])
         require_taken(root, chosen[0])
         parts = take_apart_for_save(state_dict, content_metadata)
-        RUNNING_SAVES.wait(root, options.timeout_s)
+        RUNNING_SAVES.wait(root, limit_of_wait(options.timeout_s))
         if comm.rank == 0:
             dump_object(parts.common, name="common state")
             if not manner.overwrite:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import xxhash
 
-from dist_ckpt_strategies.comm.agree import agree
+from dist_ckpt_strategies.comm.agree import agree, limit_of_wait
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import Slot, require_plain, torch_dtype
@@ -122,12 +122,12 @@ class SaveMemory:
         A process that will write starts meanwhile.
 
         Raises:
-            SaveTimeoutError: that save goes on for longer than the time limit.
+            SaveTimeoutError: that save goes on for most of the time limit.
         """
         if options.writer_process:
             self.writer_process()
         if self.running is not None:
-            self.running.wait(options.timeout_s)
+            self.running.wait(limit_of_wait(options.timeout_s), "the save before")
 
     def writer_process(self) -> WriterProcess | None:
         """The process that writes for this one, started where there is none; None: it cannot be."""

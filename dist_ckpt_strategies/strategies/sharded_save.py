@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first, limit_of_wait
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.local.background import (
@@ -231,7 +231,7 @@ class _Ending:
         logger.info("rank %s: %s", self.comm.global_rank(self.comm.rank), report)
 
     def _written(self) -> SaveReport:
-        self.work.wait(self.options.timeout_s)
+        self.work.wait(limit_of_wait(self.options.timeout_s))
         written = self.work.result()()
         self.target.take_digests(written.digests)
         if self.comm.rank == 0:
@@ -276,7 +276,7 @@ def _prepared(
 
     def describe() -> Any:
         target = open_target()
-        RUNNING_SAVES.wait(target.root, options.timeout_s)
+        RUNNING_SAVES.wait(target.root, limit_of_wait(options.timeout_s))
         if comm.rank == 0:
             target.examine()
         mine = holdings_of(state_dict, target.dump)

@@ -96,6 +96,35 @@ def test_where_one_rank_gets_no_thread_nothing_begins_on_any() -> None:
     assert begun == []
 
 
+def test_ranks_wait_for_a_save_for_longer_than_they_wait_for_each_other() -> None:
+    may_end = threading.Event()
+
+    def body(comm: ThreadCommunicator) -> str:
+        work = agree_to_start(comm, lambda: BackgroundWork(lambda: _ends(comm, may_end), "work"))
+        request = LocalSaveRequest.of(comm, work, lambda: None, timeout_s=1.0)
+        if comm.rank == 0:
+            threading.Timer(3.0, may_end.set).start()
+        request.wait(60.0)
+        return str(work.result())
+
+    assert run_ranks(3, body, timeout_s=1.0) == ["0", "1", "2"]
+
+
+def test_a_rank_says_that_it_waits_in_vain_before_the_others_give_it_up() -> None:
+    may_end = threading.Event()
+
+    def body(comm: ThreadCommunicator) -> str:
+        work = agree_to_start(comm, lambda: BackgroundWork(lambda: _ends(comm, may_end), "work"))
+        request = LocalSaveRequest.of(comm, work, lambda: None, timeout_s=2.0)
+        with pytest.raises(SaveTimeoutError) as caught:
+            request.wait()
+        agree(comm, may_end.set)
+        return str(caught.value)
+
+    text = "rank 2: the save is not done after 2 s"
+    assert run_ranks(3, body, timeout_s=2.0) == [text] * 3
+
+
 def test_a_save_that_takes_too_long_on_one_rank_may_be_waited_for_again_by_all() -> None:
     may_end = threading.Event()
 
