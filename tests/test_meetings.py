@@ -14,7 +14,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.comm.torch_group import TorchCommunicator
+from dist_ckpt_strategies.comm.torch_communicator import TorchCommunicator
 from tests.support.ranks import run_processes
 
 PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"

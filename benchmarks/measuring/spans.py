@@ -27,8 +27,8 @@ BROADCASTING, EXCHANGING, REST = "broadcasting", "exchanging", "the rest"
 
 _PACKAGE = "dist_ckpt_strategies"
 _MAIN_SEAMS: Final[Mapping[str, str]] = {
-    f"{_PACKAGE}.comm.torch_group.TorchCommunicator.all_gather": "waiting for ranks",
-    f"{_PACKAGE}.comm.torch_group.TorchCommunicator.exchange": "sending",
+    f"{_PACKAGE}.comm.torch_communicator.TorchCommunicator.all_gather": "waiting for ranks",
+    f"{_PACKAGE}.comm.torch_communicator.TorchCommunicator.exchange": "sending",
     f"{_PACKAGE}.storage.transfers.AllTransfers.wait": "waiting for storage",
     f"{_PACKAGE}.storage.transfers.PendingTransfers.wait": "waiting for storage",
     f"{_PACKAGE}.storage.transfers.PooledTransfers.wait": "waiting for storage",
@@ -38,7 +38,7 @@ _MAIN_SEAMS: Final[Mapping[str, str]] = {
 }
 """Functions of the main thread, and what it does in them; the outermost counts."""
 _JOBS: Final = f"{_PACKAGE}.storage.transfers._failure"
-_BEGIN_EXCHANGE: Final = f"{_PACKAGE}.comm.torch_group.TorchCommunicator.begin_exchange"
+_BEGIN_EXCHANGE: Final = f"{_PACKAGE}.comm.torch_communicator.TorchCommunicator.begin_exchange"
 _FLUSHES: Final = ("sync", "flush")
 
 

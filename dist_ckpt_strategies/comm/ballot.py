@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from dist_ckpt_strategies.comm.torch_group import ProcessGroup, is_distributed
+from dist_ckpt_strategies.comm.process_group import ProcessGroup, is_distributed
 
 logger = logging.getLogger(__name__)
 

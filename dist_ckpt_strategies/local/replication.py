@@ -13,15 +13,15 @@ import xxhash
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, limit_of_wait
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.torch_group import (
+from dist_ckpt_strategies.comm.new_groups import new_group_of
+from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
     group_itself,
     group_ranks,
     is_default_group,
-    new_group_of,
-    open_communicator,
     payload_device,
 )
+from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import MIB, local_world_size, options_from_environment
 from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
 from dist_ckpt_strategies.local.background import BackgroundWork

@@ -11,7 +11,8 @@ import torch
 
 from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
+from dist_ckpt_strategies.comm.process_group import ProcessGroup
+from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.device import uses_cuda
 from dist_ckpt_strategies.errors import (
     CheckpointError,

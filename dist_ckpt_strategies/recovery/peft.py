@@ -11,7 +11,7 @@ import torch
 
 from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.torch_group import ProcessGroup
+from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.errors import CheckpointError, PeerLostError, PeerTimeoutError
 from dist_ckpt_strategies.plan.recover import HeldState, RankFacts
 from dist_ckpt_strategies.recovery.checksums import MemoryChecksumManager

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from dist_ckpt_strategies.comm.ballot import Ballot
-from dist_ckpt_strategies.comm.torch_group import ProcessGroup, global_rank
+from dist_ckpt_strategies.comm.process_group import ProcessGroup, global_rank
 from dist_ckpt_strategies.errors import RestartError
 from dist_ckpt_strategies.recovery.checksums import MemoryChecksumManager
 from dist_ckpt_strategies.recovery.kept_state import KeptState

@@ -9,7 +9,7 @@ import xxhash
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.torch_group import is_distributed
+from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor, StrictHandling
 from dist_ckpt_strategies.megatron.flow import (

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.torch_group import is_of_communication
+from dist_ckpt_strategies.comm.process_group import is_of_communication
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     RestartError,

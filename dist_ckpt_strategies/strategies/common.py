@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt_strategies.comm.agree import agree_on_first
-from dist_ckpt_strategies.comm.torch_group import ProcessGroup, open_communicator
+from dist_ckpt_strategies.comm.process_group import ProcessGroup
+from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,

@@ -16,15 +16,15 @@ import torch
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.host_links import HostLinks, link_hosts
-from dist_ckpt_strategies.comm.torch_group import (
+from dist_ckpt_strategies.comm.new_groups import new_gloo_groups
+from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
     is_alive,
     is_distributed,
-    new_gloo_groups,
-    open_communicator,
     payload_device,
     require_member,
 )
+from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.megatron.allowed import default_allowed

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dist_ckpt_strategies.comm.torch_group import ProcessGroup
+from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import ShapeMismatchError
 from dist_ckpt_strategies.megatron.bases import StrategyAction

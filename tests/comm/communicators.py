@@ -10,7 +10,7 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.host_links import HostLinks, link_hosts
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
-from dist_ckpt_strategies.comm.torch_group import open_communicator
+from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from tests.support.ranks import run_processes
 
 SLOT_NBYTES = 64 << 10

@@ -16,7 +16,8 @@ import torch
 from dist_ckpt_strategies.comm import host_links
 from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
 from dist_ckpt_strategies.comm.host_links import link_hosts
-from dist_ckpt_strategies.comm.torch_group import new_gloo_groups, open_communicator
+from dist_ckpt_strategies.comm.new_groups import new_gloo_groups
+from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, PeerTimeoutError
 from tests.comm.communicators import SLOT_NBYTES, linked
 from tests.support.ranks import RankDiedError, run_processes

@@ -19,7 +19,7 @@ from dist_ckpt_strategies.comm.interruptible_gloo import (
     DEFAULT_WAIT_CONTROL,
     register_interruptible_gloo,
 )
-from dist_ckpt_strategies.comm.torch_group import open_communicator
+from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.errors import PeerTimeoutError, WaitReleasedError
 from tests.support.ranks import run_processes
 

@@ -25,7 +25,14 @@ PACKAGE = str(Path(dist_ckpt_strategies.__file__).parent)
 
 TEXT = "injected"
 
-_OF_MEETINGS = ("comm/agree.py", "comm/torch_group.py", "comm/attendance.py", "comm/base.py")
+_OF_MEETINGS = (
+    "comm/agree.py",
+    "comm/attendance.py",
+    "comm/base.py",
+    "comm/new_groups.py",
+    "comm/process_group.py",
+    "comm/torch_communicator.py",
+)
 """Where ranks meet: who fails in there cannot tell the others any more."""
 
 _OF_ERRORS = ("errors.py", "megatron/errors.py", "comm/solo.py")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt_strategies.comm.torch_group import TorchCommunicator
+from dist_ckpt_strategies.comm.torch_communicator import TorchCommunicator
 from tests.local.clique_worlds import cliques, manager_of, run, state_of
 
 pytestmark = pytest.mark.multiprocess

@@ -31,7 +31,7 @@ _PRELOADED = (
     "torch.distributed",
     "tensorstore",
     "megatron.core.dist_checkpointing",
-    "dist_ckpt_strategies.comm.torch_group",
+    "dist_ckpt_strategies.comm.torch_communicator",
     "dist_ckpt_strategies.strategies.entry_load",
     "dist_ckpt_strategies.strategies.entry_save",
     "dist_ckpt_strategies.strategies.backends",

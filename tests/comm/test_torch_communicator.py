@@ -15,13 +15,9 @@ import torch.distributed as dist
 
 from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Receive, Send
+from dist_ckpt_strategies.comm.new_groups import new_gloo_groups, ranks_from_wire, ranks_to_wire
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
-from dist_ckpt_strategies.comm.torch_group import (
-    new_gloo_groups,
-    open_communicator,
-    ranks_from_wire,
-    ranks_to_wire,
-)
+from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, PeerTimeoutError, StorageError
 from tests.support.ranks import RankDiedError, run_processes
 

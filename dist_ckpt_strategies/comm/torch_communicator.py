@@ -1,4 +1,4 @@
-"""Communicator over a torch.distributed process group."""
+"""A Communicator over a process group of torch.distributed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from dist_ckpt_strategies.comm.agree import agree_and_gather
 from dist_ckpt_strategies.comm.attendance import Attendance, described
 from dist_ckpt_strategies.comm.base import (
     Buffer,
@@ -28,20 +27,16 @@ from dist_ckpt_strategies.comm.base import (
     out_of_step,
 )
 from dist_ckpt_strategies.comm.host_links import Carrying, HostLinks
+from dist_ckpt_strategies.comm.process_group import ProcessGroup, is_distributed, message_device
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerError,
     PeerLostError,
     PeerTimeoutError,
-    StrategyError,
     as_checkpoint_error,
     error_from_peer,
-    text_of,
 )
-
-ProcessGroup = dist.ProcessGroup
-"""A group of ranks, as torch.distributed makes them."""
 
 _DEVICE_PAUSE_S = 0.0002
 
@@ -66,155 +61,6 @@ class _Work(Protocol):
     def is_completed(self) -> bool:
         """Whether it is done."""
         ...
-
-
-def is_distributed() -> bool:
-    """Whether torch.distributed is initialised; this process is alone where it is not."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def new_gloo_groups(
-    group: ProcessGroup | None, num_groups: int, *, timeout_s: float
-) -> tuple[ProcessGroup, ...]:
-    """Gloo groups of the same ranks as ``group``, for as many streams side by side.
-
-    Collective over the world: every rank calls this, with the group that it is in, and torch makes
-    the groups of all ranks.
-
-    Raises:
-        StrategyError: some rank is not in the group that it has given.
-    """
-    world = open_communicator(None, timeout_s=timeout_s, purpose="making of gloo groups")
-    answers = agree_and_gather(world, lambda: ranks_to_wire(_member_ranks(group)))
-    mine = _member_ranks(group)
-    found: list[ProcessGroup] = []
-    told = {tuple(item) for item in answers}
-    for ranks in sorted(map(ranks_from_wire, told)):
-        limit = timedelta(seconds=timeout_s)
-        made = [_new_group(ranks, limit, "gloo") for _ in range(num_groups)]
-        if list(ranks) == mine:
-            found = made
-    return tuple(found)
-
-
-def _new_group(ranks: Sequence[int], limit: timedelta, backend: str) -> Any:
-    """A process group. Collective over the world.
-
-    Raises:
-        PeerTimeoutError, PeerLostError: a rank has not come to make it, or broke off.
-    """
-    began = time.monotonic()
-    try:
-        return dist.new_group(list(ranks), limit, backend=backend)
-    except RuntimeError as error:
-        what = f"making of a {backend} group of {len(ranks)} ranks: {error}"
-        if time.monotonic() - began >= limit.total_seconds():
-            raise PeerTimeoutError(None, f"a peer did not arrive in time: {what}") from error
-        if isinstance(error, dist.DistError) or "onnect" in str(error):
-            raise PeerLostError(None, f"lost contact with a peer: {what}") from error
-        raise StrategyError(what) from error
-
-
-def _member_ranks(group: ProcessGroup | None) -> list[int]:
-    require_member(group)
-    return sorted(dist.get_process_group_ranks(group))
-
-
-def require_member(group: object) -> None:
-    """Raise unless this rank is in the group; torch gives ranks outside a number in its place.
-
-    Raises:
-        StrategyError: it is not, or the group is gone.
-    """
-    outside: object = dist.GroupMember.NON_GROUP_MEMBER
-    if group == outside:
-        raise StrategyError(
-            f"rank {dist.get_rank()} is not in the process group that it was given; every rank has "
-            "to give the group that it is in"
-        )
-    if group is not None and not is_alive(group):
-        raise StrategyError(
-            "the process group that was given has been destroyed; a strategy that is to be used "
-            "after torch.distributed was taken down and set up again needs a group made since"
-        )
-
-
-def is_alive(group: Any) -> bool:
-    """Whether a process group has not been destroyed, alone or with the world."""
-    return group in dist.distributed_c10d._world.pg_map  # noqa: SLF001 - no public way
-
-
-def ranks_to_wire(ranks: Sequence[int]) -> list[int]:
-    """Ascending ranks as numbers: four where they are evenly spaced, however many they are.
-
-    The groups of a parallel layout are, and so is the world, which every rank would have to list
-    to every other.
-    """
-    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    even = range(ranks[0], ranks[-1] + 1, step)
-    return [0, step, even.stop, even.start] if list(even) == list(ranks) else [1, *ranks]
-
-
-def ranks_from_wire(wire: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that ``ranks_to_wire`` was given."""
-    is_listed, *numbers = wire
-    if is_listed:
-        return tuple(numbers)
-    step, stop, start = numbers
-    return tuple(range(start, stop, step))
-
-
-def new_group_of(
-    groups: Sequence[Sequence[int]], *, backend: str, timeout_s: float
-) -> ProcessGroup | None:
-    """Make a process group for each list of global ranks; the one that this rank is in.
-
-    Collective over the world, with equal arguments. None without torch.distributed.
-    """
-    if not is_distributed():
-        return None
-    mine: ProcessGroup | None = None
-    for ranks in groups:
-        made = _new_group(ranks, timedelta(seconds=timeout_s), backend)
-        if dist.get_rank() in ranks:
-            mine = made
-    return mine
-
-
-def group_itself(group: ProcessGroup | None) -> ProcessGroup | None:
-    """The group that ranks meet in, the default one by name too; None where this one is alone."""
-    if not is_distributed():
-        return None
-    return dist.group.WORLD if group is None else group
-
-
-def is_default_group(group: ProcessGroup | None) -> bool:
-    """Whether this is the group that everybody uses by default, and it has several ranks."""
-    if not is_distributed() or dist.get_world_size(group) == 1:
-        return False
-    return group is None or group is dist.group.WORLD
-
-
-def is_of_communication(error: BaseException | None) -> bool:
-    """Whether an error of torch's tells that ranks have lost each other, or have waited too long.
-
-    Gloo's are plain RuntimeErrors.
-    """
-    if isinstance(error, dist.DistError | ConnectionError | PeerLostError):
-        return True
-    return isinstance(error, RuntimeError) and "gloo" in text_of(error)
-
-
-def global_rank() -> int:
-    """This process among all; 0 where it is alone."""
-    return dist.get_rank() if is_distributed() else 0
-
-
-def group_ranks(group: ProcessGroup | None) -> tuple[int, ...]:
-    """The global ranks of a group; of the world if there is none, or of this process alone."""
-    if not is_distributed():
-        return (0,)
-    return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
 def open_communicator(  # noqa: PLR0913 - options by name
@@ -283,7 +129,7 @@ class TorchCommunicator:
         self._channels = tuple(channels) or (group,)
         self._has_own_channels = bool(channels)
         self._timeout_s = timeout_s
-        self._message_device = _device_of(group)
+        self._message_device = message_device(group)
         self.device = payload_device or self._message_device
         self._links = links if self.device.type == "cpu" else None
         self._global_ranks = dist.get_process_group_ranks(group)
@@ -595,17 +441,3 @@ class _Turns:
         channel = self._channels[self._count[peer] % len(self._channels)]
         self._count[peer] += 1
         return channel
-
-
-def _device_of(group: ProcessGroup) -> torch.device:
-    """Where tensors have to live to travel over the group."""
-    if "nccl" in dist.get_backend(group) and "gloo" not in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def payload_device(group: ProcessGroup | None) -> torch.device:
-    """Where tensors are that the group's own backend sends without a detour: the GPU with NCCL."""
-    if is_distributed() and "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
