@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner, Result
 
+import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.app import app
 from dist_ckpt_strategies.config import Engine
+from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, write_file
@@ -93,6 +95,21 @@ def test_a_model_goes_to_safetensors_in_files_of_the_size_asked_for(
     compared = run("diff", written, tmp_path / "c")
     assert compared.exit_code == 0
     assert "compared: 4 arrays with 114 B, 0 object shards\n" in compared.stdout
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_files_of_safetensors_are_no_damaged_checkpoint(
+    written: Path, tmp_path: Path, command: str
+) -> None:
+    run("convert", written, tmp_path / "model", "--to", "safetensors")
+
+    found = run(command, tmp_path / "model")
+
+    assert (found.exit_code, found.stdout) == (1, "")
+    assert found.stderr.startswith(f"error: {tmp_path}/model is no checkpoint: it holds files of ")
+    assert "the library safetensors reads them, and `dist-ckpt diff` compares" in found.stderr
+    with pytest.raises(IncompleteCheckpointError, match="it holds files of safetensors"):
+        dist_ckpt_strategies.load({}, tmp_path / "model")
 
 
 def test_the_json_of_a_conversion(written: Path, tmp_path: Path) -> None:

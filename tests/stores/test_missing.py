@@ -56,7 +56,9 @@ def test_a_bucket_that_is_missing_is_named(
         way("s3://not-there/run")
 
     assert isinstance(caught.value, CheckpointingException)
-    assert str(caught.value.path).startswith("s3://not-there/run")
+    assert caught.value.path == "s3://not-there/run"
+    assert str(caught.value).count("s3://") == 1  # no name of an object that was asked for
+    assert f"at {environment.endpoint}; make it" in str(caught.value)
 
 
 def test_a_checkpoint_that_is_missing_is_not_taken_for_an_unfinished_one(

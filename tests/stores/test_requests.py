@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.config import Options, StoreOptions
+from dist_ckpt_strategies.errors import StoreAccessError
 from dist_ckpt_strategies.plan.chunking import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.spec.dtype import DType
@@ -22,10 +23,10 @@ from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
 from dist_ckpt_strategies.storage.buckets.arrays import BucketReader, BucketWriter
 from dist_ckpt_strategies.storage.buckets.bucket import Bucket
 from dist_ckpt_strategies.storage.locations import located
-from tests.support.faulty_proxy import FaultyProxy
+from tests.support.faulty_proxy import DENIED, NONE, Fault, FaultyProxy, Request
 from tests.support.object_stores import ObjectStore
 from tests.support.samples import random_values
-from tests.support.sharding import on_grid, state_of
+from tests.support.sharding import differences, no_data, on_grid, state_of
 
 pytestmark = [
     pytest.mark.parametrize("store", ["moto"], indirect=True),
@@ -47,7 +48,7 @@ def test_a_save_begins_with_save_json_and_ends_with_the_marker(
     proxy: FaultyProxy, bucket: str
 ) -> None:
     url = f"s3://{bucket}/run"
-    for _ in range(2):
+    for generation in range(2):
         proxy.requests.clear()
         state = state_of(0, [on_grid("w", (4, 4), (1, 1))])
         dist_ckpt_strategies.save(state, url, FORMAT2, overwrite=True)
@@ -58,9 +59,35 @@ def test_a_save_begins_with_save_json_and_ends_with_the_marker(
         assert puts[0].endswith("/run/manifest/save.json")
         assert puts[-2:] == [f"/{bucket}/run/manifest/index.json", f"/{bucket}/run/metadata.json"]
         assert len(puts) == len(set(puts))
-        assert changes[0] == ("DELETE", f"/{bucket}/run/metadata.json")
+        first = ("DELETE", "metadata.json") if generation else ("PUT", "manifest/save.json")
+        assert changes[0] == (first[0], f"/{bucket}/run/{first[1]}")
         later = changes[changes.index(("PUT", puts[0])) :]
         assert not [path for method, path in later if method == "DELETE" and "arrays" in path]
+
+
+def test_who_may_put_read_and_list_saves_to_a_new_url(proxy: FaultyProxy, bucket: str) -> None:
+    """No object is put twice either, as in a bucket whose objects stay as they were written."""
+    url, cut = f"s3://{bucket}/run", on_grid("w", (4, 4), (1, 1))
+    put: set[str] = set()
+
+    def write_once(request: Request) -> Fault:
+        if request.method == "DELETE" or (request.method == "PUT" and request.path in put):
+            return DENIED
+        put.update([request.path] if request.method == "PUT" else [])
+        return NONE
+
+    with proxy.faulty(write_once):
+        for name, overwrite in (("one", False), ("two", True)):
+            dist_ckpt_strategies.save(
+                state_of(0, [cut]), f"{url}/{name}", FORMAT2, overwrite=overwrite
+            )
+        dist_ckpt_strategies.save_async(state_of(0, [cut]), f"{url}/three", FORMAT2).wait()
+        with pytest.raises(StoreAccessError, match=r"one/metadata\.json.*to delete.*DeleteObject"):
+            dist_ckpt_strategies.save(state_of(0, [cut]), f"{url}/one", FORMAT2, overwrite=True)
+
+    for name in ("one", "two", "three"):
+        loaded: Any = dist_ckpt_strategies.load(state_of(0, [cut], no_data), f"{url}/{name}")
+        assert differences(0, [cut], loaded) == []
 
 
 def test_a_load_of_a_part_asks_for_little_more_than_it_needs(

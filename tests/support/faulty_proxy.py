@@ -54,6 +54,7 @@ class Fault:
 
 NONE = Fault()
 BUSY = Fault(status=503)
+DENIED = Fault(status=403, content=b"<Error><Code>AccessDenied</Code><Message>No</Message></Error>")
 NO_NAMES = Fault(
     status=200,
     content=b'<?xml version="1.0" encoding="UTF-8"?>'

@@ -22,7 +22,7 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.spec.store_url import StoreUrl
-from dist_ckpt_strategies.storage.buckets.errors import no_answer, shortened, store_error
+from dist_ckpt_strategies.storage.buckets.errors import Deed, no_answer, shortened, store_error
 
 MAX_PUT_NBYTES = 5 << 30
 """What one request can put, on Amazon's S3 and elsewhere."""
@@ -97,7 +97,7 @@ class Bucket:
                 "one request; spread the objects over more ranks",
                 path=self.path(name),
             )
-        self._result(self._store.write(name, content), name)
+        self._result(self._store.write(name, content), Deed.PUT, self.path(name))
 
     def nbytes(self, name: str) -> int | None:
         """The size of an object; None where it is missing.
@@ -131,7 +131,8 @@ class Bucket:
 
     def has(self, name: str) -> bool:
         """Whether there is an object of that name."""
-        found = self._result(self._store.read(name, byte_range=slice(0, 0)), name)
+        request = self._store.read(name, byte_range=slice(0, 0))
+        found = self._result(request, Deed.READ, self.path(name))
         if found.state == "missing":
             self.require_bucket()
         return bool(found.state != "missing")
@@ -150,7 +151,7 @@ class Bucket:
         while some := list(islice(left, _DELETES_AT_A_TIME)):
             pending = [(name, self._store.write(name, None)) for name in some]
             for name, future in pending:
-                self._result(future, name)
+                self._result(future, Deed.DELETE, self.path(name))
 
     def require_bucket(self) -> None:
         """Raise unless the bucket is there, and may be listed.
@@ -165,28 +166,30 @@ class Bucket:
 
     def _listed(self, start: str) -> Sequence[str]:
         keys = ts.KvStore.KeyRange(start, f"{start[:-1]}0" if start else "")  # "0" follows "/"
-        found = self._result(self._store.list(range=keys), start)
+        place = self.path("" if start == _NOTHING else start).rstrip("/")
+        found = self._result(self._store.list(range=keys), Deed.LIST, place)
         return [key.decode() for key in found]
 
     def _read(self, name: str, byte_range: slice | None) -> bytes:
-        found = self._result(self._store.read(name, byte_range=byte_range), name)
+        path = self.path(name)
+        found = self._result(self._store.read(name, byte_range=byte_range), Deed.READ, path)
         if found.state == "missing":
             self.require_bucket()
-            path = self.path(name)
             raise IncompleteCheckpointError(f"{path} does not exist", path=path)
         content: bytes = found.value
         return content
 
-    def _result(self, future: Any, name: str) -> Any:
+    def _result(self, future: Any, deed: Deed, path: str) -> Any:
         """What a request gives, within the time that is set."""
-        path, limit_s = self.path(name), self._options.timeout_s
+        limit_s = self._options.timeout_s
         try:
             return future.result(timeout=limit_s)
         except (TimeoutError, FutureTimeoutError):
             future.cancel()
             raise no_answer(path, limit_s, self._why_not()) from None
         except Exception as error:
-            raise store_error(error, path, self.url.bucket) from error
+            server = server_name(self.url, self._options)
+            raise store_error(error, deed, path, self.url, server) from error
 
     def _why_not(self) -> str:
         """What a single short try says; TensorStore keeps to itself why it tries again."""
@@ -205,6 +208,13 @@ class Bucket:
     @cached_property
     def _store(self) -> Any:
         return ts.KvStore.open(_spec(self.url, self._options)).result()
+
+
+def server_name(url: StoreUrl, options: StoreOptions) -> str:
+    """Who is asked for what lies below a URL."""
+    if url.scheme == "gs":
+        return "Google Cloud Storage"
+    return options.endpoint or "Amazon's S3"
 
 
 def _spec(url: StoreUrl, options: StoreOptions) -> dict[str, Any]:

@@ -87,9 +87,14 @@ def publish(bucket: Bucket, marker: CheckpointMarker) -> None:
 
 
 def withdraw_marker(bucket: Bucket) -> None:
-    """Make the checkpoint count as incomplete, before anything of it changes."""
-    bucket.delete([MARKER_NAME])
-    bucket.delete([INDEX_NAME])
+    """Make the checkpoint count as incomplete, before anything of it changes.
+
+    Nothing is deleted where nothing is: who may put and read, and not delete, can save to a new
+    URL.
+    """
+    for name in (MARKER_NAME, INDEX_NAME):
+        if bucket.has(name):
+            bucket.delete([name])
 
 
 def retract(bucket: Bucket) -> None:

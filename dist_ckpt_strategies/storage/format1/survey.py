@@ -27,6 +27,7 @@ from dist_ckpt_strategies.storage.format1.contents import (
 from dist_ckpt_strategies.storage.format1.layout import METADATA_NAME
 from dist_ckpt_strategies.storage.format1.stored_arrays import StoredArray
 from dist_ckpt_strategies.storage.lifecycle.marker_file import marker_or_finding
+from dist_ckpt_strategies.storage.lifecycle.model_files import HOLDS_SAFETENSORS, are_safetensors
 from dist_ckpt_strategies.storage.objects.stored import (
     StoredArchive,
     StoredObject,
@@ -169,9 +170,13 @@ def _given_up(root: Path, contents: Iterable[FolderContents]) -> Iterator[Folder
 
 
 def _require_checkpoint(survey: Survey, top: Folder) -> None:
-    """Refuse a directory that only holds checkpoints, and say which."""
+    """Refuse a directory that only holds checkpoints, and say which; and one of a model's files."""
     if survey.marker or survey.common or survey.arrays or survey.objects:
         return
+    if are_safetensors(top.files):
+        raise CheckpointNotFoundError(
+            f"{survey.root} is no checkpoint: {HOLDS_SAFETENSORS}", path=str(survey.root)
+        )
     inner = [name for name in top.folders if (survey.root / name / MARKER_NAME).exists()]
     if inner:
         shown = ", ".join(inner[:3]) + (", ..." if len(inner) > len(inner[:3]) else "")

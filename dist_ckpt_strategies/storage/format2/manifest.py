@@ -217,12 +217,14 @@ def parse_index(content: bytes, path: str) -> ManifestIndex:
         IncompatibleVersionError: a later version of this package wrote them.
     """
     start = len(_DIGEST_LEAD)
-    lead, digest, rest = (
-        content[:start],
-        content[start : start + _DIGEST_HEX],
-        content[start + _DIGEST_HEX :],
-    )
-    if lead != _DIGEST_LEAD or digest != digest_of(rest).encode():
+    digest, rest = content[start : start + _DIGEST_HEX], content[start + _DIGEST_HEX :]
+    if not content.startswith(_DIGEST_LEAD) or len(digest) < _DIGEST_HEX:
+        raise CorruptCheckpointError(
+            f"{path} is damaged: its {len(content)} bytes do not begin with a digest of "
+            f"{_DIGEST_HEX} digits, expected those that a save writes",
+            path=path,
+        )
+    if digest != digest_of(rest).encode():
         raise CorruptCheckpointError(
             f"{path} is damaged: its content has digest {digest_of(rest)}, "
             f"expected {digest.decode(errors='replace')}",

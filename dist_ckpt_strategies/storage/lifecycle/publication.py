@@ -20,6 +20,7 @@ from dist_ckpt_strategies.storage.disk.files import (
 )
 from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
 from dist_ckpt_strategies.storage.format2.manifest import SAVE_NAME
+from dist_ckpt_strategies.storage.lifecycle.model_files import HOLDS_SAFETENSORS, are_safetensors
 from dist_ckpt_strategies.storage.objects.files import object_ids
 
 _WITHDRAWN_NAME = REMOVED_PREFIX + MARKER_NAME
@@ -96,6 +97,8 @@ def _what_is_there(root: Path) -> str:
         return (
             f"{SAVE_NAME} says that a save of format ('zarr', 2) began and has not come to its end"
         )
+    if are_safetensors(path.name for path in root.iterdir()):
+        return HOLDS_SAFETENSORS
     num_arrays = sum(1 for _ in Zarr2Layout(root).keys())
     num_objects = sum(1 for _ in object_ids(root))
     common = "is there" if (root / COMMON_NAME).exists() else "is missing too"

@@ -11,8 +11,10 @@ from dist_ckpt_strategies.errors import (
     StoreAccessError,
     StoreUnreachableError,
 )
-from dist_ckpt_strategies.storage.buckets.errors import store_error
+from dist_ckpt_strategies.spec.store_url import StoreUrl
+from dist_ckpt_strategies.storage.buckets.errors import Deed, store_error
 
+RUN = StoreUrl("s3", "bucket", "run")
 DETAIL = " [http_response_code='403'] [http_response_body='<Error>...</Error>']"
 
 
@@ -35,9 +37,28 @@ DETAIL = " [http_response_code='403'] [http_response_body='<Error>...</Error>']"
     ],
 )
 def test_each_answer_has_its_class(text: str, kind: type[StorageError]) -> None:
-    found = store_error(ValueError(text), "s3://bucket/run/x", "bucket")
+    found = store_error(ValueError(text), Deed.PUT, "s3://bucket/run/x", RUN, "http://host")
 
+    named = "s3://bucket/run" if kind is BucketNotFoundError else "s3://bucket/run/x"
     assert type(found) is kind
-    assert found.path == "s3://bucket/run/x"
-    assert found.message.startswith("s3://bucket/run/x")
+    assert found.path == named
+    assert found.message.startswith(f"{named}:" if kind is not CorruptCheckpointError else named)
     assert "http_response" not in found.message
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+@pytest.mark.parametrize("deed", Deed)
+def test_a_refusal_says_what_was_refused_and_which_right_it_takes(scheme: str, deed: Deed) -> None:
+    url = StoreUrl(scheme, "bucket", "run")
+
+    found = store_error(ValueError("PERMISSION_DENIED: no"), deed, f"{url}/x", url, "http://host")
+
+    right = {
+        Deed.READ: "s3:GetObject storage.objects.get",
+        Deed.PUT: "s3:PutObject storage.objects.create",
+        Deed.DELETE: "s3:DeleteObject storage.objects.delete",
+        Deed.LIST: "s3:ListBucket storage.objects.list",
+    }[deed].split()[scheme == "gs"]
+    assert f"to {deed} it" in found.message
+    assert f"this takes {right}" in found.message
+    assert ("a save to a new URL deletes nothing" in found.message) == (deed is Deed.DELETE)
