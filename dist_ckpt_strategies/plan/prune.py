@@ -11,11 +11,17 @@ from dist_ckpt_strategies.errors import PlanError
 RELEASE = "release"
 """How Megatron-LM names weights that belong to no iteration."""
 
+_DAMAGED = "damaged, and counts for nothing; `dist-ckpt verify` says how"
+
 
 class Standing(StrEnum):
-    """What a directory is."""
+    """What a directory is; the values are in the command's JSON.
+
+    A complete one has a marker and a manifest that can be read. A damaged one lacks files besides.
+    """
 
     COMPLETE = "complete"
+    DAMAGED = "damaged"
     UNFINISHED = "unfinished"
     OTHER = "other"
 
@@ -95,11 +101,19 @@ def build_prune_plan(found: Iterable[FoundCheckpoint], keeping: Keeping) -> tupl
     stays = _stays(complete, keeping)
     unfinished = [one for one in ordered if one.standing is Standing.UNFINISHED]
     others = [one for one in ordered if one.standing is Standing.OTHER]
+    damaged = [one for one in ordered if one.standing is Standing.DAMAGED]
     return (
         *(_of_unfinished(one, keeping) for one in unfinished),
         *(_of_complete(one, stays) for one in complete),
+        *(Verdict(one, goes=False, why=_DAMAGED) for one in damaged),
         *(Verdict(one, goes=False, why="no checkpoint of ours") for one in others),
     )
+
+
+def relied_on(found: Iterable[FoundCheckpoint], keeping: Keeping) -> tuple[FoundCheckpoint, ...]:
+    """The complete ones because of which older ones may go: they have to be whole."""
+    complete = [one for one in sorted(found, key=_order) if one.standing is Standing.COMPLETE]
+    return tuple(complete[-(keeping.last or 1) :])
 
 
 def _require_counts(keeping: Keeping) -> None:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dist_ckpt_strategies.config import StoreOptions, store_options_from_environment
-from dist_ckpt_strategies.plan.prune import Keeping, Standing, Verdict, build_prune_plan
+from dist_ckpt_strategies.plan.prune import (
+    Keeping,
+    Standing,
+    Verdict,
+    build_prune_plan,
+    relied_on,
+)
 from dist_ckpt_strategies.spec.store_url import StoreUrl
 from dist_ckpt_strategies.storage.addresses import parsed_address
 from dist_ckpt_strategies.storage.lifecycle.pruning import (
@@ -78,6 +84,8 @@ def prune(  # noqa: PLR0913 - one parameter for each option
     Rank-local: one rank calls it, after a save. The newest complete checkpoint stays in any case,
     and so does everything that is neither a checkpoint of ("zarr", 1) or ("zarr", 2) nor what a
     killed save of these has left. What goes counts as unfinished from the first moment on.
+    Where anything complete goes, names and sizes of all files of the ``keep_last`` newest are
+    looked at first: one that lacks some stays, and does not count.
 
     Args:
         root: holds the checkpoints, each in a directory whose name ends in its iteration;
@@ -101,7 +109,7 @@ def prune(  # noqa: PLR0913 - one parameter for each option
     place = parsed_address(root, what="root")
     shelf, location = _opened(place, store)
     keeping = Keeping(keep_last, keep_every, unfinished, older_than_s)
-    verdicts = build_prune_plan(shelf.find(time.time()), keeping)
+    verdicts = _planned(shelf, keeping)
     removed = [
         _removal(shelf, verdict, is_dry=dry_run)
         for verdict in verdicts
@@ -119,6 +127,23 @@ def _opened(place: Path | StoreUrl, store: StoreOptions | None) -> tuple[Shelf, 
 
     bucket = Bucket(place, store or store_options_from_environment())
     return BucketShelf(bucket), bucket
+
+
+def _planned(shelf: Shelf, keeping: Keeping) -> tuple[Verdict, ...]:
+    """The plan. Those that older ones go for lack no file: they alone are looked into."""
+    found, whole = shelf.find(time.time()), set[str]()
+    while True:
+        verdicts = build_prune_plan(found, keeping)
+        if not any(one.goes and one.found.standing is Standing.COMPLETE for one in verdicts):
+            return verdicts
+        names = {one.name for one in relied_on(found, keeping)} - whole
+        damaged = {name for name in names if not shelf.is_whole(name)}
+        if not damaged:
+            return verdicts
+        whole |= names - damaged
+        found = [
+            replace(one, standing=Standing.DAMAGED) if one.name in damaged else one for one in found
+        ]
 
 
 def _still_goes(shelf: Shelf, verdict: Verdict, keeping: Keeping) -> bool:

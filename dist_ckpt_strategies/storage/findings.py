@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -46,6 +46,9 @@ class Problem(StrEnum):
     UNREADABLE = "unreadable"
 
 
+_TOO_MUCH = {Problem.UNEXPECTED_CHUNK, Problem.UNEXPECTED_OBJECT, Problem.UNEXPECTED_FILE}
+
+
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One thing that is not as it should be.
@@ -67,6 +70,11 @@ class Finding:
     def __str__(self) -> str:
         """One line: where, expected, found."""
         return f"{self.path}: expected {self.expected}, found {self.found}"
+
+
+def lacks_files(findings: Iterable[Finding]) -> bool:
+    """Whether anything is wrong but that there is more than there should be."""
+    return any(finding.problem not in _TOO_MUCH for finding in findings)
 
 
 def unreadable(key: str | None, path: str, why: str) -> Finding:

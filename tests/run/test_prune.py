@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -73,6 +74,30 @@ def test_a_dry_run_removes_nothing(samples: Path, tmp_path: Path) -> None:
 
     assert [one.name for one in report.removed] == ["iter_0000000"]
     assert names_in(tmp_path) == ["iter_0000000", "iter_0000001"]
+
+
+@pytest.mark.parametrize("sample", ["one", "two"])
+@pytest.mark.parametrize("keeping", [{"keep_last": 1}, {"keep_last": 2}, {"keep_every": 1000}])
+def test_what_lacks_a_file_is_not_what_older_ones_go_for(
+    sample: str, keeping: dict[str, Any], samples: Path, tmp_path: Path
+) -> None:
+    places = [
+        age(copied(samples / sample, tmp_path / f"iter_{number:07d}"), OLD_S - number)
+        for number in range(5, 10)
+    ]
+    chunks = [p for p in sorted(places[4].rglob("*")) if re.fullmatch(r"c?[0-9.]+", p.name)]
+    chunks[0].unlink()
+    cut = [p for p in sorted(places[3].rglob("*")) if re.fullmatch(r"c?[0-9.]+", p.name)]
+    cut[0].write_bytes(cut[0].read_bytes()[:-1])
+    (places[2] / "notes.txt").write_text("mine")
+
+    report = prune(tmp_path, **keeping)
+
+    num_kept = keeping.get("keep_last", 1)
+    assert names_in(tmp_path) == [f"iter_{number:07d}" for number in range(8 - num_kept, 10)]
+    standings = {one.found.name[-1]: one.found.standing for one in report.kept}
+    assert (standings["9"], standings["8"]) == (Standing.DAMAGED, Standing.DAMAGED)
+    assert standings["7"] is Standing.COMPLETE
 
 
 @pytest.mark.parametrize("sample", ["one_unfinished", "two_unfinished"])

@@ -114,6 +114,23 @@ def test_damaged_ones_and_conversions_are_left_alone(
 
 
 @ONE_SERVER
+def test_what_lacks_an_object_is_not_what_older_ones_go_for(
+    environment: ObjectStore, bucket: str, root: str
+) -> None:
+    chunk = next(n for n in environment.names(bucket) if "iter_0000003/arrays" in n and "/c." in n)
+    environment.delete(bucket, chunk)
+
+    report = dist_ckpt_strategies.prune(root, keep_last=1)
+
+    assert [one.name for one in report.removed] == ["iter_0000001"]
+    assert {one.found.name[-1]: one.found.standing for one in report.kept} == {
+        "2": Standing.COMPLETE,
+        "3": Standing.DAMAGED,
+        "4": Standing.UNFINISHED,
+    }
+
+
+@ONE_SERVER
 def test_a_prune_that_breaks_off_leaves_nothing_that_counts_and_the_next_goes_on(
     environment: ObjectStore, bucket: str, root: str
 ) -> None:

@@ -14,7 +14,7 @@ from dist_ckpt_strategies.storage.buckets.files import read_marker_or_finding
 from dist_ckpt_strategies.storage.buckets.publication import remove, require_something
 from dist_ckpt_strategies.storage.conversion.journal import JOURNAL_NAME
 from dist_ckpt_strategies.storage.disk.files import MARKER_NAME
-from dist_ckpt_strategies.storage.findings import Problem
+from dist_ckpt_strategies.storage.findings import Problem, lacks_files
 from dist_ckpt_strategies.storage.format2.files import FORMAT2, read_begun, sharded_format
 from dist_ckpt_strategies.storage.format2.manifest import INDEX_NAME, SAVE_NAME, parse_index
 from dist_ckpt_strategies.storage.format2.survey import survey_format2
@@ -48,6 +48,11 @@ class BucketShelf:
     def look_at(self, name: str, now_s: float) -> FoundCheckpoint:
         """See Shelf."""
         return self._look_at(name, now_s, None)
+
+    def is_whole(self, name: str) -> bool:
+        """See Shelf. By names: a list of them has no sizes."""
+        survey = survey_format2(self.root.below(name))
+        return survey is not None and not lacks_files(survey.findings)
 
     def nbytes(self, name: str) -> int | None:
         """See Shelf. By the manifest; None where there is none."""

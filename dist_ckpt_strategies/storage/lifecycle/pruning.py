@@ -27,7 +27,9 @@ from dist_ckpt_strategies.storage.disk.files import (
     require_directory,
 )
 from dist_ckpt_strategies.storage.disk.folders import folders_below, read_folder
+from dist_ckpt_strategies.storage.findings import lacks_files
 from dist_ckpt_strategies.storage.format1.layout import METADATA_NAME
+from dist_ckpt_strategies.storage.format1.survey import survey_checkpoint
 from dist_ckpt_strategies.storage.format2.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -35,6 +37,7 @@ from dist_ckpt_strategies.storage.format2.manifest import (
     SCHEMA,
     parse_index,
 )
+from dist_ckpt_strategies.storage.format2.survey import survey_format2
 from dist_ckpt_strategies.storage.lifecycle.clearing import retract
 from dist_ckpt_strategies.storage.lifecycle.publication import has_withdrawn_marker, withdraw_marker
 from dist_ckpt_strategies.storage.objects.files import OBJECT_SUFFIX
@@ -94,6 +97,10 @@ class Shelf(Protocol):
         """What one of them is."""
         ...
 
+    def is_whole(self, name: str) -> bool:
+        """Whether a complete one lacks no file, as far as names and sizes tell."""
+        ...
+
     def nbytes(self, name: str) -> int | None:
         """Bytes of the files of one of them; None where that cannot be told."""
         ...
@@ -120,6 +127,12 @@ class DirectoryShelf:
     def look_at(self, name: str, now_s: float) -> FoundCheckpoint:
         """See Shelf."""
         return look_at(self.root, name, now_s)
+
+    def is_whole(self, name: str) -> bool:
+        """See Shelf."""
+        directory = self.root / name
+        survey = survey_format2(directory) or survey_checkpoint(directory)
+        return not lacks_files(survey.findings)
 
     def nbytes(self, name: str) -> int | None:
         """See Shelf."""
