@@ -54,7 +54,8 @@ def wait_until_seen(root: str, is_seen: Callable[[], bool], owner: str, timeout_
         if time.monotonic() > deadline:
             raise StorageError(
                 f"{root}: what {owner} has written there is not seen here; all ranks have to save "
-                "to one directory, on a file system that they share",
+                "to one directory, on a file system that they share, and no other job at the same "
+                "time",
                 path=root,
             )
         time.sleep(_PAUSE_S)
