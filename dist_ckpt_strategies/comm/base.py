@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -87,6 +88,23 @@ class Communicator(Protocol):
     def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
         """Like ``exchange``, but return at once. Collective; one at a time may be under way."""
         ...
+
+
+def who_is_where(comm: Communicator, kinds: Sequence[Hashable], texts: Sequence[str]) -> str:
+    """Which ranks are alike, in words: ``ranks [0, 1, 3] in a save; ranks [2] in a load``.
+
+    Args:
+        comm: the ranks.
+        kinds: by rank; equal where they are alike.
+        texts: by rank; of those that are alike the first one's is shown.
+    """
+    alike: defaultdict[Hashable, list[int]] = defaultdict(list)
+    for rank, kind in enumerate(kinds):
+        alike[kind].append(rank)
+    return "; ".join(
+        f"ranks {[comm.global_rank(rank) for rank in ranks]} in {texts[ranks[0]]}"
+        for ranks in alike.values()
+    )
 
 
 def out_of_step(global_rank: int, what: str) -> PeerLostError:

@@ -25,6 +25,7 @@ from dist_ckpt_strategies.comm.base import (
     Receive,
     Send,
     out_of_step,
+    who_is_where,
 )
 from dist_ckpt_strategies.comm.host_links import Carrying, HostLinks
 from dist_ckpt_strategies.comm.process_group import ProcessGroup, is_distributed, message_device
@@ -34,6 +35,7 @@ from dist_ckpt_strategies.errors import (
     PeerError,
     PeerLostError,
     PeerTimeoutError,
+    PlanError,
     as_checkpoint_error,
     error_from_peer,
 )
@@ -179,17 +181,15 @@ class TorchCommunicator:
         sizes = [abs(number) & (1 << _SIZE_BITS) - 1 for number in numbers]
         return [-s if number < 0 else s for s, number in zip(sizes, numbers, strict=True)]
 
-    def _other_purpose(self, purposes: Sequence[int]) -> PeerLostError:
+    def _other_purpose(self, purposes: Sequence[int]) -> PlanError:
         """The error for ranks that meet for different purposes. Collective: all of them see it."""
-        mine = self._attendance.what
-        texts = self._gathered_bytes(mine.encode()[:_PURPOSE_NBYTES], _PURPOSE_NBYTES)
-        other = next(r for r, p in enumerate(purposes) if p != self._purpose_number)
-        its = texts[other].rstrip(b"\0").decode(errors="replace")
-        return PeerLostError(
-            self.global_rank(other),
-            f"ranks are out of step: this one is in {its}, and rank "
-            f"{self.global_rank(self.rank)} in {mine}; all ranks have to call the same methods in "
-            "the same order. If one of them has raised an error before, see that first",
+        mine = self._attendance.what.encode()[:_PURPOSE_NBYTES]
+        padded = self._gathered_bytes(mine, _PURPOSE_NBYTES)
+        texts = [text.rstrip(b"\0").decode(errors="replace") for text in padded]
+        return PlanError(
+            "expected the same call on all ranks, in the same order, found "
+            f"{who_is_where(self, purposes, texts)}; if one of them has raised an error before, "
+            "see that first"
         )
 
     def _message(self, rank: int, content: bytes) -> Message:

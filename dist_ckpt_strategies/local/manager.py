@@ -40,7 +40,7 @@ from dist_ckpt_strategies.local.replication import (
     LazyReplicationStrategyBuilder,
     ReplicationStrategy,
 )
-from dist_ckpt_strategies.local.requests import LocalSaveRequest
+from dist_ckpt_strategies.local.requests import LocalSaveRequest, SaveName
 from dist_ckpt_strategies.local.saving import (
     Intent,
     remove_outdated,
@@ -160,8 +160,8 @@ class LocalCheckpointManager:
             ``request.wait(timeout_s)`` finalises it without a queue.
 
         Raises:
-            PlanError: ranks differ in the iteration or in ``is_async``, or a tensor cannot be
-                stored.
+            PlanError: ranks differ in the iteration, in ``is_async`` or in the session, or have
+                called another method; or a tensor cannot be stored.
             UnsafeObjectError: the state holds an object of a class that is not allowed.
             StorageError: there is no room for it, or a part cannot be written.
             StrategyError: with ``is_async``, the strategy's group is the one that training uses.
@@ -200,8 +200,9 @@ class LocalCheckpointManager:
         work = self._running = agree_to_start(comm, prepare)
         if strategy is not None:
             strategy.note_use(work)
+        name = SaveName(save.token, f"the end of the local save of iteration {save.iteration}")
         return LocalSaveRequest.of(
-            comm, work, lambda: self._finalise(comm, save, work), self._timeout_s
+            comm, name, work, lambda: self._finalise(comm, save, work), self._timeout_s
         )
 
     @raises_megatron_errors
@@ -257,7 +258,7 @@ class LocalCheckpointManager:
         comm = open_communicator(
             self._group,
             timeout_s=self._timeout_s,
-            purpose=purpose,
+            purpose=f"{purpose} in session {self.session_id!r}" if self.session_id else purpose,
             detail=f"{detail} below {self.root_local_ckpt_dir}".lstrip(),
         )
         found = [comm.global_rank(rank) for rank in range(comm.size)]

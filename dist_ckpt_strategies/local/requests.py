@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from dist_ckpt_strategies.comm.agree import agree_and_gather, limit_of_wait
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.errors import MissingDependencyError, SaveTimeoutError
+from dist_ckpt_strategies.comm.base import Communicator, who_is_where
+from dist_ckpt_strategies.errors import MissingDependencyError, PlanError, SaveTimeoutError
 from dist_ckpt_strategies.local.background import BackgroundWork, wait_for_mark
 from dist_ckpt_strategies.megatron.requests import AsyncRequest
+
+
+@dataclass(frozen=True, slots=True)
+class SaveName:
+    """What a request is told from others by.
+
+    Attributes:
+        token: of the save alone, and equal on all ranks.
+        what: is ended, in words; each rank may see it in its own way.
+    """
+
+    token: str
+    what: str
 
 
 class _Finalisation:
@@ -20,6 +34,7 @@ class _Finalisation:
     def __init__(
         self,
         comm: Communicator,
+        name: SaveName,
         work: BackgroundWork[Any],
         finalise: Callable[[], None],
         timeout_s: float,
@@ -27,7 +42,9 @@ class _Finalisation:
         self.work = work
         self.timeout_s = timeout_s
         self._comm = comm
+        self._name = name
         self._finalise = finalise
+        self._is_the_same = False
         self._is_called = False
         self._error: Exception | None = None
 
@@ -37,6 +54,8 @@ class _Finalisation:
             raise self._error
         if self._is_called:
             return
+        if not self._is_the_same:
+            self._require_the_same(agree_and_gather(self._comm, lambda: astuple(self._name)))
         self._is_called = True
         try:
             self._finalise()
@@ -54,6 +73,7 @@ class _Finalisation:
 
         Raises:
             SaveTimeoutError: some rank's takes longer; on every rank.
+            PlanError: ranks wait for different saves; all may still be waited for.
         """
         if self._is_called:
             return
@@ -68,8 +88,20 @@ class _Finalisation:
                 raise SaveTimeoutError(None, f"the save is not done after {timeout_s:g} s")
             return False
 
-        while not all(agree_and_gather(self._comm, is_done)):
-            continue
+        are_done = False
+        while not are_done:
+            answers = agree_and_gather(self._comm, lambda: [*astuple(self._name), is_done()])
+            self._require_the_same([name for *name, _ in answers])
+            are_done = all(done for *_, done in answers)
+
+    def _require_the_same(self, names: Sequence[Sequence[str]]) -> None:
+        tokens, texts = zip(*names, strict=True)
+        if len(set(tokens)) > 1:
+            raise PlanError(
+                "expected all ranks to end their saves in the same order, found "
+                + who_is_where(self._comm, tokens, texts)
+            )
+        self._is_the_same = True
 
 
 class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
@@ -90,6 +122,7 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
     def of(
         cls,
         comm: Communicator,
+        name: SaveName,
         work: BackgroundWork[Any],
         finalise: Callable[[], None],
         timeout_s: float,
@@ -98,11 +131,12 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
 
         Args:
             comm: the ranks that save together.
+            name: of this save.
             work: what goes on behind training.
             finalise: called by every rank once that has ended on all of them.
             timeout_s: longest wait for it, in seconds.
         """
-        end = _Finalisation(comm, work, finalise, timeout_s)
+        end = _Finalisation(comm, name, work, finalise, timeout_s)
         return cls(wait_for_mark, (str(work.end_mark), os.getpid()), [end], {})
 
     def for_nvrx(self) -> Any:
@@ -143,6 +177,7 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
             StorageError: a part could not be written.
             SaveTimeoutError: on some rank it takes too long; the save goes on, and may be waited
                 for again.
+            PlanError: another rank waits for another save; all may be waited for again.
             PeerError: another rank failed.
         """
         end = self.finalize_fns[0]

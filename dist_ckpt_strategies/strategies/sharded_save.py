@@ -18,7 +18,7 @@ from dist_ckpt_strategies.local.background import (
     agree_to_start,
     yield_to_training,
 )
-from dist_ckpt_strategies.local.requests import LocalSaveRequest
+from dist_ckpt_strategies.local.requests import LocalSaveRequest, SaveName
 from dist_ckpt_strategies.local.running import RUNNING_SAVES
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
@@ -134,7 +134,7 @@ def save_sharded(
         CheckpointExistsError: the directory holds other arrays, and no marker.
         StorageError: a write failed here; a PeerError of the same class on the other ranks.
     """
-    target, mine, planned = _prepared(state_dict, open_target, comm, options, memory)
+    target, mine, planned, _ = _prepared(state_dict, open_target, comm, options, memory)
 
     def write_objects() -> None:
         target.write_objects(mine.objects)
@@ -181,7 +181,7 @@ def begin_save(  # noqa: PLR0913, PLR0917 - what a save is made of
         StorageError: preparing failed here; a PeerError of the same class on the other ranks.
     """
     agree(comm, lambda: memory.get_ready(options))
-    target, mine, planned = _prepared(state_dict, open_target, comm, options, memory)
+    target, mine, planned, token = _prepared(state_dict, open_target, comm, options, memory)
     staged = stage_save(planned.plan, mine.tensors, comm, memory.reserve)
 
     def prepare() -> BackgroundWork[Outcome]:
@@ -197,8 +197,9 @@ def begin_save(  # noqa: PLR0913, PLR0917 - what a save is made of
     work = memory.running = agree_to_start(comm, prepare)
     RUNNING_SAVES.add(target.root, work)
     ending = _Ending(target, planned, comm, options, work)
+    name = SaveName(token, f"the end of the save to {target.root}")
     return LocalSaveRequest.of(
-        comm, work, lambda: ending.finalise(save_common, publish), options.timeout_s
+        comm, name, work, lambda: ending.finalise(save_common, publish), options.timeout_s
     )
 
 
@@ -270,8 +271,11 @@ def _prepared(
     comm: Communicator,
     options: Options,
     memory: SaveMemory,
-) -> tuple[SaveTarget, Holdings, Planned]:
-    """Everything up to the first byte: the plan, and a place that all ranks see. Collective."""
+) -> tuple[SaveTarget, Holdings, Planned, str]:
+    """Everything up to the first byte: the plan, a place that all ranks see, and the save's token.
+
+    Collective.
+    """
     held: list[tuple[SaveTarget, Holdings, Facts]] = []
 
     def describe() -> Any:
@@ -291,4 +295,4 @@ def _prepared(
     agree_on_first(comm, lambda: target.clear(planned, token))
     owner = f"rank {comm.global_rank(0)}"
     agree(comm, lambda: target.require(token, owner))
-    return target, mine, planned
+    return target, mine, planned, token

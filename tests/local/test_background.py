@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,16 @@ import pytest
 from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
-from dist_ckpt_strategies.errors import CheckpointError, PeerTimeoutError, SaveTimeoutError
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    PeerTimeoutError,
+    PlanError,
+    SaveTimeoutError,
+)
 from dist_ckpt_strategies.local.background import BackgroundWork, agree_to_start, wait_for_mark
-from dist_ckpt_strategies.local.requests import LocalSaveRequest
+from dist_ckpt_strategies.local.requests import LocalSaveRequest, SaveName
+
+NAME = SaveName("5afe", "the end of a save")
 
 
 def waiting(work: BackgroundWork[int]) -> threading.Thread:
@@ -101,7 +109,7 @@ def test_ranks_wait_for_a_save_for_longer_than_they_wait_for_each_other() -> Non
 
     def body(comm: ThreadCommunicator) -> str:
         work = agree_to_start(comm, lambda: BackgroundWork(lambda: _ends(comm, may_end), "work"))
-        request = LocalSaveRequest.of(comm, work, lambda: None, timeout_s=1.0)
+        request = LocalSaveRequest.of(comm, NAME, work, lambda: None, timeout_s=1.0)
         if comm.rank == 0:
             threading.Timer(3.0, may_end.set).start()
         request.wait(60.0)
@@ -115,7 +123,7 @@ def test_a_rank_says_that_it_waits_in_vain_before_the_others_give_it_up() -> Non
 
     def body(comm: ThreadCommunicator) -> str:
         work = agree_to_start(comm, lambda: BackgroundWork(lambda: _ends(comm, may_end), "work"))
-        request = LocalSaveRequest.of(comm, work, lambda: None, timeout_s=2.0)
+        request = LocalSaveRequest.of(comm, NAME, work, lambda: None, timeout_s=2.0)
         with pytest.raises(SaveTimeoutError) as caught:
             request.wait()
         agree(comm, may_end.set)
@@ -125,12 +133,37 @@ def test_a_rank_says_that_it_waits_in_vain_before_the_others_give_it_up() -> Non
     assert run_ranks(3, body, timeout_s=2.0) == [text] * 3
 
 
+def test_ranks_that_end_saves_in_another_order_learn_it_and_may_end_all_of_them() -> None:
+    def body(comm: ThreadCommunicator) -> list[str]:
+        ended: list[str] = []
+        requests = []
+        for token in ("a", "b"):
+            work = agree_to_start(comm, lambda: BackgroundWork(lambda: comm.rank, "work"))
+            name = SaveName(token, f"the end of save {token}")
+            finalise = partial(ended.append, token)
+            requests.append(LocalSaveRequest.of(comm, name, work, finalise, 20.0))
+        mine = requests[comm.rank == 1]
+        for end in (mine.wait, mine.finalize_fns[0]):
+            with pytest.raises(PlanError) as caught:
+                end()
+        for request in requests:
+            request.finalize_fns[0]()
+            request.wait()
+        return [str(caught.value), *ended]
+
+    text = (
+        "expected all ranks to end their saves in the same order, found ranks [0, 2] in the end of "
+        "save a; ranks [1] in the end of save b"
+    )
+    assert run_ranks(3, body) == [[text, "a", "b"]] * 3
+
+
 def test_a_save_that_takes_too_long_on_one_rank_may_be_waited_for_again_by_all() -> None:
     may_end = threading.Event()
 
     def body(comm: ThreadCommunicator) -> list[str]:
         work = agree_to_start(comm, lambda: BackgroundWork(lambda: _ends(comm, may_end), "work"))
-        request = LocalSaveRequest.of(comm, work, lambda: agree(comm, work.forget_mark), 20.0)
+        request = LocalSaveRequest.of(comm, NAME, work, lambda: agree(comm, work.forget_mark), 20.0)
         with pytest.raises(SaveTimeoutError) as caught:
             request.wait(0.05)
         agree(comm, may_end.set)

@@ -350,11 +350,24 @@ def test_ranks_that_call_other_methods_than_each_other_all_learn_it(tmp_path: Pa
     found = run(4, call_something_else, tmp_path)
 
     for rank, (_, second, third, last) in enumerate(found):
-        assert "ranks are out of step" in str(second), (rank, second)
-        assert "load of a local checkpoint below" in str(second)
-        assert "local save of iteration 2 below" in str(second)
-        assert "search for local checkpoints below" in str(third)
+        assert second[0] == third[0] == "PlanError", (rank, second, third)
+        assert "ranks [0, 1, 3] in local save of iteration 2 below" in second[1]
+        assert "ranks [2] in load of a local checkpoint below" in second[1]
+        assert "ranks [0] in search for local checkpoints below" in third[1]
         assert last == found[0][-1]
+
+
+def save_in_other_sessions(rank: int, root: str) -> Outcome:
+    manager = manager_of(rank, root, cliques(), session_id="b" if rank == 1 else "a")
+    return save(manager, rank, 1)
+
+
+def test_copies_in_another_session_would_be_of_no_use_so_that_no_rank_saves(tmp_path: Path) -> None:
+    for kind, message in run(4, save_in_other_sessions, tmp_path):
+        assert kind == "PlanError"
+        assert "ranks [0, 2, 3] in local save in session 'a' of iteration 1" in message
+        assert "ranks [1] in local save in session 'b' of iteration 1" in message
+    assert not list(tmp_path.rglob("iter_*"))
 
 
 @pytest.mark.parametrize("session_id", ["a/b", "/a", "..", ".", "a/", "a\0b"])
