@@ -41,6 +41,7 @@ from dist_ckpt_strategies.local.replication import (
     ReplicationStrategy,
 )
 from dist_ckpt_strategies.local.requests import LocalSaveRequest, SaveName
+from dist_ckpt_strategies.local.running import PatientCommunicator
 from dist_ckpt_strategies.local.saving import (
     Intent,
     remove_outdated,
@@ -264,7 +265,7 @@ class LocalCheckpointManager:
         found = [comm.global_rank(rank) for rank in range(comm.size)]
         if found != list(range(comm.size)):
             raise PlanError(f"group: expected ranks 0 to {comm.size - 1} in order, found {found}")
-        return comm
+        return PatientCommunicator(comm, self._group, self._timeout_s)
 
     def _strategy(self) -> CliqueReplicationStrategy | None:
         """The strategy itself. Making it, the first time, is collective over the world."""
@@ -421,7 +422,7 @@ def _whole_number(iteration: Any) -> int:
         raise PlanError(f"iteration: expected a whole number, found {iteration!r}") from None
 
 
-def _require_plain_name(session_id: str) -> None:
-    is_plain = Path(session_id).name == session_id != ".." and "\0" not in session_id
-    if not is_plain:
+def _require_plain_name(session_id: object) -> None:
+    is_plain = isinstance(session_id, str) and Path(session_id).name == session_id != ".."
+    if not is_plain or "\0" in str(session_id):
         raise PlanError(f"session_id: expected a name that is no path, found {session_id!r}")

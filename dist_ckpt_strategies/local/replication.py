@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary
 
 import xxhash
 
@@ -16,7 +14,6 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.new_groups import new_group_of
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
-    group_itself,
     group_ranks,
     is_default_group,
     payload_device,
@@ -27,6 +24,7 @@ from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
 from dist_ckpt_strategies.local.background import BackgroundWork
 from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
 from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
+from dist_ckpt_strategies.local.running import GROUP_USERS
 from dist_ckpt_strategies.local.state_codecs import decode_state, encode_state
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.plan.cliques import Clique, build_cliques
@@ -38,9 +36,6 @@ from dist_ckpt_strategies.spec.part import Part, PartId, SaveId
 from dist_ckpt_strategies.storage.parts.format import PartLayout
 
 DEFAULT_BUCKET_NBYTES = 64 * MIB
-
-_USERS: WeakKeyDictionary[ProcessGroup, weakref.ref[BackgroundWork[Any]]] = WeakKeyDictionary()
-"""The save behind training that has last sent over a group; its own thread keeps it alive."""
 
 _IN_MEMORY = SaveId(0, "0")
 """What parts belong to that are only exchanged, not saved."""
@@ -185,9 +180,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
         Rank-local. The save is not kept alive: its own thread does that, as long as it runs.
         """
-        group = group_itself(self._group)
-        if group is not None:
-            _USERS[group] = weakref.ref(work)
+        GROUP_USERS.note(self._group, work)
 
     def let_finish(self, timeout_s: float) -> None:
         """Return when no save behind training sends over the group any more.
@@ -198,11 +191,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         Raises:
             SaveTimeoutError: one goes on for longer.
         """
-        group = group_itself(self._group)
-        user = _USERS.get(group) if group is not None else None
-        work = user() if user is not None else None
-        if work is not None:
-            work.wait(timeout_s, "a save behind training over the same process group")
+        GROUP_USERS.wait(self._group, timeout_s)
 
     @raises_megatron_errors
     def replicate(

@@ -370,8 +370,8 @@ def test_copies_in_another_session_would_be_of_no_use_so_that_no_rank_saves(tmp_
     assert not list(tmp_path.rglob("iter_*"))
 
 
-@pytest.mark.parametrize("session_id", ["a/b", "/a", "..", ".", "a/", "a\0b"])
-def test_a_session_id_that_leads_elsewhere_is_refused(session_id: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("session_id", ["a/b", "/a", "..", ".", "a/", "a\0b", None, 3])
+def test_a_session_id_that_leads_elsewhere_is_refused(session_id: Any, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="session_id"):
         LocalCheckpointManager(tmp_path, session_id)
 

@@ -1,0 +1,47 @@
+"""A manager meets over a process group that another one's save sends over behind training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dist_ckpt_strategies.local import CliqueReplicationStrategy
+from tests.local.clique_worlds import SAVED, TIMEOUT_S, load, manager_of, outcome, run, state_of
+
+pytestmark = pytest.mark.multiprocess
+
+
+def clique_of_both() -> CliqueReplicationStrategy:
+    """One clique of two ranks, with a process group of its own."""
+    group = dist.new_group(range(2))
+    return CliqueReplicationStrategy(group, max_bucket_bytes=2000, timeout_s=TIMEOUT_S)
+
+
+def meet_over_a_group_in_use(rank: int, root: str) -> list[Any]:
+    strategy, other = clique_of_both(), clique_of_both()
+    group = strategy.local_group
+    saver = manager_of(rank, root, strategy, node=rank, session_id="a")
+    reader = manager_of(rank, root, node=rank, session_id="a", group=group)
+    second = manager_of(rank, root, other, node=rank, session_id="b", group=group)
+    seen: list[Any] = []
+    for iteration in (1, 2, 3):
+        begun = saver.save(state_of(rank, iteration), iteration, is_async=True)
+        reader.find_latest()  # whether a save counts that is not finalised is not promised
+        seen.append(load(reader, rank))
+        seen.append(outcome(begun.wait) if begun else None)
+        begun = saver.save(state_of(rank, iteration), iteration, is_async=True)
+        beside = second.save(state_of(rank, iteration), iteration, is_async=True)
+        seen.extend(outcome(request.wait) for request in (beside, begun) if request is not None)
+        seen.append(load(second, rank))
+    return seen
+
+
+def test_a_manager_that_meets_over_a_group_waits_for_a_save_that_sends_over_it(
+    tmp_path: Path,
+) -> None:
+    expected = [seen for n in "123" for seen in (("ok", n), SAVED, SAVED, SAVED, ("ok", n))]
+
+    assert run(2, meet_over_a_group_in_use, tmp_path) == [expected] * 2
