@@ -50,7 +50,8 @@ class Attempt:
 
     Attributes:
         tier: where it is.
-        iteration: of the training; for the local tier the newest that was tried.
+        iteration: of the training; for the local tier the newest that was tried, or -1 where of
+            each save some part is lost: the reason says which.
         name: its directory, or its URL.
         reason: why it was refused.
         is_unfinished: whether its save never came to an end: nothing was ever promised.
@@ -159,18 +160,28 @@ def _from_local(
     if manager is None:
         return None
     newest = manager.find_latest()
-    if newest == _NONE or newest < at_least:
+    if newest != _NONE and newest < at_least:
         return None
+    root = str(manager.root_local_ckpt_dir)
     try:
         state, part_id = manager.load(at_least=at_least)
     except (PeerTimeoutError, PeerLostError):
         raise
+    except CheckpointNotFoundError:
+        return None
     except CheckpointError as error:
-        root = str(manager.root_local_ckpt_dir)
-        _note(attempts, Attempt(Tier.LOCAL, newest, root, str(error)))
+        # Of a save that nobody has all parts of nobody knows whether it ever came to an end.
+        _note(attempts, Attempt(Tier.LOCAL, newest, root, str(error), newest == _NONE))
         return None
     iteration = int(part_id.split("_")[1])
+    if iteration < newest and all(one.iteration != newest for one in _of_local(attempts)):
+        reason = f"a part of it is damaged in every copy; iteration {iteration} is used instead"
+        _note(attempts, Attempt(Tier.LOCAL, newest, root, reason))
     return Loaded(Tier.LOCAL, iteration, part_id, state, tuple(attempts))
+
+
+def _of_local(attempts: Sequence[Attempt]) -> list[Attempt]:
+    return [one for one in attempts if one.tier is Tier.LOCAL]
 
 
 def _from_global(
@@ -228,6 +239,8 @@ def _require_whole(place: Location) -> None:
 
 
 def _note(attempts: list[Attempt], attempt: Attempt) -> None:
+    if attempt in attempts:
+        return  # local checkpoints are looked at again before each global one
     attempts.append(attempt)
     logger.warning("%s", attempt)
 

@@ -228,3 +228,34 @@ def test_a_directory_that_cannot_be_looked_at_is_an_error_of_ours(tmp_path: Path
         load_latest(None, [nowhere], lambda path: path)
 
     assert caught.value.path == str(nowhere)
+
+
+def lose_local_saves(_rank: int, root: str) -> list[str]:
+    """What is said of the newest save, damaged in both copies; then of two that lack a part."""
+    run = Run(root)
+    run.save_locally(10)
+    run.save_locally(20)
+    dist.barrier()
+    for path in run.node.rglob("iter_0000020_*.part"):
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 4
+        path.write_bytes(content)
+    dist.barrier()
+    found = load_latest(run.manager, [])
+    said = [f"{found.tier} {found.iteration}", *map(str, found.attempts)]
+    dist.barrier()
+    for path in run.node.rglob("iter_*_1_local_*.part"):
+        path.unlink()
+    dist.barrier()
+    with pytest.raises(CheckpointNotFoundError) as caught:
+        load_latest(run.manager, [])
+    return [*said, str(caught.value)]
+
+
+def test_local_saves_that_are_passed_over_are_told_with_the_reason(tmp_path: Path) -> None:
+    for said in run_processes(NUM_RANKS, lose_local_saves, str(tmp_path)):
+        found, damaged, lost = said
+        assert found == "local 10"
+        assert "iteration 20" in damaged
+        assert "damaged in every copy; iteration 10 is used instead" in damaged
+        assert "iteration 20: nobody has the parts of ranks 1" in lost
