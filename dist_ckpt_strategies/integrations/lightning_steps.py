@@ -6,7 +6,6 @@ Imports nothing of Lightning.
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,7 @@ import torch
 
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
-from dist_ckpt_strategies.integrations.lightning_state import LightningStateProvider
 from dist_ckpt_strategies.recovery import CheckpointManager
-
-logger = logging.getLogger(__name__)
 
 _ITERATING = "_DataLoaderIterDataFetcher"
 """Hands the iterator itself to the training step, which then keeps the position."""
@@ -93,33 +89,6 @@ def manager_of(trainer: Any) -> CheckpointManager:
     return found
 
 
-def attach_state_provider(trainer: Any) -> None:
-    """Give a trainer a StateProvider, unless it has one that somebody else has made."""
-    if isinstance(getattr(trainer, "state_provider", None), LightningStateProvider | None):
-        trainer.state_provider = LightningStateProvider(trainer)
-
-
-def may_recover(trainer: Any) -> bool:
-    """Whether memory brings back all of a trainer; local, with the same answer on all ranks.
-
-    Where the counters of its loops would begin at 0 again, with schedules and data, what is kept
-    is let go of: weights of a later step would go on with them.
-    """
-    provider = getattr(trainer, "state_provider", None)
-    if getattr(provider, "brings_back_loops", True):
-        return True
-    manager = manager_of(trainer)
-    if manager.global_step is not None:
-        logger.warning(
-            "step %d is not recovered from memory, which has no counters of the loops, schedules "
-            "and data of %s: a checkpoint has to serve",
-            manager.global_step,
-            type(trainer.strategy).__name__,
-        )
-    manager.delete_checkpoint()
-    return False
-
-
 def peft_callback_of(trainer: Any) -> Any:
     """NeMo's PEFT among the callbacks, or None."""
     for callback in getattr(trainer, "callbacks", None) or []:
@@ -137,7 +106,7 @@ def go_to_batch(trainer: Any, num_batches: int) -> None:
     fetcher = loop._data_fetcher  # noqa: SLF001 - there is no public place
     if fetcher is None or type(fetcher).__name__ == _ITERATING:
         return
-    _set_epoch(loop._combined_loader.flattened, loop.epoch_progress.current.processed)  # noqa: SLF001
+    set_epoch(loop)
     iter(fetcher)
     for _ in range(num_batches):
         next(fetcher)
@@ -151,9 +120,22 @@ def begin_epoch_if_over(trainer: Any) -> None:
     by its own rule the state of a step in it could not be gone on from.
     """
     loop = trainer.fit_loop
-    reset = getattr(loop, "reset_restart_stage", None)
-    if loop.epoch_loop.batch_progress.is_last_batch and reset is not None:
-        reset()
+    if not loop.epoch_loop.batch_progress.is_last_batch:
+        return
+    if knows_batch_end(loop):
+        loop.reset_restart_stage()
+        return
+    # Before Lightning 2.5 it would train one more batch in the epoch that is over.
+    of_epoch = loop.epoch_progress.current
+    of_epoch.ready = of_epoch.started = of_epoch.processed = of_epoch.completed = (
+        of_epoch.completed + 1
+    )
+    loop.epoch_loop.restarting = False
+
+
+def knows_batch_end(loop: Any) -> bool:
+    """Whether Lightning's fit loop knows a state from the end of a batch; from 2.5 on it does."""
+    return hasattr(loop, "reset_restart_stage")
 
 
 def clear_tensor_hooks(device_type: str) -> int:
@@ -170,10 +152,11 @@ def clear_tensor_hooks(device_type: str) -> int:
     return len(found)
 
 
-def _set_epoch(loaders: list[Any], epoch: int) -> None:
-    for loader in loaders:
+def set_epoch(loop: Any) -> None:
+    """Tell the samplers of the fit loop's loaders which epoch it is."""
+    for loader in loop._combined_loader.flattened:  # noqa: SLF001 - there is no public place
         batches = getattr(loader, "batch_sampler", None)
         for sampler in (getattr(loader, "sampler", None), getattr(batches, "sampler", None)):
-            set_epoch = getattr(sampler, "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(epoch)
+            tell = getattr(sampler, "set_epoch", None)
+            if tell is not None:
+                tell(loop.epoch_progress.current.processed)
