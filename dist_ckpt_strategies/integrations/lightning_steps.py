@@ -120,16 +120,29 @@ def begin_epoch_if_over(trainer: Any) -> None:
     by its own rule the state of a step in it could not be gone on from.
     """
     loop = trainer.fit_loop
+    reset = getattr(loop, "reset_restart_stage", None)
+    if loop.epoch_loop.batch_progress.is_last_batch and reset is not None:
+        reset()
+
+
+def begin_epoch_of_steps_if_over(trainer: Any) -> None:
+    """The same where a step draws several batches: Lightning does not see that the epoch is over.
+
+    It compares the steps with the length of the loader; before 2.5 it does not even do that, and
+    trains one more batch in that epoch.
+    """
+    loop = trainer.fit_loop
     if not loop.epoch_loop.batch_progress.is_last_batch:
         return
     if knows_batch_end(loop):
         loop.reset_restart_stage()
-        return
-    # Before Lightning 2.5 it would train one more batch in the epoch that is over.
-    of_epoch = loop.epoch_progress.current
-    of_epoch.ready = of_epoch.started = of_epoch.processed = of_epoch.completed = (
-        of_epoch.completed + 1
-    )
+        loop.epoch_loop.reset_restart_stage()
+        loop.epoch_loop.batch_progress.increment_completed()  # these two as its restart does
+        loop.epoch_loop._batches_that_stepped += 1  # noqa: SLF001 - there is no public place
+    else:
+        number = loop.epoch_progress.current.completed + 1
+        counts = dict.fromkeys(("ready", "started", "processed", "completed"), number)
+        loop.epoch_progress.current.load_state_dict(counts)
     loop.epoch_loop.restarting = False
 
 

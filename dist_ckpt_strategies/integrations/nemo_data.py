@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dist_ckpt_strategies.errors import RestartError
 from dist_ckpt_strategies.integrations.lightning_steps import set_epoch
 from dist_ckpt_strategies.megatron.microbatches import set_num_microbatches
 from dist_ckpt_strategies.recovery.json_values import from_json_value, to_json_value
@@ -32,10 +33,13 @@ _PER_BATCH = "micro_batch_times_data_parallel_size"
 """What NeMo's samplers of batches begin after, and by how much each batch of all ranks moves it."""
 
 
+_NOTHING = {"num_drawn": 0, "num_fetched": 0, "is_last": False}
+
+
 class DataPosition:
     """The micro-batches that have been drawn in this epoch, and what NeMo counts besides.
 
-    After a recovery the loader begins where that of the first attempt began, and is moved to the
+    After a recovery the loader begins where it began before the fault, and is moved to the
     position; so its length, its later epochs and what NeMo counts from its beginning are those of
     a training without faults.
     """
@@ -44,7 +48,10 @@ class DataPosition:
         self._fit = trainer.fit_loop
         self._sampler = trainer.strategy.data_sampler
         self._module = trainer.datamodule
-        self._drawn: dict[str, Any] = {"num_drawn": 0, "num_fetched": 0, "is_last": False}
+        self._drawn: dict[str, Any] = _NOTHING
+        self._samplers: list[Any] = []
+        self._starts: list[int] | None = None
+        self._is_known = True
         self._loaded: dict[str, Any] = {}
 
     @property
@@ -55,11 +62,19 @@ class DataPosition:
     def note(self) -> None:
         """Take the loader's position, once a step's data is drawn: a teardown forgets it."""
         fetcher = self._fit._data_fetcher  # noqa: SLF001 - there is no public place
+        if fetcher._batch_idx < self._drawn["num_drawn"]:  # noqa: SLF001
+            # An epoch ended within a step, which nobody could tell before the loader's end.
+            self._is_known = self._is_known and self._consumed() == self._starts
         self._drawn = {
             "num_drawn": fetcher._batch_idx + 1,  # noqa: SLF001
             "num_fetched": fetcher.fetched,
             "is_last": fetcher.done,
         }
+
+    def end_epoch_if_over(self) -> None:
+        """After an epoch's last step: nothing is drawn of the next one, which begins here."""
+        if self.is_last:
+            self._drawn, self._starts = _NOTHING, self._consumed()
 
     def objects(self) -> dict[str, Any]:
         """As it was noted, with what the sampler and the datamodule say now, as JSON types."""
@@ -69,11 +84,27 @@ class DataPosition:
             if hasattr(self._sampler, name)
         }
         module = {} if self._module is None else self._module.state_dict()
-        return {**self._drawn, "counts": counts, "module": to_json_value(module or {})}
+        return {
+            **self._drawn,
+            "starts": self._starts,
+            "is_known": self._is_known,
+            "counts": counts,
+            "module": to_json_value(module or {}),
+        }
 
     def load(self, objects: Mapping[str, Any]) -> None:
-        """Take over what ``objects`` gave; the loader is made next."""
-        self._loaded = dict(objects)
+        """Take over what ``objects`` gave; the loader is made next.
+
+        Raises:
+            RestartError: nobody knows where the epoch began.
+        """
+        if not objects["is_known"]:
+            raise RestartError(
+                "the position in the data is not known: an epoch ended within a step, and its "
+                "sampler goes on from there; let limit_train_batches be a multiple of the "
+                "micro-batches of a step"
+            )
+        self._loaded, self._starts = dict(objects), objects["starts"]
         self._drawn = {name: objects[name] for name in self._drawn}
         module = from_json_value(objects["module"])
         if module and self._module is not None:
@@ -83,20 +114,30 @@ class DataPosition:
     def go_on(self) -> bool:
         """Move the loader, which is made by now, to the position that was loaded; if one was."""
         loaded, self._loaded = self._loaded, {}
+        loaders = self._fit._combined_loader.flattened  # noqa: SLF001 - there is no public place
+        found = [getattr(one, "batch_sampler", None) for one in loaders]
+        self._samplers = [one for one in found if hasattr(one, _PASSED)]
         if not loaded:
+            self._starts = self._consumed()
             return False
         self._set_counts(loaded["counts"])  # the loader that was made begins its own
         fetcher: Any = self._fit._data_fetcher  # noqa: SLF001 - there is no public place
         if not self._begins_there(loaded):
             set_epoch(self._fit)
-            _draw(fetcher, loaded["num_drawn"], jumps=not loaded["is_last"])
-        if loaded["is_last"]:
-            iter(fetcher)
-            return True
-        # The epoch's loop adds the batches that it has counted.
-        counted = self._fit.epoch_loop.batch_progress.current.ready
-        fetcher.fetched = loaded["num_fetched"] - counted
+            self._set_consumed(loaded["starts"])
+            _draw(fetcher, loaded["num_drawn"])
+        if loaded["num_drawn"]:
+            # The epoch's loop adds the batches that it has counted.
+            counted = self._fit.epoch_loop.batch_progress.current.ready
+            fetcher.fetched = loaded["num_fetched"] - counted
         return True
+
+    def _consumed(self) -> list[int]:
+        return [getattr(one, _PASSED) for one in self._samplers]
+
+    def _set_consumed(self, starts: list[int] | None) -> None:
+        for one, start in zip(self._samplers, starts or [], strict=False):
+            setattr(one, _PASSED, start)
 
     def _begins_there(self, loaded: Mapping[str, Any]) -> bool:
         """Whether loaders or the datamodule have a state of their own, and go on from that."""
@@ -113,10 +154,10 @@ class DataPosition:
             setattr(self._module, _FIRST_STEP, counts[_FIRST_STEP])
 
 
-def _draw(fetcher: Any, num_batches: int, *, jumps: bool) -> None:
+def _draw(fetcher: Any, num_batches: int) -> None:
     """Begin the loader anew, and draw so many batches; all but the last one unread if possible."""
     length = fetcher.length
-    num_jumped = _jump(fetcher, num_batches - 1) if jumps and num_batches > 1 else 0
+    num_jumped = _jump(fetcher, num_batches - 1) if num_batches > 1 else 0
     if not num_jumped:
         iter(fetcher)
     fetcher.length = length  # a sampler that begins elsewhere may say another one

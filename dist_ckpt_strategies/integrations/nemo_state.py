@@ -8,7 +8,7 @@ from typing import Any
 
 from dist_ckpt_strategies.errors import RestartError
 from dist_ckpt_strategies.integrations.lightning_loops import Loops
-from dist_ckpt_strategies.integrations.lightning_steps import begin_epoch_if_over
+from dist_ckpt_strategies.integrations.lightning_steps import begin_epoch_of_steps_if_over
 from dist_ckpt_strategies.integrations.nemo_data import DataPosition
 from dist_ckpt_strategies.recovery.megatron_provider import MegatronStateProvider
 
@@ -81,7 +81,7 @@ class NemoStateProvider(MegatronStateProvider):
         """See KnowsLoops; the optimizer has its vote in it."""
         del on_final_gradients
         if self._bound()[1].go_on():
-            begin_epoch_if_over(self._trainer)
+            begin_epoch_of_steps_if_over(self._trainer)
         self.set_step(int(self._trainer.global_step))
 
     def finish_gradients(self) -> bool:
@@ -106,6 +106,7 @@ class NemoStateProvider(MegatronStateProvider):
 
     def capture(self) -> None:
         """See KnowsLoops."""
+        self._bound()[1].end_epoch_if_over()
         self._captured = self._objects(ends_batch=True)
         self._captured_step, self._stage = self.step + 1, _Stage.TOGETHER
 

@@ -376,7 +376,7 @@ def _nobody_has_objects(
     ]
     why = "; ".join(_each_why(whys))
     return NoReplicasAvailableError(
-        None, f"no rank has what the state of step {target} has beside tensors: {why}"
+        None, f"no rank has the loops, schedules and callbacks of step {target}: {why}"
     )
 
 
