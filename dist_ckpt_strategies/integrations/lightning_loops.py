@@ -147,5 +147,5 @@ def _with_batch_completed(loops: dict[str, Any]) -> dict[str, Any]:
 def _overrides(callback: Any, hook: str) -> bool:
     """Whether a callback that writes no checkpoints has a hook of its own."""
     names = [kind.__name__ for kind in type(callback).__mro__]
-    owner = next(kind.__name__ for kind in type(callback).__mro__ if hook in vars(kind))
-    return owner != "Callback" and "Checkpoint" not in names
+    owners = (kind.__name__ for kind in type(callback).__mro__ if hook in vars(kind))
+    return next(owners, "Callback") != "Callback" and "Checkpoint" not in names

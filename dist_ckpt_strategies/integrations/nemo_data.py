@@ -29,9 +29,17 @@ _OF_SAMPLER = (
 """What NeMo's MegatronDataSampler counts."""
 
 _PASSED = "consumed_samples"
-_PER_BATCH = "micro_batch_times_data_parallel_size"
-"""What NeMo's samplers of batches begin after, and by how much each batch of all ranks moves it."""
+"""What NeMo's samplers of batches begin after."""
 
+_PER_BATCH = "micro_batch_times_data_parallel_size"
+_MICRO_BATCHES = frozenset(
+    {
+        "MegatronCorePretrainingSampler",
+        "MegatronPretrainingRandomSampler",
+        "MegatronPretrainingSampler",
+    }
+)
+"""Those of them that give micro-batches, each of which moves that by ``_PER_BATCH``."""
 
 _NOTHING = {"num_drawn": 0, "num_fetched": 0, "is_last": False}
 
@@ -173,7 +181,7 @@ def _jump(fetcher: Any, num_batches: int) -> int:
     """
     loaders = fetcher.combined_loader.flattened
     samplers = [getattr(one, "batch_sampler", None) for one in loaders]
-    if not all(hasattr(one, _PASSED) and hasattr(one, _PER_BATCH) for one in samplers):
+    if not all(type(one).__name__ in _MICRO_BATCHES for one in samplers):
         return 0
     before = [getattr(one, _PASSED) for one in samplers]
     passed = [

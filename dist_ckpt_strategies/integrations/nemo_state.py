@@ -14,6 +14,8 @@ from dist_ckpt_strategies.recovery.megatron_provider import MegatronStateProvide
 
 _ENDING = "was interrupted when its weights were those of the next step and its loops were changing"
 
+_ENDS_BATCH = "ends_batch"
+
 
 class _Stage(Enum):
     """How far the loops are, beside the shard."""
@@ -80,8 +82,13 @@ class NemoStateProvider(MegatronStateProvider):
     def begin_training(self, on_final_gradients: Callable[[], None]) -> None:
         """See KnowsLoops; the optimizer has its vote in it."""
         del on_final_gradients
-        if self._bound()[1].go_on():
+        _, position = self._bound()
+        is_recovered = position.go_on()
+        captured = self.objects()
+        if is_recovered and captured[_ENDS_BATCH]:
             begin_epoch_of_steps_if_over(self._trainer)
+        # The loops have begun to change; but what is counted from the loader on is known only now.
+        self._captured = {**captured, "data": position.objects()}
         self.set_step(int(self._trainer.global_step))
 
     def finish_gradients(self) -> bool:
@@ -124,6 +131,7 @@ class NemoStateProvider(MegatronStateProvider):
             "optimizer": dict(super().objects()),
             **loops.objects(ends_batch=ends_batch),
             "data": position.objects(),
+            _ENDS_BATCH: ends_batch,
         }
 
     def _bound(self) -> tuple[Loops, DataPosition]:

@@ -57,7 +57,7 @@ def held_state(
     if kept is None:
         return None, "has no state"
     damage = damage_of(kept, recorded)
-    no_objects = _why_no_objects(kept)
+    no_objects = why_no_objects(kept)
     if damage:
         logger.error("the state in memory is not used: %s", "; ".join(damage))
         return HeldState(kept.step, kept.phase, (), no_objects), damage[0]
@@ -66,7 +66,7 @@ def held_state(
     return HeldState(kept.step, kept.phase, found, no_objects), ""
 
 
-def _why_no_objects(kept: KeptState) -> str:
+def why_no_objects(kept: KeptState) -> str:
     """Of the step after this one; a provider that does not say has them with its update."""
     if kept.phase is Phase.RUNNING or not isinstance(kept.provider, HasLateObjects):
         return ""

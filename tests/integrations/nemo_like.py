@@ -96,8 +96,8 @@ class Model(LightningModule):  # type: ignore[misc]
         return torch.stack(losses).mean()
 
 
-class Batches:
-    """A sampler of batches, with what NeMo's are known by.
+class MegatronPretrainingSampler:
+    """A sampler of batches, named as NeMo's, and with what that is known by.
 
     Args:
         num_samples: in an epoch.
@@ -151,7 +151,7 @@ class Data(LightningDataModule):  # type: ignore[misc]
         self.data_sampler.init_global_step = self.init_global_step
         inputs = torch.randn(self.num_samples, 4, generator=torch.Generator().manual_seed(5))
         first = self.data_sampler.init_consumed_samples
-        self.batches = Batches(self.num_samples, self.counts, first)
+        self.batches = MegatronPretrainingSampler(self.num_samples, self.counts, first)
         return DataLoader(inputs, batch_sampler=self.batches)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
