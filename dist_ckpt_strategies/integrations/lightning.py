@@ -19,15 +19,14 @@ from dist_ckpt_strategies.integrations.lightning_faults import (
     InjectedFaultError,
     PlannedFault,
 )
-from dist_ckpt_strategies.integrations.lightning_state import LightningStateProvider
-from dist_ckpt_strategies.integrations.lightning_steps import (
+from dist_ckpt_strategies.integrations.lightning_loops import KnowsLoops
+from dist_ckpt_strategies.integrations.lightning_state import (
+    LightningStateProvider,
     attach_state_provider,
-    begin_epoch_if_over,
-    call_after_closure,
+)
+from dist_ckpt_strategies.integrations.lightning_steps import (
     clear_tensor_hooks,
-    go_to_batch,
     manager_of,
-    may_recover,
     peft_callback_of,
     wrapper_of,
 )
@@ -152,12 +151,8 @@ class CheckpointlessCallback(_Callback):  # type: ignore[misc]
         if not self.enable_checkpointless:
             return
         manager, provider = manager_of(trainer), trainer.state_provider
-        if isinstance(provider, LightningStateProvider):
-            if trainer.fit_loop.is_resuming:
-                go_to_batch(trainer, provider.num_batches_done())
-                begin_epoch_if_over(trainer)
-            provider.objects()
-            call_after_closure(trainer.precision_plugin, lambda: self._gradients_are_final(trainer))
+        if isinstance(provider, KnowsLoops):
+            provider.begin_training(lambda: self._gradients_are_final(trainer))
         manager.save_checkpoint(trainer)
         manager.track(provider)
         self._is_in_step = False
@@ -187,10 +182,11 @@ class CheckpointlessCallback(_Callback):  # type: ignore[misc]
         wrapper_of(trainer).step_upon_restart += 1
         if not self.enable_checkpointless:
             return
-        manager = manager_of(trainer)
+        manager, provider = manager_of(trainer), trainer.state_provider
+        has_updated = manager.phase in {Phase.UPDATING, Phase.UPDATED}
+        if has_updated and isinstance(provider, KnowsLoops):
+            provider.capture()
         if manager.phase is Phase.UPDATING:
-            if isinstance(trainer.state_provider, LightningStateProvider):
-                trainer.state_provider.capture()
             manager.end_update()
         if manager.phase is Phase.UPDATED:
             manager.end_step()
@@ -215,8 +211,6 @@ class CheckpointlessCallback(_Callback):  # type: ignore[misc]
         """Fill adapters, optimizer and objects from memory, once; whether they are. Collective."""
         manager = manager_of(trainer)
         if self.tried_adapter_checkpointless or not isinstance(manager, PEFTCheckpointManager):
-            return False
-        if not may_recover(trainer):
             return False
         self.tried_adapter_checkpointless = True
         manager.params_to_save = set(params_to_save)
@@ -276,8 +270,6 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):  # type: ignore[m
 
     def _recovered(self, callback: CheckpointlessCallback) -> bool:
         manager, peft = manager_of(self.trainer), peft_callback_of(self.trainer)
-        if not may_recover(self.trainer):
-            return False
         if not isinstance(manager, PEFTCheckpointManager):
             return manager.try_checkpointless_load(self.trainer) is not None
         params = manager.params_to_save if peft is None else set(peft.params_to_save)

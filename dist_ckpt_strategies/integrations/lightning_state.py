@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.errors import PlanError, StrategyError
-from dist_ckpt_strategies.recovery.json_values import from_json_value, to_json_value
+from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.integrations.lightning_loops import Loops
+from dist_ckpt_strategies.integrations.lightning_steps import (
+    begin_epoch_if_over,
+    call_after_closure,
+    go_to_batch,
+)
+from dist_ckpt_strategies.recovery.json_values import from_json_value
 from dist_ckpt_strategies.recovery.torch_provider import TorchStateProvider
-
-logger = logging.getLogger(__name__)
 
 _REPLICATING = frozenset({"DDPStrategy", "SingleDeviceStrategy"})
 """Strategies, and classes made from them, whose ranks all hold everything."""
@@ -73,7 +76,7 @@ class LightningStateProvider:
         """See StateProvider."""
         live = self._bound()
         live.tensors.load_objects(objects["optimizer"])
-        live.load(objects)
+        live.loops.load(objects)
         self._captured = dict(objects)
         self._buffers = live.copied_buffers()
 
@@ -81,7 +84,7 @@ class LightningStateProvider:
         """See StateProvider; the optimizer's step and what Lightning does right after it."""
         live = self._bound()
         live.update()
-        live.advance()
+        live.loops.advance()
         self.capture()
 
     def gather_weights(self) -> None:
@@ -94,7 +97,19 @@ class LightningStateProvider:
         """
         live = self._bound()
         self._buffers = live.copied_buffers()
-        self._captured = {"optimizer": dict(live.tensors.objects()), **live.objects()}
+        self._captured = {"optimizer": dict(live.tensors.objects()), **live.loops.objects()}
+
+    def begin_training(self, on_final_gradients: Callable[[], None]) -> None:
+        """Have the data go on from where the state is, and be told when gradients are final.
+
+        Args:
+            on_final_gradients: called in each step, before a parameter changes.
+        """
+        if self._trainer.fit_loop.is_resuming:
+            go_to_batch(self._trainer, self.num_batches_done())
+            begin_epoch_if_over(self._trainer)
+        self.objects()
+        call_after_closure(self._trainer.precision_plugin, on_final_gradients)
 
     def num_batches_done(self) -> int:
         """Batches of its epoch that the state has seen, and that a new data loader gives again.
@@ -121,73 +136,27 @@ class _Live:
         _require_replicated(trainer)
         self._module = trainer.lightning_module
         (self._optimizer,) = trainer.optimizers
-        self._schedules = list(trainer.lr_scheduler_configs)
-        self._precision = trainer.precision_plugin
-        self._fit = trainer.fit_loop
-        self._callbacks = list(trainer.callbacks)
         self.tensors = TorchStateProvider(self._module, self._optimizer)
+        self.loops = Loops(trainer)
 
     def copied_buffers(self) -> dict[str, torch.Tensor]:
         buffers = self._module.named_buffers()
         return {f"module/{name}": buffer.detach().clone() for name, buffer in buffers}
 
-    def objects(self) -> dict[str, Any]:
-        return {
-            "loops": to_json_value(self._fit.state_dict()),
-            "schedules": [to_json_value(one.scheduler.state_dict()) for one in self._schedules],
-            "precision": to_json_value(self._precision.state_dict()),
-            "callbacks": dict(self._callback_states()),
-        }
-
-    def load(self, objects: Mapping[str, Any]) -> None:
-        loops = from_json_value(objects["loops"])
-        # To a loop that has not begun, a state would say that it goes on from somewhere.
-        if loops["epoch_loop.batch_progress"]["total"]["ready"]:
-            self._fit.load_state_dict(loops)
-        for one, state in zip(self._schedules, objects["schedules"], strict=True):
-            one.scheduler.load_state_dict(from_json_value(state))
-        self._precision.load_state_dict(from_json_value(objects["precision"]))
-        for callback in self._callbacks:
-            state = objects["callbacks"].get(callback.state_key)
-            if state is not None:
-                callback.load_state_dict(from_json_value(state))
-
     def update(self) -> None:
         """The optimizer's step, from gradients that are there, unscaled and clipped."""
-        scaler = getattr(self._precision, "scaler", None)
+        scaler = getattr(self.loops.precision, "scaler", None)
         if scaler is None:
             self._optimizer.step()
             return
         scaler.step(self._optimizer)
         scaler.update()
 
-    def advance(self) -> None:
-        """Counters and schedules, from the optimizer's step to the end of its batch."""
-        loop = self._fit.epoch_loop
-        ready = loop.batch_progress.current.ready
-        loop.automatic_optimization.optim_progress.optimizer.step.increment_completed()
-        loop.batch_progress.increment_processed()
-        self._step_schedules("step", ready)
-        if ready == self._fit.max_batches or loop.batch_progress.is_last_batch:
-            self._step_schedules("epoch", self._fit.epoch_progress.current.completed + 1)
 
-    def _step_schedules(self, interval: str, number: int) -> None:
-        for one in self._schedules:
-            is_due = one.interval == interval and number % one.frequency == 0
-            if is_due and not one.reduce_on_plateau:
-                self._fit.epoch_loop.scheduler_progress.increment_ready()
-                self._module.lr_scheduler_step(one.scheduler, None)
-                self._fit.epoch_loop.scheduler_progress.increment_completed()
-
-    def _callback_states(self) -> dict[str, Any]:
-        found = {}
-        for callback in self._callbacks:
-            state = callback.state_dict()
-            try:
-                found.update({callback.state_key: to_json_value(state)} if state else {})
-            except PlanError as error:
-                logger.warning("%s is not recovered: %s", callback.state_key, error)
-        return found
+def attach_state_provider(trainer: Any) -> None:
+    """Give a trainer a StateProvider, unless it has one that somebody else has made."""
+    if isinstance(getattr(trainer, "state_provider", None), LightningStateProvider | None):
+        trainer.state_provider = LightningStateProvider(trainer)
 
 
 def _require_replicated(trainer: Any) -> None:

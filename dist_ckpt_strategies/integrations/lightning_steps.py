@@ -6,7 +6,6 @@ Imports nothing of Lightning.
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,7 @@ import torch
 
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
-from dist_ckpt_strategies.integrations.lightning_state import LightningStateProvider
 from dist_ckpt_strategies.recovery import CheckpointManager
-
-logger = logging.getLogger(__name__)
 
 _ITERATING = "_DataLoaderIterDataFetcher"
 """Hands the iterator itself to the training step, which then keeps the position."""
@@ -93,33 +89,6 @@ def manager_of(trainer: Any) -> CheckpointManager:
     return found
 
 
-def attach_state_provider(trainer: Any) -> None:
-    """Give a trainer a StateProvider, unless it has one that somebody else has made."""
-    if isinstance(getattr(trainer, "state_provider", None), LightningStateProvider | None):
-        trainer.state_provider = LightningStateProvider(trainer)
-
-
-def may_recover(trainer: Any) -> bool:
-    """Whether memory brings back all of a trainer; local, with the same answer on all ranks.
-
-    Where the counters of its loops would begin at 0 again, with schedules and data, what is kept
-    is let go of: weights of a later step would go on with them.
-    """
-    provider = getattr(trainer, "state_provider", None)
-    if getattr(provider, "brings_back_loops", True):
-        return True
-    manager = manager_of(trainer)
-    if manager.global_step is not None:
-        logger.warning(
-            "step %d is not recovered from memory, which has no counters of the loops, schedules "
-            "and data of %s: a checkpoint has to serve",
-            manager.global_step,
-            type(trainer.strategy).__name__,
-        )
-    manager.delete_checkpoint()
-    return False
-
-
 def peft_callback_of(trainer: Any) -> Any:
     """NeMo's PEFT among the callbacks, or None."""
     for callback in getattr(trainer, "callbacks", None) or []:
@@ -137,7 +106,7 @@ def go_to_batch(trainer: Any, num_batches: int) -> None:
     fetcher = loop._data_fetcher  # noqa: SLF001 - there is no public place
     if fetcher is None or type(fetcher).__name__ == _ITERATING:
         return
-    _set_epoch(loop._combined_loader.flattened, loop.epoch_progress.current.processed)  # noqa: SLF001
+    set_epoch(loop)
     iter(fetcher)
     for _ in range(num_batches):
         next(fetcher)
@@ -156,6 +125,32 @@ def begin_epoch_if_over(trainer: Any) -> None:
         reset()
 
 
+def begin_epoch_of_steps_if_over(trainer: Any) -> None:
+    """The same where a step draws several batches: Lightning does not see that the epoch is over.
+
+    It compares the steps with the length of the loader; before 2.5 it does not even do that, and
+    trains one more batch in that epoch.
+    """
+    loop = trainer.fit_loop
+    if not loop.epoch_loop.batch_progress.is_last_batch:
+        return
+    if knows_batch_end(loop):
+        loop.reset_restart_stage()
+        loop.epoch_loop.reset_restart_stage()
+        loop.epoch_loop.batch_progress.increment_completed()  # these two as its restart does
+        loop.epoch_loop._batches_that_stepped += 1  # noqa: SLF001 - there is no public place
+    else:
+        number = loop.epoch_progress.current.completed + 1
+        counts = dict.fromkeys(("ready", "started", "processed", "completed"), number)
+        loop.epoch_progress.current.load_state_dict(counts)
+    loop.epoch_loop.restarting = False
+
+
+def knows_batch_end(loop: Any) -> bool:
+    """Whether Lightning's fit loop knows a state from the end of a batch; from 2.5 on it does."""
+    return hasattr(loop, "reset_restart_stage")
+
+
 def clear_tensor_hooks(device_type: str) -> int:
     """Take all hooks off the tensors of a device; the number of tensors that had any."""
     found = [
@@ -170,10 +165,11 @@ def clear_tensor_hooks(device_type: str) -> int:
     return len(found)
 
 
-def _set_epoch(loaders: list[Any], epoch: int) -> None:
-    for loader in loaders:
+def set_epoch(loop: Any) -> None:
+    """Tell the samplers of the fit loop's loaders which epoch it is."""
+    for loader in loop._combined_loader.flattened:  # noqa: SLF001 - there is no public place
         batches = getattr(loader, "batch_sampler", None)
         for sampler in (getattr(loader, "sampler", None), getattr(batches, "sampler", None)):
-            set_epoch = getattr(sampler, "set_epoch", None)
-            if set_epoch is not None:
-                set_epoch(epoch)
+            tell = getattr(sampler, "set_epoch", None)
+            if tell is not None:
+                tell(loop.epoch_progress.current.processed)

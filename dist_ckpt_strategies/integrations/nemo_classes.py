@@ -14,15 +14,10 @@ from dist_ckpt_strategies.integrations.lightning_steps import (
     wrapper_of,
 )
 from dist_ckpt_strategies.integrations.megatron_steps import guard_optimizer
-from dist_ckpt_strategies.recovery.megatron_provider import MegatronStateProvider
+from dist_ckpt_strategies.integrations.nemo_state import NemoStateProvider
+from dist_ckpt_strategies.megatron.microbatches import forget_num_microbatches
 
 _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
-
-
-class NemoStateProvider(MegatronStateProvider):
-    """The Megatron-Core state of a NeMo training, and nothing yet of its loops."""
-
-    brings_back_loops = False
 
 
 def strategy_class(base: Any) -> type:  # noqa: C901 - the methods of one class
@@ -51,7 +46,12 @@ def strategy_class(base: Any) -> type:  # noqa: C901 - the methods of one class
             _provide_state(self, trainer)
 
         def setup_distributed(self) -> None:
-            """See NeMo; over ``base_store``, if there is one, with keys of this attempt."""
+            """See NeMo; over ``base_store``, if there is one, with keys of this attempt.
+
+            The number of micro-batches is determined anew: where it grows in a training, NeMo
+            refuses one that an earlier attempt has left.
+            """
+            forget_num_microbatches()
             if self.base_store is not None:
                 attempt = environment().get(_ATTEMPT, "0")
                 self.store = store_of_attempt(self.base_store, attempt)
@@ -128,6 +128,6 @@ def _provide_state(strategy: Any, trainer: Any) -> None:
         if (found := getattr(one, "mcore_optimizer", None)) is not None
     ]
     if len(optimizers) == 1:
-        provider = NemoStateProvider(list(strategy.megatron_parallel), optimizers[0])
+        provider = NemoStateProvider(list(strategy.megatron_parallel), optimizers[0], trainer)
         trainer.state_provider = provider
         guard_optimizer(optimizers[0], provider, manager_of(trainer))

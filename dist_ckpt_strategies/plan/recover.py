@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from dist_ckpt_strategies.errors import (
@@ -63,11 +63,14 @@ class HeldState:
         step: that it was in.
         phase: how far it was within it.
         parts: sorted by id.
+        no_objects: why the rank cannot tell the objects of the step after this one; empty where
+            it can.
     """
 
     step: int
     phase: Phase
     parts: tuple[PartFacts, ...]
+    no_objects: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,8 @@ class RecoveryPlan:
         holders: for each part the ranks that hold it at the target, after rolling forward. Not
             there: parts that are gathered.
         copies: sorted by receiver, part and first byte.
-        object_sources: for every rank whose objects it takes; its own where it has them.
+        object_sources: for every rank whose objects it takes; its own where it has them. Tensors
+            and objects of one rank need not come from the same other one.
         random_sources: for every rank who has its random states; itself where it has them.
         needs_gather: whether all ranks make the gathered parts anew, at the end.
     """
@@ -153,8 +157,8 @@ def build_recovery_plan(facts: Sequence[RankFacts]) -> RecoveryPlan:
         facts: of every rank, by rank.
 
     Raises:
-        NoReplicasAvailableError: no rank has state, or nobody holds a part, or some rank's random
-            states, at the target; names it, and those who might have.
+        NoReplicasAvailableError: no rank has state, or nobody holds a part, the objects, or some
+            rank's random states, at the target; names it, and those who might have.
         PlanError: ranks that share a part have different tensors in it.
         CorruptCheckpointError: copies that should be equal differ; names the ranks.
     """
@@ -177,7 +181,7 @@ def build_recovery_plan(facts: Sequence[RankFacts]) -> RecoveryPlan:
         roles,
         tuple(sorted(holders.items())),
         tuple(_copies(facts, roles, holders, target, skipped)),
-        tuple(_object_sources(facts, roles)),
+        tuple(_object_sources(facts, roles, target)),
         tuple(_random_sources(facts, target)),
         needs_gather,
     )
@@ -336,15 +340,19 @@ def _why_not(one: RankFacts, role: Role) -> str:
     return f"has the state of step {one.held.step}, {one.held.phase.name}"
 
 
-def _object_sources(facts: Sequence[RankFacts], roles: Sequence[Role]) -> Iterator[int]:
-    """Of those at the target, the one that shares most parts; objects are equal among these."""
+def _object_sources(
+    facts: Sequence[RankFacts], roles: Sequence[Role], target: int
+) -> Iterator[int]:
+    """Of those that have them, the one that shares most parts; objects are equal among these."""
     sharing: defaultdict[str, list[int]] = defaultdict(list)
     ready: list[int] = []
     for rank, (one, role) in enumerate(zip(facts, roles, strict=True)):
-        if one.held is not None and role is not Role.RECEIVE:
+        if one.held is not None and role is not Role.RECEIVE and _has_objects(one.held, target):
             ready.append(rank)
             for part_id in {part.part_id for part in one.held.parts}:
                 sharing[part_id].append(rank)
+    if not ready:
+        raise _nobody_has_objects(facts, roles, target)
     is_ready = frozenset(ready)
     for rank, one in enumerate(facts):
         if rank in is_ready:
@@ -353,6 +361,29 @@ def _object_sources(facts: Sequence[RankFacts], roles: Sequence[Role]) -> Iterat
         wanted = {part.part_id for part in one.wanted}
         shared = Counter(source for part_id in wanted for source in sharing.get(part_id, ()))
         yield min(shared, key=lambda source: (-shared[source], source), default=ready[0])
+
+
+def _has_objects(held: HeldState, target: int) -> bool:
+    return held.step == target or not held.no_objects
+
+
+def _nobody_has_objects(
+    facts: Sequence[RankFacts], roles: Sequence[Role], target: int
+) -> NoReplicasAvailableError:
+    whys = [
+        replace(one, why=_why_no_objects(one, role))
+        for one, role in zip(facts[:_MAX_SHOWN], roles, strict=False)
+    ]
+    why = "; ".join(_each_why(whys))
+    return NoReplicasAvailableError(
+        None, f"no rank has the loops, schedules and callbacks of step {target}: {why}"
+    )
+
+
+def _why_no_objects(one: RankFacts, role: Role) -> str:
+    if one.held is not None and role is not Role.RECEIVE:
+        return one.held.no_objects
+    return _why_not(one, role)
 
 
 def _random_sources(facts: Sequence[RankFacts], target: int) -> Iterator[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
 def to_json_value(value: Any) -> Any:
     """As JSON types: numbers, text, None, lists, tuples, dicts with any of these as keys, tensors.
 
-    Counters stay what they are; numbers of NumPy become Python's.
+    Counters stay what they are; numbers of NumPy become Python's, paths those of this system.
 
     Raises:
         PlanError: something in it is nothing of these.
@@ -27,13 +28,15 @@ def to_json_value(value: Any) -> Any:
         return value.item()
     if isinstance(value, torch.Tensor):
         return {"tensor": _of_tensor(value)}
+    if isinstance(value, PurePath):
+        return {"path": str(value)}
     if isinstance(value, dict):
         kind = "counter" if isinstance(value, Counter) else "dict"
         return {kind: [[to_json_value(key), to_json_value(item)] for key, item in value.items()]}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [to_json_value(item) for item in value]}
-    raise PlanError(f"{type(value).__name__}: expected a number, text, list, dict or tensor")
+    raise PlanError(f"{type(value).__name__}: expected a number, text, path, list, dict or tensor")
 
 
 def from_json_value(value: Any) -> Any:
@@ -81,6 +84,7 @@ _FROM: dict[str, Callable[[Any], Any]] = {
         _from_json_value(key): _from_json_value(item) for key, item in content
     },
     "list": lambda content: [_from_json_value(item) for item in content],
+    "path": Path,
     "tuple": lambda content: tuple(_from_json_value(item) for item in content),
     "tensor": _to_tensor,
 }

@@ -15,7 +15,7 @@ from dist_ckpt_strategies.errors import RestartError
 from dist_ckpt_strategies.plan.recover import HeldState
 from dist_ckpt_strategies.recovery.checksums import MemoryChecksumManager
 from dist_ckpt_strategies.run.flat_parts import FlatPart
-from dist_ckpt_strategies.run.state_provider import StateProvider
+from dist_ckpt_strategies.run.state_provider import HasLateObjects, StateProvider
 from dist_ckpt_strategies.spec.phase import Phase
 
 logger = logging.getLogger(__name__)
@@ -57,12 +57,20 @@ def held_state(
     if kept is None:
         return None, "has no state"
     damage = damage_of(kept, recorded)
+    no_objects = why_no_objects(kept)
     if damage:
         logger.error("the state in memory is not used: %s", "; ".join(damage))
-        return HeldState(kept.step, kept.phase, ()), damage[0]
+        return HeldState(kept.step, kept.phase, (), no_objects), damage[0]
     tells = with_digests and recorded is not None and kept.phase < Phase.COMMITTED
     found = tuple(part.facts(with_digest=tells) for part in parts.values())
-    return HeldState(kept.step, kept.phase, found), ""
+    return HeldState(kept.step, kept.phase, found, no_objects), ""
+
+
+def why_no_objects(kept: KeptState) -> str:
+    """Of the step after this one; a provider that does not say has them with its update."""
+    if kept.phase is Phase.RUNNING or not isinstance(kept.provider, HasLateObjects):
+        return ""
+    return kept.provider.why_no_objects()
 
 
 def damage_of(kept: KeptState, recorded: MemoryChecksumManager | None) -> list[str]:

@@ -27,6 +27,7 @@ from dist_ckpt_strategies.recovery.kept_state import (
     KeptState,
     damage_of,
     held_state,
+    why_no_objects,
 )
 from dist_ckpt_strategies.recovery.provider import HasStateProvider, provider_of
 from dist_ckpt_strategies.recovery.step_keeper import StepKeeper
@@ -132,6 +133,10 @@ class CheckpointManager(StepKeeper):
             return
         if kept.phase is Phase.GRADS_FINAL:
             logger.info("step %d may count or not: its state stays where it is", kept.step)
+            return
+        why = why_no_objects(kept)
+        if why:
+            logger.info("step %d: this rank %s: its state stays where it is", kept.step, why)
             return
         if self.enable_checksum and damage_of(kept, self.checksum_manager):
             return

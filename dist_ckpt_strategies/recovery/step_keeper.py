@@ -149,6 +149,14 @@ class StepKeeper:
         self._kept = KeptState(kept.provider, kept.step, Phase.UPDATED)
         self.parameter_update_lock.release()
 
+    def hold_until_end(self) -> None:
+        """Take the lock again until ``end_step``: objects that come after the shard change now.
+
+        Where the weights are gathered in between, which needs the other ranks.
+        """
+        self._tracked({Phase.UPDATED})
+        self.parameter_update_lock.acquire()
+
     def abandon_update(self) -> None:
         """Give the lock back if this thread holds it; a state in the middle of it is torn."""
         if self.parameter_update_lock.held_by(threading.get_ident()):
@@ -159,12 +167,13 @@ class StepKeeper:
         self.abandon_update()
 
     def end_step(self) -> None:
-        """Note that the step is over: the weights are gathered."""
+        """Note that the step is over: the weights are gathered. Gives back a lock that is held."""
         kept, _ = self._tracked({Phase.UPDATED})
         self._kept = KeptState(kept.provider, kept.step + 1, Phase.RUNNING)
         kept.provider.set_step(kept.step + 1)
         self._random.forget_before(kept.step + 1)
         self._record_checksums()
+        self.abandon_update()
 
     def store_rng_states(self) -> None:
         """Take the random states of this process for those of its step's beginning."""

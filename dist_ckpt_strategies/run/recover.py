@@ -177,7 +177,9 @@ def run_recovery(
     options.on_filling()
     copied_nbytes = agree(comm, transfer.copy_own)
     transfer.run()
-    states = exchange_states(comm, plan, lambda: _objects_of(survivor, role), random_states)
+    has_objects = plan.object_sources[comm.rank] == comm.rank
+    own = survivor if has_objects else None
+    states = exchange_states(comm, plan, lambda: _objects_of(own), random_states)
     agree(comm, lambda: _take_objects(new, states.objects, plan.target))
     if plan.needs_gather:
         _gather_weights(comm, new)
@@ -281,11 +283,9 @@ def _compare_copies(
     _decided(comm, lambda: require_equal_copies(digests))
 
 
-def _objects_of(survivor: Survivor | None, role: Role) -> dict[str, Any] | None:
-    """Of the target; None where this rank receives."""
-    if survivor is None or role is Role.RECEIVE:
-        return None
-    return dict(_asked("objects", survivor.provider.objects))
+def _objects_of(survivor: Survivor | None) -> dict[str, Any] | None:
+    """Of the target; None where this rank takes those of another one."""
+    return None if survivor is None else dict(_asked("objects", survivor.provider.objects))
 
 
 def _take_objects(new: StateProvider, objects: Mapping[str, Any], target: int) -> None:
@@ -326,6 +326,7 @@ def _to_wire(facts: RankFacts) -> list[Any]:
             held.step,
             int(held.phase),
             [[p.part_id, p.nbytes, p.layout, p.digest] for p in held.parts],
+            held.no_objects,
         ],
         facts.why,
         [list(pair) for pair in facts.random_states],
@@ -339,7 +340,9 @@ def _from_wire(wire: Sequence[Any]) -> RankFacts:
         tuple(gathered),
         None
         if held is None
-        else HeldState(held[0], Phase(held[1]), tuple(PartFacts(*part) for part in held[2])),
+        else HeldState(
+            held[0], Phase(held[1]), tuple(PartFacts(*part) for part in held[2]), held[3]
+        ),
         why,
         tuple((rank, step) for rank, step in random_states),
     )

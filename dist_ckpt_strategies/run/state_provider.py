@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -61,5 +61,17 @@ class StateProvider(Protocol):
         """Make the weights anew from the shards. Collective over the ranks that share them.
 
         May be called again: equal shards give equal weights.
+        """
+        ...
+
+
+@runtime_checkable
+class HasLateObjects(Protocol):
+    """A StateProvider whose objects change after its tensors, so that it may have these alone."""
+
+    def why_no_objects(self) -> str:
+        """Why the objects of the step after this one cannot be told; empty where they can.
+
+        Asked for a step that may count already. Those of another rank are taken then.
         """
         ...

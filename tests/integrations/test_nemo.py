@@ -23,10 +23,8 @@ from dist_ckpt_strategies.inprocess import (
 )
 from dist_ckpt_strategies.integrations import nemo
 from dist_ckpt_strategies.integrations.lightning_state import LightningStateProvider
-from dist_ckpt_strategies.integrations.lightning_steps import may_recover
 from dist_ckpt_strategies.integrations.megatron_steps import guard_optimizer
 from dist_ckpt_strategies.integrations.nemo_classes import (
-    NemoStateProvider,
     auto_resume_class,
     strategy_class,
 )
@@ -161,16 +159,31 @@ def test_looking_for_a_checkpoint_is_put_off_until_it_is_forced() -> None:
 
 
 class GuardedProvider(MemoryProvider):
-    """With the three parts of Megatron-Core's step."""
+    """With the parts of Megatron-Core's step."""
+
+    lock: Any = None
+    held: tuple[bool, ...] = ()
 
     def finish_gradients(self) -> bool:
         return True
+
+    def update_shard(self) -> None:
+        self.held += (self.lock.locked(),)
+        self.apply_update()
+
+    def gather_weights(self) -> None:
+        self.held += (self.lock.locked(),)
+        super().gather_weights()
+
+    def begin_ending(self) -> None:
+        self.held += (self.lock.locked(),)
 
 
 def test_a_guarded_optimizer_votes_and_updates_under_the_lock() -> None:
     provider = GuardedProvider({"p": {"x": torch.zeros(2)}})
     manager, optimizer = CheckpointManager(), SimpleNamespace(step=None)
-    guard_optimizer(optimizer, provider, manager)  # type: ignore[arg-type]
+    guard_optimizer(optimizer, provider, manager)
+    provider.lock = manager.parameter_update_lock
     manager.track(provider)
     manager.begin_step()
 
@@ -178,6 +191,9 @@ def test_a_guarded_optimizer_votes_and_updates_under_the_lock() -> None:
 
     assert (manager.phase, provider.num_gathers) == (Phase.UPDATED, 1)
     assert provider.parts()["p"]["x"].tolist() == [1, 1]
+    assert provider.held == (True, False, True)
+    manager.end_step()
+    assert not provider.lock.locked()
 
 
 def test_importing_the_integrations_imports_neither_nemo_nor_lightning() -> None:
@@ -202,27 +218,6 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
         _ = nemo.Nothing
 
 
-@pytest.mark.parametrize("brings_back_loops", [False, True])
-def test_memory_without_the_loops_counters_is_let_go_of(
-    brings_back_loops: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    strategy, trainer = made()
-    manager = trainer.wrapper.wrapper.checkpoint_manager
-    provider: Any = MemoryProvider({"weights": {"a": torch.zeros(3)}}, step=4)
-    provider.brings_back_loops = brings_back_loops
-    trainer.state_provider, trainer.strategy = provider, strategy
-    manager.track(provider)
-
-    assert may_recover(trainer) is brings_back_loops
-
-    assert manager.global_step == (4 if brings_back_loops else None)
-    assert ("step 4 is not recovered from memory" in caplog.text) is not brings_back_loops
-
-
-def test_what_a_nemo_trainer_is_given_does_not_bring_them_back() -> None:
-    assert NemoStateProvider.brings_back_loops is False
-
-
 def test_a_strategy_that_divides_the_state_is_not_taken_for_replicas() -> None:
     """NeMo's is made from DDPStrategy; without Megatron-Core's optimizer it gets no other."""
     replicating = type("DDPStrategy", (), {})
@@ -230,7 +225,3 @@ def test_a_strategy_that_divides_the_state_is_not_taken_for_replicas() -> None:
 
     with pytest.raises(StrategyError, match="OwnStrategy: expected a strategy whose ranks all"):
         LightningStateProvider(SimpleNamespace(strategy=strategy)).parts()
-
-
-def test_a_trainer_without_a_provider_may_recover() -> None:
-    assert may_recover(SimpleNamespace())

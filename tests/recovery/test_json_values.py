@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,11 @@ VALUES = [
     {"a": [1, (2.5, "x")], 3: {}, (1, 2): float("inf")},
     Counter({3: 1, 7: 2}),
     {"best": torch.tensor(1.5), "half": torch.arange(4).bfloat16().reshape(2, 2)},
+    {"last": Path("/checkpoints/step=3")},
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=["none", "nested", "counter", "tensors"])
+@pytest.mark.parametrize("value", VALUES, ids=["none", "nested", "counter", "tensors", "path"])
 def test_state_becomes_json_and_comes_back(value: Any) -> None:
     found = from_json_value(to_json_value(value))
 
@@ -44,8 +46,9 @@ def test_what_is_no_plain_state_is_refused() -> None:
         {"dict": [], "list": []},
         {"tensor": ["float32", [2], "AAAAAA=="]},
         {"tensor": ["float32", [1], "no base64"]},
+        {"path": 3},
     ],
-    ids=["no pairs", "two kinds", "too few bytes", "no bytes"],
+    ids=["no pairs", "two kinds", "too few bytes", "no bytes", "no text"],
 )
 def test_what_came_damaged_from_a_peer_is_an_error_of_ours(value: Any) -> None:
     with pytest.raises(CorruptCheckpointError, match="a value of dict"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -77,6 +77,7 @@ def recover(
     old: MemoryProvider | None,
     phase: Phase = Phase.RUNNING,
     options: RecoveryOptions = RecoveryOptions(max_bucket_nbytes=1 << 20),  # noqa: B008 - frozen
+    no_objects: str = "",
 ) -> Recovered:
     """Facts, plan and run, as the manager does it."""
     wanted, held = flat_parts(new.parts()), flat_parts(old.parts() if old else {})
@@ -85,7 +86,9 @@ def recover(
         return RankFacts(
             tuple(part.facts() for part in wanted.values()),
             tuple(new.gathered_parts()),
-            HeldState(STEP, phase, tuple(p.facts() for p in held.values())) if old else None,
+            HeldState(STEP, phase, tuple(p.facts() for p in held.values()), no_objects)
+            if old
+            else None,
             random_states=tuple(sorted(ALL_KNOWN)) if old else (),
         )
 
@@ -152,6 +155,25 @@ def test_a_laggard_finishes_its_step_and_all_gather() -> None:
         ("roll forward", *after),
         ("receive", *after),
     ]
+
+
+class _WithoutObjects(MemoryProvider):
+    """Cannot tell them."""
+
+    def objects(self) -> NoReturn:
+        raise AssertionError("asked for objects that it does not have")
+
+
+def test_objects_come_from_a_rank_that_has_them_and_tensors_stay_where_they_are() -> None:
+    def body(comm: Communicator) -> tuple[str, float, Any, int]:
+        parts = {"shard": {"x": torch.full((3,), float(comm.rank))}}
+        kind, why = (MemoryProvider, "") if comm.rank else (_WithoutObjects, "was in between")
+        old, new = kind(parts, step=STEP), MemoryProvider({"shard": {"x": torch.zeros(3)}})
+        found = recover(comm, new, old, Phase.UPDATED, no_objects=why).report
+        return found.role, float(new.parts()["shard"]["x"][0]), new.objects(), found.sent_nbytes
+
+    objects = {"step": STEP}
+    assert run_ranks(2, body) == [("keep", 0.0, objects, 0), ("keep", 1.0, objects, 0)]
 
 
 class _Flipping:
