@@ -44,6 +44,7 @@ class LightningStateProvider:
         self._captured: dict[str, Any] | None = None
         self._buffers: dict[str, torch.Tensor] = {}
         self._step: int | None = None
+        self._is_captured_ahead = False
 
     @property
     def step(self) -> int:
@@ -52,7 +53,7 @@ class LightningStateProvider:
 
     def set_step(self, step: int) -> None:
         """See StateProvider."""
-        self._step = step
+        self._step, self._is_captured_ahead = step, False
 
     def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See StateProvider."""
@@ -68,9 +69,13 @@ class LightningStateProvider:
     def objects(self) -> Mapping[str, Any]:
         """See StateProvider."""
         if self._captured is None:
-            self.capture()
-        assert self._captured is not None  # noqa: S101 - just captured
+            self._take()
+        assert self._captured is not None  # noqa: S101 - just taken
         return self._captured
+
+    def why_no_objects(self) -> str:
+        """See HasLateObjects."""
+        return "" if self._is_captured_ahead else self._bound().loops.why_not_advance()
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         """See StateProvider."""
@@ -81,11 +86,15 @@ class LightningStateProvider:
         self._buffers = live.copied_buffers()
 
     def apply_update(self) -> None:
-        """See StateProvider; the optimizer's step and what Lightning does right after it."""
+        """See StateProvider; the optimizer's step and what Lightning does right after it.
+
+        Where a callback's state would be left behind, objects are not taken: another rank's serve.
+        """
         live = self._bound()
         live.update()
-        live.loops.advance()
-        self.capture()
+        if not self.why_no_objects():
+            live.loops.advance()
+            self.capture()
 
     def gather_weights(self) -> None:
         """See StateProvider; there is nothing to gather."""
@@ -95,6 +104,10 @@ class LightningStateProvider:
 
         Buffers are copied: forward changes them, and a step that is run again must not find that.
         """
+        self._take()
+        self._is_captured_ahead = True
+
+    def _take(self) -> None:
         live = self._bound()
         self._buffers = live.copied_buffers()
         self._captured = {"optimizer": dict(live.tensors.objects()), **live.loops.objects()}

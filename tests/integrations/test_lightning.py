@@ -27,7 +27,7 @@ from dist_ckpt_strategies.integrations.lightning import (  # noqa: E402
     PlannedFault,
 )
 from dist_ckpt_strategies.recovery import CheckpointManager, PEFTCheckpointManager  # noqa: E402
-from tests.integrations import lightning_job  # noqa: E402
+from tests.integrations import lightning_job, nemo_like  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # Lightning's advice
 
@@ -95,10 +95,16 @@ LOOPS: list[dict[str, Any]] = [
 """Epochs of five batches."""
 
 
-def run_alone(scratch: Path, faults: list[PlannedFault], loops: dict[str, Any]) -> Any:
+def run_alone(
+    scratch: Path,
+    faults: list[PlannedFault],
+    loops: dict[str, Any],
+    manager: CheckpointManager | None = None,
+    callbacks: tuple[type, ...] = (),
+) -> Any:
     """One rank in this process: its final state and counts, and the losses of all attempts."""
     scratch.mkdir()
-    manager = CheckpointManager()
+    manager = manager or CheckpointManager()
 
     def block(call: HPCallWrapper | None = None) -> Any:
         torch.manual_seed(3)
@@ -106,7 +112,11 @@ def run_alone(scratch: Path, faults: list[PlannedFault], loops: dict[str, Any]) 
         trainer: Any = pl.Trainer(
             accelerator="cpu",
             devices=1,
-            callbacks=[HPFaultInjectionCallback(faults, scratch), flags],
+            callbacks=[
+                *(kind() for kind in callbacks),
+                HPFaultInjectionCallback(faults, scratch),
+                flags,
+            ],
             default_root_dir=scratch,
             logger=False,
             enable_checkpointing=False,
@@ -125,6 +135,37 @@ def run_alone(scratch: Path, faults: list[PlannedFault], loops: dict[str, Any]) 
     found = wrapper(block)()
     lines = map(json.loads, (scratch / "lines").read_text().splitlines())
     return found, {tuple(line) for line in lines if line[0] == "loss"}
+
+
+class InterruptedOnce(CheckpointManager):
+    """A fault after the vote of step 2, and before its update."""
+
+    is_over = False
+
+    def begin_update(self) -> None:
+        """See StepKeeper."""
+        if self.global_step == 2 and not self.is_over:
+            self.is_over = True
+            raise ValueError("between the vote and the update")
+        super().begin_update()
+
+
+@pytest.mark.parametrize("callbacks", [(), (nemo_like.Counter,)])
+def test_a_step_that_no_rank_could_end_is_finished_unless_a_callback_would_be_left_behind(
+    callbacks: tuple[type, ...], tmp_path: Path
+) -> None:
+    manager, loops = InterruptedOnce(), {"max_epochs": 2}
+    undisturbed = run_alone(tmp_path / "undisturbed", [], loops, None, callbacks)
+
+    assert run_alone(tmp_path / "fault", [], loops, manager, callbacks) == undisturbed
+    assert manager.is_over
+    if callbacks:
+        why = "callbacks of step 3: rank 0 cannot tell the state of Counter after the batch"
+        assert why in str(manager.last_failure)
+        assert manager.last_report is None
+    else:
+        assert manager.last_report is not None
+        assert manager.last_report.step == 3
 
 
 @pytest.mark.parametrize("loops", LOOPS, ids=str)
