@@ -264,6 +264,23 @@ def test_a_state_that_may_have_to_finish_its_step_is_not_offloaded() -> None:
     assert manager._kept.provider is old
 
 
+class Late(MemoryProvider):
+    """Has its tensors before its objects."""
+
+    def why_no_objects(self) -> str:
+        return "cannot tell its counters"
+
+
+@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.COMMITTED, Phase.UPDATED])
+def test_a_state_that_lacks_its_objects_is_not_offloaded_without_them(phase: Phase) -> None:
+    old = Late({"p": {"x": torch.ones(4)}}, step=6)
+    manager = tracking(old, phase, enable_offload=True)
+    manager.maybe_offload_checkpoint()
+
+    assert manager._kept is not None
+    assert (manager._kept.provider is old) == (phase is not Phase.RUNNING)
+
+
 def test_a_state_whose_bytes_have_flipped_is_not_copied_as_if_it_were_whole() -> None:
     old = provider(1.0)
     manager = tracking(old, enable_checksum=True, enable_offload=True)
