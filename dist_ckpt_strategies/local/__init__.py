@@ -6,10 +6,7 @@ from dist_ckpt_strategies.errors import NoReplicasAvailableError
 from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
 from dist_ckpt_strategies.local.basic_state_dict import BasicTensorAwareStateDict
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
-from dist_ckpt_strategies.local.mcore_state_dict import (
-    MCoreTensorAwareStateDict,
-    ShardDistribution,
-)
+from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.replication import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
@@ -17,6 +14,7 @@ from dist_ckpt_strategies.local.replication import (
     ReplicationStrategy,
 )
 from dist_ckpt_strategies.local.requests import LocalSaveRequest
+from dist_ckpt_strategies.local.shard_distribution import ShardDistribution
 from dist_ckpt_strategies.local.state_codecs import StateCodec, StateCodecs
 from dist_ckpt_strategies.plan.retrieve import ExchangePlan
 

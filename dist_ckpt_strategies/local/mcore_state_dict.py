@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence, ValuesView
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
-from dist_ckpt_strategies.device import torch_dtype
-from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError, StrategyError
-from dist_ckpt_strategies.local.plain_values import dump_value, load_value
+from dist_ckpt_strategies.errors import PlanError, StrategyError
+from dist_ckpt_strategies.local.shard_distribution import ShardDistribution, deal_out, only_kept
+from dist_ckpt_strategies.local.shard_fetching import (
+    fetched_objects,
+    fetched_shards,
+    objects_at_hand,
+    stored_keys,
+    tensors_at_hand,
+)
 from dist_ckpt_strategies.local.tensor_slots import SlottedStateDict, TensorSlots
-from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor, StrictHandling
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.flow import (
@@ -35,37 +38,19 @@ from dist_ckpt_strategies.megatron.flow import (
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     mapped_values,
-    metadata_from_wire,
-    metadata_to_wire,
     object_id,
     shard_spec,
     sharded_values,
 )
-from dist_ckpt_strategies.plan.reshard import ReshardPlan, build_reshard_plan
-from dist_ckpt_strategies.plan.spread import build_spread
 from dist_ckpt_strategies.run.checks import check_load, check_save
-from dist_ckpt_strategies.run.reshard import run_reshard
 from dist_ckpt_strategies.spec.object import ObjectId
 from dist_ckpt_strategies.spec.shard import (
     ShardId,
     ShardSpec,
-    shard_from_wire,
     shard_to_wire,
 )
-from dist_ckpt_strategies.storage.objects.pickled import names_of
 
 _ALGORITHMS = ("atomic", "fully_parallel")
-
-
-@dataclass(frozen=True, slots=True)
-class ShardDistribution:
-    """Which rank of a group keeps each shard; valid as long as the sharding is the same.
-
-    Attributes:
-        keepers: rank within the group, by shard.
-    """
-
-    keepers: Mapping[ShardId, int]
 
 
 class MCoreTensorAwareStateDict(SlottedStateDict):
@@ -164,8 +149,8 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
             sharded: this rank's ShardedTensors and ShardedObjects; left as they are.
             distribution: who keeps what, if that is known.
         """
-        dealt = distribution or _distribution(comm, sharded)
-        return agree(comm, lambda: cls(common, _only_kept(sharded, dealt, comm.rank))), dealt
+        dealt = distribution or deal_out(comm, sharded)
+        return agree(comm, lambda: cls(common, only_kept(sharded, dealt, comm.rank))), dealt
 
     @raises_megatron_errors
     def to_state_dict(  # noqa: PLR0913, PLR0917 - Megatron's signature
@@ -217,7 +202,7 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
         if not is_any_wanted:
             return state
         strictness = agree(comm, lambda: parsed_strict(strict))
-        stored = _stored_keys(comm, self._frame) if needs_stored_keys(strictness) else {}
+        stored = stored_keys(comm, self._frame) if needs_stored_keys(strictness) else {}
         outcome = check_load(
             comm, parts.sharded, strictness, lambda: stored, validate_access_integrity
         )
@@ -283,8 +268,8 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
         at_hand: dict[ShardId, torch.Tensor] = {}
 
         def describe() -> list[Any]:
-            held.update(_shards(self.sharded_state_dict))
-            objects.update(_objects(self._frame))
+            held.update(tensors_at_hand(self.sharded_state_dict))
+            objects.update(objects_at_hand(self._frame))
             at_hand.update({spec.id: tensor for spec, tensor in held.items()})
             values = list(sharded_values(wanted))
             specs = (shard_spec(value) for value in values if isinstance(value, ShardedTensor))
@@ -296,10 +281,10 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
 
         answers = agree_and_gather(comm, describe)
         lost = [names for _, names in answers]
-        objects.update(_fetched(comm, objects, lost, self._allowed))
+        objects.update(fetched_objects(comm, objects, lost, self._allowed))
         missing = [wires for wires, _ in answers]
         if any(missing):
-            at_hand.update(_moved(comm, held, missing))
+            at_hand.update(fetched_shards(comm, held, missing))
 
         def give(value: Any) -> Any:
             if isinstance(value, ShardedObject):
@@ -327,172 +312,3 @@ def _require_algorithm(algo: str) -> None:
 def _taken_apart(sharded_state_dict: StateDict, algo: str) -> SaveParts:
     _require_algorithm(algo)
     return take_apart_for_save(sharded_state_dict, None)
-
-
-def _distribution(comm: Communicator, sharded: StateDict) -> ShardDistribution:
-    """Deal the shards out among the ranks of a group. Collective over it."""
-
-    def describe() -> list[Any]:
-        values = (v for v in sharded_values(sharded) if isinstance(v, ShardedTensor))
-        return [shard_to_wire(shard_spec(value)) for value in values]
-
-    everyone = agree_and_gather(comm, describe)
-
-    def deal() -> ShardDistribution:
-        holders: dict[ShardId, list[int]] = {}
-        nbytes: dict[ShardId, int] = {}
-        for rank, wires in enumerate(everyone):
-            for spec in map(shard_from_wire, wires):
-                nbytes[spec.id] = spec.nbytes
-                having = holders.setdefault(spec.id, [])
-                if not having or having[-1] != rank:  # ranks come in order, each once
-                    having.append(rank)
-        return ShardDistribution(build_spread(holders, nbytes))
-
-    return agree(comm, deal)
-
-
-def _only_kept(sharded: StateDict, distribution: ShardDistribution, rank: int) -> StateDict:
-    """The state dict without the data of tensors that other ranks keep."""
-
-    def keep(value: Any) -> Any:
-        if not isinstance(value, ShardedTensor):
-            return value
-        keeper = distribution.keepers.get(shard_spec(value).id)
-        if keeper is None:
-            raise PlanError(
-                f"{value.key}: cached_metadata does not know this shard; leave it out after the "
-                "sharding has changed",
-                key=value.key,
-            )
-        return value if keeper == rank else value.without_data()
-
-    return mapped_values(keep, sharded)
-
-
-def _shards(sharded: StateDict) -> dict[ShardSpec, torch.Tensor]:
-    """Tensors at hand, each shaped like its region."""
-    found: dict[ShardSpec, torch.Tensor] = {}
-    for value in sharded_values(sharded):
-        if isinstance(value, ShardedTensor) and value.data is not None:
-            spec = shard_spec(value)
-            found[spec] = value.data.detach().reshape(spec.region.shape)
-    return found
-
-
-def _stored_keys(comm: Communicator, sharded: StateDict) -> StateDict:
-    """A sharded value, without data, for every key that the parts of all ranks hold. Collective."""
-
-    def describe() -> list[Any]:
-        first = {value.key: value for value in reversed(list(sharded_values(sharded)))}
-        return [metadata_to_wire(value) for value in first.values()]
-
-    everyone = agree_and_gather(comm, describe)
-    found = (metadata_from_wire(wire) for wires in everyone for wire in wires)
-    return {value.key: value for value in found}
-
-
-def _objects(sharded: StateDict) -> dict[ObjectId, Any]:
-    return {
-        object_id(value): value.data
-        for value in sharded_values(sharded)
-        if isinstance(value, ShardedObject)
-    }
-
-
-def _fetched(
-    comm: Communicator,
-    objects: Mapping[ObjectId, Any],
-    lost: Sequence[Sequence[Any]],
-    allow: Mapping[str, Any] | None,
-) -> dict[ObjectId, Any]:
-    """Objects that some rank wants and does not hold, from the first rank that does. Collective.
-
-    Raises:
-        ArrayNotFoundError: nobody holds one of them.
-    """
-    wanted = {
-        ObjectId(key, tuple(offset), tuple(shape)): rank
-        for rank, names in reversed(list(enumerate(lost)))
-        for key, offset, shape in names
-    }
-    if not wanted:
-        return {}
-    names = sorted(wanted)
-    holding = agree_and_gather(comm, lambda: [n for n, name in enumerate(names) if name in objects])
-    allowed: dict[str, Any] = {}
-
-    def senders() -> dict[ObjectId, int]:
-        allowed.update(names_of(default_allowed()) if allow is None else allow)
-        able = _first_holders(holding)
-        found = {}
-        for number, name in enumerate(names):
-            if number not in able:
-                raise ArrayNotFoundError(
-                    f"{name.unique_key}: rank {comm.global_rank(wanted[name])} wants this object, "
-                    "which no part of the checkpoint holds",
-                    key=name.key,
-                )
-            found[name] = able[number]
-        return found
-
-    planned = agree(comm, senders)
-    mine = [name for name, rank in planned.items() if rank == comm.rank]
-    contents = agree_and_gather_bytes(
-        comm, lambda: dump_value([objects[name] for name in mine], allowed)
-    )
-
-    def take() -> dict[ObjectId, Any]:
-        found: dict[ObjectId, Any] = {}
-        for rank, content in enumerate(contents):
-            sent = [name for name, sender in planned.items() if sender == rank]
-            found.update(zip(sent, load_value(content, allowed), strict=True))
-        return found
-
-    return agree(comm, take)
-
-
-def _first_holders(holding: Sequence[Sequence[int]]) -> dict[int, int]:
-    """The first rank that holds each object, by the objects' numbers."""
-    found: dict[int, int] = {}
-    for rank, held in enumerate(holding):
-        for number in held:
-            found.setdefault(number, rank)
-    return found
-
-
-def _moved(
-    comm: Communicator,
-    held: Mapping[ShardSpec, torch.Tensor],
-    missing: Sequence[Sequence[Any]],
-) -> dict[ShardId, torch.Tensor]:
-    """What this rank lacks, from the ranks that hold it. Collective.
-
-    Args:
-        comm: all ranks.
-        held: what this rank has.
-        missing: what each rank lacks, as ``shard_to_wire`` describes it.
-    """
-
-    def describe() -> list[Any]:
-        bound = options_from_environment().max_inflight_bytes
-        return [bound, [shard_to_wire(spec) for spec in held]]
-
-    everyone = agree_and_gather(comm, describe)
-
-    def prepare() -> tuple[ReshardPlan, dict[ShardId, torch.Tensor]]:
-        bound = min(bound for bound, _ in everyone)
-        found = [list(map(shard_from_wire, wires)) for _, wires in everyone]
-        wanted = [list(map(shard_from_wire, wires)) for wires in missing]
-        plan = build_reshard_plan(found, wanted, max_inflight_bytes=bound)
-        device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
-        return plan, {
-            spec.id: torch.empty(
-                spec.region.shape, dtype=torch_dtype(plan.dtypes[spec.key]), device=device
-            )
-            for spec in wanted[comm.rank]
-        }
-
-    plan, targets = agree(comm, prepare)
-    run_reshard(plan, {spec.id: tensor for spec, tensor in held.items()}, targets, comm)
-    return targets

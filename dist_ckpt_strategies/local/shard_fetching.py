@@ -1,0 +1,160 @@
+"""Shards and objects that a rank lacks, from the ranks that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
+from dist_ckpt_strategies.config import options_from_environment
+from dist_ckpt_strategies.device import torch_dtype
+from dist_ckpt_strategies.errors import ArrayNotFoundError
+from dist_ckpt_strategies.local.plain_values import dump_value, load_value
+from dist_ckpt_strategies.megatron.allowed import default_allowed
+from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor
+from dist_ckpt_strategies.megatron.shards import (
+    StateDict,
+    metadata_from_wire,
+    metadata_to_wire,
+    object_id,
+    shard_spec,
+    sharded_values,
+)
+from dist_ckpt_strategies.plan.reshard import ReshardPlan, build_reshard_plan
+from dist_ckpt_strategies.run.reshard import run_reshard
+from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.spec.shard import ShardId, ShardSpec, shard_from_wire, shard_to_wire
+from dist_ckpt_strategies.storage.objects.pickled import names_of
+
+
+def tensors_at_hand(sharded: StateDict) -> dict[ShardSpec, torch.Tensor]:
+    """Tensors at hand, each shaped like its region."""
+    found: dict[ShardSpec, torch.Tensor] = {}
+    for value in sharded_values(sharded):
+        if isinstance(value, ShardedTensor) and value.data is not None:
+            spec = shard_spec(value)
+            found[spec] = value.data.detach().reshape(spec.region.shape)
+    return found
+
+
+def objects_at_hand(sharded: StateDict) -> dict[ObjectId, Any]:
+    """What the ShardedObjects hold."""
+    return {
+        object_id(value): value.data
+        for value in sharded_values(sharded)
+        if isinstance(value, ShardedObject)
+    }
+
+
+def stored_keys(comm: Communicator, sharded: StateDict) -> StateDict:
+    """A sharded value, without data, for every key that the parts of all ranks hold. Collective."""
+
+    def describe() -> list[Any]:
+        first = {value.key: value for value in reversed(list(sharded_values(sharded)))}
+        return [metadata_to_wire(value) for value in first.values()]
+
+    everyone = agree_and_gather(comm, describe)
+    found = (metadata_from_wire(wire) for wires in everyone for wire in wires)
+    return {value.key: value for value in found}
+
+
+def fetched_objects(
+    comm: Communicator,
+    objects: Mapping[ObjectId, Any],
+    lost: Sequence[Sequence[Any]],
+    allow: Mapping[str, Any] | None,
+) -> dict[ObjectId, Any]:
+    """Objects that some rank wants and does not hold, from the first rank that does. Collective.
+
+    Raises:
+        ArrayNotFoundError: nobody holds one of them.
+    """
+    wanted = {
+        ObjectId(key, tuple(offset), tuple(shape)): rank
+        for rank, names in reversed(list(enumerate(lost)))
+        for key, offset, shape in names
+    }
+    if not wanted:
+        return {}
+    names = sorted(wanted)
+    holding = agree_and_gather(comm, lambda: [n for n, name in enumerate(names) if name in objects])
+    allowed: dict[str, Any] = {}
+
+    def senders() -> dict[ObjectId, int]:
+        allowed.update(names_of(default_allowed()) if allow is None else allow)
+        able = _first_holders(holding)
+        found = {}
+        for number, name in enumerate(names):
+            if number not in able:
+                raise ArrayNotFoundError(
+                    f"{name.unique_key}: rank {comm.global_rank(wanted[name])} wants this object, "
+                    "which no part of the checkpoint holds",
+                    key=name.key,
+                )
+            found[name] = able[number]
+        return found
+
+    planned = agree(comm, senders)
+    mine = [name for name, rank in planned.items() if rank == comm.rank]
+    contents = agree_and_gather_bytes(
+        comm, lambda: dump_value([objects[name] for name in mine], allowed)
+    )
+
+    def take() -> dict[ObjectId, Any]:
+        found: dict[ObjectId, Any] = {}
+        for rank, content in enumerate(contents):
+            sent = [name for name, sender in planned.items() if sender == rank]
+            found.update(zip(sent, load_value(content, allowed), strict=True))
+        return found
+
+    return agree(comm, take)
+
+
+def _first_holders(holding: Sequence[Sequence[int]]) -> dict[int, int]:
+    """The first rank that holds each object, by the objects' numbers."""
+    found: dict[int, int] = {}
+    for rank, held in enumerate(holding):
+        for number in held:
+            found.setdefault(number, rank)
+    return found
+
+
+def fetched_shards(
+    comm: Communicator,
+    held: Mapping[ShardSpec, torch.Tensor],
+    missing: Sequence[Sequence[Any]],
+) -> dict[ShardId, torch.Tensor]:
+    """What this rank lacks, from the ranks that hold it. Collective.
+
+    Args:
+        comm: all ranks.
+        held: what this rank has.
+        missing: what each rank lacks, as ``shard_to_wire`` describes it.
+    """
+
+    def describe() -> list[Any]:
+        bound = options_from_environment().max_inflight_bytes
+        return [bound, [shard_to_wire(spec) for spec in held]]
+
+    everyone = agree_and_gather(comm, describe)
+
+    def prepare() -> tuple[ReshardPlan, dict[ShardId, torch.Tensor]]:
+        bound = min(bound for bound, _ in everyone)
+        found = [list(map(shard_from_wire, wires)) for _, wires in everyone]
+        wanted = [list(map(shard_from_wire, wires)) for wires in missing]
+        plan = build_reshard_plan(found, wanted, max_inflight_bytes=bound)
+        device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
+        return plan, {
+            spec.id: torch.empty(
+                spec.region.shape, dtype=torch_dtype(plan.dtypes[spec.key]), device=device
+            )
+            for spec in wanted[comm.rank]
+        }
+
+    plan, targets = agree(comm, prepare)
+    run_reshard(plan, {spec.id: tensor for spec, tensor in held.items()}, targets, comm)
+    return targets
