@@ -14,6 +14,7 @@ from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import PlanError, StrategyError
+from dist_ckpt_strategies.local.running import PatientCommunicator
 from dist_ckpt_strategies.local.shard_distribution import ShardDistribution, deal_out, only_kept
 from dist_ckpt_strategies.local.shard_fetching import (
     fetched_objects,
@@ -112,11 +113,13 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
             sharded_state_dict: as for ``dist_checkpointing.save``.
             algo: ``"atomic"`` keeps all shards on every rank; ``"fully_parallel"`` lets one of
                 the ranks of the group that hold a shard keep it.
-            parallelization_group: the ranks that deal them out; the world by default.
+            parallelization_group: the ranks that deal them out; the world by default. A save
+                behind training that sends over it is waited for.
             cached_metadata: what an earlier call returned, if the sharding has not changed.
 
         Raises:
             PlanError: the algorithm is unknown, or the shards of all ranks do not fit together.
+            SaveTimeoutError: a save sends over the group for too long.
         """
         world = _communicator(None, "taking a state apart")
 
@@ -301,7 +304,8 @@ def _communicator(group: ProcessGroup | None, purpose: str) -> Communicator:
         limit_s = options_from_environment().timeout_s
     except StrategyError:
         limit_s = Options().timeout_s
-    return open_communicator(group, timeout_s=limit_s, purpose=purpose)
+    comm = open_communicator(group, timeout_s=limit_s, purpose=purpose)
+    return PatientCommunicator(comm, group, limit_s)
 
 
 def _require_algorithm(algo: str) -> None:

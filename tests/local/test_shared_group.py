@@ -1,4 +1,4 @@
-"""A manager meets over a process group that another one's save sends over behind training."""
+"""Ranks meet over a process group that a save sends over behind training."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedTensor
 
-from dist_ckpt_strategies.local import CliqueReplicationStrategy
+from dist_ckpt_strategies.local import CliqueReplicationStrategy, MCoreTensorAwareStateDict
 from tests.local.clique_worlds import SAVED, TIMEOUT_S, load, manager_of, outcome, run, state_of
 
 pytestmark = pytest.mark.multiprocess
@@ -45,3 +47,27 @@ def test_a_manager_that_meets_over_a_group_waits_for_a_save_that_sends_over_it(
     expected = [seen for n in "123" for seen in (("ok", n), SAVED, SAVED, SAVED, ("ok", n))]
 
     assert run(2, meet_over_a_group_in_use, tmp_path) == [expected] * 2
+
+
+def deal_out_over_a_group_in_use(rank: int, root: str) -> list[Any]:
+    strategy = clique_of_both()
+    saver = manager_of(rank, root, strategy, node=rank)
+    data = torch.arange(12.0)
+    sharded = {"a": ShardedTensor.from_rank_offsets("a", data, replica_id=rank)}
+    seen: list[Any] = []
+    for iteration in (1, 2, 3):
+        begun = saver.save(state_of(rank, iteration), iteration, is_async=True)
+        state, _ = MCoreTensorAwareStateDict.from_state_dict(
+            sharded, "fully_parallel", strategy.local_group
+        )
+        seen.append(len(list(state.tensors)))
+        seen.append(outcome(begun.wait) if begun else None)
+    return seen
+
+
+def test_shards_are_dealt_out_over_a_group_once_a_save_no_longer_sends_over_it(
+    tmp_path: Path,
+) -> None:
+    answers = run(2, deal_out_over_a_group_in_use, tmp_path)
+
+    assert answers == [[1, SAVED] * 3, [0, SAVED] * 3]
