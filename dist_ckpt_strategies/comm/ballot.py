@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from dist_ckpt_strategies.comm.agree import limit_of_wait
+from dist_ckpt_strategies.comm.group_users import GROUP_USERS
 from dist_ckpt_strategies.comm.process_group import ProcessGroup, is_distributed
 
 logger = logging.getLogger(__name__)
@@ -24,7 +26,9 @@ class Ballot:
     """Votes of a group of ranks, and what each of them mirrors to its replicas.
 
     Plain collectives of torch.distributed, two in each step: an error ends them as it ends those
-    of the training beside them. Without torch.distributed this process is alone.
+    of the training beside them. Without torch.distributed this process is alone. A local save
+    behind training that sends over one of the groups is waited for, so that training stalls: it
+    is better given a group of its own.
 
     Args:
         group: ranks that vote; None for the world.
@@ -45,6 +49,8 @@ class Ballot:
         self._group = group
         self._replicas = replica_group if replica_group is not None else group
         self._limit = timedelta(seconds=timeout_s)
+        self._longest_wait_s = limit_of_wait(timeout_s)
+        self._has_waited = False
         self._capacity: int | None = None
         self.is_new = True
 
@@ -87,12 +93,23 @@ class Ballot:
             return True
         size = dist.get_world_size(self._group)
         mine = _scattered(number) % (_LARGEST_SUM // size)
+        self._let_others_finish(self._group)
         value = torch.tensor([mine], dtype=torch.int32, device=_device_of(self._group))
         work: Any = dist.all_reduce(value, group=self._group, async_op=True)
         work.wait(self._limit)
         return int(value.item()) == size * mine
 
+    def _let_others_finish(self, group: ProcessGroup | None) -> None:
+        if GROUP_USERS.is_used(group) and not self._has_waited:
+            self._has_waited = True
+            logger.warning(
+                "a step waits for a save behind training that sends over the group of its votes; "
+                "give the save's strategy a group of its own"
+            )
+        GROUP_USERS.wait(group, self._longest_wait_s)
+
     def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
+        self._let_others_finish(self._replicas)
         mine = mine.to(_device_of(self._replicas))
         size = dist.get_world_size(self._replicas)
         found = [torch.empty_like(mine) for _ in range(size)]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from dist_ckpt_strategies.comm.agree import limit_of_wait
 from dist_ckpt_strategies.comm.attendance import Attendance, described
 from dist_ckpt_strategies.comm.base import (
     Buffer,
@@ -27,6 +28,7 @@ from dist_ckpt_strategies.comm.base import (
     out_of_step,
     who_is_where,
 )
+from dist_ckpt_strategies.comm.group_users import GROUP_USERS
 from dist_ckpt_strategies.comm.host_links import Carrying, HostLinks
 from dist_ckpt_strategies.comm.process_group import ProcessGroup, is_distributed, message_device
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
@@ -113,7 +115,8 @@ class TorchCommunicator:
     """A Communicator over an existing process group of two or more ranks.
 
     Works over gloo on the CPU and, where the group has no CPU backend, over NCCL through device
-    buffers.
+    buffers. A save behind training that sends over the group is waited for first, whatever is
+    asked: it raises SaveTimeoutError where one goes on for most of the limit.
     """
 
     def __init__(  # noqa: PLR0913 - options by name
@@ -146,6 +149,7 @@ class TorchCommunicator:
 
     def all_gather(self, item: Message) -> list[Message]:
         """See Communicator."""
+        self._let_others_finish()
         content, failure = _encoded(item)
         size = len(content) if failure is None else -len(content)
         sizes = self._gathered_sizes(size)
@@ -163,6 +167,9 @@ class TorchCommunicator:
             if size < 0:
                 raise error_from_peer(self.global_rank(rank), "CheckpointError", str(message))
         return messages
+
+    def _let_others_finish(self) -> None:
+        GROUP_USERS.wait(self._group, limit_of_wait(self._timeout_s))
 
     def _gathered_sizes(self, size: int) -> list[int]:
         """The size that each rank tells, all of them for the same purpose.
@@ -205,6 +212,7 @@ class TorchCommunicator:
 
     def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
         """See Communicator."""
+        self._let_others_finish()
         self._attendance.sign()
         carried = None
         if self._links is not None:

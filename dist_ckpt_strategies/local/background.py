@@ -88,7 +88,7 @@ class BackgroundWork(Generic[T]):
         return self._ended.wait(seconds)
 
     def wait(self, timeout_s: float, what: str = "the save") -> None:
-        """Return when it has ended, well or not.
+        """Return when it has ended, well or not; at once where its own thread asks.
 
         Args:
             timeout_s: longest wait, in seconds.
@@ -97,7 +97,7 @@ class BackgroundWork(Generic[T]):
         Raises:
             SaveTimeoutError: it goes on for longer.
         """
-        if not self.ends_within(timeout_s):
+        if threading.current_thread() is not self._thread and not self.ends_within(timeout_s):
             raise SaveTimeoutError(None, f"{what} is not done after {timeout_s:g} s")
 
     def result(self) -> T:

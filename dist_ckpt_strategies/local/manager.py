@@ -41,7 +41,6 @@ from dist_ckpt_strategies.local.replication import (
     ReplicationStrategy,
 )
 from dist_ckpt_strategies.local.requests import LocalSaveRequest, SaveName
-from dist_ckpt_strategies.local.running import PatientCommunicator
 from dist_ckpt_strategies.local.saving import (
     Intent,
     remove_outdated,
@@ -265,7 +264,7 @@ class LocalCheckpointManager:
         found = [comm.global_rank(rank) for rank in range(comm.size)]
         if found != list(range(comm.size)):
             raise PlanError(f"group: expected ranks 0 to {comm.size - 1} in order, found {found}")
-        return PatientCommunicator(comm, self._group, self._timeout_s)
+        return comm
 
     def _strategy(self) -> CliqueReplicationStrategy | None:
         """The strategy itself. Making it, the first time, is collective over the world."""

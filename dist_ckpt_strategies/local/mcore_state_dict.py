@@ -14,7 +14,6 @@ from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import PlanError, StrategyError
-from dist_ckpt_strategies.local.running import PatientCommunicator
 from dist_ckpt_strategies.local.shard_distribution import ShardDistribution, deal_out, only_kept
 from dist_ckpt_strategies.local.shard_fetching import (
     fetched_objects,
@@ -304,8 +303,7 @@ def _communicator(group: ProcessGroup | None, purpose: str) -> Communicator:
         limit_s = options_from_environment().timeout_s
     except StrategyError:
         limit_s = Options().timeout_s
-    comm = open_communicator(group, timeout_s=limit_s, purpose=purpose)
-    return PatientCommunicator(comm, group, limit_s)
+    return open_communicator(group, timeout_s=limit_s, purpose=purpose)
 
 
 def _require_algorithm(algo: str) -> None:

@@ -11,6 +11,7 @@ import xxhash
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, limit_of_wait
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.group_users import GROUP_USERS
 from dist_ckpt_strategies.comm.new_groups import new_group_of
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
@@ -24,7 +25,6 @@ from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
 from dist_ckpt_strategies.local.background import BackgroundWork
 from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
 from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
-from dist_ckpt_strategies.local.running import GROUP_USERS
 from dist_ckpt_strategies.local.state_codecs import decode_state, encode_state
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.plan.cliques import Clique, build_cliques

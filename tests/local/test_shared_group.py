@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,10 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 
+from dist_ckpt_strategies.comm.ballot import Ballot
+from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.local import CliqueReplicationStrategy, MCoreTensorAwareStateDict
+from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
 from tests.local.clique_worlds import SAVED, TIMEOUT_S, load, manager_of, outcome, run, state_of
 
 pytestmark = pytest.mark.multiprocess
@@ -71,3 +75,45 @@ def test_shards_are_dealt_out_over_a_group_once_a_save_no_longer_sends_over_it(
     answers = run(2, deal_out_over_a_group_in_use, tmp_path)
 
     assert answers == [[1, SAVED] * 3, [0, SAVED] * 3]
+
+
+def vote_over_a_group_in_use(rank: int, root: str) -> list[Any]:
+    strategy = clique_of_both()
+    saver = manager_of(rank, root, strategy, node=rank)
+    ballot = Ballot(strategy.local_group, timeout_s=TIMEOUT_S)
+    seen: list[Any] = []
+    for iteration in (1, 2, 3):
+        begun = saver.save(state_of(rank, iteration), iteration, is_async=True)
+        for _ in range(100):  # the save takes its time to begin
+            mirrored = ballot.mirror(bytes([rank]))
+            seen += [(mirrored, ballot.is_unanimous(iteration))]
+        seen.append(outcome(begun.wait) if begun else None)
+    return seen
+
+
+def test_a_step_votes_over_a_group_once_a_save_no_longer_sends_over_it(tmp_path: Path) -> None:
+    answers = run(2, vote_over_a_group_in_use, tmp_path)
+
+    votes = [[({1 - rank: bytes([1 - rank])}, True)] * 100 for rank in range(2)]
+    assert answers == [[*votes[rank], SAVED] * 3 for rank in range(2)]
+
+
+def save_elsewhere_over_a_group_in_use(rank: int, root: str) -> list[Any]:
+    strategy = clique_of_both()
+    saver = manager_of(rank, root, strategy, node=rank)
+    zarr = ZarrSaveShardedStrategy(group=strategy.local_group, options=Options(timeout_s=TIMEOUT_S))
+    sharded = {"a": ShardedTensor.from_rank_offsets("a", torch.arange(12.0), replica_id=rank)}
+    seen: list[Any] = []
+    for iteration in (1, 2, 3):
+        begun = saver.save(state_of(rank, iteration), iteration, is_async=True)
+        to = Path(root) / f"global{iteration}"
+        to.mkdir(exist_ok=True)
+        seen.append(outcome(partial(zarr.save, sharded, to)))
+        seen.append(outcome(begun.wait) if begun else None)
+    return seen
+
+
+def test_a_global_save_goes_over_a_group_once_a_local_one_no_longer_sends_over_it(
+    tmp_path: Path,
+) -> None:
+    assert run(2, save_elsewhere_over_a_group_in_use, tmp_path) == [[SAVED] * 6] * 2
