@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from dist_ckpt_strategies.errors import StrategyError
 
 MIB = 1 << 20
+_SHARE_OF_WAIT = 0.75
 _Choice = TypeVar("_Choice", bound=StrEnum)
 _PREFIX = "DIST_CKPT_"
 
@@ -41,6 +42,15 @@ _STORE_VARIABLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _STORE_PARSERS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
     {"timeout_s": float, "max_retries": int}
 )
+
+
+def limit_of_wait(timeout_s: float) -> float:
+    """The longest that a step may wait for something of its own rank's, in seconds.
+
+    Meanwhile the others wait for this rank, for ``timeout_s``: it has to have said by then that it
+    waits in vain.
+    """
+    return _SHARE_OF_WAIT * timeout_s
 
 
 class Engine(StrEnum):
@@ -80,7 +90,8 @@ class StoreOptions:
         credentials: where they come from; ``"default"`` is Amazon's usual chain: environment,
             profile, container, machine.
         profile: of the credentials file; None for the usual one.
-        timeout_s: longest time for one request, its retries included, in seconds.
+        timeout_s: longest time for one request, its retries included, in seconds. In a save or
+            load of several ranks, at most three quarters of what they wait for each other.
         max_retries: of one request; the pauses between them grow up to 4 s.
     """
 
@@ -155,6 +166,15 @@ class Options:
     def with_changes(self, **changes: Any) -> Options:
         """A copy with the given fields changed; None leaves a field as it is."""
         return replace(self, **{k: v for k, v in changes.items() if v is not None})
+
+    def reached_stores(self) -> StoreOptions:
+        """How object stores are reached: no request outlasts what the peers wait for its rank.
+
+        Raises:
+            StrategyError: it is for the environment to say, which makes no sense.
+        """
+        store = self.store or store_options_from_environment()
+        return replace(store, timeout_s=min(store.timeout_s, limit_of_wait(self.timeout_s)))
 
 
 def require_in_range(name: str, kind: type[Any], limit: float, value: Any) -> None:

@@ -19,22 +19,11 @@ from dist_ckpt_strategies.errors import (
 
 T = TypeVar("T")
 
-_SHARE_OF_WAIT = 0.75
-
 _NUM_FIELDS = 5
 """Of a verdict: see ``_verdict``."""
 
 _NUM_HALVES = 2
 """Of an answer: a verdict, and what the step has returned."""
-
-
-def limit_of_wait(timeout_s: float) -> float:
-    """The longest that a step may wait for something of its own rank's, in seconds.
-
-    Meanwhile the others wait for this rank, for ``timeout_s``: it has to have said by then that it
-    waits in vain.
-    """
-    return _SHARE_OF_WAIT * timeout_s
 
 
 def agree(comm: Communicator, step: Callable[[], T]) -> T:

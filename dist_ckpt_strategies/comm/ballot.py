@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from dist_ckpt_strategies.comm.agree import limit_of_wait
 from dist_ckpt_strategies.comm.group_users import GROUP_USERS
 from dist_ckpt_strategies.comm.process_group import ProcessGroup, is_distributed
+from dist_ckpt_strategies.config import limit_of_wait
 
 logger = logging.getLogger(__name__)
 

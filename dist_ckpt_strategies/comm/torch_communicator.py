@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from dist_ckpt_strategies.comm.agree import limit_of_wait
 from dist_ckpt_strategies.comm.attendance import Attendance, described
 from dist_ckpt_strategies.comm.base import (
     Buffer,
@@ -32,6 +31,7 @@ from dist_ckpt_strategies.comm.group_users import GROUP_USERS
 from dist_ckpt_strategies.comm.host_links import Carrying, HostLinks
 from dist_ckpt_strategies.comm.process_group import ProcessGroup, is_distributed, message_device
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
+from dist_ckpt_strategies.config import limit_of_wait
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerError,

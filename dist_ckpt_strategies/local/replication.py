@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import xxhash
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, limit_of_wait
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.group_users import GROUP_USERS
 from dist_ckpt_strategies.comm.new_groups import new_group_of
@@ -20,7 +20,12 @@ from dist_ckpt_strategies.comm.process_group import (
     payload_device,
 )
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
-from dist_ckpt_strategies.config import MIB, local_world_size, options_from_environment
+from dist_ckpt_strategies.config import (
+    MIB,
+    limit_of_wait,
+    local_world_size,
+    options_from_environment,
+)
 from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
 from dist_ckpt_strategies.local.background import BackgroundWork
 from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict

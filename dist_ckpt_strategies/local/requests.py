@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from dist_ckpt_strategies.comm.agree import agree_and_gather, limit_of_wait
+from dist_ckpt_strategies.comm.agree import agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator, who_is_where
+from dist_ckpt_strategies.config import limit_of_wait
 from dist_ckpt_strategies.errors import MissingDependencyError, PlanError, SaveTimeoutError
 from dist_ckpt_strategies.local.background import BackgroundWork, wait_for_mark
 from dist_ckpt_strategies.megatron.requests import AsyncRequest

@@ -193,7 +193,7 @@ def _from_global(
     """A global checkpoint, if it is whole. Collective."""
 
     def look() -> Location:
-        place = located(candidate.path, None)
+        place = located(candidate.path, options_from_environment())
         read_marker(place)
         return place
 
@@ -267,7 +267,7 @@ def _checkpoints(address: str | Path) -> Iterator[tuple[str, bool]]:
 
     Each with whether there is a marker, good or not.
     """
-    place = located(address, None)
+    place = located(address, options_from_environment())
     yield from _in_directory(place) if isinstance(place, Path) else _in_store(place)
 
 

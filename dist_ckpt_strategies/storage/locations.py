@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dist_ckpt_strategies.config import StoreOptions, store_options_from_environment
+from dist_ckpt_strategies.config import Options, store_options_from_environment
 from dist_ckpt_strategies.errors import CheckpointExistsError, StrategyError
 from dist_ckpt_strategies.spec.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.addresses import parsed_address
@@ -18,12 +18,12 @@ from dist_ckpt_strategies.storage.lifecycle import clearing, publication
 Location = Path | Bucket
 
 
-def located(checkpoint_dir: str | Path | Bucket, store: StoreOptions | None) -> Location:
+def located(checkpoint_dir: str | Path | Bucket, options: Options | None) -> Location:
     """The location that a caller means: ``s3://``, ``gs://``, ``file:///`` or a path.
 
     Args:
         checkpoint_dir: a location stays as it is.
-        store: how an object store is reached; None: as the environment says.
+        options: how an object store is reached; None: as the environment says, and no peer waits.
 
     Raises:
         StrategyError: it is no address, or a Path made of a URL; or the environment makes no sense.
@@ -33,7 +33,7 @@ def located(checkpoint_dir: str | Path | Bucket, store: StoreOptions | None) -> 
     found = parsed_address(checkpoint_dir)
     if isinstance(found, Path):
         return found
-    return Bucket(found, store or store_options_from_environment())
+    return Bucket(found, options.reached_stores() if options else store_options_from_environment())
 
 
 def require_path(location: Location, what: str) -> Path:

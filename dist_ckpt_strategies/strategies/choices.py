@@ -81,11 +81,19 @@ _OWN: Mapping[StrategyKey, Callable[[], Any]] = MappingProxyType(
 """What ``save`` and ``load`` use without ``register``, which is for Megatron-Core's own."""
 
 
-def location_of(checkpoint_dir: str | Path, strategy: StrategyChoice) -> Location:
-    """Where the checkpoint is; an object store is reached as the strategy's options say."""
+def location_of(
+    checkpoint_dir: str | Path, strategy: StrategyChoice, timeout_s: float | None
+) -> Location:
+    """Where the checkpoint is; an object store is reached as the strategy's options say.
+
+    Args:
+        checkpoint_dir: as the caller names it.
+        strategy: an instance; where it is none, the environment's options hold.
+        timeout_s: time limit in place of theirs, in seconds; None for theirs.
+    """
     inner = getattr(strategy, "base_strategy", strategy)
     options = getattr(inner, "options", None) or options_from_environment()
-    return located(checkpoint_dir, options.store)
+    return located(checkpoint_dir, options.with_changes(timeout_s=timeout_s))
 
 
 def require_taken(root: Location, strategy: Any) -> None:

@@ -84,7 +84,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
         Raises:
             StorageError: it cannot be pickled or written; a PeerError of that class elsewhere.
         """
-        root = located(checkpoint_dir, self._options.store)
+        root = located(checkpoint_dir, self._options)
         comm = open_communicator(
             self._group,
             timeout_s=self._options.timeout_s,
@@ -103,7 +103,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
             PlanError: a key names no directory below the checkpoint.
             StorageError: one cannot be pickled or written.
         """
-        root = require_path(located(checkpoint_dir, self._options.store), _OBJECT_FILES)
+        root = require_path(located(checkpoint_dir, self._options), _OBJECT_FILES)
         objects = list(filter(is_main, sharded_values(sharded_objects_state_dict)))
         require_storable_keys((), {object_id(value).key for value in objects})
         for value in objects:
@@ -140,7 +140,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
             UnsafeObjectError: it needs a class that is not allowed; the message says which.
             CorruptCheckpointError: it is damaged.
         """
-        root = located(checkpoint_dir, self._options.store)
+        root = located(checkpoint_dir, self._options)
         path = root.path(COMMON_NAME) if isinstance(root, Bucket) else root / COMMON_NAME
         found = _read_common(root, self._options, self._allowed())
         if not isinstance(found, dict):
@@ -180,7 +180,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
         return [*default_allowed(), *self._allow]
 
     def _directory(self, checkpoint_dir: str | Path) -> Path:
-        return require_path(located(checkpoint_dir, self._options.store), _OBJECT_FILES)
+        return require_path(located(checkpoint_dir, self._options), _OBJECT_FILES)
 
 
 def require_common(backend: str, version: int) -> None:

@@ -359,7 +359,7 @@ def resolved(name: str | Path, options: Options) -> Location:
     Raises:
         StrategyError: it is no address.
     """
-    location = located(name, options.store)
+    location = located(name, options)
     return location.resolve() if isinstance(location, Path) else location
 
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt_strategies.comm.agree import agree, agree_on_first, limit_of_wait
+from dist_ckpt_strategies.comm.agree import agree, agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.config import limit_of_wait
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.local.requests import LocalSaveRequest
 from dist_ckpt_strategies.local.running import RUNNING_SAVES
@@ -248,7 +249,7 @@ def _begun_save(
     def check() -> _Save:
         options = entry_options(manner.timeout_s)
         chosen = save_strategies(*strategies, manner.timeout_s)
-        root = location_of(checkpoint_dir, chosen[0])
+        root = location_of(checkpoint_dir, chosen[0], manner.timeout_s)
         require_taken(root, chosen[0])
         parts = take_apart_for_save(state_dict, content_metadata)
         RUNNING_SAVES.wait(root, limit_of_wait(options.timeout_s))

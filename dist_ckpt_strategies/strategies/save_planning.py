@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import xxhash
 
-from dist_ckpt_strategies.comm.agree import agree, limit_of_wait
+from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.config import Options, limit_of_wait
 from dist_ckpt_strategies.device import Slot, require_plain, torch_dtype
 from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError, StorageError
 from dist_ckpt_strategies.local.background import BackgroundWork

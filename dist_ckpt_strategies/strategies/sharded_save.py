@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first, limit_of_wait
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.config import Options, limit_of_wait
 from dist_ckpt_strategies.local.background import (
     BackgroundWork,
     agree_to_start,

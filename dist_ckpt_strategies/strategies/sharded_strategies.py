@@ -223,7 +223,7 @@ class BaseSaveShardedStrategy(_WithOptions, AsyncSaveShardedStrategy):  # type: 
         """What opens the place; where one rank cannot, all ranks learn it."""
 
         def open_target() -> SaveTarget:
-            root = located(checkpoint_dir, self._options.store)
+            root = located(checkpoint_dir, self._options)
             return self.open_target(root, comm.global_rank(comm.rank), keeps_old=keeps_old)
 
         return open_target
@@ -294,7 +294,7 @@ class BaseLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignor
         loaded, report = load_sharded(
             sharded_state_dict,
             lambda: self.open_checkpoint(
-                located(checkpoint_dir, self._options.store),
+                located(checkpoint_dir, self._options),
                 self._options,
                 Share(comm.rank, comm.size),
             ),
@@ -329,7 +329,7 @@ class BaseLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignor
         return load_sharded_in_group(
             sharded_state_dict,
             lambda: self.open_checkpoint(
-                located(checkpoint_dir, options.store), options, Share(comm.rank, comm.size)
+                located(checkpoint_dir, options), options, Share(comm.rank, comm.size)
             ),
             comm,
             options,
@@ -352,13 +352,13 @@ class BaseLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignor
     @raises_megatron_errors
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """A ShardedTensor without data, by key, for each stored array. Rank-local."""
-        root = located(checkpoint_dir, self._options.store)
+        root = located(checkpoint_dir, self._options)
         return self.stored_metadata(root, with_objects=False)
 
     @raises_megatron_errors
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """Like ``load_tensors_metadata``, with ShardedObjects by unique key. Rank-local."""
-        root = located(checkpoint_dir, self._options.store)
+        root = located(checkpoint_dir, self._options)
         return self.stored_metadata(root, with_objects=True)
 
     @abstractmethod

@@ -258,13 +258,13 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """A ShardedTensor without data, by key, for each stored array. Rank-local."""
-        root = located(checkpoint_dir, self._options.store)
+        root = located(checkpoint_dir, self._options)
         found: StateDict = self.base_strategy.load_tensors_metadata(root)
         return found
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """Like ``load_tensors_metadata``, with ShardedObjects by unique key. Rank-local."""
-        root = located(checkpoint_dir, self._options.store)
+        root = located(checkpoint_dir, self._options)
         found: StateDict = self.base_strategy.load_sharded_metadata(root)
         return found
 
@@ -292,7 +292,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             ten_meta: a _ShardedTensorMetadata, or whatever has the wanted ShardedTensor as
                 ``sharded_tensor_no_data``.
         """
-        root = located(checkpoint_dir, self._options.store)
+        root = located(checkpoint_dir, self._options)
         wanted = {"tensor": ten_meta.sharded_tensor_no_data.without_data()}
         base = self.base_strategy
         read = base.load_alone if isinstance(base, BaseLoadShardedStrategy) else base.load
@@ -325,7 +325,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         """Load through a base strategy whose ``load`` is collective over the world. Collective."""
 
         def place() -> Path:
-            location = located(checkpoint_dir, self._options.store)
+            location = located(checkpoint_dir, self._options)
             return require_path(location, f"{type(self.base_strategy).__name__}")
 
         root = agree(world, place)

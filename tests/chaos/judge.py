@@ -23,6 +23,9 @@ LOSSES = HANGS | {Kind.KILL}
 
 _SLACK_S = 20.0
 _LOST = {"PeerLostError", "PeerTimeoutError"}
+_LATE_STORE = {"StoreUnreachableError"}
+"""A request may not take longer than peers wait, which is short where one falls silent."""
+
 _NOTHING_THERE = {"CheckpointNotFoundError", "NoUsableCheckpointError"}
 _CAUSES: Mapping[Kind, tuple[str, ...]] = {
     Kind.FAIL: (INJECTED,),
@@ -90,7 +93,7 @@ def _unexplained(event: Event, rank: int, failure: Failure, timeout_s: float) ->
     if failure.seconds > 2 * timeout_s + _SLACK_S and not is_asleep:
         yield f"an error after {failure.seconds:.1f} s, the limit is {timeout_s:g} s: {failure}"
     if event.kind in LOSSES:
-        if not _LOST & set(failure.kinds):
+        if not (_LOST | _LATE_STORE) & set(failure.kinds):
             yield f"rank {event.victim} was lost, and the error is {failure}"
         return
     causes = _CAUSES.get(event.kind, ())

@@ -38,7 +38,9 @@ from tests.chaos.traps import Trap
 from tests.chaos.world import Answer, Gone, Stopped, StuckError, World
 from tests.support.ranks import run_processes
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
+"""More than the machine may stand still for, and than a store is given to answer."""
+
 SHORT_TIMEOUT_S = 2.5
 """Of waits for peers while one falls silent."""
 

@@ -166,3 +166,11 @@ def test_a_state_that_is_not_that_of_the_undisturbed_run_is_noticed() -> None:
 
     assert list(check_steps(good, REFERENCE)) == []
     assert "rank 3" in next(check_steps(bad, REFERENCE))
+
+
+def test_a_store_is_late_only_where_it_has_little_time() -> None:
+    late = trained(*[failure("s3://a did not answer", "StoreUnreachableError")] * 4)
+
+    lost = late | {2: Answer(Gone(-9), 0.1)}
+    assert list(check_training(event(Kind.KILL), lost, LIMIT_S)) == []
+    assert list(check_training(event(Kind.FAIL), late, LIMIT_S))

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.config import Credentials, StoreOptions
+from dist_ckpt_strategies.config import Credentials, Options, StoreOptions
 from dist_ckpt_strategies.errors import (
     BucketNotFoundError,
     CheckpointNotFoundError,
@@ -28,13 +28,14 @@ from tests.support.faulty_proxy import BUSY, NO_NAMES, NONE, Fault, FaultyProxy,
 from tests.support.object_stores import Moto, ObjectStore, Radosgw
 from tests.support.ports import free_port
 from tests.support.ranks import RankDiedError, run_processes
-from tests.support.sharding import Cut, differences, no_data, on_grid, state_of
+from tests.support.sharding import Cut, differences, no_data, on_grid, part_of, state_of
 
 pytestmark = pytest.mark.multiprocess
 
 SIZE = 2
 FORMAT2 = ("zarr", 2)
 BOUND_S = 4.0
+PEERS_S = 12.0
 
 
 def cuts(generation: int) -> list[Cut]:
@@ -69,9 +70,10 @@ def save_and_load(rank: int, variables: dict[str, str], url: str) -> list[Any]:
     return [save(rank, variables, url, 1), load(rank, variables, url, 1)]
 
 
-def options_of(store: ObjectStore) -> StoreOptions:
+def options_of(store: ObjectStore) -> Options:
     """To look at what is there, from this process, as anybody."""
-    return StoreOptions(store.endpoint, credentials=Credentials.ANONYMOUS, timeout_s=60)
+    anybody = StoreOptions(store.endpoint, credentials=Credentials.ANONYMOUS, timeout_s=60)
+    return Options(store=anybody)
 
 
 @pytest.fixture
@@ -142,6 +144,38 @@ def test_a_server_that_fails_for_good_is_given_up_in_time_by_all_ranks(
         assert f"within {BOUND_S:g} s" in result.text
         assert result.seconds < 3 * BOUND_S + 50
     assert not is_finished(located(url, options_of(proxy.store)))
+
+
+def attempt(rank: int, variables: dict[str, str], url: str, does_save: bool) -> Any:
+    """A save, or a load, that does not wait as long for peers as for the store."""
+    os.environ.update(variables)
+    state: Any = state_of(rank, cuts(2), part_of if does_save else no_data)
+    if does_save:
+        return outcome(
+            lambda: dist_ckpt_strategies.save(state, url, overwrite=True, timeout_s=PEERS_S)
+        )
+    return outcome(lambda: dist_ckpt_strategies.load(state, url, timeout_s=PEERS_S))
+
+
+@pytest.mark.parametrize("does_save", [True, False], ids=["save", "load"])
+@pytest.mark.parametrize("store", ["moto"], indirect=True)
+def test_a_silent_server_is_told_of_before_peers_give_up_on_the_rank_that_asks_it(
+    proxy: FaultyProxy, bucket: str, does_save: bool
+) -> None:
+    """They would know of a late rank alone, and their process group would be gone."""
+    url = f"s3://{bucket}/run"
+    variables = proxy.store.variables | {"DIST_CKPT_STORE_TIMEOUT_S": "120"}
+    assert run_processes(SIZE, save, variables, url, 2) == [None] * SIZE
+
+    with proxy.faulty(lambda _: Fault(delay_s=60)):
+        results = run_processes(SIZE, attempt, variables, url, does_save)
+
+    for rank, result in enumerate(results):
+        assert isinstance(result, Failure), (rank, result)
+        assert StoreUnreachableError.__name__ in result.kinds, (rank, result)
+        assert f"{url}/" in result.text
+        assert "leaves them unanswered" in result.text
+        assert "timeout_s of the save or load" in result.text
 
 
 def save_with_pid(

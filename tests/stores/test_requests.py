@@ -128,7 +128,7 @@ def write_and_read(bucket: Bucket, region: Region, options: Options) -> None:
 def test_inner_chunks_that_follow_each_other_are_read_in_requests_of_some_mib(
     proxy: FaultyProxy, bucket: str, max_inflight_bytes: int
 ) -> None:
-    place = located(f"s3://{bucket}/run", StoreOptions(proxy.store.endpoint))
+    place = located(f"s3://{bucket}/run", Options(store=StoreOptions(proxy.store.endpoint)))
     assert isinstance(place, Bucket)
 
     write_and_read(

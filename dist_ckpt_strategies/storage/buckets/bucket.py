@@ -34,7 +34,10 @@ _DELETES_AT_A_TIME = 1000
 _NOTHING = ".nothing/"
 """No object's name starts like this: it is a short list to ask for."""
 
-_PROBE_S = 5.0
+_MAX_PROBE_S = 5.0
+_SHARE_OF_PROBE = 0.125
+"""Of the time for a request: what it tells has to be told while peers still wait for it."""
+
 _FIRST_PAUSE = "100ms"
 _LONGEST_PAUSE = "4s"
 
@@ -197,7 +200,7 @@ class Bucket:
         probe = ts.KvStore.open(_spec(self.url, options)).result()
         future = probe.list(range=ts.KvStore.KeyRange(_NOTHING, f"{_NOTHING[:-1]}0"))
         try:
-            future.result(timeout=min(_PROBE_S, self._options.timeout_s))
+            future.result(timeout=min(_MAX_PROBE_S, _SHARE_OF_PROBE * self._options.timeout_s))
         except (TimeoutError, FutureTimeoutError):
             future.cancel()
             return "it takes requests, and leaves them unanswered"

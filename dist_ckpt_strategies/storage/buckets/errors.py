@@ -33,7 +33,8 @@ def no_answer(path: str, timeout_s: float, why: str) -> StoreUnreachableError:
     reason = f" ({why})" if why else ""
     return StoreUnreachableError(
         f"{path}: the object store did not answer within {timeout_s:g} s, retries included"
-        f"{reason}; see that it runs and can be reached, or raise DIST_CKPT_STORE_TIMEOUT_S",
+        f"{reason}; see that it runs and can be reached, or raise DIST_CKPT_STORE_TIMEOUT_S, and "
+        "timeout_s of the save or load, of which a request takes three quarters at most",
         path=path,
     )
 
