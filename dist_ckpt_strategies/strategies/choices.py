@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dist_ckpt_strategies.config import options_from_environment
+from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.megatron.bases import (
     LoadCommonStrategy,
@@ -81,19 +81,18 @@ _OWN: Mapping[StrategyKey, Callable[[], Any]] = MappingProxyType(
 """What ``save`` and ``load`` use without ``register``, which is for Megatron-Core's own."""
 
 
-def location_of(
-    checkpoint_dir: str | Path, strategy: StrategyChoice, timeout_s: float | None
-) -> Location:
+def location_of(checkpoint_dir: str | Path, strategy: StrategyChoice, around: Options) -> Location:
     """Where the checkpoint is; an object store is reached as the strategy's options say.
 
     Args:
         checkpoint_dir: as the caller names it.
-        strategy: an instance; where it is none, the environment's options hold.
-        timeout_s: time limit in place of theirs, in seconds; None for theirs.
+        strategy: an instance; where it is none, those around it hold.
+        around: the options of the steps around it. Peers wait there too, and maybe for less time.
     """
     inner = getattr(strategy, "base_strategy", strategy)
-    options = getattr(inner, "options", None) or options_from_environment()
-    return located(checkpoint_dir, options.with_changes(timeout_s=timeout_s))
+    options = getattr(inner, "options", None) or around
+    limit_s = min(options.timeout_s, around.timeout_s)
+    return located(checkpoint_dir, options.with_changes(timeout_s=limit_s))
 
 
 def require_taken(root: Location, strategy: Any) -> None:

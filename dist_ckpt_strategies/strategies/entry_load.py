@@ -92,8 +92,7 @@ def load(  # noqa: PLR0913 - Megatron's signature
     with ExitStack() as stack:
 
         def begin() -> tuple[Location, Any, Any, StateDict, LoadParts, StrictHandling]:
-            entry_options(timeout_s)
-            root = location_of(checkpoint_dir, sharded_strategy, timeout_s)
+            root = location_of(checkpoint_dir, sharded_strategy, entry_options(timeout_s))
             stack.enter_context(allowing(allow))
             loaders = load_strategies(root, sharded_strategy, common_strategy, timeout_s)
             require_taken(root, loaders[0])

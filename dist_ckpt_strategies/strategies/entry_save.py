@@ -249,7 +249,7 @@ def _begun_save(
     def check() -> _Save:
         options = entry_options(manner.timeout_s)
         chosen = save_strategies(*strategies, manner.timeout_s)
-        root = location_of(checkpoint_dir, chosen[0], manner.timeout_s)
+        root = location_of(checkpoint_dir, chosen[0], options)
         require_taken(root, chosen[0])
         parts = take_apart_for_save(state_dict, content_metadata)
         RUNNING_SAVES.wait(root, limit_of_wait(options.timeout_s))
