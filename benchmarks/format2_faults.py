@@ -70,7 +70,8 @@ from benchmarks.measuring.command_line import (
     open_output,
 )
 from benchmarks.measuring.harness import Ranks
-from dist_ckpt_strategies.storage.format2.survey import check_format2, survey_format2
+from dist_ckpt_strategies.formats.scanned import verify
+from dist_ckpt_strategies.formats.zarr3_scan import scan_format2
 
 OTHER = "other"
 ITERATION = 1
@@ -174,8 +175,8 @@ def _complaint(files: Files, damage: Damage, outcome: Outcome) -> str | None:
 
 def _unverified(files: Files, damage: Damage) -> str | None:
     """Whether ``dist-ckpt verify`` should have noticed and has not, or the other way round."""
-    survey = survey_format2(files.root)
-    findings = () if survey is None else check_format2(survey)
+    survey = scan_format2(files.root)
+    findings = () if survey is None else verify(survey)
     named = {finding.path for finding in findings}
     is_meaningless = files.is_same(damage) or set(damage.names) == {Kind.SAVE}
     if is_meaningless:

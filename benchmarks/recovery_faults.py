@@ -2,12 +2,14 @@
 
     python benchmarks/recovery_faults.py --out recovery_faults.jsonl
     python benchmarks/recovery_faults.py --smoke
+    python benchmarks/recovery_faults.py --faults 50 --kind SIGKILL --steps-apart 300
 
 Four gloo ranks, two replicas of two shards, train a small GPT with dropout under ``dist-ckpt run``.
 A rank raises, is killed, is stopped or waits for ever, at a random point of a step; a few steps
 later the next one. In every second job a spare waits to take over. At the end of each job weights,
 moments, random numbers and every loss that any rank has computed have to be those of a run without
-a fault, bit for bit, and every recovery has to have come from memory.
+a fault, bit for bit, and every recovery has to have come from memory. Faults follow each other so
+fast that the next spare is often still starting; with ``--steps-apart 300`` it waits.
 
 Times are from the fault until all ranks are in a step again; those of SIGSTOP and of a stuck rank
 from its detection on.
@@ -21,7 +23,7 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -33,16 +35,18 @@ import typer
 from rich.table import Table
 
 from benchmarks.faults.campaign import SMOKE_SHARE, ViolationError, reported_violations, run_parts
-from benchmarks.measuring.command_line import NOWHERE, Directory, Out, Output, Smoke, open_output
-from dist_ckpt_strategies.cli.chaos.faults import InjectedFault, Kind, random_faults
-from dist_ckpt_strategies.cli.chaos.job import (
-    JobOptions,
+from benchmarks.faults.recovery_job import (
+    NUM_RANKS,
+    InjectedFault,
+    JobTask,
+    Kind,
     Outcome,
     differences,
+    random_faults,
     recovery_seconds,
     run_job,
 )
-from dist_ckpt_strategies.cli.chaos.task import NUM_RANKS, ChaosTask
+from benchmarks.measuring.command_line import NOWHERE, Directory, Out, Output, Smoke, open_output
 
 FAULTS_PER_JOB = 25
 _STEPS_AFTER = 3
@@ -57,11 +61,16 @@ class Campaign:
         seed: of all faults.
         num_faults: in all jobs together.
         timeout_s: longest time for one job.
+        kinds: of the faults.
+        steps_apart: from one fault to the next, so that a new spare is ready by then; 0: two to
+            four, at random.
     """
 
     seed: int
     num_faults: int
     timeout_s: float
+    kinds: tuple[Kind, ...] = tuple(Kind)
+    steps_apart: int = 0
 
     def jobs(self) -> Iterator[tuple[int, tuple[InjectedFault, ...]]]:
         """Number and faults of each."""
@@ -69,7 +78,12 @@ class Campaign:
         while left > 0:
             count = min(left, FAULTS_PER_JOB)
             seed = 1000 * self.seed + number
-            yield number, random_faults(seed, count, NUM_RANKS, tuple(Kind))
+            faults = random_faults(seed, count, NUM_RANKS, self.kinds)
+            if self.steps_apart:
+                faults = tuple(
+                    replace(fault, step=(1 + fault.number) * self.steps_apart) for fault in faults
+                )
+            yield number, faults
             left, number = left - count, number + 1
 
 
@@ -97,12 +111,12 @@ def run_jobs(campaign: Campaign, root: Path) -> Iterator[Recovery]:
         ViolationError: a job hung, ended badly, or something differs.
     """
     longest = max(faults[-1].step for _, faults in campaign.jobs()) + _STEPS_AFTER
-    task = ChaosTask(root / "reference", longest, _TRAINING_SEED)
-    reference = run_job(task, JobOptions(timeout_s=campaign.timeout_s))
+    task = JobTask(root / "reference", longest, _TRAINING_SEED)
+    reference = run_job(task, 0, campaign.timeout_s)
     for number, faults in campaign.jobs():
         num_spares = number % 2
-        task = ChaosTask(root / str(number), longest, _TRAINING_SEED, faults)
-        outcome = run_job(task, JobOptions(num_spares, campaign.timeout_s))
+        task = JobTask(root / str(number), longest, _TRAINING_SEED, faults)
+        outcome = run_job(task, num_spares, campaign.timeout_s)
         seconds = recovery_seconds(outcome, faults)
         wrong = [*differences(outcome, reference), *_unrecovered(outcome, faults, seconds)]
         if wrong:
@@ -156,7 +170,7 @@ def run_campaign(campaign: Campaign, directory: Path | None, output: Output) -> 
     output.console.print(build_recovery_table(campaign, recoveries))
 
 
-def main(
+def main(  # noqa: PLR0913 - the options of a command
     *,
     faults: Annotated[int, typer.Option(min=1, help="Faults, all jobs together.")] = 500,
     seed: Annotated[int, typer.Option(help="Of the faults.")] = 0,
@@ -164,9 +178,13 @@ def main(
     out: Out = NOWHERE,
     smoke: Smoke = False,
     timeout_s: Annotated[float, typer.Option(help="Longest time for one job.")] = 600.0,
+    kind: Annotated[Kind | None, typer.Option(help="Of all faults. Default: any.")] = None,
+    steps_apart: Annotated[int, typer.Option(min=0, help="Between faults; 0: 2 to 4.")] = 0,
 ) -> None:
     """Break ranks of a training at random: does it go on as if nothing had happened?"""
-    campaign = Campaign(seed, faults // (SMOKE_SHARE if smoke else 1), timeout_s)
+    num_faults = faults // (SMOKE_SHARE if smoke else 1)
+    kinds = tuple(Kind) if kind is None else (kind,)
+    campaign = Campaign(seed, num_faults, timeout_s, kinds, steps_apart)
     with open_output(out, "recovery_faults.py") as output, reported_violations(seed, output):
         run_campaign(campaign, directory, output)
 

@@ -29,11 +29,9 @@ import typer
 from rich.table import Table
 
 from benchmarks.measuring.command_line import NOWHERE, Out, Smoke, open_output
-from dist_ckpt_strategies.plan.broadcast import build_broadcast_plan
-from dist_ckpt_strategies.spec.array import ArraySpec, array_to_wire
-from dist_ckpt_strategies.spec.box import Box, BoxTable
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.core.array import ArraySpec, DType, array_to_wire
+from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.two_stage.plan import GroupPlan, build_group_plan, encode_regions
 
 _ROWS, _COLUMNS = 64, 256
 _MAX_INFLIGHT_BYTES = 512 << 20
@@ -98,17 +96,31 @@ def measured(case: ScaleCase) -> Cost:
     before = _peak_nbytes()
     arrays, contents = _described(case)
     started = time.perf_counter()
-    tables = {content: BoxTable.from_bytes(content) for content in set(contents)}
-    wants = [tables[content] for content in contents]
-    plan = build_broadcast_plan(wants, arrays, max_inflight_bytes=_MAX_INFLIGHT_BYTES)
-    plan.rounds_of(case.num_ranks // 2, arrays)
+    requests = {content: content.decode() for content in set(contents)}
+    plan = build_group_plan(
+        [requests[content] for content in contents],
+        arrays,
+        [None] * case.num_ranks,
+        max_inflight_bytes=_MAX_INFLIGHT_BYTES,
+    )
+    plan.rounds_of(case.num_ranks // 2)
     seconds = time.perf_counter() - started
     memory = _peak_nbytes() - before
-    read = plan.read_nbytes()
+    read = _read_nbytes(case, plan)
     descriptions = sum(len(json.dumps(array_to_wire(array))) + 1 for array in arrays)
     keys = sum(len(json.dumps(array.key)) + 2 for array in arrays)
     gathered = descriptions + keys + sum(map(len, set(contents)))
-    return Cost(seconds, memory, gathered, max(read) * len(read) / sum(read), plan.num_rounds)
+    return Cost(seconds, memory, gathered, max(read) * len(read) / sum(read), len(plan.rounds))
+
+
+def _read_nbytes(case: ScaleCase, plan: GroupPlan) -> list[int]:
+    """What each rank reads: its part of the plan, or where nothing is shared what it requests."""
+    alone = 0 if plan.shared else case.shards_per_rank * _ROWS * _COLUMNS * DType.FLOAT32.itemsize
+    read = [alone] * case.num_ranks
+    for batches in plan.rounds:
+        for batch in batches:
+            read[batch.reader] += sum(each.nbytes for each in batch.slices)
+    return read
 
 
 def _described(case: ScaleCase) -> tuple[list[ArraySpec], list[bytes]]:
@@ -123,19 +135,14 @@ def _described(case: ScaleCase) -> tuple[list[ArraySpec], list[bytes]]:
         )
         for number in range(case.shards_per_rank)
     ]
-    first = BoxTable.of(
-        Box(number, DType.FLOAT32.itemsize, Region((0, 0), (_ROWS, _COLUMNS)))
-        for number in range(case.shards_per_rank)
-    )
-    if case.shape is Shape.SHARED:
-        return arrays, [first.to_bytes()] * case.num_ranks
-    return arrays, [_moved(first, rank * _ROWS).to_bytes() for rank in range(case.num_ranks)]
-
-
-def _moved(boxes: BoxTable, num_rows: int) -> BoxTable:
-    moved = BoxTable(boxes.rows.copy())
-    moved.offsets[:, 0] += num_rows
-    return moved
+    requests = [
+        encode_regions(
+            (number, Region((rank * _ROWS, 0), (_ROWS, _COLUMNS)))
+            for number in range(case.shards_per_rank)
+        ).encode()
+        for rank in range(case.num_ranks if case.shape is Shape.DISTINCT else 1)
+    ]
+    return arrays, requests if case.shape is Shape.DISTINCT else requests * case.num_ranks
 
 
 def _peak_nbytes() -> int:

@@ -12,10 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.config import LocalOptions, Options, StoreOptions
-    from dist_ckpt_strategies.run.prune import PruneReport, prune
     from dist_ckpt_strategies.strategies.backends import register
-    from dist_ckpt_strategies.strategies.convert import ConvertOptions, convert, upgrade
-    from dist_ckpt_strategies.strategies.diff import diff
     from dist_ckpt_strategies.strategies.entry_load import load
     from dist_ckpt_strategies.strategies.entry_save import SaveHandle, save, save_async
     from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
@@ -28,32 +25,35 @@ if TYPE_CHECKING:
     )
     from dist_ckpt_strategies.strategies.tensorstore import register_default_tensorstore_strategies
     from dist_ckpt_strategies.strategies.zarr import register_default_zarr_strategies
+    from dist_ckpt_strategies.tools.convert import ConvertOptions, convert, upgrade
+    from dist_ckpt_strategies.tools.diff import diff
+    from dist_ckpt_strategies.tools.prune import PruneReport, prune
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ConvertOptions": "strategies.convert",
+    "ConvertOptions": "tools.convert",
     "LocalOptions": "config",
     "Options": "config",
-    "PruneReport": "run.prune",
+    "PruneReport": "tools.prune",
     "SaveHandle": "strategies.entry_save",
     "StoreOptions": "config",
     "StrategyAction": "strategies.registry",
     "StrategyKey": "strategies.registry",
     "StrategyRegistry": "strategies.registry",
-    "convert": "strategies.convert",
-    "diff": "strategies.diff",
+    "convert": "tools.convert",
+    "diff": "tools.diff",
     "get_default_strategy": "strategies.registry",
     "load": "strategies.entry_load",
     "prepare_local_load": "strategies.local_replicated",
-    "prune": "run.prune",
+    "prune": "tools.prune",
     "register": "strategies.backends",
     "register_default_strategy": "strategies.registry",
     "register_default_tensorstore_strategies": "strategies.tensorstore",
     "register_default_zarr_strategies": "strategies.zarr",
     "save": "strategies.entry_save",
     "save_async": "strategies.entry_save",
-    "upgrade": "strategies.convert",
+    "upgrade": "tools.convert",
 }
 
 __all__ = [

@@ -119,14 +119,15 @@ class Options:
     """How a save or load is carried out; never what it means.
 
     Attributes:
-        timeout_s: longest wait for a peer or for storage, in seconds. It has to exceed the time
-            by which the slowest rank's share of the work lags behind the fastest one's.
+        timeout_s: longest wait for a peer in each collective, in seconds. All storage work of a
+            call has three quarters of it, so that every rank has raised by then. It has to exceed
+            the time by which the slowest rank's share of the work lags behind the fastest one's.
         max_inflight_bytes: bound, per rank, on memory for staging (copies of CUDA or
             non-contiguous tensors, assembled chunks), and on the chunks of format 1 that the
             engine's library decodes or encodes. A single larger tensor or chunk goes alone.
         io_threads: files per rank that the engine's library reads or writes at the same time. What
             is moved without it, whole raw chunks, goes by the kind of file system.
-        engine: TensorStore, or zarr-python where TensorStore has no build.
+        engine: TensorStore, or zarr-python, as a cross-check.
         direct_io: whether large files on local disks go past the page cache. It saves copying, and
             leaves the cache to the training data; a load right after the save reads from the disk.
         whole_flush: whether a save to a local disk may flush the whole file system, once, in place
@@ -135,12 +136,12 @@ class Options:
         verify: what a load of format 2 compares with digests: ``"read"``, what it reads;
             ``"full"``, every file of the checkpoint before it reads any; ``"off"``, nothing but
             sizes.
+        strict_dtype: whether a load raises where an array is stored in another dtype than the one
+            requested, before it fills any tensor; otherwise it converts, and warns once.
         crc32c: whether a save of format 2 also has a CRC32C after every inner chunk, for readers
             without this package.
         writer_process: whether asynchronous saves to directories are written by a process of their
             own, for each rank: threads of this one take Python's lock from training.
-        share_memory: whether ranks of one host that load in two stages send each other their bytes
-            through memory that they share; gloo carries them otherwise.
         store: how object stores are reached; None: as the environment says.
     """
 
@@ -151,9 +152,9 @@ class Options:
     direct_io: bool = True
     whole_flush: bool = True
     verify: Verify = Verify.READ
+    strict_dtype: bool = False
     crc32c: bool = False
     writer_process: bool = True
-    share_memory: bool = True
     store: StoreOptions | None = None
 
     def __post_init__(self) -> None:
@@ -238,9 +239,9 @@ def options_from_environment(environ: Mapping[str, str] | None = None) -> Option
         "direct_io": _switch,
         "whole_flush": _switch,
         "verify": str,
+        "strict_dtype": _switch,
         "crc32c": _switch,
         "writer_process": _switch,
-        "share_memory": _switch,
     }
     changes: dict[str, Any] = {}
     for option, parse in parsers.items():
@@ -250,8 +251,14 @@ def options_from_environment(environ: Mapping[str, str] | None = None) -> Option
     return Options().with_changes(**changes)
 
 
-def store_options_from_environment(environ: Mapping[str, str] | None = None) -> StoreOptions:
+def store_options_from_environment(
+    environ: Mapping[str, str] | None = None, **defaults: Any
+) -> StoreOptions:
     """How object stores are reached: by the first variable of ``_STORE_VARIABLES`` that is set.
+
+    Args:
+        environ: the environment; by default that of this process.
+        defaults: of fields that no variable sets.
 
     Raises:
         StrategyError: a value does not parse, or is out of range; names the variable.
@@ -263,7 +270,7 @@ def store_options_from_environment(environ: Mapping[str, str] | None = None) -> 
         if name is not None:
             changes[option] = _parsed(name, source[name], _STORE_PARSERS.get(option, str))
             _require_makes_sense(name, option, changes[option])
-    return StoreOptions(**changes)
+    return StoreOptions(**(defaults | changes))
 
 
 def _require_makes_sense(name: str, option: str, value: Any) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import numpy.typing as npt
 import torch
 
+from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.spec.dtype import DType
 
 logger = logging.getLogger(__name__)
 

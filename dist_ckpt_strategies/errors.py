@@ -79,6 +79,10 @@ class ShapeMismatchError(PlanError):
     """The stored array and the requested one differ in shape."""
 
 
+class DTypeMismatchError(PlanError):
+    """The stored array and the requested one differ in dtype, and ``strict_dtype`` is set."""
+
+
 class DuplicateWriterError(PlanError):
     """Two main replicas would write the same elements."""
 
@@ -135,7 +139,14 @@ class BucketNotFoundError(StorageError, FileNotFoundError):
     """The object store has no bucket of that name."""
 
 
-class StoreUnreachableError(StorageError, ConnectionError):
+class StorageTimeoutError(StorageError, TimeoutError):
+    """Storage did not answer in time.
+
+    After a load that raises this, a read that was given up may still write to the tensors.
+    """
+
+
+class StoreUnreachableError(StorageTimeoutError, ConnectionError):
     """The object store did not answer in time, retries included, or not with an answer."""
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.device import (
     as_bytes,
     copy_into,
@@ -20,7 +21,6 @@ from dist_ckpt_strategies.device import (
     torch_dtype,
 )
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.spec.dtype import DType
 from tests.support.samples import random_values
 from tests.support.tensors import (
     LAYOUTS,

@@ -36,7 +36,7 @@ _FORMAT_BEFORE = f"""
 {_WORLD_OF_ONE}
 from pathlib import Path
 import dist_ckpt_strategies
-from dist_ckpt_strategies.storage.zarr_dtypes import register_extension_dtypes
+from dist_ckpt_strategies.formats.zarr2_python import register_extension_dtypes
 from megatron.core.dist_checkpointing import ShardedTensor
 register_extension_dtypes()
 weight = torch.arange(32.0, dtype=torch.bfloat16).reshape(4, 8)

@@ -13,12 +13,13 @@ import pytest
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies import errors
+from dist_ckpt_strategies.core import chunk_grids
+from dist_ckpt_strategies.formats import bucket_arrays
 from dist_ckpt_strategies.inprocess import wrap
 from dist_ckpt_strategies.integrations import lightning_faults
-from dist_ckpt_strategies.plan import chunking, inner_chunks, manifest
 from dist_ckpt_strategies.recovery import CheckpointManager
-from dist_ckpt_strategies.storage.buckets import arrays as bucket_arrays
-from dist_ckpt_strategies.storage.buckets import bucket as buckets
+from dist_ckpt_strategies.sharded import plan_manifest
+from dist_ckpt_strategies.storage import bucket as buckets
 from tests.support.pages import PAGES, ROOT, blocks_of, page_id, python_blocks
 
 PACKAGE = Path(dist_ckpt_strategies.__file__).parent
@@ -192,7 +193,7 @@ def test_the_figures_of_object_stores_are_those_of_the_code() -> None:
     page = " ".join((ROOT / "docs" / "stores.md").read_text().split())
     options = dist_ckpt_strategies.StoreOptions()
 
-    assert f"one object of {chunking.MAX_OBJECT_NBYTES >> 20} MiB at most" in page
+    assert f"one object of {chunk_grids.MAX_OBJECT_NBYTES >> 20} MiB at most" in page
     assert f"requests of {bucket_arrays.REQUEST_NBYTES >> 20} MiB" in page
     assert f"at most {buckets.MAX_REQUESTS} requests" in page
     assert f"`DIST_CKPT_STORE_TIMEOUT_S` | {options.timeout_s:g} |" in page
@@ -213,15 +214,15 @@ def test_the_time_limits_are_those_of_the_code() -> None:
 def test_the_figures_of_format_2_are_those_of_the_code() -> None:
     page = " ".join((ROOT / "docs" / "format2.md").read_text().split())
 
-    assert f"at most {inner_chunks.MAX_NBYTES >> 20} MiB each" in page
-    assert f"one for about every {manifest.MAX_PART_NBYTES >> 20} MiB of description" in page
+    assert f"at most {chunk_grids.MAX_NBYTES >> 20} MiB each" in page
+    assert f"one for about every {plan_manifest.MAX_PART_NBYTES >> 20} MiB of description" in page
 
 
 def test_the_figures_of_the_chunk_grid_are_those_of_the_code() -> None:
     page = (ROOT / "docs" / "format.md").read_text()
 
-    assert f"{chunking.FILE_COST_NBYTES >> 10} KiB" in page
-    assert f"{chunking.MAX_ASSEMBLED_NBYTES >> 20} MiB" in page
+    assert f"{chunk_grids.FILE_COST_NBYTES >> 10} KiB" in page
+    assert f"{chunk_grids.MAX_ASSEMBLED_NBYTES >> 20} MiB" in page
 
 
 def test_the_options_are_those_of_the_code() -> None:
@@ -238,7 +239,7 @@ def test_the_options_are_those_of_the_code() -> None:
         "whole_flush": str(int(defaults.whole_flush)),
         "engine": defaults.engine,
         "verify": defaults.verify,
+        "strict_dtype": str(int(defaults.strict_dtype)),
         "crc32c": str(int(defaults.crc32c)),
         "writer_process": str(int(defaults.writer_process)),
-        "share_memory": str(int(defaults.share_memory)),
     }

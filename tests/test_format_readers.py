@@ -20,10 +20,10 @@ import torch
 from megatron.core.dist_checkpointing import ShardedObject
 
 from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from dist_ckpt_strategies.local.defaults import default_allowed_names
 from dist_ckpt_strategies.local.plain_values import pack
-from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.strategies.zarr_format2 import Format2SaveShardedStrategy
 from tests.support.entries import Entry, prepare, save
 from tests.support.layouts import empties, irregular, scattered

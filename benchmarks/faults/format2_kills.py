@@ -16,10 +16,11 @@ from benchmarks.faults.attempts import Attempt, CampaignError, ended
 from benchmarks.faults.format2_worker import NUM_WRITERS, PRELOAD, Spec, make_worker
 from benchmarks.faults.outcomes import Ending, Outcome
 from benchmarks.measuring.harness import Ranks
-from dist_ckpt_strategies.run.prune import prune
-from dist_ckpt_strategies.storage.disk.files import MARKER_NAME
-from dist_ckpt_strategies.storage.format2.manifest import INDEX_NAME, SAVE_NAME
-from dist_ckpt_strategies.storage.format2.survey import check_format2, survey_format2
+from dist_ckpt_strategies.formats.manifest import INDEX_NAME, SAVE_NAME
+from dist_ckpt_strategies.formats.scanned import verify
+from dist_ckpt_strategies.formats.zarr3_scan import scan_format2
+from dist_ckpt_strategies.storage.files import MARKER_NAME
+from dist_ckpt_strategies.tools.prune import prune
 
 _METHODS = ("save", "save_behind")
 _FIRST_GUESS_S = 0.2
@@ -123,12 +124,17 @@ def _world(spec: Spec) -> Ranks:
 
 
 def _left(spec: Spec, iteration: int) -> Left:
+    """What is there, in place or staged: a save whose marker is staged is completed by a load."""
     directory = spec.directory(iteration)
-    if (directory / MARKER_NAME).exists():
-        return Left.EVERYTHING
-    if (directory / INDEX_NAME).exists():
-        return Left.MANIFEST
-    return Left.BEGUN if (directory / SAVE_NAME).exists() else Left.NOTHING
+    places = [directory, *directory.glob(".partial-*")]
+    for name, left in (
+        (MARKER_NAME, Left.EVERYTHING),
+        (INDEX_NAME, Left.MANIFEST),
+        (SAVE_NAME, Left.BEGUN),
+    ):
+        if any((place / name).exists() for place in places):
+            return left
+    return Left.NOTHING
 
 
 def _judged(spec: Spec, kill: Kill, ranks: Ranks) -> Killed:
@@ -161,8 +167,8 @@ def _complaint(
     told = [one for one in kill.survivors if one.ending is Ending.SAVED]
     if told and not is_there:
         return f"{len(told)} ranks were told that it was saved"
-    survey = survey_format2(spec.directory(kill.expected))
-    findings = "no checkpoint of format 2" if survey is None else check_format2(survey)
+    survey = scan_format2(spec.directory(kill.expected))
+    findings = "no checkpoint of format 2" if survey is None else verify(survey)
     return f"dist-ckpt verify of {kill.expected}: {findings}" if findings else None
 
 

@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.faults.outcomes import Ending, Outcome
-from dist_ckpt_strategies.spec.part import PartId
-from dist_ckpt_strategies.storage.parts.survey import check_part
+from dist_ckpt_strategies.local.part_format import PartId
+from dist_ckpt_strategies.local.scan import check_part
 
 _BLOCK = 4096
 _LARGE = 64 << 10

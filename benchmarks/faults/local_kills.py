@@ -15,9 +15,9 @@ from benchmarks.faults.attempts import Attempt, CampaignError, ended
 from benchmarks.faults.local_worker import PRELOAD, WorldSpec, make_worker
 from benchmarks.faults.outcomes import Ending, Outcome
 from benchmarks.measuring.harness import Ranks
-from dist_ckpt_strategies.spec.part import PartId
-from dist_ckpt_strategies.storage.disk.files import PARTIAL_PREFIX
-from dist_ckpt_strategies.storage.parts.survey import check_part
+from dist_ckpt_strategies.local.part_format import PartId
+from dist_ckpt_strategies.local.scan import check_part
+from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
 
 NUM_RANKS = 4
 

@@ -23,7 +23,7 @@ from dist_ckpt_strategies.local import (
     CliqueReplicationStrategy,
     LocalCheckpointManager,
 )
-from dist_ckpt_strategies.spec.part import PartId
+from dist_ckpt_strategies.local.part_format import PartId
 
 PRELOAD = ("benchmarks.local_faults",)
 """What ranks are forked with: all that the script imports. Nothing of it has been used."""

@@ -32,9 +32,9 @@ _MAIN_SEAMS: Final[Mapping[str, str]] = {
     f"{_PACKAGE}.storage.transfers.AllTransfers.wait": "waiting for storage",
     f"{_PACKAGE}.storage.transfers.PendingTransfers.wait": "waiting for storage",
     f"{_PACKAGE}.storage.transfers.PooledTransfers.wait": "waiting for storage",
-    f"{_PACKAGE}.run.broadcast.copy_into": "copying",
+    f"{_PACKAGE}.two_stage.broadcast.copy_into": "copying",
     f"{_PACKAGE}.strategies.save_planning.build_save_plan": "planning",
-    f"{_PACKAGE}.strategies.group_load.build_broadcast_plan": "planning",
+    f"{_PACKAGE}.two_stage.load.build_group_plan": "planning",
 }
 """Functions of the main thread, and what it does in them; the outermost counts."""
 _JOBS: Final = f"{_PACKAGE}.storage.transfers._failure"

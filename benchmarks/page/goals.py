@@ -13,7 +13,6 @@ from benchmarks.page.results import (
     Found,
     Line,
     Stat,
-    seconds_of,
     spread_of,
     summarise_rounds,
 )
@@ -154,27 +153,12 @@ def _local(step: str, floor: str, found: Found) -> Iterator[Measured]:
         yield from _ratio(stats, "local manager", floor, _local_case(case))
 
 
-def _local_recovery(found: Found) -> Iterator[Measured]:
-    """Beside an exchange and a write of the same bytes, which is the floor of a save."""
-    for case in found.cases():
-        floors = _seconds_by_round(found, case, "save", "floor")
-        own = _seconds_by_round(found, case, "recovery", "local manager")
-        ratios = [own[number] / floors[number] for number in own.keys() & floors.keys()]
-        if ratios:
-            yield Measured(_local_case(case), spread_of(ratios).median)
-
-
-def _seconds_by_round(found: Found, case: Case, step: str, contender: str) -> Mapping[int, float]:
-    samples = _of_contender(found.samples(case, step), contender)
-    return {int(sample["repetition"]): seconds_of(sample) for sample in samples}
-
-
-def _recovered(found: Found) -> Iterator[Measured]:
-    """Recoveries in which no process has to be started."""
+def _recovered(kind: str, num_spares: int | None, found: Found) -> Iterator[Measured]:
+    """Recoveries from faults of one kind; with so many spares, or with any number of them."""
     seconds = [
         float(line["seconds"])
         for line in found.of_kind("recovery")
-        if line["fault"]["kind"] == "exception" or line["num_spares"]
+        if line["fault"]["kind"] == kind and num_spares in {None, line["num_spares"]}
     ]
     if seconds:
         yield Measured(f"{len(seconds)} random faults, 4 ranks", spread_of(seconds).median)
@@ -255,6 +239,13 @@ _ONE_CACHE: Final = (
 _NVRX: Final = (
     "The plainest exchange and write, or read, of the same bytes takes about half of NVRx's time "
     "itself, or more: see the floors. NVRx flushes nothing; `nvrx, flushed` does."
+)
+_UNVERIFIED: Final = (
+    "The floor sends the bytes once and compares no digest; the manager compares all."
+)
+_SPARES: Final = (
+    "Faults follow each other so fast in these jobs that the next spare is often still starting, "
+    "which takes seconds: `--steps-apart 300` lets it wait."
 )
 _WRITES: Final = (
     "A conversion writes as many bytes as it reads, and flushes them: `raw copy` of the same files "
@@ -369,7 +360,13 @@ _TRAINING_GOALS: Final = (
         partial(_local, "save", "floor"),
     ),
     Goal("local_replicated", "local: save, of nvrx", 0.5, partial(_local, "save", "nvrx"), _NVRX),
-    Goal("local_replicated", "local: recovery, of exchange and write", 1.5, _local_recovery),
+    Goal(
+        "local_replicated",
+        "local: recovery, of read and exchange",
+        1.5,
+        partial(_local, "recovery", "floor"),
+        _UNVERIFIED,
+    ),
     Goal(
         "local_replicated",
         "local: recovery, of nvrx",
@@ -377,7 +374,21 @@ _TRAINING_GOALS: Final = (
         partial(_local, "recovery", "nvrx"),
         _NVRX,
     ),
-    Goal("recovery_faults", "fault to next step, no process to start", 0.3, _recovered, show=_s),
+    Goal(
+        "recovery_faults",
+        "exception to next step",
+        0.3,
+        partial(_recovered, "exception", None),
+        show=_s,
+    ),
+    Goal(
+        "recovery_faults",
+        "SIGKILL to next step, with a spare",
+        1.0,
+        partial(_recovered, "SIGKILL", 1),
+        _SPARES,
+        show=_s,
+    ),
     Goal("recovery_overhead", "recovery: share of a step of 0.5 s", 0.01, _overhead, show=_percent),
 )
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 from benchmarks.measuring.harness import RankContext, join_gloo
-from dist_ckpt_strategies.cli.chaos.training import ShardedTraining, make_groups
 from dist_ckpt_strategies.recovery import CheckpointManager
 from dist_ckpt_strategies.recovery.random_states import (
     capture_random_states,
     encode_random_states,
 )
+from tests.support.sharded_training import ShardedTraining, make_groups
 
 _NUM_SHARDS = 2
 _VOTE_NBYTES = 4

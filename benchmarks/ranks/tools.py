@@ -20,7 +20,8 @@ from benchmarks.measuring.quiet import quiet_imports
 
 with quiet_imports():
     from dist_ckpt_strategies import ConvertOptions, convert
-    from dist_ckpt_strategies.storage.format2.survey import check_format2, survey_format2
+    from dist_ckpt_strategies.formats.scanned import verify
+    from dist_ckpt_strategies.formats.zarr3_scan import scan_format2
 
 _STATUS = Path("/proc/self/status")
 
@@ -69,8 +70,8 @@ class ToolWorker:
 
 def _verify(source: Path, _target: Path, _bounds: Bounds) -> None:
     """What ``dist-ckpt verify`` does, which takes as many threads as there are cores."""
-    survey = survey_format2(source)
-    findings = None if survey is None else check_format2(survey)
+    survey = scan_format2(source)
+    findings = None if survey is None else verify(survey)
     if findings != ():
         raise ValueError(f"{source}: {findings}")
 

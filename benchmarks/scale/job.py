@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from dist_ckpt_strategies.plan.spread import build_spread
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.region import Extent, Region
-from dist_ckpt_strategies.spec.shard import RankShards, ShardId, ShardSpec
+from dist_ckpt_strategies.core.array import DType, RankShards, ShardId, ShardSpec
+from dist_ckpt_strategies.core.balance import build_spread
+from dist_ckpt_strategies.core.region import Extent, Region
 
 BUCKET_NUMEL = 40_000_000
 """Parameters after which Megatron-Core's DDP begins another bucket."""

@@ -10,14 +10,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from benchmarks.scale.job import Job, bytes_by_rank
-from dist_ckpt_strategies.plan.array_grid import Cutting
-from dist_ckpt_strategies.plan.save import SavePlan, build_save_plan
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.inner_grid import num_inner_chunks
-from dist_ckpt_strategies.spec.manifest import DIGEST_NBYTES, ArrayRecord, ChunkRecord
-from dist_ckpt_strategies.spec.region import Extent
-from dist_ckpt_strategies.spec.shard import RankShards
-from dist_ckpt_strategies.storage.format2.manifest import array_fields, part_content
+from dist_ckpt_strategies.core.array import ArraySpec, RankShards
+from dist_ckpt_strategies.core.inner_grid import num_inner_chunks
+from dist_ckpt_strategies.core.region import Extent
+from dist_ckpt_strategies.formats.manifest import (
+    DIGEST_NBYTES,
+    ArrayRecord,
+    ChunkRecord,
+    array_fields,
+    part_content,
+)
+from dist_ckpt_strategies.sharded.plan_grids import Cutting
+from dist_ckpt_strategies.sharded.plan_save import SavePlan, build_save_plan
 
 GB = 10**9
 BANDWIDTHS = tuple(gb * GB for gb in (50, 100, 200, 500, 1000, 2000))

@@ -13,29 +13,33 @@ from benchmarks.measuring.quiet import quiet_imports
 from benchmarks.scale.job import Job
 from dist_ckpt_strategies.comm.base import Exchange, Message, Receive, Send
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.plan.array_grid import Cutting
-from dist_ckpt_strategies.plan.broadcast import build_broadcast_plan
-from dist_ckpt_strategies.plan.cliques import build_cliques
-from dist_ckpt_strategies.plan.load import build_load_plan
-from dist_ckpt_strategies.plan.recover import HeldState, PartFacts, RankFacts
-from dist_ckpt_strategies.plan.retrieve import (
+from dist_ckpt_strategies.core.array import ArraySpec, array_from_wire, array_to_wire
+from dist_ckpt_strategies.core.inner_grid import num_inner_chunks
+from dist_ckpt_strategies.core.region import Extent
+from dist_ckpt_strategies.formats.manifest import (
+    DIGEST_NBYTES,
+    ArrayRecord,
+    ChunkRecord,
+    array_fields,
+    merged_part,
+    part_content,
+)
+from dist_ckpt_strategies.local.part_format import PartId, SaveId
+from dist_ckpt_strategies.local.plan import (
+    build_cliques,
     build_exchange_plan,
     build_survey,
     choose_world_sizes,
     spread_parts,
 )
-from dist_ckpt_strategies.plan.save import build_save_plan
-from dist_ckpt_strategies.spec.array import ArraySpec, array_from_wire, array_to_wire
-from dist_ckpt_strategies.spec.box import Box, BoxTable
-from dist_ckpt_strategies.spec.inner_grid import num_inner_chunks
-from dist_ckpt_strategies.spec.manifest import DIGEST_NBYTES, ArrayRecord, ChunkRecord
-from dist_ckpt_strategies.spec.part import PartId, SaveId
-from dist_ckpt_strategies.spec.phase import Phase
-from dist_ckpt_strategies.spec.region import Extent
-from dist_ckpt_strategies.storage.format2.manifest import array_fields, merged_part, part_content
+from dist_ckpt_strategies.recovery.plan import HeldState, PartFacts, Phase, RankFacts
+from dist_ckpt_strategies.sharded.plan_grids import Cutting
+from dist_ckpt_strategies.sharded.plan_load import build_load_plan
+from dist_ckpt_strategies.sharded.plan_save import build_save_plan
+from dist_ckpt_strategies.two_stage.plan import build_group_plan, encode_regions
 
 with quiet_imports():
-    from dist_ckpt_strategies.run.recover import gather_facts, plan_recovery
+    from dist_ckpt_strategies.recovery.recover import gather_facts, plan_recovery
     from dist_ckpt_strategies.strategies.save_planning import (
         Facts,
         Holdings,
@@ -212,19 +216,18 @@ def _plan_load(job: Job, told: list[bytes]) -> Tally:
 def _describe_two_stage(job: Job) -> list[bytes]:
     numbers = {array.key: number for number, array in enumerate(_arrays_of(job))}
     return [
-        BoxTable.of(
-            Box(numbers[s.key], s.dtype.itemsize, s.region) for s in job.shards_of(rank).shards
-        ).to_bytes()
+        encode_regions((numbers[s.key], s.region) for s in job.shards_of(rank).shards).encode()
         for rank in _group_of(job)
     ]
 
 
 def _plan_two_stage(job: Job, told: list[bytes]) -> Tally:
     arrays = _arrays_of(job)
-    wants = [BoxTable.from_bytes(text) for text in told]
-    plan = build_broadcast_plan(wants, arrays, max_inflight_bytes=_INFLIGHT_NBYTES)
-    plan.rounds_of(0, arrays)
-    return Tally(sum(map(len, wants)), plan.num_rounds)
+    requests = [text.decode() for text in told]
+    caches = [None] * len(told)
+    plan = build_group_plan(requests, arrays, caches, max_inflight_bytes=_INFLIGHT_NBYTES)
+    plan.rounds_of(0)
+    return Tally(sum(len(request.splitlines()) for request in requests), len(plan.rounds))
 
 
 def _describe_local(job: Job) -> list[bytes]:

@@ -8,29 +8,57 @@ from __future__ import annotations
 
 import platform
 import warnings
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.cli import help_texts
-from dist_ckpt_strategies.cli.failures import reported_failures
+from dist_ckpt_strategies.cli.first_look import require_answers
+from dist_ckpt_strategies.cli.status import reported_failures
 
 _FLAG = ""
 """No placeholder for a value after the name of a flag."""
 
+_CONVERT_STATUS = (
+    "0 done, 1 SRC is damaged or incomplete, 2 wrong usage, 3 could not read or write."
+)
+_Function = TypeVar("_Function", bound=Callable[..., None])
+
+
+def _epilog(example: str, status: str) -> str:
+    return f"Example: [bold]{example}[/]\n\n[bold]Exit status:[/] {status}"
+
+
 app = typer.Typer(
     name="dist-ckpt",
-    help=help_texts.APP,
-    epilog=help_texts.ending("dist-ckpt inspect /checkpoints/iter_0000100"),
+    help="Look at, check, convert and prune checkpoints of Megatron-Core, and run training that "
+    "survives ranks that fail.",
+    epilog=_epilog(
+        "dist-ckpt inspect /checkpoints/iter_0000100",
+        "0 fine, 1 damaged, incomplete or different, 2 wrong usage, 3 could not look.",
+    ),
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _command(example: str, status: str, **options: Any) -> Callable[[_Function], _Function]:
+    """Register a command whose docstring is its help, with an example and its exit status below."""
+
+    def register(function: _Function) -> _Function:
+        paragraphs = cleandoc(function.__doc__ or "").split("\n\n")
+        text = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
+        return app.command(help=text, epilog=_epilog(example, status), **options)(function)
+
+    return register
+
 
 _Place = Annotated[
     str,
@@ -104,9 +132,9 @@ def _root(
     pass
 
 
-@app.command(
-    help=help_texts.INSPECT,
-    epilog=help_texts.ending("dist-ckpt inspect DIR --keys 'decoder.*'"),
+@_command(
+    "dist-ckpt inspect DIR --keys 'decoder.*'",
+    "0 complete, 1 incomplete or damaged, 2 wrong usage, 3 could not look.",
 )
 def inspect(
     directory: _Place,
@@ -125,29 +153,42 @@ def inspect(
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
-    """Show what a checkpoint holds."""
+    """List the arrays and objects of a checkpoint, and say whether it is complete.
+
+    Of a directory of local checkpoints, the iterations and parts. Reads names, sizes and metadata
+    only.
+    """
     with reported_failures(debug=debug):
-        from dist_ckpt_strategies.cli.inspection import inspect_checkpoint  # noqa: PLC0415
+        from dist_ckpt_strategies.cli.inspect import inspect_checkpoint  # noqa: PLC0415
 
-        inspect_checkpoint(directory, keys, with_objects=objects, as_json=as_json)
+        require_answers(directory)
+        status = inspect_checkpoint(directory, keys, with_objects=objects, as_json=as_json)
+    raise typer.Exit(status)
 
 
-@app.command(
-    help=help_texts.VERIFY,
-    epilog=help_texts.ending("dist-ckpt verify DIR && rsync -a DIR backup:"),
+@_command(
+    "dist-ckpt verify DIR && rsync -a DIR backup:",
+    "0 whole, 1 damaged or incomplete, 2 wrong usage, 3 could not look.",
 )
 def verify(directory: _Place, *, as_json: _Json = False, debug: _Debug = False) -> None:
-    """Check a checkpoint."""
-    with reported_failures(debug=debug):
-        from dist_ckpt_strategies.cli.verification import verify_checkpoint  # noqa: PLC0415
+    """Check that a checkpoint is whole, and list what is not.
 
+    Looks for every chunk file, of the right size, every shard of every object, common.pt and
+    metadata.json, and compares objects and common.pt with their own checksums. Format 1 keeps no
+    checksums of arrays: a byte that has changed inside a chunk does not show. Of format 2 every
+    inner chunk and of local checkpoints every tensor is compared with its digest.
+    """
+    with reported_failures(debug=debug):
+        from dist_ckpt_strategies.cli.inspect import verify_checkpoint  # noqa: PLC0415
+
+        require_answers(directory)
         status = verify_checkpoint(directory, as_json=as_json)
     raise typer.Exit(status)
 
 
-@app.command(
-    help=help_texts.PRUNE,
-    epilog=help_texts.ending("dist-ckpt prune ROOT --keep-last 3 --unfinished"),
+@_command(
+    "dist-ckpt prune ROOT --keep-last 3 --unfinished",
+    "0 done, 2 wrong usage, 3 could not look at ROOT, or remove.",
 )
 def prune(  # noqa: PLR0913 - one parameter for each option
     root: Annotated[
@@ -177,32 +218,42 @@ def prune(  # noqa: PLR0913 - one parameter for each option
         str,
         typer.Option(
             metavar="TIME",
-            help="Unfinished ones that changed since stay: they may still be written.",
+            help="Keep unfinished ones that changed since: they may still be written.",
         ),
     ] = "1h",
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", metavar=_FLAG, help="Only show what would go.")
+        bool, typer.Option("--dry-run", metavar=_FLAG, help="Only show what would be removed.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", metavar=_FLAG, help="Do not ask.")] = False,
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
-    """Remove old checkpoints."""
+    """Remove checkpoints that are not to be kept, and what killed saves have left.
+
+    ROOT holds the checkpoints, each in a directory whose name ends in its iteration. The newest
+    complete one is always kept, and so is everything that is neither a checkpoint of format 1 or 2
+    nor left by a killed save of these. A checkpoint loses its marker first. Shows what would be
+    removed, and asks.
+    """
     with reported_failures(debug=debug):
-        from dist_ckpt_strategies.cli.pruning import (  # noqa: PLC0415
-            parse_duration_s,
-            prune_checkpoints,
+        from dist_ckpt_strategies.cli.prune import prune_checkpoints  # noqa: PLC0415
+
+        require_answers(root)
+        prune_checkpoints(
+            root,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            unfinished=unfinished,
+            older_than=older_than,
+            dry_run=dry_run,
+            is_agreed=yes,
+            as_json=as_json,
         )
-        from dist_ckpt_strategies.plan.prune import Keeping  # noqa: PLC0415
-
-        keeping = Keeping(keep_last, keep_every, unfinished, parse_duration_s(older_than))
-        status = prune_checkpoints(root, keeping, dry_run=dry_run, is_agreed=yes, as_json=as_json)
-    raise typer.Exit(status)
 
 
-@app.command(
-    help=help_texts.DEMO,
-    epilog=help_texts.ending("dist-ckpt demo --keep /tmp/demo-checkpoint"),
+@_command(
+    "dist-ckpt demo --keep /tmp/demo-checkpoint",
+    "0 all as it was, 1 not, 2 wrong usage, 3 no room.",
 )
 def demo(
     *,
@@ -214,36 +265,25 @@ def demo(
             show_default=False,
         ),
     ] = None,
-    chaos: Annotated[
-        bool,
-        typer.Option(
-            "--chaos",
-            metavar=_FLAG,
-            help="Break ranks at every point of a step instead, and show that nothing is lost.",
-        ),
-    ] = False,
     debug: _Debug = False,
 ) -> None:
-    """Run the demonstration."""
-    if chaos and keep is not None:
-        raise typer.BadParameter("--keep belongs to the demonstration without --chaos")
+    """Train a small GPT on four CPU ranks, save it as Zarr, resume it in other layouts.
+
+    Shows that weights and optimizer state are loaded bit for bit, and that the loss continues from
+    its value at the save. Takes a few minutes on two cores.
+    """
     with reported_failures(debug=debug):
         from rich.console import Console  # noqa: PLC0415
 
-        if chaos:
-            from dist_ckpt_strategies.cli.chaos.demo import run_chaos_demo  # noqa: PLC0415
+        from dist_ckpt_strategies.cli.demo.main import run_demo  # noqa: PLC0415
 
-            status = run_chaos_demo(Console())
-        else:
-            from dist_ckpt_strategies.cli.demo.main import run_demo  # noqa: PLC0415
-
-            status = run_demo(keep, Console())
+        status = run_demo(keep, Console())
     raise typer.Exit(status)
 
 
-@app.command(
-    help=help_texts.CONVERT,
-    epilog=help_texts.ending("dist-ckpt convert SRC DST --to zarr@2"),
+@_command(
+    "dist-ckpt convert SRC DST --to zarr@2",
+    _CONVERT_STATUS,
 )
 def convert(  # noqa: PLR0913
     source: _Source,
@@ -277,18 +317,25 @@ def convert(  # noqa: PLR0913
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
-    """Convert a checkpoint."""
+    """Convert a checkpoint to another format, bit for bit.
+
+    From ("zarr", 1), ("zarr", 2) and torch_dist of Megatron-Core 0.16; optimizer state, objects
+    and common state too. To safetensors: the arrays of the model alone. Memory stays bounded,
+    whatever the checkpoint's size. DST must be new or empty; nothing is visible there before all
+    is. After an interruption the same command continues where it stopped.
+    """
     with reported_failures(debug=debug):
-        from dist_ckpt_strategies.cli.conversion import convert_checkpoint  # noqa: PLC0415
+        require_answers(source, target)
+        from dist_ckpt_strategies.cli.convert import convert_checkpoint  # noqa: PLC0415
 
         convert_checkpoint(
             source, target, to, keys=keys, memory=memory, max_file=max_file, as_json=as_json
         )
 
 
-@app.command(
-    help=help_texts.UPGRADE,
-    epilog=help_texts.ending("dist-ckpt upgrade SRC DST --to zarr@2"),
+@_command(
+    "dist-ckpt upgrade SRC DST --to zarr@2",
+    _CONVERT_STATUS,
 )
 def upgrade(
     source: _Source,
@@ -306,16 +353,22 @@ def upgrade(
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
-    """Upgrade a checkpoint."""
+    """Convert a checkpoint of Megatron-Core <= 0.15 or NeMo 1.x so that training can continue.
+
+    Optimizer state of the form fully_sharded_model_space (optimizer.state.fp32_param.*), which
+    Megatron-Core 0.16 cannot load, becomes fully_reshardable (optimizer.state.param.*). Otherwise
+    like convert.
+    """
     with reported_failures(debug=debug):
-        from dist_ckpt_strategies.cli.conversion import upgrade_checkpoint  # noqa: PLC0415
+        require_answers(source, target)
+        from dist_ckpt_strategies.cli.convert import upgrade_checkpoint  # noqa: PLC0415
 
         upgrade_checkpoint(source, target, to, memory=memory, as_json=as_json)
 
 
-@app.command(
-    help=help_texts.DIFF,
-    epilog=help_texts.ending("dist-ckpt diff A B && rm -r A", help_texts.DIFF_STATUS),
+@_command(
+    "dist-ckpt diff A B --keys 'decoder.*'",
+    "0 equal, 1 different, or one is damaged or incomplete, 2 wrong usage, 3 could not look.",
 )
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)],
@@ -333,17 +386,22 @@ def diff(
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
-    """Compare two checkpoints."""
-    with reported_failures(debug=debug, status=2):
-        from dist_ckpt_strategies.cli.difference import diff_checkpoints  # noqa: PLC0415
+    """Compare two checkpoints of any formats: keys, shapes, dtypes, elements and objects.
+
+    Of arrays that differ it shows the first element that does, how many do, and the largest
+    absolute difference. Equal means equal to the bit.
+    """
+    with reported_failures(debug=debug):
+        require_answers(a, b)
+        from dist_ckpt_strategies.cli.convert import diff_checkpoints  # noqa: PLC0415
 
         status = diff_checkpoints(a, b, keys, memory=memory, as_json=as_json)
     raise typer.Exit(status)
 
 
-@app.command(
-    help=help_texts.BENCH,
-    epilog=help_texts.ending("dist-ckpt bench /checkpoints --size 2"),
+@_command(
+    "dist-ckpt bench /checkpoints --size 2",
+    "0 measured, 2 wrong usage, 3 could not measure.",
 )
 def bench(
     directory: Annotated[
@@ -358,14 +416,21 @@ def bench(
     ] = 0.25,
     ranks: Annotated[int, typer.Option(metavar="N", min=1, help="Processes on this node.")] = 2,
     repetitions: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Rounds that count; one more comes first.")
+        int, typer.Option(metavar="N", min=1, help="Measured rounds, after one for warm-up.")
     ] = 3,
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
-    """Measure a file system."""
+    """Measure saves and loads on the file system of DIR, beside one plain stream per rank.
+
+    Ranks on the CPU hold equal parts of a state like a GPT's, and save and load it with
+    ("zarr", 1), ("zarr", 2) and torch_dist, in turn. All files are flushed when a save ends, and
+    dropped from the page cache before a load, where the kernel can do that. Every load is compared
+    with what was saved. DIR is left as it was. The default is the temporary directory, which may
+    be in memory.
+    """
     with reported_failures(debug=debug):
-        from dist_ckpt_strategies.cli.bench.main import (  # noqa: PLC0415
+        from dist_ckpt_strategies.cli.bench import (  # noqa: PLC0415
             GB,
             BenchOptions,
             bench_directory,
@@ -375,9 +440,10 @@ def bench(
         bench_directory(options, as_json=as_json)
 
 
-@app.command(
-    help=help_texts.RUN,
-    epilog=help_texts.ending("dist-ckpt run --nproc 4 --spares 1 train.py", help_texts.RUN_STATUS),
+@_command(
+    "dist-ckpt run --nproc 4 --spares 1 train.py",
+    "0 all ranks have ended well, 1 gave up, 2 wrong usage, 130 interrupted, 128 and "
+    "its number for another signal.",
     context_settings={"allow_interspersed_args": False},
 )
 def run(  # noqa: PLR0913
@@ -385,7 +451,7 @@ def run(  # noqa: PLR0913
         str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.")
     ],
     args: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="What the script gets.")
+        list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
     ] = None,
     *,
     nproc: Annotated[
@@ -395,12 +461,14 @@ def run(  # noqa: PLR0913
         int, typer.Option(metavar="S", min=0, help="Processes that wait to take over a rank.")
     ] = 0,
     max_restarts: Annotated[
-        int, typer.Option(metavar="R", min=0, help="Workers that may be replaced, all in all.")
+        int, typer.Option(metavar="R", min=0, help="Workers that may be replaced, in total.")
     ] = 16,
     heartbeat_timeout: Annotated[
         float,
         typer.Option(
-            metavar="SECONDS", min=0, help="Silence that makes a worker a hung one; 0: none does."
+            metavar="SECONDS",
+            min=0,
+            help="Seconds without a heartbeat before a worker counts as hung; 0: no check.",
         ),
     ] = 30.0,
     is_module: Annotated[
@@ -408,11 +476,17 @@ def run(  # noqa: PLR0913
     ] = False,
     debug: _Debug = False,
 ) -> None:
-    """Run a script on several ranks."""
+    """Run a training script on N ranks of this node, and replace a worker that dies.
+
+    The others stay alive: with HPWrapper around its training the script continues in place. All
+    arguments after SCRIPT are the script's. A dead worker is found at once, a hung one after the
+    time without a heartbeat; spares wait with everything imported, for scripts that call
+    wait_rank().
+    """
     if not is_module and not Path(script).is_file():
         raise typer.BadParameter(f"{script} is no file", param_hint="SCRIPT")
     with reported_failures(debug=debug):
-        from dist_ckpt_strategies.cli.running import run_script  # noqa: PLC0415
+        from dist_ckpt_strategies.cli.run import run_script  # noqa: PLC0415
         from dist_ckpt_strategies.inprocess.supervisor import (  # noqa: PLC0415
             Job,
             script_command,

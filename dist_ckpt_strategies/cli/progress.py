@@ -9,23 +9,23 @@ from rich.progress import (
     Progress,
     TaskProgressColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
 
-from dist_ckpt_strategies.storage.findings import Watch
+from dist_ckpt_strategies.formats.issues import Watch
 
 
-def open_byte_progress() -> Progress:
-    """Bars that count bytes; nothing where stderr is no terminal."""
+def open_progress(*, in_bytes: bool = False) -> Progress:
+    """Bars, of what is counted in bytes if so said; nothing where stderr is no terminal."""
     console = Console(stderr=True)
+    counts = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        *(counts if in_bytes else (TimeElapsedColumn(),)),
         console=console,
         transient=True,
         disable=not console.is_terminal,
@@ -33,6 +33,6 @@ def open_byte_progress() -> Progress:
 
 
 def watched(progress: Progress, description: str) -> Watch:
-    """A new bar, moved by calling what comes back."""
-    task = progress.add_task(description, total=None)
-    return lambda done, total: progress.update(task, completed=done, total=total)
+    """A new bar, shown from the first call of what comes back."""
+    task = progress.add_task(description, total=None, visible=False)
+    return lambda done, total: progress.update(task, completed=done, total=total, visible=True)

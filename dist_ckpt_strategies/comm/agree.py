@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from dist_ckpt_strategies.comm.base import Communicator, Message, out_of_step
 from dist_ckpt_strategies.errors import (
@@ -12,6 +12,7 @@ from dist_ckpt_strategies.errors import (
     PeerLostError,
     PeerTimeoutError,
     SaveTimeoutError,
+    StorageTimeoutError,
     as_checkpoint_error,
     error_from_peer,
     kind_of,
@@ -99,18 +100,34 @@ def _is_list(message: Message, size: int) -> bool:
 def _raise_first(
     comm: Communicator, own: CheckpointError | None, verdicts: Iterable[Message]
 ) -> None:
+    """Raise a rank's own error, else the first other rank's.
+
+    Where storage was silent on any rank, every rank raises that: no rank must go on to another
+    checkpoint for the damage that it has found itself.
+    """
+    found = [] if own is None else [_named(own, comm.global_rank(comm.rank))]
     try:
-        if own is not None:
-            raise _named(own, comm.global_rank(comm.rank))
+        for rank, verdict in enumerate(verdicts):
+            if verdict is not None:
+                found.append(_reported(comm, rank, verdict))
+        found.sort(key=_is_damage)
+        if found:
+            raise found[0]
     finally:
-        del own
-    for rank, verdict in enumerate(verdicts):
-        if verdict is not None:
-            if not _is_list(verdict, _NUM_FIELDS):
-                raise out_of_step(comm.global_rank(rank), "this step")
-            kind, message, key, path, global_rank = verdict
-            who = comm.global_rank(rank) if global_rank is None else global_rank
-            raise error_from_peer(who, kind, message, key=key, path=path)
+        del own, found
+
+
+def _reported(comm: Communicator, rank: int, verdict: Message) -> CheckpointError:
+    """The error that another rank's verdict stands for."""
+    if not _is_list(verdict, _NUM_FIELDS):
+        return out_of_step(comm.global_rank(rank), "this step")
+    kind, message, key, path, global_rank = cast("list[Any]", verdict)
+    who = comm.global_rank(rank) if global_rank is None else global_rank
+    return error_from_peer(who, kind, message, key=key, path=path)
+
+
+def _is_damage(error: CheckpointError) -> bool:
+    return not isinstance(error, StorageTimeoutError)
 
 
 def _verdict(error: CheckpointError | None) -> Message:

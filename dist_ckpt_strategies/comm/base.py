@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,14 @@ class Communicator(Protocol):
     def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
         """Like ``exchange``, but return at once. Collective; one at a time may be under way."""
         ...
+
+
+def report_level(comm: Communicator) -> int:
+    """The level at which this rank logs its report: INFO on global rank 0, DEBUG on the others.
+
+    Megatron-LM prints what any rank logs at INFO.
+    """
+    return logging.DEBUG if comm.global_rank(comm.rank) else logging.INFO
 
 
 def who_is_where(comm: Communicator, kinds: Sequence[Hashable], texts: Sequence[str]) -> str:

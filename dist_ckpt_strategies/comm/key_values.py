@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError, DistStoreError
 
-from dist_ckpt_strategies.errors import PeerError, PeerLostError
+from dist_ckpt_strategies.comm.waiters import Waiters
+from dist_ckpt_strategies.errors import PeerError, PeerLostError, WaitReleasedError, text_of
 
 T = TypeVar("T")
+
+_LONGEST_WAIT_S = 86400.0
+"""Of one request: torch's client warns on stderr each time that one ends without a result. That the
+host is lost is learnt from other requests."""
+
+_NUM_LOOKS = 3
+"""After so many pauses without an answer a request is given up."""
 
 
 class KeyValues(Protocol):
     """Text by key, seen alike by all ranks; values are never empty. No method but ``wait`` waits.
 
-    Each raises PeerLostError where the store is gone.
+    Each raises PeerLostError where the store is gone, or has been silent for too long.
     """
 
     def read(self, key: str) -> str | None:
@@ -46,8 +55,11 @@ class KeyValues(Protocol):
         """Whether somebody has written each of the keys; one question, however many they are."""
         ...
 
-    def wait(self, key: str, timeout_s: float) -> bool:
-        """Whether somebody has written the key in time. Holds up all others who ask this object."""
+    def wait(self, key: str, timeout_s: float | None = None) -> bool:
+        """Whether somebody has written the key in time. Holds up all others who ask this object.
+
+        Without ``timeout_s`` it waits until then.
+        """
         ...
 
     def another(self) -> KeyValues:
@@ -60,29 +72,46 @@ class KeyValues(Protocol):
 
 
 class TcpKeyValues:
-    """A TCPStore that somebody else hosts.
+    """A TCPStore that another process hosts.
+
+    A client of torch's waits for ever for a host that is silent: one that is stopped, or has lost
+    its network. So requests are made on a thread of their own, which is given up then.
 
     Args:
         host: where it is.
         port: of it.
         prefix: that all keys begin with.
-        timeout_s: for the connection, in seconds.
+        timeout_s: after which a silent host is lost, in seconds. A request, and the
+            connection, may take half of it.
+        beside: the same store over another connection, on which ``wait`` asks meanwhile whether
+            the host still answers.
 
     Raises:
-        PeerLostError: nobody answers there.
+        PeerLostError: there is no store, or it does not answer.
     """
 
-    def __init__(self, host: str, port: int, *, prefix: str = "", timeout_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        *,
+        prefix: str = "",
+        timeout_s: float = 30.0,
+        beside: TcpKeyValues | None = None,
+    ) -> None:
         self._place = (host, port)
         self._prefix = prefix
         self._timeout_s = timeout_s
+        self._beside = beside
+        self._is_silent = False
+        self._waiters = Waiters("dist_ckpt-store")
         self._store = self._asked(
             lambda: TCPStore(
                 host,
                 port,
                 is_master=False,
                 wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_s),
+                timeout=timedelta(seconds=timeout_s / 2),
             )
         )
 
@@ -121,9 +150,10 @@ class TcpKeyValues:
         names = [self._prefix + key for key in keys]
         return self._asked(lambda: self._store.check(names))
 
-    def wait(self, key: str, timeout_s: float) -> bool:
+    def wait(self, key: str, timeout_s: float | None = None) -> bool:
         """See KeyValues."""
-        deadline = time.monotonic() + timeout_s
+        longest_s = _LONGEST_WAIT_S if timeout_s is None else timeout_s
+        deadline = time.monotonic() + longest_s
 
         def woken() -> bool:
             left_s = max(0.001, deadline - time.monotonic())
@@ -133,29 +163,51 @@ class TcpKeyValues:
                 return False
             return True
 
-        while self._asked(woken):
+        def meanwhile() -> None:
+            if self._beside is not None:
+                self._beside.has_all([key])
+            elif time.monotonic() > deadline + self._timeout_s / 2:
+                raise self._lost("no answer")
+
+        while self._asked(woken, meanwhile):
             if self.has_all([key]):  # else it was woken by somebody's question; see ``read``
                 return True
         return False
 
     def another(self) -> TcpKeyValues:
-        """See KeyValues."""
+        """See KeyValues. It learns over this one that the host is silent."""
         host, port = self._place
-        return TcpKeyValues(host, port, prefix=self._prefix, timeout_s=self._timeout_s)
+        return TcpKeyValues(host, port, prefix=self._prefix, timeout_s=self._timeout_s, beside=self)
 
     def close(self) -> None:
         """See KeyValues. The socket itself is closed with the last reference."""
         vars(self).pop("_store", None)
+        self._waiters.close()
 
-    def _asked(self, ask: Callable[[], T]) -> T:
+    def _asked(self, ask: Callable[[], T], meanwhile: Callable[[], None] | None = None) -> T:
+        limit_s = self._timeout_s / 2
+        num_looks = itertools.count(1)
+
+        def require_answer() -> None:
+            # Where this process itself has been stopped, the first look comes at once.
+            if next(num_looks) >= _NUM_LOOKS:
+                self._is_silent = True
+                raise self._lost(f"no answer for {limit_s:g} s")
+
+        if self._is_silent:
+            raise self._lost("it has been silent for too long")
         try:
-            return ask()
-        except (DistError, AttributeError) as error:  # AttributeError: it has been closed
-            host, port = self._place
-            reason = str(error).partition("\n")[0]
-            raise PeerLostError(
-                None, f"the coordinator's store at {host}:{port} does not answer: {reason}"
-            ) from error
+            return cast(
+                "T", self._waiters.run(ask, meanwhile or require_answer, limit_s / _NUM_LOOKS)
+            )
+        except (DistError, AttributeError, WaitReleasedError) as error:  # the latter two: closed
+            raise self._lost(text_of(error).partition("\n")[0]) from error
+
+    def _lost(self, why: str) -> PeerLostError:
+        host, port = self._place
+        return PeerLostError(
+            None, f"the coordinator's store at {host}:{port} does not answer: {why}"
+        )
 
 
 class TcpHost:
@@ -227,9 +279,9 @@ class LocalKeyValues:
             self._require_open()
             return all(key in self._values for key in keys)
 
-    def wait(self, key: str, timeout_s: float) -> bool:
+    def wait(self, key: str, timeout_s: float | None = None) -> bool:
         """See KeyValues; unlike there, nobody is held up."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + (_LONGEST_WAIT_S if timeout_s is None else timeout_s)
         with self._changed:
             while key not in self._values and time.monotonic() < deadline:
                 self._require_open()

@@ -27,6 +27,7 @@ def group_ranks(group: ProcessGroup | None) -> tuple[int, ...]:
     """The global ranks of a group; of the world if there is none, or of this process alone."""
     if not is_distributed():
         return (0,)
+    require_member(group)
     return tuple(sorted(dist.get_process_group_ranks(group)))
 
 

@@ -18,7 +18,9 @@ def store_of_attempt(base: Any, attempt: str) -> Any:
 
 
 @contextmanager
-def rendezvous_by_attempt(attempt: Callable[[], int]) -> Iterator[None]:
+def rendezvous_by_attempt(
+    attempt: Callable[[], int], note_store: Callable[[Any], None]
+) -> Iterator[None]:
     """While this is open, ``init_process_group`` meets only ranks in the same attempt.
 
     That is, without a store of the caller's: with ``env://`` or ``tcp://``. The launcher's store
@@ -28,20 +30,24 @@ def rendezvous_by_attempt(attempt: Callable[[], int]) -> Iterator[None]:
 
     Args:
         attempt: its number, the same on all ranks.
+        note_store: is given each store that ranks find each other in.
     """
     module = import_module("torch.distributed.rendezvous")  # a function has its name in torch
     handlers = module._rendezvous_handlers  # noqa: SLF001 - see above
     before = {scheme: handlers[scheme] for scheme in _SCHEMES}
-    handlers.update({scheme: _apart(handler, attempt) for scheme, handler in before.items()})
+    handlers.update({name: _apart(found, attempt, note_store) for name, found in before.items()})
     try:
         yield
     finally:
         handlers.update(before)
 
 
-def _apart(handler: Callable[..., Any], attempt: Callable[[], int]) -> Callable[..., Any]:
+def _apart(
+    handler: Callable[..., Any], attempt: Callable[[], int], note_store: Callable[[Any], None]
+) -> Callable[..., Any]:
     def by_attempt(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
         for store, rank, size in handler(*args, **kwargs):
+            note_store(store)
             yield PrefixStore(f"dist_ckpt/attempt/{attempt()}", store), rank, size
 
     return by_attempt

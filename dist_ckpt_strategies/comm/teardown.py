@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from dist_ckpt_strategies.comm.group_disposal import DEFAULT_GROUP_DISPOSAL, GroupDisposal
 from dist_ckpt_strategies.comm.interruptible_gloo import (
@@ -18,7 +17,12 @@ from dist_ckpt_strategies.comm.interruptible_gloo import (
     InterruptibleGloo,
     WaitControl,
 )
-from dist_ckpt_strategies.comm.sockets import SocketCensus, SocketFilter, leave_none_alone
+from dist_ckpt_strategies.comm.sockets import (
+    Address,
+    addresses_of,
+    open_sockets,
+    shut_down_groups,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -27,63 +31,51 @@ GRACE_S = 2.0
 """Longest time for sockets to close before waits are released all the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class EndReport:
-    """How communication ended.
-
-    Attributes:
-        num_connections: cut, each counted once per round.
-        duration_s: until the waits were released.
-        is_quiet: whether no connection was left by then.
-    """
-
-    num_connections: int
-    duration_s: float
-    is_quiet: bool
-
-
 class Communication:
-    """All that this process opens to talk to its peers during one attempt.
+    """The process groups of this process, and its connections to their stores, in one attempt.
+
+    Sockets that are open when this object is made are left alone.
 
     Args:
-        protected_inodes: the inodes of sockets that must be left alone, asked for each time.
         control: of the waits.
         disposal: of the groups.
     """
 
     def __init__(
         self,
-        protected_inodes: Callable[[], frozenset[int]] = frozenset,
         control: WaitControl = DEFAULT_WAIT_CONTROL,
         disposal: GroupDisposal = DEFAULT_GROUP_DISPOSAL,
     ) -> None:
-        self._protected_inodes = protected_inodes
         self._control = control
         self._disposal = disposal
         self._lock = threading.Lock()
-        self._is_protected: SocketFilter = leave_none_alone
         self._ended = threading.Event()
-        self._census = SocketCensus.take()
+        self._older = frozenset(open_sockets())
+        self._stores: frozenset[Address] = frozenset()
         control.renew()
 
-    def begin(self) -> None:
-        """Leave alone what is open by now, too: nothing of the attempt has been opened yet."""
-        self._census = SocketCensus.take()
+    def note_store(self, store: Any) -> None:
+        """Have ``end`` cut the connections to a store; those of the groups are known."""
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        if isinstance(store, TCPStore):
+            self._stores |= addresses_of(store.host, store.port)
 
     @property
     def is_ended(self) -> bool:
         """Whether ``end`` has been called, and has come to its end."""
         return self._ended.is_set()
 
-    def end(self, is_protected: SocketFilter = leave_none_alone) -> EndReport:
-        """Cut all connections opened since this object was made; then let no one wait any more.
+    def end(self) -> None:
+        """Cut the connections of all groups and their stores, then release all waits.
 
         In this order: while a connection is open, bytes may still arrive in a tensor whose owner
         has been released.
         """
         begun = time.monotonic()
-        self._is_protected = is_protected
         abort_nccl_groups()
+        for _, store in _known_groups().values():
+            self.note_store(store)
         num_cut = 0
         while num_open := self.cut():
             num_cut += num_open
@@ -93,12 +85,12 @@ class Communication:
             time.sleep(_PAUSE_S)
         self._control.release()
         self._ended.set()
-        return EndReport(num_cut, time.monotonic() - begun, num_open == 0)
+        logger.debug("%d connections cut in %.3f s", num_cut, time.monotonic() - begun)
 
     def cut(self) -> int:
-        """Cut connections opened since; how many were open. More may come: call it again."""
+        """Cut connections; how many were open. More may come: call it again."""
         with self._lock:
-            return self._census.shut_down_later_ones(self._is_protected, self._protected_inodes())
+            return shut_down_groups(self._older, self._stores)
 
     def take_down(self) -> int:
         """Destroy all process groups of this process; how many there were.
@@ -106,7 +98,7 @@ class Communication:
         For the thread that made them, once it uses none of them any more.
         """
         self._control.release()
-        groups = _known_groups()
+        groups = list(_known_groups())
         num_groups = len(groups)
         if dist.is_available():
             _destroy_all()
@@ -148,7 +140,8 @@ def _destroy_all() -> None:
     dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - no public way
 
 
-def _known_groups() -> list[Any]:
+def _known_groups() -> dict[Any, tuple[Any, Any]]:
+    """Backend and store of each group."""
     if not dist.is_available():
-        return []
-    return list(dist.distributed_c10d._world.pg_map)  # noqa: SLF001 - no public way
+        return {}
+    return dict(dist.distributed_c10d._world.pg_map)  # noqa: SLF001 - no public way

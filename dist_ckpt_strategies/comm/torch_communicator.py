@@ -28,7 +28,6 @@ from dist_ckpt_strategies.comm.base import (
     who_is_where,
 )
 from dist_ckpt_strategies.comm.group_users import GROUP_USERS
-from dist_ckpt_strategies.comm.host_links import Carrying, HostLinks
 from dist_ckpt_strategies.comm.process_group import ProcessGroup, is_distributed, message_device
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.config import limit_of_wait
@@ -67,7 +66,7 @@ class _Work(Protocol):
         ...
 
 
-def open_communicator(  # noqa: PLR0913 - options by name
+def open_communicator(
     group: ProcessGroup | None,
     *,
     timeout_s: float,
@@ -75,7 +74,6 @@ def open_communicator(  # noqa: PLR0913 - options by name
     detail: str = "",
     channels: Sequence[ProcessGroup] = (),
     payload_device: torch.device | None = None,
-    links: HostLinks | None = None,
 ) -> Communicator:
     """A communicator over ``group``, by default over the world; over one rank without torch's.
 
@@ -91,7 +89,6 @@ def open_communicator(  # noqa: PLR0913 - options by name
             the group itself.
         payload_device: where ``exchange`` takes tensors as they are, if the group's backend can
             send from there; by default the host, or where the group has NCCL alone, the GPU.
-        links: to ranks of the group on this host; ``exchange`` carries bytes on the host by them.
     """
     if not is_distributed():
         return SoloCommunicator()
@@ -107,7 +104,6 @@ def open_communicator(  # noqa: PLR0913 - options by name
         detail=detail,
         channels=channels,
         payload_device=payload_device,
-        links=links,
     )
 
 
@@ -119,7 +115,7 @@ class TorchCommunicator:
     asked: it raises SaveTimeoutError where one goes on for most of the limit.
     """
 
-    def __init__(  # noqa: PLR0913 - options by name
+    def __init__(
         self,
         group: ProcessGroup,
         *,
@@ -128,7 +124,6 @@ class TorchCommunicator:
         detail: str = "",
         channels: Sequence[ProcessGroup] = (),
         payload_device: torch.device | None = None,
-        links: HostLinks | None = None,
     ) -> None:
         self._group = group
         self._channels = tuple(channels) or (group,)
@@ -136,7 +131,6 @@ class TorchCommunicator:
         self._timeout_s = timeout_s
         self._message_device = message_device(group)
         self.device = payload_device or self._message_device
-        self._links = links if self.device.type == "cpu" else None
         self._global_ranks = dist.get_process_group_ranks(group)
         self._attendance = Attendance(group, self._global_ranks, f"{purpose} {detail}".rstrip())
         self._purpose_number = _number_of(purpose)
@@ -214,18 +208,6 @@ class TorchCommunicator:
         """See Communicator."""
         self._let_others_finish()
         self._attendance.sign()
-        carried = None
-        if self._links is not None:
-            near = self._links.ranks
-            with self._or_broken_off():
-                carried = self._links.begin(
-                    [send for send in sends if send.to_rank in near],
-                    [receive for receive in receives if receive.from_rank in near],
-                    self._timeout_s,
-                    self._attendance.what,
-                )
-            sends = [send for send in sends if send.to_rank not in near]
-            receives = [receive for receive in receives if receive.from_rank not in near]
         staged = [self._tensor_of(receive.into, self.device) for receive in receives]
         data = [self._tensor_of(send.data, self.device) for send in sends]
         received, sent = _Turns(self._channels), _Turns(self._channels)
@@ -243,7 +225,7 @@ class TorchCommunicator:
         ]
         is_batched = self.device.type != "cpu"
         works = self._begun(lambda: _started(operations, is_batched=is_batched))
-        return _Arriving(self, tuple(works), tuple(zip(receives, staged, strict=True)), carried)
+        return _Arriving(self, tuple(works), tuple(zip(receives, staged, strict=True)))
 
     def finish(
         self, works: Sequence[tuple[int | None, _Work | None]], device: torch.device
@@ -260,28 +242,17 @@ class TorchCommunicator:
                 if work is not None:
                     self._wait(work, deadline, peer, device)
 
-    def carry(self, carried: Carrying) -> None:
-        """Wait for what goes through shared memory.
-
-        Raises:
-            PeerTimeoutError, PeerLostError: like ``finish``.
-        """
-        with self._or_broken_off():
-            carried.wait()
-
     @contextmanager
     def _or_broken_off(self) -> Iterator[None]:
         """Where a peer is late or lost meanwhile, no later call is to take this one's bytes.
 
         Gloo breaks off all connections of a group that has waited in vain, but of no other: the
-        channels and links beside it would carry the next call's bytes, to peers that still are in
+        channels beside it would carry the next call's bytes, to peers that still are in
         this one.
         """
         try:
             yield
         except PeerError:
-            if self._links is not None:
-                self._links.close()
             if self._has_own_channels:
                 for channel in self._channels:
                     self._break_off(channel)
@@ -380,18 +351,14 @@ class _Arriving:
         comm: whose exchange it is.
         works: what travels over process groups, with the rank at the other end.
         received: where that lands, and where it belongs.
-        carried: what travels through shared memory.
     """
 
     comm: TorchCommunicator
     works: tuple[tuple[int | None, _Work | None], ...]
     received: tuple[tuple[Receive, torch.Tensor], ...]
-    carried: Carrying | None
 
     def wait(self) -> None:
         """See Exchange."""
-        if self.carried is not None:
-            self.comm.carry(self.carried)
         self.comm.finish(self.works, self.comm.device)
         for receive, tensor in self.received:
             if isinstance(receive.into, np.ndarray) and tensor.device.type != "cpu":

@@ -25,8 +25,19 @@ class Waiters:
         self._calls: set[_Call] = set()
         self._is_released = False
 
-    def run(self, wait: Callable[[], Any]) -> Any:
+    def run(
+        self,
+        wait: Callable[[], Any],
+        meanwhile: Callable[[], object] | None = None,
+        every_s: float = -1,
+    ) -> Any:
         """What ``wait`` returns or raises, on another thread.
+
+        Args:
+            wait: what blocks.
+            meanwhile: called after each ``every_s`` seconds without a result. What it raises is
+                raised here; the thread may go on waiting.
+            every_s: see ``meanwhile``.
 
         Raises:
             WaitReleasedError: ``release`` came first; the thread may go on waiting.
@@ -35,7 +46,8 @@ class Waiters:
         waiter = self._taken(call)
         try:
             waiter.begin(call)
-            call.ended.acquire()
+            while not call.ended.acquire(timeout=every_s) and meanwhile is not None:
+                meanwhile()
         finally:
             self._leave(call, waiter)
         if not call.is_done:

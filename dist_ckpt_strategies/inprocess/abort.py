@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from dist_ckpt_strategies.comm.sockets import SocketFilter, leave_none_alone
 from dist_ckpt_strategies.errors import RestartError, text_of
 from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup
 from dist_ckpt_strategies.inprocess.health_check import HPState
@@ -40,12 +40,12 @@ class Abort(ABC):
 
 
 class Compose(Abort):
-    """Several parts, ended one after the other, the first one given first.
+    """Several parts as one. As in NVRx, the last one given is called first: ``a(b(c(state)))``.
 
-    All are called, whatever the ones before raise.
+    All are called, whatever others raise.
 
     Args:
-        instances: in this order.
+        instances: the parts, in the reverse order of their calls.
     """
 
     def __init__(self, *instances: Callable[[HPState], HPState]) -> None:
@@ -58,7 +58,7 @@ class Compose(Abort):
             RestartError: some raised; with the text of each.
         """
         errors: list[Exception] = []
-        for instance in self.instances:
+        for instance in reversed(self.instances):
             try:
                 state = instance(state)
             except Exception as error:  # noqa: BLE001 - the others must run; all are told below
@@ -72,10 +72,10 @@ class Compose(Abort):
         return state
 
     def with_first(self, kind: type) -> Compose:
-        """The same with the parts of a kind before all others."""
+        """The same parts; those of a kind are called before all others."""
         first = [one for one in self.instances if isinstance(one, kind)]
         rest = [one for one in self.instances if not isinstance(one, kind)]
-        return Compose(*first, *rest)
+        return Compose(*rest, *first)
 
 
 class AbortTransformerEngine(Abort):
@@ -106,21 +106,15 @@ class HPCheckpointingAbort(Abort):
 
 
 class HPAbortTorchDistributed(Abort):
-    """All communication of torch.distributed: connections are cut, then waits are released.
+    """All process groups: NCCL's are aborted, gloo's connections are cut, waits are released.
 
-    Args:
-        is_protected: connections that must be left alone, besides the coordinator's and those
-            that were open when the attempt began.
+    Connections to the groups' stores are cut too, no others.
     """
-
-    def __init__(self, is_protected: SocketFilter = leave_none_alone) -> None:
-        self.is_protected = is_protected
 
     def __call__(self, state: HPState) -> HPState:
         """See Abort."""
         if state.communication is not None:
-            report = state.communication.end(self.is_protected)
-            logger.debug("communication ended: %s", report)
+            state.communication.end()
         return state
 
 
@@ -133,9 +127,8 @@ class HPDataLoaderAbort(Abort):
         if module is None:
             return state
         kind = module._MultiProcessingDataLoaderIter  # noqa: SLF001 - no public way
-        for found in gc.get_objects():
-            if type(found) is kind:
-                _end_workers(found)
+        for found in _users_of_processes(kind):
+            _end_workers(found)
         return state
 
 
@@ -144,7 +137,10 @@ class CheckpointlessAbortManager:
 
     @staticmethod
     def get_default_checkpointless_abort() -> Compose:
-        """Transformer Engine, checkpointing, torch.distributed, data loaders."""
+        """Transformer Engine, checkpointing, torch.distributed, data loaders; the last runs first.
+
+        So Transformer Engine's buffers are destroyed after the communicators that use them.
+        """
         return Compose(
             AbortTransformerEngine(),
             HPCheckpointingAbort(),
@@ -154,7 +150,7 @@ class CheckpointlessAbortManager:
 
     @staticmethod
     def create_custom_abort(*abort_instances: Abort) -> Compose:
-        """Only these, in this order.
+        """Only these; as in ``Compose``, the last one is called first.
 
         Raises:
             ValueError: none is given.
@@ -191,7 +187,14 @@ def _live_callers() -> list[Any]:
         for name in ("TemporalAsyncCaller", "PersistentAsyncCaller")
         if isinstance(kind := getattr(core, name, None), type)
     )
-    return [found for found in gc.get_objects() if isinstance(found, kinds)] if kinds else []
+    return _users_of_processes(*kinds)
+
+
+def _users_of_processes(*kinds: type) -> list[Any]:
+    """Objects of these classes; none where this process has started no other one."""
+    if not multiprocessing.active_children():
+        return []
+    return [found for found in gc.get_objects() if isinstance(found, kinds)]
 
 
 def _end_workers(iterator: Any) -> None:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from dist_ckpt_strategies.comm.key_values import TcpHost
-from dist_ckpt_strategies.comm.sockets import SocketCensus
 from dist_ckpt_strategies.config import claim_meeting_place, update_environment
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, PeerTimeoutError
 from dist_ckpt_strategies.inprocess.coordinator import Epoch, Fault, FaultMode, RankInfo
@@ -65,7 +64,6 @@ class AgentCoordinator:
         self._joined_ahead: int | None = None
         self._is_closed = False
         self._hosted: TcpHost | None = None
-        self._before: dict[object, SocketCensus] = {}
         if begins:
             with _translated("init"):
                 client.init()
@@ -88,7 +86,7 @@ class AgentCoordinator:
         while True:
             epoch = self._next_epoch(max(0.0, deadline - time.monotonic()))
             if self._fault_by_now(epoch) is None:
-                with self._alone("past_barrier"):
+                with _translated("past_barrier"):
                     self._client.past_barrier(epoch)
                 return Epoch(epoch)
 
@@ -100,7 +98,7 @@ class AgentCoordinator:
     def report(self, global_rank: int, epoch: int, mode: FaultMode, why: str) -> None:
         """See Coordinator."""
         self._require_open()
-        with self._alone("report_fault"):
+        with _translated("report_fault"):
             self._client.report_fault(global_rank, epoch, mode.value, why)
 
     def finish(self, epoch: int, timeout_s: float) -> bool:
@@ -116,28 +114,6 @@ class AgentCoordinator:
             return True
         self._joined_ahead = ahead
         return False
-
-    def socket_inodes(self) -> frozenset[int]:
-        """Connections that a fault must leave alone: made since a call began that is under way.
-
-        Nothing of the block runs meanwhile; ``wait_fault``, beside it, is not meant.
-        """
-        before = list(self._before.values())
-        if not before:
-            return frozenset()
-        now = SocketCensus.take().inodes
-        return frozenset().union(*(now - census.inodes for census in before))
-
-    @contextmanager
-    def _alone(self, call: str) -> Iterator[None]:
-        """A call that is made while the block does not run."""
-        token = object()
-        self._before[token] = SocketCensus.take()
-        try:
-            with _translated(call):
-                yield
-        finally:
-            del self._before[token]
 
     def close(self) -> None:
         """See Coordinator. The client belongs to whoever made it."""
@@ -157,11 +133,11 @@ class AgentCoordinator:
         ahead, self._joined_ahead = self._joined_ahead, None
         if ahead is not None:
             return ahead
-        with self._alone("barrier"):
+        with _translated("barrier"):
             return int(self._client.barrier(timeout_s))
 
     def _fault_by_now(self, epoch: int) -> Fault | None:
-        with self._alone("wait_fault"):
+        with _translated("wait_fault"):
             return self._fault(epoch, 0.0)
 
     def _fault(self, epoch: int, timeout_s: float) -> Fault | None:

@@ -71,7 +71,6 @@ class Attempt:
         self._heard = threading.Event()
         self._stopped = threading.Event()
         self._aborted = threading.Event()
-        self._ready = threading.Event()
         self._progress_at = time.monotonic()
         self._thread = threading.Thread(
             target=self._watch, name=f"dist_ckpt-faults-{state.epoch}", daemon=True
@@ -90,9 +89,8 @@ class Attempt:
     def start(self) -> None:
         """Watch for faults from now on."""
         self._interrupter.prepare()
-        self._thread.start()
-        self._ready.wait()
         self._progress_at = time.monotonic()
+        self._thread.start()
 
     def ping(self) -> None:
         """The block makes progress."""
@@ -101,13 +99,7 @@ class Attempt:
     def report(self, error: BaseException) -> None:
         """Say that the block of this rank has raised, unless a fault is known already."""
         why = f"{type(error).__name__}: {text_of(error)}"
-        try:
-            self._coordinator.report(self._state.rank, self.epoch, FaultMode.EXCEPTION, why)
-        except PeerLostError:
-            # An agent's client that connects for each call: cut, with all that the block opened,
-            # for a fault that has been heard by now.
-            if not self.hears_within(_POLL_S):
-                raise
+        self._coordinator.report(self._state.rank, self.epoch, FaultMode.EXCEPTION, why)
 
     def hears_within(self, timeout_s: float) -> bool:
         """Whether a fault is known by then."""
@@ -128,7 +120,7 @@ class Attempt:
 
     def _watch(self) -> None:
         try:
-            fault = self._first_look() or self._awaited_fault()
+            fault = self._awaited_fault()
         except PeerError as error:
             fault = self._lose(error)
         except Exception as error:  # noqa: BLE001 - whatever a client raises: nobody would watch
@@ -150,14 +142,6 @@ class Attempt:
         self.lost = error
         why = f"the coordinator does not answer: {error}"
         return Fault(None, self.epoch, FaultMode.DEATH, why)
-
-    def _first_look(self) -> Fault | None:
-        """Ask once before the block begins: what connects for that is not the block's."""
-        try:
-            return self._coordinator.wait_fault(self.epoch, 0.0)
-        finally:
-            self._communication.begin()
-            self._ready.set()
 
     def _awaited_fault(self) -> Fault | None:
         limit_s = self._options.progress_timeout_s

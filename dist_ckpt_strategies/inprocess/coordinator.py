@@ -19,6 +19,9 @@ class FaultMode(StrEnum):
     HANG = "hang"
     """No sign of progress for too long."""
 
+    UNHEALTHY = "unhealthy"
+    """The process or its device has failed a check of the agent's."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:

@@ -120,13 +120,13 @@ class EpochBook:
             return None
         return _fault_of(text, epoch)
 
-    def wait_barrier(self, epoch: int, timeout_s: float) -> bool:
-        """Whether the barrier has opened or been broken in time; holds up as ``wait_end`` does."""
-        return self._store.wait(f"barrier/{epoch}", timeout_s)
+    def wait_barrier(self, epoch: int) -> bool:
+        """Whether the barrier has opened or been broken by now; holds up as ``wait_end`` does."""
+        return self._store.wait(f"barrier/{epoch}")
 
-    def wait_end(self, epoch: int, timeout_s: float) -> bool:
-        """Whether the epoch has ended in time; holds up all who use the same store object."""
-        return self._store.wait(f"fault/{epoch}", timeout_s)
+    def wait_end(self, epoch: int) -> bool:
+        """Wait for the end of the epoch; holds up all who use the same store object."""
+        return self._store.wait(f"fault/{epoch}")
 
     def missing(self, epoch: int, world_size: int) -> tuple[int, ...]:
         """Ranks that have not joined."""

@@ -11,9 +11,6 @@ from dist_ckpt_strategies.errors import CheckpointError, PeerLostError
 from dist_ckpt_strategies.inprocess.coordinator import Fault
 from dist_ckpt_strategies.inprocess.epoch_book import EpochBook
 
-_SLICE_S = 86400.0
-"""The store notes on stderr each time that a wait of its ends without a result."""
-
 
 class FaultWatch:
     """Knows of barriers and faults of epochs as soon as there are any, and settles their ends.
@@ -102,9 +99,9 @@ class FaultWatch:
         try:
             while self._is_wanted():
                 if self._decided < self._next:
-                    if self._book.wait_barrier(self._next, _SLICE_S):
+                    if self._book.wait_barrier(self._next):
                         self._note_barrier()
-                elif self._book.wait_end(self._next, _SLICE_S):
+                elif self._book.wait_end(self._next):
                     self._note(self._book.fault(self._next))
         except CheckpointError as error:
             with self._changed:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from abc import ABC, abstractmethod
 from typing import Any
@@ -35,8 +34,6 @@ class CheckpointlessFinalizeCleanup(Finalize):
         cleanup_rope()
         cleanup_ddp()
         self._forget_trainer()
-        gc.collect()
-        release_cached_memory()
         return a[0] if a else kw.get("state")
 
     def register_attributes(self, trainer: Any) -> None:

@@ -6,6 +6,7 @@ from dist_ckpt_strategies.comm.key_values import LocalKeyValues, TcpKeyValues
 from dist_ckpt_strategies.config import (
     Launch,
     launch_from_environment,
+    options_from_environment,
     update_environment,
     world_from_environment,
 )
@@ -18,6 +19,8 @@ KEY_PREFIX = "dist_ckpt/"
 """Of our keys in a store that others use too."""
 
 _EPOCHS_PER_ATTEMPT = 1_000_000
+_LONGEST_SILENCE_S = 30.0
+"""Of the launcher's store, where ``timeout_s`` of the options is not shorter."""
 
 
 class LaunchedCoordinator(StoreCoordinator):
@@ -51,7 +54,7 @@ def coordinator_from_environment() -> Coordinator:
         return StoreCoordinator(LocalKeyValues(), launch.worker, RankInfo(0, 0, 1, 1))
     host, port = launch.address
     if launch.rank is None:
-        store = TcpKeyValues(host, port, prefix=KEY_PREFIX)
+        store = TcpKeyValues(host, port, prefix=KEY_PREFIX, timeout_s=_silence_s())
         return LaunchedCoordinator(store, launch.worker, master=host)
     return _under_torchrun(launch, launch.rank, (host, port))
 
@@ -61,7 +64,12 @@ def _under_torchrun(launch: Launch, rank: int, address: tuple[str, int]) -> Coor
     host, port = address
     # The agent's store outlives the processes, and with it what they wrote: of each attempt the
     # keys are others, and so are the epochs.
-    store = TcpKeyValues(host, port, prefix=f"{KEY_PREFIX}{launch.attempt}/")
+    prefix = f"{KEY_PREFIX}{launch.attempt}/"
+    store = TcpKeyValues(host, port, prefix=prefix, timeout_s=_silence_s())
     place = RankInfo(rank, local_rank, world_size, local_world_size)
     first = launch.attempt * _EPOCHS_PER_ATTEMPT + 1
     return LaunchedCoordinator(store, launch.worker, place, first_epoch=first, master=host)
+
+
+def _silence_s() -> float:
+    return min(_LONGEST_SILENCE_S, options_from_environment().timeout_s)

@@ -13,6 +13,7 @@ logger = logging.getLogger(__name__)
 
 _TOLERANCE = 1.2
 _SLACK_BYTES = 256 << 20
+_LEFTOVER_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,11 @@ class MemoryStatus:
         """Whether it is well above ``first``: more than what allocators vary by."""
         pairs = ((self.resident, first.resident), (self.cuda, first.cuda))
         return any(now > _TOLERANCE * then + _SLACK_BYTES for now, then in pairs)
+
+    def has_leftovers(self, before: MemoryStatus) -> bool:
+        """Whether an attempt has left so much behind that collecting its cycles is worth it."""
+        grown = max(self.resident - before.resident, self.cuda - before.cuda)
+        return grown > _LEFTOVER_BYTES
 
     def __str__(self) -> str:
         """In MiB."""

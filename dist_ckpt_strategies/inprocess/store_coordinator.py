@@ -17,7 +17,6 @@ from dist_ckpt_strategies.inprocess.rank_assignment import (
 )
 
 _FIRST_PAUSE_S = 0.001
-_LONGEST_PAUSE_S = 0.01
 _MAX_QUESTIONS_PER_S = 2000
 """What all ranks together ask of the store while they wait for its news all the same."""
 
@@ -53,7 +52,8 @@ class StoreCoordinator:
         self._worker = worker
         self._place = place
         self._book = EpochBook(store, first_epoch)
-        self._watch = FaultWatch(store.another(), first_epoch)
+        self._waiting = store.another()
+        self._watch = FaultWatch(self._waiting, first_epoch)
         self._master = master
         self._hosted: TcpHost | None = None
         self._joined = (-1, 0)
@@ -153,15 +153,14 @@ class StoreCoordinator:
 
     def _assigned(self, timeout_s: float | None) -> RankInfo:
         self._store.write(ready_key(self._worker), "1")
-        deadline = float("inf") if timeout_s is None else time.monotonic() + timeout_s
-        for pause_s in _pauses(deadline, _LONGEST_PAUSE_S):
-            text = self._store.read(assignment_key(self._worker))
-            if text is not None:
-                return rank_info_from_text(text)
-            time.sleep(pause_s)
-        raise PeerTimeoutError(
-            None, f"worker {self._worker}: expected a rank in {timeout_s:g} s, got none"
-        )
+        key = assignment_key(self._worker)
+        self._waiting.wait(key, timeout_s)
+        text = self._store.read(key)
+        if text is None:
+            raise PeerTimeoutError(
+                None, f"worker {self._worker}: expected a rank in {timeout_s:g} s, got none"
+            )
+        return rank_info_from_text(text)
 
     def _timed_out(self, epoch: int, what: str, ranks: tuple[int, ...]) -> PeerTimeoutError:
         names = ", ".join(map(str, ranks[:_MAX_NAMED])) or "none"

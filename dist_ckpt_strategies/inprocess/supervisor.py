@@ -228,7 +228,7 @@ class Supervisor:
             self._require_replaceable(rank, epoch, why)
         self._count_failure(rank, why)
         self._require_able_to_start(rank, why)
-        spare = self._ready_spare()
+        spare = self._spare()
         taken = "a new process" if spare is None else f"spare {spare.name}"
         self._listener.note(f"rank {rank} is gone: {why}; {taken} takes its place")
         self._assign(spare or self._start(rank), rank)
@@ -267,12 +267,15 @@ class Supervisor:
                 "they wrote says why"
             )
 
-    def _ready_spare(self) -> WorkerProcess | None:
-        for name, worker in self._workers.items():
-            is_ready = self._store.read(ready_key(name)) is not None
-            if name not in self._ranks and is_ready and worker.seconds_left() > 0:
-                return worker
-        return None
+    def _spare(self) -> WorkerProcess | None:
+        """A spare that waits, else one that is starting: a new process would come later."""
+        spares = [
+            worker
+            for name, worker in self._workers.items()
+            if name not in self._ranks and worker.seconds_left() > 0
+        ]
+        ready = (one for one in spares if self._store.read(ready_key(one.name)) is not None)
+        return next(ready, spares[0] if spares else None)
 
     def _assign(self, worker: WorkerProcess, rank: int) -> None:
         self._ranks[worker.name] = rank

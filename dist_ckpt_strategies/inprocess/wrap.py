@@ -28,10 +28,14 @@ from dist_ckpt_strategies.inprocess.attempt import Attempt, AttemptOptions
 from dist_ckpt_strategies.inprocess.attempt_limits import AttemptLimits
 from dist_ckpt_strategies.inprocess.block import parameter_of, without_argument
 from dist_ckpt_strategies.inprocess.coordinator import Coordinator, RankInfo
-from dist_ckpt_strategies.inprocess.finalize import Finalize
+from dist_ckpt_strategies.inprocess.finalize import Finalize, release_cached_memory
 from dist_ckpt_strategies.inprocess.health_check import HealthCheck, HPState
 from dist_ckpt_strategies.inprocess.interruption import Interrupter, RankShouldRestart
-from dist_ckpt_strategies.inprocess.memory_status import MemoryLog, give_back_free_memory
+from dist_ckpt_strategies.inprocess.memory_status import (
+    MemoryLog,
+    MemoryStatus,
+    give_back_free_memory,
+)
 from dist_ckpt_strategies.inprocess.states import Event, State, next_state
 from dist_ckpt_strategies.inprocess.torch_modes import TorchModes
 from dist_ckpt_strategies.inprocess.wrapper_options import require_usable
@@ -200,6 +204,8 @@ class HPCallWrapper:
         self._interrupter = Interrupter(lock)
         self._limits = AttemptLimits(wrapper.max_attempts, wrapper.max_idle_attempts)
         self._memory = MemoryLog()
+        give_back_free_memory()
+        self._memory_before = MemoryStatus.take()
         self._modes: TorchModes | None = None
 
     def run(self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]) -> Any:
@@ -214,7 +220,10 @@ class HPCallWrapper:
         self._open()
         kw = self._with_self(fn, a, kw)
         try:
-            with self._interrupter.installed(), rendezvous_by_attempt(lambda: self._epoch):
+            with (
+                self._interrupter.installed(),
+                rendezvous_by_attempt(lambda: self._epoch, self._note_store),
+            ):
                 while True:
                     outcome = self._attempted(fn, a, kw)
                     if outcome is not None:
@@ -244,13 +253,12 @@ class HPCallWrapper:
         place = self._place
         assert place is not None  # noqa: S101 - known since the call was opened
         coordinator = self._asked()
-        inodes = getattr(coordinator, "socket_inodes", frozenset)
         state = HPState(
             place.global_rank,
             place.world_size,
             self._epoch,
             self.num_attempts,
-            communication=Communication(inodes),
+            communication=Communication(),
         )
         options = self.wrapper.attempt_options()
         self._attempt = Attempt(state, coordinator, self._interrupter, options)
@@ -314,7 +322,6 @@ class HPCallWrapper:
         coordinator, self._coordinator = self._coordinator, None
         if coordinator is not None and self._closes:
             coordinator.close()
-        gc.unfreeze()
 
     def ping(self) -> None:
         """The block makes progress; see ``progress_timeout_s``."""
@@ -326,9 +333,6 @@ class HPCallWrapper:
         self._place = self._coordinator.wait_rank()
         self._modes = TorchModes.take()
         register_interruptible_gloo()
-        # What is there by now stays; going through it costs up to 0.6 s at each restart.
-        gc.collect()
-        gc.freeze()
 
     def _attempted(
         self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]
@@ -387,10 +391,21 @@ class HPCallWrapper:
         state.communication.take_down()
         if self.wrapper.finalize is not None:
             self.wrapper.finalize(state)
-        gc.collect()
         give_back_free_memory()
+        # Most of an attempt is freed without it. It goes through all objects of all libraries,
+        # which takes longer than all else that a restart does.
+        if MemoryStatus.take().has_leftovers(self._memory_before):
+            gc.collect()
+            give_back_free_memory()
+        release_cached_memory()
+        self._memory_before = MemoryStatus.take()
         if self.wrapper.check_memory_status:
             self._memory.note(self.num_attempts)
+
+    def _note_store(self, store: Any) -> None:
+        communication = self._running().state.communication
+        assert communication is not None  # noqa: S101 - made with the attempt
+        communication.note_store(store)
 
     def _require_fit(self, state: HPState, train_ex: BaseException | None) -> None:
         did_step = self.step_upon_restart > 0 or self._step() != self._first_step

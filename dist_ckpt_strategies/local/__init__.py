@@ -7,6 +7,7 @@ from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
 from dist_ckpt_strategies.local.basic_state_dict import BasicTensorAwareStateDict
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
+from dist_ckpt_strategies.local.plan import ExchangePlan
 from dist_ckpt_strategies.local.replication import (
     CliqueReplicationStrategy,
     LazyCliqueReplicationStrategy,
@@ -16,7 +17,6 @@ from dist_ckpt_strategies.local.replication import (
 from dist_ckpt_strategies.local.requests import LocalSaveRequest
 from dist_ckpt_strategies.local.shard_distribution import ShardDistribution
 from dist_ckpt_strategies.local.state_codecs import StateCodec, StateCodecs
-from dist_ckpt_strategies.plan.retrieve import ExchangePlan
 
 __all__ = [
     "BasicTensorAwareStateDict",

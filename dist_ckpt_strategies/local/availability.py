@@ -6,18 +6,21 @@ import json
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
 from dist_ckpt_strategies.errors import CheckpointError, StorageError
-from dist_ckpt_strategies.plan.retrieve import (
+from dist_ckpt_strategies.local.part_files import FoundPart, PartDirectory, read_headers
+from dist_ckpt_strategies.local.part_format import PartId, SaveId
+from dist_ckpt_strategies.local.plan import (
     Completeness,
     build_survey,
     choose_world_sizes,
 )
-from dist_ckpt_strategies.spec.part import PartId, SaveId
-from dist_ckpt_strategies.storage.parts.files import FoundPart, PartDirectory, read_headers
+from dist_ckpt_strategies.storage.io_pool import run_with_limit
+from dist_ckpt_strategies.storage.time_limit import restart_limit
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +104,10 @@ def gather_listings(
             rows.append([str(found.part_id), path, part.world_size, part.kind])
         return json.dumps([directory.name(), rows]).encode()
 
-    return tuple(agree_and_gather_bytes(comm, listing))
+    list_with_limit = partial(run_with_limit, listing, directory)
+    listings = tuple(agree_and_gather_bytes(comm, list_with_limit))
+    restart_limit()  # peers that came late are not storage that is slow
+    return listings
 
 
 def _found(directory: PartDirectory) -> list[FoundPart]:

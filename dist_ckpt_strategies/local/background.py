@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.errors import SaveTimeoutError
-from dist_ckpt_strategies.storage.disk.files import file_errors
+from dist_ckpt_strategies.storage.files import file_errors
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dist_ckpt_strategies.formats.objects import names_of
 from dist_ckpt_strategies.local.mcore_codecs import mcore_codec, megatron_codec
 from dist_ckpt_strategies.local.state_codecs import StateCodecs, basic_codec
 from dist_ckpt_strategies.megatron.allowed import default_allowed
-from dist_ckpt_strategies.storage.objects.pickled import names_of
 
 
 def default_codecs() -> StateCodecs:

@@ -20,16 +20,16 @@ from dist_ckpt_strategies.local.availability import (
     gather_listings,
     path_of,
 )
-from dist_ckpt_strategies.plan.retrieve import (
+from dist_ckpt_strategies.local.part_files import PartDirectory
+from dist_ckpt_strategies.local.part_format import PartId
+from dist_ckpt_strategies.local.part_streams import FileSource
+from dist_ckpt_strategies.local.plan import (
     Completeness,
     ExchangePlan,
     build_exchange_plan,
     spread_parts,
 )
-from dist_ckpt_strategies.run.part_streams import FileSource
-from dist_ckpt_strategies.run.retrieve import BadCopy, RetrievedPart, run_retrieve
-from dist_ckpt_strategies.spec.part import PartId
-from dist_ckpt_strategies.storage.parts.files import PartDirectory
+from dist_ckpt_strategies.local.retrieve import BadCopy, RetrievedPart, run_retrieve
 
 logger = logging.getLogger(__name__)
 

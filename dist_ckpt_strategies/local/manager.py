@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
-from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.base import Communicator, report_level
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import limit_of_wait, options_from_environment
+from dist_ckpt_strategies.core.report import ReplicationReport
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerLostError,
@@ -24,6 +25,7 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StrategyError,
 )
+from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local.availability import availability_of, gather_listings
 from dist_ckpt_strategies.local.background import (
     BackgroundWork,
@@ -34,6 +36,10 @@ from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
 from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
 from dist_ckpt_strategies.local.loading import LocalParts, find_newest, load_newest
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
+from dist_ckpt_strategies.local.part_files import PartDirectory
+from dist_ckpt_strategies.local.part_format import Part, PartId, PartLayout, SaveId, part_layout
+from dist_ckpt_strategies.local.part_streams import FileSink
+from dist_ckpt_strategies.local.replicate import run_replicate
 from dist_ckpt_strategies.local.replication import (
     DEFAULT_BUCKET_NBYTES,
     CliqueReplicationStrategy,
@@ -56,13 +62,7 @@ from dist_ckpt_strategies.local.state_codecs import (
     encode_state,
 )
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
-from dist_ckpt_strategies.run.part_streams import FileSink
-from dist_ckpt_strategies.run.replicate import run_replicate
-from dist_ckpt_strategies.run.report import ReplicationReport
-from dist_ckpt_strategies.spec.part import Part, PartId, SaveId
-from dist_ckpt_strategies.storage.objects.pickled import Allowed
-from dist_ckpt_strategies.storage.parts.files import PartDirectory
-from dist_ckpt_strategies.storage.parts.format import PartLayout, part_layout
+from dist_ckpt_strategies.storage.time_limit import clean_up_limit, time_left, time_limit
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class LocalCheckpointManager:
         self._parts = LocalParts(self._directory, session_id, max_bucket_bytes)
         self._keep = keep
         self._group = group
-        self._timeout_s = options_from_environment().with_changes(timeout_s=timeout_s).timeout_s
+        self.timeout_s = options_from_environment().with_changes(timeout_s=timeout_s).timeout_s
         self._max_bucket_nbytes = max_bucket_bytes
         self._allowed: Mapping[str, Any] = default_allowed_names(allow)
         self._codecs = codecs or default_codecs()
@@ -178,8 +178,9 @@ class LocalCheckpointManager:
             clique = strategy.communicator("local save", f"of iteration {iteration}")
             bound = strategy.max_bucket_bytes
         if not is_async:
-            report = self._stored(comm, save, lambda: self._store(clique, encoded, bound))
-            self._complete(comm, save, report)
+            with time_limit(self.timeout_s):
+                report = self._stored(comm, save, lambda: self._store(clique, encoded, bound))
+                self._complete(comm, save, report)
             return None
 
         def prepare() -> BackgroundWork[ReplicationReport]:
@@ -193,7 +194,8 @@ class LocalCheckpointManager:
             def write() -> ReplicationReport:
                 yield_to_training()
                 time.sleep(_HEAD_START_S)
-                return self._store(clique, copied, bound)
+                with time_limit(self.timeout_s):
+                    return self._store(clique, copied, bound)
 
             return BackgroundWork(write, "local-save")
 
@@ -202,7 +204,7 @@ class LocalCheckpointManager:
             strategy.note_use(work)
         name = SaveName(save.token, f"the end of the local save of iteration {save.iteration}")
         return LocalSaveRequest.of(
-            comm, name, work, lambda: self._finalise(comm, save, work), self._timeout_s
+            comm, name, work, lambda: self._finalise(comm, save, work), self.timeout_s
         )
 
     @raises_megatron_errors
@@ -213,7 +215,8 @@ class LocalCheckpointManager:
         """
         comm = self.communicator("search for local checkpoints")
         self._let_finish(comm)
-        newest = find_newest(comm, self._parts, self._codecs.resharded_kinds())
+        with time_limit(self.timeout_s):
+            newest = find_newest(comm, self._parts, self._codecs.resharded_kinds())
         return newest.save.iteration if newest else _NO_ITERATION
 
     @raises_megatron_errors
@@ -237,12 +240,13 @@ class LocalCheckpointManager:
         """
         comm = self.communicator("load of a local checkpoint")
         self._let_finish(comm)
-        parts = load_newest(comm, self._parts, self._codecs.resharded_kinds(), at_least)
+        with time_limit(self.timeout_s):
+            parts = load_newest(comm, self._parts, self._codecs.resharded_kinds(), at_least)
         state = agree(comm, lambda: decode_parts(parts, codecs=self._codecs, allowed=self._allowed))
         if isinstance(state, MCoreTensorAwareStateDict):
             state.allow(self._allowed)
         own = PartId(parts[0].part.part_id.save, comm.global_rank(comm.rank))
-        logger.info("rank %s: loaded %s", own.global_rank, own)
+        logger.log(report_level(comm), "rank %s: loaded %s", own.global_rank, own)
         return state, str(own)
 
     def communicator(self, purpose: str, detail: str = "") -> Communicator:
@@ -257,7 +261,7 @@ class LocalCheckpointManager:
         """
         comm = open_communicator(
             self._group,
-            timeout_s=self._timeout_s,
+            timeout_s=self.timeout_s,
             purpose=f"{purpose} in session {self.session_id!r}" if self.session_id else purpose,
             detail=f"{detail} below {self.root_local_ckpt_dir}".lstrip(),
         )
@@ -281,7 +285,7 @@ class LocalCheckpointManager:
         """
         running = self._running
         if running is not None:
-            agree(comm, lambda: running.wait(limit_of_wait(self._timeout_s), "the save before"))
+            agree(comm, lambda: running.wait(limit_of_wait(self.timeout_s), "the save before"))
             self._running = None
 
     def _prepare(
@@ -301,12 +305,15 @@ class LocalCheckpointManager:
         held: list[EncodedState] = []
 
         def describe() -> list[Any]:
-            freed = self._directory.remove_leftovers(me)
+            directory = self._directory
+            _require_clique(strategy)
+            with time_limit(self.timeout_s):
+                freed = directory.remove_leftovers(me)
+                room = [directory.device_name(), freed, directory.free_nbytes()]
+                if strategy is not None:
+                    strategy.let_finish(time_left(self.timeout_s))
             logger.debug("rank %s: %s bytes of a save that was cut short removed", me, freed)
             number = _whole_number(iteration)
-            _require_clique(strategy)
-            if strategy is not None:
-                strategy.let_finish(limit_of_wait(self._timeout_s))
             placeholder = PartId(SaveId(number, "0" * _TOKEN_DIGITS), me)
             encoded = encode_state(
                 state,
@@ -321,9 +328,7 @@ class LocalCheckpointManager:
                 number,
                 part_layout(encoded.part).nbytes,
                 strategy.global_ranks if strategy else (me,),
-                self._directory.device_name(),
-                freed,
-                self._directory.free_nbytes(),
+                *room,
                 bool(is_async),
                 f"{time.time_ns():016x}{os.urandom(2).hex()}",
             ]
@@ -368,7 +373,8 @@ class LocalCheckpointManager:
         except (PeerLostError, PeerTimeoutError):
             raise
         except CheckpointError:
-            remove_save(self._directory, comm.global_rank(comm.rank), save)
+            with clean_up_limit():
+                remove_save(self._directory, comm.global_rank(comm.rank), save)
             raise
 
     @raises_megatron_errors
@@ -378,21 +384,24 @@ class LocalCheckpointManager:
         """Raise on every rank if a part is missing; else remove what is not kept. Collective."""
 
         def outcome() -> ReplicationReport:
-            work.wait(limit_of_wait(self._timeout_s))
+            work.wait(limit_of_wait(self.timeout_s))
             return work.result()
 
         try:
-            report = self._stored(comm, save, outcome)
+            with time_limit(self.timeout_s):
+                report = self._stored(comm, save, outcome)
         finally:
             work.forget_mark()
         if self._running is work:
             self._running = None
-        self._complete(comm, save, report)
+        with time_limit(self.timeout_s):
+            self._complete(comm, save, report)
 
     def _complete(self, comm: Communicator, save: SaveId, report: ReplicationReport) -> None:
         """Remove what is not kept, unless a later save is under way, which will. Collective."""
         me = comm.global_rank(comm.rank)
-        logger.info("rank %s: local save of iteration %s: %s", me, save.iteration, report)
+        text = "rank %s: local save of iteration %s: %s"
+        logger.log(report_level(comm), text, me, save.iteration, report)
         if save != self._newest:
             return
         listings = gather_listings(comm, self._directory, self.session_id)

@@ -13,6 +13,12 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.core.array import (
+    ObjectId,
+    ShardId,
+    ShardSpec,
+    shard_to_wire,
+)
 from dist_ckpt_strategies.errors import PlanError, StrategyError
 from dist_ckpt_strategies.local.shard_distribution import ShardDistribution, deal_out, only_kept
 from dist_ckpt_strategies.local.shard_fetching import (
@@ -42,13 +48,7 @@ from dist_ckpt_strategies.megatron.shards import (
     shard_spec,
     sharded_values,
 )
-from dist_ckpt_strategies.run.checks import check_load, check_save
-from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.spec.shard import (
-    ShardId,
-    ShardSpec,
-    shard_to_wire,
-)
+from dist_ckpt_strategies.sharded.checks import check_load, check_save
 
 _ALGORITHMS = ("atomic", "fully_parallel")
 

@@ -24,8 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.device import as_bytes, dtype_of, host_view, require_plain, torch_dtype
 from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError, UnsafeObjectError
+from dist_ckpt_strategies.local.part_format import BufferSpec
 from dist_ckpt_strategies.local.plain_objects import (
     Base,
     base_of,
@@ -34,8 +36,6 @@ from dist_ckpt_strategies.local.plain_objects import (
     name_of,
     require_named,
 )
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.part import BufferSpec
 
 _KIND = "$"
 """The key that marks a JSON object as something else than a dict with texts as keys."""

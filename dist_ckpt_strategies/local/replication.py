@@ -16,7 +16,9 @@ from dist_ckpt_strategies.comm.new_groups import new_group_of
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
     group_ranks,
+    is_alive,
     is_default_group,
+    is_distributed,
     payload_device,
 )
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
@@ -30,15 +32,13 @@ from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
 from dist_ckpt_strategies.local.background import BackgroundWork
 from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
 from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
+from dist_ckpt_strategies.local.part_format import Part, PartId, PartLayout, SaveId
+from dist_ckpt_strategies.local.part_streams import MemorySink, MemorySource
+from dist_ckpt_strategies.local.plan import Clique, ExchangePlan, build_cliques, build_exchange_plan
+from dist_ckpt_strategies.local.replicate import run_replicate
+from dist_ckpt_strategies.local.retrieve import RetrievedPart, run_retrieve
 from dist_ckpt_strategies.local.state_codecs import decode_state, encode_state
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
-from dist_ckpt_strategies.plan.cliques import Clique, build_cliques
-from dist_ckpt_strategies.plan.retrieve import ExchangePlan, build_exchange_plan
-from dist_ckpt_strategies.run.part_streams import MemorySink, MemorySource
-from dist_ckpt_strategies.run.replicate import run_replicate
-from dist_ckpt_strategies.run.retrieve import RetrievedPart, run_retrieve
-from dist_ckpt_strategies.spec.part import Part, PartId, SaveId
-from dist_ckpt_strategies.storage.parts.format import PartLayout
 
 DEFAULT_BUCKET_NBYTES = 64 * MIB
 
@@ -48,6 +48,11 @@ _IN_MEMORY = SaveId(0, "0")
 
 class ReplicationStrategy(ABC):
     """How copies of states get to other ranks and back. Every method is collective."""
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process groups have not been destroyed. Rank-local."""
+        return True
 
     @abstractmethod
     def replicate(
@@ -148,6 +153,11 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         backend = "nccl" if target_device.startswith("cuda") else "gloo"
         group = new_group_of(cliques, backend=backend, timeout_s=limit_s)
         return cls(group, target_device, max_bucket_bytes=max_bucket_bytes, timeout_s=timeout_s)
+
+    @property
+    def is_alive(self) -> bool:
+        """See ReplicationStrategy. Without a group: as long as this process is alone."""
+        return not is_distributed() if self._group is None else is_alive(self._group)
 
     @property
     def local_group(self) -> ProcessGroup | None:
@@ -369,8 +379,11 @@ class LazyReplicationStrategyBuilder(ReplicationStrategy, ABC, Generic[EagerT]):
 
     @property
     def replication_strategy(self) -> EagerT:
-        """The strategy itself; making it is collective over the world."""
-        if self._strategy is None:
+        """The strategy itself; making it is collective over the world.
+
+        It is made again once torch.distributed has been destroyed and initialised again.
+        """
+        if self._strategy is None or not self._strategy.is_alive:
             self._strategy = self._eager_build()
         return self._strategy
 

@@ -8,8 +8,9 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.local.background import BackgroundWork
-from dist_ckpt_strategies.storage.locations import Location
+from dist_ckpt_strategies.storage.io_pool import limited
 
 
 class RunningSaves:
@@ -48,5 +49,6 @@ RUNNING_SAVES = RunningSaves()
 """Those of this process."""
 
 
+@limited
 def _name_of(place: Location) -> str:
     return str(place.resolve() if isinstance(place, Path) else place)

@@ -8,6 +8,8 @@ from typing import Any
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.core.array import ShardId, shard_from_wire, shard_to_wire
+from dist_ckpt_strategies.core.balance import build_spread
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.megatron.bases import ShardedTensor
 from dist_ckpt_strategies.megatron.shards import (
@@ -16,8 +18,6 @@ from dist_ckpt_strategies.megatron.shards import (
     shard_spec,
     sharded_values,
 )
-from dist_ckpt_strategies.plan.spread import build_spread
-from dist_ckpt_strategies.spec.shard import ShardId, shard_from_wire, shard_to_wire
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,19 @@ from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
 from dist_ckpt_strategies.config import options_from_environment
+from dist_ckpt_strategies.core.array import (
+    ObjectId,
+    ShardId,
+    ShardSpec,
+    shard_from_wire,
+    shard_to_wire,
+)
 from dist_ckpt_strategies.device import torch_dtype
 from dist_ckpt_strategies.errors import ArrayNotFoundError
+from dist_ckpt_strategies.formats.objects import names_of
 from dist_ckpt_strategies.local.plain_values import dump_value, load_value
+from dist_ckpt_strategies.local.plan_reshard import ReshardPlan, build_reshard_plan
+from dist_ckpt_strategies.local.reshard import run_reshard
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor
 from dist_ckpt_strategies.megatron.shards import (
@@ -24,11 +34,6 @@ from dist_ckpt_strategies.megatron.shards import (
     shard_spec,
     sharded_values,
 )
-from dist_ckpt_strategies.plan.reshard import ReshardPlan, build_reshard_plan
-from dist_ckpt_strategies.run.reshard import run_reshard
-from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.spec.shard import ShardId, ShardSpec, shard_from_wire, shard_to_wire
-from dist_ckpt_strategies.storage.objects.pickled import names_of
 
 
 def tensors_at_hand(sharded: StateDict) -> dict[ShardSpec, torch.Tensor]:

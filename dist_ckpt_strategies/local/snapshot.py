@@ -9,7 +9,7 @@ from itertools import accumulate
 import torch
 
 from dist_ckpt_strategies.device import Slot, copy_into, host_memory, pin_while_alive
-from dist_ckpt_strategies.storage.shared_bytes import SharedBytes
+from dist_ckpt_strategies.sharded.writer_main import SharedBytes
 
 _ALIGNMENT = 64
 

@@ -10,9 +10,9 @@ import torch
 
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StrategyError, StrategyExistsError
 from dist_ckpt_strategies.local.basic_state_dict import BasicTensorAwareStateDict
+from dist_ckpt_strategies.local.part_format import BufferSpec, Part, PartId
 from dist_ckpt_strategies.local.plain_values import Extension, pack, unpack
-from dist_ckpt_strategies.run.retrieve import RetrievedPart
-from dist_ckpt_strategies.spec.part import BufferSpec, Part, PartId
+from dist_ckpt_strategies.local.retrieve import RetrievedPart
 
 
 @dataclass(frozen=True, slots=True)

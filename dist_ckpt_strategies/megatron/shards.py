@@ -9,13 +9,10 @@ import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 
+from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, ShardId, ShardSpec
+from dist_ckpt_strategies.core.region import Extent, Region
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.spec.region import Extent, Region
-from dist_ckpt_strategies.spec.shard import ShardId, ShardSpec
 
 StateDict = dict[Any, Any]
 

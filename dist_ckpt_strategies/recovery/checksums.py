@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from dist_ckpt_strategies.run.flat_parts import flat_parts
+from dist_ckpt_strategies.recovery.part_transfer import flat_parts
 
 Parts = Mapping[str, Mapping[str, torch.Tensor]]
 

@@ -12,11 +12,10 @@ import torch
 
 from dist_ckpt_strategies.device import to_host
 from dist_ckpt_strategies.errors import RestartError
-from dist_ckpt_strategies.plan.recover import HeldState
 from dist_ckpt_strategies.recovery.checksums import MemoryChecksumManager
-from dist_ckpt_strategies.run.flat_parts import FlatPart
-from dist_ckpt_strategies.run.state_provider import HasLateObjects, StateProvider
-from dist_ckpt_strategies.spec.phase import Phase
+from dist_ckpt_strategies.recovery.part_transfer import FlatPart
+from dist_ckpt_strategies.recovery.plan import HeldState, Phase
+from dist_ckpt_strategies.recovery.state_provider import HasLateObjects, StateProvider
 
 logger = logging.getLogger(__name__)
 

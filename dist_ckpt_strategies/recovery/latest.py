@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,25 @@ from dist_ckpt_strategies.errors import (
     PeerLostError,
     PeerTimeoutError,
     PlanError,
+    StorageError,
+    StorageTimeoutError,
     text_of,
 )
+from dist_ckpt_strategies.formats.locations import Location, complete_commit, located, read_marker
+from dist_ckpt_strategies.formats.scan import scan
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
-from dist_ckpt_strategies.storage.buckets.bucket import Bucket
-from dist_ckpt_strategies.storage.disk.files import MARKER_NAME, file_errors
-from dist_ckpt_strategies.storage.format1.survey import Survey, survey_checkpoint
-from dist_ckpt_strategies.storage.format2.survey import Format2Survey, survey_format2
-from dist_ckpt_strategies.storage.locations import Location, located, read_marker
+from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.files import MARKER_NAME, file_errors
+from dist_ckpt_strategies.storage.io_pool import run_with_limit
+from dist_ckpt_strategies.storage.time_limit import time_limit
 
 logger = logging.getLogger(__name__)
 
 _NUMBER = re.compile(r"(\d+)\D*$")
 _NONE = -1
+
+_NO_ANSWER = (PeerTimeoutError, PeerLostError, StorageTimeoutError)
+"""After these no other checkpoint is tried: what was given up may still write to the tensors."""
 
 
 class Tier(StrEnum):
@@ -119,15 +126,21 @@ def load_latest(
         NoUsableCheckpointError: there are some, and none can be used; says why of each. To begin
             anew now would lose what they hold.
         StorageError: it cannot be told which there are.
+        StorageTimeoutError: storage did not answer, on some rank. No other checkpoint is tried:
+            a read that was given up may still write to the tensors.
         StrategyError: a place is no address.
         PeerTimeoutError, PeerLostError: a rank does not take part any more.
     """
     comm = _communicator(local_manager)
+    manager = local_manager
+    timeout_s = manager.timeout_s if manager else options_from_environment().timeout_s
     attempts: list[Attempt] = []
-    for bound, candidate in _stages(_found(comm, global_dirs)):
+    with time_limit(timeout_s):
+        found = _found(comm, global_dirs)
+    for bound, candidate in _stages(found):
         loaded = _from_local(local_manager, bound, attempts)
         if loaded is None and candidate is not None:
-            loaded = _from_global(comm, candidate, load_global, attempts)
+            loaded = _from_global(comm, timeout_s, candidate, load_global, attempts)
         if loaded is not None:
             return loaded
     local_dirs = [local_manager.root_local_ckpt_dir] if local_manager else []
@@ -165,7 +178,7 @@ def _from_local(
     root = str(manager.root_local_ckpt_dir)
     try:
         state, part_id = manager.load(at_least=at_least)
-    except (PeerTimeoutError, PeerLostError):
+    except _NO_ANSWER:
         raise
     except CheckpointNotFoundError:
         return None
@@ -186,6 +199,7 @@ def _of_local(attempts: Sequence[Attempt]) -> list[Attempt]:
 
 def _from_global(
     comm: Communicator,
+    timeout_s: float,
     candidate: _Global,
     load_global: Callable[[Any], Any] | None,
     attempts: list[Attempt],
@@ -199,7 +213,9 @@ def _from_global(
 
     def load() -> Any:
         if load_global is None:
-            return _require_whole(place) if comm.rank == 0 else None
+            with time_limit(timeout_s):
+                check = partial(_require_whole, place)
+                return run_with_limit(check, place) if comm.rank == 0 else None
         try:
             return load_global(place if isinstance(place, Path) else candidate.path)
         except CheckpointError:
@@ -210,9 +226,10 @@ def _from_global(
 
     try:
         # First: who cannot see it must not miss the meetings of the load that the others begin.
-        place = agree(comm, look)
+        with time_limit(timeout_s):
+            place = agree(comm, look)
         state = agree(comm, load)
-    except (PeerTimeoutError, PeerLostError):
+    except _NO_ANSWER:
         raise
     except CheckpointError as error:
         where = candidate.iteration, candidate.path
@@ -227,15 +244,12 @@ def _require_whole(place: Location) -> None:
     Raises:
         IncompleteCheckpointError: something is missing, or has another size.
     """
-    survey: Format2Survey | Survey | None = survey_format2(place)
-    if survey is None and isinstance(place, Path):
-        survey = survey_checkpoint(place)
-        if survey.is_foreign:
-            return  # another backend's: that it has a marker is all there is to tell
-    findings = survey.findings if survey else ()
-    if findings:
-        more = f", and {len(findings) - 1} findings more" if findings[1:] else ""
-        raise IncompleteCheckpointError(f"{place}: {findings[0]}{more}", path=str(place))
+    found = scan(place)
+    if found.is_foreign:
+        return  # another backend's: that it has a marker is all there is to tell
+    if issues := found.issues:
+        more = f", and {len(issues) - 1} issues more" if issues[1:] else ""
+        raise IncompleteCheckpointError(f"{place}: {issues[0]}{more}", path=str(place))
 
 
 def _note(attempts: list[Attempt], attempt: Attempt) -> None:
@@ -251,7 +265,10 @@ def _found(comm: Communicator, global_dirs: Sequence[str | Path]) -> list[_Globa
     def look() -> list[Any]:
         if comm.rank:
             return []
-        found = [one for name in global_dirs for one in _checkpoints(name)]
+        named = ", ".join(map(str, global_dirs))
+        found = run_with_limit(
+            lambda: [one for name in global_dirs for one in _checkpoints(name)], named
+        )
         return [[_iteration_of(name), name, has_marker] for name, has_marker in dict(found).items()]
 
     found = agree_and_gather(comm, look)[0]
@@ -275,13 +292,26 @@ def _in_directory(directory: Path) -> list[tuple[str, bool]]:
     with file_errors(None, directory):
         if not directory.exists():
             return []
+        _complete(directory)
         has_marker = (directory / MARKER_NAME).exists()
         below = list(directory.iterdir()) if directory.is_dir() and not has_marker else []
         numbered = [path for path in below if path.is_dir() and _NUMBER.search(path.name)]
         is_meant = has_marker or not directory.is_dir() or _NUMBER.search(directory.name)
         if not numbered:
             return [(str(directory), has_marker)] if is_meant else []
+        for path in numbered:
+            _complete(path)
         return [(str(path), (path / MARKER_NAME).exists()) for path in numbered]
+
+
+def _complete(directory: Path) -> None:
+    """Complete an interrupted commit; where that fails the checkpoint counts as unfinished."""
+    try:
+        complete_commit(directory)
+    except StorageTimeoutError:
+        raise
+    except StorageError as error:
+        logger.warning("%s: the commit of a save cannot be completed: %s", directory, error)
 
 
 def _in_store(place: Bucket) -> Iterator[tuple[str, bool]]:

@@ -13,6 +13,7 @@ from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
+from dist_ckpt_strategies.core.report import RecoveryReport
 from dist_ckpt_strategies.device import uses_cuda
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -21,7 +22,6 @@ from dist_ckpt_strategies.errors import (
     RestartError,
     forget_frames,
 )
-from dist_ckpt_strategies.plan.recover import RankFacts
 from dist_ckpt_strategies.recovery.kept_state import (
     HostCopy,
     KeptState,
@@ -29,10 +29,10 @@ from dist_ckpt_strategies.recovery.kept_state import (
     held_state,
     why_no_objects,
 )
+from dist_ckpt_strategies.recovery.part_transfer import FlatPart, flat_parts
+from dist_ckpt_strategies.recovery.plan import Phase, RankFacts
 from dist_ckpt_strategies.recovery.provider import HasStateProvider, provider_of
-from dist_ckpt_strategies.recovery.step_keeper import StepKeeper
-from dist_ckpt_strategies.run.flat_parts import FlatPart, flat_parts
-from dist_ckpt_strategies.run.recover import (
+from dist_ckpt_strategies.recovery.recover import (
     BrokenGatherError,
     Recovered,
     RecoveryOptions,
@@ -42,9 +42,8 @@ from dist_ckpt_strategies.run.recover import (
     plan_recovery,
     run_recovery,
 )
-from dist_ckpt_strategies.run.report import RecoveryReport
-from dist_ckpt_strategies.run.state_provider import StateProvider
-from dist_ckpt_strategies.spec.phase import Phase
+from dist_ckpt_strategies.recovery.state_provider import StateProvider
+from dist_ckpt_strategies.recovery.step_keeper import StepKeeper
 
 logger = logging.getLogger(__name__)
 

@@ -12,17 +12,21 @@ import torch
 from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
+from dist_ckpt_strategies.core.report import RecoveryReport
 from dist_ckpt_strategies.errors import CheckpointError, PeerLostError, PeerTimeoutError
-from dist_ckpt_strategies.plan.recover import HeldState, RankFacts
 from dist_ckpt_strategies.recovery.checksums import MemoryChecksumManager
 from dist_ckpt_strategies.recovery.kept_state import PartsView
 from dist_ckpt_strategies.recovery.manager import CheckpointManager
+from dist_ckpt_strategies.recovery.part_transfer import FlatPart
+from dist_ckpt_strategies.recovery.plan import HeldState, Phase, RankFacts
 from dist_ckpt_strategies.recovery.provider import HasStateProvider, provider_of
-from dist_ckpt_strategies.run.flat_parts import FlatPart
-from dist_ckpt_strategies.run.recover import Survivor, gather_facts, plan_recovery, run_recovery
-from dist_ckpt_strategies.run.report import RecoveryReport
-from dist_ckpt_strategies.run.state_provider import StateProvider
-from dist_ckpt_strategies.spec.phase import Phase
+from dist_ckpt_strategies.recovery.recover import (
+    Survivor,
+    gather_facts,
+    plan_recovery,
+    run_recovery,
+)
+from dist_ckpt_strategies.recovery.state_provider import StateProvider
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any, Protocol, cast
 
 from dist_ckpt_strategies.errors import PlanError, StrategyError
-from dist_ckpt_strategies.run.flat_parts import flat_parts
-from dist_ckpt_strategies.run.state_provider import StateProvider
-from dist_ckpt_strategies.spec.phase import Phase
+from dist_ckpt_strategies.recovery.part_transfer import flat_parts
+from dist_ckpt_strategies.recovery.plan import Phase
+from dist_ckpt_strategies.recovery.state_provider import StateProvider
 
 __all__ = ["HasStateProvider", "Phase", "StateProvider", "provider_of"]
 

@@ -11,6 +11,7 @@ from dist_ckpt_strategies.comm.process_group import ProcessGroup, global_rank
 from dist_ckpt_strategies.errors import RestartError
 from dist_ckpt_strategies.recovery.checksums import MemoryChecksumManager
 from dist_ckpt_strategies.recovery.kept_state import KeptState
+from dist_ckpt_strategies.recovery.plan import Phase
 from dist_ckpt_strategies.recovery.provider import HasStateProvider, provider_of, require_movable
 from dist_ckpt_strategies.recovery.random_states import (
     RandomLog,
@@ -20,9 +21,8 @@ from dist_ckpt_strategies.recovery.random_states import (
     encode_random_states,
     restore_random_states,
 )
+from dist_ckpt_strategies.recovery.state_provider import StateProvider
 from dist_ckpt_strategies.recovery.update_lock import ParameterUpdateLock
-from dist_ckpt_strategies.run.state_provider import StateProvider
-from dist_ckpt_strategies.spec.phase import Phase
 
 
 class StepKeeper:

@@ -1,1 +1,1 @@
-"""Door to disks: array stores, objects, layouts, publication. Knows nothing of ranks."""
+"""Files, buckets, the thread pool and the time limit. Knows nothing of ranks and formats."""

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
+from dist_ckpt_strategies.core.region import Region
 
 HostArray = npt.NDArray[np.generic] | npt.NDArray[Any]
 
@@ -43,6 +42,8 @@ class Transfer(Protocol):
         Raises:
             StorageError: one that failed, naming key and file. Those under way have ended then,
                 further ones are not started: no memory of the caller is in use any more.
+            StorageTimeoutError: one that did not end in time. It ends before its next slice, but
+                the system call under way may still read or fill the caller's memory.
         """
         ...
 
@@ -72,8 +73,7 @@ class ArrayWriter(Protocol):
     def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
         """Issue all writes at once. Each covers whole chunks, no chunk is written twice.
 
-        They need not wait for the array's creation: where its directory is missing, its metadata
-        is written first, so that whatever a killed save leaves is recognised as an array's.
+        They need not wait for the array's creation.
         """
         ...
 
@@ -86,6 +86,11 @@ class StoredCheckpoint(Protocol):
         """Reads the arrays that ``find`` gives."""
         ...
 
+    @property
+    def buffered_reader(self) -> ArrayReader:
+        """The same, without direct I/O: what it reads stays in the page cache for others."""
+        ...
+
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """The arrays of these keys.
 
@@ -93,6 +98,14 @@ class StoredCheckpoint(Protocol):
             ArrayNotFoundError: one is missing; names similar ones.
             CorruptCheckpointError: the description of one is damaged.
         """
+        ...
+
+    def keys(self) -> Iterator[str]:
+        """The keys of all arrays."""
+        ...
+
+    def object_ids(self) -> Iterator[ObjectId]:
+        """All shards of objects."""
         ...
 
     def object_path(self, object_id: ObjectId) -> str:

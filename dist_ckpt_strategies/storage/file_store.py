@@ -3,24 +3,59 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from dist_ckpt_strategies.storage.disk.files import (
+import numpy as np
+
+from dist_ckpt_strategies.errors import CorruptCheckpointError
+from dist_ckpt_strategies.storage.direct_io import read_buffered
+from dist_ckpt_strategies.storage.files import (
     file_errors,
+    open_at_once,
     read_file,
     read_span,
     sync_path,
     write_file,
 )
+from dist_ckpt_strategies.storage.io_pool import limited
+
+_BLOCK_NBYTES = 2 << 20
+"""Read at a time from a file system, so that it stays in the processor's cache."""
+
+
+class WrongSizeError(CorruptCheckpointError):
+    """A file has another size than it should have.
+
+    Args:
+        path: the file.
+        expected: bytes.
+        found: in words; an object store only tells whether it is larger.
+    """
+
+    def __init__(self, path: str, expected: int, found: str) -> None:
+        super().__init__(f"{path} has {found}, expected {nbytes_text(expected)}", path=path)
+        self.expected = expected
+        self.found = found
 
 
 class FileStore(Protocol):
     """A directory, or what stands for one. Names have ``/`` between their parts.
 
     Every method raises StorageError, naming the file, where storage fails.
+
+    Attributes:
+        block_nbytes: how much is best read at a time.
+        num_readers: threads that are best used to read many files.
     """
+
+    block_nbytes: int
+
+    @property
+    def num_readers(self) -> int:
+        """See the class."""
+        ...
 
     def __str__(self) -> str:
         """The directory as its user calls it."""
@@ -46,6 +81,24 @@ class FileStore(Protocol):
         """
         ...
 
+    def read_blocks(self, name: str, sizes: Sequence[int]) -> Iterator[memoryview]:
+        """All of a file in blocks of these sizes, each valid until the next is asked for.
+
+        Raises:
+            IncompleteCheckpointError: it is missing.
+            WrongSizeError: it has another size; an object store may tell only at the last block.
+        """
+        ...
+
+    def require_nbytes(self, name: str, nbytes: int) -> None:
+        """Raise unless a file has this size.
+
+        Raises:
+            IncompleteCheckpointError: it is missing.
+            WrongSizeError: it has another size.
+        """
+        ...
+
     def write(self, name: str, content: bytes) -> None:
         """Make a file, whole and durable, or replace it."""
         ...
@@ -55,6 +108,11 @@ class FileStore(Protocol):
         ...
 
 
+def nbytes_text(nbytes: int) -> str:
+    """Such as ``1 byte`` and ``4096 bytes``."""
+    return f"{nbytes} byte{'' if nbytes == 1 else 's'}"
+
+
 class Directory:
     """A directory of a file system; see FileStore.
 
@@ -62,8 +120,15 @@ class Directory:
         root: the directory.
     """
 
+    block_nbytes = _BLOCK_NBYTES
+
     def __init__(self, root: Path) -> None:
         self.root = root
+
+    @property
+    def num_readers(self) -> int:
+        """See FileStore: one thread for each processor."""
+        return len(os.sched_getaffinity(0))
 
     def __str__(self) -> str:
         """See FileStore."""
@@ -73,18 +138,42 @@ class Directory:
         """See FileStore."""
         return f"{self.root}/{name}"
 
+    @limited
     def read(self, name: str) -> bytes:
         """See FileStore."""
         path = self.path(name)
         with file_errors(None, path):
             return read_file(path)
 
+    @limited
     def read_span(self, name: str, byte_offset: int, nbytes: int) -> bytes:
         """See FileStore."""
         path = self.path(name)
         with file_errors(None, path):
             return read_span(path, byte_offset, nbytes)
 
+    def read_blocks(self, name: str, sizes: Sequence[int]) -> Iterator[memoryview]:
+        """See FileStore."""
+        path, memory, byte_offset = self.path(name), np.empty(max(sizes), np.uint8), 0
+        self.require_nbytes(name, sum(sizes))
+        with file_errors(None, path), open(path, "rb", 0, opener=open_at_once) as file:
+            for nbytes in sizes:
+                block = memory[:nbytes]
+                if read_buffered(file.fileno(), byte_offset, block) != nbytes:
+                    raise OSError(0, "it ended while it was read")
+                yield block.data
+                byte_offset += nbytes
+
+    @limited
+    def require_nbytes(self, name: str, nbytes: int) -> None:
+        """See FileStore."""
+        path = self.path(name)
+        with file_errors(None, path):
+            found = Path(path).stat().st_size
+        if found != nbytes:
+            raise WrongSizeError(path, nbytes, nbytes_text(found))
+
+    @limited
     def write(self, name: str, content: bytes) -> None:
         """See FileStore."""
         path = Path(self.path(name))

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.formats.locations import Location, located, read_marker, require_path
+from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.megatron.bases import (
     LoadCommonStrategy,
     LoadShardedStrategy,
     SaveCommonStrategy,
     SaveShardedStrategy,
+    ShardedTensor,
     StrategyAction,
 )
 from dist_ckpt_strategies.megatron.registry import torch_dist_strategy
-from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.storage.disk.files import MARKER_NAME
-from dist_ckpt_strategies.storage.locations import Location, located, read_marker, require_path
+from dist_ckpt_strategies.megatron.shards import StateDict, sharded_values
+from dist_ckpt_strategies.storage.files import MARKER_NAME
 from dist_ckpt_strategies.strategies import common, zarr
 from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
@@ -36,7 +38,7 @@ from dist_ckpt_strategies.strategies.registry import (
     StrategyKey,
     strategy_not_found,
 )
-from dist_ckpt_strategies.strategies.save_planning import SaveMemory
+from dist_ckpt_strategies.strategies.sharded_load import conversions
 from dist_ckpt_strategies.strategies.sharded_strategies import (
     BaseLoadShardedStrategy,
     BaseSaveShardedStrategy,
@@ -62,7 +64,7 @@ StrategyChoice = Any
 
 _DEFAULT_SHARDED = (BACKEND, VERSION)
 
-_OWN: Mapping[StrategyKey, Callable[[], Any]] = MappingProxyType(
+_OWN: Mapping[StrategyKey, Any] = MappingProxyType(
     {
         StrategyKey(StrategyAction.SAVE_SHARDED, "zarr", 1): zarr.ZarrSaveShardedStrategy,
         StrategyKey(StrategyAction.LOAD_SHARDED, "zarr", 1): zarr.ZarrLoadShardedStrategy,
@@ -127,21 +129,19 @@ def _require_kind(key: StrategyKey, found: Any) -> Any:
 
 
 def _of_megatron_or_missing(key: StrategyKey) -> Any:
-    """A strategy of ours that nobody has registered, or one that Megatron-Core itself has."""
+    """A strategy of ours that is not registered, or one that Megatron-Core itself has."""
     if key in _OWN:
-        return _own(key)
+        is_kept = issubclass(_OWN[key], BaseSaveShardedStrategy)
+        return _kept(key, options_from_environment()) if is_kept else _OWN[key]()
     if (key.backend, key.version) == ("torch_dist", 1):
         return torch_dist_strategy(key.action)
     raise strategy_not_found(key, dict.fromkeys([*DEFAULT_REGISTRY.keys(), *_OWN]))
 
 
-def _own(key: StrategyKey) -> Any:
-    """A strategy of ours; those that save keep their memory from one call to the next."""
-    cls: Any = _OWN[key]
-    if not issubclass(cls, BaseSaveShardedStrategy):
-        return cls()
-    DEFAULT_REGISTRY.register(key, partial(cls, memory=SaveMemory()))
-    return DEFAULT_REGISTRY.get(key)
+@cache
+def _kept(key: StrategyKey, options: Options) -> Any:
+    """The strategy of ours for these options, the same one every time: it keeps its last plan."""
+    return _OWN[key](options=options)
 
 
 def save_strategies(
@@ -214,6 +214,27 @@ def verifying(loader: Any, verify: str | None) -> Any:
             "or in its options"
         )
     return loader.verifying(verify)
+
+
+def with_strict_dtype(loader: Any, root: Location, wanted: StateDict) -> Any:
+    """The load strategy, made to raise where an array is stored in another dtype.
+
+    One that has no such option is asked for the stored dtypes here and now. Rank-local.
+
+    Args:
+        loader: the strategy.
+        root: the checkpoint.
+        wanted: the ShardedTensors and ShardedObjects to load.
+
+    Raises:
+        DTypeMismatchError: it has no such option, and an array is stored in another dtype.
+    """
+    if isinstance(loader, (BaseLoadShardedStrategy, LocalReplicatedLoadShardedStrategy)):
+        return loader.with_strict_dtype()
+    stored = {array.key: array.dtype for array in loader.load_tensors_metadata(root).values()}
+    tensors = [value for value in sharded_values(wanted) if isinstance(value, ShardedTensor)]
+    conversions(tensors, stored, is_strict=True)
+    return loader
 
 
 @contextmanager

@@ -9,11 +9,27 @@ from dist_ckpt_strategies.comm.agree import agree_on_first
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.core.keys import require_storable_keys
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
     IncompatibleVersionError,
     IncompleteCheckpointError,
+)
+from dist_ckpt_strategies.formats.commit import invalidate
+from dist_ckpt_strategies.formats.locations import (
+    Location,
+    content_of,
+    located,
+    require_path,
+)
+from dist_ckpt_strategies.formats.objects import (
+    Allowed,
+    dump_loadable,
+    load_pickle,
+    object_ids,
+    read_object,
+    write_dumped,
 )
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.bases import LoadCommonStrategy, SaveCommonStrategy
@@ -26,19 +42,11 @@ from dist_ckpt_strategies.megatron.shards import (
     object_id,
     sharded_values,
 )
-from dist_ckpt_strategies.plan.keys import require_storable_keys
-from dist_ckpt_strategies.storage.buckets.bucket import Bucket
-from dist_ckpt_strategies.storage.conversion.sources import open_source
-from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, file_errors, read_file, write_file
-from dist_ckpt_strategies.storage.locations import Location, located, require_path, withdraw_marker
-from dist_ckpt_strategies.storage.objects.pickled import (
-    Allowed,
-    dump_object,
-    load_pickle,
-    object_ids,
-    read_object,
-    write_object,
-)
+from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file, write_file
+from dist_ckpt_strategies.storage.io_pool import limited, run_with_limit
+from dist_ckpt_strategies.storage.time_limit import time_limit
+from dist_ckpt_strategies.tools.readers import open_reader
 
 BACKEND = "torch"
 VERSION = 1
@@ -54,6 +62,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
         version: 1.
         group: ranks that save together; the world by default. Its first rank writes.
         options: timeouts; by default what the environment says.
+        allow: further classes that what is saved may be of; a load has to allow them too.
     """
 
     @raises_megatron_errors
@@ -64,10 +73,12 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
         *,
         group: ProcessGroup | None = None,
         options: Options | None = None,
+        allow: Allowed = (),
     ) -> None:
         require_common(backend, version)
         super().__init__(backend, version)
         self._group = group
+        self._allow = tuple(allow)
         self._options = options or options_from_environment()
 
     @property
@@ -82,6 +93,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
         Collective over the group.
 
         Raises:
+            UnsafeObjectError: it needs a class that a load would refuse.
             StorageError: it cannot be pickled or written; a PeerError of that class elsewhere.
         """
         root = located(checkpoint_dir, self._options)
@@ -91,7 +103,18 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
             purpose="save of common state",
             detail=f"to {root}",
         )
-        agree_on_first(comm, lambda: _write_common(root, common_state_dict))
+        with time_limit(self._options.timeout_s):
+            agree_on_first(comm, lambda: _write_common(root, self.dump_common(common_state_dict)))
+
+    def dump_common(self, common_state_dict: StateDict) -> bytes:
+        """What ``save_common`` writes. Rank-local.
+
+        Raises:
+            UnsafeObjectError: it needs a class that a load would refuse.
+            StorageError: it cannot be pickled.
+        """
+        allow = [*default_allowed(), *self._allow]
+        return dump_loadable(common_state_dict, name="common state", allow=allow)
 
     @raises_megatron_errors
     def save_sharded_objects(
@@ -107,7 +130,10 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
         objects = list(filter(is_main, sharded_values(sharded_objects_state_dict)))
         require_storable_keys((), {object_id(value).key for value in objects})
         for value in objects:
-            write_object(root, object_id(value), value.data)
+            name = object_id(value)
+            allow = [*default_allowed(), *self._allow]
+            content = dump_loadable(value.data, name=name.unique_key, allow=allow)
+            write_dumped(root, name, content)
 
 
 class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
@@ -140,9 +166,10 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
             UnsafeObjectError: it needs a class that is not allowed; the message says which.
             CorruptCheckpointError: it is damaged.
         """
-        root = located(checkpoint_dir, self._options)
+        root = content_of(located(checkpoint_dir, self._options))
         path = root.path(COMMON_NAME) if isinstance(root, Bucket) else root / COMMON_NAME
-        found = _read_common(root, self._options, self._allowed())
+        with time_limit(self._options.timeout_s):
+            found = _read_common(root, self._options, self._allowed())
         if not isinstance(found, dict):
             raise CorruptCheckpointError(
                 f"common state: {path} holds a {type(found).__name__}, expected a dict",
@@ -201,12 +228,15 @@ def _read_common(root: Location, options: Options, allow: Allowed) -> Any:
         content = _common_file(root, path)
     except IncompleteCheckpointError as missing:
         try:
-            content = open_source(root, options, allow).common_content()
+            content = run_with_limit(
+                lambda: open_reader(root, options, allow).common_content(), root
+            )
         except (IncompleteCheckpointError, IncompatibleVersionError):
             raise missing from None
     return load_pickle(content, path, "common state", allow)
 
 
+@limited
 def _common_file(root: Location, path: str) -> bytes:
     if isinstance(root, Bucket):
         return root.read(COMMON_NAME)
@@ -217,13 +247,12 @@ def _common_file(root: Location, path: str) -> bytes:
         raise IncompleteCheckpointError(f"common state: {path} is missing", path=path) from error
 
 
-def _write_common(root: Location, state: StateDict) -> None:
-    content = dump_object(state, name="common state")
+@limited
+def _write_common(root: Location, content: bytes) -> None:
     if isinstance(root, Bucket):
-        withdraw_marker(root)
         root.write(COMMON_NAME, content)
         return
     path = root / COMMON_NAME
     with file_errors("common state", path):
-        withdraw_marker(root)
+        invalidate(root)
         write_file(path, content)

@@ -11,6 +11,17 @@ from typing import Any
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.core.array import COMMON_OBJECT
+from dist_ckpt_strategies.formats.locations import (
+    Location,
+    complete_commit,
+    content_of,
+    is_finished,
+    located,
+    read_marker,
+    require_path,
+)
+from dist_ckpt_strategies.formats.objects import Allowed, allowing
 from dist_ckpt_strategies.megatron.bases import StrictHandling
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.flow import (
@@ -23,29 +34,23 @@ from dist_ckpt_strategies.megatron.flow import (
     take_apart_for_load,
 )
 from dist_ckpt_strategies.megatron.shards import StateDict, sharded_values
-from dist_ckpt_strategies.run.checks import check_load
-from dist_ckpt_strategies.storage.locations import (
-    Location,
-    is_finished,
-    located,
-    read_marker,
-    require_path,
-)
-from dist_ckpt_strategies.storage.objects.embedded_common import COMMON_OBJECT
-from dist_ckpt_strategies.storage.objects.pickled import Allowed, allowing
+from dist_ckpt_strategies.sharded.checks import check_load
+from dist_ckpt_strategies.storage.time_limit import restart_limit
 from dist_ckpt_strategies.strategies.choices import (
     StrategyChoice,
     load_strategies,
     location_of,
     require_taken,
     verifying,
+    with_strict_dtype,
 )
 from dist_ckpt_strategies.strategies.local_directory import BACKEND as LOCAL_BACKEND
 from dist_ckpt_strategies.strategies.local_directory import restore_common
-from dist_ckpt_strategies.strategies.world import entry_options, open_world
+from dist_ckpt_strategies.strategies.world import entry_options, open_world, with_time_limit
 
 
 @raises_megatron_errors
+@with_time_limit
 def load(  # noqa: PLR0913 - Megatron's signature
     sharded_state_dict: StateDict,
     checkpoint_dir: str | Path,
@@ -57,14 +62,15 @@ def load(  # noqa: PLR0913 - Megatron's signature
     allow: Allowed = (),
     timeout_s: float | None = None,
     verify: str | None = None,
+    strict_dtype: bool = False,
 ) -> StateDict | tuple[StateDict, set[str], set[str]]:
     """Load a checkpoint into the layout that a sharded state dict describes.
 
-    Collective over the world.
+    Collective over the world. After an error the tensors are undefined until they are loaded again.
+    After a StorageTimeoutError they may also still change, by a read that was given up.
 
     Args:
-        sharded_state_dict: what to load; ShardedTensors with data of the stored dtype are filled
-            in place.
+        sharded_state_dict: what to load; the data of ShardedTensors is filled in place.
         checkpoint_dir: directory of a finished checkpoint, or its URL.
         sharded_strategy: strategy or (backend, version); by default what the checkpoint names.
         common_strategy: the same for the common state.
@@ -75,6 +81,9 @@ def load(  # noqa: PLR0913 - Megatron's signature
             ("zarr", 1) and ("zarr", 2) that are not given as instances.
         verify: what is compared with the digests of ("zarr", 2): ``"read"``, ``"full"`` or
             ``"off"``; by default what the strategy or the environment says, ``"read"``.
+        strict_dtype: raise where an array is stored in another dtype than the one requested, before
+            any tensor is filled. By default such arrays are converted as ``Tensor.copy_`` does,
+            with one warning.
 
     Returns:
         The state dict, and for the RETURN_* values of ``strict`` missing and unexpected keys.
@@ -82,23 +91,30 @@ def load(  # noqa: PLR0913 - Megatron's signature
     Raises:
         CheckpointNotFoundError, IncompleteCheckpointError: there is no finished checkpoint.
         ShapeMismatchError: an array is stored with another shape.
+        DTypeMismatchError: an array is stored in another dtype, and ``strict_dtype`` is set.
         StorageError: something is missing or damaged.
+        StorageTimeoutError: storage did not answer on some rank.
         UnsafeObjectError: an object needs a class that is not allowed; the message says which.
         StrategyError: there is no such strategy, or one that ``verify`` means nothing to.
         PeerError: another rank failed; it is of the class of that rank's error too.
     """
     comm = open_world("load", f"from {checkpoint_dir}", timeout_s)
     _restore_node(comm, checkpoint_dir)
+    restart_limit()
     with ExitStack() as stack:
 
         def begin() -> tuple[Location, Any, Any, StateDict, LoadParts, StrictHandling]:
-            root = location_of(checkpoint_dir, sharded_strategy, entry_options(timeout_s))
+            root = content_of(
+                location_of(checkpoint_dir, sharded_strategy, entry_options(timeout_s))
+            )
             stack.enter_context(allowing(allow))
             loaders = load_strategies(root, sharded_strategy, common_strategy, timeout_s)
             require_taken(root, loaders[0])
             loader = verifying(loaders[0], verify)
             found: StateDict = loaders[1].load_common(root)
             parts = take_apart_for_load(sharded_state_dict)
+            if strict_dtype:
+                loader = with_strict_dtype(loader, root, parts.sharded)
             state = merged(found, parts.nonpersistent)
             return root, loader, loaders[1], state, parts, parsed_strict(strict)
 
@@ -122,6 +138,8 @@ def _restore_node(comm: Communicator, checkpoint_dir: str | Path) -> None:
 
     def backend() -> str | None:
         root = located(checkpoint_dir, None)
+        if comm.rank == 0:
+            complete_commit(root)
         is_local = isinstance(root, Path) and is_finished(root)
         return read_marker(root).sharded_backend if is_local else None
 

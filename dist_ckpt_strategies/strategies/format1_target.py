@@ -5,34 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from dist_ckpt_strategies.comm.agree import agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
-from dist_ckpt_strategies.plan.array_grid import Cutting
-from dist_ckpt_strategies.run.staged import Digests
-from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.base import ArrayWriter
-from dist_ckpt_strategies.storage.disk.files import require_directory
-from dist_ckpt_strategies.storage.format1.engines import open_array_store
-from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
-from dist_ckpt_strategies.storage.lifecycle.clearing import DirectoryRoom
-from dist_ckpt_strategies.storage.lifecycle.tokens import (
-    has_token,
-    leave_token,
-    remove_token,
-    require_token,
-    superseded,
-)
-from dist_ckpt_strategies.storage.objects.pickled import (
-    dump_object,
+from dist_ckpt_strategies.core.array import ObjectId
+from dist_ckpt_strategies.formats.object_files import OBJECT_SUFFIX
+from dist_ckpt_strategies.formats.objects import (
+    Allowed,
+    dump_loadable,
     object_ids,
-    object_path,
     remove_object,
     write_dumped,
 )
-from dist_ckpt_strategies.storage.transfers import Job, run_pooled
+from dist_ckpt_strategies.formats.save_places import DirectoryPlace
+from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.formats.zarr2_engines import open_array_store
+from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
+from dist_ckpt_strategies.sharded.plan_grids import Cutting
+from dist_ckpt_strategies.sharded.staged import Digests
+from dist_ckpt_strategies.storage.base import ArrayWriter
+from dist_ckpt_strategies.storage.files import require_directory
+from dist_ckpt_strategies.storage.io_pool import Job, limited, run_pooled, run_with_limit
 from dist_ckpt_strategies.strategies.save_planning import Planned
 
 _OBJECT_THREADS = 8
@@ -44,59 +38,59 @@ class Format1Target:
     Args:
         root: the directory, which exists.
         options: how to write.
-        keeps_old: leave an earlier checkpoint whole until this one is known to be one that can be
-            saved. Not where the caller has replaced ``common.pt`` already.
+        keeps_old: see DirectoryPlace.
+        overwrite: see DirectoryPlace.
     """
 
     cutting = Cutting.WHOLE
-    dump = staticmethod(dump_object)
 
-    def __init__(self, root: Path, options: Options, *, keeps_old: bool) -> None:
+    def __init__(self, root: Path, options: Options, *, keeps_old: bool, overwrite: bool) -> None:
         self.root = root
+        self.place = DirectoryPlace(root, options, keeps_old=keeps_old, overwrite=overwrite)
         self._options = options
-        self._keeps_old = keeps_old
-        self._room = DirectoryRoom(root)
-        self._token = ""
-        self.writer: ArrayWriter = open_array_store(root, options)
-        self.open_elsewhere: Callable[[], ArrayWriter] = partial(open_array_store, root, options)
+        self.writer: ArrayWriter
 
-    def examine(self) -> None:
+    @property
+    def open_elsewhere(self) -> Callable[[], ArrayWriter]:
         """See SaveTarget."""
-        self._room.examine(keeps_old=self._keeps_old)
+        return partial(open_array_store, self.place.location, self._options)
 
-    def clear(self, planned: Planned, token: str) -> None:
+    def dump(self, obj: Any, *, name: str, allow: Allowed) -> bytes:
         """See SaveTarget."""
-        self._room.clear(planned.keys)
-        leave_token(self.root, token)
+        return dump_loadable(obj, name=name, allow=allow)
 
-    def require(self, token: str, owner: str) -> None:
+    def begin(self, planned: Planned) -> None:
         """See SaveTarget."""
-        require_token(self.root, token, owner, self._options.timeout_s)
-        self._token = token
+        self.place.begin(planned.keys)
+
+    def require(self, owner: str) -> None:
+        """See SaveTarget."""
+        self.place.require(owner)
+        self.writer = self.open_elsewhere()
 
     def write_objects(self, objects: Mapping[ObjectId, bytes]) -> None:
         """See SaveTarget."""
-        root = self.root
+        root = self.place.location
         jobs = (
-            Job(name.key, object_path(root, name), partial(write_dumped, root, name, content))
+            Job(
+                name.key,
+                root / f"{name.unique_key}{OBJECT_SUFFIX}",
+                partial(write_dumped, root, name, content),
+            )
             for name, content in objects.items()
         )
         run_pooled(jobs, _OBJECT_THREADS).wait(self._options.timeout_s)
-        Zarr2Layout(root).sync_directories({name.key for name in objects})
+        sync = partial(Zarr2Layout(root).sync_directories, {name.key for name in objects})
+        run_with_limit(sync, root)
 
     def take_digests(self, digests: Digests) -> None:
         """See SaveTarget. The format has none."""
 
-    def require_current(self) -> None:
-        """See SaveTarget."""
-        if not has_token(self.root, self._token):
-            raise superseded(self.root)
-
-    def complete(self, planned: Planned, comm: Communicator) -> None:  # noqa: ARG002 - of the others
+    def complete(self, planned: Planned, comm: Communicator) -> None:
         """See SaveTarget. The files are all there is."""
-        agree_on_first(comm, lambda: remove_token(self.root, self._token))
 
 
+@limited
 def stored_metadata(root: Path, *, with_objects: bool) -> StateDict:
     """ShardedTensors (and objects) without data for all that a checkpoint holds. Rank-local.
 

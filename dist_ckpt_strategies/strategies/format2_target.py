@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
-import socket
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
+from dist_ckpt_strategies.core.region import Extent
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
-from dist_ckpt_strategies.megatron.parallel_layout import parallel_sizes
-from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
-from dist_ckpt_strategies.plan.array_grid import Cutting
-from dist_ckpt_strategies.run.manifest import run_manifest
-from dist_ckpt_strategies.run.staged import Digests
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.manifest import (
+from dist_ckpt_strategies.formats.bucket_arrays import BucketWriter
+from dist_ckpt_strategies.formats.checkpoints import Format2Checkpoint
+from dist_ckpt_strategies.formats.clearing import require_room_for_format2
+from dist_ckpt_strategies.formats.locations import Location
+from dist_ckpt_strategies.formats.manifest import (
+    SAVE_NAME,
     ArrayRecord,
     ChunkRecord,
     FileDigest,
@@ -29,30 +28,31 @@ from dist_ckpt_strategies.spec.manifest import (
     ObjectRecord,
     PartEntry,
     Span,
-)
-from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.spec.region import Extent
-from dist_ckpt_strategies.storage.base import ArrayWriter
-from dist_ckpt_strategies.storage.checkpoints import Format2Checkpoint
-from dist_ckpt_strategies.storage.disk.files import COMMON_NAME
-from dist_ckpt_strategies.storage.format2.destination import (
-    DigestingWriter,
-    open_destination,
-    open_writer,
-)
-from dist_ckpt_strategies.storage.format2.manifest import (
-    SAVE_NAME,
-    SCHEMA,
-    SCHEMA_VERSION,
     array_fields,
+    begun_content,
     digest_of,
     object_fields,
     pack_name,
     part_content,
 )
-from dist_ckpt_strategies.storage.lifecycle.tokens import superseded, wait_until_seen
-from dist_ckpt_strategies.storage.locations import Location
-from dist_ckpt_strategies.storage.objects.pickled import dump_content, plain_value
+from dist_ckpt_strategies.formats.objects import (
+    Allowed,
+    dump_loadable,
+    is_plain,
+    plain_content,
+    plain_value,
+)
+from dist_ckpt_strategies.formats.save_places import open_save_place
+from dist_ckpt_strategies.formats.zarr3_arrays import ArrayWriterBase, open_writer
+from dist_ckpt_strategies.megatron.parallel_layout import parallel_sizes
+from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
+from dist_ckpt_strategies.sharded.manifest import run_manifest
+from dist_ckpt_strategies.sharded.plan_grids import Cutting
+from dist_ckpt_strategies.sharded.staged import Digests
+from dist_ckpt_strategies.storage.base import ArrayWriter
+from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.file_store import Directory, FileStore
+from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.strategies.save_planning import Planned
 
 _MAX_PLAIN_NBYTES = 4 << 10
@@ -68,77 +68,66 @@ class Format2Target:
         root: a directory, which exists, or a place in an object store.
         options: how to write, and in which form.
         global_rank: this rank, to be named as the writer.
-        keeps_old: leave an earlier checkpoint whole until this one is known to be one that can be
-            saved. Not where the caller has replaced ``common.pt`` already.
+        keeps_old: see DirectoryPlace.
+        overwrite: see DirectoryPlace.
     """
 
     def __init__(
-        self, root: Location, options: Options, global_rank: int, *, keeps_old: bool
+        self,
+        root: Location,
+        options: Options,
+        global_rank: int,
+        *,
+        keeps_old: bool,
+        overwrite: bool,
     ) -> None:
         self.root = root
+        self.place = open_save_place(root, options, keeps_old=keeps_old, overwrite=overwrite)
         self._options = options
         self._global_rank = global_rank
-        self._keeps_old = keeps_old
-        self._destination = open_destination(root, options)
-        self._file_store = self._destination.file_store
-        self._begun: str | None = None
         self._objects: list[ObjectRecord] = []
         self._digests: dict[tuple[str, Extent], list[int]] = {}
-
-    @property
-    def writer(self) -> DigestingWriter:
-        """See SaveTarget."""
-        return self._destination.writer
+        self.writer: ArrayWriterBase
 
     @property
     def open_elsewhere(self) -> Callable[[], ArrayWriter] | None:
         """See SaveTarget. Credentials for object stores may be this process's alone."""
-        if isinstance(self.root, Path):
-            return partial(open_writer, self.root, self._options)
-        return None
+        location = self.place.location
+        return partial(open_writer, location, self._options) if isinstance(location, Path) else None
 
     @property
     def cutting(self) -> Cutting:
         """See SaveTarget."""
-        if self._destination.is_object_store:
+        if isinstance(self.root, Bucket):
             return Cutting.BOUNDED_CRC32C if self._options.crc32c else Cutting.BOUNDED
         return Cutting.INNER_CRC32C if self._options.crc32c else Cutting.INNER
 
-    def dump(self, obj: Any, *, name: str) -> bytes:
+    def dump(self, obj: Any, *, name: str, allow: Allowed) -> bytes:
         """See SaveTarget."""
-        return dump_content(obj, name=name)
+        return plain_content(obj) if is_plain(obj) else dump_loadable(obj, name=name, allow=allow)
 
-    def examine(self) -> None:
+    def begin(self, planned: Planned) -> None:
         """See SaveTarget."""
-        self._destination.examine(keeps_old=self._keeps_old)
+        if isinstance(self.root, Path):
+            require_room_for_format2(self.root)
+        self.place.begin(planned.keys)
+        location = self.place.location
+        if isinstance(location, Path):
+            Directory(location).write(SAVE_NAME, begun_content(location.name))
 
-    def clear(self, planned: Planned, token: str) -> None:
+    def require(self, owner: str) -> None:
         """See SaveTarget."""
-        self._destination.clear(planned.keys)
-        saving = {
-            "schema": SCHEMA,
-            "version": SCHEMA_VERSION,
-            "token": token,
-            "host": socket.gethostname(),
-            "time": time.time(),
-        }
-        self._file_store.write(SAVE_NAME, json.dumps(saving).encode())
+        self.place.require(owner)
+        location = self.place.location
+        if isinstance(location, Bucket):
+            self.writer = BucketWriter(location, self._options)
+        else:
+            self.writer = open_writer(location, self._options)
 
-    def require(self, token: str, owner: str) -> None:
-        """See SaveTarget."""
-        is_seen = partial(self._has_token, token)
-        wait_until_seen(str(self.root), is_seen, owner, self._options.timeout_s)
-        self._begun = token
-
-    def _has_token(self, token: str) -> bool:
-        return self._token() == token
-
-    def _token(self) -> str | None:
-        try:
-            found: str | None = json.loads(self._file_store.read(SAVE_NAME)).get("token")
-        except (IncompleteCheckpointError, ValueError, AttributeError):
-            return None
-        return found
+    @property
+    def _file_store(self) -> FileStore:
+        location = self.place.location
+        return location if isinstance(location, Bucket) else Directory(location)
 
     def write_objects(self, objects: Mapping[ObjectId, bytes]) -> None:
         """See SaveTarget. Small plain values go to the manifest, the others to one file."""
@@ -159,17 +148,10 @@ class Format2Target:
         """See SaveTarget."""
         self._digests.update(digests)
 
-    def require_current(self) -> None:
-        """See SaveTarget."""
-        if self._token() != self._begun:
-            raise superseded(str(self.root))
-
     def complete(self, planned: Planned, comm: Communicator) -> None:
         """See SaveTarget. What every rank knows of its files becomes the manifest."""
 
         def describe() -> dict[int, bytes]:
-            if comm.rank == 0:
-                self.require_current()
             return self._known(planned)
 
         def index(parts: tuple[PartEntry, ...]) -> ManifestIndex:
@@ -179,12 +161,13 @@ class Format2Target:
         run_manifest(planned.manifest, describe, self._file_store, comm, index)
 
     def _common(self) -> FileDigest | None:
-        """The common state's file; through Megatron-Core's own save it is there already."""
-        try:
-            content = self._file_store.read(COMMON_NAME)
-        except IncompleteCheckpointError:
-            return None
-        return FileDigest(len(content), digest_of(content))
+        """The common state's file; through Megatron-Core's own save it is in place already."""
+        above = self._file_store if isinstance(self.root, Bucket) else Directory(self.root)
+        for file_store in (self._file_store, above):
+            with suppress(IncompleteCheckpointError):
+                content = file_store.read(COMMON_NAME)
+                return FileDigest(len(content), digest_of(content))
+        return None
 
     def _known(self, planned: Planned) -> dict[int, bytes]:
         """What this rank knows, by part of the manifest."""

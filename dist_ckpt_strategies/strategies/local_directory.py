@@ -5,6 +5,7 @@ Megatron-Core looks for ``common.pt`` and ``metadata.json`` on every rank; parts
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,15 @@ import xxhash
 from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
+from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
 from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckpointError
+from dist_ckpt_strategies.formats.finished import is_finished, make_directory, publish
+from dist_ckpt_strategies.formats.marker import CheckpointMarker
+from dist_ckpt_strategies.local.part_files import PartDirectory, read_first_header
 from dist_ckpt_strategies.megatron.shards import StateDict
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, file_errors, read_file, write_file
-from dist_ckpt_strategies.storage.lifecycle.publication import is_finished, make_directory, publish
-from dist_ckpt_strategies.storage.parts.files import PartDirectory, read_first_header
+from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file, write_file
+from dist_ckpt_strategies.storage.io_pool import limited, run_with_limit
+from dist_ckpt_strategies.storage.time_limit import restart_limit
 
 BACKEND = "local_replicated"
 VERSION = 1
@@ -46,7 +47,8 @@ def restore_common(comm: Communicator, root: Path, name: str) -> None:
             content = read_file(path)
         return content if _is_of_this_save(root, content) else b""
 
-    everyone = agree_and_gather_bytes(comm, own)
+    everyone = agree_and_gather_bytes(comm, partial(run_with_limit, own, root))
+    restart_limit()
     common = next(filter(None, everyone), None)
 
     def restore() -> None:
@@ -66,6 +68,7 @@ def digest_of_common(content: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
+@limited
 def complete_directory(root: Path, common: bytes, *, is_marked: bool) -> None:
     """Write what Megatron-Core looks for; ranks of one node write the same, each as a whole."""
     path = root / COMMON_NAME
@@ -87,6 +90,7 @@ def _is_of_this_save(root: Path, common: bytes) -> bool:
     return content is None or content["common_digest"] == digest_of_common(common)
 
 
+@limited
 def require_common_of_save(checkpoint_dir: str | Path, content: StateDict) -> None:
     """Raise unless ``common.pt``, which Megatron-Core has read already, is that of the parts.
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -16,34 +18,32 @@ from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import LocalOptions, Options, options_from_environment
-from dist_ckpt_strategies.device import may_overlap
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
 from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.formats.finished import make_directory, withdraw_marker
+from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
+from dist_ckpt_strategies.local.part_files import PartDirectory
 from dist_ckpt_strategies.local.replication import LazyCliqueReplicationStrategy
 from dist_ckpt_strategies.megatron.bases import (
     LoadShardedStrategy,
     SaveShardedStrategy,
     ShardedTensor,
 )
-from dist_ckpt_strategies.megatron.callers import is_exchanged, num_expected_meetings
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     is_main,
-    mapped_values,
     metadata_object,
     metadata_tensor,
     object_id,
     shard_spec,
     sharded_values,
 )
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, file_errors, read_file
-from dist_ckpt_strategies.storage.lifecycle.publication import make_directory, withdraw_marker
-from dist_ckpt_strategies.storage.objects.pickled import Allowed
-from dist_ckpt_strategies.storage.parts.files import PartDirectory
+from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file
+from dist_ckpt_strategies.storage.io_pool import run_with_limit
+from dist_ckpt_strategies.storage.time_limit import restart_limit, time_limit
 from dist_ckpt_strategies.strategies.local_directory import (
     BACKEND,
     VERSION,
@@ -54,7 +54,12 @@ from dist_ckpt_strategies.strategies.local_directory import (
     stored_in,
 )
 from dist_ckpt_strategies.strategies.registry import require_own
-from dist_ckpt_strategies.strategies.sharded_load import has_own_shape
+from dist_ckpt_strategies.strategies.sharded_load import (
+    Conversions,
+    conversions,
+    destination,
+    warn_of_conversions,
+)
 
 _ITERATION = re.compile(r"(\d+)\D*$")
 
@@ -74,9 +79,6 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
         cliques: shared with other strategies, so that process groups are made once.
         changes: fields of LocalOptions that are others than in ``local``: ``replication_factor=3``.
     """
-
-    needs_common_first = True
-    """For this package's own ``save``: the common state is copied with the shards."""
 
     @raises_megatron_errors
     def __init__(  # noqa: PLR0913 - Megatron's two, and options by name
@@ -114,24 +116,47 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
             UnsafeObjectError: an object is of a class that is not allowed.
             StorageError: a part cannot be written; a PeerError of that class elsewhere.
         """
+        self.save_with_common(sharded_state_dict, checkpoint_dir, None)
+
+    @raises_megatron_errors
+    def save_with_common(
+        self, sharded_state_dict: StateDict, checkpoint_dir: str | Path, common_dir: Path | None
+    ) -> None:
+        """Like ``save``, for a caller that has not yet replaced an earlier checkpoint.
+
+        Args:
+            sharded_state_dict: as in ``save``.
+            checkpoint_dir: as in ``save``.
+            common_dir: where the first rank finds ``common.pt``; its caller moves that into place,
+                and an earlier checkpoint stays as it is until all else is written. None: it is in
+                ``checkpoint_dir`` already.
+        """
         comm = self._node.communicator("save", f"to {checkpoint_dir}")
         root, manager = agree(comm, lambda: self._node.opened(checkpoint_dir, comm, self._cliques))
 
-        def begin() -> bytes:
+        def prepare() -> bytes:
             make_directory(root)
-            withdraw_marker(root)
-            common_path = Path(checkpoint_dir).absolute() / COMMON_NAME
+            if common_dir is None:
+                withdraw_marker(root)
+            common_path = Path(common_dir or checkpoint_dir).absolute() / COMMON_NAME
             with file_errors("common state", common_path):
                 return read_file(common_path) if comm.rank == 0 else b""
 
-        common = agree_and_gather_bytes(comm, begin)[0]
+        def complete() -> None:
+            is_first_node = names[comm.rank] == names[0] and self._node.local.node_directory is None
+            if not is_first_node:
+                complete_directory(root, common, is_marked=True)
+
+        with time_limit(self._node.options.timeout_s):
+            common = agree_and_gather_bytes(comm, partial(run_with_limit, prepare, root))[0]
+            restart_limit()
         described = agree_and_gather(comm, lambda: _described(sharded_state_dict))
         extra = {"common_digest": digest_of_common(common), "stored": _union(described)}
         state = self._state(comm, extra, sharded_state_dict)
         manager.save(state, _iteration_of(checkpoint_dir))
-        names = agree_and_gather(comm, lambda: PartDirectory(root).name())
-        has_megatrons = names[comm.rank] == names[0] and self._node.local.node_directory is None
-        agree(comm, lambda: complete_directory(root, common, is_marked=not has_megatrons))
+        with time_limit(self._node.options.timeout_s):
+            names = agree_and_gather(comm, lambda: PartDirectory(root).name())
+            agree(comm, complete)
 
     def _state(
         self, comm: Communicator, extra: StateDict, sharded: StateDict
@@ -172,6 +197,13 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
         """ShardedObjects are part of a rank's state."""
         return True
 
+    def with_strict_dtype(self) -> Self:
+        """The same strategy with the option ``strict_dtype`` set."""
+        other = copy(self)
+        options = self._node.options.with_changes(strict_dtype=True)
+        other._node = replace(self._node, options=options)  # noqa: SLF001 - a copy
+        return other
+
     @raises_megatron_errors
     def load(
         self,
@@ -181,21 +213,41 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
     ) -> StateDict:
         """Load what the state dict asks for, in any parallel layout.
 
-        Collective over the group. A ShardedTensor whose data has the stored shape and dtype is
-        filled in place. Other dtypes give a new tensor of the stored dtype; of the ShardedTensor's
-        dtype where FullyParallelLoadStrategyWrapper calls.
+        Collective over the group. Tensors are filled, and converted, as by ``load`` of
+        ``("zarr", 1)`` and ``("zarr", 2)``.
 
         Raises:
+            DTypeMismatchError: another dtype is stored, and the option ``strict_dtype`` is set.
             CorruptCheckpointError: ``common.pt``, which Megatron-Core has read already, is not the
                 one of this save.
             NoReplicasAvailableError: all copies of some rank's part are lost or damaged.
             CoverageError: no part holds something that is wanted.
         """
-        num_loads, is_shared = num_expected_meetings(depth=3), is_exchanged(depth=3)
         comm = self._node.communicator("load", f"from {checkpoint_dir}")
-        found = self._load(comm, sharded_state_dict, checkpoint_dir, is_shared=is_shared)
-        for _ in range(num_loads - 1):  # others want something more, perhaps of this rank's part
-            self._load(comm, {}, checkpoint_dir, is_shared=is_shared)
+        _, manager = agree(comm, lambda: self._node.opened(checkpoint_dir, comm, None))
+        state, _ = manager.load()
+        own: dict[int, torch.Tensor] = {}
+
+        def check() -> Conversions:
+            content = state.common_state_dict
+            require_common_of_save(checkpoint_dir, content)
+            values = sharded_values(sharded_state_dict)
+            tensors = [value for value in values if isinstance(value, ShardedTensor)]
+            stored = {key: getattr(torch, dtype) for key, _, dtype in content["stored"]["arrays"]}
+            converted = conversions(tensors, stored, is_strict=self._node.options.strict_dtype)
+            own.update({id(t): destination(t) for t in tensors if t.data is not None})
+            return converted
+
+        def deliver(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
+            if tensor.data is None:
+                return loaded.to(tensor.dtype)
+            own[id(tensor)].detach().copy_(loaded)
+            return own[id(tensor)]
+
+        with time_limit(self._node.options.timeout_s):
+            converted = agree_and_gather(comm, check)
+        found = dict(state.loaded(comm, sharded_state_dict, deliver))
+        warn_of_conversions(comm, checkpoint_dir, converted)
         return found
 
     @raises_megatron_errors
@@ -233,29 +285,10 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
         """Raise IncompatibleVersionError unless the version is 1."""
         require_own((BACKEND, VERSION), BACKEND, loaded_version)
 
-    def _load(
-        self, comm: Communicator, wanted: StateDict, checkpoint_dir: str | Path, *, is_shared: bool
-    ) -> StateDict:
-        """What is wanted. Collective.
-
-        Args:
-            comm: all ranks.
-            wanted: of this rank.
-            checkpoint_dir: the checkpoint.
-            is_shared: FullyParallelLoadStrategyWrapper calls. Of its calls many want nothing on
-                any rank; parts are not read for those.
-        """
-        _, manager = agree(comm, lambda: self._node.opened(checkpoint_dir, comm, None))
-        needs = agree_and_gather(comm, lambda: not is_shared or bool(list(sharded_values(wanted))))
-        if not any(needs):
-            return mapped_values(lambda value: value, wanted)
-        state, _ = manager.load()
-        agree(comm, lambda: require_common_of_save(checkpoint_dir, state.common_state_dict))
-        return dict(state.loaded(comm, wanted, _deliver_cast if is_shared else _deliver))
-
     def _stored(self, checkpoint_dir: str | Path) -> tuple[list[ArraySpec], list[ObjectId]]:
         comm = self._node.communicator("look at a checkpoint")
-        return stored_in(PartDirectory(self._node.root(checkpoint_dir, comm)))
+        with time_limit(self._node.options.timeout_s):
+            return stored_in(PartDirectory(self._node.root(checkpoint_dir, comm)))
 
 
 @raises_megatron_errors
@@ -277,7 +310,8 @@ def prepare_local_load(
     node = _Node(local or LocalOptions(), group, _options(options), ())
     comm = node.communicator("preparation", f"of {checkpoint_dir}")
     root = agree(comm, lambda: node.root(checkpoint_dir, comm))
-    restore_common(comm, root, str(checkpoint_dir))
+    with time_limit(node.options.timeout_s):
+        restore_common(comm, root, str(checkpoint_dir))
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,19 +391,3 @@ def _union(described: Sequence[Any]) -> dict[str, Any]:
     arrays = {key: found for some, _ in described for key, found in some.items()}
     objects = sorted(name for _, names in described for name in names)
     return {"arrays": [[key, *arrays[key]] for key in sorted(arrays)], "objects": objects}
-
-
-def _deliver(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
-    """The caller's own tensor, filled, where it fits; else the loaded one."""
-    data: torch.Tensor | None = tensor.data
-    if data is None:
-        return loaded
-    if not has_own_shape(tensor) or data.dtype != loaded.dtype or may_overlap(data):
-        return loaded
-    data.detach().copy_(loaded)
-    return data
-
-
-def _deliver_cast(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
-    """The same in the ShardedTensor's dtype, which ranks that it is sent to expect."""
-    return _deliver(tensor, loaded).to(tensor.dtype)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from dist_ckpt_strategies.errors import StrategyExistsError
 from dist_ckpt_strategies.megatron.bases import StrategyAction
 from dist_ckpt_strategies.megatron.registry import (
     has_registry,
@@ -16,54 +16,60 @@ from dist_ckpt_strategies.strategies.registry import (
     DEFAULT_REGISTRY,
     StrategyFactory,
     StrategyKey,
+    strategy_exists,
 )
 
 Default = tuple[StrategyAction, str, int, StrategyFactory]
 """Action, backend, version, and what makes the strategy."""
 
-_PACKAGE = __name__.partition(".")[0]
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """Makes a strategy of one class. Equal ones make strategies that do the same."""
+
+    cls: Any
+    arguments: Mapping[str, Any]
+
+    def __call__(self) -> Any:
+        """A new strategy."""
+        return self.cls(**self.arguments)
 
 
 def register_defaults(defaults: Iterable[Default], *, replace: bool = False) -> None:
-    """Register each default in both registries; doing it again changes nothing.
+    """Register each default, as one strategy, in both registries; repeating it changes nothing.
 
-    What this package registered before gives way. A strategy of somebody else does so only with
-    ``replace``. Where the installed Megatron-Core has no registry (0.17), only ours is filled.
+    Where the installed Megatron-Core has no registry (0.17), only ours is filled.
 
     Raises:
-        StrategyExistsError: a key is taken by somebody else; nothing has been registered.
+        StrategyExistsError: a key is taken by another strategy, or by one with other arguments, and
+            ``replace`` is not set; nothing has been registered.
     """
-    wanted = list(defaults)
+    wanted = [(StrategyKey(*key), factory) for *key, factory in defaults]
     if not replace:
-        for action, backend, version, _ in wanted:
-            _require_free(StrategyKey(action, backend, version))
-    for action, backend, version, factory in wanted:
-        DEFAULT_REGISTRY.register(StrategyKey(action, backend, version), factory, replace=True)
+        for key, factory in wanted:
+            _require_free(key, factory)
+    for key, factory in wanted:
+        DEFAULT_REGISTRY.register(key, factory, replace=True)
         if has_registry():
-            register_strategy(action, backend, version, factory())
+            strategy = DEFAULT_REGISTRY.get(key)
+            register_strategy(key.action, key.backend, key.version, strategy)
 
 
 def register_here(defaults: Iterable[Default], *, replace: bool = False) -> None:
     """Register each default for this package's own save and load, not in Megatron-Core.
 
-    What somebody else has registered there stays, unless ``replace`` is set.
+    What is registered there stays, unless ``replace`` is set.
     """
-    for action, backend, version, factory in defaults:
-        key = StrategyKey(action, backend, version)
-        if replace or key not in DEFAULT_REGISTRY or _is_replaceable(DEFAULT_REGISTRY.get(key)):
+    for *names, factory in defaults:
+        key = StrategyKey(*names)
+        if replace or key not in DEFAULT_REGISTRY:
             DEFAULT_REGISTRY.register(key, factory, replace=True)
 
 
-def _require_free(key: StrategyKey) -> None:
+def _require_free(key: StrategyKey, factory: StrategyFactory) -> None:
+    ours = DEFAULT_REGISTRY.get(key) if key in DEFAULT_REGISTRY else None
     in_megatron = registered_strategy(key.action, key.backend, key.version)
-    in_ours = DEFAULT_REGISTRY.get(key) if key in DEFAULT_REGISTRY else None
-    for present in (in_megatron, in_ours):
-        if present is not None and not _is_replaceable(present):
-            raise StrategyExistsError(
-                f"{key} is already registered ({type(present).__qualname__}); pass replace=True "
-                "to replace it"
-            )
-
-
-def _is_replaceable(strategy: Any) -> bool:
-    return type(strategy).__module__.partition(".")[0] == _PACKAGE
+    if ours is not None and not DEFAULT_REGISTRY.has(key, factory):
+        raise strategy_exists(key, type(ours).__qualname__)
+    if in_megatron is not None and in_megatron is not ours:
+        raise strategy_exists(key, type(in_megatron).__qualname__)

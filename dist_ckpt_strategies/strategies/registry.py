@@ -56,15 +56,16 @@ class StrategyKey:
 
 
 class StrategyRegistry:
-    """Factories of strategies by key. Every look-up makes a strategy of its own."""
+    """Factories of strategies by key. The first look-up makes a strategy, later ones return it."""
 
     def __init__(self) -> None:
         self._factories: dict[StrategyKey, StrategyFactory] = {}
+        self._strategies: dict[StrategyKey, Strategy] = {}
 
     def register(
         self, key: StrategyKey, factory: StrategyFactory, *, replace: bool = False
     ) -> None:
-        """Put a factory under a key. Registering the same factory again changes nothing.
+        """Put a factory under a key. Registering an equal factory again changes nothing.
 
         Raises:
             StrategyExistsError: another factory is there and ``replace`` is not set.
@@ -75,24 +76,28 @@ class StrategyRegistry:
             raise StrategyError(
                 f"expected a StrategyKey and a callable, found {key!r} and {factory!r}"
             )
-        present = self._factories.get(key)
-        if present is not None and present is not factory and not replace:
-            raise StrategyExistsError(
-                f"{key} is already registered ({present}); pass replace=True to replace it"
-            )
+        if self.has(key, factory):
+            return
+        if key in self and not replace:
+            raise strategy_exists(key, self._factories[key])
         self._factories[key] = factory
+        self._strategies.pop(key, None)
+
+    def has(self, key: StrategyKey, factory: StrategyFactory) -> bool:
+        """Whether this factory, or an equal one, is registered under the key."""
+        return key in self and self._factories[key] == factory
 
     def get(self, key: StrategyKey) -> Strategy:
-        """A new strategy for the key.
+        """The strategy for the key, the same one at every look-up.
 
         Raises:
             StrategyNotFoundError: nothing is registered there; the message lists what is.
         """
-        try:
-            factory = self._factories[key]
-        except KeyError:
-            raise strategy_not_found(key, self.keys()) from None
-        return factory()
+        if key not in self:
+            raise strategy_not_found(key, self.keys())
+        if key not in self._strategies:
+            self._strategies[key] = self._factories[key]()
+        return self._strategies[key]
 
     def keys(self) -> tuple[StrategyKey, ...]:
         """Every key that has a factory, sorted."""
@@ -118,6 +123,14 @@ def require_own(own: tuple[str, int], backend: str, version: int) -> None:
         raise IncompatibleVersionError(f"expected backend {own}, found ({backend!r}, {version!r})")
 
 
+def strategy_exists(key: StrategyKey, present: object) -> StrategyExistsError:
+    """The error for a key that is taken: says by what."""
+    return StrategyExistsError(
+        f"{key} is already registered ({present}), with another strategy or other arguments; pass "
+        "replace=True to replace it"
+    )
+
+
 def strategy_not_found(key: StrategyKey, known: Iterable[StrategyKey]) -> StrategyNotFoundError:
     """The error for a key without a strategy: says what there is."""
     names = ", ".join(map(str, known)) or "none"
@@ -130,7 +143,7 @@ DEFAULT_REGISTRY = StrategyRegistry()
 
 @dataclass(frozen=True, slots=True)
 class _Instance:
-    """A factory that always gives the one instance it was made with."""
+    """A factory that returns the instance it was made with."""
 
     strategy: Strategy
 
@@ -164,7 +177,7 @@ def register_default_strategy(
         action: save or load, sharded or common.
         backend: name of the format.
         version: version of the format.
-        strategy: an instance, given out at every look-up, or a callable that makes one.
+        strategy: an instance, or a callable that makes it at the first look-up.
         replace: take the place of what is registered there.
 
     Raises:

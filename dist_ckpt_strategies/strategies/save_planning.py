@@ -14,6 +14,14 @@ import xxhash
 from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options, limit_of_wait
+from dist_ckpt_strategies.core.array import (
+    ObjectId,
+    RankShards,
+    ShardId,
+    ShardSpec,
+    shard_from_wire,
+    shard_to_wire,
+)
 from dist_ckpt_strategies.device import Slot, require_plain, torch_dtype
 from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError, StorageError
 from dist_ckpt_strategies.local.background import BackgroundWork
@@ -27,24 +35,16 @@ from dist_ckpt_strategies.megatron.shards import (
     shard_spec,
     sharded_values,
 )
-from dist_ckpt_strategies.plan.array_grid import Cutting
-from dist_ckpt_strategies.plan.manifest import ManifestPlan, build_manifest_plan
-from dist_ckpt_strategies.plan.save import (
+from dist_ckpt_strategies.sharded.plan_grids import Cutting
+from dist_ckpt_strategies.sharded.plan_manifest import ManifestPlan, build_manifest_plan
+from dist_ckpt_strategies.sharded.plan_save import (
     ChunkWrite,
     ObjectHolding,
     SavePlan,
     build_save_plan,
 )
-from dist_ckpt_strategies.run.writer_process import WriterProcess, start_writer
-from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.spec.shard import (
-    RankShards,
-    ShardId,
-    ShardSpec,
-    shard_from_wire,
-    shard_to_wire,
-)
-from dist_ckpt_strategies.storage.shared_bytes import SharedBytes, is_supported
+from dist_ckpt_strategies.sharded.writer_main import SharedBytes, is_supported
+from dist_ckpt_strategies.sharded.writer_process import WriterProcess, start_writer
 
 logger = logging.getLogger(__name__)
 

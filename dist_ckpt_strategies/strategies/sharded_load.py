@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.core.array import ArraySpec
+from dist_ckpt_strategies.core.report import LoadReport
 from dist_ckpt_strategies.device import may_overlap, require_plain, torch_dtype
-from dist_ckpt_strategies.errors import ShapeMismatchError, StrategyError
-from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor
+from dist_ckpt_strategies.errors import DTypeMismatchError, PlanError, ShapeMismatchError
+from dist_ckpt_strategies.formats.objects import Allowed, load_content
+from dist_ckpt_strategies.megatron.bases import ShardedTensor
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     mapped_values,
@@ -21,114 +25,168 @@ from dist_ckpt_strategies.megatron.shards import (
     shard_spec,
     sharded_values,
 )
-from dist_ckpt_strategies.plan.load import build_load_plan
-from dist_ckpt_strategies.run.load import run_load
-from dist_ckpt_strategies.run.report import LoadReport
-from dist_ckpt_strategies.spec.array import ArraySpec
+from dist_ckpt_strategies.sharded.load import run_load
+from dist_ckpt_strategies.sharded.plan_load import LoadPlan, build_load_plan
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
-from dist_ckpt_strategies.storage.objects.pickled import Allowed, load_content
-from dist_ckpt_strategies.storage.transfers import Job, run_pooled
+from dist_ckpt_strategies.storage.io_pool import Job, run_pooled
+from dist_ckpt_strategies.storage.time_limit import restart_limit, time_limit
 
-Deliver = Callable[[Any, torch.Tensor], torch.Tensor]
-"""Turns a ShardedTensor and what was loaded for it into the result."""
+logger = logging.getLogger(__name__)
+
+Conversions = list[list[str]]
+"""Key, stored and wanted dtype of each array that a load converts, sorted."""
+
+_NUM_EXAMPLES = 3
 
 
-def load_sharded(
+def load_sharded(  # noqa: PLR0913, PLR0917
     state_dict: StateDict,
+    checkpoint_dir: object,
     open_checkpoint: Callable[[], StoredCheckpoint],
     comm: Communicator,
     options: Options,
     allowed: Callable[[], Allowed],
-    deliver: Deliver,
+    destination_of: Callable[[Any], torch.Tensor],
 ) -> tuple[StateDict, LoadReport]:
     """Read what the state dict asks for; a state dict of the same structure, and a report.
 
-    Collective, with one meeting. A ShardedTensor with data of the stored dtype is filled in place
-    and its own tensor is loaded. Otherwise that is a new tensor of the stored dtype.
+    Collective, in two steps: nothing is filled unless every rank can be given what it asks for.
 
     Args:
         state_dict: what to load.
+        checkpoint_dir: the checkpoint, for messages.
         open_checkpoint: gives the checkpoint; may raise what its opening raises.
         comm: ranks that load together.
         options: timeout and memory budget.
         allowed: gives the classes that objects may be unpickled to.
-        deliver: turns a ShardedTensor and what was loaded for it into the result.
+        destination_of: gives the tensor to fill for a ShardedTensor.
 
     Raises:
-        ShapeMismatchError, ArrayNotFoundError, StorageError: on every rank where one failed.
+        ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError, StorageError: on every rank
+            where one failed.
     """
+    prepared: list[tuple[StoredCheckpoint, LoadPlan, list[torch.Tensor]]] = []
+    tensors: list[Any] = []
+    objects: list[Any] = []
+
+    def prepare() -> Conversions:
+        checkpoint = open_checkpoint()
+        for value in sharded_values(state_dict):
+            (tensors if isinstance(value, ShardedTensor) else objects).append(value)
+        stored = checkpoint.find({tensor.key for tensor in tensors})
+        plan = build_load_plan([shard_spec(tensor) for tensor in tensors], stored)
+        converted = conversions(tensors, dtypes_of(stored), is_strict=options.strict_dtype)
+        prepared.append((checkpoint, plan, [destination_of(tensor) for tensor in tensors]))
+        return converted
 
     def read() -> tuple[StateDict, LoadReport]:
-        checkpoint = open_checkpoint()
-        values = list(sharded_values(state_dict))
-        tensors = [value for value in values if isinstance(value, ShardedTensor)]
-        objects = [value for value in values if isinstance(value, ShardedObject)]
-        found, report = _read(tensors, checkpoint, options)
-        loaded = {id(v): deliver(v, t) for v, t in zip(tensors, found, strict=True)}
+        ((checkpoint, plan, results),) = prepared
+        targets = [
+            result.detach()[(None,) * tensor.prepend_axis_num]
+            for result, tensor in zip(results, tensors, strict=True)
+        ]
+        report = run_load(plan, targets, checkpoint.array_reader, options)
+        loaded: dict[int, Any] = {id(t): r for t, r in zip(tensors, results, strict=True)}
         loaded |= _read_objects(objects, checkpoint, allowed, options)
         return mapped_values(lambda value: loaded[id(value)], state_dict), report
 
-    return agree(comm, read)
+    with time_limit(options.timeout_s):
+        converted = agree_and_gather(comm, prepare)
+        restart_limit()
+        found = agree(comm, read)
+    warn_of_conversions(comm, checkpoint_dir, converted)
+    return found
 
 
-def destination(tensor: Any, array: ArraySpec) -> torch.Tensor:
-    """The tensor that will hold the result: the caller's own where it fits."""
-    dtype = torch_dtype(array.dtype)
-    data: torch.Tensor | None = tensor.data
-    if data is None:
-        return torch.empty(tuple(tensor.local_shape), dtype=dtype, device="cpu")
-    if has_own_shape(tensor) and data.dtype == dtype and not may_overlap(data):
-        return data
-    return torch.empty(tuple(tensor.local_shape), dtype=dtype, device=data.device)
+def dtypes_of(stored: Mapping[str, ArraySpec]) -> dict[str, torch.dtype]:
+    """The stored dtype of each array."""
+    return {key: torch_dtype(array.dtype) for key, array in stored.items()}
 
 
-def has_own_shape(tensor: Any) -> bool:
-    """Whether the ShardedTensor's data has the shape that it states, as when it was made.
+def conversions(
+    tensors: Iterable[Any], stored: Mapping[str, torch.dtype], *, is_strict: bool
+) -> Conversions:
+    """What a load of these ShardedTensors converts.
 
-    Megatron-Core's torch_dist gives it the prepended dims too, and then it is not to be filled.
+    Args:
+        tensors: what this rank asks for.
+        stored: the dtype of each stored array; one that is missing here is passed over.
+        is_strict: whether a conversion is an error.
 
     Raises:
-        ShapeMismatchError: it has any other.
-        PlanError: its elements do not lie in memory of its own.
+        DTypeMismatchError: there is one, and ``is_strict``; names the first.
     """
-    require_plain(tensor.data, key=tensor.key)
-    found, stated = tuple(tensor.data.shape), tuple(tensor.local_shape)
+    wanted = {(t.key, t.dtype if t.data is None else t.data.dtype) for t in tensors}
+    found = sorted(
+        [key, _name(stored[key]), _name(dtype)]
+        for key, dtype in wanted
+        if stored.get(key, dtype) != dtype
+    )
+    if found and is_strict:
+        key, is_stored, is_wanted = found[0]
+        others = f"; {len(found) - 1} more arrays differ" if len(found) > 1 else ""
+        raise DTypeMismatchError(
+            f"{key}: dtype {is_stored} in the checkpoint, {is_wanted} requested{others}; load it "
+            "as it is stored, or without strict_dtype, which converts it",
+            key=key,
+        )
+    return found
+
+
+def warn_of_conversions(
+    comm: Communicator, checkpoint_dir: object, converted: Iterable[Conversions]
+) -> None:
+    """Log one warning, on the first rank, if any rank of a load has converted an array.
+
+    Args:
+        comm: ranks that have loaded together.
+        checkpoint_dir: from where.
+        converted: by rank, as gathered.
+    """
+    found = sorted({tuple(each) for of_rank in converted for each in of_rank})
+    if not found or comm.rank != 0:
+        return
+    examples = found[:_NUM_EXAMPLES]
+    named = ", ".join(f"{key} ({stored} to {wanted})" for key, stored, wanted in examples)
+    text = (
+        f"load from {checkpoint_dir}: arrays converted to the dtype requested: "
+        f"{len({key for key, _, _ in found})}, such as {named}; strict_dtype=True makes this an "
+        "error"
+    )
+    logger.warning("%s", text)
+
+
+def destination(tensor: Any) -> torch.Tensor:
+    """The tensor that a load fills: the ShardedTensor's own data, or a new one on the CPU.
+
+    Where Megatron-Core's torch_dist has given the data its prepended dims, it is a view of that.
+
+    Raises:
+        ShapeMismatchError: the data has another shape than the ShardedTensor says.
+        PlanError: its elements do not lie in memory of their own.
+    """
+    stated = tuple(tensor.local_shape)
+    data: torch.Tensor | None = tensor.data
+    if data is None:
+        return torch.empty(stated, dtype=tensor.dtype, device="cpu")
+    require_plain(data, key=tensor.key)
+    found = tuple(data.shape)
     if found not in {stated, (1,) * tensor.prepend_axis_num + stated}:
         raise ShapeMismatchError(
             f"{tensor.key}: its data has shape {found}, its local_shape is {stated}",
             key=tensor.key,
         )
-    return found == stated
-
-
-def copy_into_own_data(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
-    """Put a loaded tensor into the ShardedTensor's data, cast to its dtype; returns that data.
-
-    Raises:
-        StrategyError: there is no data to load into.
-    """
-    if tensor.data is None:
-        raise StrategyError(
-            f"{tensor.key}: load_directly_on_device needs a ShardedTensor with data"
+    if may_overlap(data):
+        raise PlanError(
+            f"{tensor.key}: elements of its data share memory, as after expand(), so that it "
+            "cannot be filled; give the ShardedTensor a clone",
+            key=tensor.key,
         )
-    own: torch.Tensor = tensor.data
-    if own is not loaded:
-        own.data.copy_(loaded)
-    return own
+    return data if found == stated else data.detach()[(0,) * tensor.prepend_axis_num]
 
 
-def _read(
-    tensors: Sequence[Any], checkpoint: StoredCheckpoint, options: Options
-) -> tuple[list[torch.Tensor], LoadReport]:
-    """The loaded tensor of each ShardedTensor."""
-    stored = checkpoint.find({tensor.key for tensor in tensors})
-    plan = build_load_plan([shard_spec(tensor) for tensor in tensors], stored)
-    results = [destination(tensor, stored[tensor.key]) for tensor in tensors]
-    targets = [
-        result.detach()[(None,) * tensor.prepend_axis_num]
-        for result, tensor in zip(results, tensors, strict=True)
-    ]
-    return results, run_load(plan, targets, checkpoint.array_reader, options)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _read_objects(

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import pickle
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
-from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.base import Communicator, report_level
 from dist_ckpt_strategies.config import Options, limit_of_wait
+from dist_ckpt_strategies.core.array import ObjectId
+from dist_ckpt_strategies.core.report import SaveReport
+from dist_ckpt_strategies.formats.locations import Location
+from dist_ckpt_strategies.formats.objects import Allowed
+from dist_ckpt_strategies.formats.save_places import SavePlace
 from dist_ckpt_strategies.local.background import (
     BackgroundWork,
     agree_to_start,
@@ -22,14 +26,12 @@ from dist_ckpt_strategies.local.requests import LocalSaveRequest, SaveName
 from dist_ckpt_strategies.local.running import RUNNING_SAVES
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
-from dist_ckpt_strategies.plan.array_grid import Cutting
-from dist_ckpt_strategies.run.report import SaveReport
-from dist_ckpt_strategies.run.save import run_save, stage_save
-from dist_ckpt_strategies.run.staged import Digests, StagedSave, WriteJob, Written
-from dist_ckpt_strategies.run.writer_process import outcome_of
-from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.sharded.plan_grids import Cutting
+from dist_ckpt_strategies.sharded.save import run_save, stage_save
+from dist_ckpt_strategies.sharded.staged import Digests, StagedSave, WriteJob, Written
+from dist_ckpt_strategies.sharded.writer_process import outcome_of
 from dist_ckpt_strategies.storage.base import ArrayWriter
-from dist_ckpt_strategies.storage.locations import Location
+from dist_ckpt_strategies.storage.time_limit import restart_limit, time_left, time_limit
 from dist_ckpt_strategies.strategies.save_planning import (
     Facts,
     Holdings,
@@ -49,7 +51,12 @@ class SaveTarget(Protocol):
 
     @property
     def root(self) -> Location:
-        """The place."""
+        """The checkpoint."""
+        ...
+
+    @property
+    def place(self) -> SavePlace:
+        """Where this save writes until its commit."""
         ...
 
     @property
@@ -59,28 +66,28 @@ class SaveTarget(Protocol):
 
     @property
     def writer(self) -> ArrayWriter:
-        """Writes the arrays."""
+        """Writes the arrays; after ``require``."""
         ...
 
     @property
     def open_elsewhere(self) -> Callable[[], ArrayWriter] | None:
-        """Gives such a writer in another process, once unpickled there; None: there is no way."""
+        """Picklable factory of such a writer for another process; None if not supported."""
         ...
 
-    def dump(self, obj: Any, *, name: str) -> bytes:
-        """What will be stored of an object."""
+    def dump(self, obj: Any, *, name: str, allow: Allowed) -> bytes:
+        """What will be stored of an object.
+
+        Raises:
+            UnsafeObjectError: it needs a class that a load would refuse.
+        """
         ...
 
-    def examine(self) -> None:
-        """See what is there, and take an earlier checkpoint's marker away. On the first rank."""
+    def begin(self, planned: Planned) -> None:
+        """Make room for the save. On the first rank."""
         ...
 
-    def clear(self, planned: Planned, token: str) -> None:
-        """Make room for a checkpoint, and leave a token. On the first rank."""
-        ...
-
-    def require(self, token: str, owner: str) -> None:
-        """Raise unless this rank sees the token of the first one, which ``complete`` looks for."""
+    def require(self, owner: str) -> None:
+        """Raise unless this rank sees what ``begin`` has made on the rank called ``owner``."""
         ...
 
     def write_objects(self, objects: Mapping[ObjectId, bytes]) -> None:
@@ -91,97 +98,100 @@ class SaveTarget(Protocol):
         """Take note of what another writer has written."""
         ...
 
-    def require_current(self) -> None:
-        """Raise unless the token is there. On the first rank.
-
-        Raises:
-            StorageError: another save has begun there, or all was removed.
-        """
-        ...
-
     def complete(self, planned: Planned, comm: Communicator) -> None:
-        """Write what describes the checkpoint, all its files being durable. Collective.
-
-        Raises:
-            StorageError: the token is gone: another save has begun there, or all was removed.
-        """
+        """Write what describes the checkpoint, all its files being durable. Collective."""
         ...
 
 
-def save_sharded(
-    state_dict: StateDict,
-    open_target: Callable[[], SaveTarget],
-    comm: Communicator,
-    options: Options,
-    memory: SaveMemory,
-    save_common: Callable[[], None] | None = None,
-) -> SaveReport:
-    """Write the sharded part of a checkpoint, durably, but not its marker.
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What makes the sharded part a checkpoint, where Megatron-Core's own save does not.
 
-    Collective. It waits first for what this process still writes there behind training.
+    Attributes:
+        save_common: writes the common state to the place of the save; called on every rank.
+        marker: content of ``metadata.json``.
+        overwrite: also replace arrays and objects that belong to no finished checkpoint.
+    """
 
-    Args:
-        state_dict: what to save.
+    save_common: Callable[[Location], None]
+    marker: bytes
+    overwrite: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SaveSetting:
+    """How a strategy saves.
+
+    Attributes:
         open_target: gives where to; may raise what its opening raises.
         comm: ranks that save together.
         options: timeout and memory budget.
         memory: the plan is taken from here if every rank holds what it held at the last save.
-        save_common: writes the common state, if that is not there yet: after all that could show
-            that the state dict cannot be saved, and before what describes the checkpoint.
+        allow: further classes that objects may be of.
+        completion: None where the caller writes common state and marker.
+    """
+
+    open_target: Callable[[], SaveTarget]
+    comm: Communicator
+    options: Options
+    memory: SaveMemory
+    allow: Allowed = ()
+    completion: Completion | None = None
+
+
+def save_sharded(state_dict: StateDict, setting: SaveSetting) -> SaveReport:
+    """Write the sharded part of a checkpoint, durably; with a completion, the whole checkpoint.
+
+    Collective. It waits first for what this process still writes there in the background.
 
     Raises:
         PlanError: the main replicas do not make up the arrays.
         CheckpointExistsError: the directory holds other arrays, and no marker.
+        UnsafeObjectError: an object needs a class that a load would refuse.
         StorageError: a write failed here; a PeerError of the same class on the other ranks.
     """
-    target, mine, planned, _ = _prepared(state_dict, open_target, comm, options, memory)
+    comm, options = setting.comm, setting.options
+    with time_limit(options.timeout_s):
+        target, mine, planned, _ = _prepared(state_dict, setting)
 
-    def write_objects() -> None:
-        target.write_objects(mine.objects)
+        def write_objects() -> None:
+            target.write_objects(mine.objects)
 
-    report = run_save(planned.plan, mine.tensors, target.writer, comm, options, also=write_objects)
-    if save_common is not None:
-        agree(comm, save_common)
-    target.complete(planned, comm)
+        report = run_save(
+            planned.plan, mine.tensors, target.writer, comm, options, also=write_objects
+        )
+        _complete(target, planned, setting)
     return report
 
 
-def begin_save(  # noqa: PLR0913, PLR0917 - what a save is made of
-    state_dict: StateDict,
-    open_target: Callable[[], SaveTarget],
-    comm: Communicator,
-    options: Options,
-    memory: SaveMemory,
-    save_common: Callable[[], None] | None = None,
-    publish: Callable[[], None] | None = None,
-) -> LocalSaveRequest:
-    """Copy what this rank will write, and write it behind training.
+def _complete(target: SaveTarget, planned: Planned, setting: SaveSetting) -> None:
+    """Write the rest, and make it the checkpoint's content. Collective."""
+    comm, completion = setting.comm, setting.completion
+    if completion is not None:
+        agree(comm, lambda: completion.save_common(target.place.location))
+    target.complete(planned, comm)
+    marker = None if completion is None else completion.marker
+    agree_on_first(comm, lambda: target.place.commit(marker))
+
+
+def begin_save(state_dict: StateDict, setting: SaveSetting) -> LocalSaveRequest:
+    """Copy what this rank will write, and write it in the background.
 
     Collective. When it returns the tensors may be overwritten. It waits first until the save before
     has written all it has to. Pieces of irregular shards move between ranks before it returns.
-
-    Args:
-        state_dict: what to save.
-        open_target: gives where to; may raise what its opening raises.
-        comm: ranks that save together.
-        options: timeout and memory budget.
-        memory: for the copies, as much as this rank's main replicas take; the plan is taken from
-            here if every rank holds what it held at the last save.
-        save_common: writes the common state, if that is not there yet. Called on every rank at
-            finalisation.
-        publish: makes the checkpoint visible. Called on the first rank, last of all.
+    Takes as much host memory as this rank's main replicas.
 
     Returns:
         The request, whose finalisation is collective; it raises on every rank if the save has
         failed on any, and then nothing becomes visible.
 
     Raises:
-        PlanError: the main replicas do not make up the arrays.
-        CheckpointExistsError: the directory holds other arrays, and no marker.
-        StorageError: preparing failed here; a PeerError of the same class on the other ranks.
+        CheckpointError: as ``save_sharded``, of what is known before anything is written.
     """
+    comm, options, memory = setting.comm, setting.options, setting.memory
     agree(comm, lambda: memory.get_ready(options))
-    target, mine, planned, token = _prepared(state_dict, open_target, comm, options, memory)
+    with time_limit(options.timeout_s):
+        target, mine, planned, save_id = _prepared(state_dict, setting)
     staged = stage_save(planned.plan, mine.tensors, comm, memory.reserve)
 
     def prepare() -> BackgroundWork[Outcome]:
@@ -189,18 +199,17 @@ def begin_save(  # noqa: PLR0913, PLR0917 - what a save is made of
 
         def write() -> Outcome:
             yield_to_training()
-            target.write_objects(mine.objects)
-            return write_arrays()
+            with time_limit(options.timeout_s):
+                target.write_objects(mine.objects)
+                return write_arrays()
 
         return BackgroundWork(write, "dist-ckpt-save")
 
     work = memory.running = agree_to_start(comm, prepare)
     RUNNING_SAVES.add(target.root, work)
-    ending = _Ending(target, planned, comm, options, work)
-    name = SaveName(token, f"the end of the save to {target.root}")
-    return LocalSaveRequest.of(
-        comm, name, work, lambda: ending.finalise(save_common, publish), options.timeout_s
-    )
+    ending = _Ending(target, planned, setting, work)
+    name = SaveName(save_id, f"the end of the save to {target.root}")
+    return LocalSaveRequest.of(comm, name, work, ending.finalise, options.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,31 +221,28 @@ class _Ending:
 
     target: SaveTarget
     planned: Planned
-    comm: Communicator
-    options: Options
+    setting: SaveSetting
     work: BackgroundWork[Outcome]
 
     @raises_megatron_errors
-    def finalise(
-        self, save_common: Callable[[], None] | None, publish: Callable[[], None] | None
-    ) -> None:
+    def finalise(self) -> None:
+        comm = self.setting.comm
         try:
-            report = agree(self.comm, self._written)
-            if save_common is not None:
-                agree(self.comm, save_common)
-            self.target.complete(self.planned, self.comm)
-            if publish is not None:
-                agree_on_first(self.comm, publish)
+            with time_limit(self.setting.options.timeout_s):
+                report = agree(comm, self._written)
+                restart_limit()
+                _complete(self.target, self.planned, self.setting)
         finally:
             self.work.forget_mark()
-        logger.info("rank %s: %s", self.comm.global_rank(self.comm.rank), report)
+        me = comm.global_rank(comm.rank)
+        logger.log(report_level(comm), "rank %s: %s", me, report)
 
     def _written(self) -> SaveReport:
-        self.work.wait(limit_of_wait(self.options.timeout_s))
+        self.work.wait(limit_of_wait(self.setting.options.timeout_s))
         written = self.work.result()()
         self.target.take_digests(written.digests)
-        if self.comm.rank == 0:
-            self.target.require_current()
+        if self.setting.comm.rank == 0:
+            self.target.place.require_current()
         return written.report
 
 
@@ -266,33 +272,31 @@ def _itself(written: Written) -> Written:
 
 
 def _prepared(
-    state_dict: StateDict,
-    open_target: Callable[[], SaveTarget],
-    comm: Communicator,
-    options: Options,
-    memory: SaveMemory,
+    state_dict: StateDict, setting: SaveSetting
 ) -> tuple[SaveTarget, Holdings, Planned, str]:
-    """Everything up to the first byte: the plan, a place that all ranks see, and the save's token.
+    """Everything up to the first byte: the plan, a place that all ranks see, and the save's id.
 
     Collective.
     """
+    comm, options, memory = setting.comm, setting.options, setting.memory
     held: list[tuple[SaveTarget, Holdings, Facts]] = []
 
     def describe() -> Any:
-        target = open_target()
-        RUNNING_SAVES.wait(target.root, limit_of_wait(options.timeout_s))
-        if comm.rank == 0:
-            target.examine()
-        mine = holdings_of(state_dict, target.dump)
+        target = setting.open_target()
+        RUNNING_SAVES.wait(target.root, time_left(options.timeout_s))
+        save_id = target.place.new_save_id() if comm.rank == 0 else ""
+        mine = holdings_of(state_dict, partial(target.dump, allow=setting.allow))
         facts = facts_of(mine, options, target.cutting)
         held.append((target, mine, facts))
-        return [digest_of(facts), memory.last and memory.last.facts, uuid.uuid4().hex]
+        return [digest_of(facts), memory.last and memory.last.facts, save_id]
 
     answers = agree_and_gather(comm, describe)
+    restart_limit()
     target, mine, facts = held[0]
-    token = answers[0][-1]
+    save_id = answers[0][-1]
+    target.place.join(save_id)
     planned = planned_save(comm, facts, [(digest, last) for digest, last, _ in answers], memory)
-    agree_on_first(comm, lambda: target.clear(planned, token))
+    agree_on_first(comm, lambda: target.begin(planned))
     owner = f"rank {comm.global_rank(0)}"
-    agree(comm, lambda: target.require(token, owner))
-    return target, mine, planned, token
+    agree(comm, lambda: target.require(owner))
+    return target, mine, planned, save_id

@@ -4,34 +4,44 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree
-from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.base import Communicator, report_level
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.core.array import ArraySpec
+from dist_ckpt_strategies.formats.checkpoints import Share
+from dist_ckpt_strategies.formats.locations import Location, located
+from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local.requests import LocalSaveRequest
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.bases import AsyncSaveShardedStrategy, LoadShardedStrategy
-from dist_ckpt_strategies.megatron.callers import is_exchanged, num_expected_meetings
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
-from dist_ckpt_strategies.run.report import BroadcastReport
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
-from dist_ckpt_strategies.storage.checkpoints import Share
-from dist_ckpt_strategies.storage.locations import Location, located
-from dist_ckpt_strategies.storage.objects.pickled import Allowed
-from dist_ckpt_strategies.strategies.group_load import load_sharded_in_group
+from dist_ckpt_strategies.storage.time_limit import time_limit
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
-from dist_ckpt_strategies.strategies.sharded_load import load_sharded
-from dist_ckpt_strategies.strategies.sharded_save import SaveTarget, begin_save, save_sharded
+from dist_ckpt_strategies.strategies.sharded_load import (
+    Conversions,
+    conversions,
+    destination,
+    dtypes_of,
+    load_sharded,
+)
+from dist_ckpt_strategies.strategies.sharded_save import (
+    Completion,
+    SaveSetting,
+    SaveTarget,
+    begin_save,
+    save_sharded,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +83,7 @@ class BaseSaveShardedStrategy(_WithOptions, AsyncSaveShardedStrategy):  # type: 
         version: version of the format.
         group: ranks that save together; the world by default.
         options: timeouts and memory bounds; by default what the environment says.
-        memory: shared with other strategies that save the same state. It keeps the last plan, taken
-            again where every rank saves the same shards as before, and room for asynchronous saves.
+        allow: further classes that ShardedObjects may be of; a load has to allow them too.
     """
 
     takes_urls = False
@@ -86,11 +95,12 @@ class BaseSaveShardedStrategy(_WithOptions, AsyncSaveShardedStrategy):  # type: 
         *,
         group: ProcessGroup | None = None,
         options: Options | None = None,
-        memory: SaveMemory | None = None,
+        allow: Allowed = (),
     ) -> None:
         super().__init__(backend, version)
-        self.memory = memory or SaveMemory()
+        self.memory = SaveMemory()
         self._group = group
+        self._allow = tuple(allow)
         self._options = options or options_from_environment()
 
     @property
@@ -110,7 +120,7 @@ class BaseSaveShardedStrategy(_WithOptions, AsyncSaveShardedStrategy):  # type: 
             StorageError: a write failed on this rank.
             PeerError: it failed on another; the message names rank, key and file.
         """
-        self._save(sharded_state_dict, checkpoint_dir, None)
+        self.save_checkpoint(sharded_state_dict, checkpoint_dir, None)
 
     @raises_megatron_errors
     def async_save(
@@ -133,81 +143,64 @@ class BaseSaveShardedStrategy(_WithOptions, AsyncSaveShardedStrategy):  # type: 
             StorageError: the directory cannot be prepared.
             PeerError: another rank failed; the message names rank, key and file.
         """
-        return self.begin(sharded_state_dict, checkpoint_dir, None, None)
+        return self.begin_checkpoint(sharded_state_dict, checkpoint_dir, None)
 
     @raises_megatron_errors
-    def replace(
-        self,
-        sharded_state_dict: StateDict,
-        checkpoint_dir: str | Path,
-        save_common: Callable[[], None],
-    ) -> None:
-        """Like ``save``, but an earlier checkpoint stays whole until this one can be saved.
-
-        Collective, and raises, like ``save``.
-
-        Args:
-            sharded_state_dict: what to save.
-            checkpoint_dir: where.
-            save_common: writes ``common.pt``; called on every rank once the rest is durable.
-        """
-        self._save(sharded_state_dict, checkpoint_dir, save_common)
-
-    @raises_megatron_errors
-    def begin(
+    def save_checkpoint(
         self,
         sharded_state_dict: StateDict,
         checkpoint_dir: str | Location,
-        save_common: Callable[[], None] | None,
-        publish: Callable[[], None] | None,
-    ) -> LocalSaveRequest:
-        """Like ``async_save``, with more to do at finalisation.
+        completion: Completion | None,
+    ) -> None:
+        """Like ``save``; with a completion the whole checkpoint, marker included.
 
-        Collective, and raises, like ``async_save``.
-
-        Args:
-            sharded_state_dict: what to save.
-            checkpoint_dir: where.
-            save_common: writes ``common.pt``, where that has not been done; on every rank.
-            publish: makes the checkpoint visible; on the first rank.
+        Collective, and raises, like ``save``. With a completion an earlier checkpoint stays
+        loadable until this one is durable.
         """
-        comm = self._communicator(checkpoint_dir)
-        return begin_save(
-            sharded_state_dict,
-            self._opener(checkpoint_dir, comm, keeps_old=save_common is not None),
-            comm,
-            self._options,
-            self.memory,
-            save_common,
-            publish,
-        )
+        setting = self._setting(checkpoint_dir, completion)
+        report, comm = save_sharded(sharded_state_dict, setting), setting.comm
+        me = comm.global_rank(comm.rank)
+        logger.log(report_level(comm), "rank %s: save to %s: %s", me, checkpoint_dir, report)
+
+    @raises_megatron_errors
+    def begin_checkpoint(
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str | Location,
+        completion: Completion | None,
+    ) -> LocalSaveRequest:
+        """Like ``async_save``; with a completion the whole checkpoint, as ``save_checkpoint``."""
+        return begin_save(sharded_state_dict, self._setting(checkpoint_dir, completion))
 
     @abstractmethod
-    def open_target(self, root: Location, global_rank: int, *, keeps_old: bool) -> SaveTarget:
+    def open_target(
+        self, root: Location, global_rank: int, *, keeps_old: bool, overwrite: bool
+    ) -> SaveTarget:
         """Where a save goes.
 
         Args:
             root: the checkpoint directory, or its place in an object store.
             global_rank: this rank.
-            keeps_old: see ``replace``.
+            keeps_old: see DirectoryPlace.
+            overwrite: see DirectoryPlace.
         """
 
-    def _save(
-        self,
-        state_dict: StateDict,
-        checkpoint_dir: str | Path,
-        save_common: Callable[[], None] | None,
-    ) -> None:
+    def _setting(
+        self, checkpoint_dir: str | Location, completion: Completion | None
+    ) -> SaveSetting:
         comm = self._communicator(checkpoint_dir)
-        report = save_sharded(
-            state_dict,
-            self._opener(checkpoint_dir, comm, keeps_old=save_common is not None),
-            comm,
-            self._options,
-            self.memory,
-            save_common,
+
+        def open_target() -> SaveTarget:  # where one rank cannot, all ranks learn it
+            return self.open_target(
+                located(checkpoint_dir, self._options),
+                comm.global_rank(comm.rank),
+                keeps_old=completion is not None,
+                overwrite=completion is not None and completion.overwrite,
+            )
+
+        return SaveSetting(
+            open_target, comm, self._options, self.memory, self._allowed(), completion
         )
-        logger.info("rank %s: save to %s: %s", comm.global_rank(comm.rank), checkpoint_dir, report)
 
     def _communicator(self, checkpoint_dir: str | Location) -> Communicator:
         return open_communicator(
@@ -217,16 +210,8 @@ class BaseSaveShardedStrategy(_WithOptions, AsyncSaveShardedStrategy):  # type: 
             detail=f"to {checkpoint_dir}",
         )
 
-    def _opener(
-        self, checkpoint_dir: str | Location, comm: Communicator, *, keeps_old: bool
-    ) -> Callable[[], SaveTarget]:
-        """What opens the place; where one rank cannot, all ranks learn it."""
-
-        def open_target() -> SaveTarget:
-            root = located(checkpoint_dir, self._options)
-            return self.open_target(root, comm.global_rank(comm.rank), keeps_old=keeps_old)
-
-        return open_target
+    def _allowed(self) -> Allowed:
+        return [*default_allowed(), *self._allow]
 
 
 class BaseLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignore[misc]
@@ -260,6 +245,10 @@ class BaseLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignor
         """ShardedObjects are read too."""
         return True
 
+    def with_strict_dtype(self) -> Self:
+        """The same strategy with the option ``strict_dtype`` set."""
+        return self._with_changes(strict_dtype=True)
+
     @raises_megatron_errors
     def load(
         self,
@@ -273,18 +262,18 @@ class BaseLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignor
         nothing depends on it.
 
         Returns:
-            A state dict of the same structure. A ShardedTensor whose data has the stored dtype is
-            filled in place and gives that tensor; without data it gives a new CPU tensor. Other
-            dtypes give a new tensor of the stored dtype on the data's device; of the
-            ShardedTensor's dtype where FullyParallelLoadStrategyWrapper calls.
+            A state dict of the same structure. The data of a ShardedTensor is filled in place,
+            and is what stands there; without data it is a new CPU tensor of the ShardedTensor's
+            dtype. What is stored in another dtype is converted as ``Tensor.copy_`` does, with one
+            warning per load, on the group's first rank.
 
         Raises:
             ShapeMismatchError: another shape is stored, and ``allow_shape_mismatch`` is not set.
+            DTypeMismatchError: another dtype is stored, and the option ``strict_dtype`` is set.
+                No tensor has been filled.
             StorageError: an array, chunk or object is missing or damaged.
             PeerError: the same, on another rank; the message names rank, key and file.
         """
-        num_meetings = num_expected_meetings(depth=3)
-        deliver = self._deliver_cast if is_exchanged(depth=3) else self._deliver
         comm = open_communicator(
             self._group,
             timeout_s=self._options.timeout_s,
@@ -293,6 +282,7 @@ class BaseLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignor
         )
         loaded, report = load_sharded(
             sharded_state_dict,
+            checkpoint_dir,
             lambda: self.open_checkpoint(
                 located(checkpoint_dir, self._options),
                 self._options,
@@ -300,52 +290,33 @@ class BaseLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignor
             ),
             comm,
             self._options,
-            self._allowed,
-            deliver,
+            self.allowed,
+            self._destination,
         )
         me = comm.global_rank(comm.rank)
-        logger.info("rank %s: load from %s: %s", me, checkpoint_dir, report)
-        for _ in range(num_meetings - 1):
-            agree(comm, lambda: None)
+        logger.log(report_level(comm), "rank %s: load from %s: %s", me, checkpoint_dir, report)
         return loaded
 
-    def load_in_group(
-        self,
-        sharded_state_dict: StateDict,
-        checkpoint_dir: str | Location,
-        comm: Communicator,
-        options: Options,
-    ) -> tuple[StateDict, BroadcastReport]:
-        """Like ``load``, by a group of ranks: each reads a share, and sends it to the others.
+    def tensors_to_fill(
+        self, tensors: Sequence[Any], stored: Mapping[str, ArraySpec], options: Options
+    ) -> tuple[list[torch.Tensor], Conversions]:
+        """For ShardedTensors, the tensors that a load fills and what it converts. Rank-local.
 
-        Collective over the group. Errors as in ``load``.
-
-        Args:
-            sharded_state_dict: what this rank wants; the others may want the same, or other parts.
-            checkpoint_dir: the checkpoint.
-            comm: the group.
-            options: in place of the strategy's own.
+        Errors as in ``load``.
         """
-        return load_sharded_in_group(
-            sharded_state_dict,
-            lambda: self.open_checkpoint(
-                located(checkpoint_dir, options), options, Share(comm.rank, comm.size)
-            ),
-            comm,
-            options,
-            self._allowed,
-            self._deliver,
-        )
+        converted = conversions(tensors, dtypes_of(stored), is_strict=options.strict_dtype)
+        return [self._destination(tensor) for tensor in tensors], converted
 
     def load_alone(self, sharded_state_dict: StateDict, checkpoint_dir: Location) -> StateDict:
         """Like ``load``, by this rank without any other. Rank-local."""
         loaded, _ = load_sharded(
             sharded_state_dict,
+            checkpoint_dir,
             lambda: self.open_checkpoint(checkpoint_dir, self._options, Share()),
             SoloCommunicator(),
             self._options,
-            self._allowed,
-            self._deliver,
+            self.allowed,
+            self._destination,
         )
         return loaded
 
@@ -353,13 +324,15 @@ class BaseLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignor
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """A ShardedTensor without data, by key, for each stored array. Rank-local."""
         root = located(checkpoint_dir, self._options)
-        return self.stored_metadata(root, with_objects=False)
+        with time_limit(self._options.timeout_s):
+            return self.stored_metadata(root, with_objects=False)
 
     @raises_megatron_errors
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """Like ``load_tensors_metadata``, with ShardedObjects by unique key. Rank-local."""
         root = located(checkpoint_dir, self._options)
-        return self.stored_metadata(root, with_objects=True)
+        with time_limit(self._options.timeout_s):
+            return self.stored_metadata(root, with_objects=True)
 
     @abstractmethod
     def stored_metadata(self, root: Location, *, with_objects: bool) -> StateDict:
@@ -375,11 +348,10 @@ class BaseLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignor
             share: which part of what ranks look at together is this one's.
         """
 
-    def _deliver(self, tensor: Any, loaded: torch.Tensor) -> torch.Tensor:  # noqa: ARG002 - a hook
-        return loaded
+    def _destination(self, tensor: Any) -> torch.Tensor:
+        """The tensor that is filled for a ShardedTensor."""
+        return destination(tensor)
 
-    def _deliver_cast(self, tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
-        return self._deliver(tensor, loaded).to(tensor.dtype)
-
-    def _allowed(self) -> Allowed:
+    def allowed(self) -> Allowed:
+        """The classes that ShardedObjects may be unpickled to."""
         return [*default_allowed(), *self._allow]

@@ -10,14 +10,19 @@ from typing import Any
 import tensorstore as ts
 import torch
 
-from dist_ckpt_strategies.config import Engine
-from dist_ckpt_strategies.errors import ArrayNotFoundError, PlanError, StorageError
+from dist_ckpt_strategies.config import Engine, options_from_environment
+from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
+    PlanError,
+    StorageError,
+    StrategyError,
+)
+from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME
+from dist_ckpt_strategies.formats.zarr2_tensorstore import array_store_spec
 from dist_ckpt_strategies.megatron.bases import StrategyAction
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
-from dist_ckpt_strategies.storage.format1.layout import METADATA_NAME
-from dist_ckpt_strategies.storage.format1.tensorstore_arrays import array_store_spec
-from dist_ckpt_strategies.strategies.registration import register_defaults
-from dist_ckpt_strategies.strategies.sharded_load import copy_into_own_data
+from dist_ckpt_strategies.strategies.registration import Made, register_defaults
+from dist_ckpt_strategies.strategies.sharded_load import destination
 from dist_ckpt_strategies.strategies.zarr import BACKEND, VERSION, ZarrLoadShardedStrategy
 
 _DETAILS = re.compile(r" \[(?:source locations|tensorstore_spec)=.*", re.DOTALL)
@@ -28,8 +33,7 @@ class TensorStoreLoadShardedStrategy(ZarrLoadShardedStrategy):
     """Load strategy for the Zarr backend through TensorStore.
 
     Args:
-        load_directly_on_device: copy every tensor into the ShardedTensor's own data, cast to its
-            dtype, and return that; every ShardedTensor must have data.
+        load_directly_on_device: every ShardedTensor must have data, which is filled on its device.
         kwargs: as for ZarrLoadShardedStrategy.
     """
 
@@ -37,16 +41,24 @@ class TensorStoreLoadShardedStrategy(ZarrLoadShardedStrategy):
         super().__init__(engine=Engine.TENSORSTORE, **kwargs)
         self.load_directly_on_device = load_directly_on_device
 
-    def _deliver(self, tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
-        return copy_into_own_data(tensor, loaded) if self.load_directly_on_device else loaded
+    def _destination(self, tensor: Any) -> torch.Tensor:
+        if self.load_directly_on_device and tensor.data is None:
+            raise StrategyError(
+                f"{tensor.key}: load_directly_on_device needs a ShardedTensor with data",
+                key=tensor.key,
+            )
+        return destination(tensor)
 
 
 @raises_megatron_errors
 def register_default_tensorstore_strategies() -> None:
-    """Make ``("zarr", 1)`` loadable: here, and in Megatron-Core's registry. Idempotent."""
-    register_defaults(
-        [(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, TensorStoreLoadShardedStrategy)]
-    )
+    """Make ``("zarr", 1)`` loadable: here, and in Megatron-Core's registry. Idempotent.
+
+    Raises:
+        StrategyExistsError: another strategy is registered for that, or one with other options.
+    """
+    made = Made(TensorStoreLoadShardedStrategy, {"options": options_from_environment()})
+    register_defaults([(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, made)])
 
 
 @raises_megatron_errors

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from functools import wraps
+from functools import partial, wraps
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -14,8 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.host_links import HostLinks, link_hosts
+from dist_ckpt_strategies.comm.base import Communicator, report_level
 from dist_ckpt_strategies.comm.new_groups import new_gloo_groups
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
@@ -26,17 +25,25 @@ from dist_ckpt_strategies.comm.process_group import (
 )
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.core.report import BroadcastReport, GroupReport
 from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.formats.checkpoints import Share
+from dist_ckpt_strategies.formats.locations import located, require_path
+from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.bases import LoadShardedStrategy
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
-from dist_ckpt_strategies.run.report import BroadcastReport, GroupReport
-from dist_ckpt_strategies.storage.locations import located, require_path
-from dist_ckpt_strategies.storage.objects.pickled import Allowed
-from dist_ckpt_strategies.strategies.group_load_foreign import request_in_group, share_in_group
+from dist_ckpt_strategies.storage.time_limit import restart_limit, time_limit
+from dist_ckpt_strategies.strategies.sharded_load import (
+    Conversions,
+    destination,
+    warn_of_conversions,
+)
 from dist_ckpt_strategies.strategies.sharded_strategies import BaseLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr_format2 import EitherFormatLoadShardedStrategy
+from dist_ckpt_strategies.two_stage.load import GroupLoad, prepare_group_load, run_group_load
+from dist_ckpt_strategies.two_stage.sources import CheckpointSource, StrategySource
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +54,6 @@ _PURPOSE = "two-stage load"
 
 _NUM_CHANNELS = 2
 """Gloo moves twice as much over two groups side by side."""
-
-_SHARED_PART = 4
-"""Memory that ranks of one host share takes this part of what may be on its way, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +110,18 @@ def timed(verbose: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:  
 
 
 class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
-    """Reads every shard once within a data-parallel group, and sends it to whom it is missing.
+    """Reads every shard once within a data-parallel group, and passes it on to the other ranks.
 
     Args:
         data_parallel_group: ranks that share the reading; None for the world.
-        cpu_transfer: send from host to host, over gloo, and through memory that they share
-            between ranks of one host; False sends over the group's own backend, with NCCL from
-            GPU to GPU.
+        cpu_transfer: send from host to host, over gloo; ranks of one host take what one of them
+            has read from a local file system out of the page cache. False sends over the group's
+            own backend, with NCCL from GPU to GPU.
         base_strategy: reads the storage; by default a strategy for ("zarr", 1) and ("zarr", 2).
-            The strategies for these read boxes, each rank an even share of the bytes, straight
-            into the tensors. Any other load strategy, such as Megatron-Core's for ``torch_dist``,
-            is called once on every rank, with the whole shards that are this rank's to read; what
-            it loads is in memory at once.
+            With the strategies for these each rank reads an even share of what several ranks
+            request, straight into the tensors. Any other load strategy, such as Megatron-Core's
+            for ``torch_dist``, is called once on every rank, with the whole shards that this rank
+            reads; what it loads is in memory at once.
         max_inflight_bytes: bound, per rank, on memory for what is on its way; by default that of
             the base strategy, or what the environment says.
         timeout_s: longest wait for a peer, by default the same.
@@ -145,7 +149,6 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         self.base_strategy = _checked_base(base_strategy, allow)
         self.call_times: dict[str, list[float]] = {}
         self._channels: tuple[ProcessGroup, ...] = ()
-        self._links: HostLinks | None = None
         self._options = _options_of(self.base_strategy).with_changes(
             max_inflight_bytes=max_inflight_bytes, timeout_s=timeout_s
         )
@@ -169,7 +172,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
     @raises_megatron_errors
     def maybe_init_gloo_group(self) -> None:
-        """Make what ``cpu_transfer`` needs, once for this strategy: gloo groups, shared memory.
+        """Make the gloo groups that ``cpu_transfer`` needs, once for this strategy.
 
         Collective over the world the first time, and the first time after the world was destroyed
         and made again; ``load`` calls it.
@@ -178,18 +181,11 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             return
         if self._channels and all(map(is_alive, self._channels)):
             return
-        self._channels, self._links = (), None
+        self._channels = ()
         self._channels = new_gloo_groups(
             self.data_parallel_group_orig, _NUM_CHANNELS, timeout_s=self._options.timeout_s
         )
         self.data_parallel_group = self._channels[0]
-        group = self._group("meeting of the ranks on each host")
-        shared_nbytes = self._options.max_inflight_bytes // _SHARED_PART
-        shared_nbytes = shared_nbytes if self._options.share_memory else 0
-        world = open_communicator(
-            None, timeout_s=self._options.timeout_s, purpose="making of shared memory"
-        )
-        self._links = agree(world, lambda: link_hosts(group, shared_nbytes))
 
     @timed()
     @raises_megatron_errors
@@ -208,9 +204,11 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
         Raises:
             ShapeMismatchError: another shape is stored, and ``allow_shape_mismatch`` is not set.
+            DTypeMismatchError: another dtype is stored, and the option ``strict_dtype`` is set.
             StorageError: an array, chunk or object is missing or damaged.
             PeerError: the same, on another rank; the message names rank, key and file.
-            StrategyError: a rank is not in the data-parallel group that it has given.
+            StrategyError: a rank is not in the data-parallel group that it has given; or
+                ``strict_dtype`` is set, and the base strategy is none of this package.
         """
         self.maybe_init_gloo_group()
         world = open_communicator(
@@ -222,22 +220,14 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         if not self.cpu_transfer:
             agree(world, lambda: require_member(self.data_parallel_group))
         group = self._group(checkpoint_dir)
-        shared_nbytes = self._links.nbytes if self._links else 0
-        options = self._options.with_changes(
-            max_inflight_bytes=self._options.max_inflight_bytes - shared_nbytes
-        )
-        base = self.base_strategy
-        if isinstance(base, BaseLoadShardedStrategy):
-            loaded, self._report = agree(
-                world,
-                lambda: base.load_in_group(sharded_state_dict, checkpoint_dir, group, options),
-            )
-        else:
-            loaded, self._report = self._load_through(
-                sharded_state_dict, checkpoint_dir, world, group, options
-            )
+        with time_limit(self._options.timeout_s):
+            if isinstance(self.base_strategy, BaseLoadShardedStrategy):
+                loaded = self._load_checkpoint(sharded_state_dict, checkpoint_dir, world, group)
+            else:
+                loaded = self._load_through(sharded_state_dict, checkpoint_dir, world, group)
         who = world.global_rank(world.rank)
-        logger.info("rank %s: load from %s: %s", who, checkpoint_dir, self._report)
+        text = "rank %s: load from %s: %s"
+        logger.log(report_level(world), text, who, checkpoint_dir, self._report)
         return loaded
 
     @raises_megatron_errors
@@ -302,7 +292,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
     def deduplicate_chunks(self, ten_metas: Iterable[Any]) -> list[Any]:
         """For each shard the entry of the lowest rank, sorted by shard. Rank-local.
 
-        Kept for its name: ``load`` itself spreads the reading evenly (``plan.broadcast``).
+        Kept for its name: ``load`` itself spreads the reading evenly (``two_stage.plan``).
 
         Args:
             ten_metas: entries with ``sharded_tensor_no_data`` and ``dist_group_rank``.
@@ -314,27 +304,74 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
                 lowest[chunk] = meta
         return [meta for _, meta in sorted(lowest.items(), key=itemgetter(0))]
 
+    def _load_checkpoint(
+        self,
+        state_dict: StateDict,
+        checkpoint_dir: str | Path,
+        world: Communicator,
+        group: Communicator,
+    ) -> StateDict:
+        """Load a checkpoint of a format of this package. Collective over the world."""
+        base, options = self.base_strategy, self._options
+        prepared: list[tuple[CheckpointSource, GroupLoad]] = []
+
+        def prepare() -> Conversions:
+            source = CheckpointSource(
+                lambda: located(checkpoint_dir, options),
+                lambda location: base.open_checkpoint(
+                    location, options, Share(group.rank, group.size)
+                ),
+            )
+            load = prepare_group_load(
+                state_dict, source, group, options, partial(base.tensors_to_fill, options=options)
+            )
+            prepared.append((source, load))
+            converted: Conversions = load.noted
+            return converted
+
+        def run() -> StateDict:
+            source, load = prepared[0]
+            loaded, self._report = run_group_load(load, source, group, options, base.allowed)
+            return loaded
+
+        converted = agree_and_gather(world, prepare)
+        restart_limit()
+        loaded = agree(world, run)
+        warn_of_conversions(world, checkpoint_dir, converted)
+        return loaded
+
     def _load_through(
         self,
         state_dict: StateDict,
         checkpoint_dir: str | Path,
         world: Communicator,
         group: Communicator,
-        options: Options,
-    ) -> tuple[StateDict, BroadcastReport]:
+    ) -> StateDict:
         """Load through a base strategy whose ``load`` is collective over the world. Collective."""
+        options = self._options
 
         def place() -> Path:
-            location = located(checkpoint_dir, self._options)
+            if options.strict_dtype:
+                raise StrategyError(
+                    f"strict_dtype: {type(self.base_strategy).__name__} converts by itself; pass "
+                    "strict_dtype=True to dist_ckpt_strategies.load instead"
+                )
+            location = located(checkpoint_dir, options)
             return require_path(location, f"{type(self.base_strategy).__name__}")
 
         root = agree(world, place)
-        request = agree(world, lambda: request_in_group(state_dict, group, options))
-        loaded = agree(world, lambda: self.base_strategy.load(request.own, root))
-        return agree(
-            world,
-            lambda: share_in_group(request, loaded, root, group, options, self._allowed),
+        source = StrategySource(root)
+
+        def prepare() -> tuple[GroupLoad, StateDict]:
+            load = prepare_group_load(state_dict, source, group, options, _destinations)
+            return load, source.own_part(load, group.rank)
+
+        load, own = agree(world, prepare)
+        source.loaded = agree(world, lambda: self.base_strategy.load(own, root))
+        loaded, self._report = agree(
+            world, lambda: run_group_load(load, source, group, options, self._allowed)
         )
+        return loaded
 
     def _group(self, checkpoint_dir: object) -> Communicator:
         group = self.data_parallel_group
@@ -345,11 +382,14 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             detail=f"from {checkpoint_dir}",
             channels=self._channels,
             payload_device=None if self.cpu_transfer else payload_device(group),
-            links=self._links,
         )
 
     def _allowed(self) -> list[Any]:
         return [*default_allowed(), *self._allow]
+
+
+def _destinations(tensors: Iterable[Any], _stored: object) -> tuple[list[torch.Tensor], None]:
+    return [destination(tensor) for tensor in tensors], None
 
 
 def _checked_base(base: Any, allow: Allowed) -> Any:

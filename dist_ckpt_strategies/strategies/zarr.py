@@ -12,25 +12,23 @@ import torch
 
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.errors import ShapeMismatchError
+from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, Share
+from dist_ckpt_strategies.formats.locations import Location, require_path
+from dist_ckpt_strategies.formats.objects import Allowed
+from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.megatron.bases import StrategyAction
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_tensor
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.dtype import DType
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
-from dist_ckpt_strategies.storage.checkpoints import Format1Checkpoint, Share
-from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
-from dist_ckpt_strategies.storage.locations import Location, require_path
-from dist_ckpt_strategies.storage.objects.pickled import Allowed
 from dist_ckpt_strategies.strategies.format1_target import (
     Format1Target,
     remove_arrays,
     stored_metadata,
 )
-from dist_ckpt_strategies.strategies.registration import register_defaults
+from dist_ckpt_strategies.strategies.registration import Made, register_defaults
 from dist_ckpt_strategies.strategies.registry import require_own
-from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.sharded_save import SaveTarget
 from dist_ckpt_strategies.strategies.sharded_strategies import (
     BaseLoadShardedStrategy,
@@ -51,8 +49,10 @@ class ZarrSaveShardedStrategy(BaseSaveShardedStrategy):
         engine: ``"tensorstore"`` or ``"zarr"``; by default what the environment says.
         group: ranks that save together; the world by default.
         options: timeouts and memory bounds; by default what the environment says.
-        memory: shared with other strategies that save the same state. It keeps the last plan, taken
-            again where every rank saves the same shards as before, and room for asynchronous saves.
+        allow: further classes that ShardedObjects may be of; a load has to allow them too.
+
+    What it keeps from save to save is the last plan, taken again where every rank saves the same
+    shards as before, and room for asynchronous saves, which it runs one after the other.
 
     Source: layout of Megatron-Core <= 0.15.3, which loads what this saves.
     """
@@ -68,7 +68,7 @@ class ZarrSaveShardedStrategy(BaseSaveShardedStrategy):
         engine: str | None = None,
         group: ProcessGroup | None = None,
         options: Options | None = None,
-        memory: SaveMemory | None = None,
+        allow: Allowed = (),
     ) -> None:
         require_own((BACKEND, VERSION), backend, version)
         chosen = (options or options_from_environment()).with_changes(engine=engine)
@@ -77,7 +77,7 @@ class ZarrSaveShardedStrategy(BaseSaveShardedStrategy):
             version,
             group=group,
             options=chosen,
-            memory=memory,
+            allow=allow,
         )
 
     def open_target(
@@ -86,9 +86,12 @@ class ZarrSaveShardedStrategy(BaseSaveShardedStrategy):
         global_rank: int,  # noqa: ARG002 - format 1 names no writers
         *,
         keeps_old: bool,
+        overwrite: bool,
     ) -> SaveTarget:
         """See BaseSaveShardedStrategy."""
-        return Format1Target(require_path(root, FORMAT), self._options, keeps_old=keeps_old)
+        return Format1Target(
+            require_path(root, FORMAT), self._options, keeps_old=keeps_old, overwrite=overwrite
+        )
 
 
 class ZarrLoadShardedStrategy(BaseLoadShardedStrategy):
@@ -150,8 +153,13 @@ class ZarrLoadShardedStrategy(BaseLoadShardedStrategy):
 
 @raises_megatron_errors
 def register_default_zarr_strategies() -> None:
-    """Make ``("zarr", 1)`` savable: here, and in Megatron-Core's registry. Idempotent."""
-    register_defaults([(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, ZarrSaveShardedStrategy)])
+    """Make ``("zarr", 1)`` savable: here, and in Megatron-Core's registry. Idempotent.
+
+    Raises:
+        StrategyExistsError: another strategy is registered for that, or one with other options.
+    """
+    made = Made(ZarrSaveShardedStrategy, {"options": options_from_environment()})
+    register_defaults([(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, made)])
 
 
 def load_zarr_based_sharded_metadata(

@@ -8,22 +8,21 @@ from typing import Self
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment
 from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
-from dist_ckpt_strategies.megatron.shards import StateDict
-from dist_ckpt_strategies.storage.base import StoredCheckpoint
-from dist_ckpt_strategies.storage.buckets.bucket import Bucket
-from dist_ckpt_strategies.storage.checkpoints import (
+from dist_ckpt_strategies.formats.checkpoints import (
     Format1Checkpoint,
     Format2Checkpoint,
     Share,
     has_manifest,
 )
-from dist_ckpt_strategies.storage.locations import Location
-from dist_ckpt_strategies.storage.objects.pickled import Allowed
+from dist_ckpt_strategies.formats.locations import Location
+from dist_ckpt_strategies.formats.objects import Allowed
+from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.megatron.shards import StateDict
+from dist_ckpt_strategies.storage.base import StoredCheckpoint
+from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.strategies.format1_target import stored_metadata
 from dist_ckpt_strategies.strategies.format2_target import Format2Target, manifest_metadata
 from dist_ckpt_strategies.strategies.registry import require_own
-from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.sharded_save import SaveTarget
 from dist_ckpt_strategies.strategies.sharded_strategies import (
     BaseLoadShardedStrategy,
@@ -47,7 +46,7 @@ class Format2SaveShardedStrategy(BaseSaveShardedStrategy):
             default what the options say.
         group: ranks that save together; the world by default.
         options: timeouts and memory bounds; by default what the environment says.
-        memory: plan and room for copies, shared with other strategies that save the same state.
+        allow: further classes that ShardedObjects may be of; a load has to allow them too.
     """
 
     takes_urls = True
@@ -61,7 +60,7 @@ class Format2SaveShardedStrategy(BaseSaveShardedStrategy):
         crc32c: bool | None = None,
         group: ProcessGroup | None = None,
         options: Options | None = None,
-        memory: SaveMemory | None = None,
+        allow: Allowed = (),
     ) -> None:
         require_own((BACKEND, VERSION), backend, version)
         chosen = (options or options_from_environment()).with_changes(crc32c=crc32c)
@@ -70,12 +69,16 @@ class Format2SaveShardedStrategy(BaseSaveShardedStrategy):
             version,
             group=group,
             options=chosen,
-            memory=memory,
+            allow=allow,
         )
 
-    def open_target(self, root: Location, global_rank: int, *, keeps_old: bool) -> SaveTarget:
+    def open_target(
+        self, root: Location, global_rank: int, *, keeps_old: bool, overwrite: bool
+    ) -> SaveTarget:
         """See BaseSaveShardedStrategy."""
-        return Format2Target(root, self._options, global_rank, keeps_old=keeps_old)
+        return Format2Target(
+            root, self._options, global_rank, keeps_old=keeps_old, overwrite=overwrite
+        )
 
 
 class Format2LoadShardedStrategy(BaseLoadShardedStrategy):

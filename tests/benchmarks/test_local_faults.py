@@ -27,7 +27,7 @@ from benchmarks.local_faults import FLIP, run_damage
 from benchmarks.measuring.command_line import Output
 from benchmarks.measuring.records import JsonLines
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.storage.parts.files import PartDirectory
+from dist_ckpt_strategies.local.part_files import PartDirectory
 from tests.storage.parts.test_files import PART, written
 from tests.support.scripts import results_of
 

@@ -12,8 +12,8 @@ import pytest
 from benchmarks.scale.job import TRILLION, Job, smaller
 from benchmarks.scale.paper import ASSUMED, GB, Sheet, node_times_of, sheet_of, times_of
 from benchmarks.scale.rehearsals import REHEARSALS, Planner
-from dist_ckpt_strategies.plan.array_grid import Cutting
-from dist_ckpt_strategies.plan.save import build_save_plan
+from dist_ckpt_strategies.sharded.plan_grids import Cutting
+from dist_ckpt_strategies.sharded.plan_save import build_save_plan
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "scale_planners.py"
 SMALL = Job(layers=6, hidden=512, vocabulary=1024, tensor=2, pipeline=3, data=4)

@@ -22,7 +22,6 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.cli.chaos.training import ShardedTraining, make_groups
 from dist_ckpt_strategies.local import CliqueReplicationStrategy, LocalCheckpointManager
 from dist_ckpt_strategies.recovery import load_latest
 from tests.chaos.oracle import Tier
@@ -51,6 +50,7 @@ from tests.chaos.state import (
 )
 from tests.chaos.traps import Traps
 from tests.support.entries import Failure, outcome
+from tests.support.sharded_training import ShardedTraining, make_groups
 
 FORMAT = ("zarr", 2)
 NUM_KEPT = 2

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dist_ckpt_strategies.run.prune import prune
+from dist_ckpt_strategies.tools.prune import prune
 from tests.chaos import judge
 from tests.chaos.bookkeeping import observed_copies, observed_global
 from tests.chaos.damage import small_disk

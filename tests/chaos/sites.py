@@ -107,7 +107,7 @@ class BucketSite:
 
     def finished(self) -> dict[str, int]:
         found = (name.rpartition("/") for name in self.store.names(self.bucket))
-        tops = {top for top, _, last in found if last == MARKER}
+        tops = {top for top, _, last in found if last == MARKER and "/save-" not in top}
         return {
             f"s3://{self.bucket}/{top}": int(match[1])
             for top in tops
@@ -124,10 +124,11 @@ class BucketSite:
                 path = Path(scratch) / key
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(self.store.read(self.bucket, key))
-            return Files.below(Path(scratch) / self._key(name))
+            return Files.below(Path(scratch) / self.store.place(self.bucket, self._key(name)))
 
     def write(self, name: str, file: str, content: bytes) -> None:
-        self.store.put(self.bucket, f"{self._key(name)}/{file}", content)
+        place = self.store.place(self.bucket, self._key(name))
+        self.store.put(self.bucket, f"{place}/{file}", content)
 
     def empty(self) -> None:
         """Nothing is left, nor the bucket."""

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 
-from dist_ckpt_strategies.cli.chaos.training import ShardedTraining
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict
+from tests.support.sharded_training import ShardedTraining
 
 NUM_SHARDS = 2
 SEED = 11

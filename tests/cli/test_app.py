@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,13 +17,13 @@ from typer.testing import CliRunner
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.app import app
-from dist_ckpt_strategies.cli.failures import reported_failures
+from dist_ckpt_strategies.cli.status import reported_failures
 from dist_ckpt_strategies.config import debug_from_environment
 from dist_ckpt_strategies.errors import CorruptCheckpointError
-from tests.support.checkpoints import WEIGHT, write_checkpoint
+from tests.support.checkpoints import WEIGHT, write_checkpoint, write_foreign_checkpoint
 from tests.support.format2_checkpoints import write_format2
 
-COMMANDS = ("inspect", "verify", "prune", "bench", "demo")
+COMMANDS = (*("inspect", "verify", "convert", "diff", "upgrade", "prune", "bench", "run", "demo"),)
 
 
 def console_script() -> list[str]:
@@ -58,7 +61,7 @@ def test_the_script_verifies_and_inspects_a_checkpoint(tmp_path: Path) -> None:
     assert "missing chunk      0.0: expected 16 bytes, found no file" in damaged.stdout
 
     shown = run("inspect", root, "--json")
-    assert (shown.returncode, shown.stderr) == (0, "")
+    assert (shown.returncode, shown.stderr) == (1, "")
     assert json.loads(shown.stdout)["complete"] is False
 
 
@@ -85,7 +88,8 @@ def test_help_has_an_example_and_the_exit_status(command: str) -> None:
     text = " ".join(CliRunner().invoke(app, [command, "-h"]).stdout.split())
 
     assert f"Example: dist-ckpt {command}" in text
-    assert "Exit status: 0 fine, 1 damage found or failed, 2 wrong usage." in text
+    assert "Exit status: 0 " in text
+    assert "2 wrong usage" in text
 
 
 def test_help_lists_the_commands() -> None:
@@ -116,6 +120,129 @@ print([name for name in ("torch", "tensorstore", "zarr", "megatron") if name in 
     assert not other.exists()
 
 
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints whole, damaged and unfinished of both formats, and an empty directory."""
+    root = tmp_path_factory.mktemp("places")
+    for write, name in ((write_checkpoint, "one"), (write_format2, "two")):
+        for state in ("whole", "damaged", "unfinished"):
+            write(root / f"{name}-{state}")
+        (root / f"{name}-unfinished" / "metadata.json").unlink()
+        chunk = next(p for p in (root / f"{name}-damaged").rglob("*") if is_chunk(p))
+        chunk.unlink()
+    (root / "empty").mkdir()
+    write_foreign_checkpoint(root / "foreign")
+    return root
+
+
+def is_chunk(path: Path) -> bool:
+    return path.is_file() and re.fullmatch(r"(c\.)?[0-9.]+", path.name) is not None
+
+
+STATUS_OF_PLACE = {
+    "one-whole": 0,
+    "two-whole": 0,
+    "one-damaged": 1,
+    "two-damaged": 1,
+    "one-unfinished": 1,
+    "two-unfinished": 1,
+    "empty": 1,
+    "nowhere": 3,
+    "foreign": 3,
+}
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]], ids=["text", "json"])
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+@pytest.mark.parametrize(("name", "status"), STATUS_OF_PLACE.items())
+def test_looking_at_a_checkpoint_tells_damage_from_what_could_not_be_looked_at(
+    name: str, status: int, command: str, flags: list[str], places: Path
+) -> None:
+    result = CliRunner().invoke(app, [command, str(places / name), *flags])
+
+    assert result.exit_code == status, result.output
+    if flags and name != "nowhere":
+        assert json.loads(result.stdout)["command"] == command
+
+
+@pytest.mark.parametrize(
+    ("args", "status"),
+    [
+        ("convert {}/one-whole {}/new --to zarr2", 2),
+        ("convert {}/one-whole {}/two-whole --to zarr@2", 2),
+        ("convert {}/one-whole s3:/bucket --to zarr@2", 2),
+        ("convert {}/one-unfinished {}/new --to zarr@2", 1),
+        ("convert {}/nowhere {}/new --to zarr@2", 3),
+        ("upgrade {}/one-whole {}/new", 2),
+        ("upgrade {}/nowhere {}/new", 3),
+        ("diff {}/one-whole {}/one-whole --json", 0),
+        ("diff {}/one-whole {}/two-whole --json", 1),
+        ("diff {}/one-whole {}/two-unfinished", 1),
+        ("diff {}/one-whole {}/nowhere", 3),
+        ("diff {}/one-whole {}/two-whole --keys nothing", 2),
+        ("prune {}", 2),
+        ("prune {} --keep-last 1 --json", 2),
+        ("prune {} --keep-last 0 --dry-run", 2),
+        ("prune {} --unfinished --older-than soon", 2),
+        ("prune {}/one-whole --keep-last 1", 2),
+        ("prune {}/nowhere --keep-last 1", 3),
+        ("prune {} --unfinished --dry-run --json", 0),
+        ("bench {}/nowhere", 3),
+        ("inspect {}/one-whole --keys nothing", 2),
+        ("run -n 1 {}/nowhere.py", 2),
+    ],
+)
+def test_each_command_has_the_same_exit_statuses(args: str, status: int, places: Path) -> None:
+    result = CliRunner().invoke(app, args.replace("{}", str(places)).split())
+
+    assert result.exit_code == status, result.output
+    assert not (places / "new" / "metadata.json").exists()
+
+
+STORE_COMMANDS = [
+    ["inspect", "s3://bucket/c"],
+    ["verify", "s3://bucket/c"],
+    ["prune", "s3://bucket/c", "--keep-last", "1"],
+    ["diff", "s3://bucket/c", "s3://bucket/d"],
+    ["convert", "{}/one-whole", "s3://bucket/c", "--to", "zarr@2"],
+]
+
+
+def test_a_store_that_does_not_answer_is_reported_within_15_seconds_in_one_line(
+    places: Path, tmp_path: Path
+) -> None:
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("AWS_", "DIST_CKPT_"))
+    }
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        environment |= {"HOME": str(tmp_path), "DIST_CKPT_S3_ENDPOINT": endpoint}
+        environment |= {"AWS_EC2_METADATA_DISABLED": "true"}
+        began = time.monotonic()
+        running = [
+            subprocess.Popen(
+                [*console_script(), *(word.replace("{}", str(places)) for word in words)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for words in STORE_COMMANDS
+        ]
+        try:
+            for process in running:
+                _, said = process.communicate(timeout=90)
+                assert process.returncode == 3, said
+                assert re.fullmatch(r"error: s3://bucket/c: the object store .*\n", said), said
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+    assert time.monotonic() - began < 60  # 120 s is a request's limit
+
+
 def test_the_versions_are_told() -> None:
     result = CliRunner().invoke(app, ["--version"])
 
@@ -144,7 +271,7 @@ def test_an_unexpected_failure_says_how_to_learn_more(capsys: pytest.CaptureFixt
     with pytest.raises(typer.Exit) as caught, reported_failures(debug=False):
         raise KeyError("w")
 
-    assert caught.value.exit_code == 1
+    assert caught.value.exit_code == 3
     assert capsys.readouterr().err == "error: unexpected KeyError: 'w' (--debug shows where)\n"
 
 
@@ -162,9 +289,9 @@ def test_a_traceback_is_shown_where_asked_for(tmp_path: Path) -> None:
     by_option = run("verify", tmp_path / "nowhere", "--debug")
     by_variable = run("verify", tmp_path / "nowhere", DIST_CKPT_DEBUG="1")
 
-    assert (quiet.returncode, quiet.stderr.count("\n")) == (1, 1)
+    assert (quiet.returncode, quiet.stderr.count("\n")) == (3, 1)
     for loud in (by_option, by_variable):
-        assert loud.returncode == 1
+        assert loud.returncode == 3
         assert "Traceback" in loud.stderr
         assert "CheckpointNotFoundError" in loud.stderr
 
@@ -180,5 +307,5 @@ def test_the_demo_refuses_a_directory_with_files_in_it(tmp_path: Path) -> None:
 
     result = CliRunner().invoke(app, ["demo", "--keep", str(tmp_path)])
 
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "expected a new or empty directory" in " ".join(result.stdout.split())

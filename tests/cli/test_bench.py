@@ -15,45 +15,54 @@ import pytest
 from typer.testing import CliRunner
 
 from dist_ckpt_strategies.cli.app import app
-from dist_ckpt_strategies.cli.bench.main import BenchOptions, bench_directory, run_task
-from dist_ckpt_strategies.cli.bench.state import build_parts
-from dist_ckpt_strategies.cli.bench.task import CONTENDERS, FLOOR, STEPS, BenchError, BenchTask
-from dist_ckpt_strategies.cli.bench.timings import build_table, summarise
-from dist_ckpt_strategies.cli.demo.events import Event, StepTimed
-from dist_ckpt_strategies.cli.demo.task import DemoError
+from dist_ckpt_strategies.cli.bench import (
+    BASELINE,
+    CANDIDATES,
+    STEPS,
+    BenchError,
+    BenchOptions,
+    BenchTask,
+    Sample,
+    bench_directory,
+    build_table,
+    run_task,
+    summarise,
+)
+from dist_ckpt_strategies.cli.bench_rank import build_parts
+from dist_ckpt_strategies.cli.ranks import Event, RankError
 
 COMMAND = [sys.executable, "-m", "dist_ckpt_strategies.cli", "bench"]
 TIMED = [
-    StepTimed(step, name, repetition, seconds, 1000, 7)
+    Sample(step, name, repetition, seconds, 1000, 7)
     for step in STEPS
     for name, by_round in (("one stream", (9.0, 1.0, 2.0, 4.0)), ("zarr 1", (9.0, 3.0, 4.0, 4.0)))
     for repetition, seconds in enumerate(by_round)
 ]
 
 
-def test_timings_are_medians_over_the_rounds_that_count() -> None:
-    found = summarise(TIMED, (FLOOR, "zarr 1"))
+def test_timings_are_medians_over_the_measured_rounds() -> None:
+    found = summarise(TIMED, (BASELINE, "zarr 1"))
 
-    assert [(one.step, one.contender) for one in found] == [
-        *(("save", FLOOR), ("save", "zarr 1")),
-        *(("load", FLOOR), ("load", "zarr 1")),
+    assert [(one.step, one.candidate) for one in found] == [
+        *(("save", BASELINE), ("save", "zarr 1")),
+        *(("load", BASELINE), ("load", "zarr 1")),
     ]
-    floor, ours = found[:2]
-    assert (floor.seconds, floor.shortest, floor.longest, floor.floor_ratio) == (2.0, 1.0, 4.0, 1.0)
+    baseline, ours = found[:2]
+    assert (baseline.seconds, baseline.shortest, baseline.longest) == (2.0, 1.0, 4.0)
+    assert baseline.baseline_ratio == 1.0
     assert (ours.seconds, ours.shortest, ours.longest) == (4.0, 3.0, 4.0)
-    assert ours.floor_ratio == 2.0  # of 3, 2 and 1, round by round
+    assert ours.baseline_ratio == 2.0  # of 3, 2 and 1, round by round
     assert ours.nbytes_per_second == 250.0
 
 
 def test_the_table_has_a_row_for_each_timing() -> None:
-    assert build_table("title", summarise(TIMED, (FLOOR, "zarr 1"))).row_count == 4
+    assert build_table("title", summarise(TIMED, (BASELINE, "zarr 1"))).row_count == 4
 
 
 def test_rounds_go_forwards_and_backwards_in_turn() -> None:
     task = BenchTask(Path("a"), Path("b"), 1, 2, 1, ("x", "y"), 1.0)
 
     assert list(task.turns()) == [(0, "x"), (0, "y"), (1, "y"), (1, "x")]
-    assert task.num_steps == 8
     assert BenchTask.from_json(task.to_json()) == task
 
 
@@ -66,25 +75,25 @@ def test_all_ranks_together_hold_about_the_size(num_ranks: int) -> None:
     assert nbytes == pytest.approx(2_000_000, rel=0.05)
 
 
-def test_a_tensor_that_differs_has_not_come_back() -> None:
+def test_a_tensor_that_differs_is_not_as_saved() -> None:
     part = build_parts(10_000, 0, 1)[0]
 
-    assert part.has_come_back()
+    assert part.is_as_saved()
     part.tensor[0, 0] += 1
-    assert not part.has_come_back()
+    assert not part.is_as_saved()
 
 
 def test_a_directory_that_is_not_there_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", str(tmp_path / "none")])
 
-    assert (result.exit_code, result.stdout) == (1, "")
+    assert (result.exit_code, result.stdout) == (3, "")
     assert "none: expected a directory, found none" in result.stderr
 
 
 def test_more_than_fits_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", str(tmp_path), "--size", "1e9"])
 
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "of free space, found" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
@@ -104,7 +113,7 @@ class Failing:
 @pytest.mark.parametrize(
     ("error", "raised"),
     [
-        (DemoError("rank 1: OSError: no space\nthe end of its output:\n..."), BenchError),
+        (RankError("rank 1: OSError: no space\nthe end of its output:\n..."), BenchError),
         (KeyboardInterrupt(), KeyboardInterrupt),
     ],
 )
@@ -122,14 +131,14 @@ def test_a_failure_leaves_the_directory_as_it_was(
 
 
 @pytest.mark.multiprocess
-def test_two_ranks_measure_every_contender(tmp_path: Path) -> None:
+def test_two_ranks_measure_every_candidate(tmp_path: Path) -> None:
     args = [str(tmp_path), "--size", "0.002", "--repetitions", "1"]
     done = subprocess.run([*COMMAND, *args, "--json"], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["command"], found["path"], found["num_ranks"]) == ("bench", str(tmp_path), 2)
-    names = [name for name in CONTENDERS if name not in found["lacking"]]
+    names = [name for name in CANDIDATES if name not in found["lacking"]]
     expected = [(step, name) for step in STEPS for name in names]
     assert [(x["step"], x["contender"]) for x in found["timings"]] == expected
     assert {"one stream", "zarr 1", "zarr 2"} <= set(names)
@@ -154,7 +163,7 @@ def test_sigterm_leaves_the_directory_as_it_was(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiprocess
-def test_a_rank_that_fails_is_told_of_in_one_line(tmp_path: Path) -> None:
+def test_a_rank_that_fails_is_reported_in_one_line(tmp_path: Path) -> None:
     def start(task: BenchTask, on_event: Callable[[Event], None]) -> None:
         task.workspace.rmdir()
         run_task(task, on_event)

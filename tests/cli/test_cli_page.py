@@ -17,14 +17,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dist_ckpt_strategies.cli.app import app
-from dist_ckpt_strategies.cli.bench.timings import Timing, build_table
+from dist_ckpt_strategies.cli.bench import Timing, build_table
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.threads import run_ranks
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.storage.disk.files import PARTIAL_PREFIX
-from dist_ckpt_strategies.storage.lifecycle.publication import publish
-from dist_ckpt_strategies.storage.objects.pickled import dump_object
+from dist_ckpt_strategies.formats.finished import publish
+from dist_ckpt_strategies.formats.marker import CheckpointMarker
+from dist_ckpt_strategies.formats.objects import dump_object
+from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from tests.cli.test_parts import write_part
 from tests.support.checkpoints import (
@@ -135,7 +135,8 @@ def write_run(place: Path) -> None:
         write_metadata(root / "large", shape=[nbytes // 4], chunks=[nbytes // 4])
         with (root / "large" / "0").open("wb") as file:
             file.truncate(nbytes)
-    (place / "iter_0001150" / "metadata.json").unlink()
+    marker = place / "iter_0001150" / "metadata.json"
+    marker.rename(marker.with_name(".removed-metadata.json"))
     yesterday = time.time() - 86_400
     for path in (place / "iter_0001150").rglob("*"):
         os.utime(path, (yesterday, yesterday))

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dist_ckpt_strategies.cli.app import app
-from dist_ckpt_strategies.storage.format2.manifest import digest_of
+from dist_ckpt_strategies.formats.manifest import digest_of
 from tests.support.checkpoints import copied, flip_at
 from tests.support.format2_checkpoints import LARGE, PLAIN, RNG, SMALL, write_format2
 
@@ -80,7 +80,7 @@ def test_the_json_of_inspect_has_the_facts(written: Path) -> None:
 def test_a_glob_that_matches_no_key_is_an_error(written: Path) -> None:
     result = run("inspect", written, "--keys", "x*")
 
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "none of its 4 keys matches 'x*'" in result.stderr
 
 
@@ -91,7 +91,7 @@ def test_an_unfinished_save_is_told_as_such_with_its_begin(command: str, tmp_pat
 
     result = run(command, root)
 
-    assert result.exit_code == (command == "verify")
+    assert result.exit_code == 1
     assert f"UTC on {host}, has not ended, or was killed" in result.stdout
 
 
@@ -140,7 +140,7 @@ def test_verify_lists_all_damage_not_just_the_first(checkpoint: Path) -> None:
         "arrays/stray": {"unexpected_file"},
         "metadata.json": {"bad_marker"},
     }
-    assert "is NOT whole: 9 findings in 7 files" in result.stdout
+    assert "is NOT whole: 9 issues in 7 files" in result.stdout
     of_chunk = [line for line in result.stdout.splitlines() if CHUNK in line]
     assert [line.partition("expected ")[2].partition(" with")[0] for line in of_chunk] == [
         "inner chunk 0",
@@ -214,7 +214,7 @@ def test_a_manifest_of_a_later_version_is_refused_by_name(checkpoint: Path) -> N
 
     result = run("verify", checkpoint)
 
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "schema dist_ckpt_strategies.manifest 9" in result.stderr
 
 
@@ -246,6 +246,6 @@ def test_a_manifest_that_may_not_be_looked_into_is_named(
 
     monkeypatch.setattr(Path, "is_file", refuse)  # root, as which tests may run, is refused nothing
     result = run(command, checkpoint)
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert f"{checkpoint / 'manifest'}: permission denied" in result.output.replace("\n", "")
     assert "unexpected" not in result.output

@@ -12,9 +12,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from dist_ckpt_strategies.cli.app import app
-from dist_ckpt_strategies.cli.columns import Row, print_list
-from dist_ckpt_strategies.cli.text import bytes_text, printable
-from dist_ckpt_strategies.storage.findings import Finding, Leftover, LeftoverKind, Problem
+from dist_ckpt_strategies.cli.render import Row, Table, bytes_text, print_table, printable
+from dist_ckpt_strategies.formats.issues import Issue, Problem, StaleFile, StaleKind
 from tests.support.checkpoints import (
     ARRAYS,
     OBJECTS,
@@ -24,16 +23,16 @@ from tests.support.checkpoints import (
 )
 
 
-def shown(*args: str | Path) -> str:
-    """What the command prints, which ends well."""
+def shown(*args: str | Path, status: int = 0) -> str:
+    """What the command prints, and nothing on stderr."""
     result = CliRunner().invoke(app, ["inspect", *map(str, args)])
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == status, result.output
     assert result.stderr == ""
     return result.stdout
 
 
-def as_json(*args: str | Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(shown(*args, "--json"))
+def as_json(*args: str | Path, status: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(shown(*args, "--json", status=status))
     return found
 
 
@@ -80,7 +79,7 @@ def test_objects_can_be_left_out(written: Path) -> None:
 def test_a_glob_that_matches_nothing_is_an_error(written: Path) -> None:
     result = CliRunner().invoke(app, ["inspect", str(written), "--keys", "encoder.*", "--json"])
 
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert result.stdout == ""
     assert "none of its 6 keys matches 'encoder.*'" in result.stderr
 
@@ -142,15 +141,15 @@ def test_an_incomplete_checkpoint_is_shown_as_such(checkpoint: Path) -> None:
     (checkpoint / "common.pt").unlink()
     (checkpoint / "metadata.json").unlink()
 
-    text = shown(checkpoint)
+    text = shown(checkpoint, status=1)
 
     assert "5 of 6" in text
     assert "3 of 4" in text
     assert "backend     unknown" in text
     assert "common.pt   missing" in text
-    assert "complete    NO, 4 findings; `dist-ckpt verify` lists them all" in text
+    assert "complete    NO, 4 issues; `dist-ckpt verify` lists them all" in text
     assert "metadata.json: expected the last file that a save writes, found no file" in text
-    found = as_json(checkpoint)
+    found = as_json(checkpoint, status=1)
     assert found["complete"] is False
     assert found["marker"] is None
     assert found["common"] is None
@@ -174,12 +173,12 @@ def test_remains_of_a_killed_save_are_mentioned(checkpoint: Path) -> None:
 def test_another_backend_is_described_by_its_marker(tmp_path: Path) -> None:
     root = write_foreign_checkpoint(tmp_path / "ckpt")
 
-    text = shown(root)
+    text = shown(root, status=3)
 
     assert "backend     torch_dist 1; common state: torch 1" in text
     assert "in all      5 files" in text
     assert "complete    not known; dist-ckpt looks into zarr 1 and zarr 2 only" in text
-    found = as_json(root)
+    found = as_json(root, status=3)
     assert found["complete"] is None
     assert found["marker"]["sharded_backend"] == "torch_dist"
     assert [finding["problem"] for finding in found["findings"]] == ["unknown_backend"]
@@ -218,9 +217,9 @@ def test_without_a_terminal_no_line_is_broken() -> None:
 def listed(*, width: int, is_terminal: bool) -> list[str]:
     console = Console(width=width, force_terminal=is_terminal, color_system=None, record=True)
     titles = Row("key", ("shape", "files"))
-    rows = [Row("a", ("1x2", "1")), Row("bb.c", ("3", "9"), is_marked=True)]
+    rows = (Row("a", ("1x2", "1")), Row("bb.c", ("3", "9"), is_marked=True))
     with console.capture() as captured:
-        print_list(console, titles, rows, right=("files",))
+        print_table(console, Table(titles, rows, right=("files",)))
     return captured.get().splitlines()
 
 
@@ -253,8 +252,8 @@ def test_every_field_and_value_of_the_json_is_documented(written: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
     found = as_json(written)
     fields = {*found, *found["arrays"][0], *found["objects"][0], *found["common"]}
-    fields |= {field.name for field in dataclasses.fields(Finding)}
-    fields |= {field.name for field in dataclasses.fields(Leftover)}
+    fields |= {field.name for field in dataclasses.fields(Issue)}
+    fields |= {field.name for field in dataclasses.fields(StaleFile)}
 
-    names = (*fields, *Problem, *LeftoverKind)
+    names = (*fields, *Problem, *StaleKind)
     assert [name for name in names if f"`{name}`" not in page] == []

@@ -14,13 +14,19 @@ import xxhash
 from typer.testing import CliRunner, Result
 
 from dist_ckpt_strategies.cli.app import app
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.spec.part import BufferSpec, Part, PartId, SaveId
-from dist_ckpt_strategies.storage.disk.files import PARTIAL_PREFIX
-from dist_ckpt_strategies.storage.lifecycle.publication import publish
-from dist_ckpt_strategies.storage.parts.files import PartDirectory
-from dist_ckpt_strategies.storage.parts.format import encode_header, part_layout
+from dist_ckpt_strategies.core.array import DType
+from dist_ckpt_strategies.formats.finished import publish
+from dist_ckpt_strategies.formats.marker import CheckpointMarker
+from dist_ckpt_strategies.local.part_files import PartDirectory
+from dist_ckpt_strategies.local.part_format import (
+    BufferSpec,
+    Part,
+    PartId,
+    SaveId,
+    encode_header,
+    part_layout,
+)
+from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
 from tests.support.checkpoints import flip_at
 
 BUFFERS = (
@@ -108,7 +114,7 @@ def test_parts_are_chosen_by_a_glob(session: Path) -> None:
 
     assert [part["owner"] for part in found["parts"]] == [2, 2]
     result = run("inspect", session, "--keys", "model.*")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "none of its 8 parts matches 'model.*'" in result.stderr
 
 
@@ -169,7 +175,7 @@ def test_verify_lists_what_is_damaged_by_file_and_tensor(session: Path) -> None:
     found = as_json("verify", session)
 
     assert result.exit_code == 1
-    assert "is NOT whole: 6 findings in 5 files" in result.stdout
+    assert "is NOT whole: 6 issues in 5 files" in result.stdout
     assert found["whole"] is False
     assert [(one["problem"], one["key"], one["path"][:16]) for one in found["findings"]] == [
         ("damaged_part", None, "0/iter_0000010_0"),
@@ -192,8 +198,8 @@ def test_inspect_says_what_headers_show(session: Path) -> None:
     result = run("inspect", session)
     found = as_json("inspect", session)
 
-    assert result.exit_code == 0
-    assert "whole       NO, 3 findings; `dist-ckpt verify` lists them all" in result.stdout
+    assert result.exit_code == 1
+    assert "whole       NO, 3 issues; `dist-ckpt verify` lists them all" in result.stdout
     readable = {
         part["id"]: [copy["readable"] for copy in part["copies"]] for part in found["parts"]
     }

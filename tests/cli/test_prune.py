@@ -1,4 +1,4 @@
-"""``dist-ckpt prune``: shows what goes, asks, and removes it."""
+"""``dist-ckpt prune``: shows what it removes, asks, and removes it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dist_ckpt_strategies.cli.app import app
-from dist_ckpt_strategies.cli.pruning import parse_duration_s
+from dist_ckpt_strategies.cli.prune import parse_duration_s
 from dist_ckpt_strategies.errors import PlanError
 from tests.support.checkpoints import write_checkpoint
 
@@ -23,7 +23,8 @@ def root(tmp_path: Path) -> Path:
     """Three checkpoints and an unfinished one."""
     for number in range(1, 5):
         write_checkpoint(tmp_path / f"iter_{number:07d}")
-    (tmp_path / "iter_0000004" / "metadata.json").unlink()
+    marker = tmp_path / "iter_0000004" / "metadata.json"
+    marker.rename(marker.with_name(".removed-metadata.json"))
     return tmp_path
 
 
@@ -35,15 +36,15 @@ def names_in(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-def test_it_shows_what_goes_and_asks(root: Path) -> None:
+def test_it_shows_what_it_removes_and_asks(root: Path) -> None:
     declined = pruned(root, "--keep-last", "1", answer="n\n")
 
-    assert declined.exit_code == 1
+    assert declined.exit_code == 0
     lines = [line.split(maxsplit=2) for line in declined.stdout.splitlines()]
-    assert lines[1][:2] == ["iter_0000001", "goes"]
+    assert lines[1][:2] == ["iter_0000001", "remove"]
     assert lines[1][2].endswith("complete, and not to be kept")
-    assert lines[3] == ["iter_0000003", "stays", "the newest"]
-    assert lines[4] == ["iter_0000004", "stays", "unfinished; nothing said about those"]
+    assert lines[3] == ["iter_0000003", "keep", "the newest"]
+    assert lines[4] == ["iter_0000004", "keep", "unfinished; nothing said about those"]
     assert len(names_in(root)) == 4
 
     agreed = pruned(root, "--keep-last", "1", answer="y\n")
@@ -52,10 +53,10 @@ def test_it_shows_what_goes_and_asks(root: Path) -> None:
     assert names_in(root) == ["iter_0000003", "iter_0000004"]
 
 
-def test_where_nobody_answers_nothing_goes_and_yes_is_named(root: Path) -> None:
+def test_without_an_answer_nothing_is_removed_and_yes_is_named(root: Path) -> None:
     unanswered = pruned(root, "--keep-last", "1", answer="")
 
-    assert unanswered.exit_code == 1
+    assert unanswered.exit_code == 2
     assert unanswered.stderr.splitlines()[-1] == (
         "error: nothing was removed: standard input has no answer; add --yes, or --dry-run"
     )
@@ -72,7 +73,7 @@ def test_an_interrupt_at_the_question_is_an_interrupt(root: Path) -> None:
         text=True,
     ) as asking:
         assert asking.stdout is not None
-        assert any("to go" in line for line in asking.stdout)
+        assert any("to remove" in line for line in asking.stdout)
         asking.send_signal(signal.SIGINT)
         _, said = asking.communicate(timeout=60)
 
@@ -103,13 +104,13 @@ def test_files_that_stay_are_named(root: Path) -> None:
 
     result = pruned(root, "--keep-last", "2", "--yes")
 
-    assert "iter_0000001 stays, for what is no part of it: notes" in result.stdout
+    assert "iter_0000001 keeps what is no part of it: notes" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ((), "say what goes"),
+        ((), "nothing is selected"),
         (("--keep-last", "1", "--json"), "--json does not ask"),
         (("--unfinished", "--older-than", "soon"), "'soon' is no duration"),
     ],
@@ -117,13 +118,13 @@ def test_files_that_stay_are_named(root: Path) -> None:
 def test_what_is_not_clear_is_refused(args: tuple[str, ...], text: str, root: Path) -> None:
     result = pruned(root, *args)
 
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert text in result.stderr
     assert len(names_in(root)) == 4
 
 
-def test_an_empty_root_has_nothing_to_go(tmp_path: Path) -> None:
-    assert "nothing goes" in pruned(tmp_path, "--keep-last", "1").stdout
+def test_an_empty_root_has_nothing_to_remove(tmp_path: Path) -> None:
+    assert "nothing to remove" in pruned(tmp_path, "--keep-last", "1").stdout
     shutil.rmtree(tmp_path)
     assert "does not exist" in pruned(tmp_path, "--keep-last", "1").stderr
 

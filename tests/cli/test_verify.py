@@ -70,7 +70,7 @@ def test_damage_is_listed_below_its_key_and_ends_with_status_1(checkpoint: Path)
         "  missing chunk      1.2: expected 16 bytes, found no file",
         RNG,
         f"  damaged archive    shard_1.1_2.2.pt: {FITTING}, found {MISMATCH}",
-        f"{checkpoint} is NOT whole: 4 findings in 3 places",
+        f"{checkpoint} is NOT whole: 4 issues in 3 places",
     ]
 
 
@@ -119,7 +119,7 @@ def test_a_long_list_is_cut_short_for_people_only(checkpoint: Path) -> None:
 
     assert result.stdout.count("missing chunk") == 20
     assert "... and 30 more; --json lists them" in result.stdout
-    assert "is NOT whole: 50 findings in 1 place\n" in result.stdout
+    assert "is NOT whole: 50 issues in 1 place\n" in result.stdout
     assert len(json_of(checkpoint)["findings"]) == 50
 
 
@@ -128,7 +128,7 @@ def test_another_backend_cannot_be_verified(tmp_path: Path) -> None:
 
     result = verified(root)
 
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "expected sharded backend zarr version 1, found torch_dist version 1" in result.stdout
     assert "cannot be verified: another backend wrote it" in result.stdout
     assert "NOT whole" not in result.stdout
@@ -138,6 +138,6 @@ def test_another_backend_cannot_be_verified(tmp_path: Path) -> None:
 def test_no_checkpoint_is_an_error_of_one_line(tmp_path: Path) -> None:
     result = verified(tmp_path / "nowhere", "--json")
 
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert result.stdout == ""
     assert result.stderr == f"error: checkpoint directory {tmp_path / 'nowhere'} does not exist\n"

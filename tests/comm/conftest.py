@@ -7,8 +7,6 @@ import pytest
 from tests.comm.communicators import (
     Carrier,
     over_gloo,
-    over_links,
-    over_links_and_gloo,
     over_solo,
     over_threads,
 )
@@ -18,10 +16,7 @@ from tests.comm.communicators import (
     params=[
         over_solo,
         over_threads,
-        *(
-            pytest.param(over, marks=pytest.mark.multiprocess)
-            for over in (over_gloo, over_links, over_links_and_gloo)
-        ),
+        pytest.param(over_gloo, marks=pytest.mark.multiprocess),
     ],
     ids=lambda carrier: carrier.__name__,
 )
@@ -34,10 +29,7 @@ def carrier(request: pytest.FixtureRequest) -> Carrier:
 @pytest.fixture(
     params=[
         over_threads,
-        *(
-            pytest.param(over, marks=pytest.mark.multiprocess)
-            for over in (over_gloo, over_links, over_links_and_gloo)
-        ),
+        pytest.param(over_gloo, marks=pytest.mark.multiprocess),
     ],
     ids=lambda carrier: carrier.__name__,
 )

@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
-from megatron.core.dist_checkpointing.strategies import base
 
 from dist_ckpt_strategies.config import Engine
-from dist_ckpt_strategies.strategies.registry import DEFAULT_REGISTRY
 from tests.golden.sets import FLAT, NAMES, RESHARDABLE, TP4, GoldenSet, register_engine
+from tests.support.registries import fresh_registries
 
 
 @pytest.fixture(scope="session")
@@ -56,10 +55,5 @@ def engine(request: pytest.FixtureRequest) -> Engine:
 @pytest.fixture
 def registries() -> Iterator[None]:
     """On leaving, Megatron-Core's registry and ours are as they were."""
-    theirs = {action: dict(found) for action, found in base.default_strategies.items()}
-    ours = dict(vars(DEFAULT_REGISTRY)["_factories"])
-    yield
-    base.default_strategies.clear()
-    base.default_strategies.update(theirs)
-    vars(DEFAULT_REGISTRY)["_factories"].clear()
-    vars(DEFAULT_REGISTRY)["_factories"].update(ours)
+    with fresh_registries():
+        yield

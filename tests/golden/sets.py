@@ -15,12 +15,11 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.config import Engine, Options
+from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.formats.objects import allowing
 from dist_ckpt_strategies.megatron.allowed import default_allowed
-from dist_ckpt_strategies.spec.region import Region
-from dist_ckpt_strategies.storage.objects.pickled import allowing
 
 _HERE = Path(__file__).parent / "data"
-_PACKAGED = Path(dist_ckpt_strategies.__file__).parent / "cli" / "data"
 
 TP4 = "m0123_tp4_modelonly"
 RESHARDABLE = "m0153_tp2pp1dp2_fullyreshardable"
@@ -32,7 +31,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 def archive(name: str) -> Path:
     """Where the archive of a set lies."""
-    return (_PACKAGED if name == TP4 else _HERE) / f"{name}.tar.xz"
+    return _HERE / f"{name}.tar.xz"
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.strategies import base
 from megatron.core.dist_checkpointing.strategies.base import StrategyAction
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.spec.object import ObjectId
+from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy
 from tests.golden.sets import GoldenSet, has_same_bits
 

@@ -14,8 +14,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from dist_ckpt_strategies.config import Engine
+from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.errors import ArrayNotFoundError
-from dist_ckpt_strategies.spec.object import ObjectId
 from tests.golden.routes import Route, begin_rank, load_along, require_done
 from tests.golden.sets import GoldenSet, has_same_bits, poisoned
 from tests.support.ranks import run_processes

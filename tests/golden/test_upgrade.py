@@ -14,8 +14,8 @@ from dist_ckpt_strategies.cli.demo.cpu_stand_ins import FusedLayoutAdam
 from dist_ckpt_strategies.cli.demo.task import ParallelLayout
 from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.errors import CheckpointError, StrategyError
-from dist_ckpt_strategies.storage.objects.pickled import dump_object, load_pickle
-from dist_ckpt_strategies.strategies.upgrade import upgraded_common
+from dist_ckpt_strategies.formats.objects import dump_object, load_pickle
+from dist_ckpt_strategies.tools.upgrade import upgraded_common
 from tests.golden.gpt import Trainee, gather_whole, parallel
 from tests.golden.routes import Route, begin_rank, load_along, require_done
 from tests.golden.sets import GoldenSet, differing

@@ -6,6 +6,7 @@ import datetime as dt
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -52,15 +53,32 @@ class Noting(Abort):
         return state
 
 
-def test_all_parts_are_called_in_order_and_every_text_is_kept() -> None:
+def test_all_parts_are_called_the_last_one_first_and_every_text_is_kept() -> None:
     told: list[str] = []
     parts = Compose(
         Noting(told, "a", ValueError("first")), Noting(told, "b"), Noting(told, "c", OSError("2nd"))
     )
 
-    with pytest.raises(RestartError, match="abort failed: ValueError: first; OSError: 2nd"):
+    with pytest.raises(RestartError, match="abort failed: OSError: 2nd; ValueError: first"):
         parts(STATE)
-    assert told == ["a", "b", "c"]
+    assert told == ["c", "b", "a"]
+
+
+def test_buffers_of_transformer_engine_are_destroyed_after_the_communicators(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As NVRx, whose abort lists are ported, demands it."""
+    told: list[str] = []
+    base = types.ModuleType("transformer_engine.pytorch.module.base")
+    vars(base)["destroy_ub"] = lambda: told.append("buffers")
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    default = CheckpointlessAbortManager.get_default_checkpointless_abort()
+
+    CheckpointlessAbortManager.override_abort(
+        default, HPAbortTorchDistributed, Noting(told, "communicators")
+    )(STATE)
+
+    assert told == ["communicators", "buffers"]
 
 
 def test_the_default_has_the_documented_parts_in_order() -> None:
@@ -75,7 +93,7 @@ def test_the_default_has_the_documented_parts_in_order() -> None:
     assert default(STATE) is STATE
     assert default(STATE) is STATE
     early = default.with_first(HPAbortTorchDistributed)
-    assert type(early.instances[0]) is HPAbortTorchDistributed
+    assert type(early.instances[-1]) is HPAbortTorchDistributed
     assert len(early.instances) == 4
 
 

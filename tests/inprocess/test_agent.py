@@ -89,6 +89,29 @@ def test_a_fault_of_one_rank_takes_all_to_the_next_epoch_and_all_finish_it(
     assert agent.calls.count("past_barrier") == 2 * SIZE
 
 
+@pytest.mark.parametrize("mode", ["exception", "death", "hang", "unhealthy"])
+def test_every_documented_mode_restarts_the_block(mode: str) -> None:
+    agent = Agent(1)
+    modes: list[Any] = []
+
+    @HPWrapper(hp_api_factory=HPAgentK8sAPIFactory(AgentSocketClient(agent.port, 0)))
+    def block(call: HPCallWrapper) -> int:
+        modes.append(call.last_fault and call.last_fault.mode)
+        if call.num_attempts == 1:
+            epoch = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+            agent.answer(
+                0, "report_fault", {"global_rank": 0, "epoch": epoch, "mode": mode, "why": "ECC"}
+            )
+            time.sleep(LIMIT_S)
+        return call.num_attempts
+
+    try:
+        assert block() == 2
+    finally:
+        agent.close()
+    assert modes == [None, FaultMode(mode)] == [None, mode]
+
+
 def test_who_has_finished_runs_again_with_those_who_failed(
     agent: Agent, ranks: list[Coordinator]
 ) -> None:

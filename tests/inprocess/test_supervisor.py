@@ -124,6 +124,33 @@ def test_each_worker_knows_its_place_and_the_job_ends_with_the_last(jobs: Jobs) 
         ]
 
 
+def test_a_spare_that_is_still_starting_takes_over_before_a_new_process_could(
+    jobs: Jobs,
+) -> None:
+    body = """
+if rank is None:
+    (here / "starting").touch()
+    wait_for("dead")
+    time.sleep(0.5)
+    from dist_ckpt_strategies.inprocess.train_utils import wait_rank
+    if not is_first("spare"):
+        time.sleep(120)
+    wait_rank()
+    print("now", os.environ["RANK"])
+    (here / "taken").touch()
+elif rank == "1":
+    wait_for("starting")
+    (here / "dead").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+else:
+    wait_for("taken")
+"""
+    assert jobs.run(body, 2, num_spares=1) == 0
+    assert "spare worker2" in jobs.heard.notes[0]
+    assert jobs.heard.of("1") == ["now 1\n"]
+    assert jobs.left() == []
+
+
 @pytest.mark.parametrize(
     ("death", "why"),
     [

@@ -6,12 +6,15 @@ import datetime as dt
 import gc
 import importlib.util
 import inspect
+import multiprocessing
 import threading
 import time
+import weakref
 from typing import Any, Optional
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
 
 from dist_ckpt_strategies.comm.key_values import LocalKeyValues
 from dist_ckpt_strategies.errors import (
@@ -21,7 +24,7 @@ from dist_ckpt_strategies.errors import (
     RestartLimitError,
     StrategyError,
 )
-from dist_ckpt_strategies.inprocess.abort import HPAbortTorchDistributed
+from dist_ckpt_strategies.inprocess.abort import CheckpointlessAbortManager, HPAbortTorchDistributed
 from dist_ckpt_strategies.inprocess.block import parameter_of
 from dist_ckpt_strategies.inprocess.coordinator import Epoch, Fault, FaultMode, RankInfo
 from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup
@@ -282,12 +285,56 @@ def test_memory_that_an_attempt_has_freed_is_given_back() -> None:
     assert MemoryStatus.take().resident - resident[2] > 60 << 20
 
 
+def test_a_large_cycle_of_an_attempt_is_gone_in_the_next() -> None:
+    found: list[bool] = []
+    left: list[weakref.ref[torch.nn.Module]] = []
+
+    def block(call: HPCallWrapper) -> None:
+        found.append(any(one() is not None for one in left))
+        model = torch.nn.Linear(4000, 4000)
+        vars(model)["itself"] = model
+        left.append(weakref.ref(model))
+        if call.num_attempts < 3:
+            raise ValueError("again")
+
+    wrapper()(block)()
+
+    assert found == [False] * 3
+
+
 def test_nothing_of_a_call_is_left() -> None:
     before = threading.enumerate()
     wrapper()(fails_once)()
 
     assert threads_left(before) == []
-    assert gc.get_freeze_count() == 0
+
+
+class Endless(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(60)
+        return torch.zeros(1)
+
+
+def test_what_was_made_before_the_call_is_ended_and_the_users_frozen_objects_stay_so() -> None:
+    gc.freeze()
+    num_frozen = gc.get_freeze_count()
+    try:
+        loading: Any = iter(torch.utils.data.DataLoader(Endless(), num_workers=2))
+        saving = TemporalAsyncCaller()
+        saving.process = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+        saving.process.start()
+        abort = CheckpointlessAbortManager.get_default_checkpointless_abort()
+
+        assert wrapper(abort=abort)(fails_once)() == 2
+        for process in [*loading._workers, saving.process]:
+            process.join(30)
+            assert process.exitcode == -9
+        assert gc.get_freeze_count() > 0.9 * num_frozen  # some have been deleted
+    finally:
+        gc.unfreeze()
 
 
 def test_the_methods_can_be_called_one_by_one() -> None:

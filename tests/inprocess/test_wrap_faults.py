@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dist_ckpt_strategies.comm.group_disposal import DEFAULT_GROUP_DISPOSAL
-from dist_ckpt_strategies.comm.sockets import num_sockets
+from dist_ckpt_strategies.comm.sockets import open_sockets
 from dist_ckpt_strategies.errors import HealthCheckError, RestartLimitError
 from dist_ckpt_strategies.inprocess.coordinator import FaultMode
 from dist_ckpt_strategies.inprocess.health_check import FaultCounter
@@ -113,7 +113,7 @@ class Counted:
     def now(cls) -> Counted:
         num_groups = DEFAULT_GROUP_DISPOSAL.num_waiting
         at_most = (num_groups * THREADS_OF_A_GROUP, num_groups * SOCKETS_OF_A_GROUP)
-        return cls(len(list(Path("/proc/self/task").iterdir())), num_sockets(), at_most)
+        return cls(len(list(Path("/proc/self/task").iterdir())), len(open_sockets()), at_most)
 
 
 def test_every_one_of_many_faults_in_collectives_is_survived() -> None:

@@ -18,7 +18,8 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from dist_ckpt_strategies.storage.format1.survey import check_survey, survey_checkpoint
+from dist_ckpt_strategies.formats.scan import scan
+from dist_ckpt_strategies.formats.scanned import verify
 from tests.interop.releases import VERSIONS
 from tests.support.entries import Entry, load, prepare, save
 from tests.support.ranks import run_processes
@@ -189,4 +190,4 @@ def test_we_load_what_older_releases_save(version: str, tmp_path: Path) -> None:
         SIZE, load_theirs, Entry.MEGATRON, checkpoint, expected, "tensorstore", timeout_s=TIMEOUT_S
     )
     assert found == [[]] * SIZE
-    assert check_survey(survey_checkpoint(checkpoint)) == ()
+    assert verify(scan(checkpoint)) == ()

@@ -13,15 +13,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import CheckpointError, kind_of
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
     CliqueReplicationStrategy,
     LocalCheckpointManager,
 )
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.part import PartId
-from dist_ckpt_strategies.storage.parts.files import PartDirectory
+from dist_ckpt_strategies.local.part_files import PartDirectory
+from dist_ckpt_strategies.local.part_format import PartId
 from tests.support.ranks import run_processes
 
 RANKS_PER_NODE = 2

@@ -22,18 +22,20 @@ from dist_ckpt_strategies.comm.threads import run_ranks
 from dist_ckpt_strategies.errors import CheckpointError, NoReplicasAvailableError
 from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
 from dist_ckpt_strategies.local.loading import LocalParts, load_newest
-from dist_ckpt_strategies.local.state_codecs import decode_state, encode_state
-from dist_ckpt_strategies.run.part_streams import FileSink
-from dist_ckpt_strategies.run.replicate import run_replicate
-from dist_ckpt_strategies.spec.part import Part, PartId, SaveId
-from dist_ckpt_strategies.storage.parts.files import PartDirectory, PartReader
-from dist_ckpt_strategies.storage.parts.format import (
+from dist_ckpt_strategies.local.part_files import PartDirectory, PartReader
+from dist_ckpt_strategies.local.part_format import (
     BLOCK_NBYTES,
     MAGIC,
     PREFIX_NBYTES,
+    Part,
+    PartId,
     PartLayout,
+    SaveId,
     description_nbytes,
 )
+from dist_ckpt_strategies.local.part_streams import FileSink
+from dist_ckpt_strategies.local.replicate import run_replicate
+from dist_ckpt_strategies.local.state_codecs import decode_state, encode_state
 from tests.local.clique_worlds import described, state_of, values_of
 
 NUM_RANKS = 4

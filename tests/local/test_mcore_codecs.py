@@ -18,10 +18,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError, UnsafeObjectError
 from dist_ckpt_strategies.local import LocalCheckpointManager, MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
+from dist_ckpt_strategies.local.part_format import PartId, SaveId
+from dist_ckpt_strategies.local.retrieve import RetrievedPart
 from dist_ckpt_strategies.local.state_codecs import decode_parts, encode_state
 from dist_ckpt_strategies.megatron.tensor_aware import TENSOR_AWARE_CLASS, tensor_aware_class
-from dist_ckpt_strategies.run.retrieve import RetrievedPart
-from dist_ckpt_strategies.spec.part import PartId, SaveId
 
 
 class Unknown:

@@ -11,9 +11,9 @@ import torch
 from dist_ckpt_strategies.errors import StrategyError, StrategyExistsError
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, StateCodec, StateCodecs
 from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
+from dist_ckpt_strategies.local.part_format import PartId, SaveId
+from dist_ckpt_strategies.local.retrieve import RetrievedPart
 from dist_ckpt_strategies.local.state_codecs import basic_codec, decode_state, encode_state
-from dist_ckpt_strategies.run.retrieve import RetrievedPart
-from dist_ckpt_strategies.spec.part import PartId, SaveId
 
 ID = PartId(SaveId(1, "a"), 0)
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_ckpt_strategies.cli.demo.digest import compare_digests
-from dist_ckpt_strategies.cli.demo.report import StartRecord, largest_difference
+from dist_ckpt_strategies.cli.demo.main import StartRecord, compare_digests, largest_difference
 from dist_ckpt_strategies.cli.demo.task import (
     ModelSize,
     ParallelLayout,

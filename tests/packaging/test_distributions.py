@@ -117,8 +117,8 @@ def test_the_metadata_is_that_of_the_package(built: Built) -> None:
 def test_the_wheel_works_where_it_is_installed(built: Built, tmp_path: Path) -> None:
     install = ("install", "--no-deps", "--no-index", "--quiet", "--target", tmp_path / "site")
     run(sys.executable, "-m", "pip", *install, built.wheel, cwd=tmp_path)
-    data = tmp_path / "site" / "dist_ckpt_strategies" / "cli" / "data"
-    shutil.unpack_archive(data / "m0123_tp4_modelonly.tar.xz", tmp_path, filter="data")
+    packed = ROOT / "tests" / "golden" / "data" / "m0123_tp4_modelonly.tar.xz"
+    shutil.unpack_archive(packed, tmp_path, filter="data")
     command = (sys.executable, "-m", "dist_ckpt_strategies.cli")
     place = tmp_path / "m0123_tp4_modelonly" / "ckpt"
 
@@ -129,9 +129,8 @@ def test_the_wheel_works_where_it_is_installed(built: Built, tmp_path: Path) -> 
     assert " is whole\n" in checked
 
 
-def test_the_changelog_begins_with_the_version() -> None:
-    headings = [
-        line for line in (ROOT / "CHANGELOG.md").read_text().splitlines() if line.startswith("## ")
-    ]
+def test_the_newest_release_of_the_changelog_is_the_version() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    releases = [line for line in lines if line.startswith("## ") and line != "## [Unreleased]"]
 
-    assert headings[0].startswith(f"## [{dist_ckpt_strategies.__version__}] - ")
+    assert releases[0].startswith(f"## [{dist_ckpt_strategies.__version__}] - ")

@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.chunk_grids import Holding
+from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import CoverageError
-from dist_ckpt_strategies.plan.array_grid import ArrayGrid, ArrayGrids, Cutting
-from dist_ckpt_strategies.plan.coverage import Holding
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.sharded.plan_grids import ArrayGrid, ArrayGrids, Cutting
 from tests.support.boxes import NUM_RANKS, Split, splits, times_covered
 
 some_splits = st.booleans().flatmap(lambda regular: splits(regular=regular))

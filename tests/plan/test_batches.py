@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.plan.batches import build_batches
+from dist_ckpt_strategies.sharded.plan_load import build_batches
 
 sizes = st.lists(st.integers(0, 50), max_size=30)
 

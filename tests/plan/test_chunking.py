@@ -9,18 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.plan.chunking import (
+from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.chunk_grids import (
     MAX_ASSEMBLED_NBYTES,
     MAX_OBJECT_NBYTES,
+    Holding,
     chunk_parts,
     irregular_chunk_shape,
     object_chunk_shape,
     regular_chunk_shape,
 )
-from dist_ckpt_strategies.plan.coverage import Holding
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.region import Extent, Region
+from dist_ckpt_strategies.core.region import Extent, Region
 from tests.support.boxes import Split, regions_in, shapes, splits, times_covered
 
 

@@ -7,7 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.plan.cliques import build_cliques
+from dist_ckpt_strategies.local.plan import build_cliques
 
 
 def test_the_documented_example() -> None:

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from dist_ckpt_strategies.core.chunk_grids import Holding, require_partition
+from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
-from dist_ckpt_strategies.plan.coverage import Holding, require_partition
-from dist_ckpt_strategies.spec.region import Region
 from tests.support.boxes import Split, regions_in, shapes, splits, times_covered
 
 

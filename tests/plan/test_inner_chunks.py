@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.plan.inner_chunks import MAX_NBYTES, cut_chunk
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.inner_grid import InnerGrid
-from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.chunk_grids import MAX_NBYTES, cut_chunk
+from dist_ckpt_strategies.core.inner_grid import InnerGrid
+from dist_ckpt_strategies.core.region import Region
 
 extents = st.one_of(st.integers(1, 40), st.sampled_from([97, 128, 1009, 4096, 12288, 25129, 50257]))
 
@@ -49,9 +48,9 @@ def test_inner_chunks_divide_the_chunk_and_are_small(
     [
         ((), (), 4, ()),
         ((7,), (7,), 4, (7,)),
-        ((8192, 8192), (4096, 8192), 2, (1024, 1024)),
+        ((8192, 8192), (4096, 8192), 2, (128, 8192)),
         ((50257, 1024), (50257, 1024), 2, (3142, 256)),
-        ((2432, 608), (1216, 608), 2, (304, 152)),
+        ((2432, 608), (1216, 608), 2, (76, 608)),
         ((8, 4096, 1024), (8, 4096, 1024), 2, (1, 2048, 512)),
         ((12288, 4096), (12288, 2048), 4, (768, 512)),
     ],
@@ -127,7 +126,7 @@ def _offsets(counts: tuple[int, ...]) -> list[tuple[int, ...]]:
 def test_another_layout_reads_little_more_than_it_needs(
     hidden: int, saved_parts: int, wanted_parts: int, saved_axis: int, wanted_axis: int
 ) -> None:
-    """Over the matrices of a transformer layer."""
+    """Over the matrices of a transformer layer; a change of axis, which no layout makes, more."""
     read = needed = 0
     for shape in [(3 * hidden, hidden), (4 * hidden, hidden), (hidden, 4 * hidden)]:
         chunk = divided(shape, saved_axis, saved_parts)
@@ -141,7 +140,8 @@ def test_another_layout_reads_little_more_than_it_needs(
             runs = grid.overlapping(box, 8)
             read += sum(run.num_chunks * grid.stored_nbytes for run in runs)
 
-    assert read <= 1.1 * needed
+    is_change_of_axis = saved_parts > 1 and saved_axis != wanted_axis
+    assert read <= (wanted_parts if is_change_of_axis else 1.1) * needed
 
 
 def divided(shape: tuple[int, ...], axis: int, parts: int) -> tuple[int, ...]:

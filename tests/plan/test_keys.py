@@ -10,8 +10,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from dist_ckpt_strategies.core.keys import require_storable_keys
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.plan.keys import require_storable_keys
 
 
 def require(*arrays: str, objects: tuple[str, ...] = ()) -> None:

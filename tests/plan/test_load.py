@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.region import Extent, Region
 from dist_ckpt_strategies.errors import ShapeMismatchError
-from dist_ckpt_strategies.plan.load import build_load_plan
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.region import Extent, Region
+from dist_ckpt_strategies.sharded.plan_load import build_load_plan
 from tests.support.boxes import regions_in, shapes, spec_of
 
 

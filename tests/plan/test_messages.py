@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.plan.messages import build_messages, build_stretches
+from dist_ckpt_strategies.core.messages import build_messages, build_stretches
 
 SIZES = st.lists(st.integers(0, 200), max_size=30)
 

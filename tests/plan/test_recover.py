@@ -16,15 +16,15 @@ from dist_ckpt_strategies.errors import (
     NoReplicasAvailableError,
     PlanError,
 )
-from dist_ckpt_strategies.plan.recover import (
+from dist_ckpt_strategies.recovery.plan import (
     HeldState,
     PartFacts,
+    Phase,
     RankFacts,
     RecoveryPlan,
     Role,
     build_recovery_plan,
 )
-from dist_ckpt_strategies.spec.phase import Phase
 
 STEP = 5
 SIZE = 4

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dist_ckpt_strategies.plan.messages import MESSAGE_NBYTES
-from dist_ckpt_strategies.plan.replicate import build_replication_plan
+from dist_ckpt_strategies.core.messages import MESSAGE_NBYTES
+from dist_ckpt_strategies.local.plan import build_replication_plan
 
 MIB = 1 << 20
 

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_ckpt_strategies.core.array import DType, ShardId, ShardSpec
+from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import CoverageError, ShapeMismatchError
-from dist_ckpt_strategies.plan.reshard import build_reshard_plan
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.region import Region
-from dist_ckpt_strategies.spec.shard import ShardId, ShardSpec
+from dist_ckpt_strategies.local.plan_reshard import build_reshard_plan
 from tests.support.boxes import Split, regions_in, spec_of, splits, times_covered
 
 ROWS = 12

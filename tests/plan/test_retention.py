@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dist_ckpt_strategies.plan.retention import build_retention, outdated
-from dist_ckpt_strategies.spec.part import PartId, SaveId
+from dist_ckpt_strategies.local.part_format import PartId, SaveId
+from dist_ckpt_strategies.local.plan import build_retention, outdated
 
 A, B, C = SaveId(10, "a"), SaveId(20, "b"), SaveId(30, "c")
 

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.errors import NoReplicasAvailableError, PlanError
-from dist_ckpt_strategies.plan.retrieve import (
+from dist_ckpt_strategies.local.part_format import PartId, SaveId
+from dist_ckpt_strategies.local.plan import (
     Completeness,
     build_exchange_plan,
     build_survey,
     choose_world_sizes,
     spread_parts,
 )
-from dist_ckpt_strategies.spec.part import PartId, SaveId
 
 WORLDS = st.integers(1, 8).flatmap(
     lambda size: st.tuples(

@@ -11,17 +11,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from dist_ckpt_strategies.core.array import DType, ObjectId, RankShards, ShardId, ShardSpec
+from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
-from dist_ckpt_strategies.plan.save import (
+from dist_ckpt_strategies.sharded.plan_save import (
     ChunkWrite,
     ObjectHolding,
     SavePlan,
     build_save_plan,
 )
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.spec.region import Region
-from dist_ckpt_strategies.spec.shard import RankShards, ShardId, ShardSpec
 from tests.support.boxes import (
     NUM_RANKS,
     Split,

@@ -8,15 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.plan.array_grid import Cutting
-from dist_ckpt_strategies.plan.chunking import MAX_OBJECT_NBYTES
-from dist_ckpt_strategies.plan.inner_chunks import MAX_NBYTES
-from dist_ckpt_strategies.plan.manifest import build_manifest_plan
-from dist_ckpt_strategies.plan.save import SavePlan, build_save_plan
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.inner_grid import InnerGrid
-from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.chunk_grids import MAX_NBYTES, MAX_OBJECT_NBYTES
+from dist_ckpt_strategies.core.inner_grid import InnerGrid
+from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.sharded.plan_grids import Cutting
+from dist_ckpt_strategies.sharded.plan_manifest import build_manifest_plan
+from dist_ckpt_strategies.sharded.plan_save import SavePlan, build_save_plan
 from tests.support.boxes import Split, splits, times_covered
 
 some_splits = st.booleans().flatmap(lambda regular: splits(regular=regular))

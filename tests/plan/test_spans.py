@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.plan import spans
-from dist_ckpt_strategies.plan.spans import MIN_SPAN_NBYTES, ChunkSpans, raw_spans
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.region import Extent, Region
+from dist_ckpt_strategies.core import inner_grid as spans
+from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.inner_grid import MIN_SPAN_NBYTES, ChunkSpans, raw_spans
+from dist_ckpt_strategies.core.region import Extent, Region
 from tests.support.boxes import regions_in, shapes
 from tests.support.samples import Values
 

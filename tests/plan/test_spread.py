@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_ckpt_strategies.core.array import ShardId
+from dist_ckpt_strategies.core.balance import build_spread
+from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.plan.spread import build_spread
-from dist_ckpt_strategies.spec.region import Region
-from dist_ckpt_strategies.spec.shard import ShardId
 
 
 def shard(number: int) -> ShardId:

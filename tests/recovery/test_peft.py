@@ -10,7 +10,7 @@ from torch import nn
 
 from dist_ckpt_strategies.errors import RestartError
 from dist_ckpt_strategies.recovery import PEFTCheckpointManager, TorchStateProvider
-from dist_ckpt_strategies.run.flat_parts import FlatPart
+from dist_ckpt_strategies.recovery.part_transfer import FlatPart
 from tests.support.ranks import run_processes
 
 LOST = 2

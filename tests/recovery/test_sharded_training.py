@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from dist_ckpt_strategies.cli.chaos.training import ShardedTraining, make_groups
 from dist_ckpt_strategies.recovery import CheckpointManager
 from tests.support.ranks import run_processes
+from tests.support.sharded_training import ShardedTraining, make_groups
 from tests.support.tensors import bits
 
 NUM_STEPS = 4

@@ -11,13 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.config import Engine, Options
+from dist_ckpt_strategies.core.array import ArraySpec, DType, ShardSpec
+from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
-from dist_ckpt_strategies.plan.load import build_load_plan
-from dist_ckpt_strategies.run.load import run_load
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.region import Region
-from dist_ckpt_strategies.spec.shard import ShardSpec
+from dist_ckpt_strategies.sharded.load import run_load
+from dist_ckpt_strategies.sharded.plan_load import build_load_plan
 from tests.support.boxes import regions_in, shapes, spec_of
 from tests.support.memory_store import MemoryArrays
 from tests.support.samples import array_of, random_values

@@ -11,16 +11,15 @@ import pytest
 import torch
 import xxhash
 
-from dist_ckpt_strategies.plan.messages import Message, build_messages
-from dist_ckpt_strategies.run.part_streams import (
+from dist_ckpt_strategies.core.array import DType
+from dist_ckpt_strategies.core.messages import Message, build_messages
+from dist_ckpt_strategies.local.part_format import BufferSpec, Part, PartId, SaveId, part_layout
+from dist_ckpt_strategies.local.part_streams import (
     BufferDigests,
     MemorySink,
     MemorySource,
     TensorSource,
 )
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.part import BufferSpec, Part, PartId, SaveId
-from dist_ckpt_strategies.storage.parts.format import part_layout
 
 
 def test_tensors_that_land_in_one_piece_of_memory_have_storages_of_their_own() -> None:

@@ -19,9 +19,9 @@ from dist_ckpt_strategies.errors import (
     RestartError,
     ShapeMismatchError,
 )
-from dist_ckpt_strategies.plan.recover import HeldState, RankFacts
-from dist_ckpt_strategies.run.flat_parts import FlatPart, flat_parts
-from dist_ckpt_strategies.run.recover import (
+from dist_ckpt_strategies.recovery.part_transfer import FlatPart, flat_parts
+from dist_ckpt_strategies.recovery.plan import HeldState, Phase, RankFacts
+from dist_ckpt_strategies.recovery.recover import (
     Recovered,
     RecoveryOptions,
     Survivor,
@@ -29,7 +29,6 @@ from dist_ckpt_strategies.run.recover import (
     plan_recovery,
     run_recovery,
 )
-from dist_ckpt_strategies.spec.phase import Phase
 from tests.support.memory_provider import MemoryProvider
 from tests.support.tensors import LAYOUTS, bits
 

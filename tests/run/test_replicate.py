@@ -19,6 +19,9 @@ from hypothesis import strategies as st
 from dist_ckpt_strategies.comm.base import Bytes, Communicator, Exchange, Receive, Send
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.threads import run_ranks
+from dist_ckpt_strategies.core.array import DType
+from dist_ckpt_strategies.core.messages import Message
+from dist_ckpt_strategies.core.report import ReplicationReport
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -27,14 +30,17 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StorageError,
 )
-from dist_ckpt_strategies.plan.messages import Message
-from dist_ckpt_strategies.run.part_streams import FileSink, MemorySink, PartSink
-from dist_ckpt_strategies.run.replicate import OpenSink, run_replicate
-from dist_ckpt_strategies.run.report import ReplicationReport
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.part import BufferSpec, Part, PartId, SaveId
-from dist_ckpt_strategies.storage.parts.files import PartDirectory, PartReader
-from dist_ckpt_strategies.storage.parts.format import PartLayout, part_to_wire
+from dist_ckpt_strategies.local.part_files import PartDirectory, PartReader
+from dist_ckpt_strategies.local.part_format import (
+    BufferSpec,
+    Part,
+    PartId,
+    PartLayout,
+    SaveId,
+    part_to_wire,
+)
+from dist_ckpt_strategies.local.part_streams import FileSink, MemorySink, PartSink
+from dist_ckpt_strategies.local.replicate import OpenSink, run_replicate
 from tests.support.leaks import open_files_below, threads_left
 
 SAVE = SaveId(7, "a1")

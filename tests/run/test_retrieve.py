@@ -17,13 +17,12 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.threads import run_ranks
 from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, PlanError
-from dist_ckpt_strategies.plan.retrieve import ExchangePlan, build_exchange_plan
-from dist_ckpt_strategies.run.part_streams import FileSink, FileSource, MemorySource, PartSource
-from dist_ckpt_strategies.run.replicate import run_replicate
-from dist_ckpt_strategies.run.retrieve import Retrieval, run_retrieve
-from dist_ckpt_strategies.spec.part import Part, PartId
-from dist_ckpt_strategies.storage.parts.files import PartDirectory
-from dist_ckpt_strategies.storage.parts.format import PartLayout, decode_header
+from dist_ckpt_strategies.local.part_files import PartDirectory
+from dist_ckpt_strategies.local.part_format import Part, PartId, PartLayout, decode_header
+from dist_ckpt_strategies.local.part_streams import FileSink, FileSource, MemorySource, PartSource
+from dist_ckpt_strategies.local.plan import ExchangePlan, build_exchange_plan
+from dist_ckpt_strategies.local.replicate import run_replicate
+from dist_ckpt_strategies.local.retrieve import Retrieval, run_retrieve
 from tests.run.test_replicate import (
     SAVE,
     Flipping,

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
 from dist_ckpt_strategies.config import Engine, Options
+from dist_ckpt_strategies.core.array import DType, RankShards, ShardId
+from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.report import SaveReport
 from dist_ckpt_strategies.device import host_view
 from dist_ckpt_strategies.errors import CheckpointError, PeerError, StorageError
-from dist_ckpt_strategies.plan.save import build_save_plan
-from dist_ckpt_strategies.run.report import SaveReport
-from dist_ckpt_strategies.run.save import run_save
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.region import Region
-from dist_ckpt_strategies.spec.shard import RankShards, ShardId
+from dist_ckpt_strategies.sharded.plan_save import build_save_plan
+from dist_ckpt_strategies.sharded.save import run_save
 from dist_ckpt_strategies.storage.base import ArrayStore
 from tests.support.boxes import NUM_RANKS, Split, merged, spec_of, splits
 from tests.support.memory_store import MemoryArrays

@@ -12,12 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.config import Engine, Options
+from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.device import host_view, torch_dtype
 from dist_ckpt_strategies.errors import IncompleteCheckpointError, StorageError
-from dist_ckpt_strategies.run.transfer import TensorRead, TensorWrite, run_reads, run_writes
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.sharded.transfer import TensorRead, TensorWrite, run_reads, run_writes
 from dist_ckpt_strategies.storage.base import ArrayStore
 from tests.support.memory_store import MemoryArrays
 from tests.support.samples import random_values, whole_of

@@ -18,16 +18,15 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import StorageError
-from dist_ckpt_strategies.run.staged import StagedSave, StagedWrite, WriteJob, Written
-from dist_ckpt_strategies.run.writer_process import WriterProcess, outcome_of
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.formats.zarr2_engines import open_array_store
+from dist_ckpt_strategies.formats.zarr3_arrays import open_writer
+from dist_ckpt_strategies.sharded.staged import StagedSave, StagedWrite, WriteJob, Written
+from dist_ckpt_strategies.sharded.writer_main import SharedBytes
+from dist_ckpt_strategies.sharded.writer_process import WriterProcess, outcome_of
 from dist_ckpt_strategies.storage.base import ArrayWriter, Transfer
-from dist_ckpt_strategies.storage.format1.engines import open_array_store
-from dist_ckpt_strategies.storage.format2.destination import open_writer
-from dist_ckpt_strategies.storage.shared_bytes import SharedBytes
 
 pytestmark = pytest.mark.multiprocess
 
@@ -79,15 +78,16 @@ def test_it_writes_what_a_thread_writes(name: str, shared: SharedBytes, tmp_path
     process = WriterProcess()
     save = staged(array_of(name), shared)
     found: list[Written] = []
-    for where in ("there", "here"):
+    for where in ("there", "again", "here"):
         (tmp_path / where).mkdir()
         job = WriteJob(save, partial(OPENERS[name], tmp_path / where, OPTIONS), 20)
-        if where == "there":
-            found += [outcome_of(process.run(pickle.dumps(job), shared)) for _ in range(2)]
+        if where != "here":
+            found.append(outcome_of(process.run(pickle.dumps(job), shared)))
         else:
             found.append(job.run(memoryview(shared.memory)))
 
-    assert files_below(tmp_path / "there") == files_below(tmp_path / "here")
+    for where in ("there", "again"):
+        assert files_below(tmp_path / where) == files_below(tmp_path / "here")
     assert found[0].digests == found[1].digests == found[2].digests
     assert bool(found[0].digests) is (name == "format2")
     assert found[0].report.nbytes == 30 * 20 * 4
@@ -147,9 +147,9 @@ _PARENT = """
 import pickle, sys
 from functools import partial
 from pathlib import Path
-from dist_ckpt_strategies.run.staged import StagedSave, WriteJob
-from dist_ckpt_strategies.run.writer_process import WriterProcess
-from dist_ckpt_strategies.storage.shared_bytes import SharedBytes
+from dist_ckpt_strategies.sharded.staged import StagedSave, WriteJob
+from dist_ckpt_strategies.sharded.writer_process import WriterProcess
+from dist_ckpt_strategies.sharded.writer_main import SharedBytes
 from tests.run.test_writer_process import _stuck
 process = WriterProcess()
 print(process.pid, flush=True)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.spec.dtype import DType
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.value)
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 
-from dist_ckpt_strategies.spec.marker import CheckpointMarker
+from dist_ckpt_strategies.formats.marker import CheckpointMarker
 
 markers = st.builds(CheckpointMarker, st.text(), st.integers(), st.text(), st.integers())
 json_values = st.recursive(

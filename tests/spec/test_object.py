@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.spec.object import UNKNOWN, ObjectId
+from dist_ckpt_strategies.core.array import UNKNOWN, ObjectId
 
 keys = st.text(st.characters(exclude_characters="/\0"), min_size=1).map(lambda s: f"{s}/{s}")
 extents = st.lists(st.integers(0, 1 << 31), min_size=1, max_size=4).map(tuple)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.part import BufferSpec, PartId, SaveId
+from dist_ckpt_strategies.local.part_format import BufferSpec, PartId, SaveId
 
 IDS = st.builds(
     PartId,

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_ckpt_strategies.core.array import DType, ShardSpec, shard_from_wire, shard_to_wire
+from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.region import Region
-from dist_ckpt_strategies.spec.shard import ShardSpec, shard_from_wire, shard_to_wire
 from tests.support.boxes import regions_in, shapes, spec_of
 
 

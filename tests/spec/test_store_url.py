@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.spec.store_url import StoreUrl
+from dist_ckpt_strategies.storage.urls import StoreUrl
 
 
 @pytest.mark.parametrize(

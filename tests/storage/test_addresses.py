@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.storage.addresses import parsed_address
+from dist_ckpt_strategies.storage.urls import parsed_address
 
 
 @pytest.mark.parametrize("text", ["s3:bucket/run", "s3:/bucket/run", "gs:bucket", "file:/run"])

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from dist_ckpt_strategies.storage.byte_budget import ByteBudget
+from dist_ckpt_strategies.storage.io_pool import ByteBudget
 
 
 def test_what_several_threads_hold_stays_within_the_bound() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
-from dist_ckpt_strategies.storage.transfers import (
+from dist_ckpt_strategies.storage.io_pool import (
     AllTransfers,
     BoundedTransfers,
     Job,
@@ -201,7 +201,7 @@ def test_storage_that_never_answers_does_not_keep_a_process_from_ending() -> Non
         "import time\n"
         "from pathlib import Path\n"
         "from dist_ckpt_strategies.errors import StorageError\n"
-        "from dist_ckpt_strategies.storage.transfers import Job, run_pooled\n"
+        "from dist_ckpt_strategies.storage.io_pool import Job, run_pooled\n"
         "hangs = Job('w', Path('w/0'), lambda: time.sleep(300))\n"
         "try:\n"
         "    run_pooled([hangs], 1, lambda job, error: StorageError(str(error))).wait(0.1)\n"

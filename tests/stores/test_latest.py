@@ -40,7 +40,8 @@ def test_the_newest_that_is_whole_is_loaded(environment: ObjectStore, bucket: st
     for iteration in (8, 12, 100):
         save(f"{root}/iter_{iteration:07d}")
     environment.put(bucket, "run/iter_0000200/manifest/save.json", b"{}")
-    environment.delete(bucket, "run/iter_0000100/manifest/index.json")
+    place = environment.place(bucket, "run/iter_0000100")
+    environment.delete(bucket, f"{place}/manifest/index.json")
 
     found = load(f"{root}/")
 

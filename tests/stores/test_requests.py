@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -13,16 +14,16 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.config import Options, StoreOptions
-from dist_ckpt_strategies.errors import StoreAccessError
-from dist_ckpt_strategies.plan.chunking import MAX_OBJECT_NBYTES
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.manifest import ArrayRecord, ChunkRecord
-from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.chunk_grids import MAX_OBJECT_NBYTES
+from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.errors import StorageError, StoreAccessError, StoreUnreachableError
+from dist_ckpt_strategies.formats import bucket_commit as publication
+from dist_ckpt_strategies.formats.bucket_arrays import BucketReader, BucketWriter
+from dist_ckpt_strategies.formats.locations import located
+from dist_ckpt_strategies.formats.manifest import ArrayRecord, ChunkRecord
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
-from dist_ckpt_strategies.storage.buckets.arrays import BucketReader, BucketWriter
-from dist_ckpt_strategies.storage.buckets.bucket import Bucket
-from dist_ckpt_strategies.storage.locations import located
+from dist_ckpt_strategies.storage.bucket import Bucket
 from tests.support.faulty_proxy import DENIED, NONE, Fault, FaultyProxy, Request
 from tests.support.object_stores import ObjectStore
 from tests.support.samples import random_values
@@ -56,13 +57,16 @@ def test_a_save_begins_with_save_json_and_ends_with_the_marker(
         changes = [(r.method, r.path) for r in proxy.requests if r.method not in {"GET", "HEAD"}]
         puts = [path for method, path in changes if method == "PUT"]
         assert {method for method, _ in changes} <= {"PUT", "DELETE"}
-        assert puts[0].endswith("/run/manifest/save.json")
-        assert puts[-2:] == [f"/{bucket}/run/manifest/index.json", f"/{bucket}/run/metadata.json"]
+        place, _, name = puts[0].removeprefix(f"/{bucket}/run/").partition("/")
+        assert name == "manifest/save.json"
+        inner = f"/{bucket}/run/{place}"
+        ends = [f"{inner}/manifest/index.json", f"{inner}/metadata.json"]
+        assert puts[-3:] == [*ends, f"/{bucket}/run/metadata.json"]
+        assert all(path.startswith(f"{inner}/") for path in puts[:-1])
         assert len(puts) == len(set(puts))
-        first = ("DELETE", "metadata.json") if generation else ("PUT", "manifest/save.json")
-        assert changes[0] == (first[0], f"/{bucket}/run/{first[1]}")
-        later = changes[changes.index(("PUT", puts[0])) :]
-        assert not [path for method, path in later if method == "DELETE" and "arrays" in path]
+        later = changes[changes.index(("PUT", puts[-1])) + 1 :]
+        assert {method for method, _ in later} == ({"DELETE"} if generation else set())
+        assert len(changes) == len(puts) + len(later), "nothing is deleted before"
 
 
 def test_who_may_put_read_and_list_saves_to_a_new_url(proxy: FaultyProxy, bucket: str) -> None:
@@ -82,7 +86,7 @@ def test_who_may_put_read_and_list_saves_to_a_new_url(proxy: FaultyProxy, bucket
                 state_of(0, [cut]), f"{url}/{name}", FORMAT2, overwrite=overwrite
             )
         dist_ckpt_strategies.save_async(state_of(0, [cut]), f"{url}/three", FORMAT2).wait()
-        with pytest.raises(StoreAccessError, match=r"one/metadata\.json.*to delete.*DeleteObject"):
+        with pytest.raises(StoreAccessError, match=r"one/metadata\.json.*to put"):
             dist_ckpt_strategies.save(state_of(0, [cut]), f"{url}/one", FORMAT2, overwrite=True)
 
     for name in ("one", "two", "three"):
@@ -158,3 +162,68 @@ def test_a_large_tensor_goes_in_several_objects(proxy: FaultyProxy, bucket: str)
     wanted = ShardedTensor("w", part, part.dtype, (3, 1 << 20), (rows, 1 << 20), (62, 0), None)
     loaded: Any = dist_ckpt_strategies.load({"w": wanted}, f"s3://{bucket}/run")
     assert loaded["w"].all()
+
+
+@pytest.mark.parametrize("name", ["/arrays/w/c.0.0", "/manifest/index.json", "/run/metadata.json"])
+@pytest.mark.parametrize("generation", [0, 1], ids=["first", "over another"])
+def test_a_late_request_of_a_failed_save_does_not_change_the_next_one(
+    proxy: FaultyProxy,
+    bucket: str,
+    name: str,
+    generation: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A put is given up, another save succeeds, then the server carries the put out."""
+    url = f"s3://{bucket}/run"
+    late: list[str] = []
+
+    def save(value: float) -> None:
+        state = {"w": ShardedTensor.from_rank_offsets("w", torch.full((8, 4), value))}
+        dist_ckpt_strategies.save(state, url, FORMAT2, overwrite=True)
+
+    def loaded() -> list[float]:
+        wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(8, 4))}
+        found: Any = dist_ckpt_strategies.load(wanted, url)
+        return sorted(found["w"].unique().tolist())
+
+    def decide(request: Request) -> Fault:
+        if request.method != "PUT" or not request.path.endswith(name):
+            return NONE
+        late.append(request.path)
+        return Fault(delay_s=12)
+
+    if generation:
+        save(0.0)
+    monkeypatch.setenv("DIST_CKPT_STORE_TIMEOUT_S", "3")
+    with proxy.faulty(decide), pytest.raises(StoreUnreachableError):
+        save(1.0)
+    monkeypatch.setenv("DIST_CKPT_STORE_TIMEOUT_S", "60")
+    if generation:
+        assert loaded() == [0.0]
+    save(2.0)
+    assert loaded() == [2.0]
+    time.sleep(12)
+    assert late
+    assert loaded() == [2.0]
+
+
+def test_of_two_jobs_at_one_url_the_replaced_one_is_not_told_that_it_saved(
+    proxy: FaultyProxy, bucket: str
+) -> None:
+    """The second has begun, and removed the first's objects, before the first comes to its end."""
+    url = f"s3://{bucket}/run"
+    location = located(url, Options())
+    assert isinstance(location, Bucket)
+
+    def state(value: float) -> dict[str, Any]:
+        return {"w": ShardedTensor.from_rank_offsets("w", torch.full((8, 4), value))}
+
+    dist_ckpt_strategies.save(state(0.0), url, FORMAT2)
+    first = publication.new_save_id(location)
+    publication.begin_save(location, first)
+    publication.begin_save(location, publication.new_save_id(location))
+    with pytest.raises(StorageError, match="another save"):
+        publication.commit(location, first, location.read("metadata.json"))
+    loaded: Any = dist_ckpt_strategies.load(state(-1.0), url)
+    assert sorted(loaded["w"].unique().tolist()) == [0.0]
+    assert proxy.requests

@@ -25,16 +25,17 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     UnsafeObjectError,
 )
-from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.storage.lifecycle.publication import (
+from dist_ckpt_strategies.formats.finished import (
     has_withdrawn_marker,
     is_finished,
     publish,
 )
+from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,
 )
+from tests.support.registries import fresh_registries
 
 
 class Homemade:
@@ -99,7 +100,10 @@ def test_saving_common_state_withdraws_the_marker_of_an_older_checkpoint(tmp_pat
 
 
 def test_a_class_that_is_not_allowed_is_named_with_the_remedy(tmp_path: Path) -> None:
-    TorchCommonSaveStrategy().save_common({"mine": Homemade(5)}, tmp_path)
+    with pytest.raises(UnsafeObjectError, match=r"Homemade.*allow="):
+        TorchCommonSaveStrategy().save_common({"mine": Homemade(5)}, tmp_path)
+    assert not (tmp_path / "common.pt").exists()
+    TorchCommonSaveStrategy(allow=[Homemade]).save_common({"mine": Homemade(5)}, tmp_path)
 
     with pytest.raises(UnsafeObjectError, match=r"Homemade.*allow=") as caught:
         TorchCommonLoadStrategy().load_common(tmp_path)
@@ -154,10 +158,8 @@ def test_object_names_without_the_last_shape_are_found(tmp_path: Path) -> None:
 @pytest.fixture
 def megatrons_registry() -> Iterator[dict[str, dict[Any, Any]]]:
     """Megatron-Core's own registry, put back as it was afterwards."""
-    before = {action: dict(found) for action, found in base.default_strategies.items()}
-    yield base.default_strategies
-    base.default_strategies.clear()
-    base.default_strategies.update(before)
+    with fresh_registries():
+        yield base.default_strategies
 
 
 def test_the_common_strategies_of_megatron_stay_unless_they_are_to_be_replaced(

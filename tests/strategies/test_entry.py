@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from functools import partial
@@ -18,6 +19,7 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.dist_checkpointing.validation import StrictHandling
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies.config import LocalOptions
 from dist_ckpt_strategies.errors import (
     DuplicateWriterError,
     PeerTimeoutError,
@@ -26,6 +28,7 @@ from dist_ckpt_strategies.errors import (
     UnsafeObjectError,
 )
 from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy
+from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
 from tests.support.entries import (
     Entry,
@@ -178,14 +181,58 @@ def test_nothing_has_to_be_registered_for_our_entries(tmp_path: Path) -> None:
         assert "zarr" in unknown.text, "the message does not say what there is"
 
 
+class Records(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, str]] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.found.append((record.levelname, record.getMessage()))
+
+
+def save_and_load_in_every_way(rank: int, root: Path) -> list[tuple[str, str]]:
+    prepare(30, local=LocalOptions(replication_jump=1))
+    records, logger = Records(), logging.getLogger("dist_ckpt_strategies")
+    logger.setLevel(logging.DEBUG)
+    logger.addHandler(records)
+    for name in (("zarr", 1), ("zarr", 2), ("local_replicated", 1)):
+        place = root / f"{name[0]}{name[1]}"
+        save(Entry.OURS, state_of(rank, cuts()), place, sharded_strategy=name)
+        load(Entry.OURS, state_of(rank, cuts()), place)
+    two_stage = TwoStageDataParallelLoadShardedStrategy(None)
+    load(Entry.OURS, state_of(rank, cuts()), root / "zarr2", sharded_strategy=two_stage)
+    dist_ckpt_strategies.save_async(state_of(rank, cuts()), root / "a").wait()
+    return [one for one in records.found if one[1].startswith("rank ")]
+
+
+def test_rank_0_reports_saves_and_loads_at_info_and_the_others_at_debug(tmp_path: Path) -> None:
+    first, *others = run_processes(4, save_and_load_in_every_way, tmp_path)
+
+    at_info = [text for level, text in first if level == "INFO"]
+    for what, count in (("save to", 2), ("load from", 3), ("local save", 1), ("loaded", 1)):
+        assert sum(what in text for text in at_info) == count, at_info
+    assert len(at_info) == 8  # the asynchronous save too
+    for found in others:
+        assert {level for level, _ in found} == {"DEBUG"}
+        assert len(found) >= len(at_info)
+
+
 def registered_classes(rank: int, scratch: Path) -> dict[str, Any]:
     """A class in the common state and in an object, allowed in each of the ways there are."""
     prepare(60)
     state = {"mine": Homemade(), "o": ShardedObject("o", Homemade(), (4,), (rank,))}
     root = scratch / "c"
-    save(Entry.OURS, state, root)
     wanted = {"o": ShardedObject("o", None, (4,), (rank,))}
-    seen = {
+    refused = {
+        "refused at the save": outcome(partial(save, Entry.OURS, state, root)),
+        "refused at the save of an object": outcome(
+            partial(save, Entry.OURS, {"o": state["o"]}, root)
+        ),
+    }
+    save(Entry.OURS, state, root, allow=[Homemade])
+    seen = refused | {
         "refused": outcome(partial(load, Entry.OURS, wanted, root)),
         "by argument": outcome(partial(load, Entry.OURS, wanted, root, allow=[Homemade])),
         "refused again": outcome(partial(load, Entry.OURS, wanted, root)),
@@ -209,7 +256,7 @@ def registered_classes(rank: int, scratch: Path) -> dict[str, Any]:
             )
         ),
     }
-    dist_ckpt_strategies.register(allow=[Homemade])
+    dist_ckpt_strategies.register(allow=[Homemade], replace=True)
     seen["registered"] = outcome(partial(load, Entry.OURS, wanted, root))
     dist_ckpt_strategies.register(allow=[Homemade], replace_common=True)
     seen["registered, through Megatron"] = outcome(partial(load, Entry.MEGATRON, wanted, root))

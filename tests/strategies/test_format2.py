@@ -22,11 +22,11 @@ from dist_ckpt_strategies.errors import (
     StorageError,
     StrategyError,
 )
-from dist_ckpt_strategies.storage.checkpoints import Format2Checkpoint
-from dist_ckpt_strategies.storage.format2.layout import array_directory
-from dist_ckpt_strategies.storage.format2.manifest import digest_of
-from dist_ckpt_strategies.storage.lifecycle.publication import read_marker
-from dist_ckpt_strategies.storage.objects.pickled import dump_object
+from dist_ckpt_strategies.formats.checkpoints import Format2Checkpoint
+from dist_ckpt_strategies.formats.finished import read_marker
+from dist_ckpt_strategies.formats.manifest import digest_of
+from dist_ckpt_strategies.formats.objects import dump_object
+from dist_ckpt_strategies.formats.zarr3 import array_directory
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr_format2 import Format2LoadShardedStrategy

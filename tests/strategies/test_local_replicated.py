@@ -17,12 +17,13 @@ from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 import dist_ckpt_strategies
 from dist_ckpt_strategies import LocalOptions
 from dist_ckpt_strategies.errors import CheckpointNotFoundError, CorruptCheckpointError
-from dist_ckpt_strategies.storage.disk.files import write_file
+from dist_ckpt_strategies.storage.files import write_file
 from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
     LocalReplicatedSaveShardedStrategy,
 )
 from tests.support.ranks import run_processes
+from tests.support.restarts import Wrappers, join_group, run_restartable
 
 pytestmark = pytest.mark.multiprocess
 
@@ -155,3 +156,39 @@ def with_a_function(rank: int, root: str) -> str:
 def test_parts_may_lie_where_a_function_says(tmp_path: Path) -> None:
     for message in run_processes(NUM_RANKS, with_a_function, str(tmp_path)):
         assert "no local checkpoint below" in message
+
+
+def saves_in_each_attempt(rank: int, wrappers: Wrappers, root: str, entry: str) -> int:
+    """Registered once, as a script does before the block that is run again."""
+    dist_ckpt_strategies.register(
+        local=LocalOptions(replication_jump=1), options=dist_ckpt_strategies.Options(timeout_s=30)
+    )
+    attempts: list[int] = []
+
+    @wrappers(max_attempts=4)
+    def train() -> None:
+        attempts.append(len(attempts))
+        join_group("gloo", 60)
+        directory = Path(root) / f"node{rank}" / f"iter_{attempts[-1]}"
+        directory.mkdir(parents=True)
+        value = float(attempts[-1])
+        if entry == "megatron":
+            dist_checkpointing.save(state_of(2, value), str(directory), BACKEND)
+            found = dist_checkpointing.load(state_of(2, value, is_filled=False), str(directory))
+        else:
+            dist_ckpt_strategies.save(state_of(2, value), directory, BACKEND)
+            loaded = dist_ckpt_strategies.load(state_of(2, value, is_filled=False), directory)
+            assert isinstance(loaded, dict)
+            found = loaded
+        require_loaded(found, 2, value)
+        dist.barrier()
+        if len(attempts) <= 2 and rank == len(attempts) % 2:
+            raise ValueError("this attempt fails after its save")
+
+    train()
+    return len(attempts)
+
+
+@pytest.mark.parametrize("entry", ["ours", "megatron"])
+def test_a_registered_strategy_saves_again_after_each_restart(entry: str, tmp_path: Path) -> None:
+    assert run_restartable(2, saves_in_each_attempt, str(tmp_path), entry) == [3, 3]

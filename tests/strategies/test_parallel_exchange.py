@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject
-from megatron.core.dist_checkpointing.exchange_utils import exchange_loaded_objects_gather_object
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
@@ -45,7 +44,6 @@ pytestmark = pytest.mark.multiprocess
 
 both_entries = pytest.mark.parametrize("entry", list(Entry))
 
-GROUPINGS = {"one group": [[0, 1, 2, 3]], "three and one": [[0, 1, 2], [3]]}
 ALGORITHMS = ("broadcast", "gather_object", "gather_rounds")
 
 
@@ -53,7 +51,7 @@ def cuts(algorithm: str = "broadcast") -> list[Cut]:
     """Arrays that all ranks want, that some want, and that one wants; regular and not.
 
     gather_rounds gathers tensors of several sizes at once, which NCCL does and gloo does not: for
-    it, as many arrays of one size as both three and four ranks can share evenly.
+    it, as many arrays of one size as four ranks can share evenly.
     """
     if algorithm == "gather_rounds":
         return [on_grid(f"all.{n}", (8, 4), (1, 1), num_replicas=4) for n in range(12)]
@@ -66,12 +64,6 @@ def cuts(algorithm: str = "broadcast") -> list[Cut]:
     ]
 
 
-def group_of(rank: int, grouping: list[list[int]]) -> Any:
-    """The process group of a rank; makes all of them. Collective: world."""
-    made = {tuple(ranks): dist.new_group(ranks) for ranks in grouping}
-    return next(group for ranks, group in made.items() if rank in ranks)
-
-
 def objects(rank: int, *, data: bool) -> dict[str, Any]:
     """An object that all hold alike, and one for each rank."""
     return {
@@ -80,30 +72,16 @@ def objects(rank: int, *, data: bool) -> dict[str, Any]:
     }
 
 
-class Loader(FullyParallelLoadStrategyWrapper):  # type: ignore[misc]
-    """Megatron's wrapper without its defect: a group of one skips an exchange of the world."""
-
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
-        found = super().load(sharded_state_dict, checkpoint_dir)
-        size = dist.get_world_size(self.parallelization_group)
-        if size == 1 < dist.get_world_size():
-            exchange_loaded_objects_gather_object({})
-        return found
-
-
-def save_and_exchange(
-    rank: int, entry: Entry, scratch: Path, grouping: list[list[int]]
-) -> dict[str, Any]:
+def save_and_exchange(rank: int, entry: Entry, scratch: Path) -> dict[str, Any]:
     prepare(60)
-    group = group_of(rank, grouping)
-    saver = FullyParallelSaveStrategyWrapper(ZarrSaveShardedStrategy(), group)
+    saver = FullyParallelSaveStrategyWrapper(ZarrSaveShardedStrategy())
     seen: dict[str, Any] = {}
     for algorithm in ALGORITHMS:
         arrays, root = cuts(algorithm), scratch / algorithm
         state = {"tensors": state_of(rank, arrays), "objects": objects(rank, data=True)}
         save(entry, state, root, sharded_strategy=saver)
-        loader = Loader(
-            ZarrLoadShardedStrategy(), group, do_cache_distribution=True, exchange_algo=algorithm
+        loader = FullyParallelLoadStrategyWrapper(
+            ZarrLoadShardedStrategy(), do_cache_distribution=True, exchange_algo=algorithm
         )
         for target in (zeros, no_data):
             wanted = {
@@ -120,11 +98,8 @@ def save_and_exchange(
 
 
 @both_entries
-@pytest.mark.parametrize("grouping", list(GROUPINGS.values()), ids=list(GROUPINGS))
-def test_every_algorithm_gives_every_rank_what_it_wants(
-    entry: Entry, grouping: list[list[int]], tmp_path: Path
-) -> None:
-    results = run_processes(4, save_and_exchange, entry, tmp_path, grouping)
+def test_every_algorithm_gives_every_rank_what_it_wants(entry: Entry, tmp_path: Path) -> None:
+    results = run_processes(4, save_and_exchange, entry, tmp_path)
 
     for result in results:
         assert result == {algorithm: [([], True)] * 2 for algorithm in ALGORITHMS}, result
@@ -139,7 +114,9 @@ def exchange_other_dtype(rank: int, entry: Entry, root: Path) -> Any:
     save(entry, state_of(rank, stored), root)
     wrong = []
     for algorithm in ALGORITHMS:
-        loader = Loader(ZarrLoadShardedStrategy(), exchange_algo=algorithm)
+        loader = FullyParallelLoadStrategyWrapper(
+            ZarrLoadShardedStrategy(), exchange_algo=algorithm
+        )
         for data in (None, torch.zeros(8, 4)):
             wanted = {
                 cut.key: sharded(cut, cut.parts[rank], copy(data), dtype=torch.float32)
@@ -171,9 +148,8 @@ class NotAllowed:
     """A class that no list of classes allows."""
 
 
-def exchange_with_bad_object(rank: int, entry: Entry, root: Path, grouping: Any) -> Any:
+def exchange_with_bad_object(rank: int, entry: Entry, root: Path) -> Any:
     prepare(60)
-    group = group_of(rank, grouping)
     state = {"tensors": state_of(rank, cuts()), "objects": objects(rank, data=True)}
     save(entry, state, root)
     if rank == 0:
@@ -183,17 +159,16 @@ def exchange_with_bad_object(rank: int, entry: Entry, root: Path, grouping: Any)
         "tensors": state_of(rank, cuts(), no_data),
         "objects": objects(rank, data=False),
     }
-    loader = Loader(ZarrLoadShardedStrategy(), group)
+    loader = FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy())
     with cpu_stand_ins():
         return outcome(partial(load, entry, wanted, root, sharded_strategy=loader))
 
 
 @both_entries
-@pytest.mark.parametrize("grouping", list(GROUPINGS.values()), ids=list(GROUPINGS))
 def test_an_object_that_one_rank_may_not_load_fails_on_every_rank(
-    entry: Entry, grouping: list[list[int]], tmp_path: Path
+    entry: Entry, tmp_path: Path
 ) -> None:
-    results = run_processes(4, exchange_with_bad_object, entry, tmp_path / "c", grouping)
+    results = run_processes(4, exchange_with_bad_object, entry, tmp_path / "c")
 
     names = ("NotAllowed", str(tmp_path / "c" / "o.own" / "shard_3_4.pt"))
     require_failure_everywhere(results, kind=UnsafeObjectError, culprit=3, names=names)

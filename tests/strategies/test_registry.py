@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import base
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies import StrategyAction, StrategyKey, StrategyRegistry, register
-from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.config import LocalOptions, Options
 from dist_ckpt_strategies.errors import (
     IncompatibleVersionError,
     StrategyError,
@@ -22,7 +25,6 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.strategies import registry as registry_module
 from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy
 from dist_ckpt_strategies.strategies.registry import (
-    DEFAULT_REGISTRY,
     get_default_strategy,
     register_default_strategy,
 )
@@ -35,6 +37,8 @@ from dist_ckpt_strategies.strategies.zarr import (
     ZarrSaveShardedStrategy,
     register_default_zarr_strategies,
 )
+from tests.support.ranks import run_processes
+from tests.support.registries import fresh_registries
 
 KEY = StrategyKey(StrategyAction.SAVE_SHARDED, "mine", 1)
 
@@ -60,25 +64,35 @@ class OfSomebodyElse(base.LoadShardedStrategy):  # type: ignore[misc]
 
 
 @pytest.fixture(autouse=True)
-def _registries_as_before() -> Iterator[None]:
-    theirs = {action: dict(found) for action, found in base.default_strategies.items()}
-    ours = dict(DEFAULT_REGISTRY._factories)
-    yield
-    base.default_strategies.clear()
-    base.default_strategies.update(theirs)
-    DEFAULT_REGISTRY._factories.clear()
-    DEFAULT_REGISTRY._factories.update(ours)
+def _registries() -> Iterator[None]:
+    with fresh_registries():
+        yield
+
+
+class Recording(ZarrSaveShardedStrategy):
+    """Notes where it saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.saved: list[Path] = []
+
+    def open_target(self, root: Any, global_rank: int, **options: Any) -> Any:
+        self.saved.append(root)
+        return super().open_target(root, global_rank, **options)
 
 
 # A registry
 
 
-def test_every_look_up_makes_a_strategy_of_its_own() -> None:
+def test_every_look_up_returns_the_same_strategy() -> None:
     registry = StrategyRegistry()
     registry.register(KEY, Plain)
+    first = registry.get(KEY)
 
-    assert isinstance(registry.get(KEY), Plain)
-    assert registry.get(KEY) is not registry.get(KEY)
+    assert isinstance(first, Plain)
+    assert registry.get(KEY) is first
+    registry.register(KEY, partial(Plain), replace=True)
+    assert registry.get(KEY) is not first
 
 
 def test_a_miss_lists_what_is_registered() -> None:
@@ -148,7 +162,6 @@ def test_registries_know_nothing_of_each_other() -> None:
     one.register(KEY, Plain)
 
     assert KEY not in other
-    assert KEY not in DEFAULT_REGISTRY
 
 
 # The default registry
@@ -168,7 +181,6 @@ def test_a_class_or_callable_is_a_factory() -> None:
     for version in (1, 2):
         found = get_default_strategy(StrategyAction.LOAD_SHARDED, "mine", version)
         assert isinstance(found, OfSomebodyElse)
-        assert found is not get_default_strategy(StrategyAction.LOAD_SHARDED, "mine", version)
 
 
 def test_the_default_registry_refuses_a_taken_key_too() -> None:
@@ -200,12 +212,65 @@ def test_register_puts_our_strategies_into_megatrons_registry() -> None:
         assert isinstance(get_default_strategy(action, "zarr", 1), kind)
 
 
-def test_register_may_be_called_again_and_the_last_options_hold() -> None:
-    register()
-    register(options=Options(timeout_s=77.0))
+def test_the_same_registration_again_changes_nothing() -> None:
+    options = Options(timeout_s=77.0)
+    register(options=options, local=LocalOptions(replication_jump=2), allow=[Plain])
+    key = (StrategyAction.SAVE_SHARDED, "zarr", 1)
+    before = get_default_strategy(*key)
+    register(options=replace(options), local=LocalOptions(replication_jump=2), allow=[Plain])
 
-    found = get_default_strategy(StrategyAction.SAVE_SHARDED, "zarr", 1)
-    assert vars(found)["_options"].timeout_s == 77.0
+    assert get_default_strategy(*key) is before
+    assert base.get_default_strategy(*key) is before
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {},
+        {"options": Options(timeout_s=60.0)},
+        {"options": Options(timeout_s=77.0), "allow": [Plain]},
+        {"options": Options(timeout_s=77.0), "local": LocalOptions(replication_jump=2)},
+    ],
+    ids=["none", "options", "allow", "local"],
+)
+def test_a_registration_with_other_arguments_needs_replace(other: dict[str, Any]) -> None:
+    register(options=Options(timeout_s=77.0))
+    key = (StrategyAction.SAVE_SHARDED, "zarr", 1)
+    before = get_default_strategy(*key)
+    with pytest.raises(StrategyExistsError, match="replace=True"):
+        register(**other)
+    assert get_default_strategy(*key) is before
+    assert before.options.timeout_s == 77.0
+
+    register(**other, replace=True)
+    timeout_s = other.get("options", Options()).timeout_s
+    assert get_default_strategy(*key).options.timeout_s == timeout_s
+    assert base.get_default_strategy(*key) is get_default_strategy(*key)
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("comes_first", ["save", "registration"])
+def test_an_own_registration_works_before_and_after_a_save(
+    comes_first: str, tmp_path: Path
+) -> None:
+    assert run_processes(1, register_own, tmp_path, comes_first) == [None]
+
+
+def register_own(_rank: int, root: Path, comes_first: str) -> None:
+    """A tuple leads to the own strategy from the registration on."""
+    own, key = Recording(), (StrategyAction.SAVE_SHARDED, "zarr", 1)
+    state = {"w": ShardedTensor.from_rank_offsets("w", torch.ones(4))}
+    if comes_first == "save":
+        dist_ckpt_strategies.save(dict(state), root / "before", key[1:])
+    register_default_strategy(*key, own)
+    dist_ckpt_strategies.save(dict(state), root / "after", key[1:])
+    assert own.saved == [root / "after"]
+    with pytest.raises(StrategyExistsError, match="replace=True"):
+        register_default_strategy(*key, Recording())
+    with pytest.raises(StrategyExistsError, match="Recording"):
+        register()
+    register_default_strategy(*key, own)
+    assert get_default_strategy(*key) is own
 
 
 def test_megatrons_common_strategies_stay_unless_they_are_to_be_replaced() -> None:

@@ -226,7 +226,7 @@ def load_into_odd_memory(rank: int, entry: Entry, root: Path) -> dict[str, tuple
     other = on_grid("z", (12, 8), (4, 1), dtype=torch.complex64)
     save(entry, state_of(rank, [cut, other]), root)
     found = {}
-    for kind in (*LAYOUTS, negative_view, expanded):
+    for kind in (*LAYOUTS, negative_view):
         target = kind(torch.zeros(3, 8))
         loaded = load(entry, {"w": sharded(cut, cut.parts[rank], target)}, root)["w"]
         right = same_bits(loaded, part_of(cut, cut.parts[rank]))
@@ -241,8 +241,7 @@ def load_into_odd_memory(rank: int, entry: Entry, root: Path) -> dict[str, tuple
 def test_tensors_of_any_memory_layout_are_filled(entry: Entry, tmp_path: Path) -> None:
     for result in run_processes(4, load_into_odd_memory, entry, tmp_path / "c"):
         assert isinstance(result, dict), result
-        right_but_new = {"expanded": (True, False)}
-        assert result == {name: right_but_new.get(name, (True, True)) for name in result}
+        assert result == dict.fromkeys(result, (True, True))
 
 
 def load_three_ways(rank: int, entry: Entry, root: Path) -> dict[str, Any]:
@@ -268,17 +267,14 @@ def load_three_ways(rank: int, entry: Entry, root: Path) -> dict[str, Any]:
         "none": same_bits(loaded["none"], expected) and loaded["none"].device.type == "cpu",
         "request untouched": none.data is None,
         "fitting": same_bits(fitting, expected) and loaded["fitting"] is fitting,
-        "wider": same_bits(loaded["wider"].bfloat16(), expected),
-        "wider untouched": bool((wider == 1).all()),
+        "wider": same_bits(wider, expected.float()) and loaded["wider"] is wider,
         "other shape refused": isinstance(refused, Failure)
         and refused.text == "rank 1: w: its data has shape (4, 2), its local_shape is (2, 4)",
     }
 
 
 @both_entries
-def test_data_that_fits_is_filled_and_other_data_is_left_alone(
-    entry: Entry, tmp_path: Path
-) -> None:
+def test_data_is_filled_and_its_dtype_kept(entry: Entry, tmp_path: Path) -> None:
     for result in run_processes(4, load_three_ways, entry, tmp_path / "c"):
         assert isinstance(result, dict), result
         assert all(result.values()), result

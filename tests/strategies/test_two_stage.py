@@ -23,12 +23,14 @@ from dist_ckpt_strategies.errors import (
     ShapeMismatchError,
     StrategyError,
 )
+from dist_ckpt_strategies.storage.file_systems import page_cache_of
 from dist_ckpt_strategies.strategies.two_stage import (
     TwoStageDataParallelLoadShardedStrategy,
     _ShardedTensorMetadata,
     sharded_tensor_chunk_id,
     timed,
 )
+from dist_ckpt_strategies.two_stage import load as two_stage_load
 from tests.support.entries import (
     Entry,
     Failure,
@@ -123,36 +125,68 @@ def replicas(rank: int, *, empty: bool) -> dict[str, Any]:
     return state
 
 
-def count_reads(rank: int, root: Path, backend: tuple[str, int]) -> Any:
+def count_reads(rank: int, root: Path, backend: tuple[str, int], way: str) -> Any:
     prepare(60)
+    is_one_host = way == "page cache"
+    if way == "network storage":
+        vars(two_stage_load)["page_cache_of"] = lambda _: None
+    if way == "little memory":
+        vars(two_stage_load)["available_nbytes"] = lambda: 0
     save(Entry.OURS, replicas(rank, empty=False), root, sharded_strategy=backend)
     strategy = TwoStageDataParallelLoadShardedStrategy(group_of_size(4))
     strategy.load(replicas(rank, empty=True), root)  # imports what is imported once
-    before = read_nbytes()
+    dist.barrier()
+    if rank == 0 and is_one_host:
+        forget(root)
+    dist.barrier()
+    before = io_nbytes("read_bytes" if is_one_host else "rchar")
     loaded = strategy.load(replicas(rank, empty=True), root)
-    at_the_door = read_nbytes() - before
+    counted = io_nbytes("read_bytes" if is_one_host else "rchar") - before
     expected = replicas(rank, empty=False)
     same = all(torch.equal(loaded[key], value.data) for key, value in expected.items())
     nbytes = sum(value.data.nbytes for value in expected.values())
-    return same, nbytes, strategy.summarize_load_times(), at_the_door
+    return same, nbytes, strategy.summarize_load_times(), counted
 
 
-def read_nbytes() -> int:
-    """Bytes that this process has asked the system to read so far."""
-    text = Path("/proc/self/io").read_text(encoding="ascii")
-    return int(text.split("rchar:")[1].split()[0])
+def forget(root: Path) -> None:
+    """Drop the files from the page cache."""
+    for path in (path for path in root.rglob("*") if path.is_file()):
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
+def io_nbytes(name: str) -> int:
+    """Bytes that this process has asked the system for (rchar) or had it get from a disk."""
+    lines = Path("/proc/self/io").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 SMALL_FILES_NBYTES = 100 << 10
 """Manifest, descriptions of arrays, and what travels over the ranks' sockets by way of ``read``."""
 
 
+def is_in_memory(directory: Path) -> bool:
+    cache = page_cache_of(directory)
+    return cache is not None and cache.is_storage
+
+
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs Linux's /proc")
-@pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)], ids=["format1", "format2"])
+@pytest.mark.parametrize(
+    ("backend", "way"),
+    [
+        (("zarr", 1), "network storage"),
+        (("zarr", 2), "network storage"),
+        (("zarr", 1), "little memory"),
+    ],
+)
 def test_each_byte_is_read_once_and_all_ranks_read_about_the_same(
-    backend: tuple[str, int], tmp_path: Path
+    backend: tuple[str, int], way: str, tmp_path: Path
 ) -> None:
-    results = run_processes(4, count_reads, tmp_path / "c", backend)
+    if way == "little memory" and is_in_memory(tmp_path):
+        pytest.skip("needs a temporary directory that is not in memory")
+    results = run_processes(4, count_reads, tmp_path / "c", backend, way)
 
     nbytes = results[0][1]
     for same, _, report, _ in results:
@@ -160,9 +194,28 @@ def test_each_byte_is_read_once_and_all_ranks_read_about_the_same(
         assert nbytes <= sum(share.read_nbytes for share in report.shares) <= 1.02 * nbytes
         assert max(share.read_nbytes for share in report.shares) <= 1.1 * nbytes / 4
         assert report == results[0][2]
-    doors = [at_the_door for _, _, _, at_the_door in results]
-    assert sum(doors) <= 1.02 * nbytes + SMALL_FILES_NBYTES
-    assert max(doors) <= 1.1 * nbytes / 4 + SMALL_FILES_NBYTES / 4
+    asked = [counted for _, _, _, counted in results]
+    assert sum(asked) <= 1.02 * nbytes + SMALL_FILES_NBYTES
+    assert max(asked) <= 1.1 * nbytes / 4 + SMALL_FILES_NBYTES / 4
+
+
+MAX_BLOCKS_NBYTES = 1 << 20
+"""What the system reads beside the content of small files: whole blocks, directories, inodes."""
+
+
+@pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)], ids=["format1", "format2"])
+def test_on_one_host_each_byte_leaves_the_disk_once(
+    backend: tuple[str, int], tmp_path: Path
+) -> None:
+    if page_cache_of(tmp_path) is None or is_in_memory(tmp_path):
+        pytest.skip("needs a temporary directory on a local disk")
+    results = run_processes(4, count_reads, tmp_path / "c", backend, "page cache")
+
+    nbytes = results[0][1]
+    for same, _, report, _ in results:
+        assert same
+        assert sum(share.read_nbytes for share in report.shares) <= 1.02 * nbytes
+    assert 0.9 * nbytes <= sum(r[3] for r in results) <= 1.02 * nbytes + MAX_BLOCKS_NBYTES
 
 
 def make_no_groups_twice(rank: int, root: Path) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -19,9 +20,12 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
 from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.formats.checkpoints import Share
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr_format2 import EitherFormatLoadShardedStrategy
+from dist_ckpt_strategies.two_stage.load import prepare_group_load, run_group_load
+from dist_ckpt_strategies.two_stage.sources import CheckpointSource
 from tests.support.entries import prepare
 from tests.support.formats import save_format1, save_format2
 from tests.support.ranks import run_processes
@@ -130,7 +134,12 @@ def test_a_group_gets_bit_for_bit_what_each_rank_reads_alone(seed: int, num_rank
         save(state_of(0, cuts), root, SoloCommunicator(), OPTIONS, SaveMemory())
 
         def together(comm: ThreadCommunicator) -> Any:
-            return strategy.load_in_group(asked(wishes[comm.rank]), root, comm, OPTIONS)
+            source = CheckpointSource(
+                lambda: root, lambda where: strategy.open_checkpoint(where, OPTIONS, Share())
+            )
+            fill = partial(strategy.tensors_to_fill, options=OPTIONS)
+            load = prepare_group_load(asked(wishes[comm.rank]), source, comm, OPTIONS, fill)
+            return run_group_load(load, source, comm, OPTIONS, strategy.allowed)
 
         results = run_ranks(num_ranks, together, timeout_s=20)
         for own, (loaded, _) in zip(wishes, results, strict=True):
@@ -167,7 +176,7 @@ def load_random_layouts(rank: int, root: Path, seeds: list[int], budget: int) ->
     ("num_ranks", "budget"), [(2, 20_000), (4, 20_000), (8, 20_000), (3, 512 << 20)]
 )
 def test_so_do_ranks_that_are_processes(num_ranks: int, budget: int, tmp_path: Path) -> None:
-    """With so little memory over gloo, otherwise through memory that they share."""
+    """With little memory in many rounds."""
     seeds = list(range(1000 * num_ranks, 1000 * num_ranks + 6))
 
     results = run_processes(num_ranks, load_random_layouts, tmp_path, seeds, budget, timeout_s=150)

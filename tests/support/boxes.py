@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.region import Extent, Region
-from dist_ckpt_strategies.spec.shard import RankShards, ShardId, ShardSpec
+from dist_ckpt_strategies.core.array import DType, RankShards, ShardId, ShardSpec
+from dist_ckpt_strategies.core.region import Extent, Region
 
 NUM_RANKS = 4
 

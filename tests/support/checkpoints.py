@@ -6,21 +6,19 @@ import json
 import shutil
 import tarfile
 from collections.abc import Mapping
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-import dist_ckpt_strategies
 from dist_ckpt_strategies.config import Engine
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.disk.files import COMMON_NAME, write_file
-from dist_ckpt_strategies.storage.format1.layout import METADATA_NAME
-from dist_ckpt_strategies.storage.lifecycle.publication import publish
-from dist_ckpt_strategies.storage.objects.pickled import dump_object, write_object
+from dist_ckpt_strategies.core.array import DType, ObjectId
+from dist_ckpt_strategies.formats.finished import publish
+from dist_ckpt_strategies.formats.marker import CheckpointMarker
+from dist_ckpt_strategies.formats.objects import dump_object, write_object
+from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME
+from dist_ckpt_strategies.storage.files import COMMON_NAME, write_file
 from tests.support.samples import random_values
 from tests.support.stores import write_array
 
@@ -87,9 +85,7 @@ def golden_archives() -> dict[str, Path]:
 
     They are looked up here without importing Megatron-Core, as tests.golden.sets does.
     """
-    package = Path(dist_ckpt_strategies.__file__).parent
-    folders = (package / "cli" / "data", Path(__file__).parents[1] / "golden" / "data")
-    found = chain.from_iterable(folder.glob("*.tar.xz") for folder in folders)
+    found = (Path(__file__).parents[1] / "golden" / "data").glob("*.tar.xz")
     return {path.name.removesuffix(".tar.xz"): path for path in sorted(found)}
 
 

@@ -54,7 +54,7 @@ def prepare(timeout_s: float, engine: str = "tensorstore", **registration: Any) 
     """Set timeout and engine of this process, for everything, and register the strategies."""
     os.environ["DIST_CKPT_TIMEOUT_S"] = str(timeout_s)
     os.environ["DIST_CKPT_ENGINE"] = engine
-    dist_ckpt_strategies.register(**registration)
+    dist_ckpt_strategies.register(**{"replace": True} | registration)
 
 
 @dataclass(frozen=True, slots=True)

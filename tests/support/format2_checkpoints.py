@@ -10,9 +10,9 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.storage.lifecycle.publication import publish
-from dist_ckpt_strategies.storage.objects.pickled import dump_object
+from dist_ckpt_strategies.formats.finished import publish
+from dist_ckpt_strategies.formats.marker import CheckpointMarker
+from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from tests.support.formats import save_format2
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.errors import StorageError
-from dist_ckpt_strategies.spec.array import ArraySpec
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, Transfer
 from tests.support.samples import Values
 

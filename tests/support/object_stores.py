@@ -77,6 +77,13 @@ class ObjectStore:
         content: bytes = self.client().get_object(Bucket=bucket, Key=name)["Body"].read()
         return content
 
+    def place(self, bucket: str, name: str = "run") -> str:
+        """The prefix below which the objects of the one save to a checkpoint lie."""
+        below = [n for n in self.names(bucket) if n.startswith(f"{name}/")]
+        names = {n.removeprefix(f"{name}/").partition("/")[0] for n in below}
+        (found,) = (one for one in names if one.startswith("save-"))
+        return f"{name}/{found}"
+
     def put(self, bucket: str, name: str, content: bytes) -> None:
         """Put an object."""
         self.client().put_object(Bucket=bucket, Key=name, Body=content)

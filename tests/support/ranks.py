@@ -35,7 +35,6 @@ _PRELOADED = (
     "dist_ckpt_strategies.strategies.entry_load",
     "dist_ckpt_strategies.strategies.entry_save",
     "dist_ckpt_strategies.strategies.backends",
-    "dist_ckpt_strategies.cli.chaos.training",
     "dist_ckpt_strategies.cli.demo.worker",
     "dist_ckpt_strategies.inprocess.wrap",
     "dist_ckpt_strategies.inprocess.store_coordinator",
@@ -46,6 +45,7 @@ _PRELOADED = (
     "psutil",
     "pytest",
     "tests.support.entries",
+    "tests.support.sharded_training",
     "tests.support.sharding",
     # The last: from then on the collector leaves alone what is there.
     "tests.support.frozen",

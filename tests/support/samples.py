@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.region import Extent, Region
+from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.region import Extent, Region
 
 Values = npt.NDArray[Any]
 

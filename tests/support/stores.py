@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from dist_ckpt_strategies.config import Engine, Options
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.core.array import ArraySpec
+from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.formats.zarr2_engines import open_array_store
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayStore, ArrayWrite
-from dist_ckpt_strategies.storage.format1.engines import open_array_store
-from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
 from tests.support.samples import Values, array_of, whole_of
 
 TIMEOUT_S = 60.0

@@ -1,4 +1,4 @@
-"""What the demonstration asks of its ranks, as plain values that travel to them as JSON."""
+"""The demonstration's task for its ranks, as plain values that travel to them as JSON."""
 
 from __future__ import annotations
 
@@ -8,19 +8,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt_strategies.errors import CheckpointError
-
 ZARR = ("zarr", 1)
 LOCAL_REPLICATED = ("local_replicated", 1)
 FULLY_RESHARDABLE = "fully_reshardable"
 
 
-class DemoError(CheckpointError):
-    """A step of the demonstration did not end as it should."""
-
-
 class Role(StrEnum):
-    """What one start of the four ranks is for."""
+    """The purpose of one start of the ranks."""
 
     TRAIN = "train"
     RESUME = "resume"
@@ -89,7 +83,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class RankTask:
-    """Everything one rank is told when it starts.
+    """The task of all ranks of one start.
 
     Attributes:
         role: train and save, or load and resume.
@@ -99,7 +93,6 @@ class RankTask:
         checkpoint: the directory that is saved to or loaded from.
         scratch: a directory of this start alone: rendezvous, events and failures.
         loading: who reads the checkpoint, where it is loaded.
-        golden: the unpacked golden checkpoint, where this start is to load it too.
         nodes: the directory that holds one for each node, where there is a local checkpoint too.
         timeout_s: longest wait for a peer, in seconds.
     """
@@ -111,7 +104,6 @@ class RankTask:
     scratch: Path
     backend: tuple[str, int] = ZARR
     loading: Loading = Loading.EACH
-    golden: Path | None = None
     nodes: Path | None = None
     timeout_s: float = 120.0
 
@@ -133,7 +125,6 @@ class RankTask:
             nodes=Path(found["nodes"]) if found["nodes"] else None,
             backend=(str(found["backend"][0]), int(found["backend"][1])),
             loading=Loading(found["loading"]),
-            golden=Path(found["golden"]) if found["golden"] else None,
             timeout_s=float(found["timeout_s"]),
         )
 

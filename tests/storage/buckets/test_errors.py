@@ -11,8 +11,8 @@ from dist_ckpt_strategies.errors import (
     StoreAccessError,
     StoreUnreachableError,
 )
-from dist_ckpt_strategies.spec.store_url import StoreUrl
-from dist_ckpt_strategies.storage.buckets.errors import Deed, store_error
+from dist_ckpt_strategies.storage.bucket import Deed, store_error
+from dist_ckpt_strategies.storage.urls import StoreUrl
 
 RUN = StoreUrl("s3", "bucket", "run")
 DETAIL = " [http_response_code='403'] [http_response_body='<Error>...</Error>']"

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.storage.disk.direct_io import (
+from dist_ckpt_strategies.storage.direct_io import (
     BLOCK_NBYTES,
     BounceBuffers,
     Bytes,
@@ -22,7 +22,7 @@ from dist_ckpt_strategies.storage.disk.direct_io import (
     start_direct,
     write_direct,
 )
-from dist_ckpt_strategies.storage.disk.file_access import file_access, file_system_type
+from dist_ckpt_strategies.storage.file_systems import file_access, file_system_type
 from tests.support.disks import tiny_ext4, tiny_tmpfs
 
 FEWER = settings(max_examples=40)

@@ -16,7 +16,7 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
-from dist_ckpt_strategies.storage.disk.files import (
+from dist_ckpt_strategies.storage.files import (
     file_errors,
     read_file,
     storage_error,

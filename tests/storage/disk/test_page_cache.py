@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from dist_ckpt_strategies.storage.disk import page_cache
-from dist_ckpt_strategies.storage.disk.file_access import file_access
-from dist_ckpt_strategies.storage.disk.page_cache import begin_readahead, is_cached
+from dist_ckpt_strategies.storage import file_systems as page_cache
+from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access, is_cached
 from tests.support.disks import tiny_tmpfs
 
 SIZE = 3 << 20
@@ -103,3 +102,41 @@ def test_a_file_in_memory_counts_as_cached(tmp_path: Path, way: str) -> None:
     with tiny_tmpfs(tmp_path / "tmpfs") as directory:
         (directory / "file").write_bytes(bytes(1 << 16))
         assert cached(str(directory / "file")), way
+
+
+def test_processes_that_read_the_same_directory_share_a_page_cache(tmp_path: Path) -> None:
+    found = page_cache.page_cache_of(tmp_path)
+    if found is None:
+        pytest.skip("needs a temporary directory on a local file system")
+    (tmp_path / "other").mkdir()
+
+    assert page_cache.page_cache_of(tmp_path / "other" / "..") == found
+    assert page_cache.page_cache_of(tmp_path / "other") != found
+
+
+@pytest.mark.parametrize("path", ["/proc", "/no such directory"])
+def test_where_no_page_cache_is_known_there_is_none_to_share(path: str) -> None:
+    assert page_cache.page_cache_of(Path(path)) is None
+
+
+def test_a_file_system_in_memory_is_its_own_page_cache(tmp_path: Path) -> None:
+    with tiny_tmpfs(tmp_path / "tiny") as directory:
+        found = page_cache.page_cache_of(directory)
+
+    assert found is not None
+    assert found.is_storage
+
+
+@pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="needs Linux's /proc")
+def test_the_limit_of_a_control_group_bounds_the_memory_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_cache, "_CONTROL_GROUP", tmp_path)
+    whole = page_cache.available_nbytes()
+    (tmp_path / "memory.max").write_text("max\n")
+    without = page_cache.available_nbytes()
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.stat").write_text("anon 300\nfile 500\n")
+
+    assert min(whole, without) > 1000
+    assert page_cache.available_nbytes() == 700

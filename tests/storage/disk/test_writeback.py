@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from dist_ckpt_strategies.storage.disk.writeback import begin_writeback
+from dist_ckpt_strategies.storage.direct_io import begin_writeback
 
 
 def test_what_was_written_stays_and_what_is_not_there_is_no_error(tmp_path: Path) -> None:

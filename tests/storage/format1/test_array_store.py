@@ -17,17 +17,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.config import Engine
+from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.region import Extent, Region
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
     StorageError,
 )
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.region import Extent, Region
+from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
-from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
 from tests.support.boxes import regions_in, shapes
 from tests.support.disks import fill_disk, read_only
 from tests.support.leaks import threads_left
@@ -415,17 +414,6 @@ def test_long_rows_of_a_large_chunk_are_read_in_shares(engine: Engine, tmp_path:
 
     assert same_bytes(read_array(tmp_path, engine, region=half), values[half.slices()])
     assert same_bytes(read_array(tmp_path, engine), values)
-
-
-def test_a_copy_of_hard_links_keeps_what_it_has(engine: Engine, tmp_path: Path) -> None:
-    old, new = random_values((99,), DType.INT16, seed=1), random_values((99,), DType.INT16, seed=2)
-    array = write_array(tmp_path, engine, old)
-    (path,) = chunk_files(tmp_path, array)
-    (tmp_path / "copy").hardlink_to(path)
-    write_array(tmp_path, engine, new)
-
-    assert (tmp_path / "copy").read_bytes() == old.tobytes()
-    assert same_bytes(read_array(tmp_path, engine), new)
 
 
 def test_nothing_to_transfer_is_done_at_once(engine: Engine, tmp_path: Path) -> None:

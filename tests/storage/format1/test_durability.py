@@ -15,16 +15,15 @@ import numpy as np
 import pytest
 
 from dist_ckpt_strategies.config import Engine, Options
+from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import StorageError
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.formats import zarr2_engines as stores
+from dist_ckpt_strategies.formats import zarr2_tensorstore as tensorstore_arrays
+from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.storage import file_systems as whole_flush
 from dist_ckpt_strategies.storage.base import ArrayWrite
-from dist_ckpt_strategies.storage.disk import whole_flush
-from dist_ckpt_strategies.storage.disk.file_access import FileAccess, permitted_access
-from dist_ckpt_strategies.storage.format1 import engines as stores
-from dist_ckpt_strategies.storage.format1 import tensorstore_arrays
-from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
+from dist_ckpt_strategies.storage.file_systems import FileAccess, permitted_access
 from tests.support.leaks import open_files_below
 from tests.support.stores import TIMEOUT_S, store_of
 
@@ -181,18 +180,6 @@ def test_the_whole_file_system_is_flushed_only_where_little_waits_and_errors_are
     monkeypatch.setattr("platform.release", lambda: release)
 
     assert (whole_flush.whole_flush(tmp_path) is not None) == is_whole
-
-
-def test_metadata_is_there_before_the_first_chunk(tmp_path: Path) -> None:
-    array = ARRAYS[0]
-    box = array.chunk_region((1, 0))
-    write = ArrayWrite(array, box, np.ones(box.shape, np.float32))
-    for engine in Engine:
-        root = tmp_path / engine.value
-        root.mkdir()
-        store_of(root, engine).begin_writes([write]).wait(TIMEOUT_S)
-
-        assert Zarr2Layout(root).find("w") == array
 
 
 @pytest.mark.parametrize("before", [b"", b"{", b"another"])

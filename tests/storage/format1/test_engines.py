@@ -10,9 +10,9 @@ import pytest
 
 from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.errors import MissingDependencyError
-from dist_ckpt_strategies.storage.format1.engines import open_array_store
-from dist_ckpt_strategies.storage.format1.tensorstore_arrays import TensorStoreArrays
-from dist_ckpt_strategies.storage.format1.zarr_arrays import ZarrPythonArrays
+from dist_ckpt_strategies.formats.zarr2_engines import open_array_store
+from dist_ckpt_strategies.formats.zarr2_python import ZarrPythonArrays
+from dist_ckpt_strategies.formats.zarr2_tensorstore import TensorStoreArrays
 
 
 def test_each_engine_has_its_store(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_the_one_engine_does_not_import_the_library_of_the_other() -> None:
     program = (
         "import sys, pathlib\n"
         "from dist_ckpt_strategies.config import Options\n"
-        "from dist_ckpt_strategies.storage.format1.engines import open_array_store\n"
+        "from dist_ckpt_strategies.formats.zarr2_engines import open_array_store\n"
         "open_array_store(pathlib.Path('.'), Options(engine='zarr'))\n"
         "assert 'tensorstore' not in sys.modules\n"
         "print('fine')\n"

@@ -12,14 +12,14 @@ import pytest
 import zarr
 
 from dist_ckpt_strategies.config import Engine
+from dist_ckpt_strategies.core.array import DType
+from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     StorageError,
 )
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.region import Region
-from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
+from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from tests.support.checkpoints import write_metadata
 from tests.support.samples import Values, random_values, same_bytes
 from tests.support.stores import chunk_files, read_array, read_into

@@ -12,28 +12,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import dist_ckpt_strategies
 from dist_ckpt_strategies.config import Engine
+from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
     PlanError,
     StorageError,
 )
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.storage.format1.layout import (
+from dist_ckpt_strategies.formats.object_files import object_ids
+from dist_ckpt_strategies.formats.zarr2 import (
     Zarr2Layout,
     array_metadata,
     metadata_content,
     parse_metadata,
 )
-from dist_ckpt_strategies.storage.objects.files import object_ids
 from tests.support.boxes import shapes
 from tests.support.samples import random_values
 from tests.support.stores import TIMEOUT_S, store_of, write_array
 
-LEGACY = Path(dist_ckpt_strategies.__file__).parent / "cli" / "data" / "m0123_tp4_modelonly.tar.xz"
+LEGACY = Path(__file__).parents[2] / "golden" / "data" / "m0123_tp4_modelonly.tar.xz"
 SOME_PATH = Path("w/.zarray")
 
 

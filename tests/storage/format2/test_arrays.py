@@ -15,17 +15,16 @@ import zarr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.chunk_grids import cut_chunk
+from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckpointError
-from dist_ckpt_strategies.plan.inner_chunks import cut_chunk
-from dist_ckpt_strategies.spec.array import ArraySpec
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.manifest import ArrayRecord, ChunkRecord
-from dist_ckpt_strategies.spec.region import Region
+from dist_ckpt_strategies.formats.manifest import ArrayRecord, ChunkRecord
+from dist_ckpt_strategies.formats.zarr2_python import register_extension_dtypes
+from dist_ckpt_strategies.formats.zarr3 import chunk_name, directory_name
+from dist_ckpt_strategies.formats.zarr3_arrays import Zarr3Reader, Zarr3Writer
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
-from dist_ckpt_strategies.storage.disk.file_access import FileAccess, file_access
-from dist_ckpt_strategies.storage.format2.arrays import Zarr3Reader, Zarr3Writer
-from dist_ckpt_strategies.storage.format2.layout import chunk_name, directory_name
-from dist_ckpt_strategies.storage.zarr_dtypes import register_extension_dtypes
+from dist_ckpt_strategies.storage.file_systems import FileAccess, file_access
 from tests.support.samples import Values, random_values, same_bytes
 
 TIMEOUT_S = 60.0

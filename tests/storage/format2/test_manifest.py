@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
+from dist_ckpt_strategies.formats.manifest import INDEX_NAME, digest_of
+from dist_ckpt_strategies.formats.manifest_reader import Manifest
+from dist_ckpt_strategies.formats.scan import scan
+from dist_ckpt_strategies.formats.scanned import verify
 from dist_ckpt_strategies.storage.file_store import Directory
-from dist_ckpt_strategies.storage.format2.manifest import INDEX_NAME, digest_of
-from dist_ckpt_strategies.storage.format2.manifest_reader import Manifest
-from dist_ckpt_strategies.storage.format2.survey import check_format2, survey_format2
 from tests.support.format2_checkpoints import LARGE, RNG, write_format2
 
 PART = "manifest/part-00000.json"
@@ -84,9 +85,7 @@ def test_a_part_that_makes_no_sense_is_named(
     with pytest.raises(CorruptCheckpointError) as caught:
         read_all(root)
     assert caught.value.path == f"{root}/{PART}"
-    survey = survey_format2(root)
-    assert survey is not None
-    assert PART in {finding.path for finding in check_format2(survey)}
+    assert PART in {issue.path for issue in verify(scan(root))}
 
 
 @pytest.mark.parametrize(

@@ -7,35 +7,35 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
-from dist_ckpt_strategies.config import Engine
+from dist_ckpt_strategies.comm.solo import SoloCommunicator
+from dist_ckpt_strategies.config import Engine, Options
+from dist_ckpt_strategies.core.array import DType, ObjectId
 from dist_ckpt_strategies.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
     StorageError,
 )
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.marker import CheckpointMarker
-from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.format1.layout import Zarr2Layout
-from dist_ckpt_strategies.storage.lifecycle.clearing import make_way, retract
-from dist_ckpt_strategies.storage.lifecycle.publication import (
-    has_withdrawn_marker,
+from dist_ckpt_strategies.formats.finished import (
     is_finished,
     make_directory,
     publish,
     read_marker,
-    withdraw_marker,
 )
-from dist_ckpt_strategies.storage.lifecycle.tokens import leave_token, remove_token, require_token
-from dist_ckpt_strategies.storage.locations import require_unfinished
-from dist_ckpt_strategies.storage.objects.pickled import write_object
+from dist_ckpt_strategies.formats.locations import require_unfinished
+from dist_ckpt_strategies.formats.marker import CheckpointMarker
+from dist_ckpt_strategies.formats.objects import write_object
+from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from tests.support.disks import fill_disk, read_only
 from tests.support.format2_checkpoints import write_format2
+from tests.support.formats import save_format1
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.samples import random_values
 from tests.support.stores import write_array
@@ -63,10 +63,20 @@ def contents(root: Path) -> dict[str, bytes]:
     }
 
 
-def clear(root: Path) -> None:
-    """Remove a checkpoint as a whole, as a save that replaces it does in two steps."""
-    retract(root)
-    (root / "common.pt").unlink(missing_ok=True)
+def save_over(root: Path, *keys: str) -> None:
+    """Save arrays and objects of these keys as a strategy does for Megatron-Core's own save."""
+    state: dict[str, Any] = {
+        key: ShardedObject(key, 5, (1,), (0,))
+        if key in OBJECTS
+        else ShardedTensor.from_rank_offsets(key, torch.zeros(4))
+        for key in keys
+    }
+    save_format1(state, root, SoloCommunicator(), Options(timeout_s=60.0), SaveMemory())
+
+
+def files_of(*keys: str) -> set[str]:
+    """The files of arrays that ``save_over`` writes."""
+    return {f"{key}/{name}" for key in keys for name in (".zarray", "0")}
 
 
 # Visible or not
@@ -196,40 +206,26 @@ def test_a_new_directory_is_made_with_all_above_it(tmp_path: Path) -> None:
     assert list((tmp_path / "a" / "b" / "iter_1").iterdir()) == []
 
 
-def test_retracting_removes_marker_arrays_and_objects_and_keeps_the_common_state(
-    tmp_path: Path,
-) -> None:
+OBJECTS = {"rng_state", "a/b/state"}
+KEYS = {"w", "optimizer/exp_avg.w", "w/below"} | OBJECTS
+
+
+def test_a_finished_checkpoint_is_replaced_by_one_of_other_keys(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
-    retract(tmp_path)
+    save_over(tmp_path, "x", "y/z")
 
-    assert not is_finished(tmp_path)
-    assert list(contents(tmp_path)) == ["common.pt"]
-
-
-def test_retracting_twice_is_fine(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    retract(tmp_path)
-    retract(tmp_path)
-
-    assert list(contents(tmp_path)) == ["common.pt"]
+    assert set(contents(tmp_path)) == {"common.pt"} | files_of("x", "y/z")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["common.pt", "x", "y"]
 
 
-KEYS = {"w", "optimizer/exp_avg.w", "w/below", "rng_state", "a/b/state"}
-
-
-def test_a_finished_checkpoint_makes_way_for_one_of_other_keys(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    make_way(tmp_path, {"x"}, is_checkpoint=True)
-
-    assert list(contents(tmp_path)) == ["common.pt"]
-
-
-def test_what_an_unfinished_save_left_makes_way_for_the_same_keys_and_more(tmp_path: Path) -> None:
+def test_what_an_unfinished_save_left_is_replaced_by_the_same_keys_and_more(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     (tmp_path / "metadata.json").unlink()
-    make_way(tmp_path, KEYS | {"x"}, is_checkpoint=False)
+    save_over(tmp_path, *KEYS, "x")
 
-    assert list(contents(tmp_path)) == ["common.pt"]
+    arrays = files_of(*KEYS.difference(OBJECTS), "x")
+    objects = {"rng_state/shard_0_1.pt", "a/b/state/shard_0_1.pt"}
+    assert set(contents(tmp_path)) == {"common.pt"} | arrays | objects
 
 
 @pytest.mark.parametrize("missing", sorted(KEYS))
@@ -240,7 +236,7 @@ def test_without_a_marker_what_would_not_be_replaced_is_refused_and_stays(
     (tmp_path / "metadata.json").unlink()
     before = contents(tmp_path)
     with pytest.raises(CheckpointExistsError, match=rf"1 arrays or objects .*: {missing};"):
-        make_way(tmp_path, KEYS - {missing}, is_checkpoint=False)
+        save_over(tmp_path, *KEYS.difference({missing}))
 
     assert contents(tmp_path) == before
 
@@ -252,75 +248,35 @@ def test_a_key_that_leads_into_something_else_is_refused(key: str, tmp_path: Pat
         make_checkpoint(inner)
     make_checkpoint(root)
     (root / "linked").symlink_to(tmp_path / "elsewhere")
+    (root / "metadata.json").rename(root / ".removed-metadata.json")
     before = contents(tmp_path)
 
-    with pytest.raises(CheckpointExistsError, match=f"^{key}: .* would become a part") as caught:
-        make_way(root, {"w", key}, is_checkpoint=True)
+    with pytest.raises(CheckpointExistsError, match=f": {key}: .* would become a part") as caught:
+        save_over(root, "w", key)
     assert caught.value.key == key
     assert contents(tmp_path) == before
-    make_way(root, {"w", "innermost"}, is_checkpoint=True)
+    save_over(root, "w", "innermost")
 
 
-def test_an_array_that_is_a_link_makes_way_for_one_that_is_none(tmp_path: Path) -> None:
+def test_an_array_that_is_a_link_is_replaced_by_one_that_is_none(tmp_path: Path) -> None:
     root = tmp_path / "root"
     make_checkpoint(root)
     (root / "w").rename(tmp_path / "elsewhere")
     (root / "w").symlink_to(tmp_path / "elsewhere")
-    make_way(root, {"w"}, is_checkpoint=True)
+    save_over(root, "w")
 
-    assert not (root / "w").exists()
-    assert (tmp_path / "elsewhere" / ".zarray").exists()
-
-
-def test_a_checkpoint_half_removed_is_still_known_to_be_one(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    withdraw_marker(tmp_path)
-    assert has_withdrawn_marker(tmp_path)
-    assert not is_finished(tmp_path)
-
-    make_way(tmp_path, {"x"}, is_checkpoint=True)
-    assert not has_withdrawn_marker(tmp_path)
-    assert list(contents(tmp_path)) == ["common.pt"]
+    assert not (root / "w").is_symlink()
+    assert (tmp_path / "elsewhere" / "below" / ".zarray").exists()
 
 
-def test_an_unfinished_checkpoint_below_the_directory_is_left_alone(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "iter_0000010")
-    (tmp_path / "iter_0000010" / "metadata.json").unlink()
-    before = contents(tmp_path)
-    make_way(tmp_path, {"w"}, is_checkpoint=False)
-
-    assert contents(tmp_path) == before
-
-
-def test_files_of_torch_dist_go_with_their_marker_only(tmp_path: Path) -> None:
-    names = [".metadata", "__0_0.distcp", "__12_3.distcp"]
-    for name in (*names, "mine.distcp"):
-        (tmp_path / name).write_bytes(b"x")
-    make_way(tmp_path, set(), is_checkpoint=False)
-    assert len(contents(tmp_path)) == 4
-
-    publish(tmp_path, CheckpointMarker("torch_dist", 1))
-    make_way(tmp_path, set(), is_checkpoint=True)
-    assert list(contents(tmp_path)) == ["mine.distcp"]
-
-
-def test_a_token_is_seen_in_the_same_directory_only(tmp_path: Path) -> None:
-    for name in ("here", "there"):
-        (tmp_path / name).mkdir()
-    leave_token(tmp_path / "here", "1a")
-    require_token(tmp_path / "here", "1a", "rank 0", timeout_s=60)
-    with pytest.raises(StorageError, match="what rank 0 has written there is not seen") as caught:
-        require_token(tmp_path / "there", "1a", "rank 0", timeout_s=0.2)
-    assert caught.value.path == str(tmp_path / "there")
-    remove_token(tmp_path / "here", "1a")
-    with pytest.raises(StorageError, match="another save to it has begun"):
-        remove_token(tmp_path / "here", "1a")
-
-    assert contents(tmp_path) == {}
-
-
-def test_files_that_are_no_part_of_a_checkpoint_are_left_alone(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
+def test_checkpoints_and_files_that_are_no_part_of_it_are_left_alone(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for place in (root, root / "iter_0000010", root / "runs" / "b", tmp_path / "other"):
+        make_checkpoint(place)
+    (root / "iter_0000010" / "metadata.json").unlink()
+    (tmp_path / "other" / "metadata.json").unlink()  # looks like a directory of arrays
+    (root / "previous").symlink_to(tmp_path / "other")
+    (root / "linked_array").symlink_to(tmp_path / "other" / "w")
     extra = {
         "README.txt": b"mine",
         "w.py": b"mine",
@@ -330,22 +286,16 @@ def test_files_that_are_no_part_of_a_checkpoint_are_left_alone(tmp_path: Path) -
         "latest_checkpointed_iteration.txt": b"7",
     }
     for name, content in extra.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(content)
-    clear(tmp_path)
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content)
+    kept = [root / "iter_0000010", root / "runs" / "b", tmp_path / "other"]
+    before = [contents(place) for place in kept]
+    save_over(root, "x")
 
-    assert contents(tmp_path) == extra
-
-
-def test_other_checkpoints_below_the_directory_are_left_alone(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path)
-    make_checkpoint(tmp_path / "iter_0000010")
-    make_checkpoint(tmp_path / "runs" / "b")
-    before = contents(tmp_path / "iter_0000010"), contents(tmp_path / "runs" / "b")
-    clear(tmp_path)
-
-    after = contents(tmp_path / "iter_0000010"), contents(tmp_path / "runs" / "b")
-    assert after == before
+    assert [contents(place) for place in kept] == before
+    found = contents(root)
+    assert {name: found[name] for name in extra} == extra
+    assert not (root / "w").exists()
 
 
 def test_arrays_of_other_checkpoints_below_the_directory_are_not_counted_as_its_own(
@@ -356,79 +306,40 @@ def test_arrays_of_other_checkpoints_below_the_directory_are_not_counted_as_its_
     assert list(Zarr2Layout(tmp_path).keys()) == []
 
 
-def test_what_a_link_leads_to_is_left_alone(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path / "other")
-    (tmp_path / "other" / "metadata.json").unlink()  # looks like a directory of arrays
-    before = contents(tmp_path / "other")
-    make_checkpoint(tmp_path / "here")
-    (tmp_path / "here" / "previous").symlink_to(tmp_path / "other")
-    (tmp_path / "here" / "linked_array").symlink_to(tmp_path / "other" / "w")
-    clear(tmp_path / "here")
+def test_files_of_torch_dist_are_replaced_with_their_marker_only(tmp_path: Path) -> None:
+    names = [".metadata", "__0_0.distcp", "__12_3.distcp"]
+    for name in (*names, "mine.distcp"):
+        (tmp_path / name).write_bytes(b"x")
+    save_over(tmp_path, "w")
+    assert set(contents(tmp_path)) == {*names, "mine.distcp"} | files_of("w")
 
-    assert contents(tmp_path / "other") == before
+    publish(tmp_path, CheckpointMarker("torch_dist", 1))
+    save_over(tmp_path, "w")
+    assert set(contents(tmp_path)) == {"mine.distcp"} | files_of("w")
 
 
-def test_remains_of_a_save_that_was_killed_are_cleared(tmp_path: Path) -> None:
+def test_what_killed_saves_left_is_removed(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
     (tmp_path / ".partial-0123").write_bytes(b"half")
+    make_checkpoint(tmp_path / ".partial-4567")
     (tmp_path / ".removed-w").mkdir()
     (tmp_path / ".removed-w" / "0.0").write_bytes(b"half")
-    (tmp_path / "optimizer" / ".removed-exp_avg.w").mkdir()
-    (tmp_path / "optimizer" / ".removed-exp_avg.w" / "0.0").write_bytes(b"half")
-    (tmp_path / "rng_state" / ".partial-4567").write_bytes(b"half")
-    clear(tmp_path)
-
-    assert contents(tmp_path) == {}
-
-
-def test_a_checkpoint_with_an_array_whose_metadata_is_broken_can_be_replaced(
-    tmp_path: Path,
-) -> None:
-    make_checkpoint(tmp_path)
     (tmp_path / "w" / ".zarray").write_bytes(b"{")
-    clear(tmp_path)
+    save_over(tmp_path, "x")
 
-    assert contents(tmp_path) == {}
+    assert set(contents(tmp_path)) == {"common.pt"} | files_of("x")
 
 
-def test_the_marker_goes_before_anything_else_does(small_disk: Path) -> None:
-    """What is cut short by a failure must not look finished, nor lose data and keep its marker."""
+def test_a_read_only_checkpoint_keeps_its_marker_and_its_files(small_disk: Path) -> None:
     make_checkpoint(small_disk)
     before = contents(small_disk)
     with read_only(small_disk), pytest.raises(StorageError, match="read-only"):
-        clear(small_disk)
+        save_over(small_disk, "x")
 
     assert contents(small_disk) == before
 
 
 # Killed
-
-
-def save_and_die(rank: int, root: str, after: str) -> None:
-    directory = Path(root)
-    make_directory(directory)
-    clear(directory)
-    torch.save({"iteration": 8}, directory / "common.pt")
-    write_array(directory, Engine.ZARR, VALUES, key="w")
-    if after == "arrays":
-        os.kill(os.getpid(), signal.SIGKILL)
-    write_object(directory, ObjectId("rng_state", (0,), (1,)), [rank])
-    if after == "objects":
-        os.kill(os.getpid(), signal.SIGKILL)
-    publish(directory, MARKER)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize("after", ["arrays", "objects", "marker"])
-def test_a_killed_writer_leaves_a_checkpoint_only_if_it_was_whole(
-    after: str, tmp_path: Path
-) -> None:
-    make_checkpoint(tmp_path)
-    (result,) = run_processes(1, save_and_die, str(tmp_path), after)
-
-    assert isinstance(result, RankDiedError)
-    assert is_finished(tmp_path) == (after == "marker")
 
 
 def publish_for_ever(rank: int, root: str) -> None:

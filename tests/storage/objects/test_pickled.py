@@ -19,16 +19,17 @@ import numpy as np
 import pytest
 import torch
 
+from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointError,
     CorruptCheckpointError,
+    IncompatibleVersionError,
     StorageError,
     StrategyError,
     UnsafeObjectError,
 )
-from dist_ckpt_strategies.spec.object import ObjectId
-from dist_ckpt_strategies.storage.objects.pickled import (
+from dist_ckpt_strategies.formats.objects import (
     allowing,
     dump_object,
     load_pickle,
@@ -451,3 +452,23 @@ def test_a_directory_in_the_place_of_an_object_is_an_error_that_names_it(tmp_pat
 
     with pytest.raises(StorageError, match=r"^rng_state/shard_0\.1_2\.2: "):
         read_object(tmp_path, NAME, ())
+
+
+class Kind(Enum):
+    """As it is now; it once had a 2."""
+
+    GPT = 1
+
+
+class FormerKind:
+    """Pickled as the member that is gone."""
+
+    def __reduce__(self) -> Any:
+        return Kind, (2,)
+
+
+def test_a_member_that_an_enum_has_lost_is_named_with_the_remedy(tmp_path: Path) -> None:
+    torch.save({"args": FormerKind()}, tmp_path / "common.pt")
+
+    with pytest.raises(IncompatibleVersionError, match=r"Kind with the value 2.*Kind\._missing_"):
+        read_pickle(tmp_path / "common.pt", "common state", [Kind])

@@ -14,22 +14,28 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
     StorageError,
 )
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.part import BufferSpec, Part, PartId, SaveId
-from dist_ckpt_strategies.storage.disk.files import PARTIAL_PREFIX
-from dist_ckpt_strategies.storage.parts.files import (
+from dist_ckpt_strategies.local.part_files import (
     PartDirectory,
     PartReader,
     PartWriter,
     read_headers,
 )
-from dist_ckpt_strategies.storage.parts.format import encode_header, part_layout
+from dist_ckpt_strategies.local.part_format import (
+    BufferSpec,
+    Part,
+    PartId,
+    SaveId,
+    encode_header,
+    part_layout,
+)
+from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
 
 PART = Part(
     PartId(SaveId(7, "a1"), 1), 2, "run", "basic", None, (BufferSpec("w", DType.UINT8, (5000,)),)
@@ -58,7 +64,6 @@ def test_a_part_appears_when_it_is_finished_and_not_before(tmp_path: Path) -> No
     directory = PartDirectory(tmp_path / "root")
     before = directory.find()
     writer = begun(directory)
-    writer.flush()
     between = directory.find()
     writer.finish(encode_header(PART, [5]))
 
@@ -187,7 +192,7 @@ def test_what_a_killed_writer_leaves_is_never_listed_and_is_removed(tmp_path: Pa
         "import sys, time; from pathlib import Path\n"
         "from tests.storage.parts.test_files import begun, PartDirectory\n"
         "writer = begun(PartDirectory(Path(sys.argv[1])))\n"
-        "writer.flush(); print('there', flush=True); time.sleep(300)"
+        "print('there', flush=True); time.sleep(300)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True

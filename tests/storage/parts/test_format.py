@@ -11,13 +11,16 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import CorruptCheckpointError
-from dist_ckpt_strategies.spec.dtype import DType
-from dist_ckpt_strategies.spec.part import BufferSpec, Part, PartId, SaveId
-from dist_ckpt_strategies.storage.parts.format import (
+from dist_ckpt_strategies.local.part_format import (
     BLOCK_NBYTES,
     MAGIC,
     PREFIX_NBYTES,
+    BufferSpec,
+    Part,
+    PartId,
+    SaveId,
     decode_header,
     description_nbytes,
     encode_description,

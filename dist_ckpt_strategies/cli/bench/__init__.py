@@ -1,1 +1,0 @@
-"""``dist-ckpt bench``: how fast checkpoints are saved and loaded on a file system."""

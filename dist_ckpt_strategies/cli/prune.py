@@ -1,0 +1,156 @@
+"""``dist-ckpt prune``: remove old checkpoints, and what killed saves have left."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from dist_ckpt_strategies.cli.render import (
+    Row,
+    Table,
+    bytes_text,
+    counted,
+    print_json,
+    print_table,
+    printable,
+)
+from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.tools.prune import PruneReport, Removal, prune
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
+_UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def prune_checkpoints(  # noqa: PLR0913 - one parameter for each option
+    root: str,
+    *,
+    keep_last: int | None,
+    keep_every: int | None,
+    unfinished: bool,
+    older_than: str,
+    dry_run: bool,
+    is_agreed: bool,
+    as_json: bool,
+) -> None:
+    """Show what would be removed, ask, and remove it.
+
+    Args:
+        root: holds the checkpoints.
+        keep_last: complete ones that stay.
+        keep_every: those whose iteration is a multiple of it stay.
+        unfinished: remove what killed saves have left.
+        older_than: but not where something changed less than this ago, such as ``1h``.
+        dry_run: only show.
+        is_agreed: do not ask.
+        as_json: print one JSON object, and ask nothing: it needs ``dry_run`` or ``is_agreed``.
+
+    Raises:
+        PlanError: nothing is selected, the duration is none, or nobody could be asked.
+        StorageError: something cannot be read or removed.
+    """
+    older_than_s = parse_duration_s(older_than)
+    if keep_last is None and keep_every is None and not unfinished:
+        raise PlanError("nothing is selected: add --keep-last N, --keep-every N or --unfinished")
+    if as_json and not (dry_run or is_agreed):
+        raise PlanError("--json does not ask; add --yes, or --dry-run")
+    pruned: Callable[..., PruneReport] = partial(
+        prune,
+        root,
+        keep_last=keep_last,
+        keep_every=keep_every,
+        unfinished=unfinished,
+        older_than_s=older_than_s,
+    )
+    if as_json:
+        print_json("prune", _fields(pruned(dry_run=dry_run)))
+        return
+    console = Console(highlight=False)
+    plan = pruned(dry_run=True)
+    _print_plan(console, plan)
+    if not dry_run and plan.removed and (is_agreed or _is_wanted(plan)):
+        _print_removed(console, pruned(dry_run=False))
+
+
+def parse_duration_s(text: str) -> float:
+    """The seconds of a text such as ``90``, ``90s``, ``30m``, ``1h``, ``2d``.
+
+    Raises:
+        PlanError: the text is none of these.
+    """
+    found = _DURATION.fullmatch(text.strip())
+    if found is None or not math.isfinite(float(found[1])):
+        raise PlanError(f"{text!r} is no duration; expected such as 90s, 30m, 1h or 2d")
+    return float(found[1]) * _UNIT_S[found[2]]
+
+
+def _is_wanted(plan: PruneReport) -> bool:
+    """Whether a user at standard input says yes.
+
+    Raises:
+        PlanError: standard input has ended, as in a job.
+    """
+    try:
+        return typer.confirm(f"Remove {_counted(plan)}?", err=True)
+    except typer.Abort as error:
+        typer.echo(err=True)
+        if not isinstance(error.__context__, EOFError):
+            raise KeyboardInterrupt from error
+        raise PlanError(
+            "nothing was removed: standard input has no answer; add --yes, or --dry-run"
+        ) from error
+
+
+def _print_plan(console: Console, plan: PruneReport) -> None:
+    removed = [
+        Row(printable(one.name), ("remove", _size(one), one.why), is_marked=True)
+        for one in plan.removed
+    ]
+    kept = [Row(printable(one.found.name), ("keep", "", one.why)) for one in plan.kept]
+    rows = sorted((*removed, *kept), key=lambda row: row.name)
+    if rows:
+        titles = Row("directory", ("", "size", "why"))
+        print_table(console, Table(titles, tuple(rows), right=("size",)))
+        console.print()
+    what = f"{_counted(plan)} to remove" if removed else "nothing to remove"
+    console.print(Text(f"{printable(str(plan.root))}: {what}"), soft_wrap=True)
+
+
+def _print_removed(console: Console, done: PruneReport) -> None:
+    console.print(Text(f"removed {_counted(done)}", "bold"), soft_wrap=True)
+    for removal in done.removed:
+        if removal.stays:
+            names = printable(", ".join(removal.stays))
+            text = f"{printable(removal.name)} keeps what is no part of it: {names}"
+            console.print(Text(text), soft_wrap=True)
+
+
+def _size(removal: Removal) -> str:
+    return "unknown" if removal.nbytes is None else bytes_text(removal.nbytes)
+
+
+def _counted(report: PruneReport) -> str:
+    of = f" of {len(report.removed) + len(report.kept):,}"
+    count = counted(len(report.removed), "checkpoint")
+    is_known = all(removal.nbytes is not None for removal in report.removed)
+    return f"{count}{of}, {'' if is_known else 'at least '}{bytes_text(report.nbytes)}"
+
+
+def _fields(report: PruneReport) -> dict[str, Any]:
+    return {
+        "path": str(report.root),
+        "dry_run": report.is_dry,
+        "nbytes": report.nbytes,
+        "removed": list(map(asdict, report.removed)),
+        "kept": [
+            {"name": one.found.name, "standing": one.found.standing.value, "why": one.why}
+            for one in report.kept
+        ],
+    }

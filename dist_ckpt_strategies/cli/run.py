@@ -1,0 +1,55 @@
+"""``dist-ckpt run``: workers' lines on the terminal, each behind the rank that wrote it."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from typing import TextIO
+
+from dist_ckpt_strategies.cli.render import printable
+from dist_ckpt_strategies.config import environment
+from dist_ckpt_strategies.inprocess.supervisor import Job, Supervisor
+
+
+class TerminalListener:
+    """Writes what workers write to the same stream of this process, line by line.
+
+    A reader who has gone ends the job, as any command. A line that cannot be written for another
+    reason, as the disk is full or the stream was closed from the start, is lost: no training ends
+    for its log.
+    """
+
+    def line(self, who: str, stream: str, line: bytes) -> None:
+        """See Listener."""
+        _write(sys.stdout if stream == "stdout" else sys.stderr, f"[{who}] ".encode() + line)
+
+    def note(self, text: str) -> None:
+        """See Listener."""
+        _write(sys.stderr, f"dist-ckpt: {printable(text)}\n".encode(errors="replace"))
+
+
+def _write(target: TextIO | None, line: bytes) -> None:
+    """All of it at once, past the buffer of Python, which would try what has failed again."""
+    if target is None:
+        return
+    try:
+        _write_all(target.fileno(), line)
+    except BrokenPipeError:
+        raise
+    except OSError:
+        return  # see TerminalListener
+
+
+def _write_all(fd: int, line: bytes) -> None:
+    rest = memoryview(line)
+    while rest:
+        try:
+            rest = rest[os.write(fd, rest) :]
+        except BlockingIOError:  # others have made it non-blocking
+            select.select([], [fd], [])
+
+
+def run_script(job: Job) -> int:
+    """Run a job in the foreground; its exit code."""
+    return Supervisor(job, environment(), TerminalListener()).run()

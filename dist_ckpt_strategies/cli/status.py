@@ -1,0 +1,96 @@
+"""How a command ends: its exit status, and one line on stderr where it fails."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+
+import typer
+
+from dist_ckpt_strategies.cli.render import printable
+from dist_ckpt_strategies.config import debug_from_environment
+from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
+    CheckpointError,
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    CoverageError,
+    DuplicateWriterError,
+    IncompatibleVersionError,
+    IncompleteCheckpointError,
+    PlanError,
+    RestartError,
+    ShapeMismatchError,
+    StrategyError,
+)
+from dist_ckpt_strategies.formats.issues import Issue, Problem
+
+_DAMAGE = (
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    CoverageError,
+    DuplicateWriterError,
+    ShapeMismatchError,
+    RestartError,  # a job of `run` that gave up
+)
+_USAGE = (PlanError, StrategyError, CheckpointExistsError, ArrayNotFoundError)
+_NOT_LOOKED_AT = {Problem.UNREADABLE, Problem.UNKNOWN_BACKEND}
+
+
+class Status(IntEnum):
+    """Exit status of every command; docs/cli.md has the table."""
+
+    FINE = 0
+    DAMAGED = 1
+    USAGE = 2
+    FAILED = 3
+    INTERRUPTED = 130
+
+
+def status_of(error: Exception) -> Status:
+    """The exit status for what a command raised."""
+    if isinstance(error, IncompatibleVersionError):
+        return Status.FAILED
+    if isinstance(error, _DAMAGE):
+        return Status.DAMAGED
+    return Status.USAGE if isinstance(error, _USAGE) else Status.FAILED
+
+
+def status_of_issues(issues: Sequence[Issue]) -> Status:
+    """The exit status for what a command found in a checkpoint."""
+    if not issues:
+        return Status.FINE
+    is_looked_at = any(issue.problem not in _NOT_LOOKED_AT for issue in issues)
+    return Status.DAMAGED if is_looked_at else Status.FAILED
+
+
+@contextmanager
+def reported_failures(*, debug: bool) -> Iterator[None]:
+    """End the command with a status and one line on stderr where the block fails.
+
+    Args:
+        debug: show a traceback instead, as ``DIST_CKPT_DEBUG`` does.
+    """
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        typer.echo("interrupted", err=True)
+        raise typer.Exit(Status.INTERRUPTED) from error
+    except BrokenPipeError:
+        raise  # typer ends the command in silence: the reader of our output has gone
+    except Exception as error:
+        if debug or debug_from_environment():
+            typer.echo("".join(traceback.format_exception(error)), err=True, nl=False)
+        else:
+            _print_error(error)
+        raise typer.Exit(status_of(error)) from error
+
+
+def _print_error(error: Exception) -> None:
+    text = printable(str(error))
+    if not isinstance(error, CheckpointError | OSError):
+        text = f"unexpected {type(error).__name__}: {text} (--debug shows where)"
+    label = typer.style("error:", fg=typer.colors.RED, bold=True)
+    typer.echo(f"{label} {text}", err=True)

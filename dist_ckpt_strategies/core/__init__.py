@@ -1,0 +1,1 @@
+"""Regions, dtypes, arrays, shards and chunk grids: frozen values and their arithmetic. Pure."""

@@ -1,0 +1,337 @@
+"""Element types, under the names that torch gives them."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from itertools import product
+from typing import Any, Self
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.errors import PlanError
+
+
+class DType(Enum):
+    """An element type that a checkpoint can hold.
+
+    The value is torch's name for it without the ``torch.`` in front.
+    """
+
+    BOOL = "bool"
+    UINT8 = "uint8"
+    UINT16 = "uint16"
+    UINT32 = "uint32"
+    UINT64 = "uint64"
+    INT8 = "int8"
+    INT16 = "int16"
+    INT32 = "int32"
+    INT64 = "int64"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+    FLOAT64 = "float64"
+    BFLOAT16 = "bfloat16"
+    COMPLEX64 = "complex64"
+    COMPLEX128 = "complex128"
+    FLOAT8_E4M3FN = "float8_e4m3fn"
+    FLOAT8_E4M3FNUZ = "float8_e4m3fnuz"
+    FLOAT8_E5M2 = "float8_e5m2"
+    FLOAT8_E5M2FNUZ = "float8_e5m2fnuz"
+    FLOAT8_E8M0FNU = "float8_e8m0fnu"
+
+    @property
+    def numpy(self) -> np.dtype[np.generic]:
+        """The numpy dtype of the same bytes; bfloat16 and float8 come from ml_dtypes."""
+        return _NUMPY[self]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return _ITEMSIZE[self]
+
+    @property
+    def is_extension(self) -> bool:
+        """Whether numpy alone does not know it."""
+        return hasattr(ml_dtypes, self.value)
+
+    @classmethod
+    def named(cls, name: str, *, key: str) -> DType:
+        """The type of that name.
+
+        Raises:
+            PlanError: no checkpoint format here holds it.
+        """
+        try:
+            return cls(name.removeprefix("torch."))
+        except ValueError:
+            known = ", ".join(member.value for member in cls)
+            raise PlanError(f"{key}: dtype {name} cannot be stored; {known} can", key=key) from None
+
+    @classmethod
+    def from_numpy(cls, dtype: npt.DTypeLike, *, key: str) -> DType:
+        """The type of a numpy dtype, whatever its byte order.
+
+        Raises:
+            PlanError: no checkpoint format here holds it.
+        """
+        return cls.named(np.dtype(dtype).name, key=key)
+
+
+_NUMPY: dict[DType, np.dtype[np.generic]] = {
+    member: np.dtype(getattr(ml_dtypes, member.value, None) or member.value) for member in DType
+}
+_ITEMSIZE = {member: dtype.itemsize for member, dtype in _NUMPY.items()}
+
+
+Wire = list[Any]
+"""What travels between ranks in place of a spec: JSON types only."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArraySpec:
+    """Shape, dtype and regular chunk grid of a stored array.
+
+    Attributes:
+        key: name of the array; ``/`` separates directories.
+        shape: in elements; empty for a scalar.
+        dtype: element type.
+        chunk_shape: in elements, each at least 1; one chunk is one file.
+        separator: what joins the chunk index in a file name, ``.`` or ``/``.
+        is_raw: whether a chunk's bytes are its elements in C order, little-endian, with no codec.
+        inner_shape: of the inner chunks that make up a chunk, in elements; it divides
+            ``chunk_shape``. None in format 1, whose chunks are of one piece.
+        has_crc32c: whether a CRC32C follows every inner chunk.
+    """
+
+    key: str
+    shape: Extent
+    dtype: DType
+    chunk_shape: Extent
+    separator: str = "."
+    is_raw: bool = True
+    inner_shape: Extent | None = None
+    has_crc32c: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, chunk padding not counted."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes of one whole chunk, which a raw chunk file has even at the array's edge."""
+        return math.prod(self.chunk_shape) * self.dtype.itemsize
+
+    @property
+    def grid(self) -> Extent:
+        """Number of chunks in each dim; any 0 means that the array has no element."""
+        return tuple([-(-n // c) for n, c in zip(self.shape, self.chunk_shape, strict=True)])
+
+    @property
+    def num_chunks(self) -> int:
+        """Number of chunk files of the complete array; 1 for a scalar."""
+        return math.prod(self.grid)
+
+    def chunk_region(self, index: Extent) -> Region:
+        """The chunk's whole box, which may reach past the array's edge."""
+        offset = tuple(i * c for i, c in zip(index, self.chunk_shape, strict=True))
+        return Region(offset, self.chunk_shape)
+
+    def chunk_at(self, region: Region) -> Extent | None:
+        """The index of the chunk whose whole box is ``region``; None where no chunk's is."""
+        if region.shape != self.chunk_shape:
+            return None
+        index = tuple(map(operator.floordiv, region.offset, self.chunk_shape))
+        exact = tuple(map(operator.mul, index, self.chunk_shape)) == region.offset
+        return index if exact else None
+
+    def chunk_indices(self) -> Iterator[Extent]:
+        """Every chunk of the grid, in C order."""
+        return product(*map(range, self.grid))
+
+    def chunks_of(self, region: Region) -> Iterator[Extent]:
+        """The chunks that share an element with ``region``, in C order."""
+        if region.numel == 0:
+            return iter(())
+        spans = (
+            range(a // c, (e - 1) // c + 1)
+            for a, e, c in zip(region.offset, region.end, self.chunk_shape, strict=True)
+        )
+        return product(*spans)
+
+    def chunk_name(self, index: Extent) -> str:
+        """File name of a chunk, below the array's directory; ``0`` for a scalar."""
+        return self.separator.join(map(str, index)) if index else "0"
+
+
+def array_to_wire(array: ArraySpec) -> Wire:
+    """The spec as JSON types."""
+    return [
+        array.key,
+        list(array.shape),
+        array.dtype.value,
+        list(array.chunk_shape),
+        array.separator,
+        int(array.is_raw),
+        None if array.inner_shape is None else list(array.inner_shape),
+        int(array.has_crc32c),
+    ]
+
+
+def array_from_wire(wire: Wire) -> ArraySpec:
+    """The spec that ``array_to_wire`` made."""
+    key, shape, dtype, chunk_shape, separator, is_raw, inner_shape, has_crc32c = wire
+    return ArraySpec(
+        str(key),
+        tuple(map(int, shape)),
+        DType.named(dtype, key=key),
+        tuple(map(int, chunk_shape)),
+        str(separator),
+        is_raw=bool(is_raw),
+        inner_shape=None if inner_shape is None else tuple(map(int, inner_shape)),
+        has_crc32c=bool(has_crc32c),
+    )
+
+
+_NAME = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)", re.ASCII)
+UNKNOWN = -1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ObjectId:
+    """One shard of a grid of objects.
+
+    Attributes:
+        key: name of the object; ``/`` separates directories.
+        offset: position in the grid, in shards.
+        shape: of the grid, in shards; its last number is UNKNOWN (-1) in a name of the older form.
+    """
+
+    key: str
+    offset: Extent
+    shape: Extent
+
+    @property
+    def unique_key(self) -> str:
+        """The name under which Megatron-Core stores the shard, without ``.pt``."""
+        return f"{self.key}/shard_{_joined(self.offset)}_{_joined(self.shape)}"
+
+    @property
+    def older_key(self) -> str:
+        """The name that early releases used: the last number of the shape is missing."""
+        return f"{self.key}/shard_{_joined(self.offset)}_{_joined(self.shape[:-1])}"
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of the whole grid."""
+        return math.prod(self.shape)
+
+    @classmethod
+    def parse(cls, unique_key: str) -> Self | None:
+        """The shard of that name, in the present or the older form; None for another name."""
+        key, _, name = unique_key.rpartition("/")
+        match = _NAME.fullmatch(name)
+        if not key or match is None:
+            return None
+        offset, shape = (tuple(map(int, part.split("."))) for part in match.groups())
+        if len(shape) + 1 == len(offset):
+            shape = (*shape, UNKNOWN)
+        return cls(key, offset, shape) if len(shape) == len(offset) else None
+
+
+COMMON_OBJECT = ObjectId("common_state", (0,), (1,))
+"""The shard that holds the common state where it is no file: Megatron-Core 0.19 and later."""
+
+
+def _joined(numbers: Extent) -> str:
+    return ".".join(map(str, numbers))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ShardId:
+    """Names a shard, whichever rank or replica holds it."""
+
+    key: str
+    region: Region
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSpec:
+    """One replica of one shard, without its data.
+
+    Attributes:
+        id: key of the array and the box of it.
+        array_shape: shape of the whole array as this rank sees it, in elements.
+        dtype: element type.
+        is_main: whether this replica is the one that is written.
+        may_mismatch: whether the stored array may have another shape (padded vocabularies).
+    """
+
+    id: ShardId
+    array_shape: Extent
+    dtype: DType
+    is_main: bool = True
+    may_mismatch: bool = False
+
+    @property
+    def key(self) -> str:
+        """Key of the array."""
+        return self.id.key
+
+    @property
+    def region(self) -> Region:
+        """Box of the array, in elements."""
+        return self.id.region
+
+    @property
+    def nbytes(self) -> int:
+        """Payload size in bytes."""
+        return self.region.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class RankShards:
+    """All the shards a rank holds (save) or wants (load).
+
+    Attributes:
+        rank: the global rank.
+        shards: in any order.
+    """
+
+    rank: int
+    shards: tuple[ShardSpec, ...]
+
+
+"""What travels between ranks in place of a spec: JSON types only, nothing to unpickle."""
+
+
+def shard_to_wire(spec: ShardSpec) -> Wire:
+    """The spec as JSON types."""
+    return [
+        spec.key,
+        list(spec.region.offset),
+        list(spec.region.shape),
+        list(spec.array_shape),
+        spec.dtype.value,
+        int(spec.is_main),
+        int(spec.may_mismatch),
+    ]
+
+
+def shard_from_wire(wire: Wire) -> ShardSpec:
+    """The spec that ``shard_to_wire`` made."""
+    key, offset, shape, array_shape, dtype, is_main, may_mismatch = wire
+    return ShardSpec(
+        ShardId(str(key), Region(tuple(map(int, offset)), tuple(map(int, shape)))),
+        tuple(map(int, array_shape)),
+        DType.named(dtype, key=key),
+        is_main=bool(is_main),
+        may_mismatch=bool(may_mismatch),
+    )

@@ -1,0 +1,36 @@
+"""Let one of the ranks that hold a shard keep it, so that all keep about as many bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from dist_ckpt_strategies.core.array import ShardId
+from dist_ckpt_strategies.errors import PlanError
+
+
+def build_spread(
+    holders: Mapping[ShardId, Sequence[int]], nbytes: Mapping[ShardId, int]
+) -> dict[ShardId, int]:
+    """The rank that keeps each shard.
+
+    Shards with few holders come first, since they leave the least choice, then the largest; each
+    goes to the holder that has the least so far.
+
+    Args:
+        holders: for each shard the ranks that hold it.
+        nbytes: size of each shard, in bytes.
+
+    Raises:
+        PlanError: nobody holds a shard.
+
+    Source: Graham 1969 (LPT).
+    """
+    load: Counter[int] = Counter()
+    keepers: dict[ShardId, int] = {}
+    for shard in sorted(holders, key=lambda s: (len(holders[s]), -nbytes[s], s)):
+        if not holders[shard]:
+            raise PlanError(f"{shard.key}: nobody holds {shard.region}", key=shard.key)
+        keepers[shard] = min(holders[shard], key=lambda rank: (load[rank], rank))
+        load[keepers[shard]] += nbytes[shard]
+    return keepers

@@ -1,0 +1,371 @@
+"""Prove that shards make up an array: every element once, none twice, none outside."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Holding:
+    """A region of one array and the rank that holds its main replica."""
+
+    region: Region
+    rank: int
+
+
+def require_partition(
+    key: str, shape: Extent, holdings: Sequence[Holding], copies: Iterable[Holding] = ()
+) -> None:
+    """Raise unless the (non-empty) holdings cover the array exactly once.
+
+    Disjoint boxes inside the array that add up to its number of elements leave no gap, so the
+    proof is: inside, disjoint, and the sum.
+
+    Args:
+        key: of the array.
+        shape: of the array, in elements.
+        holdings: the main replicas.
+        copies: the other replicas, to say who holds what the main ones leave out.
+
+    Raises:
+        CoverageError: elements are missing, or a region reaches outside the array.
+        DuplicateWriterError: two holdings share an element.
+    """
+    whole = Region.whole(shape)
+    for holding in holdings:
+        if not whole.contains(holding.region):
+            raise CoverageError(
+                f"{key}: rank {holding.rank} holds {holding.region}, outside the array's "
+                f"shape {shape}",
+                key=key,
+            )
+    overlap = _first_overlap(holdings)
+    if overlap is not None:
+        one, other = overlap
+        raise DuplicateWriterError(
+            f"{key}: {one.region} on rank {one.rank} and {other.region} on rank {other.rank} "
+            "are both main replicas and overlap; give one of them another replica_id",
+            key=key,
+        )
+    held = sum(holding.region.numel for holding in holdings)
+    if held != math.prod(shape):
+        gap = _first_gap(whole, holdings)
+        raise CoverageError(
+            f"{key}: main replicas cover {held} of {math.prod(shape)} elements of shape {shape}; "
+            f"first element not covered: {gap}, {_held_by(gap, copies)}",
+            key=key,
+        )
+
+
+def _first_overlap(holdings: Sequence[Holding]) -> tuple[Holding, Holding] | None:
+    """Two holdings that share an element; sweeps along the dim that separates them best."""
+    ndim = holdings[0].region.ndim if holdings else 0
+    if ndim == 0:
+        return (holdings[0], holdings[1]) if len(holdings) > 1 else None
+    dim = max(range(ndim), key=lambda d: len({h.region.offset[d] for h in holdings}))
+    open_boxes: list[Holding] = []
+    for holding in sorted(holdings, key=lambda h: (h.region.offset[dim], h)):
+        start = holding.region.offset[dim]
+        open_boxes = [h for h in open_boxes if h.region.end[dim] > start]
+        for other in open_boxes:
+            if holding.region.intersect(other.region) is not None:
+                return other, holding
+        open_boxes.append(holding)
+    return None
+
+
+def _first_gap(whole: Region, holdings: Sequence[Holding]) -> Extent:
+    """Lowest corner of what is left of ``whole`` once every holding is cut away."""
+    rest = [whole]
+    for holding in sorted(holdings):
+        rest = [piece for box in rest for piece in _cut(box, holding.region)]
+    return min(box.offset for box in rest)
+
+
+def _held_by(element: Extent, copies: Iterable[Holding]) -> str:
+    """Who has a copy of the element, in words."""
+    box = Region(element, (1,) * len(element))
+    ranks = sorted({copy.rank for copy in copies if copy.region.contains(box)})
+    if not ranks:
+        return "which no rank holds"
+    spoken = ", ".join(map(str, ranks))
+    return f"which only copies hold (rank {spoken}); one of them needs replica_id 0"
+
+
+def _cut(box: Region, hole: Region) -> list[Region]:
+    """The parts of ``box`` outside ``hole``, as disjoint boxes."""
+    common = box.intersect(hole)
+    if common is None:
+        return [box]
+    parts = []
+    low, high = list(box.offset), list(box.end)
+    for dim in range(box.ndim):
+        for start, stop in ((low[dim], common.offset[dim]), (common.end[dim], high[dim])):
+            if start < stop:
+                offset = (*low[:dim], start, *low[dim + 1 :])
+                end = (*high[:dim], stop, *high[dim + 1 :])
+                shape = tuple(e - a for a, e in zip(offset, end, strict=True))
+                parts.append(Region(offset, shape))
+        low[dim], high[dim] = common.offset[dim], common.end[dim]
+    return parts
+
+
+MAX_ASSEMBLED_NBYTES = 256 << 20
+"""A chunk put together from pieces needs a buffer of its size on its writer."""
+
+MAX_OBJECT_NBYTES = 64 << 20
+"""What goes to an object store in one request, which is lost as a whole where it fails."""
+
+FILE_COST_NBYTES = 256 << 10
+"""One more file weighs as much as moving this many bytes between ranks."""
+
+_MAX_CANDIDATES = 64
+_MAX_MORE_PARTS = 16
+
+
+def regular_chunk_shape(shape: Extent, regions: Sequence[Region]) -> Extent | None:
+    """The chunk shape under which every region is exactly one chunk, or None.
+
+    The last chunk of a dim may be cut short by the array's edge.
+    """
+    if not regions:
+        return tuple(max(1, n) for n in shape)
+    chunk = tuple(max(extents) for extents in zip(*(r.shape for r in regions), strict=True))
+    for region in regions:
+        for offset, extent, size, dim in zip(
+            region.offset, region.shape, chunk, shape, strict=True
+        ):
+            if offset < 0 or offset % size or extent != min(size, dim - offset):
+                return None
+    return chunk
+
+
+def fills_grid(shape: Extent, chunk: Extent, regions: Sequence[Region]) -> bool:
+    """Whether regions that are each one chunk of a grid are all of its chunks, once each.
+
+    The proof that shards make up an array, for the regular case: no box is compared with another.
+    """
+    indices = {tuple(o // c for o, c in zip(r.offset, chunk, strict=True)) for r in regions}
+    num_chunks = math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
+    return len(indices) == len(regions) == num_chunks
+
+
+def irregular_chunk_shape(shape: Extent, itemsize: int, holdings: Sequence[Holding]) -> Extent:
+    """A chunk shape for shards that lie on no regular grid: few files, little traffic.
+
+    Tries, for each dim, the spacings at which the owner changes, and keeps the combination with
+    the lowest cost, bytes moved between ranks plus FILE_COST_NBYTES for each file.
+
+    Args:
+        shape: of the array, in elements, none 0.
+        itemsize: bytes of one element.
+        holdings: main replicas, a partition of the array.
+    """
+    hulls = _hulls(holdings)
+    per_dim = [_candidates(dim, shape[dim], hulls, holdings) for dim in range(len(shape))]
+    max_files = 4 * len(holdings) + 64
+    best: tuple[int, int, Extent] | None = None
+    for number, chunk in enumerate(product(*per_dim)):
+        bounded = _bounded(chunk, itemsize)
+        num_files = math.prod(-(-n // c) for n, c in zip(shape, bounded, strict=True))
+        if number >= _MAX_CANDIDATES or (best is not None and num_files > max_files):
+            continue
+        moved = _moved_elements(bounded, holdings) * itemsize
+        cost = (moved + num_files * FILE_COST_NBYTES, num_files, bounded)
+        best = cost if best is None else min(best, cost)
+    assert best is not None  # noqa: S101 - each dim has a candidate
+    return best[2]
+
+
+def object_chunk_shape(chunk: Extent, itemsize: int, max_nbytes: int = MAX_OBJECT_NBYTES) -> Extent:
+    """A chunk of a shard's shape, cut until it has ``max_nbytes`` at most.
+
+    Outer dims first: the parts of a tensor in C order are in one piece then. Into equal parts
+    where a number of parts near the least one allows it, so that no part reaches across shards.
+    """
+    sizes = list(chunk)
+    for dim, size in enumerate(chunk):
+        if math.prod(sizes) * itemsize <= max_nbytes:
+            break
+        fitting = max(1, max_nbytes // (math.prod(sizes[dim + 1 :]) * itemsize))
+        least = -(-size // fitting)
+        most = min(_MAX_MORE_PARTS * least, size)
+        divisors = (n for n in range(least, most + 1) if size % n == 0)
+        sizes[dim] = -(-size // next(divisors, least))
+    return tuple(sizes)
+
+
+def _hulls(holdings: Sequence[Holding]) -> list[Region]:
+    """For each rank the box around all it holds."""
+    by_rank: dict[int, list[Region]] = defaultdict(list)
+    for holding in holdings:
+        by_rank[holding.rank].append(holding.region)
+    hulls = []
+    for regions in by_rank.values():
+        low = tuple(map(min, zip(*(r.offset for r in regions), strict=True)))
+        high = tuple(map(max, zip(*(r.end for r in regions), strict=True)))
+        hulls.append(Region(low, tuple(h - lo for lo, h in zip(low, high, strict=True))))
+    return hulls
+
+
+def _candidates(
+    dim: int, extent: int, hulls: Sequence[Region], holdings: Sequence[Holding]
+) -> list[int]:
+    """Chunk sizes worth trying along one dim, the coarsest first."""
+    found = {max(h.shape[dim] for h in hulls)}
+    for boxes in (hulls, [h.region for h in holdings]):
+        edges = {box.offset[dim] for box in boxes} | {box.end[dim] for box in boxes}
+        inner = edges - {0, extent}
+        found.add(math.gcd(*inner) if inner else extent)
+        found.add(-(-extent // (len(inner) + 1)))
+    return sorted(found, reverse=True)
+
+
+def _bounded(chunk: Extent, itemsize: int) -> Extent:
+    """The chunk, cut evenly along its longest dim until it fits the assembly bound."""
+    sizes = list(chunk)
+    while math.prod(sizes) * itemsize > MAX_ASSEMBLED_NBYTES and max(sizes) > 1:
+        dim = sizes.index(max(sizes))
+        parts = min(-(-math.prod(sizes) * itemsize // MAX_ASSEMBLED_NBYTES), sizes[dim])
+        even = next((p for p in range(parts, min(4 * parts, sizes[dim])) if sizes[dim] % p == 0), 0)
+        sizes[dim] = -(-sizes[dim] // (even or parts))
+    return tuple(sizes)
+
+
+def _moved_elements(chunk: Extent, holdings: Sequence[Holding]) -> int:
+    """Elements that leave their rank when the largest holder of each chunk writes it."""
+    held: dict[Extent, Counter[int]] = defaultdict(Counter)
+    for holding in holdings:
+        for index, part in chunk_parts(chunk, holding.region):
+            held[index][holding.rank] += part.numel
+    return sum(count.total() - max(count.values()) for count in held.values())
+
+
+def chunk_parts(chunk: Extent, region: Region) -> list[tuple[Extent, Region]]:
+    """The region cut along the chunk grid: each chunk index it touches, with the common box."""
+    if region.numel == 0:
+        return []
+    spans = (
+        range(a // c, (e - 1) // c + 1)
+        for a, e, c in zip(region.offset, region.end, chunk, strict=True)
+    )
+    parts = []
+    for index in product(*spans):
+        box = Region(tuple(i * c for i, c in zip(index, chunk, strict=True)), chunk)
+        common = box.intersect(region)
+        assert common is not None  # noqa: S101 - the index was computed from the region
+        parts.append((index, common))
+    return parts
+
+
+MAX_NBYTES = 4 << 20
+"""No inner chunk is larger, unless nothing divides the chunk."""
+
+_WANTED_NBYTES = 2 << 20
+_LEAST_NBYTES = 128 << 10
+_PARTS = 16
+"""A small chunk is cut into about this many, so that other layouts find boundaries in it too."""
+
+_FEW_PARTS = 4
+"""A dimension has as many first, lest a change of layout along it should read too much."""
+
+_SMALL_FACTOR = 7
+_MATRIX_DIMS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCut:
+    """A chunk's shape and that of its inner chunks, which divides it. In elements."""
+
+    chunk_shape: Extent
+    inner_shape: Extent
+
+
+def cut_chunk(chunk: Extent, shape: Extent, itemsize: int, *, is_movable: bool) -> ChunkCut | None:
+    """Choose inner chunks for a chunk grid.
+
+    Dimensions before the last two, experts say, are cut first, down to single elements. Of the last
+    two, those are cut that the chunks cut already, along which other layouts will cut too: Megatron
+    never changes the axis along which a parameter is sharded. Rows stay whole where they can, so
+    that an inner chunk is one segment of a tensor's memory, and is written and read without a copy;
+    where the last dimension is cut, into four parts, the one before it is cut next. An array that
+    no chunk cuts is cut along both: into four parts each, then whichever is longer.
+
+    A dimension that the chunk covers whole may be cut anywhere: the chunk is made longer there,
+    past the array's edge, which costs padding in the last inner chunk and no bytes else. Others can
+    only be cut by their factors.
+
+    Args:
+        chunk: shape of the chunks, in elements.
+        shape: of the array, in elements.
+        itemsize: bytes of one element.
+        is_movable: the boundaries between chunks may move too, to make factors: every dim may be
+            cut anywhere.
+
+    Returns:
+        None where the factors of the chunk leave inner chunks larger than MAX_NBYTES and nothing
+        is movable.
+    """
+    held = tuple(min(c, max(1, n)) for c, n in zip(chunk, shape, strict=True))
+    is_free = tuple(is_movable or c >= n for c, n in zip(chunk, shape, strict=True))
+    total = math.prod(held) * itemsize
+    limit = min(_WANTED_NBYTES, max(_LEAST_NBYTES, total // _PARTS))
+    is_cut = tuple(c < n for c, n in zip(chunk, shape, strict=True))
+    counts = _counts(held, is_free, is_cut, itemsize, limit)
+    inner = tuple(-(-h // k) for h, k in zip(held, counts, strict=True))
+    if math.prod(inner) * itemsize > MAX_NBYTES and not all(is_free):
+        return None
+    cut = tuple(i * -(-h // i) for h, i in zip(held, inner, strict=True))
+    return ChunkCut(cut, inner)
+
+
+def _counts(
+    held: Extent, is_free: tuple[bool, ...], is_cut: tuple[bool, ...], itemsize: int, limit: int
+) -> list[int]:
+    """Inner chunks along each dim."""
+    counts = [1] * len(held)
+    while True:
+        inner = [-(-h // k) for h, k in zip(held, counts, strict=True)]
+        nbytes = math.prod(inner) * itemsize
+        if nbytes <= limit:
+            return counts
+        options = [
+            (dim, factor)
+            for dim in range(len(held))
+            if (factor := _factor(inner[dim], is_free=is_free[dim])) is not None
+            and (factor <= _SMALL_FACTOR or nbytes // factor >= _LEAST_NBYTES // 2)
+        ]
+        if not options:
+            return counts
+        dim, factor = min(options, key=lambda option: _order(option, inner, counts, is_cut))
+        counts[dim] *= factor
+
+
+def _factor(extent: int, *, is_free: bool) -> int | None:
+    """The smallest number of parts that a dim can be cut into."""
+    if extent == 1:
+        return None
+    if is_free:
+        return 2
+    return next((f for f in range(2, math.isqrt(extent) + 1) if extent % f == 0), extent)
+
+
+def _order(
+    option: tuple[int, int], inner: list[int], counts: list[int], is_cut: tuple[bool, ...]
+) -> tuple[bool, bool, int, int, int]:
+    """What is cut first is the least: outer dims, then by small factors, then see cut_chunk."""
+    dim, factor = option
+    is_outer = dim < len(inner) - _MATRIX_DIMS
+    is_large = factor > _SMALL_FACTOR
+    if any(is_cut[-_MATRIX_DIMS:]):
+        is_wanted = is_cut[dim] and counts[dim] < _FEW_PARTS
+        return not is_outer, is_large, 0 if is_wanted else 1, dim, 0
+    few = min(counts[dim], _FEW_PARTS)
+    return not is_outer, is_large, few, -inner[dim], dim

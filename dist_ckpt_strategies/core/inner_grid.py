@@ -1,0 +1,251 @@
+"""The inner chunks of one chunk: where each lies in the array, and where in the chunk's file."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+from dist_ckpt_strategies.core.array import ArraySpec
+from dist_ckpt_strategies.core.region import Extent, Region
+
+INDEX_ENTRY_NBYTES = 16
+"""Offset and size of one inner chunk, in the index at the end of the file."""
+
+CRC_NBYTES = 4
+
+
+def num_inner_chunks(array: ArraySpec, index: Extent) -> int:
+    """How many inner chunks the file of a chunk holds."""
+    inner = array.inner_shape
+    assert inner is not None  # noqa: S101 - callers pass arrays of format 2
+    chunk = array.chunk_shape
+    rest = map(operator.sub, array.shape, map(operator.mul, index, chunk))
+    return math.prod(map(_num_parts, map(min, chunk, rest), inner))
+
+
+def _num_parts(extent: int, part: int) -> int:
+    return -(-extent // part)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Inner chunks that follow each other in the file and form a box.
+
+    Attributes:
+        first: number of the first one, in the order of the file.
+        offset: of the first one, in inner chunks.
+        shape: how many there are in each dim.
+    """
+
+    first: int
+    offset: Extent
+    shape: Extent
+
+    @property
+    def num_chunks(self) -> int:
+        """How many there are."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class InnerGrid:
+    """The inner chunks of a chunk that hold elements of the array; in C order in the file.
+
+    Attributes:
+        region: the chunk's box, cut at the array's edge.
+        inner_shape: of one inner chunk, in elements; those at the edge are padded to it.
+        counts: inner chunks in each dim.
+        slot_counts: the same for a chunk away from the edge; the file's index has an entry for
+            each of those.
+        raw_nbytes: bytes of the elements of one.
+        stored_nbytes: bytes of one in the file.
+    """
+
+    region: Region
+    inner_shape: Extent
+    counts: Extent
+    slot_counts: Extent
+    raw_nbytes: int
+    stored_nbytes: int
+
+    @classmethod
+    def of(cls, array: ArraySpec, index: Extent) -> InnerGrid:
+        """The grid of the chunk at ``index`` of an array that has inner chunks."""
+        inner = array.inner_shape
+        assert inner is not None  # noqa: S101 - callers pass arrays of format 2
+        chunk = array.chunk_shape
+        offset = tuple(map(operator.mul, index, chunk))
+        held = tuple(map(min, chunk, map(operator.sub, array.shape, offset)))
+        raw = math.prod(inner) * array.dtype.itemsize
+        return cls(
+            Region(offset, held),
+            inner,
+            tuple(map(_num_parts, held, inner)),
+            tuple(map(operator.floordiv, chunk, inner)),
+            raw,
+            raw + CRC_NBYTES * array.has_crc32c,
+        )
+
+    @property
+    def num_chunks(self) -> int:
+        """How many inner chunks the file holds."""
+        return math.prod(self.counts)
+
+    @property
+    def index_nbytes(self) -> int:
+        """Bytes of the index, which ends the file."""
+        return math.prod(self.slot_counts) * INDEX_ENTRY_NBYTES + CRC_NBYTES
+
+    @property
+    def data_nbytes(self) -> int:
+        """Bytes of the file before its index."""
+        return self.num_chunks * self.stored_nbytes
+
+    @property
+    def file_nbytes(self) -> int:
+        """Bytes of the file."""
+        return self.data_nbytes + self.index_nbytes
+
+    def box(self, offset: Extent, shape: Extent | None = None) -> Region:
+        """The array's box of one inner chunk, or of several; cut at the array's edge."""
+        whole, inner = self.region, self.inner_shape
+        start = tuple(map(operator.add, whole.offset, map(operator.mul, offset, inner)))
+        wanted = map(operator.mul, shape, inner) if shape else inner
+        return Region(start, tuple(map(min, wanted, map(operator.sub, whole.end, start))))
+
+    def all(self, max_chunks: int) -> Iterator[Run]:
+        """All inner chunks, in the order of the file, up to ``max_chunks`` at a time."""
+        return self._runs((0,) * len(self.counts), self.counts, max_chunks)
+
+    def overlapping(self, region: Region, max_chunks: int) -> Iterator[Run]:
+        """Those that share an element with ``region``, in the order of the file."""
+        common = region.intersect(self.region)
+        if common is None:
+            return iter(())
+        part = common.within(self.region)
+        low = tuple(map(operator.floordiv, part.offset, self.inner_shape))
+        high = tuple(-(-e // i) for e, i in zip(part.end, self.inner_shape, strict=True))
+        return self._runs(low, high, max_chunks)
+
+    def _runs(self, low: Extent, high: Extent, max_chunks: int) -> Iterator[Run]:
+        """The box of inner chunks ``[low, high)``, cut into runs."""
+        if not self.counts:
+            yield Run(0, (), ())
+            return
+        extents = tuple(map(operator.sub, high, low))
+        cut, size = self._cut_dim(extents, max_chunks)
+        step = max(1, max_chunks // size)
+        for outer in product(*(range(a, b) for a, b in zip(low[:cut], high[:cut], strict=True))):
+            for start in range(low[cut], high[cut], step):
+                count = min(step, high[cut] - start)
+                offset = (*outer, start, *low[cut + 1 :])
+                shape = (*(1,) * cut, count, *extents[cut + 1 :])
+                yield Run(self._number(offset), offset, shape)
+
+    def _cut_dim(self, extents: Extent, max_chunks: int) -> tuple[int, int]:
+        """The dim along which runs are cut, and the inner chunks behind each step along it.
+
+        All dims after it are taken whole: that is what makes a run contiguous.
+        """
+        size = 1
+        for dim in range(len(extents) - 1, 0, -1):
+            is_whole = extents[dim] == self.counts[dim]
+            if not is_whole or size * extents[dim] > max_chunks:
+                return dim, size
+            size *= extents[dim]
+        return 0, size
+
+    def _number(self, offset: Extent) -> int:
+        number = 0
+        for at, count in zip(offset, self.counts, strict=True):
+            number = number * count + at
+        return number
+
+
+MIN_SPAN_NBYTES = 64 << 10
+"""Below this, a system call per run costs more than going through a chunk-wise reader."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkSpans:
+    """Equal-sized runs of one chunk file: (byte offset in the file, in the target) pairs."""
+
+    index: Extent
+    span_nbytes: int
+    offsets: tuple[tuple[int, int], ...]
+
+
+def stored_nbytes(array: ArraySpec, region: Region) -> int:
+    """Bytes that leave storage where a box, not empty, is read: inner chunks are read whole.
+
+    So are chunks of format 1 whose runs are too short to be read one by one; of compressed ones
+    the bytes that they had before count.
+    """
+    itemsize = array.dtype.itemsize
+    if array.inner_shape is not None:
+        nbytes = math.prod(array.inner_shape) * itemsize + CRC_NBYTES * array.has_crc32c
+        return nbytes * _num_cells(region, array.inner_shape)
+    if raw_spans(array, region) is None:
+        return array.chunk_nbytes * _num_cells(region, array.chunk_shape)
+    return region.numel * itemsize
+
+
+def _num_cells(region: Region, cell: Extent) -> int:
+    """How many cells of a grid share an element with the region."""
+    ends = zip(region.offset, region.end, cell, strict=True)
+    return math.prod(-(-end // extent) - start // extent for start, end, extent in ends)
+
+
+def raw_spans(array: ArraySpec, region: Region) -> tuple[ChunkSpans, ...] | None:
+    """The byte runs that fill a C-contiguous target of ``region.shape``, or None.
+
+    None says that the array is not raw, or that the runs are too short to be read one by one.
+    """
+    if not array.is_raw:
+        return None
+    whole = array.chunk_at(region)
+    if whole is not None:
+        return (ChunkSpans(whole, array.chunk_nbytes, ((0, 0),)),)
+    found = []
+    for index in array.chunks_of(region):
+        spans = _chunk_spans(array, index, region)
+        if len(spans.offsets) > 1 and spans.span_nbytes < MIN_SPAN_NBYTES:
+            return None
+        found.append(spans)
+    return tuple(found)
+
+
+def _chunk_spans(array: ArraySpec, index: Extent, region: Region) -> ChunkSpans:
+    chunk = array.chunk_region(index)
+    part = chunk.intersect(region)
+    assert part is not None  # noqa: S101 - chunks_of yields only chunks that overlap
+    inner = _contiguous_dims(part, chunk, region)
+    outer = part.ndim - inner
+    span = math.prod(part.shape[outer:]) * array.dtype.itemsize
+    in_chunk = _starts(part.within(chunk), chunk.shape, outer, array.dtype.itemsize)
+    in_target = _starts(part.within(region), region.shape, outer, array.dtype.itemsize)
+    return ChunkSpans(index, span, tuple(zip(in_chunk, in_target, strict=True)))
+
+
+def _contiguous_dims(part: Region, chunk: Region, region: Region) -> int:
+    """How many trailing dims of ``part`` form one run in both frames."""
+    count = 0
+    for n, c, r in zip(
+        reversed(part.shape), reversed(chunk.shape), reversed(region.shape), strict=True
+    ):
+        count += 1
+        if not n == c == r:
+            break
+    return count
+
+
+def _starts(part: Region, frame: Extent, outer: int, itemsize: int) -> Iterator[int]:
+    """Byte offset, within ``frame``, of each run of ``part``."""
+    strides = [math.prod(frame[d + 1 :]) * itemsize for d in range(len(frame))]
+    base = sum(o * s for o, s in zip(part.offset[outer:], strides[outer:], strict=True))
+    ranges = (range(o, o + n) for o, n in zip(part.offset[:outer], part.shape[:outer], strict=True))
+    for index in product(*ranges):
+        yield base + sum(i * s for i, s in zip(index, strides[:outer], strict=True))

@@ -1,0 +1,1 @@
+"""Checkpoint formats: what a checkpoint holds, and what is wrong with it. Loads no torch."""

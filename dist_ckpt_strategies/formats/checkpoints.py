@@ -1,0 +1,270 @@
+"""Checkpoints that can be read, of either format."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import islice
+from pathlib import Path
+
+from dist_ckpt_strategies.config import Options, Verify
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
+from dist_ckpt_strategies.core.chunk_grids import MAX_OBJECT_NBYTES
+from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+)
+from dist_ckpt_strategies.formats.bucket_arrays import BucketReader, num_requests
+from dist_ckpt_strategies.formats.bucket_commit import require_something
+from dist_ckpt_strategies.formats.locations import Location, content_of
+from dist_ckpt_strategies.formats.manifest import INDEX_NAME, digest_of
+from dist_ckpt_strategies.formats.manifest_reader import Manifest
+from dist_ckpt_strategies.formats.objects import (
+    object_ids,
+    object_path,
+    plain_content,
+    read_content,
+)
+from dist_ckpt_strategies.formats.scanned import FileCheck
+from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.formats.zarr2_engines import open_array_store
+from dist_ckpt_strategies.formats.zarr3_arrays import Zarr3Reader
+from dist_ckpt_strategies.formats.zarr3_checks import common_check, manifest_checks
+from dist_ckpt_strategies.storage.base import ArrayReader
+from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.file_store import Directory, FileStore
+from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access, permitted_access
+from dist_ckpt_strategies.storage.files import require_directory
+from dist_ckpt_strategies.storage.io_pool import Job, limited, run_pooled
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which part of a task that ranks share out is whose.
+
+    Attributes:
+        rank: this one, within its group.
+        num_ranks: in the group.
+    """
+
+    rank: int = 0
+    num_ranks: int = 1
+
+
+@limited
+def has_manifest(root: Path) -> bool:
+    """Whether a directory holds a checkpoint of format ("zarr", 2), whatever else it says."""
+    return (root / INDEX_NAME).exists()
+
+
+class Format1Checkpoint:
+    """A checkpoint of format ("zarr", 1); see StoredCheckpoint.
+
+    Args:
+        root: its directory.
+        options: engine and timeout.
+    """
+
+    def __init__(self, root: Path, options: Options) -> None:
+        self._layout = Zarr2Layout(root)
+        self._options = options
+
+    @cached_property
+    def array_reader(self) -> ArrayReader:
+        """See StoredCheckpoint."""
+        return open_array_store(self._layout.root, self._options)
+
+    @property
+    def buffered_reader(self) -> ArrayReader:
+        """See StoredCheckpoint."""
+        return open_array_store(self._layout.root, self._options.with_changes(direct_io=False))
+
+    def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
+        """See StoredCheckpoint. One metadata file is read for each; sorted by key."""
+        layout = self._layout
+        found: dict[str, ArraySpec] = {}
+
+        def find(key: str) -> None:
+            try:
+                found[key] = layout.find(key)
+            except ArrayNotFoundError as error:
+                raise self._not_found(key) from error
+
+        paths = {key: layout.metadata_path(key) for key in sorted(keys)}
+        jobs = [Job(key, path, partial(find, key)) for key, path in paths.items()]
+        num_threads = file_access(layout.root).num_metadata_threads
+        if num_threads == 1:
+            announce = partial(begin_readahead, list(paths.values()))
+            jobs.insert(0, Job("", layout.root, announce))
+        run_pooled(jobs, num_threads).wait(self._options.timeout_s)
+        return {key: found[key] for key in paths}  # threads finish in any order
+
+    def keys(self) -> Iterator[str]:
+        """See StoredCheckpoint."""
+        return self._layout.keys()
+
+    def object_ids(self) -> Iterator[ObjectId]:
+        """See StoredCheckpoint."""
+        return object_ids(self._layout.root)
+
+    def object_path(self, object_id: ObjectId) -> str:
+        """See StoredCheckpoint."""
+        return str(object_path(self._layout.root, object_id))
+
+    def object_content(self, object_id: ObjectId) -> bytes:
+        """See StoredCheckpoint."""
+        return read_content(self._layout.root, object_id)
+
+    def _not_found(self, key: str) -> ArrayNotFoundError:
+        root = self._layout.root
+        require_directory(root)
+        if has_manifest(root):
+            return ArrayNotFoundError(
+                f"{key}: {root} is a checkpoint of format ('zarr', 2), by its {INDEX_NAME}; its "
+                "metadata.json says, or the caller, that it is one of ('zarr', 1)",
+                key=key,
+                path=str(root),
+            )
+        keys = list(self._layout.keys())
+        near = difflib.get_close_matches(key, keys, n=3)
+        hint = f"; similar keys: {', '.join(near)}" if near else ""
+        return ArrayNotFoundError(
+            f"{key}: no such array among the {len(keys)} in {root}{hint}",
+            key=key,
+            path=str(self._layout.directory(key)),
+        )
+
+
+class Format2Checkpoint:
+    """A checkpoint of format ("zarr", 2); see StoredCheckpoint.
+
+    Args:
+        root: its directory, or its place in an object store.
+        options: what to verify, and how to read.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing at that place.
+        IncompleteCheckpointError: it has no manifest.
+        CorruptCheckpointError: the manifest's index is damaged.
+        IncompatibleVersionError: a later version of this package wrote it.
+    """
+
+    def __init__(self, root: Location, options: Options) -> None:
+        self._root = root = content_of(root)
+        self._options = options
+        self.file_store: FileStore = root if isinstance(root, Bucket) else _directory(root)
+        self.manifest = self._manifest()
+
+    def _manifest(self) -> Manifest:
+        """Asked for by its name: lists of an object store may not know of it yet."""
+        try:
+            return Manifest(self.file_store)
+        except IncompleteCheckpointError:
+            if isinstance(self._root, Bucket):
+                require_something(self._root)
+            raise
+
+    @cached_property
+    def array_reader(self) -> ArrayReader:
+        """See StoredCheckpoint."""
+        return self._reader(self._options)
+
+    @property
+    def buffered_reader(self) -> ArrayReader:
+        """See StoredCheckpoint."""
+        return self._reader(self._options.with_changes(direct_io=False))
+
+    def _reader(self, options: Options) -> ArrayReader:
+        find = None if options.verify is Verify.OFF else self.manifest.find
+        if isinstance(self._root, Bucket):
+            return BucketReader(self._root, options, find)
+        return Zarr3Reader(self._root, permitted_access(self._root, options), find)
+
+    def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
+        """See StoredCheckpoint. The parts of the manifest that list them are read, once each."""
+        return {key: self.manifest.find(key).array for key in sorted(keys)}
+
+    def keys(self) -> Iterator[str]:
+        """See StoredCheckpoint."""
+        return self.manifest.keys()
+
+    def object_ids(self) -> Iterator[ObjectId]:
+        """See StoredCheckpoint."""
+        return (record.id for record in self.manifest.objects())
+
+    def object_path(self, object_id: ObjectId) -> str:
+        """See StoredCheckpoint."""
+        span = self.manifest.find_object(object_id).span
+        return self.file_store.path(INDEX_NAME if span is None else span.name)
+
+    def object_content(self, object_id: ObjectId) -> bytes:
+        """See StoredCheckpoint. Its digest is compared, whatever the options say."""
+        record = self.manifest.find_object(object_id)
+        span = record.span
+        if span is None:
+            return plain_content(record.value)
+        content = self.file_store.read_span(span.name, span.byte_offset, span.nbytes)
+        if digest_of(content) != span.digest:
+            name, path = object_id.unique_key, self.file_store.path(span.name)
+            raise CorruptCheckpointError(
+                f"{name}: {path}, written by rank {record.writer}, is damaged: "
+                f"{len(content)} bytes from byte {span.byte_offset} have digest "
+                f"{digest_of(content)}, expected {span.nbytes} and {span.digest}",
+                key=name,
+                path=path,
+            )
+        return content
+
+    def require_whole(self, share: Share) -> None:
+        """Raise unless this rank's share of all files is as it was written.
+
+        Raises:
+            IncompleteCheckpointError, CorruptCheckpointError: what is wrong with the first that
+                is not.
+        """
+        if isinstance(self._root, Bucket):
+            num_threads = num_requests(self._options, MAX_OBJECT_NBYTES)
+        else:
+            num_threads = permitted_access(self._root, self._options).num_read_threads
+        manifest = self.manifest
+        checks = manifest_checks(
+            self.file_store, manifest.arrays(), manifest.objects(), manifest.index.common
+        )
+        jobs = map(self._job, islice(checks, share.rank, None, share.num_ranks))
+        run_pooled(jobs, num_threads).wait(self._options.timeout_s)
+
+    def _job(self, check: FileCheck) -> Job:
+        path = self.file_store.path(check.name)
+        return Job(check.key or "", path, partial(_require_clean, check, path))
+
+    def require_common(self) -> None:
+        """Raise unless the common state's file is the one that was there at the save.
+
+        Raises:
+            IncompleteCheckpointError: it is missing.
+            CorruptCheckpointError: it is another.
+        """
+        listed = self.manifest.index.common
+        if listed is None:
+            return
+        self._job(common_check(self.file_store, listed)).run()
+
+
+def _require_clean(check: FileCheck, path: str) -> None:
+    """Raise the first issue of a file."""
+    for issue in check.run():
+        lead = f"{issue.key}: " if issue.key else ""
+        raise CorruptCheckpointError(
+            f"{lead}{path} is damaged: expected {issue.expected}, found {issue.found}",
+            key=issue.key,
+            path=path,
+        )
+
+
+@limited
+def _directory(root: Path) -> Directory:
+    require_directory(root)
+    return Directory(root)

@@ -1,0 +1,150 @@
+"""Object files by name and by their own checksums: everything about them but unpickling.
+
+Imports no torch, so that tools which only look at a checkpoint start at once.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from dist_ckpt_strategies.core.array import UNKNOWN, ObjectId
+from dist_ckpt_strategies.storage.files import (
+    PARTIAL_PREFIX,
+    REMOVED_PREFIX,
+    file_errors,
+    is_directory,
+    is_elsewhere,
+    remove_empty,
+)
+from dist_ckpt_strategies.storage.io_pool import limited
+
+OBJECT_SUFFIX = ".pt"
+
+_REFUSED_FLAGS = 0x2061
+"""Encrypted, patched, masked: torch's reader refuses such entries."""
+
+_DOS_DIRECTORY = 0x10
+"""An entry with this attribute is read by torch as an empty directory, without an error."""
+
+
+def object_ids(root: Path) -> Iterator[ObjectId]:
+    """Every object shard below a checkpoint, sorted; names of the older form are completed.
+
+    An older name lacks the last number of the grid's shape: it is one more than the largest
+    offset found, as Megatron-Core concludes.
+    """
+    by_key: dict[str, list[ObjectId]] = {}
+    for object_id in _named_ids(root, ""):
+        by_key.setdefault(object_id.key, []).append(object_id)
+    for key in sorted(by_key):
+        last = max(object_id.offset[-1] for object_id in by_key[key]) + 1
+        for object_id in sorted(by_key[key]):
+            shape = object_id.shape
+            if shape[-1] == UNKNOWN:
+                shape = (*shape[:-1], last)
+            yield ObjectId(key, object_id.offset, shape)
+
+
+def shard_id(path: str) -> ObjectId | None:
+    """The shard in a file of that path below a checkpoint; None where the name is none of a shard.
+
+    The last number of the shape is UNKNOWN in a name of the older form.
+    """
+    if not path.endswith(OBJECT_SUFFIX):
+        return None
+    found = ObjectId.parse(path.removesuffix(OBJECT_SUFFIX))
+    return found if found is not None and shard_path(found) == path else None
+
+
+def shard_path(object_id: ObjectId) -> str:
+    """The file of a shard that ``shard_id`` gives, below the checkpoint."""
+    is_older = object_id.shape[-1] == UNKNOWN
+    return (object_id.older_key if is_older else object_id.unique_key) + OBJECT_SUFFIX
+
+
+@limited
+def object_path(root: Path, object_id: ObjectId) -> Path:
+    """The file of a shard that ``object_ids`` yielded."""
+    path = root / (object_id.unique_key + OBJECT_SUFFIX)
+    older = root / (object_id.older_key + OBJECT_SUFFIX)
+    return path if path.exists() or not older.exists() else older
+
+
+def remove_object(root: Path, object_id: ObjectId) -> None:
+    """Remove one shard of an object, durably; directories that it leaves empty go too."""
+    path = object_path(root, object_id)
+    with file_errors(object_id.key, path):
+        path.unlink(missing_ok=True)
+        remove_empty(path.parent, root)
+
+
+def _named_ids(directory: Path, prefix: str) -> Iterator[ObjectId]:
+    with file_errors(prefix, directory), os.scandir(directory) as scan:
+        entries = list(scan)
+    for entry in entries:
+        if entry.name.startswith((REMOVED_PREFIX, PARTIAL_PREFIX)):
+            continue
+        if entry.name.endswith(OBJECT_SUFFIX):
+            found = ObjectId.parse(prefix + entry.name.removesuffix(OBJECT_SUFFIX))
+            if found is not None:
+                yield found
+        elif is_directory(entry) and not is_elsewhere(entry):
+            yield from _named_ids(Path(entry.path), f"{prefix}{entry.name}/")
+
+
+def archive_damage(content: bytes) -> str | None:
+    """What is wrong with the bytes of a ``.pt`` file; see file_damage."""
+    return file_damage(io.BytesIO(content))
+
+
+def file_damage(file: IO[bytes]) -> str | None:
+    """What is wrong with the zip archive that ``torch.save`` makes; None where nothing is.
+
+    Every record is compared with the archive's own checksum of it, and its entry in the archive's
+    directory with what torch's reader takes. Reads the file once, in pieces. Files of the older,
+    non-zip form carry no checksum and pass.
+    """
+    head = file.read(2)
+    if head != b"PK":
+        return None if head.startswith(b"\x80") else "it is not a file that torch.save wrote"
+    try:
+        with zipfile.ZipFile(file) as archive:
+            bad = archive.testzip()
+            return f"checksum mismatch in its record {bad}" if bad else _misfit(archive)
+    except (
+        zipfile.BadZipFile,
+        zlib.error,
+        EOFError,
+        OSError,
+        ValueError,
+        RuntimeError,
+        OverflowError,
+        struct.error,
+    ) as error:
+        return str(error) or type(error).__name__
+
+
+def _misfit(archive: zipfile.ZipFile) -> str | None:
+    """What entry of the archive's directory torch's reader would refuse, or read wrongly."""
+    for entry in archive.infolist():
+        if _is_foreign(entry):
+            return f"the directory entry of its record {entry.filename} is not torch's"
+    return None
+
+
+def _is_foreign(entry: zipfile.ZipInfo) -> bool:
+    return bool(
+        entry.compress_type != zipfile.ZIP_STORED
+        or entry.compress_size != entry.file_size
+        or entry.flag_bits & _REFUSED_FLAGS
+        or entry.external_attr & _DOS_DIRECTORY
+        or entry.volume
+        or entry.comment
+    )

@@ -1,0 +1,321 @@
+"""The layout of format ("zarr", 1): one Zarr v2 array in a directory per key.
+
+Source: the Zarr v2 specification; checkpoints written by Megatron-Core 0.12.3 and 0.15.3.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.errors import ArrayNotFoundError, CorruptCheckpointError, PlanError
+from dist_ckpt_strategies.storage.base import HostArray, Transfer
+from dist_ckpt_strategies.storage.files import (
+    MAX_JSON_NBYTES,
+    PARTIAL_PREFIX,
+    REMOVED_PREFIX,
+    create_file,
+    file_errors,
+    is_directory,
+    is_elsewhere,
+    read_file,
+    remove_empty,
+    sync_path,
+    write_file,
+)
+from dist_ckpt_strategies.storage.io_pool import Job, run_pooled
+
+METADATA_NAME = ".zarray"
+_LOCKS_SUFFIX = ".sync"
+
+
+def dtype_name(dtype: DType) -> str:
+    """The dtype as ``.zarray`` spells it: ``<f4``, ``|b1``, and plain names for extensions."""
+    return dtype.value if dtype.is_extension else dtype.numpy.newbyteorder("<").str
+
+
+def array_metadata(array: ArraySpec) -> dict[str, Any]:
+    """The content of ``.zarray``, exactly the fields that Megatron-Core <= 0.15 wrote."""
+    return {
+        "chunks": list(array.chunk_shape),
+        "compressor": None,
+        "dtype": dtype_name(array.dtype),
+        "fill_value": None,
+        "filters": None,
+        "order": "C",
+        "shape": list(array.shape),
+        "zarr_format": 2,
+    }
+
+
+def metadata_content(array: ArraySpec) -> bytes:
+    """The bytes of ``.zarray``, laid out as zarr 2 did: one number a line.
+
+    Put together by hand: the standard library's indenting encoder is the slowest part of a save
+    of many small arrays.
+    """
+    fields = {
+        "chunks": _listed(array.chunk_shape),
+        "compressor": "null",
+        "dtype": f'"{dtype_name(array.dtype)}"',
+        "fill_value": "null",
+        "filters": "null",
+        "order": '"C"',
+        "shape": _listed(array.shape),
+        "zarr_format": "2",
+    }
+    lines = ",\n".join(f'    "{name}": {value}' for name, value in fields.items())
+    return f"{{\n{lines}\n}}".encode()
+
+
+def _listed(extent: tuple[int, ...]) -> str:
+    numbers = ",\n".join(f"        {n}" for n in extent)
+    return f"[\n{numbers}\n    ]" if extent else "[]"
+
+
+def parse_metadata(key: str, path: Path | str, content: bytes) -> ArraySpec:
+    """The array that a ``.zarray`` file describes.
+
+    Raises:
+        CorruptCheckpointError: not JSON, or not the description of an array.
+        PlanError: a dtype that torch has no counterpart for.
+    """
+    try:
+        fields = json.loads(content)
+        spelled = str(fields["dtype"])
+        dtype = _spelled_dtypes().get(spelled) or DType.from_numpy(_numpy_dtype(spelled), key=key)
+        raw = (
+            fields["compressor"] is None
+            and not fields.get("filters")
+            and fields["order"] == "C"
+            and (spelled[0] in "<|" or dtype.is_extension)
+        )
+        array = ArraySpec(
+            key,
+            _extent(fields["shape"]),
+            dtype,
+            _extent(fields["chunks"]),
+            separator=str(fields.get("dimension_separator", ".")),
+            is_raw=raw,
+        )
+        _require_consistent(array, fields)
+    except PlanError as error:
+        found = error.message.removeprefix(f"{key}: ")
+        raise PlanError(f"{key}: {path}: {found}", key=key, path=str(path)) from error
+    except (ValueError, LookupError, TypeError, SyntaxError, RecursionError) as error:
+        raise CorruptCheckpointError(
+            f"{key}: {path} does not describe a Zarr v2 array: {error!r}", key=key, path=str(path)
+        ) from error
+    return array
+
+
+def _extent(numbers: Any) -> tuple[int, ...]:
+    """Sizes of an array or chunk; JSON could hold anything in their place."""
+    if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
+        raise TypeError(f"{numbers!r}, expected a list of whole numbers")
+    return tuple(numbers)
+
+
+@cache
+def _spelled_dtypes() -> Mapping[str, DType]:
+    """Every dtype under the name that this package writes, which saves most of the parsing."""
+    return {dtype_name(dtype): dtype for dtype in DType}
+
+
+def _numpy_dtype(spelled: str) -> np.dtype[np.generic]:
+    """Numpy's dtype of a spelling that begins with its byte order."""
+    if spelled[:1] not in set("<>|"):
+        raise ValueError(f"dtype {spelled!r}, expected one such as '<f4'")
+    return np.dtype(spelled)
+
+
+def _require_consistent(array: ArraySpec, fields: Mapping[str, Any]) -> None:
+    if fields["zarr_format"] != 2:  # noqa: PLR2004 - the format's own number
+        raise ValueError(f"zarr_format {fields['zarr_format']}, expected 2")
+    if len(array.shape) != len(array.chunk_shape) or min(array.shape, default=0) < 0:
+        raise ValueError(f"shape {array.shape} with chunks {array.chunk_shape}")
+    if min(array.chunk_shape, default=1) < 1:
+        raise ValueError(f"chunks {array.chunk_shape}")
+    if fields["order"] not in {"C", "F"}:
+        raise ValueError(f"order {fields['order']!r}, expected 'C' or 'F'")
+    if not _is_codec(fields["compressor"]):
+        raise ValueError(f"compressor {fields['compressor']!r}, expected null or one with an id")
+    if not all(map(_is_codec, fields.get("filters") or ())):
+        raise ValueError(f"filters {fields['filters']!r}, expected null or a list of them")
+    if array.separator not in {".", "/"}:
+        raise ValueError(f"dimension_separator {array.separator!r}, expected '.' or '/'")
+
+
+def _is_codec(found: Any) -> bool:
+    return found is None or (isinstance(found, dict) and isinstance(found.get("id"), str))
+
+
+@dataclass(frozen=True, slots=True)
+class Zarr2Layout:
+    """Finds, makes and removes the arrays of one checkpoint directory.
+
+    Attributes:
+        root: the checkpoint directory, absolute.
+    """
+
+    root: Path
+
+    def directory(self, key: str) -> Path:
+        """Where the array of that key lives."""
+        return self.root / key
+
+    def chunk_path(self, array: ArraySpec, index: tuple[int, ...]) -> Path:
+        """The file of one chunk."""
+        return self.directory(array.key) / array.chunk_name(index)
+
+    def create(self, array: ArraySpec, *, is_flushed: bool) -> None:
+        """Write the metadata of an array, or replace what is there.
+
+        Metadata that is the same stays: the writer of a chunk may have come first.
+        """
+        path, content = self.metadata_path(array.key), metadata_content(array)
+        with file_errors(array.key, path):
+            if not (create_file(path, content) or read_file(path) == content):
+                write_file(Path(path), content)
+            if is_flushed:
+                sync_path(path)
+
+    def ensure(self, array: ArraySpec) -> None:
+        """Write the metadata of an array, unless it is there. Not flushed."""
+        path = self.metadata_path(array.key)
+        with file_errors(array.key, path):
+            create_file(path, metadata_content(array))
+
+    def metadata_path(self, key: str) -> str:
+        """The file that describes the array of that key."""
+        return f"{self.root}/{key}/{METADATA_NAME}"
+
+    def find(self, key: str) -> ArraySpec:
+        """The array of that key.
+
+        Raises:
+            ArrayNotFoundError: there is none.
+            CorruptCheckpointError: its description cannot be read.
+        """
+        path = self.metadata_path(key)
+        with file_errors(key, path, not_found=ArrayNotFoundError):
+            content = read_file(path, MAX_JSON_NBYTES)
+        return parse_metadata(key, path, content)
+
+    def sync_directories(self, keys: Iterable[str]) -> None:
+        """Make the names of new files of these keys durable."""
+        for path, key in self.directories(keys).items():
+            with file_errors(key, path):
+                sync_path(path)
+
+    def directories(self, keys: Iterable[str]) -> dict[str, str]:
+        """The directories that hold files of these keys and those above, with a key of each."""
+        found: dict[str, str] = {}
+        for key in keys:
+            path = f"{self.root}/{key}"
+            while path not in found and len(path) >= len(str(self.root)):
+                found[path] = key
+                path = path[: path.rindex("/")]
+        return found
+
+    def keys(self) -> Iterator[str]:
+        """Keys of all arrays, at any depth, sorted within a directory.
+
+        An array may be a link; other links, and checkpoints further down, are not looked into.
+        """
+        yield from _array_keys(self.root, "")
+
+    def lock_directories(self, key: str) -> Iterator[str]:
+        """The directory beside an array that Megatron-Core <= 0.15 kept locks in, if there is."""
+        if _is_lock_directory(str(self.directory(key + _LOCKS_SUFFIX))):
+            yield key + _LOCKS_SUFFIX
+
+    def remove(self, key: str) -> None:
+        """Remove an array; it is gone at once, its files follow. Of a link only the link goes."""
+        directory = self.directory(key)
+        doomed = directory.with_name(REMOVED_PREFIX + uuid.uuid4().hex)
+        with file_errors(key, directory, not_found=ArrayNotFoundError):
+            directory.rename(doomed)
+            if doomed.is_symlink():
+                doomed.unlink()
+            else:
+                shutil.rmtree(doomed)
+            for locks in self.lock_directories(key):
+                shutil.rmtree(self.directory(locks))
+            remove_empty(directory.parent, self.root)
+
+
+def _array_keys(directory: Path, prefix: str) -> Iterator[str]:
+    with file_errors(prefix, directory):
+        entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
+    for entry in entries:
+        if entry.name.startswith((REMOVED_PREFIX, PARTIAL_PREFIX)) or not is_directory(entry):
+            continue
+        if _is_lock_directory(entry.path):
+            continue
+        key = prefix + entry.name
+        if os.path.exists(os.path.join(entry.path, METADATA_NAME)):  # noqa: PTH110, PTH118 - 10,000 times
+            yield key
+        if not is_elsewhere(entry):
+            yield from _array_keys(Path(entry.path), key + "/")
+
+
+def _is_lock_directory(path: str) -> bool:
+    """Whether Megatron-Core <= 0.15 kept its locks of an array here, beside the array.
+
+    It holds a file for each of the array's, ``.zarray`` included, and all of them are empty.
+    """
+    if not path.endswith(_LOCKS_SUFFIX):
+        return False
+    try:
+        return os.stat(os.path.join(path, METADATA_NAME)).st_size == 0  # noqa: PTH116, PTH118
+    except OSError:  # also where the longer name is too long
+        return False
+
+
+def begin_creates(
+    layout: Zarr2Layout, arrays: Sequence[ArraySpec], num_threads: int, *, is_flushed: bool
+) -> Transfer:
+    """Write the metadata of each array."""
+    create = partial(layout.create, is_flushed=is_flushed)
+    jobs = (
+        Job(array.key, layout.metadata_path(array.key), partial(create, array)) for array in arrays
+    )
+    return run_pooled(jobs, num_threads)
+
+
+def begin_syncs(layout: Zarr2Layout, arrays: Sequence[ArraySpec], num_threads: int) -> Transfer:
+    """Flush the directory of each array and those above, each once."""
+    paths = layout.directories(array.key for array in arrays)
+    jobs = (Job(key, path, partial(sync_path, path)) for path, key in paths.items())
+    return run_pooled(jobs, num_threads)
+
+
+def by_chunk(
+    array: ArraySpec, region: Region, memory: HostArray
+) -> Iterator[tuple[Region, HostArray]]:
+    """The part of ``region`` in each of its chunks, with the part of ``memory`` that belongs to it.
+
+    A library that is asked for many chunks at once holds all of them in memory, and may report the
+    first failure while it still moves others.
+    """
+    for index in array.chunks_of(region):
+        box = region.intersect(array.chunk_region(index))
+        if box is not None:
+            yield box, memory[box.within(region).slices() or ...]  # () would copy a scalar
+
+
+def library_nbytes(array: ArraySpec) -> int:
+    """Memory that a library takes to encode or decode one chunk of the array, in bytes."""
+    return array.chunk_nbytes * (1 if array.is_raw else 2)

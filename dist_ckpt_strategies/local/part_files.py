@@ -1,0 +1,433 @@
+"""The parts on one node's disk: found, written so that they appear whole, read, removed.
+
+A rank keeps its own part and copies of others' in ``<root>/<its global rank>/<part id>.part``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
+from dist_ckpt_strategies.local.part_format import (
+    PREFIX_NBYTES,
+    Part,
+    PartId,
+    PartLayout,
+    decode_header,
+    description_nbytes,
+)
+from dist_ckpt_strategies.storage.direct_io import begin_writeback
+from dist_ckpt_strategies.storage.files import (
+    PARTIAL_PREFIX,
+    file_errors,
+    lock,
+    make_directories,
+    sync_path,
+    try_lock,
+)
+from dist_ckpt_strategies.storage.io_pool import limited
+from dist_ckpt_strategies.storage.time_limit import (
+    MAX_SLICE_NBYTES,
+    is_cancelled,
+    raise_if_cancelled,
+)
+
+SUFFIX = ".part"
+
+Bytes = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPart:
+    """A file that looks like a part.
+
+    Attributes:
+        part_id: what its name says.
+        path: the file.
+    """
+
+    part_id: PartId
+    path: Path
+
+    @property
+    def holder(self) -> int:
+        """The global rank that keeps it."""
+        return int(self.path.parent.name)
+
+
+class PartDirectory:
+    """All parts below one directory of a node, whichever rank put them there.
+
+    Args:
+        root: the directory; made when something is written.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def __str__(self) -> str:
+        """The directory."""
+        return str(self.root)
+
+    @limited
+    def find(self) -> list[FoundPart]:
+        """Files named like parts, of all holders, sorted by path.
+
+        Raises:
+            StorageError: the directory cannot be listed.
+        """
+        found = []
+        for holder in self.holders():
+            directory = self.holder_directory(holder)
+            with file_errors(None, directory):
+                for path in _entries(directory):
+                    part_id = PartId.parse(path.name.removesuffix(SUFFIX))
+                    if part_id is not None and path.name.endswith(SUFFIX):
+                        found.append(FoundPart(part_id, path))
+        return found
+
+    @limited
+    def holders(self) -> list[int]:
+        """Global ranks that have a directory here."""
+        with file_errors(None, self.root):
+            names = [path.name for path in _entries(self.root) if path.is_dir()]
+        return sorted(int(name) for name in names if _is_rank(name))
+
+    def holder_directory(self, global_rank: int) -> Path:
+        """Where a rank keeps its parts."""
+        return self.root / str(global_rank)
+
+    @limited
+    def create(self, part_id: PartId, holder: int, layout: PartLayout) -> PartWriter:
+        """Begin to write a part; it appears when the writer is done.
+
+        Raises:
+            StorageError: the file cannot be made.
+        """
+        return PartWriter(self.holder_directory(holder) / f"{part_id}{SUFFIX}", layout)
+
+    @limited
+    def remove(self, found: FoundPart) -> None:
+        """Remove a part; that it is gone already is no error.
+
+        Raises:
+            StorageError: it cannot be removed.
+        """
+        with file_errors(None, found.path):
+            found.path.unlink(missing_ok=True)
+
+    @limited
+    def remove_leftovers(self, holder: int) -> int:
+        """Remove what a killed save of this rank has left; returns the bytes that are free again.
+
+        What is being written, here or in another process, stays.
+
+        Raises:
+            StorageError: something cannot be removed.
+        """
+        directory = self.holder_directory(holder)
+        removed = 0
+        with file_errors(None, directory):
+            for path in _entries(directory):
+                if path.name.startswith(PARTIAL_PREFIX):
+                    removed += _remove_unlocked(path)
+        return removed
+
+    @limited
+    def free_nbytes(self) -> int:
+        """Room left for this user on the file system.
+
+        Raises:
+            StorageError: the directory cannot be made.
+        """
+        with file_errors(None, self.root):
+            make_directories(self.root)
+            return shutil.disk_usage(self.root).free
+
+    @limited
+    def device_name(self) -> str:
+        """Tells file systems apart on this machine and between machines."""
+        with file_errors(None, self.root):
+            make_directories(self.root)
+            found = self.root.stat()
+        return f"{_boot_id()}:{found.st_dev}"
+
+    @limited
+    def name(self) -> str:
+        """The same for all ranks that see this directory, and for no other.
+
+        A directory is told by its device and number, on the machine that has started once; one
+        that is not there, or cannot be looked at, by its path.
+        """
+        try:
+            found = self.root.stat()
+        except OSError:
+            return f"{_boot_id()}:{self.root}"
+        return f"{_boot_id()}:{found.st_dev}:{found.st_ino}"
+
+
+class _Handle:
+    """A file descriptor that is closed once nothing refers to it.
+
+    A thread of a transfer that was given up may still be in a system call with it: the number must
+    not become another file's meanwhile.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        """Close the file."""
+        os.close(self.number)
+
+
+class PartWriter:
+    """A part being written beside its place, in a file that is locked until it appears.
+
+    Raises:
+        StorageError: the file cannot be made.
+    """
+
+    def __init__(self, path: Path, layout: PartLayout) -> None:
+        self.path = path
+        self._layout = layout
+        self._has_appeared = False
+        self._handle: _Handle | None
+        with file_errors(None, path):
+            make_directories(path.parent)
+            self._partial, number = _begin_file(path.parent)
+            self._handle = _Handle(number)
+
+    def __str__(self) -> str:
+        """The file."""
+        return str(self.path)
+
+    def write(self, byte_offset: int, content: Bytes) -> None:
+        """Write bytes at a position of the file, and have the disk begin with them.
+
+        Raises:
+            StorageError: they cannot be written.
+        """
+        handle = self._open_handle()
+        done = 0
+        with file_errors(None, self.path):
+            while done < content.size:
+                raise_if_cancelled()
+                some = content[done : done + MAX_SLICE_NBYTES]
+                done += os.pwrite(handle.number, some.data, byte_offset + done)
+        begin_writeback(handle.number, byte_offset, content.size)
+
+    @limited
+    def finish(self, header: bytes) -> None:
+        """Write the header, and let the part appear; it is durable then.
+
+        Raises:
+            StorageError: something cannot be written.
+        """
+        handle = self._open_handle()
+        self.write(0, np.frombuffer(header, np.uint8))
+        with file_errors(None, self.path):
+            os.ftruncate(handle.number, self._layout.nbytes)
+            os.fsync(handle.number)
+            raise_if_cancelled()
+            self._partial.replace(self.path)  # locked until it has its name
+            self._has_appeared = True
+            if is_cancelled():
+                self.path.unlink()
+            self._handle = None
+            del handle
+            sync_path(self.path.parent)
+            sync_path(self.path.parent.parent)
+
+    @limited
+    def abandon(self) -> None:
+        """Remove what was written, the part too if it has appeared.
+
+        Raises:
+            StorageError: it cannot be removed.
+        """
+        self._handle = None
+        written = self.path if self._has_appeared else self._partial
+        with file_errors(None, written):
+            written.unlink(missing_ok=True)
+
+    def _open_handle(self) -> _Handle:
+        if self._handle is None:
+            raise StorageError(f"{self.path}: the file is closed", path=str(self.path))
+        return self._handle
+
+
+class PartReader:
+    """An open part whose header has been checked; a context manager that closes it.
+
+    Attributes:
+        header: the file's first bytes, up to the end of the description.
+        stored: what they describe.
+
+    Raises:
+        IncompleteCheckpointError: there is no such file.
+        CorruptCheckpointError: its header is damaged, or its size is another.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with file_errors(None, path):
+            self._handle: _Handle | None = _Handle(
+                os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            )
+            self.header = self._checked_header(self._handle.number)
+
+    def __enter__(self) -> Self:
+        """The reader itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close the file."""
+        self.close()
+
+    def close(self) -> None:
+        """Close the file, once no thread reads it any more."""
+        self._handle = None
+
+    def read(self, byte_offset: int, target: Bytes) -> None:
+        """Fill ``target`` from a position of the file.
+
+        Raises:
+            CorruptCheckpointError: the file ends before.
+            StorageError: it cannot be read, or is closed.
+        """
+        handle = self._handle
+        if handle is None:
+            raise StorageError(f"{self.path}: the file is closed", path=str(self.path))
+        done = 0
+        with file_errors(None, self.path):
+            while done < target.size:
+                raise_if_cancelled()
+                some = target[done : done + MAX_SLICE_NBYTES]
+                got = os.preadv(handle.number, [some.data], byte_offset + done)
+                if got == 0:
+                    raise self._damaged(f"ends at byte {byte_offset + done}")
+                done += got
+
+    def _checked_header(self, handle: int) -> bytes:
+        size = os.fstat(handle).st_size
+        prefix = os.pread(handle, PREFIX_NBYTES, 0)
+        try:
+            nbytes = min(description_nbytes(prefix), size)
+            header = prefix + os.pread(handle, nbytes, PREFIX_NBYTES)
+            self.stored = decode_header(header)
+        except CorruptCheckpointError as error:
+            raise self._damaged(error.message) from error
+        if size != self.stored.layout.nbytes:
+            raise self._damaged(f"has {size} bytes, expected {self.stored.layout.nbytes}")
+        named = PartId.parse(self.path.name.removesuffix(SUFFIX))
+        if named is not None and named != self.stored.part.part_id:
+            raise self._damaged(f"holds {self.stored.part.part_id}")
+        return header
+
+    def _damaged(self, why: str) -> CorruptCheckpointError:
+        return CorruptCheckpointError(f"{self.path}: {why}", path=str(self.path))
+
+
+def read_headers(found: list[FoundPart]) -> Iterator[tuple[FoundPart, Part | CheckpointError]]:
+    """Each file's part, or why it cannot be one."""
+    for one in found:
+        try:
+            with PartReader(one.path) as reader:
+                yield one, reader.stored.part
+        except CheckpointError as error:
+            yield one, error
+
+
+def _entries(directory: Path) -> list[Path]:
+    """What is in a directory, sorted; nothing where there is none."""
+    try:
+        return sorted(directory.iterdir())
+    except FileNotFoundError:
+        return []
+
+
+def _begin_file(directory: Path) -> tuple[Path, int]:
+    """A new file under a name of its own, and its handle, which locks it."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    while True:
+        path = directory / (PARTIAL_PREFIX + uuid.uuid4().hex)
+        handle = os.open(path, flags, 0o666)
+        try:
+            lock(handle)
+            is_there = os.fstat(handle).st_nlink > 0
+        except BaseException:  # interrupted in the wait for the lock, too
+            os.close(handle)
+            path.unlink(missing_ok=True)
+            raise
+        if is_there:
+            return path, handle
+        os.close(handle)  # taken for a leftover before it was locked
+
+
+def _remove_unlocked(path: Path) -> int:
+    """Remove a file unless it is being written; returns the bytes that are free again."""
+    try:
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode):
+            path.unlink()
+            return 0
+        with _opened_unless_locked(path) as is_ours:  # and nobody else's while it is removed
+            if is_ours:
+                path.unlink()
+            return found.st_size if is_ours else 0
+    except FileNotFoundError:
+        return 0  # another manager was first
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a process that is alive has the file locked.
+
+    Raises:
+        OSError: it cannot be opened, such as because it is gone.
+    """
+    with _opened_unless_locked(path) as is_ours:
+        return not is_ours
+
+
+@contextmanager
+def _opened_unless_locked(path: Path) -> Iterator[bool]:
+    """Lock a file for the block; False where a process that is alive has it locked."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        yield try_lock(handle)
+    finally:
+        os.close(handle)
+
+
+def _is_rank(name: str) -> bool:
+    return name.isascii() and name.isdigit() and str(int(name)) == name
+
+
+@limited
+def read_first_header(directory: PartDirectory) -> Part | None:
+    """The description of a part of the newest save here; None if there is none that is good."""
+    for one in sorted(directory.find(), key=lambda one: one.part_id, reverse=True):
+        for _, part in read_headers([one]):
+            if isinstance(part, Part):
+                return part
+    return None
+
+
+def _boot_id() -> str:
+    """A text that two machines never share, nor a machine with itself before a restart."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return f"{os.uname().nodename}:{uuid.getnode()}"

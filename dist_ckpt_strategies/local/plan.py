@@ -1,0 +1,368 @@
+"""Which ranks keep copies for each other."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from dist_ckpt_strategies.core.messages import MESSAGE_NBYTES, Message, build_messages
+from dist_ckpt_strategies.errors import NoReplicasAvailableError, PlanError
+from dist_ckpt_strategies.local.part_format import PartId, SaveId
+
+Clique = tuple[int, ...]
+"""Global ranks that keep copies for each other, ascending."""
+
+
+def build_cliques(
+    world_size: int, replication_jump: int, replication_factor: int, *, allow_uneven: bool = False
+) -> tuple[Clique, ...]:
+    """The cliques of all ranks, in the order of their first ranks.
+
+    With J ranks between a copy and the next, and F copies, a clique is ``n, n+J, ..., n+(F-1)J``
+    for ``n = aJF + b``, ``0 <= b < J``. J is the number of ranks that fail together: those of a
+    node, or of a rack.
+
+    Args:
+        world_size: W, all ranks.
+        replication_jump: J.
+        replication_factor: F, copies of each part, its owner's among them.
+        allow_uneven: where W is not divisible by JF, make some cliques larger; none is smaller
+            than F. The ranks left over join, in order, the last cliques, so that two of one node
+            are never in one clique if there is a full block of JF ranks.
+
+    Raises:
+        PlanError: a number is less than 1; W is not divisible by JF and ``allow_uneven`` is not
+            set; or there are fewer than F nodes of J ranks.
+
+    Source: the replication groups of NVIDIA's resiliency extension.
+    """
+    _require_positive(world_size, replication_jump, replication_factor)
+    block = replication_jump * replication_factor
+    if world_size % block and not allow_uneven:
+        raise PlanError(
+            f"world size {world_size} is not divisible by replication_jump * replication_factor = "
+            f"{replication_jump} * {replication_factor} = {block}; choose others, or "
+            "allow_uneven=True for some larger cliques"
+        )
+    num_nodes = -(-world_size // replication_jump)
+    if num_nodes < replication_factor:
+        raise PlanError(
+            f"{replication_factor} copies of each part need as many nodes of {replication_jump} "
+            f"ranks (replication_jump); world size {world_size} makes {num_nodes}"
+        )
+    num_blocks = world_size // block
+    if num_blocks == 0:  # F nodes, the last one not full
+        num_columns = world_size - replication_jump * (replication_factor - 1)
+        starts = list(range(num_columns))
+    else:
+        starts = [a * block + b for a in range(num_blocks) for b in range(replication_jump)]
+    cliques = [
+        [start + copy * replication_jump for copy in range(replication_factor)] for start in starts
+    ]
+    taken = {rank for clique in cliques for rank in clique}
+    left = [rank for rank in range(world_size) if rank not in taken]
+    for place, rank in enumerate(left, start=-len(left) % len(cliques)):
+        cliques[place % len(cliques)].append(rank)
+    return tuple(tuple(sorted(clique)) for clique in cliques)
+
+
+def _require_positive(world_size: int, replication_jump: int, replication_factor: int) -> None:
+    values = {
+        "world_size": world_size,
+        "replication_jump": replication_jump,
+        "replication_factor": replication_factor,
+    }
+    for name, value in values.items():
+        if value < 1:
+            raise PlanError(f"{name}: expected 1 or more, found {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicationPlan:
+    """What every member of a clique sends to all others.
+
+    In each round every member sends its next message, as long as it has one.
+
+    Attributes:
+        messages: by rank within the clique.
+    """
+
+    messages: tuple[tuple[Message, ...], ...]
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds until all is sent."""
+        return max(map(len, self.messages))
+
+    def message(self, rank: int, number: int) -> Message | None:
+        """What a member sends in a round; None if it is done."""
+        of_rank = self.messages[rank]
+        return of_rank[number] if number < len(of_rank) else None
+
+
+def build_replication_plan(
+    byte_offsets: Sequence[Sequence[int]],
+    sizes: Sequence[Sequence[int]],
+    max_bucket_nbytes: int,
+) -> ReplicationPlan:
+    """Plan the exchange of whole parts among the members of a clique.
+
+    A message has ``MESSAGE_NBYTES`` at most, also where there would be room for more.
+
+    Args:
+        byte_offsets: for each member, where the buffers of its part begin in their file.
+        sizes: for each member, the bytes of each buffer.
+        max_bucket_nbytes: bound on the messages that a member receives in one round, all of them
+            together, and on the one that it sends.
+    """
+    num_peers = max(1, len(sizes) - 1)
+    bound = max(1, min(max_bucket_nbytes // num_peers, MESSAGE_NBYTES))
+    return ReplicationPlan(
+        tuple(
+            build_messages(offsets, found, bound)
+            for offsets, found in zip(byte_offsets, sizes, strict=True)
+        )
+    )
+
+
+def build_retention(
+    complete: Collection[SaveId], newest: SaveId, num_kept: int
+) -> frozenset[SaveId]:
+    """The saves to keep: the newest, and before it as many as there is to be.
+
+    A save of a later iteration belongs to a run that went back since; it is not kept, lest it be
+    taken for the newest.
+
+    Args:
+        complete: the saves whose parts are all there.
+        newest: the save that has just been made.
+        num_kept: how many to keep, 1 or more.
+    """
+    earlier = sorted(
+        (save for save in complete if save < newest and save.iteration < newest.iteration),
+        reverse=True,
+    )
+    one_each: dict[int, SaveId] = {}
+    for save in earlier:
+        one_each.setdefault(save.iteration, save)
+    return frozenset([newest, *list(one_each.values())[: num_kept - 1]])
+
+
+def outdated(parts: Iterable[PartId], kept: Collection[SaveId]) -> list[PartId]:
+    """The parts of saves that are not kept, sorted."""
+    return sorted(part for part in parts if part.save not in kept)
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One part, from a rank that can read it to one that wants it; both may be the same."""
+
+    id_: str
+    sender: int
+    receiver: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangePlan:
+    """Who reads which part for whom, and when.
+
+    Attributes:
+        transfers: all of them, sorted by receiver, then by id.
+        steps: those between two ranks, in an order without circles of waiting: in each step a rank
+            sends one part at most, and receives one at most.
+        own_rank: who holds this plan, where that is known; the plan is equal on all ranks.
+    """
+
+    transfers: tuple[Transfer, ...]
+    steps: tuple[tuple[Transfer, ...], ...]
+    own_rank: int | None = field(default=None, compare=False)
+
+    @property
+    def entries(self) -> tuple[Transfer, ...]:
+        """All transfers, under the name that users of NVRx know."""
+        return self.transfers
+
+    def required_ids(self, rank: int | None = None) -> set[str]:
+        """Ids of the parts that a rank has to have, for itself or for others.
+
+        Args:
+            rank: by default the one that holds this plan.
+
+        Raises:
+            PlanError: nobody has said who holds it.
+        """
+        sender = self.own_rank if rank is None else rank
+        if sender is None:
+            raise PlanError("required_ids: expected a rank; this plan does not say whose it is")
+        return {t.id_ for t in self.transfers if t.sender == sender}
+
+    def held_by(self, rank: int) -> ExchangePlan:
+        """The same plan, in the hands of a rank."""
+        return replace(self, own_rank=rank)
+
+    def received_by(self, rank: int) -> tuple[Transfer, ...]:
+        """What this rank gets, from itself too."""
+        return tuple(t for t in self.transfers if t.receiver == rank)
+
+    def renumbered(self, numbers: Mapping[int, int]) -> ExchangePlan:
+        """The plan with other numbers for its ranks.
+
+        Raises:
+            PlanError: a rank of the plan has no other number.
+        """
+        for t in self.transfers:
+            for rank in (t.sender, t.receiver):
+                if rank not in numbers:
+                    raise PlanError(f"{t.id_}: rank {rank} is not one of {sorted(numbers)}")
+        return _plan_of(
+            Transfer(t.id_, numbers[t.sender], numbers[t.receiver]) for t in self.transfers
+        )
+
+    def without(self, excluded: Collection[Transfer]) -> ExchangePlan:
+        """The plan without some of its transfers."""
+        left_out = frozenset(excluded)
+        return _plan_of(t for t in self.transfers if t not in left_out)
+
+
+def build_exchange_plan(
+    available: Mapping[int, Collection[str]], wanted: Mapping[int, Sequence[str]]
+) -> ExchangePlan:
+    """Let every rank read what it can, and spread the rest over those who can.
+
+    Args:
+        available: for each rank the ids of the parts that it can read.
+        wanted: for each rank the ids that it wants.
+
+    Raises:
+        NoReplicasAvailableError: nobody can read one of them; names it and who wants it.
+    """
+    holders: defaultdict[str, list[int]] = defaultdict(list)
+    for rank in sorted(available):
+        for part_id in set(available[rank]):
+            holders[part_id].append(rank)
+    transfers: list[Transfer] = []
+    load: Counter[int] = Counter()
+    for receiver in sorted(wanted):
+        for part_id in sorted(set(wanted[receiver])):
+            sender = _sender(receiver, part_id, holders.get(part_id, ()), load)
+            load[sender] += 1
+            transfers.append(Transfer(part_id, sender, receiver))
+    return _plan_of(transfers)
+
+
+def _plan_of(transfers: Iterable[Transfer]) -> ExchangePlan:
+    """Every transfer in the first step in which neither of its ranks does the same already."""
+    found = tuple(transfers)
+    steps: list[list[Transfer]] = []
+    taken: defaultdict[tuple[str, int], int] = defaultdict(int)  # steps as bits
+    for transfer in found:
+        if transfer.sender == transfer.receiver:
+            continue
+        ends = ("sends", transfer.sender), ("receives", transfer.receiver)
+        busy = taken[ends[0]] | taken[ends[1]]
+        number = (~busy & (busy + 1)).bit_length() - 1  # the lowest bit that is not set
+        for end in ends:
+            taken[end] |= 1 << number
+        if number == len(steps):
+            steps.append([])
+        steps[number].append(transfer)
+    return ExchangePlan(found, tuple(map(tuple, steps)))
+
+
+def _sender(receiver: int, part_id: str, holders: Sequence[int], load: Mapping[int, int]) -> int:
+    if not holders:
+        raise NoReplicasAvailableError(
+            None, f"no rank has a copy of {part_id}, which rank {receiver} wants", key=part_id
+        )
+    if receiver in holders:
+        return receiver
+    return min(holders, key=lambda rank: (load[rank], rank))
+
+
+@dataclass(frozen=True, slots=True)
+class Completeness:
+    """What there is of one save.
+
+    Attributes:
+        save: the save.
+        world_size: ranks that took part in it.
+        missing: ranks whose parts nobody can read.
+    """
+
+    save: SaveId
+    world_size: int
+    missing: tuple[int, ...]
+
+
+def choose_world_sizes(found: Iterable[tuple[PartId, int]]) -> dict[SaveId, int]:
+    """The world size of each save. Parts that state another one are not of it.
+
+    Parts of one save that were written together state the same. Where some do not, the largest
+    world of which every part is there counts; where there is none, the one with most parts.
+
+    Args:
+        found: every part that some rank can read, with the world size that it states.
+    """
+    ranks: defaultdict[tuple[SaveId, int], set[int]] = defaultdict(set)
+    for part_id, world_size in found:
+        ranks[part_id.save, world_size].add(part_id.global_rank)
+    best: dict[SaveId, tuple[bool, int, int]] = {}
+    for (save, world_size), of_world in ranks.items():
+        present = sum(rank < world_size for rank in of_world)
+        merit = (present == world_size, present, world_size)
+        best[save] = max(merit, best.get(save, merit))
+    return {save: world_size for save, (_, _, world_size) in best.items()}
+
+
+def build_survey(found: Iterable[tuple[PartId, int]]) -> tuple[Completeness, ...]:
+    """What there is of each save, the newest first.
+
+    Args:
+        found: every part that some rank can read, with the world size that it states.
+
+    Raises:
+        PlanError: the parts of one save state different world sizes.
+    """
+    ranks: defaultdict[SaveId, set[int]] = defaultdict(set)
+    sizes: dict[SaveId, int] = {}
+    for part_id, world_size in sorted(set(found)):
+        if sizes.setdefault(part_id.save, world_size) != world_size:
+            raise PlanError(
+                f"{part_id} was saved by {world_size} ranks, and another part of the same save by "
+                f"{sizes[part_id.save]}"
+            )
+        ranks[part_id.save].add(part_id.global_rank)
+    return tuple(
+        Completeness(
+            save, sizes[save], tuple(r for r in range(sizes[save]) if r not in ranks[save])
+        )
+        for save in sorted(sizes, reverse=True)
+    )
+
+
+def spread_parts(
+    save: SaveId, old_size: int, available: Mapping[int, Collection[str]]
+) -> dict[int, tuple[str, ...]]:
+    """Which ranks take over the parts of a world of another size: few each, readable if possible.
+
+    Every rank gets one at least; where there are more ranks than parts, some parts go to several.
+
+    Args:
+        save: whose parts.
+        old_size: ranks that took part in the save.
+        available: for each rank of today the ids of the parts that it can read.
+    """
+    taken: dict[int, list[str]] = {rank: [] for rank in sorted(available)}
+    readers: defaultdict[str, list[int]] = defaultdict(list)
+    for rank in taken:
+        for part_id in set(available[rank]):
+            readers[part_id].append(rank)
+    for old_rank in range(old_size):
+        part_id = str(PartId(save, old_rank))
+        chosen = min(readers.get(part_id, taken), key=lambda rank: (len(taken[rank]), rank))
+        taken[chosen].append(part_id)
+    for place, rank in enumerate(taken):
+        if not taken[rank]:
+            taken[rank].append(str(PartId(save, place % old_size)))
+    return {rank: tuple(ids) for rank, ids in taken.items()}

@@ -1,0 +1,248 @@
+"""Scan a directory of local checkpoints: which shard files there are, and what is wrong with them.
+
+One pass reads names, sizes and headers; a second step compares each tensor with its digest. Loads
+no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import xxhash
+
+from dist_ckpt_strategies.errors import CheckpointError
+from dist_ckpt_strategies.formats.issues import (
+    NO_FILE,
+    Issue,
+    Problem,
+    StaleFile,
+    StaleKind,
+    Watch,
+    marker_or_issue,
+    missing_common,
+    unreadable,
+)
+from dist_ckpt_strategies.formats.marker import CheckpointMarker
+from dist_ckpt_strategies.formats.scanned import FileCheck, run_checks
+from dist_ckpt_strategies.local.part_files import SUFFIX, PartReader, is_being_written
+from dist_ckpt_strategies.local.part_format import Part, PartId
+from dist_ckpt_strategies.storage.file_store import Directory
+from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
+    PARTIAL_PREFIX,
+    Folder,
+    read_file,
+    read_folder,
+    reason,
+    require_directory,
+)
+
+BACKEND = "local_replicated"
+
+_RANK = re.compile(r"0|[1-9]\d*", re.ASCII)
+_BLOCK_NBYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCopy:
+    """A file that is named like a local shard file.
+
+    Attributes:
+        part_id: what its name says.
+        path: relative to the directory that was scanned, ``/`` between parts.
+        holder: the global rank that keeps it.
+        nbytes: its size.
+        part: what its header describes; None where that is damaged.
+    """
+
+    part_id: PartId
+    path: str
+    holder: int
+    nbytes: int
+    part: Part | None
+
+
+@dataclass(frozen=True, slots=True)
+class LocalScan:
+    """What there is of local checkpoints.
+
+    Attributes:
+        root: the directory, absolute.
+        copies: the newest save first; within it sorted by rank and path.
+        stale_files: files that a save did not finish, sorted by path.
+        issues: what names, sizes and headers show to be wrong, sorted by path.
+    """
+
+    root: Path
+    copies: tuple[StoredCopy, ...]
+    stale_files: tuple[StaleFile, ...]
+    issues: tuple[Issue, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all copies."""
+        return sum(copy.nbytes for copy in self.copies)
+
+
+def scan_local(root: Path) -> LocalScan | None:
+    """What there is of local checkpoints; None where there is nothing, not even a stale file.
+
+    Args:
+        root: what a manager was given, one session's directory in it, one rank's in that, or the
+            directory of one checkpoint of the backend.
+
+    Raises:
+        CheckpointNotFoundError: the directory does not exist.
+    """
+    root = root.absolute()
+    require_directory(root)
+    top = read_folder(root, "")
+    marker = marker_or_issue(Directory(root))
+    backend = marker.sharded_backend if isinstance(marker, CheckpointMarker) else None
+    if backend not in {None, BACKEND}:
+        return None
+    copies: list[StoredCopy] = []
+    stale: list[StaleFile] = []
+    issues: list[Issue] = []
+    for folder in _rank_folders(root, top):
+        if folder.failure:
+            issues.append(unreadable(None, folder.key or ".", folder.failure))
+        stale += _stale_files(root, folder)
+        for copy, damage in _copies(root, folder):
+            copies.append(copy)
+            issues += damage
+    if not (backend or copies or (stale and COMMON_NAME not in top.files)):
+        return None
+    if backend and not copies:
+        issues.append(Issue(Problem.MISSING_PART, None, ".", "a part of the checkpoint", NO_FILE))
+    issues += _check_common_files(root, copies)
+    copies.sort(key=lambda copy: (copy.part_id.global_rank, copy.path))
+    copies.sort(key=lambda copy: copy.part_id.save, reverse=True)
+    stale.sort(key=lambda one: one.path)
+    return LocalScan(root, tuple(copies), tuple(stale), _by_path(issues))
+
+
+def verify_local(scan: LocalScan, watch: Watch | None = None) -> tuple[Issue, ...]:
+    """The issues of a scan, and those of comparing every tensor with its digest; sorted by path.
+
+    Args:
+        scan: what there is.
+        watch: called with bytes.
+    """
+    checks = (
+        FileCheck(None, copy.path, copy.nbytes, partial(check_part, scan.root, copy.path))
+        for copy in scan.copies
+    )
+    num_threads = len(os.sched_getaffinity(0))
+    return _by_path(run_checks(scan.issues, checks, num_threads, watch))
+
+
+def check_part(root: Path, path: str) -> Iterator[Issue]:
+    """What is wrong with a local shard file: its header, or tensors that are not as stored.
+
+    Args:
+        root: the directory that was scanned.
+        path: the file, relative to it.
+    """
+    memory = np.empty(_BLOCK_NBYTES, np.uint8)
+    try:
+        with PartReader(root / path) as reader:
+            stored = reader.stored
+            layout = zip(stored.part.buffers, stored.layout.byte_offsets, strict=True)
+            for (buffer, start), expected in zip(layout, stored.digests, strict=True):
+                digest = xxhash.xxh3_64()
+                for begin in range(0, buffer.nbytes, _BLOCK_NBYTES):
+                    block = memory[: min(_BLOCK_NBYTES, buffer.nbytes - begin)]
+                    reader.read(start + begin, block)
+                    digest.update(block.data)
+                if (found := digest.intdigest()) != expected:
+                    text = f"digest {expected:016x}"
+                    yield Issue(Problem.DAMAGED_TENSOR, buffer.name, path, text, f"{found:016x}")
+    except CheckpointError as error:
+        yield _damaged(root, path, error)
+
+
+def _damaged(root: Path, path: str, error: CheckpointError) -> Issue:
+    why = error.message.removeprefix(f"{root / path}: ")
+    return Issue(Problem.DAMAGED_PART, None, path, "a part whose header fits its digest", why)
+
+
+def _rank_folders(root: Path, top: Folder) -> Iterator[Folder]:
+    """The directories of ranks: this one, those in it, and those one further down."""
+    if _RANK.fullmatch(root.name):
+        yield top
+    for name in top.folders:
+        if _RANK.fullmatch(name):
+            yield read_folder(root, name)
+    for name in top.folders:
+        inner = read_folder(root, name)
+        for rank in filter(_RANK.fullmatch, inner.folders):
+            yield read_folder(root, inner.path_of(rank))
+
+
+def _stale_files(root: Path, folder: Folder) -> Iterator[StaleFile]:
+    for name, nbytes in folder.files.items():
+        if name.startswith(PARTIAL_PREFIX):
+            path = folder.path_of(name)
+            kind = StaleKind.PARTIAL
+            with suppress(OSError):
+                kind = StaleKind.WRITING if is_being_written(root / path) else kind
+            yield StaleFile(kind, path, nbytes)
+
+
+def _copies(root: Path, folder: Folder) -> Iterator[tuple[StoredCopy, list[Issue]]]:
+    """Every shard file of a rank's directory, and what its header shows to be wrong."""
+    holder = int(os.path.basename(folder.key or root))  # noqa: PTH119 - of a text or a path
+    for name in (*folder.files, *folder.folders, *folder.links, *folder.others):
+        part_id = PartId.parse(name.removesuffix(SUFFIX))
+        if part_id is None or not name.endswith(SUFFIX):
+            continue
+        path, part, damage = folder.path_of(name), None, []
+        try:
+            with PartReader(root / path) as reader:
+                part = reader.stored.part
+        except CheckpointError as error:
+            damage.append(_damaged(root, path, error))
+        yield StoredCopy(part_id, path, holder, folder.files.get(name, 0), part), damage
+
+
+def _check_common_files(root: Path, copies: Iterable[StoredCopy]) -> Iterator[Issue]:
+    """Whether each ``common.pt`` is the one whose digest the newest shard file beside it states."""
+    newest: dict[str, str | None] = {}
+    for copy in sorted(copies, key=lambda copy: copy.part_id):
+        of_rank = PurePosixPath(copy.path).parent
+        if copy.part is not None and of_rank.name:
+            newest[str(of_rank.parent / COMMON_NAME)] = _common_digest(copy.part)
+    for path, expected in newest.items():
+        if expected is not None:
+            yield from _check_common(root, path, expected)
+
+
+def _check_common(root: Path, path: str, expected: str) -> Iterator[Issue]:
+    try:
+        found = xxhash.xxh3_128_hexdigest(read_file(root / path))
+    except FileNotFoundError:
+        yield missing_common(path)
+    except OSError as error:
+        yield unreadable(None, path, reason(error))
+    else:
+        if found != expected:
+            yield Issue(Problem.DAMAGED_COMMON, None, path, f"digest {expected}", found)
+
+
+def _common_digest(part: Part) -> str | None:
+    """The digest of ``common.pt`` that a shard file of the backend states."""
+    common = part.content.get("common") if isinstance(part.content, dict) else None
+    digest = common.get("common_digest") if isinstance(common, dict) else None
+    return digest if isinstance(digest, str) else None
+
+
+def _by_path(issues: Iterable[Issue]) -> tuple[Issue, ...]:
+    return tuple(sorted(issues, key=lambda issue: issue.path))

@@ -1,1 +1,0 @@
-"""Deeds: carry out one plan. Storage and peers in, a report out."""

@@ -1,0 +1,173 @@
+"""The chunk grid of an array that is saved, and which parts of which shards make up each chunk."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.chunk_grids import (
+    MAX_OBJECT_NBYTES,
+    Holding,
+    chunk_parts,
+    cut_chunk,
+    fills_grid,
+    irregular_chunk_shape,
+    object_chunk_shape,
+    regular_chunk_shape,
+    require_partition,
+)
+from dist_ckpt_strategies.core.region import Extent, Region
+
+
+class Cutting(Enum):
+    """What the file of a chunk is made of."""
+
+    WHOLE = "one piece"
+    INNER = "inner chunks"
+    INNER_CRC32C = "inner chunks, each with a CRC32C"
+    BOUNDED = "inner chunks, few enough for one request"
+    BOUNDED_CRC32C = "inner chunks, few enough for one request, each with a CRC32C"
+
+    @property
+    def has_crc32c(self) -> bool:
+        """Whether a CRC32C follows every inner chunk."""
+        return self in {Cutting.INNER_CRC32C, Cutting.BOUNDED_CRC32C}
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether a file has about MAX_OBJECT_NBYTES at most."""
+        return self in {Cutting.BOUNDED, Cutting.BOUNDED_CRC32C}
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkParts:
+    """A chunk, and what it is put together from.
+
+    Attributes:
+        region: its part of the array.
+        parts: boxes that cover it, each with the number of the holding that it is a part of.
+    """
+
+    region: Region
+    parts: tuple[tuple[int, Region], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayGrid:
+    """How an array is cut into files.
+
+    Attributes:
+        chunk_shape: in elements.
+        inner_shape: of the inner chunks; None where a chunk is of one piece.
+        chunks: each chunk's parts, in the order of the grid; None where every holding is a chunk.
+    """
+
+    chunk_shape: Extent
+    inner_shape: Extent | None
+    chunks: tuple[ChunkParts, ...] | None
+
+
+_Pattern = tuple[Extent, DType, tuple[tuple[Extent, Extent, int], ...]]
+"""Shape and dtype of an array, and offset, shape and holder of each main replica. Holders are
+numbered as they come: who they are makes no difference to the grid."""
+
+
+class ArrayGrids:
+    """The grids of many arrays; those that are held alike are looked at once.
+
+    Thousands of groups of ranks cut their optimizer's buffers in the same way, and the same way for
+    each kind of state.
+
+    Args:
+        cutting: what the file of a chunk is made of.
+    """
+
+    def __init__(self, cutting: Cutting) -> None:
+        self.cutting = cutting
+        self._known: dict[_Pattern, ArrayGrid] = {}
+
+    def of(
+        self, array: ArraySpec, holdings: Sequence[Holding], copies: Iterable[Holding]
+    ) -> ArrayGrid:
+        """The grid of an array that is known to be held whole.
+
+        Args:
+            array: key, shape and dtype; its chunk shape says nothing.
+            holdings: the main replicas, sorted.
+            copies: the other replicas, to say who holds what the main ones leave out.
+
+        Raises:
+            CoverageError: elements are missing, or a region reaches outside the array.
+            DuplicateWriterError: two holdings share an element.
+        """
+        pattern = _pattern(array, holdings)
+        if pattern not in self._known:
+            self._known[pattern] = _grid_of(array, holdings, copies, self.cutting)
+        return self._known[pattern]
+
+
+def _pattern(array: ArraySpec, holdings: Sequence[Holding]) -> _Pattern:
+    numbers: dict[int, int] = {}
+    parts = tuple(
+        (h.region.offset, h.region.shape, numbers.setdefault(h.rank, len(numbers)))
+        for h in holdings
+    )
+    return array.shape, array.dtype, parts
+
+
+def _grid_of(
+    array: ArraySpec, holdings: Sequence[Holding], copies: Iterable[Holding], cutting: Cutting
+) -> ArrayGrid:
+    regions = [holding.region for holding in holdings]
+    chunk = regular_chunk_shape(array.shape, regions)
+    if chunk is None or not fills_grid(array.shape, chunk, regions):
+        require_partition(array.key, array.shape, holdings, list(copies))
+    if chunk is not None:
+        whole = replace(array, chunk_shape=chunk)
+        small = _bounded(whole, cutting)
+        if (cut := _cut(small, cutting, is_movable=False)) is not None:
+            return _grid(cut, None if small is whole else holdings)
+        chunk = small.chunk_shape
+    else:
+        chunk = irregular_chunk_shape(array.shape, array.dtype.itemsize, holdings)
+    moved = _cut(_bounded(replace(array, chunk_shape=chunk), cutting), cutting, is_movable=True)
+    assert moved is not None  # noqa: S101 - where boundaries may move, every chunk can be cut
+    return _grid(moved, holdings)
+
+
+def _bounded(array: ArraySpec, cutting: Cutting) -> ArraySpec:
+    """The array with chunks that fit an object; itself where they do."""
+    if not cutting.is_bounded or array.chunk_nbytes <= MAX_OBJECT_NBYTES:
+        return array
+    chunk = object_chunk_shape(array.chunk_shape, array.dtype.itemsize)
+    return replace(array, chunk_shape=chunk)
+
+
+def _cut(array: ArraySpec, cutting: Cutting, *, is_movable: bool) -> ArraySpec | None:
+    """The array with inner chunks; None where its chunks have no factors for them."""
+    if cutting is Cutting.WHOLE:
+        return array
+    cut = cut_chunk(array.chunk_shape, array.shape, array.dtype.itemsize, is_movable=is_movable)
+    if cut is None:
+        return None
+    return replace(array, chunk_shape=cut.chunk_shape, inner_shape=cut.inner_shape)
+
+
+def _grid(array: ArraySpec, holdings: Sequence[Holding] | None) -> ArrayGrid:
+    """The grid that the array has; its chunks are put together from the holdings, if from any."""
+    if holdings is None:
+        return ArrayGrid(array.chunk_shape, array.inner_shape, None)
+    parts: dict[Extent, list[tuple[int, Region]]] = defaultdict(list)
+    for number, holding in enumerate(holdings):
+        for index, part in chunk_parts(array.chunk_shape, holding.region):
+            parts[index].append((number, part))
+    whole = Region.whole(array.shape)
+    chunks = []
+    for index in sorted(parts):
+        region = array.chunk_region(index).intersect(whole)
+        assert region is not None  # noqa: S101 - a chunk of the grid overlaps its array
+        chunks.append(ChunkParts(region, tuple(parts[index])))
+    return ArrayGrid(array.chunk_shape, array.inner_shape, tuple(chunks))

@@ -1,1 +1,0 @@
-"""Nouns: regions, dtypes, shards, arrays. Frozen values, no input or output."""

@@ -1,0 +1,381 @@
+"""What an object store's errors mean, in our own terms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import replace
+from enum import StrEnum
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import tensorstore as ts
+
+from dist_ckpt_strategies.config import Credentials, StoreOptions
+from dist_ckpt_strategies.errors import (
+    BucketNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    StorageError,
+    StoreAccessError,
+    StoreUnreachableError,
+)
+from dist_ckpt_strategies.storage.file_store import WrongSizeError
+from dist_ckpt_strategies.storage.urls import StoreUrl
+
+_DETAIL = re.compile(r" \[[a-z0-9_-]+='.*", re.DOTALL)
+"""What TensorStore appends: codes, ids and the body of the response."""
+
+_NO_CREDENTIALS = "Failed to get credentials"
+_RETRIED = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
+_NO_BUCKET = ("NoSuchBucket", "The specified bucket does not exist")
+
+
+def no_answer(path: str, timeout_s: float, why: str) -> StoreUnreachableError:
+    """The error for a request that has not ended, retries included.
+
+    Args:
+        path: what was asked for.
+        timeout_s: how long it was waited for.
+        why: what one more try without retries gave; empty where that tells nothing.
+    """
+    reason = f" ({why})" if why else ""
+    return StoreUnreachableError(
+        f"{path}: the object store did not answer within {timeout_s:g} s, retries included"
+        f"{reason}; see that it runs and can be reached, or raise DIST_CKPT_STORE_TIMEOUT_S, and "
+        "timeout_s of the save or load, of which a request takes three quarters at most",
+        path=path,
+    )
+
+
+def shortened(error: Exception) -> str:
+    """What TensorStore says, without codes, ids and bodies."""
+    return _DETAIL.sub("", str(error))
+
+
+class Deed(StrEnum):
+    """What a request was to do; the values are words for it."""
+
+    READ = "read"
+    PUT = "put"
+    DELETE = "delete"
+    LIST = "list"
+
+
+_RIGHTS = {
+    "s3": {
+        Deed.READ: "s3:GetObject",
+        Deed.PUT: "s3:PutObject",
+        Deed.DELETE: "s3:DeleteObject",
+        Deed.LIST: "s3:ListBucket",
+    },
+    "gs": {
+        Deed.READ: "storage.objects.get",
+        Deed.PUT: "storage.objects.create",
+        Deed.DELETE: "storage.objects.delete",
+        Deed.LIST: "storage.objects.list",
+    },
+}
+"""What an owner has to grant, in Amazon's words and in Google's."""
+
+_WHEN_DELETED = "; a save to a new URL deletes nothing, a conversion its own notes"
+
+
+def bucket_not_found(url: StoreUrl, server: str) -> BucketNotFoundError:
+    """The error for a bucket that is not there.
+
+    Args:
+        url: the checkpoint; none of its objects is at fault.
+        server: where the bucket was looked for.
+    """
+    return BucketNotFoundError(
+        f"{url}: there is no bucket {url.bucket!r} at {server}; make it, or mend the URL or the "
+        "endpoint",
+        path=str(url),
+    )
+
+
+def store_error(
+    error: Exception, deed: Deed, path: str, url: StoreUrl, server: str
+) -> StorageError:
+    """What an error of TensorStore's means; its text starts with a status.
+
+    Args:
+        error: what TensorStore raised.
+        deed: what the request was to do.
+        path: the URL that it was about.
+        url: the checkpoint.
+        server: who was asked.
+    """
+    text = str(error)
+    status = text.partition(":")[0]
+    short = shortened(error)
+    if any(phrase in text for phrase in _NO_BUCKET):
+        return bucket_not_found(url, server)
+    if status in {"PERMISSION_DENIED", "UNAUTHENTICATED"} or _NO_CREDENTIALS in text:
+        return StoreAccessError(
+            f"{path}: the object store refuses access, to {deed} it ({short}); see the credentials "
+            "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or the machine's role) and "
+            f"what they may do in bucket {url.bucket!r}: this takes {_RIGHTS[url.scheme][deed]}"
+            f"{_WHEN_DELETED if deed is Deed.DELETE else ''}",
+            path=path,
+        )
+    if status == "OUT_OF_RANGE":
+        return CorruptCheckpointError(f"{path} is shorter than it was written ({short})", path=path)
+    if status in _RETRIED:
+        return StoreUnreachableError(
+            f"{path}: the object store cannot be reached, or fails ({short})", path=path
+        )
+    return StorageError(f"{path}: {short}", path=path)
+
+
+MAX_PUT_NBYTES = 5 << 30
+"""What one request can put, on Amazon's S3 and elsewhere."""
+
+MAX_REQUESTS = 32
+"""Under way at the same time, for each rank."""
+
+_DELETES_AT_A_TIME = 1000
+_NOTHING = ".nothing/"
+"""No object's name starts like this: it is a short list to ask for."""
+
+_MORE, _FEWER = "more bytes", "fewer bytes"
+_MAX_PROBE_S = 5.0
+_SHARE_OF_PROBE = 0.125
+"""Of the time for a request: what it tells has to be told while peers still wait for it."""
+
+_FIRST_PAUSE = "100ms"
+_LONGEST_PAUSE = "4s"
+
+
+class Bucket:
+    """What lies below a URL; see FileStore. Names have ``/`` between their parts.
+
+    Nothing is asked of the store before the first request.
+
+    Attributes:
+        block_nbytes: see FileStore.
+        num_readers: see FileStore; each has one request for data under way.
+
+    Args:
+        url: where.
+        options: how the store is reached.
+        is_place: whether the files of a checkpoint lie right below the URL; False where that has
+            to be looked up (publication.current_place).
+    """
+
+    block_nbytes = 8 << 20
+    num_readers = 16
+
+    def __init__(self, url: StoreUrl, options: StoreOptions, *, is_place: bool = False) -> None:
+        self.url = url
+        self.is_place = is_place
+        self._options = options
+
+    def __str__(self) -> str:
+        """See FileStore."""
+        return str(self.url)
+
+    @property
+    def tells_missing_buckets(self) -> bool:
+        """Whether a request that changes nothing shows that the bucket is missing.
+
+        TensorStore takes Google's refusal to list a bucket for an empty list; a put shows it.
+        """
+        return self.url.scheme != "gs"
+
+    def below(self, name: str) -> Bucket:
+        """What lies below this, under a name without a ``/``."""
+        return Bucket(self.url.below(name), self._options)
+
+    def place(self, name: str = "") -> Bucket:
+        """What lies below this, or below a name, as the place of a checkpoint's files."""
+        url = self.url.below(name) if name else self.url
+        return Bucket(url, self._options, is_place=True)
+
+    def path(self, name: str) -> str:
+        """See FileStore."""
+        return f"{self.url}/{name}"
+
+    def read(self, name: str) -> bytes:
+        """See FileStore."""
+        return self._read(name, None)
+
+    def read_span(self, name: str, byte_offset: int, nbytes: int) -> bytes:
+        """See FileStore.
+
+        Raises:
+            CorruptCheckpointError: it ends before.
+        """
+        return self._read(name, slice(byte_offset, byte_offset + nbytes)) if nbytes else b""
+
+    def read_rest(self, name: str, byte_offset: int) -> bytes:
+        """The bytes of an object from an offset, where it has some, to its end."""
+        return self._read(name, slice(byte_offset, None))
+
+    def read_blocks(self, name: str, sizes: Sequence[int]) -> Iterator[memoryview]:
+        """See FileStore."""
+        nbytes, byte_offset = sum(sizes), 0
+        if self._has_byte(name, nbytes):
+            raise WrongSizeError(self.path(name), nbytes, _MORE)
+        for size in sizes:
+            try:
+                content = self.read_span(name, byte_offset, size)
+            except CorruptCheckpointError:
+                raise WrongSizeError(self.path(name), nbytes, _FEWER) from None
+            yield memoryview(content)
+            byte_offset += size
+
+    def write(self, name: str, content: bytes) -> None:
+        """See FileStore. It is durable once the store has acknowledged it."""
+        if len(content) > MAX_PUT_NBYTES:
+            raise StorageError(
+                f"{self.path(name)}: {len(content)} bytes, and an object takes {MAX_PUT_NBYTES} in "
+                "one request; spread the objects over more ranks",
+                path=self.path(name),
+            )
+        self._result(self._store.write(name, content), Deed.PUT, self.path(name))
+
+    def require_nbytes(self, name: str, nbytes: int) -> None:
+        """See FileStore. Takes two requests for one byte: none of TensorStore's tells a size."""
+        if self._has_byte(name, nbytes):
+            raise WrongSizeError(self.path(name), nbytes, _MORE)
+        if nbytes and not self._has_byte(name, nbytes - 1):
+            raise WrongSizeError(self.path(name), nbytes, _FEWER)
+
+    def _has_byte(self, name: str, byte_offset: int) -> bool:
+        """Whether an object reaches this far.
+
+        Raises:
+            IncompleteCheckpointError: it is missing.
+        """
+        try:
+            return bool(self.read_span(name, byte_offset, 1))
+        except CorruptCheckpointError:
+            return False
+
+    def has(self, name: str) -> bool:
+        """Whether there is an object of that name."""
+        request = self._store.read(name, byte_range=slice(0, 0))
+        found = self._result(request, Deed.READ, self.path(name))
+        if found.state == "missing":
+            self.require_bucket()
+        return bool(found.state != "missing")
+
+    def names(self, prefix: str) -> Iterator[str]:
+        """See FileStore."""
+        return self.names_starting(f"{prefix}/" if prefix else "")
+
+    def names_starting(self, start: str) -> Iterator[str]:
+        """Every object whose name starts with ``start``, in no order."""
+        return iter(self._listed(start))
+
+    def is_empty(self) -> bool:
+        """Whether nothing lies below the URL."""
+        return not self._listed("")
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Delete objects; those that are not there are passed over."""
+        left = iter(names)
+        while some := list(islice(left, _DELETES_AT_A_TIME)):
+            pending = [(name, self._store.write(name, None)) for name in some]
+            for name, future in pending:
+                self._result(future, Deed.DELETE, self.path(name))
+
+    def require_bucket(self) -> None:
+        """Raise unless the bucket is there, and may be listed.
+
+        A missing object does not tell: TensorStore reports it, and a missing bucket, alike.
+
+        Raises:
+            BucketNotFoundError: it is not there, and the store tells (``tells_missing_buckets``).
+            StoreAccessError, StoreUnreachableError: nothing can be told.
+        """
+        self._listed(_NOTHING)
+
+    def _listed(self, start: str) -> Sequence[str]:
+        end = f"{start[:-1]}{chr(ord(start[-1]) + 1)}" if start else ""
+        keys = ts.KvStore.KeyRange(start, end)
+        place = self.path("" if start == _NOTHING else start).rstrip("/")
+        found = self._result(self._store.list(range=keys), Deed.LIST, place)
+        return [key.decode() for key in found]
+
+    def _read(self, name: str, byte_range: slice | None) -> bytes:
+        path = self.path(name)
+        found = self._result(self._store.read(name, byte_range=byte_range), Deed.READ, path)
+        if found.state == "missing":
+            self.require_bucket()
+            raise IncompleteCheckpointError(f"{path} does not exist", path=path)
+        content: bytes = found.value
+        return content
+
+    def _result(self, future: Any, deed: Deed, path: str) -> Any:
+        """What a request gives, within the time that is set."""
+        limit_s = self._options.timeout_s
+        try:
+            return future.result(timeout=limit_s)
+        except (TimeoutError, FutureTimeoutError):
+            future.cancel()
+            raise no_answer(path, limit_s, self._why_not()) from None
+        except Exception as error:
+            server = server_name(self.url, self._options)
+            raise store_error(error, deed, path, self.url, server) from error
+
+    def _why_not(self) -> str:
+        """What a single short try says; TensorStore keeps to itself why it tries again."""
+        options = replace(self._options, max_retries=1)
+        probe = ts.KvStore.open(_spec(self.url, options)).result()
+        future = probe.list(range=ts.KvStore.KeyRange(_NOTHING, f"{_NOTHING[:-1]}0"))
+        try:
+            future.result(timeout=min(_MAX_PROBE_S, _SHARE_OF_PROBE * self._options.timeout_s))
+        except (TimeoutError, FutureTimeoutError):
+            future.cancel()
+            return "it takes requests, and leaves them unanswered"
+        except Exception as error:  # noqa: BLE001 - libraries raise what they like; it is told
+            return shortened(error)
+        return ""
+
+    @cached_property
+    def _store(self) -> Any:
+        return ts.KvStore.open(_spec(self.url, self._options)).result()
+
+
+def server_name(url: StoreUrl, options: StoreOptions) -> str:
+    """Who is asked for what lies below a URL."""
+    if url.scheme == "gs":
+        return "Google Cloud Storage"
+    return options.endpoint or "Amazon's S3"
+
+
+def _spec(url: StoreUrl, options: StoreOptions) -> dict[str, Any]:
+    """The TensorStore spec of what lies below a URL."""
+    retries = {
+        "max_retries": options.max_retries,
+        "initial_delay": _FIRST_PAUSE,
+        "max_delay": _LONGEST_PAUSE,
+    }
+    place = {"bucket": url.bucket, "path": url.prefix}
+    if url.scheme == "gs":
+        return place | {
+            "driver": "gcs",
+            "gcs_request_retries": retries,
+            "gcs_request_concurrency": {"limit": MAX_REQUESTS},
+        }
+    spec = place | {
+        "driver": "s3",
+        "aws_credentials": _credentials(options),
+        "use_conditional_write": False,
+        "s3_request_retries": retries,
+        "s3_request_concurrency": {"limit": MAX_REQUESTS},
+    }
+    if options.endpoint is not None:
+        return spec | {"endpoint": options.endpoint, "aws_region": options.region or "us-east-1"}
+    return spec | ({"aws_region": options.region} if options.region else {})
+
+
+def _credentials(options: StoreOptions) -> dict[str, str]:
+    takes_profile = options.credentials in {Credentials.DEFAULT, Credentials.PROFILE}
+    profile = {"profile": options.profile} if options.profile and takes_profile else {}
+    return {"type": options.credentials.value} | profile

@@ -1,1 +1,0 @@
-"""Checkpoints in object stores: objects are put whole, and nothing is renamed."""

@@ -1,1 +1,0 @@
-"""Files of a disk: durable writes, reads past the page cache, flushes, locks."""

@@ -1,0 +1,346 @@
+"""Durable small files, directory syncs, and what the operating system's errors mean."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+import uuid
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+    StorageError,
+)
+from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
+
+MARKER_NAME = "metadata.json"
+"""The last file of a checkpoint; a directory below that has one is a checkpoint of its own."""
+
+COMMON_NAME = "common.pt"
+
+REMOVED_PREFIX = ".removed-"
+"""Directories on their way out; readers pass over them."""
+
+PARTIAL_PREFIX = ".partial-"
+"""Files not yet renamed into place; readers pass over them."""
+
+MAX_JSON_NBYTES = 1 << 20
+"""A metadata file has a few hundred bytes; of a longer one no more than this is read."""
+
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+
+_REMEDY = {
+    errno.ENOSPC: "no space left; free some, or save elsewhere",
+    errno.EDQUOT: "disk quota used up; free some, or save elsewhere",
+    errno.EACCES: "permission denied",
+    errno.EROFS: "the file system is read-only",
+    errno.ENAMETOOLONG: "the name is too long for the file system; shorten the key",
+    errno.EMFILE: "too many open files; raise the limit (ulimit -n) or lower io_threads",
+}
+
+
+def storage_error(
+    key: str | None,
+    path: Path | str,
+    error: BaseException,
+    *,
+    not_found: type[StorageError] = IncompleteCheckpointError,
+) -> StorageError:
+    """What an OSError on a file of a checkpoint means, in our own terms."""
+    if isinstance(error, FileNotFoundError):
+        return not_found(f"{_led(key)}{path} does not exist", key=key, path=str(path))
+    number = error.errno if isinstance(error, OSError) else None
+    spoken = isinstance(error, OSError) and error.strerror
+    text = _REMEDY.get(number or 0, spoken or str(error))
+    return StorageError(f"{_led(key)}{path}: {text}", key=key, path=str(path))
+
+
+def _led(key: str | None) -> str:
+    return f"{key}: " if key else ""
+
+
+_LEAST_READ_NBYTES = 4096
+
+
+@contextmanager
+def file_errors(
+    key: str | None,
+    path: Path | str,
+    *,
+    not_found: type[StorageError] = IncompleteCheckpointError,
+) -> Iterator[None]:
+    """Turn an OSError of the block into a StorageError that names key and file."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise storage_error(key, path, error, not_found=not_found) from error
+
+
+def require_directory(root: Path) -> None:
+    """Raise unless there is a checkpoint directory, finished or not.
+
+    Raises:
+        CheckpointNotFoundError: it does not exist, or is something else.
+    """
+    with file_errors(None, root):
+        is_there, is_dir = root.exists(), root.is_dir()
+    if not is_dir:
+        what = "is no directory" if is_there else "does not exist"
+        raise CheckpointNotFoundError(f"checkpoint directory {root} {what}", path=str(root))
+
+
+def read_file(path: Path | str, max_nbytes: int = -1) -> bytes:
+    """The content of a file, or its first bytes.
+
+    Raises:
+        OSError: it is no regular file, for one, such as a pipe, which could keep us waiting.
+    """
+    with open(path, "rb", 0, opener=open_at_once) as file:
+        nbytes = _regular_nbytes(file.fileno(), path)
+        # A read of a megabyte takes memory for one, whatever the file has.
+        return file.read(min(max_nbytes, max(nbytes, _LEAST_READ_NBYTES)))
+
+
+def read_span(path: Path | str, byte_offset: int, nbytes: int) -> bytes:
+    """Some bytes of a file; fewer where it ends before.
+
+    Raises:
+        OSError: as in ``read_file``.
+    """
+    with open(path, "rb", opener=open_at_once) as file:
+        held = _regular_nbytes(file.fileno(), path) - byte_offset
+        file.seek(byte_offset)
+        # Buffered: one call of the system gives no more than 2 GiB.
+        return file.read(max(0, min(nbytes, held)))
+
+
+def _regular_nbytes(handle: int, path: Path | str) -> int:
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    return status.st_size
+
+
+def open_at_once(path: str, flags: int) -> int:
+    """An opener that does not wait for the writer of a pipe."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def is_directory(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a directory, or a link to one; a link in a circle is none."""
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False
+
+
+def is_elsewhere(directory: os.DirEntry[str] | Path) -> bool:
+    """Whether a directory is no part of the checkpoint around it: a link, or another checkpoint.
+
+    One that was not finished counts too.
+    """
+    names = (MARKER_NAME, COMMON_NAME)
+    return directory.is_symlink() or any(
+        os.path.exists(os.path.join(directory, name))  # noqa: PTH110, PTH118 - never raises
+        for name in names
+    )
+
+
+def make_directories(directory: Path) -> None:
+    """Make a directory and what is missing above it, and flush each new name."""
+    missing = []
+    path = directory
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for new in reversed(missing):
+        new.mkdir(exist_ok=True)
+        sync_path(new.parent)
+
+
+def remove_empty(directory: Path, root: Path) -> None:
+    """Remove a directory and those above it, up to ``root``, as far as nothing is in them."""
+    while directory != root and not (directory.exists() and any(directory.iterdir())):
+        if directory.exists():
+            directory.rmdir()
+        directory = directory.parent
+    sync_path(directory)
+
+
+def create_file(path: str, content: bytes) -> bool:
+    """Make a file, and its directory, not flushed; False where there is one already."""
+    try:
+        handle = os.open(path, _CREATE, 0o666)
+    except FileExistsError:
+        return False
+    except FileNotFoundError:
+        raise_if_cancelled()
+        os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - 10,000 times
+        return create_file(path, content)
+    try:
+        while content:
+            content = content[os.write(handle, content) :]
+    finally:
+        os.close(handle)
+    return True
+
+
+def write_file(path: Path, content: bytes | memoryview) -> None:
+    """Write a file so that it is either whole and durable, or not there.
+
+    Written beside under a name of its own, flushed, renamed; then the directory is flushed.
+    """
+    partial = path.with_name(PARTIAL_PREFIX + uuid.uuid4().hex)
+    try:
+        with partial.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        raise_if_cancelled()
+        partial.replace(path)
+    except BaseException:  # interrupted too: nobody else knows its name
+        partial.unlink(missing_ok=True)
+        raise
+    sync_path(path.parent)
+
+
+def sync_path(path: Path | str) -> None:
+    """Make the content of a file durable, or the names added to or removed from a directory."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def create_new(path: str) -> int:
+    """A handle to write a file with that is not there yet; its directory is made.
+
+    Called thousands of times in a save, which pathlib would make slower.
+    """
+    try:
+        return os.open(path, _CREATE, 0o666)
+    except FileNotFoundError:
+        raise_if_cancelled()
+        os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
+    return os.open(path, _CREATE, 0o666)
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """One directory.
+
+    Attributes:
+        key: its path relative to the root of the tree, ``/`` between parts; empty for the root.
+        files: size in bytes of each regular file in it, by name.
+        folders: names of the directories in it, sorted.
+        links: names of links to directories in it, sorted.
+        others: names of what is none of these, such as pipes and links to nothing, sorted.
+        failure: why it could not be read; None where it could.
+    """
+
+    key: str
+    files: dict[str, int]
+    folders: tuple[str, ...] = ()
+    links: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+    failure: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files in it."""
+        return sum(self.files.values())
+
+    def path_of(self, name: str) -> str:
+        """What ``key`` is for the directory, for something in it."""
+        return f"{self.key}/{name}" if self.key else name
+
+
+def read_folder(root: Path, key: str) -> Folder:
+    """One directory; empty where it is gone."""
+    try:
+        return _read(key, os.path.join(root, key))  # noqa: PTH118 - 10,000 times
+    except FileNotFoundError:
+        return Folder(key, {})
+    except OSError as error:
+        return Folder(key, {}, failure=reason(error))
+
+
+def folders_below(root: Path, keys: Iterable[str]) -> Iterator[Folder]:
+    """The directories of those keys and all below them; links are not followed."""
+    waiting = list(keys)
+    while waiting:
+        folder = read_folder(root, waiting.pop())
+        yield folder
+        waiting.extend(map(folder.path_of, folder.folders))
+
+
+def reason(error: OSError) -> str:
+    """What the operating system says, without the path."""
+    return error.strerror or type(error).__name__
+
+
+def _read(key: str, path: str) -> Folder:
+    files: dict[str, int] = {}
+    folders: list[str] = []
+    links: list[str] = []
+    others: list[str] = []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if is_directory(entry):
+                (links if entry.is_symlink() else folders).append(entry.name)
+            elif (nbytes := _file_nbytes(entry)) is None:
+                others.append(entry.name)
+            else:
+                files[entry.name] = nbytes
+    return Folder(key, files, tuple(sorted(folders)), tuple(sorted(links)), tuple(sorted(others)))
+
+
+def _file_nbytes(entry: os.DirEntry[str]) -> int | None:
+    """The size of a regular file; None for anything else, and where it has gone meanwhile."""
+    with suppress(OSError):
+        if entry.is_file():
+            return entry.stat().st_size
+    return None
+
+
+_UNKNOWN = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
+"""What file systems answer that have no locks; files of theirs count as not locked."""
+
+
+def lock(handle: int) -> None:
+    """Lock an open file for as long as it is open, once nobody else has it locked.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in _UNKNOWN:
+            raise
+
+
+def try_lock(handle: int) -> bool:
+    """Lock an open file unless somebody has it locked; returns whether nobody had.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _UNKNOWN:
+            raise
+    return True

@@ -1,0 +1,474 @@
+"""Wait for many transfers, and report the first failure once none of them runs any more."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, ParamSpec, Protocol, Self, TypeVar
+
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    StorageError,
+    StorageTimeoutError,
+    as_checkpoint_error,
+)
+from dist_ckpt_strategies.storage.base import Transfer
+from dist_ckpt_strategies.storage.files import storage_error
+from dist_ckpt_strategies.storage.time_limit import (
+    CancelFlag,
+    deadline_of,
+    needs_thread,
+    raise_if_cancelled,
+)
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class Waitable(Protocol):
+    """What TensorStore's and Python's futures have in common."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        """The outcome, or the error, within ``timeout`` seconds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """One transfer under way.
+
+    Attributes:
+        name: what is transferred and where, for messages.
+        future: its outcome.
+        translate: turns the library's error into ours; our own pass through.
+    """
+
+    name: str
+    future: Waitable
+    translate: Callable[[Exception], CheckpointError]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTransfers:
+    """A Transfer over any number of futures."""
+
+    pendings: tuple[Pending, ...]
+
+    def wait(self, timeout_s: float) -> None:
+        """See Transfer."""
+        deadline, limit_s = deadline_of(timeout_s)
+        _raise_first(
+            error for p in self.pendings if (error := _outcome(p, deadline, limit_s)) is not None
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A transfer that has not begun.
+
+    Attributes:
+        nbytes: memory that the library takes for it while it is under way.
+        begin: begins it.
+    """
+
+    nbytes: int
+    begin: Callable[[], Pending]
+
+
+class BoundedTransfers:
+    """A Transfer that has as much under way as fits a budget, in order; a larger one goes alone.
+
+    What does not fit at once begins while somebody waits. After a failure nothing more begins.
+
+    Args:
+        starts: what to transfer.
+        budget_nbytes: the bound.
+    """
+
+    def __init__(self, starts: Iterable[Start], budget_nbytes: int) -> None:
+        self._budget_nbytes = budget_nbytes
+        self._starts = deque(starts)
+        self._under_way: deque[tuple[int, Pending]] = deque()
+        self._held_nbytes = 0
+        self._begin_what_fits()
+
+    def wait(self, timeout_s: float) -> None:
+        """See Transfer."""
+        deadline, limit_s = deadline_of(timeout_s)
+        failures: list[CheckpointError] = []
+        while self._under_way:
+            nbytes, pending = self._under_way.popleft()
+            try:
+                error = _outcome(pending, deadline, limit_s)
+            except BaseException:  # an interruption: nothing more begins
+                self._starts.clear()
+                raise
+            self._held_nbytes -= nbytes
+            if error is not None:
+                failures.append(error)
+                self._starts.clear()
+            self._begin_what_fits()
+        _raise_first(failures)
+
+    def _begin_what_fits(self) -> None:
+        while self._starts:
+            nbytes = self._starts[0].nbytes
+            if self._under_way and self._held_nbytes + nbytes > self._budget_nbytes:
+                return
+            start = self._starts.popleft()
+            self._held_nbytes += nbytes
+            self._under_way.append((nbytes, _begun(start)))
+
+
+def _begun(start: Start) -> Pending:
+    """The transfer; where it cannot begin that is its outcome, since others are under way."""
+    try:
+        return start.begin()
+    except Exception as error:  # noqa: BLE001 - raised again where it is waited for
+        return Pending("", _failed(as_checkpoint_error(error)), as_checkpoint_error)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A blocking transfer of one array's data, to be run on a thread."""
+
+    key: str
+    path: Path | str
+    run: Callable[[], None]
+
+
+class PooledTransfers:
+    """A Transfer whose jobs are taken from one queue by a few threads of its own.
+
+    A job costs little more than its system calls: one future for each thread, none for each job.
+
+    Args:
+        jobs: what to do, in this order; after a failure no further one is started.
+        num_threads: how many threads to start. Where the system starts no more of them, those that
+            run do all the work; without any the transfer has failed.
+        translate: turns errors that are not ours.
+    """
+
+    def __init__(
+        self, jobs: Iterable[Job], num_threads: int, translate: Callable[[Job, Exception], Any]
+    ) -> None:
+        self._jobs = deque(jobs)
+        self._running: dict[int, Job] = {}
+        self._translate = translate
+        self._cancelled = CancelFlag()
+        self._workers: list[Future[CheckpointError | None]] = []
+        for _ in range(min(num_threads, len(self._jobs))):
+            try:
+                self._workers.append(start_thread(self._work_off))
+            except (RuntimeError, MemoryError) as error:
+                if not self._workers:
+                    no_thread = StorageError(f"no thread to read or write with: {error}")
+                    self._workers.append(_failed(no_thread))
+                break
+
+    def wait(self, timeout_s: float) -> None:
+        """See Transfer."""
+        deadline, limit_s = deadline_of(timeout_s)
+        failures: list[CheckpointError] = []
+        for worker in self._workers:
+            try:
+                error = worker.result(timeout=max(0.0, deadline - time.monotonic()))
+            except FutureTimeoutError:
+                error = _no_answer(list(self._running.values()), limit_s)
+                self._give_up()
+            except CheckpointError as no_thread:
+                error = no_thread
+            except BaseException:  # an interruption
+                self._give_up()
+                raise
+            if error is not None:
+                failures.append(error)
+        _raise_first(failures)
+        raise_if_cancelled()  # this thread may itself work for one that was given up
+
+    def _give_up(self) -> None:
+        self._cancelled.set()
+        self._jobs.clear()
+
+    def _work_off(self) -> CheckpointError | None:
+        """Take jobs until none is left; the error of the one that failed, if any."""
+        me = threading.get_ident()
+        with self._cancelled.applied():
+            while not self._cancelled.is_set():
+                try:
+                    job = self._running[me] = self._jobs.popleft()
+                except IndexError:
+                    break
+                error = _failure(job, self._translate)
+                del self._running[me]
+                if error is not None:
+                    is_first = not self._cancelled.is_set()
+                    self._give_up()
+                    return error if is_first else None
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class AllTransfers:
+    """Several transfers as one, with one limit; every one is waited for, whichever fails."""
+
+    parts: tuple[Transfer, ...]
+
+    def wait(self, timeout_s: float) -> None:
+        """See Transfer."""
+        deadline, _ = deadline_of(timeout_s)
+        failures: list[CheckpointError] = []
+        for number, part in enumerate(self.parts):
+            try:
+                part.wait(max(0.0, deadline - time.monotonic()))
+            except CheckpointError as error:
+                failures.append(error)
+            except BaseException:  # an interruption
+                for other in self.parts[number + 1 :]:
+                    with suppress(CheckpointError):
+                        other.wait(0.0)  # given up
+                raise
+        _raise_first(failures)
+
+
+def _raise_first(failures: Iterable[CheckpointError]) -> None:
+    """Raise the first failure, but rather that storage did not answer: no fall-back follows it."""
+    found = list(failures)
+    silent = [error for error in found if isinstance(error, StorageTimeoutError)]
+    for error in silent or found:
+        raise error
+
+
+def job_error(job: Job, error: Exception) -> CheckpointError:
+    """The error for what no part of this package raises on purpose."""
+    return storage_error(job.key, job.path, error)
+
+
+def run_pooled(
+    jobs: Iterable[Job],
+    num_threads: int,
+    translate: Callable[[Job, Exception], CheckpointError] = job_error,
+) -> Transfer:
+    """Start the jobs, in their order, on at most ``num_threads`` threads; see PooledTransfers."""
+    return PooledTransfers(jobs, num_threads, translate)
+
+
+_LONGEST_WAIT_S = 1e9
+"""Some 30 years, where there is no limit: more than that overflows."""
+
+
+def run_with_limit(step: Callable[[], T], path: object) -> T:
+    """What a step returns that may block on storage, within the limit of the call.
+
+    It runs on a thread of its own, but for one that works for another transfer already, and
+    outside of any ``time_limit`` block.
+
+    Args:
+        step: what to do; it must not use a device or a process group.
+        path: file or directory to name where it does not answer.
+
+    Raises:
+        StorageTimeoutError: it took longer. The step ends where it calls ``raise_if_cancelled``.
+    """
+    if not needs_thread():
+        return step()
+    cancelled = CancelFlag()
+
+    def run() -> T:
+        with cancelled.applied():
+            return step()
+
+    try:
+        future = start_thread(run)
+    except (RuntimeError, MemoryError) as error:
+        raise StorageError(f"no thread to read or write with: {error}") from error
+    try:
+        return settled(future, path)
+    except BaseException:  # an interruption too: nothing goes on
+        cancelled.set()
+        raise
+
+
+def limited(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function, run by ``run_with_limit``; its first argument is named in messages."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not needs_thread():
+            return function(*args, **kwargs)
+        return run_with_limit(partial(function, *args, **kwargs), args[0])
+
+    return run
+
+
+class OrderedQueues:
+    """Threads that call what they are given, each in the order in which it is given; a context.
+
+    All run already when this is made: where the system has none left, that shows here. Leaving
+    gives up what is not done.
+
+    Args:
+        num_threads: how many.
+
+    Raises:
+        RuntimeError, MemoryError: the system starts no more threads.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self._cancelled = CancelFlag()
+        self._queues: list[SimpleQueue[Callable[[], None] | None]] = []
+        try:
+            for _ in range(num_threads):
+                self._queues.append(SimpleQueue())
+                start_thread(partial(self._work_off, self._queues[-1]))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        """The queues themselves."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give up what is not done."""
+        self.close()
+
+    def close(self) -> None:
+        """Give up what is not done; the threads end."""
+        self._cancelled.set()
+        for queue in self._queues:
+            queue.put(None)
+
+    def submit(self, number: int, call: Callable[..., T], *args: Any) -> Future[T]:
+        """Have a thread call something; ``settled`` waits for it."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call(*args))
+            except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+                future.set_exception(error)
+
+        self._queues[number].put(run)
+        return future
+
+    def _work_off(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
+        with self._cancelled.applied():
+            while (run := queue.get()) is not None and not self._cancelled.is_set():
+                run()
+
+
+def settled(future: Future[T], path: object) -> T:
+    """What a call gives, within the limit of the block.
+
+    Raises:
+        StorageTimeoutError: it takes longer; names ``path``.
+    """
+    deadline, limit_s = deadline_of()
+    try:
+        return future.result(timeout=max(0.0, min(deadline - time.monotonic(), _LONGEST_WAIT_S)))
+    except FutureTimeoutError:
+        if future.done():
+            raise
+        raise StorageTimeoutError(
+            f"{path}: storage did not answer within {limit_s:g} s", path=str(path)
+        ) from None
+
+
+def start_thread(work: Callable[[], T]) -> Future[T]:
+    """Run on a thread that does not keep the process from ending: storage may never answer.
+
+    Raises:
+        RuntimeError, MemoryError: the system starts no more threads.
+    """
+    future: Future[T] = Future()
+    context = copy_context()
+
+    def run() -> None:
+        try:
+            future.set_result(context.run(work))
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="dist-ckpt-io", daemon=True).start()
+    return future
+
+
+def _failed(error: CheckpointError) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
+def _no_answer(running: Sequence[Job], limit_s: float) -> StorageTimeoutError:
+    text = f"storage did not answer within {limit_s:g} s"
+    if not running:
+        return StorageTimeoutError(text)
+    job = running[0]
+    more = f" (and {len(running) - 1} more)" if len(running) > 1 else ""
+    lead = f"{job.key}: " if job.key else ""
+    return StorageTimeoutError(f"{lead}{job.path}{more}: {text}", key=job.key, path=str(job.path))
+
+
+def _failure(
+    job: Job, translate: Callable[[Job, Exception], CheckpointError]
+) -> CheckpointError | None:
+    try:
+        job.run()
+    except CheckpointError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - libraries raise what they like; named and re-raised
+        translated = translate(job, error)
+        translated.__cause__ = error
+        return translated
+    return None
+
+
+def _outcome(pending: Pending, deadline: float, limit_s: float) -> CheckpointError | None:
+    try:
+        pending.future.result(timeout=max(0.0, deadline - time.monotonic()))
+    except CheckpointError as error:
+        return error
+    except (TimeoutError, FutureTimeoutError):
+        return StorageTimeoutError(f"{pending.name}: storage did not answer within {limit_s:g} s")
+    except Exception as error:  # noqa: BLE001 - libraries raise what they like; named and re-raised
+        translated = pending.translate(error)
+        translated.__cause__ = error
+        return translated
+    return None
+
+
+class ByteBudget:
+    """At most so many bytes at the same time; a single larger demand is let through alone.
+
+    Args:
+        nbytes: the bound.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._held = 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def held(self, nbytes: int) -> Iterator[None]:
+        """Within the block these bytes count; entering waits for others to leave."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._held or self._held + nbytes <= self._nbytes)
+            self._held += nbytes
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= nbytes
+                self._changed.notify_all()

@@ -1,1 +1,0 @@
-"""How a directory becomes a checkpoint, what its marker says, and how it goes."""

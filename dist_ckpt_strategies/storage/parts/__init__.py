@@ -1,1 +1,0 @@
-"""Parts of local checkpoints on the nodes' own disks."""

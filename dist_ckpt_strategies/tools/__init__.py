@@ -1,0 +1,1 @@
+"""Convert, compare, upgrade and prune checkpoints: one process, bounded memory."""

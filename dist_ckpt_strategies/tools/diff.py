@@ -1,0 +1,360 @@
+"""How two checkpoints of any formats differ: keys, shapes, dtypes, every element, every object."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.errors import ArrayNotFoundError
+from dist_ckpt_strategies.formats.issues import Watch
+from dist_ckpt_strategies.formats.objects import Allowed, load_content
+from dist_ckpt_strategies.megatron.allowed import default_allowed
+from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.storage.base import HostArray
+from dist_ckpt_strategies.storage.files import COMMON_NAME
+from dist_ckpt_strategies.tools.convert import ConvertOptions, Progress
+from dist_ckpt_strategies.tools.plan_convert import (
+    Format,
+    SourceArray,
+    blocks,
+    is_of_optimizer,
+    require_whole,
+    stored_regions,
+)
+from dist_ckpt_strategies.tools.readers import CheckpointReader
+from dist_ckpt_strategies.tools.writers import Memory
+
+_MAX_TEXT = 120
+_MAX_PLACES = 100
+_LARGE_INTEGER_NBYTES = 8
+
+
+class Difference(StrEnum):
+    """In what two checkpoints differ; the values are part of the command's JSON."""
+
+    ONLY_IN_A = "only_in_a"
+    ONLY_IN_B = "only_in_b"
+    SHAPE = "shape"
+    DTYPE = "dtype"
+    VALUES = "values"
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayDifference:
+    """One array that is not the same in both.
+
+    Attributes:
+        key: its name.
+        difference: in what.
+        a: what the first checkpoint has: a shape, a dtype, or the first element that differs.
+        b: what the second has.
+        index: of the first element that differs, in C order.
+        num_differing: elements that differ in a bit.
+        max_abs_difference: of the elements that differ; None where all of those are NaN in one.
+    """
+
+    key: str
+    difference: Difference
+    a: str
+    b: str
+    index: Extent | None = None
+    num_differing: int = 0
+    max_abs_difference: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectDifference:
+    """One place in an object, or in the common state, that is not the same in both.
+
+    Attributes:
+        key: unique key of the object's shard; ``common.pt`` for the common state.
+        difference: in what.
+        where: within the object, such as ``['args'].lr``.
+        a: what the first checkpoint has, in short.
+        b: what the second has.
+    """
+
+    key: str
+    difference: Difference
+    where: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True, slots=True)
+class DiffReport:
+    """How two checkpoints differ.
+
+    Attributes:
+        arrays: sorted by key.
+        objects: sorted by key, the common state last.
+        num_arrays: arrays that both have.
+        num_objects: shards of objects that both have.
+        nbytes: bytes of the elements that were compared, of one of them.
+    """
+
+    arrays: tuple[ArrayDifference, ...]
+    objects: tuple[ObjectDifference, ...]
+    num_arrays: int
+    num_objects: int
+    nbytes: int
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether they hold the same, bit for bit."""
+        return not self.arrays and not self.objects
+
+
+@raises_megatron_errors
+def diff(
+    a: str | Path,
+    b: str | Path,
+    *,
+    keys: str | None = None,
+    allow: Allowed = (),
+    options: ConvertOptions | None = None,
+    watch: Watch | None = None,
+) -> DiffReport:
+    """Compare two checkpoints bit for bit, in bounded memory. One process.
+
+    Where one of them is of safetensors, only the model's arrays are compared.
+
+    Args:
+        a: directory of a finished checkpoint: ("zarr", 1), ("zarr", 2), torch_dist, safetensors.
+            Of ("zarr", 2) also its URL.
+        b: another one.
+        keys: compare only arrays whose keys match this glob, and no objects.
+        allow: further classes that objects and the common state may be unpickled to.
+        options: memory and threads.
+        watch: told about bytes of one of them, done and in all, by any thread.
+
+    Raises:
+        ArrayNotFoundError: no key in either of them matches.
+        StorageError: one of them is missing or damaged.
+        UnsafeObjectError: an object that differs needs a class that is not allowed.
+    """
+    chosen = options or ConvertOptions()
+    allowed = [*default_allowed(), *allow]
+    one, other = (chosen.open(name, allowed) for name in (a, b))
+    weights_only = Format.SAFETENSORS in {s.marker.sharded_backend for s in (one, other)}
+    mine, theirs = (_arrays(reader, keys, weights_only=weights_only) for reader in (one, other))
+    if keys is not None and not (mine or theirs):  # nothing compared would be called equal
+        raise ArrayNotFoundError(f"{one.root} and {other.root}: no array's key matches {keys!r}")
+    shared = [(mine[key], theirs[key]) for key in sorted(mine.keys() & theirs.keys())]
+    found = [_only(array, Difference.ONLY_IN_A) for key, array in mine.items() if key not in theirs]
+    found += [
+        _only(array, Difference.ONLY_IN_B) for key, array in theirs.items() if key not in mine
+    ]
+    found += [misfit for pair in shared if (misfit := _misfit(*pair)) is not None]
+    same = [array for array, misfit in ((pair[0], _misfit(*pair)) for pair in shared) if not misfit]
+    total = sum(array.nbytes for array in same)
+    comparison = _Comparison(one, other, chosen.block_nbytes, Progress(total, watch))
+    with ThreadPoolExecutor(chosen.threads, thread_name_prefix="dist-ckpt-diff") as pool:
+        found += filter(None, pool.map(comparison.values, same))
+    arrays = tuple(sorted(found, key=lambda difference: difference.key))
+    if keys is not None or weights_only:
+        return DiffReport(arrays, (), len(shared), 0, total)
+    num_objects = len({*one.objects} & {*other.objects})
+    objects = tuple(_objects(one, other, allowed))
+    return DiffReport(arrays, objects, len(shared), num_objects, total)
+
+
+def _arrays(
+    reader: CheckpointReader, keys: str | None, *, weights_only: bool
+) -> dict[str, SourceArray]:
+    """The arrays to compare, each known to be whole."""
+    found = {
+        array.key: array
+        for array in reader.arrays
+        if (keys is None or fnmatchcase(array.key, keys))
+        and not (weights_only and is_of_optimizer(array.key))
+    }
+    for array in found.values():
+        require_whole(array)
+    return found
+
+
+def _only(array: SourceArray, difference: Difference) -> ArrayDifference:
+    texts = [f"{array.dtype.value} {array.shape}", "nothing"]
+    one, other = texts if difference is Difference.ONLY_IN_A else reversed(texts)
+    return ArrayDifference(array.key, difference, one, other)
+
+
+def _misfit(one: SourceArray, other: SourceArray) -> ArrayDifference | None:
+    if one.shape != other.shape:
+        return ArrayDifference(one.key, Difference.SHAPE, str(one.shape), str(other.shape))
+    if one.dtype is not other.dtype:
+        return ArrayDifference(one.key, Difference.DTYPE, one.dtype.value, other.dtype.value)
+    return None
+
+
+class _Comparison:
+    """Compares the elements of arrays, on any thread."""
+
+    def __init__(
+        self, a: CheckpointReader, b: CheckpointReader, block_nbytes: int, progress: Progress
+    ) -> None:
+        self._a, self._b = a, b
+        self._block_nbytes = block_nbytes
+        self._progress = progress
+        self._memory = Memory()
+
+    def values(self, array: SourceArray) -> ArrayDifference | None:
+        """How an array that both have in one shape and dtype differs."""
+        first: tuple[Extent, str, str] | None = None
+        num_differing, largest = 0, -1.0
+        for block in self._blocks(array):
+            one = self._memory.array(block.shape, array.dtype, "a")
+            other = self._memory.array(block.shape, array.dtype, "b")
+            self._a.read(array.key, block, one)
+            self._b.read(array.key, block, other)
+            self._progress.add(block.numel * array.dtype.itemsize)
+            if _are_equal(one, other):
+                continue
+            places = np.flatnonzero(_differing(one, other))
+            found = _first(block, one, other, int(places[0]))
+            first = found if first is None else min(first, found)
+            num_differing += places.size
+            largest = max(largest, _largest(one.reshape(-1)[places], other.reshape(-1)[places]))
+        if first is None:
+            return None
+        limit = largest if largest >= 0 else None
+        return ArrayDifference(
+            array.key, Difference.VALUES, first[1], first[2], first[0], num_differing, limit
+        )
+
+    def _blocks(self, array: SourceArray) -> Iterator[Region]:
+        """Blocks that lie within the stored regions of the first checkpoint, and fit the memory."""
+        for stored in stored_regions(array) if array.nbytes else ():
+            yield from blocks(stored, array.dtype.itemsize, self._block_nbytes, array.granularity)
+
+
+def _are_equal(one: HostArray, other: HostArray) -> bool:
+    mine, theirs = one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8)
+    if mine.size % 8 == 0:
+        mine, theirs = mine.view(np.uint64), theirs.view(np.uint64)
+    return bool(np.array_equal(mine, theirs))
+
+
+def _differing(one: HostArray, other: HostArray) -> HostArray:
+    """For each element, in C order, whether a bit differs."""
+    mine, theirs = one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8)
+    found: HostArray = (mine != theirs).reshape(one.size, -1).any(axis=1)
+    return found
+
+
+def _first(block: Region, one: HostArray, other: HostArray, at: int) -> tuple[Extent, str, str]:
+    place = np.unravel_index(at, block.shape) if block.shape else ()
+    index = tuple(int(o + p) for o, p in zip(block.offset, place, strict=True))
+    return index, str(one.reshape(-1)[at]), str(other.reshape(-1)[at])
+
+
+def _largest(one: HostArray, other: HostArray) -> float:
+    """The largest absolute difference; -1 where none is a number."""
+    is_wide = one.dtype.kind in "iu" and one.dtype.itemsize == _LARGE_INTEGER_NBYTES
+    wide: Any = np.complex128 if one.dtype.kind == "c" else np.longdouble if is_wide else np.float64
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.abs(one.astype(wide) - other.astype(wide))
+    numbers = apart[~np.isnan(apart)]
+    return float(numbers.max()) if numbers.size else -1.0
+
+
+def _objects(
+    a: CheckpointReader, b: CheckpointReader, allow: Allowed
+) -> Iterator[ObjectDifference]:
+    mine, theirs = set(a.objects), set(b.objects)
+    for object_id in sorted(mine | theirs):
+        key = object_id.unique_key
+        if object_id not in theirs:
+            yield ObjectDifference(key, Difference.ONLY_IN_A, "", "an object", "nothing")
+        elif object_id not in mine:
+            yield ObjectDifference(key, Difference.ONLY_IN_B, "", "nothing", "an object")
+        else:
+            contents = a.object_content(object_id), b.object_content(object_id)
+            yield from _contents(key, contents, (str(a.root), str(b.root)), allow)
+    paths = (f"{a.root}/{COMMON_NAME}", f"{b.root}/{COMMON_NAME}")
+    yield from _contents(COMMON_NAME, (a.common_content(), b.common_content()), paths, allow)
+
+
+def _contents(
+    key: str, contents: tuple[bytes, bytes], paths: tuple[str, str], allow: Allowed
+) -> Iterator[ObjectDifference]:
+    if contents[0] == contents[1]:
+        return
+    one, other = (
+        load_content(content, path, key, allow)
+        for content, path in zip(contents, paths, strict=True)
+    )
+    for where, mine, theirs in islice(differing_places(one, other), _MAX_PLACES):
+        yield ObjectDifference(key, Difference.VALUES, where, mine, theirs)
+
+
+def differing_places(a: Any, b: Any, where: str = "") -> Iterator[tuple[str, str, str]]:
+    """Each place at which two values are not the same, and what is there in short."""
+    if type(a) is not type(b):
+        yield where, _short(a), _short(b)
+    elif isinstance(a, dict):
+        yield from _in_dicts(a, b, where)
+    elif isinstance(a, (list, tuple)):
+        yield from _in_lists(a, b, where)
+    elif hasattr(a, "__dict__") and not isinstance(a, (type, torch.Tensor)) and vars(a):
+        yield from _in_dicts(vars(a), vars(b), where, as_fields=True)
+    elif not _is_same(a, b):
+        yield where, _short(a), _short(b)
+
+
+def _in_dicts(
+    a: Mapping[Any, Any], b: Mapping[Any, Any], where: str, *, as_fields: bool = False
+) -> Iterator[tuple[str, str, str]]:
+    for key in [*a, *(key for key in b if key not in a)]:
+        place = f"{where}.{key}" if as_fields else f"{where}[{key!r}]"
+        if key not in b:
+            yield place, _short(a[key]), "nothing"
+        elif key not in a:
+            yield place, "nothing", _short(b[key])
+        else:
+            yield from differing_places(a[key], b[key], place)
+
+
+def _in_lists(a: Sequence[Any], b: Sequence[Any], where: str) -> Iterator[tuple[str, str, str]]:
+    if len(a) != len(b):
+        yield where, f"{len(a)} elements", f"{len(b)} elements"
+        return
+    for number, (one, other) in enumerate(zip(a, b, strict=True)):
+        yield from differing_places(one, other, f"{where}[{number}]")
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    """Whether two values of one type, that hold no others, are equal to the bit."""
+    if isinstance(a, torch.Tensor):
+        alike = a.dtype == b.dtype and a.shape == b.shape
+        return bool(alike and torch.equal(_bits(a), _bits(b)))
+    if isinstance(a, np.ndarray):
+        alike = a.dtype == b.dtype and a.shape == b.shape
+        return bool(alike and a.tobytes() == b.tobytes())
+    if isinstance(a, io.BytesIO):
+        return bool(a.getvalue() == b.getvalue())
+    if isinstance(a, float) and math.isnan(a):
+        return bool(math.isnan(b))
+    return bool(a == b)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _MAX_TEXT else f"{text[: _MAX_TEXT - 4]} ..."

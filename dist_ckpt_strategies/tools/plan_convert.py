@@ -1,0 +1,383 @@
+"""Decide how a checkpoint becomes one of another format: its files, and blocks that fit memory."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import pairwise, product
+from types import MappingProxyType
+
+from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.chunk_grids import (
+    Holding,
+    cut_chunk,
+    fills_grid,
+    irregular_chunk_shape,
+    object_chunk_shape,
+    regular_chunk_shape,
+    require_partition,
+)
+from dist_ckpt_strategies.core.keys import require_storable_keys
+from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.errors import PlanError
+
+ChunkName = Callable[[ArraySpec, Extent], str]
+"""Gives the file of a chunk, below the target's directory."""
+
+SAFETENSORS_DTYPES: Mapping[DType, str] = MappingProxyType(
+    {
+        DType.BOOL: "BOOL",
+        DType.UINT8: "U8",
+        DType.UINT16: "U16",
+        DType.UINT32: "U32",
+        DType.UINT64: "U64",
+        DType.INT8: "I8",
+        DType.INT16: "I16",
+        DType.INT32: "I32",
+        DType.INT64: "I64",
+        DType.FLOAT16: "F16",
+        DType.FLOAT32: "F32",
+        DType.FLOAT64: "F64",
+        DType.BFLOAT16: "BF16",
+        DType.COMPLEX64: "C64",
+        DType.FLOAT8_E4M3FN: "F8_E4M3",
+        DType.FLOAT8_E5M2: "F8_E5M2",
+        DType.FLOAT8_E8M0FNU: "F8_E8M0",
+    }
+)
+"""The dtypes that safetensors has, under the names that it gives them."""
+
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\.")
+
+
+class Format(StrEnum):
+    """What a checkpoint can be converted to; the values are those of the command line."""
+
+    ZARR2 = "zarr@2"
+    ZARR1 = "zarr@1"
+    TORCH_DIST = "torch_dist"
+    SAFETENSORS = "safetensors"
+
+    @classmethod
+    def named(cls, name: str) -> Format:
+        """The format of that name.
+
+        Raises:
+            PlanError: there is none.
+        """
+        try:
+            return cls(name)
+        except ValueError:
+            known = ", ".join(cls)
+            raise PlanError(f"format: expected one of {known}, found {name!r}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class SourceArray:
+    """An array as the source stores it.
+
+    Attributes:
+        key: its name there.
+        shape: in elements.
+        dtype: of its elements.
+        chunk_shape: of its regular grid; None where ``shards`` lists its regions.
+        shards: the regions and, for each, the rank that wrote it.
+        granularity: region sizes whose multiples are read without waste, in elements; None: any.
+    """
+
+    key: str
+    shape: Extent
+    dtype: DType
+    chunk_shape: Extent | None = None
+    shards: tuple[tuple[Region, int], ...] = ()
+    granularity: Extent | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class WriteItem:
+    """A region that is written in one go.
+
+    Attributes:
+        source: key of the array in the source.
+        array: as the target has it.
+        region: which elements; a chunk's whole region, which may reach past the array's edge.
+        granularity: see SourceArray.
+        byte_offset: of the elements in the file, for formats where that is fixed.
+    """
+
+    source: str
+    array: ArraySpec
+    region: Region
+    granularity: Extent | None = None
+    byte_offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements that the array has."""
+        held = self.region.intersect(Region.whole(self.array.shape))
+        return 0 if held is None else held.numel * self.array.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class FileTask:
+    """What one thread writes: a file, or a range of one.
+
+    Attributes:
+        name: of the file, below the target's directory.
+        items: what goes there, in order.
+    """
+
+    name: str
+    items: tuple[WriteItem, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return sum(item.nbytes for item in self.items)
+
+    @property
+    def key(self) -> str | None:
+        """The key that messages name."""
+        return self.items[0].array.key if self.items else None
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertLimits:
+    """How much is handled at once.
+
+    Attributes:
+        block_nbytes: of one block in memory; each thread holds up to four times as much.
+        file_nbytes: wanted size of a file that holds several arrays.
+        object_nbytes: no chunk is larger, where a chunk is an object of a store; None for any.
+    """
+
+    block_nbytes: int
+    file_nbytes: int
+    object_nbytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertPlan:
+    """The arrays of the target, sorted by key, and what is written one after the other."""
+
+    target: Format
+    arrays: tuple[ArraySpec, ...]
+    tasks: tuple[FileTask, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+def build_convert_plan(
+    sources: Sequence[SourceArray],
+    target: Format,
+    limits: ConvertLimits,
+    renames: Mapping[str, str],
+    object_keys: Sequence[str] = (),
+    *,
+    chunk_name: ChunkName = lambda array, index: f"{array.key}/{array.chunk_name(index)}",
+) -> ConvertPlan:
+    """Choose chunks and files: the source's own grid, where it has one.
+
+    Args:
+        sources: all arrays that are converted.
+        target: the format.
+        limits: bounds on blocks and files.
+        renames: other keys in the target, by those in the source.
+        object_keys: of the objects that go there too, to find collisions.
+        chunk_name: of the target, for formats that have a file for each chunk.
+
+    Raises:
+        CoverageError: the shards of an array do not make it up.
+        PlanError: the target cannot hold an array, or two arrays would have one key.
+    """
+    named = sorted(
+        ((renames.get(source.key, source.key), source) for source in sources),
+        key=lambda pair: pair[0],
+    )
+    keys = [key for key, _ in named]
+    for one, other in pairwise(keys):
+        if one == other:
+            raise PlanError(f"{one}: two arrays of the source would have this key", key=one)
+    if target is Format.ZARR1:
+        require_storable_keys(keys, object_keys)
+    arrays = [(source, _target_array(key, source, target, limits)) for key, source in named]
+    if target is Format.TORCH_DIST:
+        tasks = list(_torch_dist_files(arrays, limits))
+    elif target is Format.SAFETENSORS:
+        tasks = list(_safetensors_files(arrays, limits))
+    else:
+        tasks = [
+            FileTask(chunk_name(array, index), (_item(source, array, array.chunk_region(index)),))
+            for source, array in arrays
+            for index in array.chunk_indices()
+        ]
+    return ConvertPlan(target, tuple(array for _, array in arrays), tuple(tasks))
+
+
+def is_of_optimizer(key: str) -> bool:
+    """Whether an array belongs to the optimizer's state, by its key; others are the model's."""
+    return _OPTIMIZER.match(key) is not None
+
+
+def require_whole(source: SourceArray) -> None:
+    """Raise unless the shards of an array make it up, once each.
+
+    Raises:
+        CoverageError: elements are missing, or a shard lies outside.
+        DuplicateWriterError: two shards share an element.
+    """
+    _grid_of(source)
+
+
+def stored_regions(source: SourceArray) -> Iterator[Region]:
+    """The regions in which the source stores an array, cut at its edge; of an empty one, itself."""
+    whole = Region.whole(source.shape)
+    if not whole.numel:
+        yield whole
+    elif source.chunk_shape is None:
+        yield from sorted(region for region, _ in source.shards if region.numel)
+    else:
+        array = ArraySpec(source.key, source.shape, source.dtype, source.chunk_shape)
+        cut = (array.chunk_region(index).intersect(whole) for index in array.chunk_indices())
+        yield from (region for region in cut if region is not None)
+
+
+def blocks(
+    region: Region, itemsize: int, max_nbytes: int, granularity: Extent | None = None
+) -> Iterator[Region]:
+    """The region cut into blocks, each of them contiguous in its C order, and in that order.
+
+    Args:
+        region: what to cut.
+        itemsize: bytes of an element.
+        max_nbytes: of a block; one element is never cut.
+        granularity: cut at multiples of this, from the region's own start, where that fits.
+    """
+    shape = region.shape
+    if not region.numel or region.numel * itemsize <= max_nbytes:
+        yield region
+        return
+    dim = len(shape) - 1
+    while dim and math.prod(shape[dim:]) * itemsize <= max_nbytes:
+        dim -= 1
+    step = max(1, max_nbytes // (math.prod(shape[dim + 1 :]) * itemsize))
+    if granularity is not None and step > granularity[dim]:
+        step -= step % granularity[dim]
+    for outer in product(*map(range, shape[:dim])):
+        for start in range(0, shape[dim], step):
+            inner = (*outer, start, *(0,) * (len(shape) - dim - 1))
+            offset = tuple(o + i for o, i in zip(region.offset, inner, strict=True))
+            yield Region(offset, (*(1,) * dim, min(step, shape[dim] - start), *shape[dim + 1 :]))
+
+
+def contiguous_runs(region: Region, shape: Extent) -> Iterator[tuple[int, int]]:
+    """The runs of a region in an array in C order: first element and count, in C order."""
+    dim = len(shape)
+    while dim and region.shape[dim - 1] == shape[dim - 1]:
+        dim -= 1
+    limit = math.prod(region.shape[max(0, dim - 1) :])
+    steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    for run in blocks(region, 1, max(1, limit)):
+        yield sum(o * s for o, s in zip(run.offset, steps, strict=True)), run.numel
+
+
+def _item(source: SourceArray, array: ArraySpec, region: Region) -> WriteItem:
+    return WriteItem(source.key, array, region, source.granularity)
+
+
+def _target_array(
+    key: str, source: SourceArray, target: Format, limits: ConvertLimits
+) -> ArraySpec:
+    """The array with the target's chunk grid."""
+    if target is Format.SAFETENSORS and source.dtype not in SAFETENSORS_DTYPES:
+        known = ", ".join(dtype.value for dtype in SAFETENSORS_DTYPES)
+        raise PlanError(
+            f"{key}: safetensors has no {source.dtype.value}; it has {known}; leave the array out "
+            "with --keys, or convert to another format",
+            key=key,
+        )
+    chunk, is_regular = _grid_of(source)
+    array = ArraySpec(key, source.shape, source.dtype, chunk)
+    if target is not Format.ZARR2:
+        return array
+    itemsize, most = source.dtype.itemsize, limits.object_nbytes
+    if most is not None and math.prod(chunk) * itemsize > most:
+        chunk, is_regular = object_chunk_shape(chunk, itemsize, most), False
+    cut = cut_chunk(chunk, source.shape, itemsize, is_movable=not is_regular)
+    cut = cut or cut_chunk(chunk, source.shape, itemsize, is_movable=True)
+    assert cut is not None  # noqa: S101 - where boundaries may move, every chunk can be cut
+    return replace(array, chunk_shape=cut.chunk_shape, inner_shape=cut.inner_shape)
+
+
+def _grid_of(source: SourceArray) -> tuple[Extent, bool]:
+    """A chunk shape, and whether its chunks are the shards of the source."""
+    shape = source.shape
+    if source.chunk_shape is not None:
+        pairs = zip(source.chunk_shape, shape, strict=True)
+        return tuple(min(chunk, max(1, extent)) for chunk, extent in pairs), True
+    holdings = sorted(Holding(region, rank) for region, rank in source.shards if region.numel)
+    regions = [holding.region for holding in holdings]
+    chunk = regular_chunk_shape(shape, regions)
+    if chunk is None or not fills_grid(shape, chunk, regions):
+        require_partition(source.key, shape, holdings)
+    if chunk is None:
+        return irregular_chunk_shape(shape, source.dtype.itemsize, holdings), False
+    return chunk, True
+
+
+def _torch_dist_files(
+    arrays: Iterable[tuple[SourceArray, ArraySpec]], limits: ConvertLimits
+) -> Iterator[FileTask]:
+    """The source's regions, those that are too large cut, several to a file."""
+    items = [
+        _item(source, array, block)
+        for source, array in arrays
+        for region in stored_regions(source)
+        for block in blocks(region, array.dtype.itemsize, limits.block_nbytes, source.granularity)
+    ]
+    for number, group in enumerate(_groups(items, limits.file_nbytes)):
+        yield FileTask(f"__0_{number}.distcp", tuple(group))
+
+
+def _safetensors_files(
+    arrays: Iterable[tuple[SourceArray, ArraySpec]], limits: ConvertLimits
+) -> Iterator[FileTask]:
+    """Whole arrays, the widest elements first, which keeps them aligned."""
+    wholes = [_item(source, array, Region.whole(array.shape)) for source, array in arrays]
+    files = list(_groups(wholes, limits.file_nbytes))
+    for number, file in enumerate(files):
+        name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        items = []
+        byte_offset = 0
+        for whole in sorted(file, key=lambda item: (-item.array.dtype.itemsize, item.array.key)):
+            itemsize = whole.array.dtype.itemsize
+            for block in blocks(whole.region, itemsize, limits.block_nbytes, whole.granularity):
+                items.append(replace(whole, region=block, byte_offset=byte_offset))
+                byte_offset += items[-1].nbytes
+        for group in _groups(items, limits.block_nbytes):
+            yield FileTask(name if len(files) > 1 else "model.safetensors", tuple(group))
+
+
+def _groups(items: Sequence[WriteItem], max_nbytes: int) -> Iterator[list[WriteItem]]:
+    """Items in order, in groups of a bounded size; a larger item has one of its own."""
+    group: list[WriteItem] = []
+    held = 0
+    for item in items:
+        if group and held + item.nbytes > max_nbytes:
+            yield group
+            group, held = [], 0
+        group.append(item)
+        held += item.nbytes
+    if group:
+        yield group

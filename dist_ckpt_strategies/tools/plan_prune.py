@@ -1,0 +1,169 @@
+"""Which checkpoints of a directory stay, and which are removed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from dist_ckpt_strategies.errors import PlanError
+
+RELEASE = "release"
+"""How Megatron-LM names weights that belong to no iteration."""
+
+
+class Status(StrEnum):
+    """What a directory is; the values are in the command's JSON.
+
+    A complete one has a marker and a manifest that can be read. A damaged one lacks files besides.
+    Of an unreadable one nothing is known.
+    """
+
+    COMPLETE = "complete"
+    DAMAGED = "damaged"
+    UNFINISHED = "unfinished"
+    OTHER = "other"
+    UNREADABLE = "unreadable"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCheckpoint:
+    """A directory below the one that holds all checkpoints.
+
+    Attributes:
+        name: of the directory.
+        iteration: the number that its name ends in; None where it ends in none.
+        standing: what it is.
+        age_s: since the newest change in it, in seconds.
+        is_named: whether ``latest_checkpointed_iteration.txt`` names it.
+        failure: why it is unreadable.
+    """
+
+    name: str
+    iteration: int | None
+    standing: Status
+    age_s: float
+    is_named: bool = False
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPolicy:
+    """What is to stay; at least one of the first three says that anything is removed.
+
+    Attributes:
+        last: that many complete ones, the newest; None to let all stay.
+        every: those whose iteration is a multiple of it.
+        removes_unfinished: whether what killed saves have left is removed.
+        older_than_s: an unfinished one that changed less than so many seconds ago stays: its save
+            may still be running.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    removes_unfinished: bool = False
+    older_than_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class PruneDecision:
+    """Whether one directory is removed, and why."""
+
+    found: FoundCheckpoint
+    is_removed: bool
+    why: str
+
+
+def build_prune_plan(
+    found: Iterable[FoundCheckpoint], policy: RetentionPolicy
+) -> tuple[PruneDecision, ...]:
+    """Decide about each directory; the newest complete one stays, whatever is asked for.
+
+    Newer is what has the larger iteration. Of those whose names end in no number, all older than
+    the others, newer is what changed later. What was written last stays too, which is another one
+    where a run was resumed from an older checkpoint, and so does what the run's tracker file names.
+
+    Args:
+        found: the directories.
+        policy: what is to stay.
+
+    Returns:
+        In the order of removal: unfinished ones, then the oldest.
+
+    Raises:
+        PlanError: a number of the policy makes no sense.
+    """
+    for name, count in (("keep_last", policy.last), ("keep_every", policy.every)):
+        if count is not None and count < 1:
+            raise PlanError(f"{name} is {count}, expected 1 or more")
+    if not policy.older_than_s >= 0:
+        raise PlanError(f"older_than is {policy.older_than_s} s, expected 0 or more")
+    ordered = sorted(found, key=_order)
+    stays = _stays(complete_ones(ordered), policy)
+    by_status = {
+        status: [one for one in ordered if one.standing is status] for status in _REMOVAL_ORDER
+    }
+    return tuple(
+        _decision(one, policy, stays) for status in _REMOVAL_ORDER for one in by_status[status]
+    )
+
+
+def complete_ones(found: Iterable[FoundCheckpoint]) -> list[FoundCheckpoint]:
+    """The complete ones, the newest last."""
+    return [one for one in sorted(found, key=_order) if one.standing is Status.COMPLETE]
+
+
+_REMOVAL_ORDER = (
+    Status.UNFINISHED,
+    Status.COMPLETE,
+    Status.DAMAGED,
+    Status.OTHER,
+    Status.UNREADABLE,
+)
+
+
+def _order(one: FoundCheckpoint) -> tuple[bool, int, float, str]:
+    return one.iteration is not None, one.iteration or 0, -one.age_s, one.name
+
+
+def _stays(complete: Sequence[FoundCheckpoint], policy: RetentionPolicy) -> dict[str, str]:
+    """Why each of those that stay does, by name."""
+    if policy.last is None and policy.every is None:
+        return {one.name: "complete; nothing said about those" for one in complete}
+    stays: dict[str, str] = {}
+    if complete:
+        stays[complete[-1].name] = "the newest"
+        latest = min(reversed(complete), key=lambda one: one.age_s)
+        stays.setdefault(latest.name, "written last")
+    for one in complete[max(0, len(complete) - (policy.last or 0)) :]:
+        stays.setdefault(one.name, f"one of the last {policy.last}")
+    for one in complete:
+        if policy.every and one.iteration is not None and one.iteration % policy.every == 0:
+            stays.setdefault(one.name, f"a multiple of {policy.every}")
+        if one.is_named:
+            stays.setdefault(one.name, "the run's tracker file names it")
+        if one.name == RELEASE:
+            stays.setdefault(one.name, "a release")
+    return stays
+
+
+def _decision(
+    one: FoundCheckpoint, policy: RetentionPolicy, stays: dict[str, str]
+) -> PruneDecision:
+    is_removed = False
+    if one.standing is Status.COMPLETE:
+        is_removed = one.name not in stays
+        why = stays.get(one.name, "complete, and not to be kept")
+    elif one.standing is Status.DAMAGED:
+        why = "damaged, and counts for nothing; `dist-ckpt verify` says how"
+    elif one.standing is Status.OTHER:
+        why = "not known to be a checkpoint of this package"
+    elif one.standing is Status.UNREADABLE:
+        why = f"could not be looked at: {one.failure}"
+    elif not policy.removes_unfinished:
+        why = "unfinished; nothing said about those"
+    elif one.age_s < policy.older_than_s:
+        why = f"unfinished, and may still be written: changed {one.age_s:.0f} s ago"
+    else:
+        is_removed, why = True, "unfinished: its save was killed"
+    return PruneDecision(one, is_removed, why)

@@ -1,0 +1,244 @@
+"""Checkpoints of any format, as a conversion or a comparison reads them: region by region."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.core.array import COMMON_OBJECT, ArraySpec, ObjectId
+from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.errors import (
+    CorruptCheckpointError,
+    IncompatibleVersionError,
+    IncompleteCheckpointError,
+)
+from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, Format2Checkpoint
+from dist_ckpt_strategies.formats.locations import Location, read_marker
+from dist_ckpt_strategies.formats.marker import CheckpointMarker
+from dist_ckpt_strategies.formats.objects import (
+    Allowed,
+    archive_damage,
+    dump_object,
+    plain_value,
+)
+from dist_ckpt_strategies.storage.base import ArrayRead, HostArray
+from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.direct_io import read_buffered
+from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
+    MARKER_NAME,
+    file_errors,
+    read_file,
+)
+from dist_ckpt_strategies.tools.plan_convert import SourceArray, contiguous_runs
+
+SAFETENSORS_INDEX = "model.safetensors.index.json"
+
+
+class CheckpointReader(ABC):
+    """A finished checkpoint. Any thread may read.
+
+    Args:
+        root: its directory, absolute, or its place in an object store.
+        marker: which formats it uses.
+
+    Attributes:
+        layout: parallel sizes of the job that saved, as far as they are recorded.
+    """
+
+    def __init__(self, root: Location, marker: CheckpointMarker) -> None:
+        self.root, self.marker = root, marker
+        self.layout: Mapping[str, int] = {}
+
+    @property
+    @abstractmethod
+    def arrays(self) -> Sequence[SourceArray]:
+        """All arrays, sorted by key."""
+
+    @abstractmethod
+    def read(self, key: str, region: Region, target: HostArray) -> None:
+        """Fill ``target``, which is in C order and of the region's shape.
+
+        Verified as far as the format has digests of what is read.
+
+        Raises:
+            StorageError: it is missing or damaged, or cannot be read.
+        """
+
+    @abstractmethod
+    def object_content(self, object_id: ObjectId) -> bytes:
+        """One shard of an object, for ``load_content``; errors as in ``read``."""
+
+    @cached_property
+    def objects(self) -> Sequence[ObjectId]:
+        """All shards of objects, sorted; not one that stands for the file of the common state."""
+        found = sorted(self._stored_objects())
+        if COMMON_OBJECT in found:
+            try:
+                self._common_file()
+            except IncompleteCheckpointError:
+                found.remove(COMMON_OBJECT)
+        return tuple(found)
+
+    def common_content(self) -> bytes:
+        """The file of the common state, or what it would hold where an object has it instead.
+
+        Megatron-Core 0.19 and later keep the common state among the objects.
+
+        Raises:
+            IncompleteCheckpointError: there is neither.
+            CorruptCheckpointError: it is damaged.
+        """
+        try:
+            content, path = self._common_file()
+        except IncompleteCheckpointError:
+            if COMMON_OBJECT not in self._stored_objects():
+                raise
+        else:
+            require_archive(content, "common state", path)
+            return content
+        content = self.object_content(COMMON_OBJECT)
+        plain = plain_value(content)
+        return content if plain is None else dump_object(plain.value, name=COMMON_OBJECT.unique_key)
+
+    @abstractmethod
+    def _stored_objects(self) -> Sequence[ObjectId]:
+        """All shards of objects, in any order."""
+
+    def _common_file(self) -> tuple[bytes, str]:
+        """The content of the common state's file, and its path."""
+        path = f"{self.root}/{COMMON_NAME}"
+        with file_errors(None, path, not_found=IncompleteCheckpointError):
+            return read_file(path), path
+
+
+class ZarrReader(CheckpointReader):
+    """A checkpoint of format ("zarr", 1) or ("zarr", 2), through the reader that loads use."""
+
+    def __init__(self, root: Location, marker: CheckpointMarker, options: Options) -> None:
+        super().__init__(root, marker)
+        self._timeout_s = options.timeout_s
+        self._checkpoint: Format1Checkpoint | Format2Checkpoint
+        if isinstance(root, Bucket) or marker.sharded_backend_version != 1:
+            self._checkpoint = Format2Checkpoint(root, options)
+            self.layout = self._checkpoint.manifest.index.layout
+        else:
+            self._checkpoint = Format1Checkpoint(root, options)
+        self._reader = self._checkpoint.array_reader
+
+    @cached_property
+    def _specs(self) -> Mapping[str, ArraySpec]:
+        return self._checkpoint.find(self._checkpoint.keys())
+
+    @property
+    def arrays(self) -> Sequence[SourceArray]:
+        """See CheckpointReader."""
+        return tuple(
+            SourceArray(a.key, a.shape, a.dtype, a.chunk_shape, granularity=a.inner_shape)
+            for a in self._specs.values()
+        )
+
+    def read(self, key: str, region: Region, target: HostArray) -> None:
+        """See CheckpointReader. Arrays of format 1 have no digests."""
+        read = ArrayRead(self._specs[key], region, target)
+        self._reader.begin_reads([read]).wait(self._timeout_s)
+
+    def object_content(self, object_id: ObjectId) -> bytes:
+        """See CheckpointReader."""
+        content = self._checkpoint.object_content(object_id)
+        if plain_value(content) is None:
+            path = self._checkpoint.object_path(object_id)
+            require_archive(content, object_id.unique_key, path)
+        return content
+
+    def _stored_objects(self) -> Sequence[ObjectId]:
+        return tuple(self._checkpoint.object_ids())
+
+    def _common_file(self) -> tuple[bytes, str]:
+        if isinstance(self._checkpoint, Format1Checkpoint):
+            return super()._common_file()
+        self._checkpoint.require_common()
+        file_store = self._checkpoint.file_store
+        return file_store.read(COMMON_NAME), file_store.path(COMMON_NAME)
+
+
+def read_rows(
+    path: str, key: str, byte_offset: int, shape: Extent, region: Region, target: HostArray
+) -> None:
+    """Fill ``target``, which is contiguous, with a region of an array in C order in a file.
+
+    Raises:
+        CorruptCheckpointError: the file has become shorter.
+        StorageError: it cannot be read.
+    """
+    memory = target.reshape(-1).view(np.uint8)
+    filled = 0
+    with file_errors(key, path), open(path, "rb", 0) as file:  # noqa: PTH123
+        for first, count in contiguous_runs(region, shape):
+            part = memory[filled : filled + count * target.dtype.itemsize]
+            at = byte_offset + first * target.dtype.itemsize
+            if read_buffered(file.fileno(), at, part) != part.size:
+                text = f"{key}: {path} is damaged: it has become shorter"
+                raise CorruptCheckpointError(text, key=key, path=path)
+            filled += part.size
+
+
+def require_archive(content: bytes, name: str, path: str) -> None:
+    """Raise unless the bytes are an archive of ``torch.save`` that fits its own checksums.
+
+    Raises:
+        CorruptCheckpointError: they are not.
+    """
+    damage = archive_damage(content)
+    if damage:
+        raise CorruptCheckpointError(f"{name}: {path} is damaged: {damage}", key=name, path=path)
+
+
+def is_safetensors_directory(root: Location) -> bool:
+    """Whether a directory holds complete files of safetensors, and no checkpoint."""
+    if isinstance(root, Bucket):
+        return False
+    return (root / SAFETENSORS_INDEX).exists() and not (root / MARKER_NAME).exists()
+
+
+def open_reader(root: Location, options: Options, allow: Allowed) -> CheckpointReader:
+    """The finished checkpoint at a place.
+
+    Args:
+        root: the directory, absolute, or a place in an object store.
+        options: how to read, and what to verify.
+        allow: classes that objects of torch_dist may be unpickled to.
+
+    Raises:
+        CheckpointNotFoundError, IncompleteCheckpointError: there is none.
+        IncompatibleVersionError: it is of a format that this package does not read, or not from
+            there.
+    """
+    from dist_ckpt_strategies.tools.safetensors import SafetensorsReader  # noqa: PLC0415
+    from dist_ckpt_strategies.tools.torch_dist import TorchDistReader  # noqa: PLC0415
+
+    if isinstance(root, Path) and is_safetensors_directory(root):
+        return SafetensorsReader(root)
+    marker = read_marker(root)
+    backend = (marker.sharded_backend, marker.sharded_backend_version)
+    common = (marker.common_backend, marker.common_backend_version)
+    if common != ("torch", 1):
+        raise IncompatibleVersionError(
+            f"{root}: common state of format {common}, this package reads ('torch', 1)"
+        )
+    if isinstance(root, Bucket) and backend != ("zarr", 2):
+        raise IncompatibleVersionError(
+            f"{root}: format {backend}; from an object store only ('zarr', 2) is read"
+        )
+    if backend in {("zarr", 1), ("zarr", 2)}:
+        return ZarrReader(root, marker, options)
+    if isinstance(root, Path) and backend == ("torch_dist", 1):
+        return TorchDistReader(root, marker, allow)
+    raise IncompatibleVersionError(
+        f"{root}: format {backend}; expected ('zarr', 1), ('zarr', 2) or ('torch_dist', 1)"
+    )

@@ -1,0 +1,89 @@
+"""Checkpoints whose optimizer state is of an older form, brought to the form of today."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.formats.objects import Allowed, dump_object, load_pickle
+
+_OLD_FORM = "fully_sharded_model_space"
+"""Written by Megatron-Core up to 0.15.3, and NeMo 1.x."""
+
+_NEW_FORM = "fully_reshardable"
+"""Read and written by Megatron-Core 0.15 and later: the same whole arrays, other names."""
+
+_MASTER = re.compile(r"((?:chained_\d+\.)*optimizer\.state\.)fp32_param\.(.+)", re.DOTALL)
+_FORM = "param_state_sharding_type"
+_METADATA_FORM = "distrib_optim_sharding_type"
+
+
+def upgraded_keys(keys: Iterable[str]) -> dict[str, str]:
+    """The new key of each array that has one: ``fp32_param`` is called ``param`` now."""
+    found = {key: _MASTER.fullmatch(key) for key in keys}
+    return {key: f"{match[1]}param.{match[2]}" for key, match in found.items() if match}
+
+
+def upgraded_common(content: bytes, path: str, allow: Allowed) -> bytes:
+    """The file of the common state in which every distributed optimizer is fully_reshardable.
+
+    Parameters' own states of the old form, which hold no more than a step, are gone; the step is
+    that of the parameter groups, and put there where they lack it.
+
+    Args:
+        content: of the file.
+        path: of the file, for messages.
+        allow: classes that it may be unpickled to.
+
+    Raises:
+        StrategyError: no optimizer in it is of the old form, or its steps differ.
+        UnsafeObjectError: it needs a class that is not allowed.
+    """
+    state = load_pickle(content, path, "common state", allow)
+    optimizers = [found for found in _dicts(state) if _FORM in found]
+    old = [found for found in optimizers if found[_FORM] == _OLD_FORM]
+    if not old:
+        forms = sorted({str(found[_FORM]) for found in optimizers})
+        raise StrategyError(
+            f"{path}: nothing to upgrade; expected a distributed optimizer of the form "
+            f"{_OLD_FORM}, found {', '.join(forms) or 'none'}"
+        )
+    for optimizer in old:
+        _upgrade_into(optimizer, path)
+    for found in _dicts(state):
+        if found.get(_METADATA_FORM) == _OLD_FORM:
+            found[_METADATA_FORM] = _NEW_FORM
+    return dump_object(state, name="common state")
+
+
+def _upgrade_into(optimizer: dict[Any, Any], path: str) -> None:
+    """Change one optimizer's state to the new form, in place."""
+    optimizer[_FORM] = _NEW_FORM
+    states = _dicts(optimizer.pop("param_state", {}))
+    steps = {_number(found["step"]) for found in states if "step" in found}
+    for group in optimizer.get("optimizer", {}).get("param_groups", ()):
+        if "step" in group or not steps:
+            continue
+        if len(steps) > 1:
+            raise StrategyError(
+                f"{path}: parameters of one optimizer have taken different numbers of steps "
+                f"({sorted(steps)}), which {_NEW_FORM} cannot express"
+            )
+        (group["step"],) = steps
+
+
+def _number(step: Any) -> Any:
+    return step.item() if hasattr(step, "item") else step
+
+
+def _dicts(value: Any) -> Iterator[dict[Any, Any]]:
+    """Every dict within nested dicts and lists, the outer ones first."""
+    if isinstance(value, dict):
+        yield value
+        for held in value.values():
+            yield from _dicts(held)
+    elif isinstance(value, (list, tuple)):
+        for held in value:
+            yield from _dicts(held)

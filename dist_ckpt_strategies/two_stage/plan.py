@@ -1,0 +1,310 @@
+"""Decide which rank of a group reads which region of which array, and which ranks it is for.
+
+A region that one rank alone requests is no part of the plan: that rank reads it for itself. Every
+other distinct region is read by one of the ranks that request it, large ones in slices by several
+of them. Regions that overlap without being equal are read separately.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dist_ckpt_strategies.core.array import ArraySpec
+from dist_ckpt_strategies.core.inner_grid import raw_spans
+from dist_ckpt_strategies.core.region import Extent, Region
+
+MAX_SLICE_NBYTES = 64 << 20
+"""A slice is no larger, unless it is a single chunk that is read whole anyway."""
+
+MIN_SLICE_NBYTES = 4 << 10
+"""Regions are not cut into smaller slices: each costs a read and a message."""
+
+MAX_PACKED_NBYTES = 16 << 20
+"""Small slices travel together, up to this: a message of 64 KiB takes gloo as long as 1 MiB."""
+
+MAX_SMALL_NBYTES = 1 << 20
+"""Slices below this are copied into a message with others; larger ones go without a copy."""
+
+_MIN_SHARED_NBYTES = 1 << 20
+"""Slices are no smaller than this where a round cannot hold one of every rank."""
+
+_SLICES_PER_RANK = 24
+"""So many even out what the ranks read to a few percent."""
+
+_MIN_ROUNDS = 6
+"""So that reading one round hides behind sending another."""
+
+_ROUNDS_IN_FLIGHT = 3
+"""Rounds that take memory at a time: one being read, one being sent, one being put in place."""
+
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A region, or a part of one, that is read in one go.
+
+    Attributes:
+        array: number of the array.
+        region: in coordinates of the array.
+        nbytes: of its elements.
+    """
+
+    array: int
+    region: Region
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Slices that one rank reads for the same ranks, and sends in one message.
+
+    Attributes:
+        reader: the group rank that reads them, one of the requesters.
+        requesters: the group ranks that request them, sorted.
+        slices: one large one, or several small ones.
+    """
+
+    reader: int
+    requesters: tuple[int, ...]
+    slices: tuple[Slice, ...]
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Byte offset of each slice within the message: aligned for every dtype."""
+        found = [0]
+        for each in self.slices[:-1]:
+            found.append(-(-(found[-1] + each.nbytes) // _ALIGNMENT) * _ALIGNMENT)
+        return tuple(found)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the message."""
+        return self.starts[-1] + self.slices[-1].nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """What a group of ranks reads together, the same on every rank of it.
+
+    Attributes:
+        rounds: batches that are read together, then passed on together.
+        shared: array and region of all that is read in the rounds; ranks read the rest alone.
+        page_caches: for each rank the name of the page cache that it reads through, None for none
+            of use to others. Ranks with equal names read a batch after its reader, in place of
+            receiving it.
+    """
+
+    rounds: tuple[tuple[Batch, ...], ...]
+    shared: frozenset[tuple[int, Region]]
+    page_caches: tuple[Hashable | None, ...]
+
+    def rounds_of(self, rank: int) -> list[list[Batch]]:
+        """The batches that one rank reads or requests, round by round."""
+        concerned: dict[int, bool] = {}
+        found = []
+        for batches in self.rounds:
+            own = []
+            for batch in batches:
+                name = id(batch.requesters)  # few tuples, which thousands of batches share
+                if name not in concerned:
+                    concerned[name] = rank in batch.requesters
+                if concerned[name]:
+                    own.append(batch)
+            found.append(own)
+        return found
+
+    def is_cached_for(self, rank: int, batch: Batch) -> bool:
+        """Whether a rank finds a batch in its page cache once the reader has read it."""
+        cache = self.page_caches[rank]
+        return (
+            rank != batch.reader and cache is not None and cache == self.page_caches[batch.reader]
+        )
+
+    def receivers(self, batch: Batch) -> list[int]:
+        """The ranks that a batch is sent to."""
+        ranks = (rank for rank in batch.requesters if rank != batch.reader)
+        return [rank for rank in ranks if not self.is_cached_for(rank, batch)]
+
+
+def encode_regions(regions: Iterable[tuple[int, Region]]) -> str:
+    """The request of one rank: array and region, one in each line, sorted."""
+    rows = sorted({(array, *region.offset, *region.shape) for array, region in regions})
+    return "\n".join(" ".join(map(str, row)) for row in rows)
+
+
+def build_group_plan(
+    requests: Sequence[str],
+    arrays: Sequence[ArraySpec],
+    page_caches: Sequence[Hashable | None],
+    *,
+    max_inflight_bytes: int,
+    may_cut: bool = True,
+) -> GroupPlan:
+    """Give every region that several ranks request one reader, so that ranks read about the same.
+
+    Args:
+        requests: for each rank of the group, from ``encode_regions``.
+        arrays: by the numbers in the requests.
+        page_caches: see GroupPlan.
+        max_inflight_bytes: bound, per rank, on the bytes of the rounds under way at a time; a
+            single larger slice has a round of its own.
+        may_cut: whether large regions may be read in slices.
+    """
+    wanted = _shared_regions(requests)
+    total = sum(_nbytes(arrays[array], region) for array, region in wanted)
+    round_nbytes = max_inflight_bytes // _ROUNDS_IN_FLIGHT
+    limit = max(MIN_SLICE_NBYTES, total // len(requests) // _SLICES_PER_RANK)
+    at_once = max(_MIN_SHARED_NBYTES, round_nbytes // len(requests))
+    limit = min(limit, MAX_SLICE_NBYTES, at_once)
+    slices: dict[tuple[int, ...], list[Slice]] = defaultdict(list)
+    for (array, region), ranks in wanted.items():
+        spec = arrays[array]
+        for part in _cut(spec, region, limit) if may_cut else (region,):
+            slices[ranks].append(Slice(array, part, _nbytes(spec, part)))
+    packs = [
+        (ranks, pack)
+        for ranks, some in slices.items()
+        for pack in _packed(some, min(limit, MAX_PACKED_NBYTES))
+    ]
+    batches = _with_readers(packs, len(requests))
+    rounds = _in_rounds(batches, min(round_nbytes, -(-total // _MIN_ROUNDS)))
+    return GroupPlan(rounds, frozenset(wanted), tuple(page_caches))
+
+
+def _shared_regions(requests: Sequence[str]) -> dict[tuple[int, Region], tuple[int, ...]]:
+    """The regions that several ranks request, sorted, with these ranks.
+
+    Ranks with equal requests, replicas, are looked at once. Lines are compared as text: of a
+    million regions most are requested by one rank alone, and need not be parsed.
+    """
+    ranks_with: dict[str, list[int]] = defaultdict(list)
+    for rank, request in enumerate(requests):
+        ranks_with[request].append(rank)
+    groups = list(ranks_with.values())
+    groups_with: dict[str, tuple[int, ...]] = {}
+    for number, request in enumerate(ranks_with):
+        alone = (number,)
+        for line in request.splitlines():
+            before = groups_with.get(line)
+            groups_with[line] = alone if before is None else (*before, number)
+    ranks_of: dict[tuple[int, ...], tuple[int, ...]] = {}
+    found = {}
+    for line, numbers in groups_with.items():
+        if numbers not in ranks_of:
+            ranks_of[numbers] = tuple(sorted(rank for n in numbers for rank in groups[n]))
+        if len(ranks_of[numbers]) > 1:
+            array, *extents = map(int, line.split())
+            middle = len(extents) // 2
+            region = Region(tuple(extents[:middle]), tuple(extents[middle:]))
+            found[array, region] = ranks_of[numbers]
+    return dict(sorted(found.items()))
+
+
+def _nbytes(array: ArraySpec, region: Region) -> int:
+    return region.numel * array.dtype.itemsize
+
+
+def _cut(array: ArraySpec, region: Region, limit_nbytes: int) -> Iterator[Region]:
+    """The region in slices that can each be read on its own at no extra cost."""
+    if _nbytes(array, region) <= limit_nbytes:
+        return iter((region,))
+    if array.inner_shape is not None:
+        cell = array.inner_shape
+    elif raw_spans(array, region) is not None:
+        cell = (1,) * region.ndim
+    else:
+        cell = array.chunk_shape
+    return _in_cells(region, cell, array.dtype.itemsize, limit_nbytes, 0)
+
+
+def _in_cells(
+    region: Region, cell: Extent, itemsize: int, limit_nbytes: int, dim: int
+) -> Iterator[Region]:
+    """The region cut where cells of a grid begin, outermost dim first.
+
+    A further dim is cut only where a slice of one cell's height is far above the limit.
+    """
+    nbytes = region.numel * itemsize
+    if dim == region.ndim:
+        yield region
+        return
+    offset, end, height = region.offset[dim], region.end[dim], cell[dim]
+    first, stop = offset // height, -(-end // height)
+    num_parts = min(-(-nbytes // limit_nbytes), stop - first)
+    for number in range(num_parts):
+        low, high = (first + (stop - first) * n // num_parts for n in (number, number + 1))
+        start = max(offset, low * height)
+        part = Region(
+            (*region.offset[:dim], start, *region.offset[dim + 1 :]),
+            (*region.shape[:dim], min(end, high * height) - start, *region.shape[dim + 1 :]),
+        )
+        is_small = part.numel * itemsize <= (2 * limit_nbytes if num_parts > 1 else limit_nbytes)
+        if is_small:
+            yield part
+        else:
+            yield from _in_cells(part, cell, itemsize, limit_nbytes, dim + 1)
+
+
+def _packed(slices: Iterable[Slice], limit_nbytes: int) -> Iterator[tuple[Slice, ...]]:
+    """Large slices alone, small ones together up to a limit."""
+    pack: list[Slice] = []
+    nbytes = 0
+    for each in slices:
+        if each.nbytes >= MAX_SMALL_NBYTES:
+            yield (each,)
+            continue
+        if pack and nbytes + each.nbytes > limit_nbytes:
+            yield tuple(pack)
+            pack, nbytes = [], 0
+        pack.append(each)
+        nbytes += each.nbytes + _ALIGNMENT
+    if pack:
+        yield tuple(pack)
+
+
+def _with_readers(
+    packs: Sequence[tuple[tuple[int, ...], tuple[Slice, ...]]], num_ranks: int
+) -> list[Batch]:
+    """Largest first, each to the requester that has the least to read so far."""
+    sizes = [sum(each.nbytes for each in slices) for _, slices in packs]
+    load = [0] * num_ranks
+    queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    readers = [0] * len(packs)
+    for number in sorted(range(len(packs)), key=lambda n: (-sizes[n], n)):
+        ranks = packs[number][0]
+        queue = queues.setdefault(ranks, [(0, rank) for rank in ranks])
+        while queue[0][0] != load[queue[0][1]]:  # it has got more through another queue
+            heapq.heapreplace(queue, (load[queue[0][1]], queue[0][1]))
+        readers[number] = queue[0][1]
+        load[readers[number]] += sizes[number]
+        heapq.heapreplace(queue, (load[readers[number]], readers[number]))
+    return [
+        Batch(reader, ranks, slices) for reader, (ranks, slices) in zip(readers, packs, strict=True)
+    ]
+
+
+def _in_rounds(batches: Sequence[Batch], limit_nbytes: int) -> tuple[tuple[Batch, ...], ...]:
+    """The batches in rounds that fit the limit, readers in turn, each in the order of the files.
+
+    All bytes of a round count, as if every rank received all of them.
+    """
+    turns: dict[int, int] = defaultdict(int)
+    order = []
+    for number, batch in enumerate(batches):
+        order.append((turns[batch.reader], batch.reader, number))
+        turns[batch.reader] += 1
+    rounds: list[list[Batch]] = []
+    held = math.inf
+    for _, _, number in sorted(order):
+        nbytes = batches[number].nbytes
+        if held + nbytes > limit_nbytes:
+            rounds.append([])
+            held = 0
+        rounds[-1].append(batches[number])
+        held += nbytes
+    return tuple(map(tuple, rounds))

@@ -1,0 +1,430 @@
+"""A load fills the tensors that it is given, whatever dtype their arrays are stored in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+from torch.nn import Parameter
+
+from dist_ckpt_strategies import LocalOptions, Options
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
+from dist_ckpt_strategies.errors import DTypeMismatchError
+from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedLoadShardedStrategy
+from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr_format2 import Format2LoadShardedStrategy
+from tests.support.entries import Entry, Failure, load, outcome, prepare, save
+from tests.support.groups import group_of_size
+from tests.support.ranks import allow_torch_dist, run_processes
+from tests.support.sharding import (
+    ALL_DTYPES,
+    Cut,
+    Part,
+    at_random,
+    held_by,
+    on_grid,
+    replicated,
+    same_bits,
+    sharded,
+)
+from tests.support.tensors import LAYOUTS, dense
+
+pytestmark = pytest.mark.multiprocess
+
+BACKENDS = (("zarr", 1), ("zarr", 2), ("local_replicated", 1))
+LOCAL = LocalOptions(replication_jump=1, replication_factor=1)
+
+CASTS = {
+    "wider": (torch.bfloat16, torch.float32),
+    "narrower": (torch.float32, torch.bfloat16),
+    "to integers": (torch.float32, torch.int32),
+    "from float8": (torch.float8_e5m2, torch.bfloat16),
+    "same": (torch.float64, torch.float64),
+}
+"""Stored and wanted dtype, by the name of the array."""
+
+NUM_CONVERTED = 4 * 4
+"""Each is stored on a grid, in random boxes, by every rank, and in stacked layers."""
+
+
+class DerivedFormat1(ZarrLoadShardedStrategy):
+    """Does what its base does, one frame further up."""
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: Any = None) -> Any:
+        """See ZarrLoadShardedStrategy."""
+        return super().load(sharded_state_dict, checkpoint_dir, async_strategy)
+
+
+class DerivedFormat2(Format2LoadShardedStrategy):
+    """The same for format 2."""
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: Any = None) -> Any:
+        """See Format2LoadShardedStrategy."""
+        return super().load(sharded_state_dict, checkpoint_dir, async_strategy)
+
+
+class DerivedLocal(LocalReplicatedLoadShardedStrategy):
+    """The same for local checkpoints."""
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: Any = None) -> Any:
+        """See LocalReplicatedLoadShardedStrategy."""
+        return super().load(sharded_state_dict, checkpoint_dir, async_strategy)
+
+
+STRATEGIES: dict[tuple[str, int], tuple[Callable[..., Any], Callable[..., Any]]] = {
+    ("zarr", 1): (ZarrLoadShardedStrategy, DerivedFormat1),
+    ("zarr", 2): (Format2LoadShardedStrategy, DerivedFormat2),
+    ("local_replicated", 1): (
+        partial(LocalReplicatedLoadShardedStrategy, local=LOCAL),
+        partial(DerivedLocal, local=LOCAL),
+    ),
+}
+
+
+def loaders(
+    backend: tuple[str, int], options: Options | None = None
+) -> Iterator[tuple[str, Any, bool]]:
+    """Ways to load: a name, the strategy, and whether it fills what this rank does not read."""
+    plain, derived = STRATEGIES[backend]
+    yield "plain", plain(options=options), True
+    yield "derived", derived(options=options), True
+    yield "wrapped", FullyParallelLoadStrategyWrapper(plain(options=options)), False
+    yield "wrapped derived", FullyParallelLoadStrategyWrapper(derived(options=options)), False
+    if backend[0] == "zarr":
+        base = plain(options=options)
+        yield "two-stage", TwoStageDataParallelLoadShardedStrategy(None, base_strategy=base), True
+        pair = group_of_size(min(2, dist.get_world_size()))
+        strategy = TwoStageDataParallelLoadShardedStrategy(pair, base_strategy=base)
+        yield "two-stage in pairs", strategy, True
+
+
+def cuts(size: int) -> list[Cut]:
+    """Arrays of every sharding and cast."""
+    found = []
+    for name, (dtype, _) in CASTS.items():
+        boxes = at_random(f"{name}.boxes", (12, 9), 5, size=size, dtype=dtype)
+        found += [
+            on_grid(f"{name}.grid", (8, 6), (size, 1), size=size, dtype=dtype),
+            replicated(on_grid(f"{name}.all", (5, 4), (1, 1), size=1, dtype=dtype), size=size),
+            on_grid(f"{name}.layers", (4, 6), (4, 1), size=size, dtype=dtype, num_prepended=1),
+            boxes if size > 1 else replicated(boxes, size=1),
+        ]
+    return found
+
+
+def content(cut: Cut, part: Part) -> torch.Tensor:
+    """What is stored of a part: numbers that each dtype has, more or less."""
+    numel = torch.Size(cut.shape).numel()
+    numbers = torch.arange(numel, dtype=torch.float32).reshape(cut.shape) * 0.625 - 5
+    return numbers[part.slices()].reshape(part.shape[cut.num_prepended :]).to(cut.dtype)
+
+
+def wanted_dtype(cut: Cut) -> torch.dtype:
+    """In which dtype an array is asked for."""
+    return CASTS[cut.key.rpartition(".")[0]][1]
+
+
+def converted(cut: Cut, part: Part) -> torch.Tensor:
+    """What a load has to give, as ``copy_`` makes it."""
+    stored = content(cut, part)
+    return torch.empty(stored.shape, dtype=wanted_dtype(cut)).copy_(stored)
+
+
+def request(rank: int, arrays: list[Cut], layout: str | None) -> dict[str, Any]:
+    """ShardedTensors of the wanted dtypes, with data of sevens in some memory layout, or none."""
+    found = {}
+    for name, cut, part in held_by(rank, arrays):
+        data = None
+        if layout is not None:
+            sevens = torch.full(part.shape[cut.num_prepended :], 7.0).to(wanted_dtype(cut))
+            lay_out = LAYOUTS[layout] if sevens.dim() else dense
+            data = lay_out(sevens)
+        found[name] = sharded(cut, part, data, dtype=wanted_dtype(cut))
+    return found
+
+
+@contextmanager
+def warnings_logged() -> Iterator[list[str]]:
+    """What this rank warns of."""
+    found: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("dist_ckpt_strategies")
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+
+
+def save_all(rank: int, backend: tuple[str, int], root: Path, arrays: list[Cut]) -> None:
+    prepare(60, local=LOCAL)
+    state = {n: sharded(cut, part, content(cut, part)) for n, cut, part in held_by(rank, arrays)}
+    save(Entry.OURS, state, root, sharded_strategy=backend)
+
+
+def load_in_every_way(rank: int, backend: tuple[str, int], root: Path) -> list[str]:
+    """What is not as it should be."""
+    arrays = cuts(dist.get_world_size())
+    save_all(rank, backend, root, arrays)
+    wrong = []
+    for entry in Entry:
+        for name, strategy, fills_all in loaders(backend):
+            for layout in ("dense", "transposed", "parameter", None):
+                wanted = request(rank, arrays, layout)
+                given = {key: value.data for key, value in wanted.items()}
+                with warnings_logged() as warned, cpu_stand_ins():  # the wrapper goes over CUDA
+                    loaded = load(
+                        entry,
+                        wanted,
+                        root,
+                        sharded_strategy=strategy,
+                        validate_access_integrity=False,
+                    )
+                found = list(differences(rank, arrays, loaded))
+                if fills_all and layout is not None:
+                    found += [f"{k}: another tensor" for k in given if loaded[k] is not given[k]]
+                if not is_right_warning(rank, warned):
+                    found.append(f"warned {warned}")
+                wrong += [f"{entry} {name} {layout}: {each}" for each in found]
+    return wrong
+
+
+def differences(rank: int, arrays: list[Cut], loaded: dict[str, Any]) -> Iterator[str]:
+    """What a rank has not got as ``copy_`` makes it."""
+    for key, cut, part in held_by(rank, arrays):
+        if not same_bits(loaded[key], converted(cut, part)):
+            yield f"{key}: {loaded[key]}"
+
+
+def is_right_warning(rank: int, warned: list[str]) -> bool:
+    """Whether rank 0, and no other, has warned once of all that was converted."""
+    if rank != 0:
+        return not warned
+    facts = (f"requested: {NUM_CONVERTED}, ", "from float8.all (float8_e5m2 to bfloat16)")
+    return len(warned) == 1 and all(fact in warned[0] for fact in facts)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_the_given_tensors_are_filled_in_their_own_dtype(
+    backend: tuple[str, int], size: int, tmp_path: Path
+) -> None:
+    assert run_processes(size, load_in_every_way, backend, tmp_path / "c1") == [[]] * size
+
+
+def refuse_in_every_way(rank: int, backend: tuple[str, int], root: Path) -> list[str]:
+    """Only the last rank asks for another dtype than the stored one, for two of the arrays."""
+    size = dist.get_world_size()
+    arrays = [on_grid(f"w{n}", (8, 6), (size, 1), size=size) for n in range(4)]
+    save_all(rank, backend, root, arrays)
+    strict = Options(timeout_s=60, strict_dtype=True)
+    ways: list[tuple[str, Any, Entry, dict[str, Any]]] = [
+        ("tuple", backend, Entry.OURS, {"strict_dtype": True})
+    ]
+    for name, strategy, _ in loaders(backend):
+        ways.append((f"{name}, argument", strategy, Entry.OURS, {"strict_dtype": True}))
+    for name, strategy, _ in loaders(backend, strict):
+        ways += [(f"{name}, option", strategy, entry, {}) for entry in Entry]
+    wrong = []
+    for name, strategy, entry, more in ways:
+        wanted = {}
+        for number, cut in enumerate(arrays):
+            dtype = torch.float64 if rank == size - 1 and number > 1 else torch.float32
+            data = torch.full((8 // size, 6), 7.0, dtype=dtype)
+            wanted[cut.key] = sharded(cut, cut.parts[rank], data, dtype=dtype)
+        with cpu_stand_ins():
+            found = outcome(
+                partial(
+                    load,
+                    entry,
+                    wanted,
+                    root,
+                    sharded_strategy=strategy,
+                    validate_access_integrity=False,
+                    **more,
+                )
+            )
+        if not isinstance(found, Failure) or DTypeMismatchError.__name__ not in found.kinds:
+            wrong.append(f"{entry} {name}: {found}")
+            continue
+        named = (f"rank {size - 1}: w2", "float32 in the checkpoint", "float64 requested")
+        if not all(text in found.text for text in named) or found.key != "w2":
+            wrong.append(f"{entry} {name}: {found.text}")
+        if any(bool((value.data != 7).any()) for value in wanted.values()):
+            wrong.append(f"{entry} {name}: filled")
+    return wrong
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_strict_dtype_raises_on_every_rank_before_any_tensor_is_filled(
+    backend: tuple[str, int], size: int, tmp_path: Path
+) -> None:
+    assert run_processes(size, refuse_in_every_way, backend, tmp_path / "c1") == [[]] * size
+
+
+def load_over_torch_dist(rank: int, root: Path) -> dict[str, Any]:
+    """A base strategy that is not ours converts by itself, and says which dtypes are stored."""
+    allow_torch_dist()
+    prepare(60)
+    size = dist.get_world_size()
+    cut = replicated(on_grid("w", (8, 6), (1, 1), size=1, dtype=torch.bfloat16), size=size)
+    part = cut.parts[rank]
+    with cpu_stand_ins():
+        state = {"w": sharded(cut, part, content(cut, part))}
+        save(Entry.MEGATRON, state, root, sharded_strategy=("torch_dist", 1))
+        strategy = TwoStageDataParallelLoadShardedStrategy(
+            None, base_strategy=TorchDistLoadShardedStrategy()
+        )
+        found: dict[str, Any] = {}
+        for layout in ("dense", "transposed"):
+            data = LAYOUTS[layout](torch.full((8, 6), 7.0))
+            wanted = {"w": sharded(cut, part, data, dtype=torch.float32)}
+            loaded = load(
+                Entry.OURS,
+                wanted,
+                root,
+                sharded_strategy=strategy,
+                validate_access_integrity=False,
+            )
+            right = same_bits(loaded["w"], content(cut, part).float())
+            found[layout] = (right, loaded["w"] is data)
+        for each in (strategy, ("torch_dist", 1)):
+            data = torch.full((8, 6), 7.0)
+            wanted = {"w": sharded(cut, part, data, dtype=torch.float32)}
+            refused = outcome(
+                partial(
+                    load,
+                    Entry.OURS,
+                    wanted,
+                    root,
+                    sharded_strategy=each,
+                    strict_dtype=True,
+                    validate_access_integrity=False,
+                )
+            )
+            is_strict = isinstance(refused, Failure) and "DTypeMismatchError" in refused.kinds
+            found[str(each)[:10]] = (is_strict, bool((data == 7).all()))
+    return found
+
+
+def test_tensors_are_filled_over_a_base_strategy_of_another_kind(tmp_path: Path) -> None:
+    pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
+    (tmp_path / "c").mkdir()
+    for found in run_processes(2, load_over_torch_dist, tmp_path / "c"):
+        assert isinstance(found, dict), found
+        assert all(value == (True, True) for value in found.values()), found
+
+
+def load_every_pair(rank: int, backend: tuple[str, int], root: Path, target: Any) -> list[str]:
+    """Every array in every dtype, many of them at once, some padded, with little memory."""
+    arrays = [on_grid(str(d), (6, 5), (1, 1), size=1, dtype=d) for d in ALL_DTYPES]
+    save_all(rank, backend, root, arrays)
+    rows = 9  # three more than are stored
+    wanted, right = {}, {}
+    for cut in arrays:
+        for dtype in ALL_DTYPES:
+            name = f"{cut.key} to {dtype}"
+            part = Part(0, (0, 0), (rows, 5))
+            more = Cut(cut.key, (rows, 5), cut.dtype, (part,), (1, 1))
+            data = LAYOUTS[target](torch.ones(rows, 5, dtype=torch.uint8).to(dtype))
+            wanted[name] = sharded(more, part, data, dtype=dtype, allow_shape_mismatch=True)
+            right[name] = torch.zeros(rows, 5, dtype=torch.uint8).to(dtype)
+            right[name][:6].copy_(content(cut, cut.parts[0]))
+    given = {name: value.data for name, value in wanted.items()}
+    options = Options(timeout_s=60, max_inflight_bytes=4096)
+    wrong = []
+    for strategy in (
+        STRATEGIES[backend][0](options=options),
+        TwoStageDataParallelLoadShardedStrategy(
+            None, base_strategy=STRATEGIES[backend][0](options=options)
+        ),
+    ):
+        loaded = load(
+            Entry.OURS, wanted, root, sharded_strategy=strategy, validate_access_integrity=False
+        )
+        wrong += [
+            name
+            for name, tensor in right.items()
+            if loaded[name] is not given[name] or not same_bits(loaded[name], tensor)
+        ]
+        for tensor in given.values():
+            tensor.detach().zero_()
+    return wrong
+
+
+@pytest.mark.parametrize("target", ["dense", "every other element"])
+@pytest.mark.parametrize("backend", BACKENDS[:2], ids=str)
+def test_every_dtype_is_converted_to_every_other_as_copy_does(
+    backend: tuple[str, int], target: str, tmp_path: Path
+) -> None:
+    assert run_processes(1, load_every_pair, backend, tmp_path / "c", target) == [[]]
+
+
+def load_large(rank: int, backend: tuple[str, int], root: Path) -> int:
+    """By how many bytes a load that converts lets the process grow."""
+    shape = (4, 1 << 20)
+    arrays = [on_grid(f"w{n}", shape, (1, 1), size=1, dtype=torch.float32) for n in range(16)]
+    save_all(rank, backend, root, arrays)
+    targets = {cut.key: torch.zeros(shape, dtype=torch.float64) for cut in arrays}
+    wanted = {
+        cut.key: sharded(cut, cut.parts[0], targets[cut.key], dtype=torch.float64) for cut in arrays
+    }
+    strategy = STRATEGIES[backend][0](options=Options(timeout_s=60, max_inflight_bytes=32 << 20))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = _peak_nbytes()
+    load(Entry.OURS, wanted, root, sharded_strategy=strategy)
+    return _peak_nbytes() - before
+
+
+def _peak_nbytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+
+@pytest.mark.parametrize("backend", BACKENDS[:2], ids=str)
+def test_a_conversion_takes_no_second_copy_of_the_state(
+    backend: tuple[str, int], tmp_path: Path
+) -> None:
+    (grown,) = run_processes(1, load_large, backend, tmp_path / "c")
+
+    assert isinstance(grown, int), grown
+    assert grown < 128 << 20  # the stored form of all arrays together is 256 MiB
+
+
+def fill_what_cannot_be_filled(rank: int, backend: tuple[str, int], root: Path) -> tuple[Any, bool]:
+    cut = on_grid("w", (8, 6), (1, 1), size=1)
+    save_all(rank, backend, root, [cut])
+    other = Parameter(torch.full((8, 6), 7.0))
+    wanted = {
+        "other": sharded(cut, cut.parts[0], other),
+        "w": sharded(cut, cut.parts[0], torch.zeros(1, 6).expand(8, 6)),
+    }
+    refused = outcome(lambda: load(Entry.OURS, wanted, root, validate_access_integrity=False))
+    return refused, bool((other == 7).all())
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_data_whose_elements_share_memory_is_refused(
+    backend: tuple[str, int], tmp_path: Path
+) -> None:
+    ((refused, is_untouched),) = run_processes(
+        1, fill_what_cannot_be_filled, backend, tmp_path / "c1"
+    )
+
+    assert "PlanError" in refused.kinds
+    assert "w: elements of its data share memory" in refused.text
+    assert is_untouched

@@ -1,0 +1,236 @@
+"""Storage that does not answer on one rank of four: every rank raises that in time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.errors import CheckpointError, StorageTimeoutError
+from dist_ckpt_strategies.local import (
+    BasicTensorAwareStateDict,
+    CliqueReplicationStrategy,
+    LocalCheckpointManager,
+)
+from dist_ckpt_strategies.recovery import load_latest
+from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+from tests.support.ranks import run_processes
+from tests.support.silence import silent_disk
+
+pytestmark = pytest.mark.multiprocess
+
+NUM_RANKS = 4
+CULPRIT = 2
+TIMEOUT_S = 4.0
+MARGIN_S = 2.0
+FIRST_CALLS = (0, 1, 2, 4, 8, 16)
+
+both_formats = pytest.mark.parametrize("version", [1, 2])
+
+
+def state_of(rank: int, value: float) -> dict[str, Any]:
+    """Three arrays that all ranks share, an object for each rank, and common state."""
+    state: dict[str, Any] = {
+        name: ShardedTensor.from_rank_offsets(
+            name, torch.full((1 << 16,), value), (0, rank, dist.get_world_size())
+        )
+        for name in ("a", "b", "c")
+    }
+    state["object"] = ShardedObject("object", [rank], (dist.get_world_size(),), (rank,))
+    state["iteration"] = value
+    return state
+
+
+Outcome = tuple[float, str, bool]
+"""Seconds until it was over, what was raised, and whether that was storage's silence."""
+
+
+def outcome(act: Callable[[], Any]) -> Outcome:
+    started = time.monotonic()
+    try:
+        act()
+    except CheckpointError as error:
+        is_silence = isinstance(error, StorageTimeoutError)
+        return time.monotonic() - started, f"{type(error).__name__}: {error}", is_silence
+    return time.monotonic() - started, "", False
+
+
+def with_silence(rank: int, directory: Path, first: int, act: Callable[[], Any]) -> Outcome:
+    """What comes of it where one rank's disk goes silent after so many calls."""
+    dist.barrier()
+    with ExitStack() as stack:
+        disk = stack.enter_context(silent_disk(directory, first)) if rank == CULPRIT else None
+        found = outcome(act)
+        dist.barrier()
+        was_silent = [disk is not None and disk.has_blocked]
+    dist.broadcast_object_list(was_silent, src=CULPRIT)
+    return found if was_silent[0] else (found[0], "not silent", True)
+
+
+def require_all_raised(found: list[list[Outcome]]) -> None:
+    """Every rank has raised that storage was silent, in time."""
+    for number, outcomes in enumerate(zip(*found, strict=True)):
+        for rank, (seconds, error, is_silence) in enumerate(outcomes):
+            assert is_silence, (number, rank, outcomes)
+            assert seconds < TIMEOUT_S + MARGIN_S, (number, rank, error, seconds)
+    assert any(error != "not silent" for outcomes in found for _, error, _ in outcomes)
+
+
+def saves(rank: int, root: str, version: int) -> list[Outcome]:
+    """Body of a rank: saves, each with another call that is the first to block."""
+    found = []
+    for first in FIRST_CALLS:
+        directory = Path(root) / str(first)
+        state, strategy = state_of(rank, 1.0), ("zarr", version)
+        save: Callable[[], Any] = partial(
+            dist_ckpt_strategies.save, state, directory, strategy, timeout_s=TIMEOUT_S
+        )
+        found.append(with_silence(rank, directory, first, save))
+    return found
+
+
+@both_formats
+def test_a_save_raises_on_every_rank_in_time(tmp_path: Path, version: int) -> None:
+    require_all_raised(run_processes(NUM_RANKS, saves, str(tmp_path), version))
+
+
+def loads(rank: int, root: str, version: int) -> list[Outcome]:
+    """Body of a rank: loads, each with another call that is the first to block."""
+    directory = Path(root) / "checkpoint"
+    dist_ckpt_strategies.save(state_of(rank, 1.0), directory, ("zarr", version))
+
+    def load() -> None:
+        dist_ckpt_strategies.load(state_of(rank, 0.0), directory, timeout_s=TIMEOUT_S)
+
+    return [with_silence(rank, directory, first, load) for first in FIRST_CALLS]
+
+
+@both_formats
+def test_a_load_raises_on_every_rank_in_time(tmp_path: Path, version: int) -> None:
+    require_all_raised(run_processes(NUM_RANKS, loads, str(tmp_path), version))
+
+
+def loads_latest(rank: int, root: str, version: int) -> list[Any]:
+    """Body of a rank: the newest of two checkpoints goes silent while its arrays are read."""
+    os.environ["DIST_CKPT_TIMEOUT_S"] = str(TIMEOUT_S)
+    for iteration in (1, 2):
+        path = Path(root) / f"iter_{iteration}"
+        dist_ckpt_strategies.save(state_of(rank, float(iteration)), path, ("zarr", version))
+    newest, loaded = Path(root) / "iter_2", []
+
+    def load_global(path: Path) -> Any:
+        loaded.append(path.name)
+        return dist_ckpt_strategies.load(state_of(rank, 0.0), path, timeout_s=TIMEOUT_S)
+
+    found: list[Any] = []
+    for first in (*FIRST_CALLS[3:], 12, 20):
+        loaded.clear()
+        act = lambda: load_latest(None, [root], load_global)  # noqa: E731
+        found.append((with_silence(rank, newest, first, act), list(loaded)))
+    return found
+
+
+@both_formats
+def test_no_rank_falls_back_on_another_checkpoint(tmp_path: Path, version: int) -> None:
+    found = run_processes(NUM_RANKS, loads_latest, str(tmp_path), version)
+    require_all_raised([[one for one, _ in of_rank] for of_rank in found])
+    assert all(names in ([], ["iter_2"]) for of_rank in found for _, names in of_rank)
+
+
+def uses_local(rank: int, root: str) -> list[list[Outcome]]:
+    """Body of a rank: local saves and loads on a disk of its own that goes silent."""
+    node = Path(root) / f"node{rank}"
+    cliques = CliqueReplicationStrategy.from_replication_params(1, 2, timeout_s=TIMEOUT_S)
+    state = BasicTensorAwareStateDict({"w": torch.full((1 << 20,), float(rank))})
+    seen: list[list[Outcome]] = [[], []]
+    for number, first in enumerate(FIRST_CALLS):
+
+        def manager() -> LocalCheckpointManager:
+            return LocalCheckpointManager(node, repl_strategy=cliques, timeout_s=TIMEOUT_S)  # noqa: B023
+
+        manager().save(state, 2 * number)
+        save = lambda: manager().save(state, 2 * number + 1)  # noqa: B023, E731
+        seen[0].append(with_silence(rank, node, first, save))
+        cliques = CliqueReplicationStrategy.from_replication_params(1, 2, timeout_s=TIMEOUT_S)
+        seen[1].append(with_silence(rank, node, first, lambda: manager().load()))
+        cliques = CliqueReplicationStrategy.from_replication_params(1, 2, timeout_s=TIMEOUT_S)
+    return seen
+
+
+def test_local_saves_and_loads_raise_on_every_rank_in_time(tmp_path: Path) -> None:
+    found = run_processes(NUM_RANKS, uses_local, str(tmp_path))
+    for number in (0, 1):
+        require_all_raised([of_rank[number] for of_rank in found])
+
+
+def uses_all(rank: int, root: str) -> set[str]:
+    """Body of a rank: every way to save and load; where the main thread asks the disk."""
+    state, where = partial(state_of, rank, 1.0), Path(root)
+    node = where / f"node{rank}"
+    cliques = CliqueReplicationStrategy.from_replication_params(1, 2)
+    manager = LocalCheckpointManager(node, repl_strategy=cliques)
+    with silent_disk(where, sys.maxsize) as disk:
+        for version in (1, 2):
+            strategy = ("zarr", version)
+            path = where / "global" / f"iter_{version}"
+            dist_ckpt_strategies.save_async(state(), path, strategy).wait()
+            dist_ckpt_strategies.save(state(), path, strategy, overwrite=True)
+            load = partial(dist_ckpt_strategies.load, state())
+            two_stage = TwoStageDataParallelLoadShardedStrategy(dist.group.WORLD)
+            load(path, two_stage)
+            load_latest(None, [where / "global"], load)
+            load_latest(None, [where / "global"])
+        load(path, verify="full")
+        for is_async in (False, True):
+            request = manager.save(BasicTensorAwareStateDict({"w": torch.ones(9)}), 3, is_async)
+            if request is not None:
+                request.wait()
+        load_latest(manager, [])
+        dist_ckpt_strategies.register(local=dist_ckpt_strategies.LocalOptions(replication_jump=1))
+        dist_ckpt_strategies.save(state(), where / "on_nodes", ("local_replicated", 1))
+        load(where / "on_nodes")
+    return disk.on_main_thread
+
+
+def test_no_system_call_is_made_on_the_main_thread(tmp_path: Path) -> None:
+    for found in run_processes(2, uses_all, str(tmp_path)):
+        assert found == set()
+
+
+_EXITS = """
+import sys, torch
+from pathlib import Path
+from dist_ckpt_strategies.errors import StorageTimeoutError
+from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
+from tests.support.silence import silent_disk
+
+root = Path(sys.argv[1])
+disk = silent_disk(root, int(sys.argv[2]))
+disk.__enter__()
+try:
+    state = BasicTensorAwareStateDict({"w": torch.ones(1 << 20)})
+    LocalCheckpointManager(root, timeout_s=2).save(state, 1)
+except StorageTimeoutError:
+    print("raised", flush=True)
+"""
+
+
+@pytest.mark.parametrize("first", [0, 12])
+def test_the_process_ends_though_a_thread_still_waits_for_the_disk(
+    tmp_path: Path, first: int
+) -> None:
+    command = [sys.executable, "-c", _EXITS, str(tmp_path), str(first)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert done.stdout == "raised\n"

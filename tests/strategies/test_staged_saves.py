@@ -1,0 +1,330 @@
+"""A save writes where nothing else writes: late calls, kills and refusals harm no checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.errors import IncompleteCheckpointError
+from dist_ckpt_strategies.recovery.latest import load_latest
+from tests.support.entries import Failure, outcome, prepare
+from tests.support.ranks import RankDiedError, run_processes
+
+pytestmark = pytest.mark.multiprocess
+
+FORMATS = [("zarr", 1), ("zarr", 2)]
+TORCH_DIST = ("torch_dist", 1)
+ROWS = 1 << 15
+LIMIT_S = 3.0
+
+each_format = pytest.mark.parametrize("backend", FORMATS, ids=str)
+
+
+class Foreign:
+    """A class that no list of classes allows."""
+
+
+def state_of(rank: int, size: int, value: float, extra: str = "b") -> dict[str, Any]:
+    """Two arrays that ranks share, one under a name of its own, an object and common state."""
+    rows = torch.full((ROWS // size, 8), value)
+    return {
+        "w": ShardedTensor.from_rank_offsets("w", rows, (0, rank, size)),
+        "x": ShardedTensor.from_rank_offsets(f"n/{extra}", rows + 0.5, (0, rank, size)),
+        "o": ShardedObject("o", value, (size,), (rank,)),
+        "value": value,
+    }
+
+
+def values_in(rank: int, size: int, root: Path, extra: str = "b") -> Any:
+    """The value that everything in a checkpoint holds; a Failure, or a list where it differs."""
+    wanted = state_of(rank, size, -1.0, extra)
+    found = outcome(partial(dist_ckpt_strategies.load, wanted, root))
+    if isinstance(found, Failure):
+        return found
+    values = {*found["w"].unique().tolist(), found["o"], found["value"]}
+    values.update((found["x"] - 0.5).unique().tolist())
+    return values.pop() if len(values) == 1 else sorted(values)
+
+
+# A call of a save that was given up, which storage carries out later
+
+
+@contextmanager
+def one_late_call(call: str, until: Path, *, name: str = "0.0") -> Iterator[None]:
+    """The first call for a chunk's file of that name blocks until another file appears.
+
+    What it was asked to do is done then, as on a network file system that had stalled.
+    """
+    real_open, real_write = os.open, os.write
+    taken: list[int] = []
+    watched: set[int] = set()
+
+    def stall() -> None:
+        taken.append(1)
+        while not until.exists():
+            time.sleep(0.01)
+
+    def late_open(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        is_chunk = flags & os.O_CREAT and str(path).endswith(name) and "/w/" in str(path)
+        if is_chunk and call == "open" and not taken:
+            stall()
+        handle = real_open(path, flags, *args, **options)
+        if is_chunk and call == "write":
+            watched.add(handle)
+        return handle
+
+    def late_write(handle: int, content: Any) -> int:
+        if handle in watched and not taken:
+            stall()
+        return real_write(handle, content)
+
+    os.open, os.write = late_open, late_write
+    try:
+        yield
+    finally:
+        os.open, os.write = real_open, real_write
+
+
+def save_again_after_a_late_call(
+    rank: int, size: int, root: Path, backend: tuple[str, int], call: str, way: str
+) -> Any:
+    """One save is given up, the next succeeds, then the call of the first is carried out."""
+    os.environ["DIST_CKPT_DIRECT_IO"] = "0"
+    os.environ["DIST_CKPT_WRITER_PROCESS"] = "0"
+    prepare(60)
+    woken = root.with_suffix(".woken")
+    options: dict[str, Any] = {"timeout_s": LIMIT_S}
+    name = {1: "0.0", 2: "c.0.0"}[backend[1]]
+    if way == "overwrite":
+        dist_ckpt_strategies.save(state_of(rank, size, 0.0), root, backend)
+        options["overwrite"] = True
+    with one_late_call(call, woken, name=name):
+        first = outcome(lambda: saved(way, state_of(rank, size, 1.0), root, backend, options))
+        time.sleep(1.0)  # every rank has given up
+        kept = values_in(rank, size, root)
+        saved(way, state_of(rank, size, 2.0), root, backend, options | {"timeout_s": 60.0})
+        dist.barrier()
+        before = values_in(rank, size, root)
+        woken.touch()
+        time.sleep(1.0)
+        dist.barrier()
+        return first, kept, before, values_in(rank, size, root)
+
+
+def saved(
+    way: str, state: dict[str, Any], root: Path, backend: Any, options: dict[str, Any]
+) -> None:
+    if way == "async":
+        dist_ckpt_strategies.save_async(state, root, backend, **options).wait()
+    else:
+        dist_ckpt_strategies.save(state, root, backend, **options)
+
+
+@each_format
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize(
+    ("call", "way"),
+    [("open", "sync"), ("write", "sync"), ("open", "overwrite"), ("write", "async")],
+)
+def test_a_late_call_of_a_failed_save_does_not_reach_the_next_one(
+    backend: tuple[str, int], size: int, call: str, way: str, tmp_path: Path
+) -> None:
+    root = tmp_path / "c"
+    for found in run_processes(size, save_again_after_a_late_call, size, root, backend, call, way):
+        first, kept, before, after = found
+        assert isinstance(first, Failure), found
+        assert {"StorageError", "PeerTimeoutError"} & set(first.kinds), first
+        assert (before, after) == (2.0, 2.0)
+        if way == "overwrite":
+            assert kept == 0.0
+        else:
+            assert "IncompleteCheckpointError" in kept.kinds, kept
+
+
+# What is refused, and what is replaced when
+
+
+def refuse_with_overwrite(rank: int, root: Path) -> list[Any]:
+    """Saves that cannot be carried out, over a finished checkpoint that may be replaced."""
+    prepare(60)
+    dist_ckpt_strategies.save(state_of(rank, 2, 1.0), root)
+    state = partial(state_of, rank, 2)
+    unsafe = state(2.0) | {"common": Foreign()}
+    unsafe_object = state(2.0) | {"o": ShardedObject("o", Foreign(), (2,), (rank,))}
+    gap = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 0, 2))}
+    save, save_async = dist_ckpt_strategies.save, dist_ckpt_strategies.save_async
+    tries: list[Callable[[], Any]] = [
+        lambda: save_async(state(2.0), root, TORCH_DIST, overwrite=True),
+        lambda: save_async(state(2.0), root, ("local_replicated", 1), overwrite=True),
+        lambda: save(state(2.0), root, TORCH_DIST, overwrite=True, async_sharded_save=True),
+        lambda: save(state(2.0), root, ("nothing", 1), overwrite=True),
+    ]
+    for backend in (*FORMATS, TORCH_DIST, ("local_replicated", 1)):
+        tries += [
+            partial(save, unsafe, root, backend, overwrite=True),
+            partial(save, gap, root, backend, overwrite=True),
+        ]
+    for backend in (*FORMATS, ("local_replicated", 1)):
+        tries += [partial(save, unsafe_object, root, backend, overwrite=True)]
+    for backend in FORMATS:
+        tries += [
+            partial(save_async, unsafe, root, backend, overwrite=True),
+            partial(save_async, unsafe_object, root, backend, overwrite=True),
+            partial(save_async, gap, root, backend, overwrite=True),
+        ]
+    return [(outcome(one), values_in(rank, 2, root)) for one in tries]
+
+
+def test_a_save_that_is_refused_leaves_the_finished_checkpoint(tmp_path: Path) -> None:
+    for found in run_processes(2, refuse_with_overwrite, tmp_path / "c"):
+        assert isinstance(found, list), found
+        for refused, kept in found:
+            assert isinstance(refused, Failure)
+            assert kept == 1.0, refused
+
+
+def refuse_classes(rank: int, root: Path) -> list[Any]:
+    """What a load would refuse, with and without its class allowed."""
+    prepare(60)
+    found: list[Any] = []
+    for number, backend in enumerate(FORMATS):
+        for place, state in enumerate(
+            (
+                {"common": Foreign()},
+                {"o": ShardedObject("o", Foreign(), (2,), (rank,))},
+            )
+        ):
+            directory = root / f"{number}{place}"
+            save = partial(dist_ckpt_strategies.save, state, directory, backend)
+            found.append(outcome(save))
+            found.append(outcome(partial(save, allow=[Foreign])))
+            found.append(outcome(partial(dist_ckpt_strategies.load, state, directory)))
+            found.append(
+                outcome(partial(dist_ckpt_strategies.load, state, directory, allow=[Foreign]))
+            )
+    return [one if isinstance(one, Failure) else "done" for one in found]
+
+
+def test_a_save_refuses_the_classes_that_a_load_refuses(tmp_path: Path) -> None:
+    for found in run_processes(2, refuse_classes, tmp_path):
+        assert isinstance(found, list), found
+        for refused, saved_, refused_at_load, loaded in zip(*[iter(found)] * 4, strict=True):
+            for failure in (refused, refused_at_load):
+                assert "UnsafeObjectError" in failure.kinds, failure
+                assert "Foreign" in failure.text
+                assert "allow=" in failure.text
+            assert (saved_, loaded) == ("done", "done")
+
+
+# Kills
+
+
+def killed_at_rename(rank: int, root: Path, backends: Any, at: int) -> Any:
+    """Rank 0 dies at its ``at``-th rename or removal in the last of the saves."""
+    prepare(60)
+    *earlier, last = backends
+    for backend in earlier:
+        dist_ckpt_strategies.save(state_of(rank, 2, 1.0, "old"), root, backend)
+    dist.barrier()
+    if rank == 0:
+        left = [at]
+        for name in ("rename", "replace", "unlink", "rmdir"):
+            real = getattr(os, name)
+
+            def counted(*args: Any, real: Any = real, **options: Any) -> Any:
+                left[0] -= 1
+                if left[0] == 0:
+                    os._exit(9)
+                return real(*args, **options)
+
+            setattr(os, name, counted)
+    save = partial(dist_ckpt_strategies.save, overwrite=bool(earlier), timeout_s=8.0)
+    return outcome(partial(save, state_of(rank, 2, 2.0, "new"), root, last))
+
+
+def look_after_kill(rank: int, root: Path) -> Any:
+    """What two new ranks find, and whether a save to the same place succeeds and is all of it."""
+    prepare(60)
+    found = values_in(rank, 2, root, "new")
+    if isinstance(found, Failure):
+        found = values_in(rank, 2, root, "old")
+    dist.barrier()
+    dist_ckpt_strategies.save(state_of(rank, 2, 3.0, "third"), root, overwrite=True)
+    dist.barrier()
+    stale = sorted(path.name for path in root.glob(".*"))
+    return found, stale, values_in(rank, 2, root, "third")
+
+
+@pytest.mark.parametrize(
+    "backends",
+    [[one] for one in FORMATS] + [[one, other] for one in FORMATS for other in FORMATS],
+    ids=str,
+)
+def test_a_kill_anywhere_in_a_commit_leaves_the_old_or_the_new_checkpoint(
+    backends: Any, tmp_path: Path
+) -> None:
+    outcomes: list[Any] = []
+    for at in range(1, 60):
+        root = tmp_path / f"c{at}"
+        ended = run_processes(2, killed_at_rename, root, backends, at)
+        for found, stale, third in run_processes(2, look_after_kill, root):
+            assert (stale, third) == ([], 3.0), at
+            outcomes.append("none" if isinstance(found, Failure) else found)
+        if not isinstance(ended[0], RankDiedError):
+            break
+    assert ended == [None, None], "the last save was not killed"
+    first = 1.0 if backends[1:] else "none"
+    assert set(outcomes) == {first, 2.0}
+    assert outcomes == [first] * outcomes.count(first) + [2.0] * outcomes.count(2.0)
+
+
+def interrupted(root: Path) -> Path:
+    """A checkpoint of format 2 that was replacing one of format 1 when rank 0 was killed."""
+    for at in range(1, 60):
+        place = root / f"at{at}" / "iter_0000001"
+        run_processes(2, killed_at_rename, place, FORMATS, at)
+        staged = list(place.glob(".partial-*/metadata.json"))
+        if staged and not (place / "metadata.json").exists() and (place / "arrays").exists():
+            return place
+    pytest.fail("no commit was interrupted")
+
+
+def command(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "dist_ckpt_strategies.cli", *map(str, args)]
+    return subprocess.run(line, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_commands_see_an_interrupted_commit_and_complete_it(tmp_path: Path) -> None:
+    place = interrupted(tmp_path)
+    inspected = command("inspect", place)
+    assert inspected.returncode == 1, inspected
+    with pytest.raises(IncompleteCheckpointError, match="dist-ckpt verify"):
+        dist_ckpt_strategies.convert(place, tmp_path / "converted", "zarr@2")
+    for way in ("verify", "prune", "load_latest"):
+        copy = tmp_path / way / place.name
+        shutil.copytree(place, copy)
+        if way == "verify":
+            verified = command("verify", copy)
+            assert verified.returncode == 0, verified
+        elif way == "prune":
+            assert dist_ckpt_strategies.prune(copy.parent, keep_last=1).removed == ()
+        else:
+            found = load_latest(None, [copy.parent])
+            assert (found.iteration, found.attempts) == (1, ())
+        assert (copy / "metadata.json").exists()
+        assert list(copy.glob(".*")) == []
+        assert not (copy / "n" / "old").exists()

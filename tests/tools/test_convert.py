@@ -1,0 +1,351 @@
+"""Checkpoints that Megatron-Core and this package saved on four ranks, in every other format."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zarr
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_torch_dist
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies import ConvertOptions, convert, diff
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.core.array import ArraySpec
+from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.device import host_view
+from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.formats.marker import CheckpointMarker
+from dist_ckpt_strategies.tools.readers import open_reader
+from tests.support.checkpoints import write_checkpoint
+from tests.support.entries import Entry, prepare, save
+from tests.support.layouts import (
+    empties,
+    irregular,
+    irregular_otherwise,
+    scattered,
+    scattered_otherwise,
+)
+from tests.support.ranks import allow_torch_dist, run_processes
+from tests.support.sharding import (
+    ALL_DTYPES,
+    Cut,
+    differences,
+    on_grid,
+    state_of,
+    whole,
+    zeros,
+)
+
+pytestmark = pytest.mark.multiprocess
+
+NAMES = {"zarr@1": ("zarr", 1), "zarr@2": ("zarr", 2), "torch_dist": ("torch_dist", 1)}
+FORMATS = tuple(NAMES)
+PAIRS = [(source, to) for source in FORMATS for to in FORMATS]
+TINY = ConvertOptions(max_memory_bytes=1, max_file_bytes=2000)
+
+
+def all_dtypes(grid: tuple[int, ...]) -> list[Cut]:
+    return [on_grid(f"x.{d}", (12, 8), grid, dtype=d) for d in ALL_DTYPES]
+
+
+def saved_cuts() -> list[Cut]:
+    optimizer = on_grid("optimizer.state.param.w", (8, 8), (2, 2))
+    return [*all_dtypes((2, 4)), *scattered(), *irregular(), optimizer]
+
+
+def wanted_cuts() -> list[Cut]:
+    optimizer = on_grid("optimizer.state.param.w", (8, 8), (4, 1))
+    return [*all_dtypes((4, 1)), *scattered_otherwise(), *irregular_otherwise(), optimizer]
+
+
+def objects_of(rank: int, *, filled: bool) -> dict[str, Any]:
+    values = {"plain": {"rank": rank, "list": [1, 2.5]}, "tensors": {"t": torch.arange(5) + rank}}
+    return {
+        name: ShardedObject(f"o.{name}", value if filled else None, (4,), (rank,))
+        for name, value in values.items()
+    }
+
+
+def save_all(rank: int, root: Path) -> None:
+    allow_torch_dist()
+    prepare(60)
+    for name, backend in NAMES.items():
+        with cpu_stand_ins():  # torch_dist synchronises CUDA, also for tensors on the CPU
+            state = state_of(rank, saved_cuts()) | objects_of(rank, filled=True)
+            if backend[0] == "zarr":
+                state |= state_of(rank, empties())
+            entry = Entry.OURS if backend[0] == "zarr" else Entry.MEGATRON
+            save(entry, state | {"iteration": 7}, root / name, sharded_strategy=backend)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same state in each format, saved by four ranks; not to be changed."""
+    pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
+    root = tmp_path_factory.mktemp("saved")
+    assert run_processes(4, save_all, root, timeout_s=150) == [None] * 4
+    return root
+
+
+@pytest.fixture(scope="module")
+def converted(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Each of them in each format."""
+    root = tmp_path_factory.mktemp("converted")
+    for source, to in PAIRS:
+        convert(saved / source, root / f"{source} {to}", to)
+    return root
+
+
+def contents(root: Path) -> dict[str, Any]:
+    """Every array, put together from boxes by this package's own reader."""
+    source = open_reader(root, Options(), ())
+    found = {}
+    for array in source.arrays:
+        elements = np.empty(array.shape, array.dtype.numpy)
+        if elements.size:
+            source.read(array.key, Region.whole(array.shape), elements)
+        found[array.key] = elements
+    return found
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return host_view(tensor).tobytes()
+
+
+def wrong_keys(root: Path, cuts: list[Cut]) -> list[str]:
+    found = contents(root)
+    assert found.keys() == {cut.key for cut in cuts}
+    return [cut.key for cut in cuts if found[cut.key].tobytes() != bits(whole(cut))]
+
+
+@pytest.mark.parametrize(("source", "to"), PAIRS)
+def test_every_array_is_the_same_in_every_format(converted: Path, source: str, to: str) -> None:
+    cuts = saved_cuts() + (empties() if source != "torch_dist" else [])
+
+    assert wrong_keys(converted / f"{source} {to}", cuts) == []
+
+
+@pytest.mark.parametrize(("source", "to"), PAIRS)
+def test_a_converted_checkpoint_equals_its_source(
+    saved: Path, converted: Path, source: str, to: str
+) -> None:
+    report = diff(saved / source, converted / f"{source} {to}")
+
+    assert report.is_equal, report
+    assert report.num_objects == 8
+
+
+def load_all(rank: int, root: Path) -> list[str]:
+    allow_torch_dist()
+    prepare(60)
+    wrong = []
+    for source, to in PAIRS:
+        path = root / f"{source} {to}"
+        with cpu_stand_ins():
+            wanted = state_of(rank, wanted_cuts(), zeros) | objects_of(rank, filled=False)
+            loaded = dist_checkpointing.load(wanted, str(path))
+        wrong += [f"{path.name}: {key}" for key in differences(rank, wanted_cuts(), loaded)]
+        for name, expected in objects_of(rank, filled=True).items():
+            if repr(loaded[name]) != repr(expected.data):
+                wrong.append(f"{path.name}: {name}: {loaded[name]}")
+        if loaded["iteration"] != 7:
+            wrong.append(f"{path.name}: iteration")
+    return wrong
+
+
+def test_megatron_loads_them_in_another_layout(converted: Path) -> None:
+    assert run_processes(4, load_all, converted, timeout_s=150) == [[]] * 4
+
+
+@pytest.mark.parametrize("source", FORMATS)
+def test_in_tiny_boxes_and_files_it_is_the_same(saved: Path, tmp_path: Path, source: str) -> None:
+    for to in FORMATS:
+        convert(saved / source, tmp_path / to, to, options=TINY)
+        assert diff(saved / source, tmp_path / to, options=TINY).is_equal
+    assert len(list((tmp_path / "torch_dist").glob("*.distcp"))) > 3
+
+
+@pytest.mark.parametrize(("source", "to"), [("zarr@1", "zarr@2"), ("zarr@2", "zarr@1")])
+def test_between_zarr_formats_the_shards_stay_the_chunks(
+    saved: Path, converted: Path, source: str, to: str
+) -> None:
+    def grids(root: Path) -> dict[str, Any]:
+        found = open_reader(root, Options(), ()).arrays
+        return {
+            array.key: ArraySpec(array.key, array.shape, array.dtype, array.chunk_shape or ()).grid
+            for array in found
+        }
+
+    assert grids(saved / source) == grids(converted / f"{source} {to}")
+
+
+def test_torch_dist_becomes_chunks_of_its_shards(saved: Path, converted: Path) -> None:
+    for to in ("zarr@1", "zarr@2"):
+        found = open_reader(converted / f"torch_dist {to}", Options(), ()).arrays
+        chunks = {array.key: array.chunk_shape for array in found}
+        assert {chunks[f"x.{dtype}"] for dtype in ALL_DTYPES} == {(6, 2)}
+
+
+def test_zarr_becomes_pieces_that_were_its_chunks(converted: Path) -> None:
+    found = open_reader(converted / "zarr@1 torch_dist", Options(), ()).arrays
+    pieces = {array.key: [region for region, _ in array.shards] for array in found}
+    for dtype in ALL_DTYPES:
+        assert {region.shape for region in pieces[f"x.{dtype}"]} == {(6, 2)}
+        assert len(pieces[f"x.{dtype}"]) == 8
+
+
+NOT_IN_SAFETENSORS = ("complex128", "float8_e4m3fnuz", "float8_e5m2fnuz")
+
+
+def storable_cuts() -> list[Cut]:
+    return [cut for cut in [*all_dtypes((2, 4)), *scattered()] if not is_left_out(cut)]
+
+
+def is_left_out(cut: Cut) -> bool:
+    return cut.key.removeprefix("x.torch.") in NOT_IN_SAFETENSORS
+
+
+def save_for_safetensors(rank: int, root: Path) -> None:
+    prepare(60)
+    extra = [on_grid("optimizer.state.param.w", (8, 8), (2, 2)), *empties()]
+    save(Entry.OURS, state_of(rank, storable_cuts() + extra), root)
+
+
+def test_the_models_arrays_go_to_safetensors(tmp_path: Path) -> None:
+    assert run_processes(4, save_for_safetensors, tmp_path / "c") == [None] * 4
+    for options in (None, TINY):
+        target = tmp_path / ("many" if options else "one")
+        convert(tmp_path / "c", target, "safetensors", options=options)
+
+        index = json.loads((target / "model.safetensors.index.json").read_bytes())
+        files = sorted(path.name for path in target.glob("*.safetensors"))
+        assert sorted({*index["weight_map"].values()}) == files
+        assert sorted(path.name for path in target.iterdir()) == sorted(
+            [*files, "model.safetensors.index.json"]
+        )
+        found = {key: t for name in files for key, t in load_file(target / name).items()}
+        cuts = storable_cuts() + empties()
+        assert found.keys() == {cut.key for cut in cuts} == index["weight_map"].keys()
+        assert [cut.key for cut in cuts if bits(found[cut.key]) != bits(whole(cut))] == []
+        assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+        assert diff(tmp_path / "c", target).is_equal
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert len(files) > 2
+    with safe_open(target / files[0], "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_what_safetensors_has_not_is_said_before_anything_is_written(
+    saved: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(PlanError, match=r"x.torch.complex128: safetens"):
+        convert(saved / "zarr@2", tmp_path / "c", "safetensors")
+    assert not (tmp_path / "c").exists()
+
+    convert(saved / "zarr@2", tmp_path / "c", "safetensors", keys="x.torch.*int*")
+
+    index = json.loads((tmp_path / "c" / "model.safetensors.index.json").read_bytes())
+    assert len(index["weight_map"]) == 8
+
+
+ROWS, COLUMNS = 2048, 4096
+MEMORY_NBYTES = 4 << 20
+
+
+def save_large(rank: int, root: Path) -> None:
+    """One array of 32 MiB, in one piece."""
+    allow_torch_dist()
+    prepare(60)
+    cut = on_grid("w", (ROWS, COLUMNS), (1, 1), size=1)
+    for name, backend in NAMES.items():
+        with cpu_stand_ins():
+            entry = Entry.OURS if backend[0] == "zarr" else Entry.MEGATRON
+            save(entry, state_of(rank, [cut]), root / name, sharded_strategy=backend)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
+    root = tmp_path_factory.mktemp("large")
+    assert run_processes(1, save_large, root, timeout_s=150) == [None]
+    return root
+
+
+@pytest.fixture
+def traced() -> Iterator[Callable[[], int]]:
+    """Gives the largest number of bytes that Python and numpy held since then."""
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    yield lambda: tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("source", FORMATS)
+def test_memory_is_bounded_whatever_the_arrays_size(
+    large: Path, tmp_path: Path, source: str, traced: Callable[[], int]
+) -> None:
+    options = ConvertOptions(max_memory_bytes=MEMORY_NBYTES)
+    for to in (*FORMATS, "safetensors"):
+        convert(large / source, tmp_path / to, to, options=options)
+        assert diff(large / source, tmp_path / to, options=options).is_equal
+    assert ROWS * COLUMNS * 4 == 8 * MEMORY_NBYTES
+    assert traced() < 2 * MEMORY_NBYTES
+
+
+def test_compressed_arrays_are_converted(tmp_path: Path) -> None:
+    root = write_checkpoint(tmp_path / "c")
+    values = np.arange(35, dtype=np.float32).reshape(5, 7)
+    array = zarr.create_array(
+        root / "compressed", shape=(5, 7), chunks=(2, 3), dtype="f4", zarr_format=2
+    )
+    array[...] = values
+
+    convert(root, tmp_path / "t", "zarr@2")
+
+    assert (contents(tmp_path / "t")["compressed"] == values).all()
+    assert diff(root, tmp_path / "t").is_equal
+
+
+def write_with_common_object(root: Path, weight: torch.Tensor, common: dict[str, Any]) -> None:
+    """A checkpoint as Megatron-Core 0.19 writes them: there is no common.pt."""
+    save_torch_dist(
+        {"w": weight, "common_state/shard_0_1": [common]},
+        storage_writer=FileSystemWriter(root),
+        planner=DefaultSavePlanner(flatten_state_dict=False),
+        no_dist=True,
+    )
+    marker = CheckpointMarker("torch_dist", 1)
+    (root / "metadata.json").write_bytes(marker.to_json())
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_common_state_among_the_objects_becomes_a_file(tmp_path: Path, to: str) -> None:
+    weight = torch.arange(12.0).reshape(3, 4)
+    common = {"iteration": 3, "args": Namespace(tp=2)}
+    write_with_common_object(tmp_path / "a", weight, common)
+
+    report = convert(tmp_path / "a", tmp_path / "b", to)
+
+    assert (report.num_arrays, report.num_objects) == (1, 0)
+    assert torch.load(tmp_path / "b" / "common.pt", weights_only=False) == common
+    assert diff(tmp_path / "a", tmp_path / "b").is_equal
+    if to != "torch_dist":
+        wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(3, 4))}
+        loaded: Any = dist_ckpt_strategies.load(wanted, tmp_path / "b", strict="raise_all")
+        assert torch.equal(loaded.pop("w"), weight)
+        assert loaded == common

@@ -1,0 +1,335 @@
+"""Conversions that are killed, of damaged sources, or refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from safetensors.torch import load_file
+
+from dist_ckpt_strategies import ConvertOptions, convert, diff, upgrade
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
+    CheckpointError,
+    CheckpointExistsError,
+    CorruptCheckpointError,
+    CoverageError,
+    IncompatibleVersionError,
+    IncompleteCheckpointError,
+    PlanError,
+    StrategyError,
+    UnsafeObjectError,
+)
+from dist_ckpt_strategies.formats.finished import is_finished
+from dist_ckpt_strategies.formats.zarr3 import array_directory
+from tests.support.entries import Entry, prepare, save
+from tests.support.ranks import RankDiedError, allow_torch_dist, run_processes
+from tests.support.sharding import Cut, on_grid, state_of
+
+pytestmark = pytest.mark.multiprocess
+
+NAMES = {"zarr@1": ("zarr", 1), "zarr@2": ("zarr", 2), "torch_dist": ("torch_dist", 1)}
+TARGETS = (*NAMES, "safetensors")
+SMALL = ConvertOptions(max_memory_bytes=1, max_file_bytes=20_000, num_threads=2)
+"""Many files."""
+
+
+def cuts() -> list[Cut]:
+    return [on_grid(f"w{n}", (128, 128), (4, 2), size=1) for n in range(24)]
+
+
+def save_all(rank: int, root: Path) -> None:
+    allow_torch_dist()
+    prepare(60)
+    for name, backend in NAMES.items():
+        with cpu_stand_ins():
+            entry = Entry.OURS if backend[0] == "zarr" else Entry.MEGATRON
+            state: dict[str, Any] = {
+                **state_of(rank, cuts()),
+                "object": ShardedObject("rng", {"t": torch.arange(9), "s": {1}}, (1,), (0,)),
+                "iteration": 7,
+            }
+            save(entry, state, root / name, sharded_strategy=backend)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same state in each format; not to be changed."""
+    pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
+    root = tmp_path_factory.mktemp("saved")
+    assert run_processes(1, save_all, root, timeout_s=150) == [None]
+    return root
+
+
+def convert_and_die(_rank: int, source: Path, target: Path, to: str, done_nbytes: int) -> None:
+    def die(done: int, _total: int) -> None:
+        if done >= done_nbytes:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    convert(source, target, to, options=SMALL, watch=die)
+
+
+@pytest.mark.parametrize("to", TARGETS)
+@pytest.mark.parametrize("source", ["zarr@2", "torch_dist"])
+def test_a_killed_conversion_leaves_nothing_visible_and_is_done_again(
+    saved: Path, tmp_path: Path, source: str, to: str
+) -> None:
+    target = tmp_path / "t"
+    for done_nbytes in (1, 12 * 128 * 128 * 4):
+        died = run_processes(1, convert_and_die, saved / source, target, to, done_nbytes)
+        assert [type(result) for result in died] == [RankDiedError], died
+        assert not is_finished(target)
+        assert not (target / "model.safetensors.index.json").exists()
+        assert all(path.name.startswith(".partial-") for path in target.iterdir())
+        with pytest.raises(IncompleteCheckpointError):
+            diff(saved / source, target)
+
+    report = convert(saved / source, target, to, options=SMALL)
+
+    assert report.nbytes == 24 * 128 * 128 * 4
+    assert diff(saved / source, target).is_equal
+    assert not list(target.rglob(".partial-*"))
+
+
+def convert_and_die_while_files_are_moved(_rank: int, source: Path, target: Path) -> None:
+    def die(event: str, args: tuple[Any, ...]) -> None:
+        if event == "os.rename" and str(args[1]) == str(target / "manifest"):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(die)
+    convert(source, target, "zarr@2", options=SMALL)
+
+
+def test_a_conversion_killed_while_files_are_moved_is_completed(
+    saved: Path, tmp_path: Path
+) -> None:
+    source, target = saved / "zarr@2", tmp_path / "t"
+
+    died = run_processes(1, convert_and_die_while_files_are_moved, source, target)
+
+    assert isinstance(died[0], RankDiedError)
+    assert not is_finished(target)
+    with pytest.raises(CheckpointExistsError, match="a finished checkpoint; `dist-ckpt diff`"):
+        convert(source, target, "zarr@2", options=SMALL)
+    assert diff(source, target).is_equal
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_files_flushed_one_by_one_are_the_same(saved: Path, tmp_path: Path, to: str) -> None:
+    options = ConvertOptions(options=Options(whole_flush=False, direct_io=False))
+    convert(saved / "zarr@2", tmp_path / "t", to, options=options)
+
+    assert diff(saved / "zarr@2", tmp_path / "t").is_equal
+
+
+def test_there_must_be_nothing_else_in_the_target(saved: Path, tmp_path: Path) -> None:
+    convert(saved / "zarr@1", tmp_path / "done", "zarr@2")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+
+    convert(saved / "zarr@1", tmp_path / "weights", "safetensors")
+    for done, to in (("done", "zarr@2"), ("weights", "safetensors")):
+        with pytest.raises(CheckpointExistsError, match="a finished checkpoint; `dist-ckpt diff`"):
+            convert(saved / "zarr@1", tmp_path / done, to)
+    with pytest.raises(CheckpointExistsError, match="holds files of something else"):
+        convert(saved / "zarr@1", tmp_path / "full", "zarr@2")
+    for target in (saved / "zarr@1", saved / "zarr@1" / "below", saved):
+        with pytest.raises(StrategyError, match="must be a place beside the source"):
+            convert(saved / "zarr@1", target, "zarr@2")
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 4
+    path.write_bytes(content)
+
+
+def cut_short(path: Path, at: int) -> None:
+    os.truncate(path, at)
+
+
+def unlink(path: Path, at: int) -> None:
+    path.unlink()
+
+
+DAMAGES: list[tuple[str, str, Callable[[Path, int], None]]] = [
+    ("zarr@2", f"{array_directory('w1')}/c.0.1", flip),
+    ("zarr@2", f"{array_directory('w1')}/c.0.1", unlink),
+    ("zarr@2", "objects/rank-00000.bin", flip),
+    ("zarr@2", "common.pt", flip),
+    ("zarr@1", "w1/0.1", cut_short),
+    ("zarr@1", "w1/0.1", unlink),
+    ("zarr@1", "rng/shard_0_1.pt", flip),
+    ("torch_dist", "__0_0.distcp", flip),
+    ("torch_dist", "__0_1.distcp", cut_short),
+    ("torch_dist", "__0_0.distcp", unlink),
+    ("torch_dist", ".metadata", cut_short),
+    ("torch_dist", "common.pt", flip),
+]
+
+
+@pytest.mark.parametrize(("source", "name", "damage"), DAMAGES)
+def test_damage_of_the_source_is_named_and_nothing_is_visible(
+    saved: Path, tmp_path: Path, source: str, name: str, damage: Callable[[Path, int], None]
+) -> None:
+    root = tmp_path / "c"
+    shutil.copytree(saved / source, root)
+    damage(root / name, 70)  # in an archive: within its pickle
+
+    for to in ("zarr@1", "torch_dist"):
+        with pytest.raises(CheckpointError) as found:
+            convert(root, tmp_path / to, to)
+        assert str(root / name) in str(found.value)
+        assert not is_finished(tmp_path / to)
+
+
+@pytest.mark.parametrize("source", ["zarr@2", "torch_dist"])
+def test_flipped_bytes_of_elements_are_found(saved: Path, tmp_path: Path, source: str) -> None:
+    root = tmp_path / "c"
+    shutil.copytree(saved / source, root)
+    files = [p for p in root.rglob("*") if p.suffix == ".distcp" or p.name.startswith("c.")]
+    for number, path in enumerate(sorted(files)[:: max(1, len(files) // 6)]):
+        content = path.read_bytes()
+        at = places_of_elements(path, content)[number % 3]
+        flip(path, at)
+        with pytest.raises(CorruptCheckpointError, match=path.name):
+            convert(root, tmp_path / f"t{number}", "zarr@1")
+        path.write_bytes(content)
+    convert(root, tmp_path / "whole", "zarr@1")
+
+
+def places_of_elements(path: Path, content: bytes) -> list[int]:
+    """Three bytes of a file that are elements of an array."""
+    if path.suffix != ".distcp":
+        return [0, 1000, 8191]
+    start = content.index(b"archive/data/0") + 200
+    return [start, start + 1000, start + 4000]
+
+
+class Trap:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("trapped",)
+
+
+def test_a_description_that_would_run_something_is_refused(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(saved / "torch_dist", tmp_path / "c")
+    (tmp_path / "c" / ".metadata").write_bytes(pickle.dumps(Trap()))
+
+    with pytest.raises(UnsafeObjectError, match=r"\.metadata names posix\.mkdir"):
+        convert(tmp_path / "c", tmp_path / "t", "zarr@2")
+    assert not (tmp_path / "trapped").exists()
+
+
+def edit(path: Path, change: Callable[[Any], None]) -> None:
+    found = pickle.loads(path.read_bytes())
+    change(found)
+    path.write_bytes(pickle.dumps(found))
+
+
+def test_a_description_that_leaves_out_a_piece_is_refused(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved / "torch_dist", tmp_path / "c")
+
+    edit(tmp_path / "c" / ".metadata", lambda found: found.state_dict_metadata["w1"].chunks.pop())
+
+    with pytest.raises(CoverageError, match="w1: main replicas cover"):
+        convert(tmp_path / "c", tmp_path / "t", "zarr@2")
+    with pytest.raises(CoverageError, match="w1: main replicas cover"):
+        diff(tmp_path / "c", saved / "torch_dist")
+
+
+def test_arrays_in_another_shape_than_their_own_are_refused(saved: Path, tmp_path: Path) -> None:
+    def reshape(found: Any) -> None:
+        found.mcore_data = {"w1": {"nd_reformulated_orig_global_shape": (1, 2)}}
+
+    shutil.copytree(saved / "torch_dist", tmp_path / "c")
+    edit(tmp_path / "c" / ".metadata", reshape)
+
+    with pytest.raises(IncompatibleVersionError, match=r"w1 .* flattened ranges"):
+        convert(tmp_path / "c", tmp_path / "t", "zarr@2")
+
+
+def test_pieces_in_any_order_of_elements_are_read(saved: Path, tmp_path: Path) -> None:
+    """A tensor that was saved transposed, as other writers of torch's format do."""
+    root = tmp_path / "c"
+    shutil.copytree(saved / "torch_dist", root)
+    values = torch.arange(32 * 64, dtype=torch.float32).reshape(64, 32).t()
+    torch.save(values, root / "__1_0.distcp")
+
+    def move(found: Any) -> None:
+        for index, info in found.storage_data.items():
+            if index.fqn == "w1" and tuple(index.offset) == (32, 64):
+                info.relative_path, info.offset = "__1_0.distcp", 0
+                info.length = (root / "__1_0.distcp").stat().st_size
+
+    edit(root / ".metadata", move)
+    convert(root, tmp_path / "t", "safetensors", options=SMALL)
+
+    found: dict[str, torch.Tensor] = {}
+    for path in (tmp_path / "t").glob("*.safetensors"):
+        found |= load_file(path)
+    assert torch.equal(found["w1"][32:64, 64:], values)
+
+
+def test_wrong_arguments_are_told(saved: Path, tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="expected one of zarr@2, zarr@1, torch_dist, safetensors"):
+        convert(saved / "zarr@1", tmp_path / "t", "zarr@3")
+    with pytest.raises(PlanError, match="only safetensors a choice of arrays"):
+        convert(saved / "zarr@1", tmp_path / "t", "zarr@2", keys="w1")
+    with pytest.raises(ArrayNotFoundError, match="no arrays of a model whose keys match 'nothing'"):
+        convert(saved / "zarr@1", tmp_path / "t", "safetensors", keys="nothing")
+    with pytest.raises(StrategyError, match="found a URL"):
+        convert(saved / "zarr@1", "s3://bucket/c", "zarr@1")
+    with pytest.raises(StrategyError, match="max_memory_bytes: expected a number > 0"):
+        ConvertOptions(max_memory_bytes=0)
+    with pytest.raises(StrategyError, match=r"nothing to upgrade.*found none"):
+        upgrade(saved / "zarr@1", tmp_path / "t")
+    with pytest.raises(PlanError, match="safetensors holds no optimizer state"):
+        upgrade(saved / "zarr@1", tmp_path / "t", "safetensors")
+    convert(saved / "zarr@1", tmp_path / "s", "safetensors")
+    with pytest.raises(StrategyError, match="a checkpoint needs its common state"):
+        convert(tmp_path / "s", tmp_path / "t", "zarr@2")
+
+
+class Custom:
+    def __init__(self) -> None:
+        self.n = 1
+
+
+def test_objects_of_classes_that_are_not_allowed_are_named(saved: Path, tmp_path: Path) -> None:
+    root = tmp_path / "c"
+    shutil.copytree(saved / "zarr@1", root)
+    torch.save(Custom(), root / "rng" / "shard_0_1.pt")
+
+    convert(root, tmp_path / "a", "zarr@2")  # the bytes stay as they are
+    with pytest.raises(UnsafeObjectError, match="Custom"):
+        convert(root, tmp_path / "b", "torch_dist")
+    convert(root, tmp_path / "b", "torch_dist", allow=[Custom])
+    assert diff(root, tmp_path / "b", allow=[Custom]).is_equal
+
+
+def test_what_torch_dist_files_hold_is_what_torch_saves(saved: Path, tmp_path: Path) -> None:
+    convert(saved / "zarr@1", tmp_path / "t", "torch_dist")
+    found = pickle.loads((tmp_path / "t" / ".metadata").read_bytes())
+    for index, info in found.storage_data.items():
+        with (tmp_path / "t" / info.relative_path).open("rb") as file:
+            file.seek(info.offset)
+            content = file.read(info.length)
+        (tmp_path / "one").write_bytes(content)
+        assert zipfile.ZipFile(tmp_path / "one").testzip() is None
+        loaded = torch.load(tmp_path / "one", weights_only=False)
+        assert isinstance(loaded, list if index.fqn.startswith("rng") else torch.Tensor)

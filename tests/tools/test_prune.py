@@ -1,0 +1,303 @@
+"""Old checkpoints and what killed saves have left go; nothing else does, and never by halves."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dist_ckpt_strategies
+from dist_ckpt_strategies.errors import CheckpointNotFoundError, PlanError, StorageError
+from dist_ckpt_strategies.tools.plan_prune import Status
+from dist_ckpt_strategies.tools.prune import CheckpointDirectory, prune
+from tests.support.checkpoints import copied, write_checkpoint, write_foreign_checkpoint
+from tests.support.format2_checkpoints import write_format2
+
+OLD_S = 7200
+WITHDRAWN_NAME = ".removed-metadata.json"
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of everything, not to be changed."""
+    root = tmp_path_factory.mktemp("samples")
+    write_format2(root / "two")
+    write_format2(root / "two_unfinished", is_finished=False)
+    (root / "two_unfinished" / ".partial-0").write_bytes(b"x")
+    write_checkpoint(root / "one")
+    write_checkpoint(root / "one_unfinished")
+    (root / "one_unfinished" / "metadata.json").rename(root / "one_unfinished" / WITHDRAWN_NAME)
+    write_checkpoint(root / "one_unknown")
+    (root / "one_unknown" / "metadata.json").unlink()
+    return root
+
+
+def age(directory: Path, seconds: float = OLD_S) -> Path:
+    """Make everything in it old."""
+    then = time.time() - seconds
+    for at, _, names in os.walk(directory):
+        for path in (at, *(f"{at}/{name}" for name in names)):
+            os.utime(path, (then, then), follow_symlinks=False)
+    return directory
+
+
+def names_in(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def standings(root: Path) -> dict[str, Status]:
+    return {one.name: one.standing for one in CheckpointDirectory(root).find(time.time())}
+
+
+def test_checkpoints_of_both_formats_go_but_for_the_last(samples: Path, tmp_path: Path) -> None:
+    for number, sample in enumerate(("one", "two", "one", "two")):
+        age(copied(samples / sample, tmp_path / f"iter_{number:07d}"), OLD_S - number)
+
+    report = dist_ckpt_strategies.prune(tmp_path, keep_last=2)
+
+    assert names_in(tmp_path) == ["iter_0000002", "iter_0000003"]
+    assert [one.name for one in report.removed] == ["iter_0000000", "iter_0000001"]
+    assert report.nbytes > 1 << 20
+    assert [one.found.name for one in report.kept] == ["iter_0000002", "iter_0000003"]
+
+
+def test_a_dry_run_removes_nothing(samples: Path, tmp_path: Path) -> None:
+    for number in range(2):
+        age(copied(samples / "two", tmp_path / f"iter_{number:07d}"), OLD_S - number)
+
+    report = prune(tmp_path, keep_last=1, dry_run=True)
+
+    assert [one.name for one in report.removed] == ["iter_0000000"]
+    assert names_in(tmp_path) == ["iter_0000000", "iter_0000001"]
+
+
+@pytest.mark.parametrize("sample", ["one", "two"])
+@pytest.mark.parametrize("keeping", [{"keep_last": 1}, {"keep_last": 2}, {"keep_every": 1000}])
+def test_what_lacks_a_file_is_not_what_older_ones_go_for(
+    sample: str, keeping: dict[str, Any], samples: Path, tmp_path: Path
+) -> None:
+    places = [
+        age(copied(samples / sample, tmp_path / f"iter_{number:07d}"), OLD_S - number)
+        for number in range(5, 10)
+    ]
+    chunks = [p for p in sorted(places[4].rglob("*")) if re.fullmatch(r"c?[0-9.]+", p.name)]
+    chunks[0].unlink()
+    cut = [p for p in sorted(places[3].rglob("*")) if re.fullmatch(r"c?[0-9.]+", p.name)]
+    cut[0].write_bytes(cut[0].read_bytes()[:-1])
+    (places[2] / "notes.txt").write_text("mine")
+
+    report = prune(tmp_path, **keeping)
+
+    num_kept = keeping.get("keep_last", 1)
+    assert names_in(tmp_path) == [f"iter_{number:07d}" for number in range(8 - num_kept, 10)]
+    standings = {one.found.name[-1]: one.found.standing for one in report.kept}
+    assert (standings["9"], standings["8"]) == (Status.DAMAGED, Status.DAMAGED)
+    assert standings["7"] is Status.COMPLETE
+
+
+@pytest.mark.parametrize("sample", ["one_unfinished", "two_unfinished"])
+def test_what_a_killed_save_left_goes_once_it_is_old(
+    sample: str, samples: Path, tmp_path: Path
+) -> None:
+    place = copied(samples / sample, tmp_path / "iter_0000005")
+    age(place)
+    (place / "common.pt").touch()  # somebody still writes
+
+    assert prune(tmp_path, unfinished=True).removed == ()
+    age(place)
+    assert prune(tmp_path, keep_last=1).removed == ()
+    assert len(prune(tmp_path, unfinished=True).removed) == 1
+    assert names_in(tmp_path) == []
+
+
+def make_strangers(root: Path, samples: Path) -> None:
+    """Directories that are no checkpoint of ours, or not for certain."""
+    write_foreign_checkpoint(root / "iter_0000001")
+    (root / "iter_0000002").mkdir()
+    (root / "iter_0000002" / "__0_0.distcp").write_bytes(b"x")
+    copied(samples / "one_unknown", root / "data set")  # somebody's Zarr arrays
+    copied(samples / "one_unknown", root / "iter_0000003")
+    (root / "iter_0000005").mkdir()
+    copied(samples / "two", root / "iter_0000004")
+    (root / "iter_0000004" / "metadata.json").write_text("{")
+    copied(samples / "two", root / "iter_0000006")
+    (root / "iter_0000006" / "manifest" / "index.json").unlink()
+    (root / "tensorboard").mkdir()
+    (root / "iter_0000007").symlink_to(samples / "two")
+    (root / "wandb.log").write_text("x")
+
+
+def test_nothing_goes_that_is_not_known_to_be_ours(samples: Path, tmp_path: Path) -> None:
+    make_strangers(tmp_path, samples)
+    before = names_in(age(tmp_path))
+
+    assert set(standings(tmp_path).values()) == {Status.OTHER}
+    report = prune(tmp_path, keep_last=1, keep_every=1000, unfinished=True, older_than_s=0)
+
+    assert report.removed == ()
+    assert names_in(tmp_path) == before
+
+
+def test_files_of_others_in_a_checkpoint_stay(samples: Path, tmp_path: Path) -> None:
+    old = copied(samples / "two", tmp_path / "iter_0000001")
+    (old / "train_dataloader.pt").write_bytes(b"x")
+    copied(samples / "two", old / "inner")
+    copied(samples / "two", tmp_path / "iter_0000002")
+
+    report = prune(age(tmp_path), keep_last=1)
+
+    assert report.removed[0].stays == ("inner", "train_dataloader.pt")
+    assert names_in(old) == ["inner", "train_dataloader.pt"]
+    assert len(list((old / "inner").rglob("*"))) == len(list((samples / "two").rglob("*")))
+
+
+def test_the_iteration_that_the_run_notes_stays(samples: Path, tmp_path: Path) -> None:
+    for number in (100, 200, 300):
+        age(copied(samples / "two", tmp_path / f"iter_{number:07d}"), OLD_S - number)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+
+    prune(tmp_path, keep_last=1)
+
+    assert names_in(tmp_path)[:2] == ["iter_0000100", "iter_0000300"]
+
+
+def test_what_does_not_exist_or_cannot_be_meant_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match="does not exist"):
+        prune(tmp_path / "none", keep_last=1)
+    with pytest.raises(PlanError, match="keep_last is 0"):
+        prune(tmp_path, keep_last=0)
+
+
+@contextmanager
+def unprivileged() -> Iterator[None]:
+    """As nobody; root may read everything."""
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+@pytest.mark.parametrize("sample", ["one", "two"])
+@pytest.mark.parametrize(
+    ("unreadable", "removed"),
+    [
+        ("lost+found", "513"),
+        ("iter_0000001", "53"),
+        ("iter_0000001/metadata.json", "53"),
+        ("iter_0000001/below", "53"),
+        ("iter_0000004", "51"),
+        ("iter_0000004/below", "51"),
+        ("iter_0000005/below", "13"),
+    ],
+)
+def test_an_unreadable_directory_stays_is_listed_and_does_not_count(
+    unreadable: str, removed: str, sample: str, samples: Path
+) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch)
+        (root / "lost+found").mkdir()
+        for name in ("1", "2", "3", "4"):
+            copied(samples / sample, root / f"iter_000000{name}")
+        copied(samples / f"{sample}_unfinished", root / "iter_0000005")
+        below = {"one": "decoder.weight", "two": "arrays"}[sample]
+        for path in (root, *root.rglob("*")):
+            os.chown(path, 65534, 65534)
+        locked = root / unreadable.replace("below", below)
+        locked.chmod(0)
+        with unprivileged():
+            report = prune(root, keep_last=1, keep_every=2, unfinished=True, older_than_s=0)
+        name = Path(unreadable).parts[0]
+        kept = {one.found.name: one for one in report.kept}
+
+        assert [one.name[-1] for one in report.removed] == list(removed)
+        assert kept[name].found.standing is Status.UNREADABLE
+        assert kept[name].why.startswith("could not be looked at: ")
+        assert "permission denied" in kept[name].why.lower()
+        locked.chmod(0o755)
+        assert len(names_in(root)) == 6 - len(removed)
+        root.chmod(0)
+        with unprivileged(), pytest.raises(StorageError, match=str(root)):
+            prune(root, keep_last=1)
+        root.chmod(0o755)
+
+
+@pytest.mark.parametrize("sample", ["one", "two", "two_unfinished"])
+def test_a_checkpoint_in_place_of_its_parent_is_refused(
+    sample: str, samples: Path, tmp_path: Path
+) -> None:
+    place = copied(samples / sample, tmp_path / "iter_0000001")
+    with pytest.raises(PlanError, match="name the directory that holds it"):
+        prune(place, keep_last=1, unfinished=True)
+
+
+class KilledError(BaseException):
+    """Stands for the end of the process."""
+
+
+class _Killer:
+    """Ends the process, so to speak, before the n-th change of a directory."""
+
+    def __init__(self) -> None:
+        self.left: int | None = None
+
+    def __call__(self, event: str, _: tuple[Any, ...]) -> None:
+        if self.left is None or event not in {"os.remove", "os.rmdir", "os.rename"}:
+            return
+        if self.left == 0:
+            raise KilledError
+        self.left -= 1
+
+    @contextmanager
+    def before(self, number: int) -> Iterator[None]:
+        self.left = number
+        try:
+            yield
+        finally:
+            self.left = None
+
+
+KILLER = _Killer()
+"""Hooks of this kind stay for good; it does nothing outside ``before``."""
+
+
+@pytest.fixture(scope="module")
+def killer() -> _Killer:
+    sys.addaudithook(KILLER)
+    return KILLER
+
+
+@pytest.mark.parametrize("sample", ["one", "two"])
+def test_a_prune_that_is_killed_leaves_nothing_that_looks_whole(
+    sample: str, samples: Path, tmp_path: Path, killer: _Killer
+) -> None:
+    number, was_killed = 0, True
+    while was_killed:
+        root = tmp_path / str(number)
+        for iteration in (1, 2):
+            age(copied(samples / sample, root / f"iter_{iteration:07d}"), OLD_S - iteration)
+        was_killed = False
+        try:
+            with killer.before(number):
+                prune(root, keep_last=1)
+        except KilledError:
+            was_killed = True
+        expected = Status.COMPLETE if number == 0 else Status.UNFINISHED
+        is_left = (root / "iter_0000001").exists()
+        if is_left and any((root / "iter_0000001").iterdir()):
+            found = CheckpointDirectory(root).look_at("iter_0000001", 0.0)
+            assert found.standing is expected, number
+        prune(root, keep_last=1, unfinished=True, older_than_s=0)
+        empty = [path.name for path in root.iterdir() if not any(path.iterdir())]
+        assert set(names_in(root)) - set(empty) == {"iter_0000002"}, number
+        number += 1
+    assert number > 10

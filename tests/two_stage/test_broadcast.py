@@ -1,0 +1,278 @@
+"""Ranks that share the reading: what is read, how often, and what a failure does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.report import BroadcastReport, GroupReport
+from dist_ckpt_strategies.device import host_view
+from dist_ckpt_strategies.errors import PeerError, StorageError
+from dist_ckpt_strategies.two_stage.broadcast import Target, run_group_plan
+from dist_ckpt_strategies.two_stage.plan import GroupPlan, build_group_plan, encode_regions
+from tests.support.leaks import threads_left
+from tests.support.memory_store import MemoryArrays
+from tests.support.samples import random_values
+
+OPTIONS = Options(timeout_s=5)
+
+Want = tuple[int, Region]
+Fill = Callable[[Want], torch.Tensor]
+
+
+@dataclass
+class Group:
+    """Some arrays, what each rank requests, and for each a store that counts its reads."""
+
+    arrays: list[ArraySpec]
+    wants: list[list[Want]]
+    max_inflight_bytes: int = 512 << 20
+    caches: Sequence[str | None] = ()
+    stores: list[MemoryArrays] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Give every rank a store of its own, with the same content."""
+        values = {array.key: random_values(array.shape, array.dtype) for array in self.arrays}
+        self.stores = [MemoryArrays(dict(values)) for _ in self.wants]
+
+    def plan(self) -> GroupPlan:
+        """What the ranks do."""
+        return build_group_plan(
+            [encode_regions(regions) for regions in self.wants],
+            self.arrays,
+            self.caches or [None] * len(self.wants),
+            max_inflight_bytes=self.max_inflight_bytes,
+        )
+
+    def load(
+        self, comm: ThreadCommunicator, fill: Fill | None = None
+    ) -> tuple[list[torch.Tensor], BroadcastReport]:
+        """What one rank requests, loaded by all. Collective."""
+        own, store = self.wants[comm.rank], self.stores[comm.rank]
+        tensors = [(fill or self.empty)(want) for want in own]
+        targets = [Target(*want, tensor) for want, tensor in zip(own, tensors, strict=True)]
+        return tensors, run_group_plan(
+            self.plan(), self.arrays, targets, lambda: store, comm, OPTIONS
+        )
+
+    def empty(self, want: Want) -> torch.Tensor:
+        """A new tensor for a region."""
+        dtype = getattr(torch, self.arrays[want[0]].dtype.value)
+        return torch.zeros(want[1].shape, dtype=dtype)
+
+    def expected(self, want: Want) -> Any:
+        """The content of a region."""
+        return self.stores[0].arrays[self.arrays[want[0]].key][want[1].slices()]
+
+    def wrong(self, rank: int, tensors: Sequence[torch.Tensor]) -> list[Want]:
+        """The regions of a rank that did not arrive."""
+        return [
+            want
+            for want, tensor in zip(self.wants[rank], tensors, strict=True)
+            if host_view(tensor.cpu()).tobytes()
+            != np.ascontiguousarray(self.expected(want)).tobytes()
+        ]
+
+    def num_read(self, rank: int) -> int:
+        """Bytes that a rank has asked of its store."""
+        return sum(read.target.nbytes for reads in self.stores[rank].reads for read in reads)
+
+
+def replicas(num_ranks: int, **options: Any) -> Group:
+    """Every rank requests everything: a few megabytes, in matrices and many vectors."""
+    shapes = [(700, 1000), (300, 999), *[(64, 50 + n) for n in range(20)], (5,), ()]
+    arrays = [ArraySpec(f"w{n}", shape, DType.FLOAT32, shape) for n, shape in enumerate(shapes)]
+    regions = [(n, Region.whole(array.shape)) for n, array in enumerate(arrays)]
+    return Group(arrays, [list(regions) for _ in range(num_ranks)], **options)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+def test_each_byte_is_read_once_by_the_group_and_evenly(num_ranks: int) -> None:
+    group = replicas(num_ranks)
+    for rank, (tensors, report) in enumerate(run_ranks(num_ranks, group.load)):
+        assert group.wrong(rank, tensors) == []
+        assert report.read_nbytes == group.num_read(rank)
+        assert report.filled_nbytes == sum(t.nbytes for t in tensors)
+        assert report.read_nbytes + report.received_nbytes == sum(t.nbytes for t in tensors)
+    read = [group.num_read(rank) for rank in range(num_ranks)]
+
+    assert sum(read) == sum(array.nbytes for array in group.arrays)
+    assert max(read) <= 1.1 * sum(read) / num_ranks
+
+
+def test_what_one_rank_alone_requests_it_reads_alone() -> None:
+    group = replicas(4)
+    group.wants = [[], group.wants[1], [], []]
+    results = run_ranks(4, group.load)
+
+    assert group.wrong(1, results[1][0]) == []
+    assert [report.received_nbytes for _, report in results] == [0] * 4
+    assert [group.num_read(rank) for rank in (0, 2, 3)] == [0] * 3
+
+
+@pytest.mark.parametrize("caches", [["a"] * 4, ["a", "b", "a", "b"], ["a", "a", None, None]])
+def test_ranks_that_share_a_page_cache_read_what_another_has_read(caches: list[str | None]) -> None:
+    group = replicas(4, caches=caches, max_inflight_bytes=1 << 20)
+    results = run_ranks(4, group.load)
+    nbytes = sum(array.nbytes for array in group.arrays)
+    for rank, (tensors, report) in enumerate(results):
+        assert group.wrong(rank, tensors) == []
+        assert report.read_nbytes + report.received_nbytes == nbytes
+    assert sum(report.read_nbytes for _, report in results) == nbytes
+    if caches == ["a"] * 4:
+        assert [group.num_read(rank) for rank in range(4)] == [nbytes] * 4
+
+
+class Watched(MemoryArrays):
+    """A store whose reads are noted, when they begin and when they are done."""
+
+    def __init__(self, inner: MemoryArrays, note: Callable[[str, set[Any]], None]) -> None:
+        super().__init__(inner.arrays)
+        self.note = note
+
+    def begin_reads(self, reads: Sequence[Any]) -> Any:
+        """See ArrayReader."""
+        names = {(read.array.key, read.region) for read in reads}
+        self.note("begun", names)
+        transfer: Any = super().begin_reads(reads)
+        transfer.act = partial(self._act, transfer.act, names)
+        return transfer
+
+    def _act(self, act: Callable[[], None], names: set[Any]) -> None:
+        act()
+        self.note("done", names)
+
+
+def test_what_a_rank_finds_in_the_page_cache_has_been_read_before() -> None:
+    group = replicas(2, caches=["a", "a"], max_inflight_bytes=1 << 20)
+    first: list[set[Any]] = [set(), set()]
+    for batch in (batch for batches in group.plan().rounds for batch in batches):
+        first[batch.reader] |= {(group.arrays[s.array].key, s.region) for s in batch.slices}
+    done: set[Any] = set()
+    early: list[Any] = []
+
+    def note(rank: int, event: str, names: set[Any]) -> None:
+        if event == "done":
+            done.update(names)
+        else:
+            early.extend((names & first[1 - rank]) - done)
+
+    group.stores = [Watched(s, partial(note, rank)) for rank, s in enumerate(group.stores)]
+    run_ranks(2, group.load)
+
+    assert early == []
+    assert done == first[0] | first[1]
+
+
+def transposed(group: Group, want: Want) -> torch.Tensor:
+    return group.empty(want).T.contiguous().T
+
+
+def test_tensors_that_need_a_copy_get_one() -> None:
+    group = replicas(2)
+    group.wants = [[want for want in wants if want[1].ndim == 2] for wants in group.wants]
+    results = run_ranks(2, lambda comm: group.load(comm, lambda want: transposed(group, want)))
+
+    assert all(group.wrong(rank, tensors) == [] for rank, (tensors, _) in enumerate(results))
+
+
+def test_the_same_region_requested_twice_fills_two_tensors() -> None:
+    group = replicas(2)
+    group.wants = [[*wants, *wants] for wants in group.wants]
+    results = run_ranks(2, group.load)
+
+    assert all(group.wrong(rank, tensors) == [] for rank, (tensors, _) in enumerate(results))
+    assert sum(map(group.num_read, range(2))) == sum(array.nbytes for array in group.arrays)
+
+
+def test_the_next_rounds_are_read_while_one_is_sent() -> None:
+    group = replicas(2, max_inflight_bytes=1 << 20)
+    run_ranks(2, group.load)
+    for store in group.stores:
+        events = [event for event in store.events if event.startswith("read")]
+        begun = np.cumsum([1 if event == "read begun" else -1 for event in events])
+        assert len(events) > 20
+        assert begun.max() == 2
+        assert begun[-1] == 0
+
+
+@pytest.mark.parametrize("reader", [0, 3])
+def test_a_failed_read_is_raised_on_every_rank_with_its_key(reader: int) -> None:
+    group = replicas(4, max_inflight_bytes=1 << 20)
+    group.stores[reader].fails.add("w0")
+    seen = run_ranks(4, lambda comm: caught(lambda: group.load(comm)))
+    for rank, error in enumerate(seen):
+        assert isinstance(error, StorageError), seen
+        assert error.key == "w0"
+        assert error.global_rank == reader
+        assert isinstance(error, PeerError) == (rank != reader)
+    assert all(store.in_flight == [] for store in group.stores)
+
+
+def test_a_target_that_cannot_be_filled_is_an_error_on_every_rank() -> None:
+    group = replicas(2)
+
+    def load(comm: ThreadCommunicator) -> Any:
+        return caught(lambda: group.load(comm, too_small if comm.rank else None))
+
+    def too_small(want: Want) -> torch.Tensor:
+        return group.empty(want).reshape(-1)[:3]
+
+    first, second = run_ranks(2, load)
+    assert isinstance(first, PeerError)
+    assert first.global_rank == 1
+    assert isinstance(second, Exception)
+
+
+def test_no_thread_is_left() -> None:
+    before = threading.enumerate()
+    run_ranks(4, replicas(4).load)
+
+    assert threads_left(before) == []
+
+
+def caught(action: Callable[[], Any]) -> Exception | None:
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - the test looks at it
+        return error
+    return None
+
+
+def test_a_summary_shows_the_largest_and_the_mean_of_each_figure() -> None:
+    one = BroadcastReport(2, 150, 100, 50, 0.5, 0.25, 0.125, 0.0, 1.0)
+    other = BroadcastReport(2, 350, 300, 50, 0.0, 0.25, 0.125, 0.0, 1.0)
+    text = str(GroupReport((one, other)))
+
+    assert text.startswith("2 ranks: ")
+    assert "read_nbytes max 300 mean 200" in text
+    assert "reading_s max 0.500 mean 0.250" in text
+    assert "waiting for reads 0.500 s" in str(one)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("travels", ["cpu", "cuda"])
+@pytest.mark.parametrize("lives", ["cpu", "cuda"])
+def test_tensors_on_a_gpu_are_filled_over_the_host_and_directly(
+    num_ranks: int, travels: str, lives: str
+) -> None:
+    group = replicas(num_ranks, max_inflight_bytes=2 << 20)
+    device = torch.device(travels, 0) if travels == "cuda" else torch.device("cpu")
+
+    def load(comm: ThreadCommunicator) -> Any:
+        return group.load(comm, lambda want: group.empty(want).to(lives))
+
+    for rank, (tensors, _) in enumerate(run_ranks(num_ranks, load, device=device)):
+        assert group.wrong(rank, tensors) == []

@@ -1,0 +1,262 @@
+"""What several ranks request is read once, evenly, and goes to those that request it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.chunk_grids import cut_chunk
+from dist_ckpt_strategies.core.inner_grid import stored_nbytes
+from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.two_stage.plan import (
+    MAX_PACKED_NBYTES,
+    MAX_SLICE_NBYTES,
+    MAX_SMALL_NBYTES,
+    Batch,
+    GroupPlan,
+    build_group_plan,
+    encode_regions,
+)
+
+BUDGET = 512 << 20
+
+Want = tuple[int, Region]
+Case = tuple[list[ArraySpec], list[list[Want]]]
+
+
+@st.composite
+def some_arrays(draw: st.DrawFn) -> list[ArraySpec]:
+    """A few arrays, from a scalar to megabytes, raw or not."""
+    arrays = []
+    for number in range(draw(st.integers(1, 6))):
+        shape = draw(st.lists(st.sampled_from([1, 2, 3, 7, 64, 1000]), max_size=3).map(tuple))
+        chunk = tuple(draw(st.integers(1, extent)) for extent in shape)
+        dtype = draw(st.sampled_from([DType.FLOAT32, DType.BFLOAT16, DType.BOOL]))
+        array = ArraySpec(f"a{number}", shape, dtype, chunk, is_raw=draw(st.booleans()))
+        if draw(st.booleans()):
+            parts = [draw(st.sampled_from([1, 2, 4])) for _ in chunk]
+            inner = tuple(-(-extent // n) for extent, n in zip(chunk, parts, strict=True))
+            padded = tuple(i * n for i, n in zip(inner, parts, strict=True))
+            array = replace(array, chunk_shape=padded, inner_shape=inner, is_raw=True)
+        arrays.append(array)
+    return arrays
+
+
+@st.composite
+def some_wants(draw: st.DrawFn) -> Case:
+    """Regions of the arrays, equal, overlapping or not, requested by any of several ranks."""
+    arrays = draw(some_arrays())
+    regions = []
+    for _ in range(draw(st.integers(0, 8))):
+        number = draw(st.integers(0, len(arrays) - 1))
+        array = arrays[number]
+        offset = tuple(draw(st.integers(0, extent - 1)) for extent in array.shape)
+        shape = tuple(
+            draw(st.integers(1, extent - start))
+            for extent, start in zip(array.shape, offset, strict=True)
+        )
+        regions.append((number, Region(offset, shape)))
+    ranks = range(draw(st.integers(1, 8)))
+    some = st.lists(st.sampled_from(regions), max_size=6) if regions else st.just([])
+    return arrays, [draw(some) for _ in ranks]
+
+
+def gpt(num_ranks: int, layers: int = 24) -> Case:
+    """Every rank requests all of a model: many small vectors, some matrices, a large embedding."""
+    shapes: dict[str, tuple[int, ...]] = {"embedding": (32_000, 1024)}
+    for layer in range(layers):
+        shapes |= {
+            f"{layer}.norm": (1024,),
+            f"{layer}.qkv": (3072, 1024),
+            f"{layer}.fc1": (4096, 1024),
+            f"{layer}.fc2": (1024, 4096),
+        }
+    return everywhere([ArraySpec(k, s, DType.FLOAT32, s) for k, s in shapes.items()], num_ranks)
+
+
+def everywhere(arrays: list[ArraySpec], num_ranks: int) -> Case:
+    regions = [(number, Region.whole(array.shape)) for number, array in enumerate(arrays)]
+    return arrays, [list(regions) for _ in range(num_ranks)]
+
+
+def planned(
+    case: Case,
+    *,
+    caches: Sequence[str | None] | None = None,
+    max_inflight_bytes: int = BUDGET,
+    may_cut: bool = True,
+) -> GroupPlan:
+    arrays, wants = case
+    return build_group_plan(
+        [encode_regions(regions) for regions in wants],
+        arrays,
+        caches or [None] * len(wants),
+        max_inflight_bytes=max_inflight_bytes,
+        may_cut=may_cut,
+    )
+
+
+def batches_of(plan: GroupPlan) -> list[Batch]:
+    return [batch for batches in plan.rounds for batch in batches]
+
+
+def read_nbytes(case: Case, plan: GroupPlan) -> list[int]:
+    """What leaves storage for each rank in the rounds."""
+    read = [0] * len(case[1])
+    for batch in batches_of(plan):
+        for each in batch.slices:
+            read[batch.reader] += stored_nbytes(case[0][each.array], each.region)
+    return read
+
+
+def requesters_of(case: Case) -> dict[Want, tuple[int, ...]]:
+    found: dict[Want, tuple[int, ...]] = {}
+    for rank, regions in enumerate(case[1]):
+        for region in set(regions):
+            found[region] = (*found.get(region, ()), rank)
+    return found
+
+
+@given(some_wants())
+def test_what_several_ranks_request_is_read_once_and_goes_to_them(case: Case) -> None:
+    plan = planned(case)
+    requesters = requesters_of(case)
+
+    assert plan.shared == {want for want, ranks in requesters.items() if len(ranks) > 1}
+    for array, region in plan.shared:
+        ranks = requesters[array, region]
+        parts = [
+            each.region
+            for batch in batches_of(plan)
+            if batch.requesters == ranks
+            for each in batch.slices
+            if each.array == array and region.contains(each.region)
+        ]
+        assert sum(math.prod(part.shape) for part in parts) >= math.prod(region.shape)
+    total = sum(each.nbytes for batch in batches_of(plan) for each in batch.slices)
+    itemsizes = [array.dtype.itemsize for array in case[0]]
+    assert total == sum(math.prod(r.shape) * itemsizes[n] for n, r in plan.shared)
+    assert all(batch.reader in batch.requesters for batch in batches_of(plan))
+
+
+@given(some_wants())
+def test_regions_that_may_not_be_cut_are_read_whole(case: Case) -> None:
+    plan = planned(case, may_cut=False)
+    read = [(each.array, each.region) for batch in batches_of(plan) for each in batch.slices]
+
+    assert len(read) == len(plan.shared)
+    assert set(read) == plan.shared
+
+
+@given(some_wants())
+def test_each_rank_sees_the_batches_that_it_requests(case: Case) -> None:
+    plan = planned(case)
+    for rank in range(len(case[1])):
+        expected = [[b for b in batches if rank in b.requesters] for batches in plan.rounds]
+        assert plan.rounds_of(rank) == expected
+
+
+@given(some_wants(), st.lists(st.sampled_from(["a", "b", None]), min_size=8, max_size=8))
+def test_a_rank_reads_from_the_page_cache_or_receives(case: Case, hosts: list[str | None]) -> None:
+    caches = hosts[: len(case[1])]
+    plan = planned(case, caches=caches)
+    for batch in batches_of(plan):
+        cached = [r for r in batch.requesters if plan.is_cached_for(r, batch)]
+        assert sorted([batch.reader, *cached, *plan.receivers(batch)]) == list(batch.requesters)
+        assert all(caches[rank] == caches[batch.reader] is not None for rank in cached)
+        for rank in plan.receivers(batch):
+            assert caches[rank] is None or caches[rank] != caches[batch.reader]
+
+
+@given(some_wants())
+def test_every_rank_makes_the_same_plan(case: Case) -> None:
+    arrays, wants = case
+    shuffled = [sorted(regions, key=lambda region: str(region)[::-1]) for regions in wants]
+
+    assert planned((arrays, shuffled)) == planned(case)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 64])
+@pytest.mark.parametrize("has_inner_chunks", [False, True])
+def test_all_ranks_read_about_the_same(num_ranks: int, has_inner_chunks: bool) -> None:
+    arrays, wants = gpt(num_ranks)
+    case = [in_format_2(array) for array in arrays] if has_inner_chunks else arrays, wants
+    read = read_nbytes(case, planned(case))
+
+    assert sum(read) == sum(array.nbytes for array in arrays)
+    assert max(read) <= 1.1 * sum(read) / num_ranks
+
+
+def in_format_2(array: ArraySpec) -> ArraySpec:
+    cut = cut_chunk(array.chunk_shape, array.shape, 4, is_movable=False)
+    assert cut is not None
+    return replace(array, chunk_shape=cut.chunk_shape, inner_shape=cut.inner_shape)
+
+
+@pytest.mark.parametrize("shape", [(3, 700_000), (2, 3, 5, 60_000), (1, 1, 2_000_005)])
+def test_arrays_of_few_long_rows_are_read_evenly_too(shape: tuple[int, ...]) -> None:
+    case = everywhere([ArraySpec("w", shape, DType.FLOAT32, shape)], 8)
+    read = read_nbytes(case, planned(case))
+
+    assert max(read) <= 1.1 * sum(read) / 8
+
+
+def test_what_leaves_storage_is_counted_as_it_is_read() -> None:
+    whole = ArraySpec("w", (100, 64), DType.FLOAT32, (50, 64))
+    inner = replace(whole, inner_shape=(25, 16), has_crc32c=True)
+    column = Region((10, 3), (80, 5))
+
+    assert stored_nbytes(whole, Region((10, 0), (80, 64))) == 80 * 64 * 4
+    assert stored_nbytes(whole, column) == whole.nbytes
+    assert stored_nbytes(inner, column) == 4 * (25 * 16 * 4 + 4)
+    assert stored_nbytes(inner, Region((24, 0), (2, 17))) == 4 * (25 * 16 * 4 + 4)
+    assert stored_nbytes(ArraySpec("s", (), DType.FLOAT32, ()), Region((), ())) == 4
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 64])
+@pytest.mark.parametrize("budget", [1 << 20, 64 << 20, 512 << 20])
+def test_rounds_bound_the_memory_of_each_rank(num_ranks: int, budget: int) -> None:
+    plan = planned(gpt(num_ranks), max_inflight_bytes=budget)
+    largest = max(batch.nbytes for batch in batches_of(plan))
+    for batches in plan.rounds:
+        assert sum(batch.nbytes for batch in batches) <= max(budget // 3, largest)
+
+
+def test_small_slices_travel_together_and_large_ones_alone() -> None:
+    packed = 0
+    for batch in batches_of(planned(gpt(4))):
+        sizes = [each.nbytes for each in batch.slices]
+        assert batch.nbytes <= max(MAX_PACKED_NBYTES, sizes[0])
+        assert len(sizes) == 1 or max(sizes) < MAX_SMALL_NBYTES
+        assert all(start % 16 == 0 for start in batch.starts)
+        assert max(sizes) <= MAX_SLICE_NBYTES
+        packed += len(sizes) > 1
+    assert packed
+
+
+def test_many_small_arrays_take_few_messages() -> None:
+    arrays = [ArraySpec(f"n{n:03}", (1024,), DType.FLOAT32, (1024,)) for n in range(900)]
+
+    assert len(batches_of(planned(everywhere(arrays, 4)))) <= 4 * 30
+
+
+def test_compressed_chunks_are_cut_only_where_they_begin() -> None:
+    array = ArraySpec("w", (4096, 4096), DType.FLOAT32, (512, 4096), is_raw=False)
+    plan = planned(everywhere([array], 4))
+    offsets = sorted(each.region.offset for batch in batches_of(plan) for each in batch.slices)
+
+    assert offsets == [(row, 0) for row in range(0, 4096, 512)]
+
+
+@pytest.mark.parametrize("wants", [[[], []], [[(0, Region((0,), (4,)))], []]])
+def test_what_one_rank_alone_requests_is_not_shared(wants: list[list[Want]]) -> None:
+    plan = planned(([ArraySpec("w", (4,), DType.BOOL, (4,))], wants), max_inflight_bytes=1)
+
+    assert plan.rounds == ()
+    assert plan.shared == frozenset()
