@@ -104,17 +104,6 @@ def test_modules_that_a_page_names_exist(page: Path) -> None:
     assert [path for path in ours if not any((place / path).exists() for place in places)] == []
 
 
-def test_the_map_of_storage_has_every_room_and_module() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    table = page.partition("| in `storage/` | what is there |")[2].partition("\n\n")[0]
-    cells = [line.split("|")[1] for line in table.splitlines()[2:]]
-    named = {name for cell in cells for name in re.findall(r"`([\w/]+)`", cell)}
-
-    rooms = {f"{path.parent.name}/" for path in (PACKAGE / "storage").glob("*/__init__.py")}
-    modules = {path.stem for path in (PACKAGE / "storage").glob("*.py")} - {"__init__"}
-    assert named == rooms | modules
-
-
 def is_known_error(name: str) -> bool:
     plain = name.removeprefix("Peer")
     places = (builtins, lightning_faults)

@@ -29,15 +29,15 @@ _PACKAGE = "dist_ckpt_strategies"
 _MAIN_SEAMS: Final[Mapping[str, str]] = {
     f"{_PACKAGE}.comm.torch_communicator.TorchCommunicator.all_gather": "waiting for ranks",
     f"{_PACKAGE}.comm.torch_communicator.TorchCommunicator.exchange": "sending",
-    f"{_PACKAGE}.storage.transfers.AllTransfers.wait": "waiting for storage",
-    f"{_PACKAGE}.storage.transfers.PendingTransfers.wait": "waiting for storage",
-    f"{_PACKAGE}.storage.transfers.PooledTransfers.wait": "waiting for storage",
+    f"{_PACKAGE}.storage.io_pool.AllTransfers.wait": "waiting for storage",
+    f"{_PACKAGE}.storage.io_pool.PendingTransfers.wait": "waiting for storage",
+    f"{_PACKAGE}.storage.io_pool.PooledTransfers.wait": "waiting for storage",
     f"{_PACKAGE}.two_stage.broadcast.copy_into": "copying",
     f"{_PACKAGE}.strategies.save_planning.build_save_plan": "planning",
     f"{_PACKAGE}.two_stage.load.build_group_plan": "planning",
 }
 """Functions of the main thread, and what it does in them; the outermost counts."""
-_JOBS: Final = f"{_PACKAGE}.storage.transfers._failure"
+_JOBS: Final = f"{_PACKAGE}.storage.io_pool._failure"
 _BEGIN_EXCHANGE: Final = f"{_PACKAGE}.comm.torch_communicator.TorchCommunicator.begin_exchange"
 _FLUSHES: Final = ("sync", "flush")
 

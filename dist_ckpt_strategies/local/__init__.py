@@ -1,22 +1,46 @@
-"""Checkpoints on the nodes' own disks, copied between ranks; names and signatures are NVRx's."""
+"""Checkpoints on the nodes' own disks, copied between ranks; names and signatures are NVRx's.
+
+Names are imported on first use: ``dist-ckpt inspect`` and ``verify`` must not import torch.
+"""
 
 from __future__ import annotations
 
-from dist_ckpt_strategies.errors import NoReplicasAvailableError
-from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
-from dist_ckpt_strategies.local.basic_state_dict import BasicTensorAwareStateDict
-from dist_ckpt_strategies.local.manager import LocalCheckpointManager
-from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
-from dist_ckpt_strategies.local.plan import ExchangePlan
-from dist_ckpt_strategies.local.replication import (
-    CliqueReplicationStrategy,
-    LazyCliqueReplicationStrategy,
-    LazyReplicationStrategyBuilder,
-    ReplicationStrategy,
-)
-from dist_ckpt_strategies.local.requests import LocalSaveRequest
-from dist_ckpt_strategies.local.shard_distribution import ShardDistribution
-from dist_ckpt_strategies.local.state_codecs import StateCodec, StateCodecs
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dist_ckpt_strategies.errors import NoReplicasAvailableError
+    from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
+    from dist_ckpt_strategies.local.basic_state_dict import BasicTensorAwareStateDict
+    from dist_ckpt_strategies.local.manager import LocalCheckpointManager
+    from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
+    from dist_ckpt_strategies.local.plan import ExchangePlan
+    from dist_ckpt_strategies.local.replication import (
+        CliqueReplicationStrategy,
+        LazyCliqueReplicationStrategy,
+        LazyReplicationStrategyBuilder,
+        ReplicationStrategy,
+    )
+    from dist_ckpt_strategies.local.requests import LocalSaveRequest
+    from dist_ckpt_strategies.local.shard_distribution import ShardDistribution
+    from dist_ckpt_strategies.local.state_codecs import StateCodec, StateCodecs
+
+_HOMES = {
+    "BasicTensorAwareStateDict": "local.basic_state_dict",
+    "CliqueReplicationStrategy": "local.replication",
+    "ExchangePlan": "local.plan",
+    "LazyCliqueReplicationStrategy": "local.replication",
+    "LazyReplicationStrategyBuilder": "local.replication",
+    "LocalCheckpointManager": "local.manager",
+    "LocalSaveRequest": "local.requests",
+    "MCoreTensorAwareStateDict": "local.mcore_state_dict",
+    "NoReplicasAvailableError": "errors",
+    "ReplicationStrategy": "local.replication",
+    "ShardDistribution": "local.shard_distribution",
+    "StateCodec": "local.state_codecs",
+    "StateCodecs": "local.state_codecs",
+    "TensorAwareStateDict": "local.base_state_dict",
+}
 
 __all__ = [
     "BasicTensorAwareStateDict",
@@ -34,3 +58,10 @@ __all__ = [
     "StateCodecs",
     "TensorAwareStateDict",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"dist_ckpt_strategies.{home}"), name)

@@ -314,13 +314,18 @@ def _remove_empty_folders(directory: Path) -> None:
 
 
 def _standing(directory: Path) -> Status:
-    """What a directory is: by its marker, or by what only a save of this package leaves."""
+    """What a directory is: by its marker, or by what a killed save of this package leaves.
+
+    That is nothing at all where it was killed before it wrote into the directory made for it.
+    """
     complete_commit(directory)
     if (directory / MARKER_NAME).exists():
         return Status.COMPLETE if _is_complete(directory) else Status.OTHER
     with os.scandir(directory) as scan:
-        is_ours = any(map(_is_stale, scan)) or _began_format2(directory)
-    return Status.UNFINISHED if is_ours else Status.OTHER
+        entries = list(scan)
+    is_ours = any(map(_is_stale, entries)) or _began_format2(directory)
+    is_new = not entries and iteration_of(directory.name) is not None
+    return Status.UNFINISHED if is_ours or is_new else Status.OTHER
 
 
 def _is_stale(entry: os.DirEntry[str]) -> bool:

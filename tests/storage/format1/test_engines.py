@@ -27,9 +27,9 @@ def test_each_engine_has_its_store(tmp_path: Path) -> None:
 def test_a_missing_library_is_named_with_the_way_out(
     engine: str, module: str, other: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    adapter = {"tensorstore": "tensorstore_arrays", "zarr": "zarr_arrays"}[engine]
+    adapter = {"tensorstore": "zarr2_tensorstore", "zarr": "zarr2_python"}[engine]
     monkeypatch.setitem(sys.modules, module, None)
-    monkeypatch.delitem(sys.modules, f"dist_ckpt_strategies.storage.format1.{adapter}")
+    monkeypatch.delitem(sys.modules, f"dist_ckpt_strategies.formats.{adapter}")
 
     with pytest.raises(MissingDependencyError, match=module) as caught:
         open_array_store(tmp_path, Options(engine=engine))  # type: ignore[arg-type]
