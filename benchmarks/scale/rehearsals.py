@@ -13,7 +13,7 @@ from benchmarks.measuring.quiet import quiet_imports
 from benchmarks.scale.job import Job
 from dist_ckpt_strategies.comm.base import Exchange, Message, Receive, Send
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, array_from_wire, array_to_wire
+from dist_ckpt_strategies.core.array import ArraySpec, ShardSpec, array_from_wire, array_to_wire
 from dist_ckpt_strategies.core.inner_grid import num_inner_chunks
 from dist_ckpt_strategies.core.region import Extent
 from dist_ckpt_strategies.formats.manifest import (
@@ -40,13 +40,7 @@ from dist_ckpt_strategies.two_stage.plan import build_group_plan, encode_regions
 
 with quiet_imports():
     from dist_ckpt_strategies.recovery.recover import gather_facts, plan_recovery
-    from dist_ckpt_strategies.strategies.save_planning import (
-        Facts,
-        Holdings,
-        SaveMemory,
-        facts_of,
-        planned_save,
-    )
+    from dist_ckpt_strategies.sharded.save import planned_save
 
 COPIES = 2
 """Of each part of a local checkpoint, and of each optimizer shard in memory."""
@@ -138,22 +132,28 @@ def _as_sent(item: Message) -> bytes:
 
 
 def _save(cutting: Cutting) -> Rehearsal:
-    options = Options()
+    budget = Options().max_inflight_bytes
 
     def describe(job: Job) -> list[bytes]:
         return [
-            _as_sent(facts_of(Holdings(job.shards_of(rank).shards, {}, {}), options, cutting))
+            _as_sent([list(map(_message, job.shards_of(rank).shards)), budget, cutting.value, 0])
             for rank in range(job.num_ranks)
         ]
 
     def plan(job: Job, told: list[bytes]) -> Tally:
-        own: Facts = json.loads(told[0])
-        digests: list[tuple[str, str | None]] = [("", None)] * job.num_ranks
-        planned = planned_save(Audience(job.num_ranks, told), own, digests, SaveMemory())
+        planned = planned_save(Audience(job.num_ranks, told), list(map(json.loads, told)))
         num_shards = sum(text.count(b"float") for text in told)  # the dtype of each
         return Tally(num_shards, len(planned.plan.rounds))
 
     return Rehearsal(describe, plan)
+
+
+def _message(spec: ShardSpec) -> Message:
+    """As ``megatron.shards.message_of`` describes it."""
+    replica = [0, 0, 0 if spec.is_main else 1]
+    region, shape, dtype = spec.region, spec.array_shape, spec.dtype.value
+    fragments = [n // max(1, k) for n, k in zip(shape, region.shape, strict=True)]
+    return [spec.key, shape, region.offset, replica, dtype, region.shape, fragments, 0, False]
 
 
 def _describe_manifest(job: Job) -> list[bytes]:

@@ -26,6 +26,9 @@ _NUM_FIELDS = 5
 _NUM_HALVES = 2
 """Of an answer: a verdict, and what the step has returned."""
 
+_NOTHING = [None, None]
+"""An answer that is sent as None, which takes one collective of torch's in place of two."""
+
 
 def agree(comm: Communicator, step: Callable[[], T]) -> T:
     """Run a rank-local step, then raise on every rank if it failed on any.
@@ -48,13 +51,15 @@ def agree(comm: Communicator, step: Callable[[], T]) -> T:
 def agree_and_gather(comm: Communicator, step: Callable[[], Message]) -> list[Message]:
     """Like ``agree``, and return what the step returned on every rank, by rank.
 
-    Collective. One meeting serves for both.
+    Collective. One gather serves for both.
     """
     outcome = _attempt(step)
     try:
-        answers = comm.all_gather([_verdict(outcome.error), outcome.result])
-        _raise_first(comm, outcome.error, _verdicts_in(comm, answers))
-        return [result for _, result in answers]
+        answer = [_verdict(outcome.error), outcome.result]
+        answers = comm.all_gather(None if answer == _NOTHING else answer)
+        both = [_NOTHING if answer is None else answer for answer in answers]
+        _raise_first(comm, outcome.error, _verdicts_in(comm, both))
+        return [result for _, result in both]
     finally:
         del outcome
 

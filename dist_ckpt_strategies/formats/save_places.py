@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import uuid
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -15,6 +17,7 @@ from dist_ckpt_strategies.formats.finished import has_withdrawn_marker
 from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.formats.manifest import SAVE_NAME
 from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.io_pool import run_with_limit
 
 
 class SavePlace(Protocol):
@@ -47,6 +50,10 @@ class SavePlace(Protocol):
         Raises:
             StorageError: it does not.
         """
+        ...
+
+    def abandon(self) -> None:
+        """Remove what ``begin`` has made, if anything, before a file of the save is in it."""
         ...
 
     def require_current(self) -> None:
@@ -110,6 +117,10 @@ class DirectoryPlace:
         """See SavePlace."""
         staging.wait_until_seen(str(self._root), self._is_current, owner, self._timeout_s)
 
+    def abandon(self) -> None:
+        """See SavePlace. What cannot be removed is removed by the next save."""
+        run_with_limit(partial(shutil.rmtree, self.location, ignore_errors=True), self._root)
+
     def require_current(self) -> None:
         """See SavePlace."""
         if not self._is_current():
@@ -158,6 +169,9 @@ class BucketPlace:
     def require(self, owner: str) -> None:
         """See SavePlace."""
         staging.wait_until_seen(str(self._bucket), self._is_current, owner, self._timeout_s)
+
+    def abandon(self) -> None:
+        """See SavePlace. A prefix without a manifest is not read; prune removes it."""
 
     def require_current(self) -> None:
         """See SavePlace."""

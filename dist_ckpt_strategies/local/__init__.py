@@ -21,9 +21,9 @@ if TYPE_CHECKING:
         LazyReplicationStrategyBuilder,
         ReplicationStrategy,
     )
-    from dist_ckpt_strategies.local.requests import LocalSaveRequest
     from dist_ckpt_strategies.local.shard_distribution import ShardDistribution
     from dist_ckpt_strategies.local.state_codecs import StateCodec, StateCodecs
+    from dist_ckpt_strategies.sharded.requests import LocalSaveRequest
 
 _HOMES = {
     "BasicTensorAwareStateDict": "local.basic_state_dict",
@@ -32,7 +32,7 @@ _HOMES = {
     "LazyCliqueReplicationStrategy": "local.replication",
     "LazyReplicationStrategyBuilder": "local.replication",
     "LocalCheckpointManager": "local.manager",
-    "LocalSaveRequest": "local.requests",
+    "LocalSaveRequest": "sharded.requests",
     "MCoreTensorAwareStateDict": "local.mcore_state_dict",
     "NoReplicasAvailableError": "errors",
     "ReplicationStrategy": "local.replication",

@@ -27,11 +27,6 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local.availability import availability_of, gather_listings
-from dist_ckpt_strategies.local.background import (
-    BackgroundWork,
-    agree_to_start,
-    yield_to_training,
-)
 from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
 from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
 from dist_ckpt_strategies.local.loading import LocalParts, find_newest, load_newest
@@ -46,7 +41,6 @@ from dist_ckpt_strategies.local.replication import (
     LazyReplicationStrategyBuilder,
     ReplicationStrategy,
 )
-from dist_ckpt_strategies.local.requests import LocalSaveRequest, SaveName
 from dist_ckpt_strategies.local.saving import (
     Intent,
     remove_outdated,
@@ -54,7 +48,6 @@ from dist_ckpt_strategies.local.saving import (
     require_complete,
     require_possible,
 )
-from dist_ckpt_strategies.local.snapshot import HostSnapshot
 from dist_ckpt_strategies.local.state_codecs import (
     EncodedState,
     StateCodecs,
@@ -62,6 +55,13 @@ from dist_ckpt_strategies.local.state_codecs import (
     encode_state,
 )
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.sharded.background import (
+    BackgroundWork,
+    agree_to_start,
+    yield_to_training,
+)
+from dist_ckpt_strategies.sharded.requests import LocalSaveRequest, SaveName
+from dist_ckpt_strategies.sharded.snapshot import HostSnapshot
 from dist_ckpt_strategies.storage.time_limit import clean_up_limit, time_left, time_limit
 
 logger = logging.getLogger(__name__)

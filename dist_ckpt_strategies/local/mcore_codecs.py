@@ -20,10 +20,10 @@ from dist_ckpt_strategies.megatron.bases import (
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     mapped_values,
-    metadata_from_wire,
-    metadata_to_wire,
+    message_of,
     shard_spec,
     sharded_values,
+    value_from_message,
 )
 from dist_ckpt_strategies.megatron.tensor_aware import TENSOR_AWARE_CLASS, tensor_aware_class
 
@@ -68,7 +68,7 @@ class _Placed:
 def _described(wire: list[Any]) -> Any:
     """What was described, without data; a ValueError where Megatron-Core finds no sense in it."""
     try:
-        return metadata_from_wire(wire)
+        return value_from_message(wire)
     except CheckpointingException as error:
         raise ValueError(str(error)) from error
 
@@ -86,12 +86,8 @@ def _object_from(content: Sequence[Any]) -> Any:
 
 
 _EXTENSIONS = (
-    Extension(
-        "sharded tensor", _Placed, lambda p: [metadata_to_wire(p.bare), p.place], _placed_from
-    ),
-    Extension(
-        "sharded object", ShardedObject, lambda o: [metadata_to_wire(o), o.data], _object_from
-    ),
+    Extension("sharded tensor", _Placed, lambda p: [message_of(p.bare), p.place], _placed_from),
+    Extension("sharded object", ShardedObject, lambda o: [message_of(o), o.data], _object_from),
 )
 
 

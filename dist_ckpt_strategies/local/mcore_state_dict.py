@@ -129,7 +129,7 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
 
         parts, whole = agree(world, take_apart)
         if cached_metadata is None:
-            check_save(world, parts, None)
+            check_save(world, parts.sharded, parts.common)
         if algo == "atomic":
             return whole, None
         group = _communicator(parallelization_group, "dealing out of shards")

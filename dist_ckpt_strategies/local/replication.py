@@ -29,7 +29,6 @@ from dist_ckpt_strategies.config import (
     options_from_environment,
 )
 from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
-from dist_ckpt_strategies.local.background import BackgroundWork
 from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
 from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
 from dist_ckpt_strategies.local.part_format import Part, PartId, PartLayout, SaveId
@@ -39,6 +38,7 @@ from dist_ckpt_strategies.local.replicate import run_replicate
 from dist_ckpt_strategies.local.retrieve import RetrievedPart, run_retrieve
 from dist_ckpt_strategies.local.state_codecs import decode_state, encode_state
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.sharded.background import BackgroundWork
 
 DEFAULT_BUCKET_NBYTES = 64 * MIB
 

@@ -28,11 +28,11 @@ from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
-    metadata_from_wire,
-    metadata_to_wire,
+    message_of,
     object_id,
     shard_spec,
     sharded_values,
+    value_from_message,
 )
 
 
@@ -60,10 +60,10 @@ def stored_keys(comm: Communicator, sharded: StateDict) -> StateDict:
 
     def describe() -> list[Any]:
         first = {value.key: value for value in reversed(list(sharded_values(sharded)))}
-        return [metadata_to_wire(value) for value in first.values()]
+        return [message_of(value) for value in first.values()]
 
     everyone = agree_and_gather(comm, describe)
-    found = (metadata_from_wire(wire) for wires in everyone for wire in wires)
+    found = (value_from_message(wire) for wires in everyone for wire in wires)
     return {value.key: value for value in found}
 
 

@@ -16,6 +16,11 @@ from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor
 
 StateDict = dict[Any, Any]
 
+Message = list[Any]
+"""What ranks send each other of a ShardedTensor or ShardedObject, of JSON types."""
+
+_NUM_OBJECT_FIELDS = 4
+
 
 def sharded_values(state_dict: StateDict) -> Iterator[Any]:
     """Every ShardedTensor and ShardedObject of a nested state dict, in its order.
@@ -47,31 +52,10 @@ def is_main(value: Any) -> bool:
 
 
 def shard_spec(tensor: Any) -> ShardSpec:
-    """The spec of a ShardedTensor; prepended axes become dims of extent 1.
-
-    Raises:
-        PlanError: it has a flattened range, a dtype that cannot be stored, or a key that is no
-            text.
-    """
-    if getattr(tensor, "flattened_range", None) is not None:
-        raise PlanError(
-            f"{tensor.key}: flattened ranges are not supported, Megatron-Core 0.16 removed them; "
-            "use the fully_reshardable or dp_reshardable optimizer format",
-            key=tensor.key,
-        )
-    region = Region(_extent(tensor.global_offset), region_shape(tensor))
-    return ShardSpec(
-        ShardId(_key(tensor), region),
-        _extent(tensor.global_shape),
-        DType.named(str(tensor.dtype), key=tensor.key),
-        is_main=is_main(tensor),
-        may_mismatch=bool(tensor.allow_shape_mismatch),
-    )
-
-
-def region_shape(tensor: Any) -> Extent:
-    """Shape of the shard in the global array: prepended axes have extent 1."""
-    return (1,) * int(tensor.prepend_axis_num) + _extent(tensor.local_shape)
+    """The spec of a ShardedTensor; errors as of ``message_of``."""
+    found = shard_from_message(message_of(tensor))
+    assert found is not None  # noqa: S101 - it is no ShardedObject
+    return found
 
 
 def shard_data(tensor: Any) -> torch.Tensor:
@@ -119,23 +103,26 @@ def metadata_object(found: ObjectId) -> Any:
     return ShardedObject(found.key, None, found.shape, found.offset)
 
 
-def metadata_to_wire(value: Any) -> list[Any]:
-    """A ShardedTensor or ShardedObject without its data, as JSON types.
+def message_of(value: Any) -> Message:
+    """A ShardedTensor or ShardedObject without its data, as JSON types for other ranks.
 
     Raises:
-        PlanError: its key is no text, or its replica_id no number nor numbers.
+        PlanError: its key is no text, its replica_id no number nor numbers, or a tensor has a
+            flattened range.
     """
-    where = [
-        _key(value),
-        _extent(value.global_shape),
-        _extent(value.global_offset),
-        _replica(value),
-    ]
+    where = [_key(value), _extent(value.global_shape), _extent(value.global_offset)]
     if isinstance(value, ShardedObject):
-        return where
+        return [*where, _replica(value)]
+    if getattr(value, "flattened_range", None) is not None:
+        raise PlanError(
+            f"{value.key}: flattened ranges are not supported, Megatron-Core 0.16 removed them; "
+            "use the fully_reshardable or dp_reshardable optimizer format",
+            key=value.key,
+        )
     fragments = value.axis_fragmentations
     return [
         *where,
+        _replica(value),
         str(value.dtype).removeprefix("torch."),
         _extent(value.local_shape),
         None if fragments is None else _extent(fragments),
@@ -144,13 +131,13 @@ def metadata_to_wire(value: Any) -> list[Any]:
     ]
 
 
-def metadata_from_wire(wire: list[Any]) -> Any:
-    """The ShardedTensor or ShardedObject, without data, that ``metadata_to_wire`` described."""
-    key, shape, offset, replica = wire[:4]
+def value_from_message(message: Message) -> Any:
+    """The ShardedTensor or ShardedObject, without data, that ``message_of`` described."""
+    key, shape, offset, replica = message[:_NUM_OBJECT_FIELDS]
     replica_id = replica if isinstance(replica, int) else _extent(replica)
-    if len(wire) == 4:  # noqa: PLR2004 - an object's fields
+    if len(message) == _NUM_OBJECT_FIELDS:
         return ShardedObject(key, None, _extent(shape), _extent(offset), replica_id)
-    dtype, local_shape, fragments, prepend, may_mismatch = wire[4:]
+    dtype, local_shape, fragments, prepend, may_mismatch = message[_NUM_OBJECT_FIELDS:]
     return ShardedTensor(
         key,
         None,
@@ -163,6 +150,39 @@ def metadata_from_wire(wire: list[Any]) -> Any:
         prepend,
         may_mismatch,
     )
+
+
+def shard_from_message(message: Message) -> ShardSpec | None:
+    """The spec of the ShardedTensor that ``message_of`` described; None of a ShardedObject.
+
+    Prepended axes become dims of extent 1.
+
+    Raises:
+        PlanError: its dtype cannot be stored.
+    """
+    if len(message) == _NUM_OBJECT_FIELDS:
+        return None
+    key, shape, offset, _, dtype, local_shape, _, prepend, may_mismatch = message
+    region = Region(tuple(offset), (1,) * prepend + tuple(local_shape))
+    return ShardSpec(
+        ShardId(key, region),
+        tuple(shape),
+        DType.named(dtype, key=key),
+        is_main=is_main_message(message),
+        may_mismatch=may_mismatch,
+    )
+
+
+def object_from_message(message: Message) -> ObjectId:
+    """The name of the ShardedObject that ``message_of`` described."""
+    key, shape, offset, _ = message
+    return ObjectId(key, tuple(offset), tuple(shape))
+
+
+def is_main_message(message: Message) -> bool:
+    """Whether this replica is the one that is written."""
+    replica = message[_NUM_OBJECT_FIELDS - 1]
+    return not (replica if isinstance(replica, int) else any(replica))
 
 
 def is_empty(value: Any) -> bool:

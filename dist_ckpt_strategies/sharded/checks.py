@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import xxhash
@@ -15,7 +15,6 @@ from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor, StrictHandling
 from dist_ckpt_strategies.megatron.flow import (
-    SaveParts,
     StrictOutcome,
     apply_strictness,
     needs_global_keys,
@@ -26,18 +25,25 @@ from dist_ckpt_strategies.megatron.flow import (
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     is_main,
-    metadata_from_wire,
-    metadata_to_wire,
+    message_of,
     object_id,
     shard_spec,
     sharded_values,
+    value_from_message,
 )
 from dist_ckpt_strategies.sharded.plan_save import ObjectHolding, build_save_plan
 
-Preprocess = Callable[[StateDict], StateDict]
+
+def digest_of_common(common: StateDict) -> str:
+    """A digest of a common state; where two differ, the states may still be equal.
+
+    Raises:
+        StorageError: it holds something that cannot be pickled.
+    """
+    return xxhash.xxh3_64_hexdigest(dump_object(common, name="common state"))
 
 
-def check_save(comm: Communicator, parts: SaveParts, preprocess: Preprocess | None) -> None:
+def check_save(comm: Communicator, state: StateDict, common: StateDict) -> None:
     """Check the sharding, and that all ranks hold the same common state.
 
     Collective.
@@ -45,20 +51,14 @@ def check_save(comm: Communicator, parts: SaveParts, preprocess: Preprocess | No
     Raises:
         PlanError: the main replicas of a key do not fit together.
     """
-    common_state = agree(comm, lambda: preprocess(parts.common) if preprocess else parts.common)
-
-    def describe() -> list[Any]:
-        content = dump_object(common_state, name="common state")
-        return [_wires(parts.sharded), xxhash.xxh3_64_hexdigest(content)]
-
-    answers = agree_and_gather(comm, describe)
+    answers = agree_and_gather(comm, lambda: [_messages(state), digest_of_common(common)])
 
     def check() -> None:
-        # Bytes that differ may still be equal values: Megatron-Core's own comparison decides, which
-        # broadcasts rank 0's state: it comes first, where no rank can have failed alone.
+        # Megatron-Core's own comparison is a broadcast: it comes first, where no rank can have
+        # failed alone.
         if any(digest != answers[0][1] for _, digest in answers) and is_distributed():
-            require_equal_common(common_state)
-        _require_valid([list(map(metadata_from_wire, wires)) for wires, _ in answers])
+            require_equal_common(common)
+        _require_valid(_values(messages for messages, _ in answers))
 
     agree(comm, check)
 
@@ -81,10 +81,10 @@ def check_load(
     stored = agree(comm, lambda: stored_keys() if needs_stored_keys(strict) else None)
     if not (validate or needs_global_keys(strict)):
         return agree(comm, lambda: apply_strictness(state, strict, None, None, stored))
-    answers = agree_and_gather(comm, lambda: _wires(state))
+    answers = agree_and_gather(comm, lambda: _messages(state))
 
     def parse() -> list[list[Any]]:
-        everyone = [list(map(metadata_from_wire, wires)) for wires in answers]
+        everyone = _values(answers)
         if validate:
             _require_valid(everyone)
         return everyone
@@ -94,8 +94,12 @@ def check_load(
     return agree(comm, lambda: apply_strictness(state, strict, local, everyone, stored))
 
 
-def _wires(state: StateDict) -> list[Any]:
-    return [metadata_to_wire(value) for value in sharded_values(state)]
+def _messages(state: StateDict) -> list[Any]:
+    return list(map(message_of, sharded_values(state)))
+
+
+def _values(answers: Iterable[Any]) -> list[list[Any]]:
+    return [list(map(value_from_message, messages)) for messages in answers]
 
 
 def _require_valid(everyone: list[list[Any]]) -> None:

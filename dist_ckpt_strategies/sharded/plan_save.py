@@ -122,10 +122,16 @@ class SavePlan:
             ),
         )
 
-    def sends_of(self, rank: int) -> tuple[Move, ...]:
-        """Pieces that ``rank`` gives away."""
+    def sent_nbytes(self, rank: int) -> int:
+        """Bytes that ``rank`` sends to the writers of other chunks."""
         moves = (move for round_ in self.rounds for write in round_ for move in write.moves)
-        return tuple(move for move in moves if move.piece.holder == rank)
+        return sum(move.nbytes for move in moves if move.piece.holder == rank)
+
+    @property
+    def arrays(self) -> list[ArraySpec]:
+        """Every array that is created or written to, once."""
+        found = (*(c.array for c in self.creations), *(w.array for w in self.writes))
+        return list({array.key: array for array in found}.values())
 
 
 def _concerns(write: ChunkWrite, rank: int) -> bool:

@@ -6,6 +6,7 @@ appears whole, after everything else is durable. torch_dist never takes the plac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,8 +26,6 @@ from dist_ckpt_strategies.formats.locations import (
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import Allowed, allowing, dump_object
 from dist_ckpt_strategies.formats.save_places import DirectoryPlace
-from dist_ckpt_strategies.local.requests import LocalSaveRequest
-from dist_ckpt_strategies.local.running import RUNNING_SAVES
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.flow import (
     SaveParts,
@@ -36,8 +35,18 @@ from dist_ckpt_strategies.megatron.flow import (
 )
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.megatron.wrappers import parallel_base, spread_main_replicas
-from dist_ckpt_strategies.sharded.checks import Preprocess, check_save
-from dist_ckpt_strategies.storage.time_limit import restart_limit, time_left
+from dist_ckpt_strategies.sharded.checks import check_save, digest_of_common
+from dist_ckpt_strategies.sharded.requests import LocalSaveRequest
+from dist_ckpt_strategies.sharded.running import RUNNING_SAVES
+from dist_ckpt_strategies.sharded.save import (
+    CommonState,
+    SaveInputs,
+    begin_in_background,
+    begun_save,
+)
+from dist_ckpt_strategies.storage.file_store import Directory
+from dist_ckpt_strategies.storage.files import COMMON_NAME
+from dist_ckpt_strategies.storage.time_limit import time_left
 from dist_ckpt_strategies.strategies.choices import (
     StrategyChoice,
     location_of,
@@ -46,9 +55,10 @@ from dist_ckpt_strategies.strategies.choices import (
 )
 from dist_ckpt_strategies.strategies.common import TorchCommonSaveStrategy
 from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedSaveShardedStrategy
-from dist_ckpt_strategies.strategies.sharded_save import Completion
 from dist_ckpt_strategies.strategies.sharded_strategies import BaseSaveShardedStrategy
 from dist_ckpt_strategies.strategies.world import entry_options, open_world, with_time_limit
+
+Preprocess = Callable[[StateDict], StateDict]
 
 
 @raises_megatron_errors
@@ -102,25 +112,16 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         StrategyError: there is no such strategy, or it cannot save in the background where that is
             asked for.
     """
-    began = _begun_save(
-        sharded_state_dict,
-        checkpoint_dir,
-        (sharded_strategy, common_strategy),
+    manner = _Manner(
+        validate_access_integrity,
+        preprocess_common_before_consistancy_check,
         content_metadata,
-        _Manner(
-            validate_access_integrity,
-            preprocess_common_before_consistancy_check,
-            overwrite,
-            allow,
-            timeout_s,
-            is_async=async_sharded_save,
-        ),
+        overwrite,
+        allow,
+        timeout_s,
+        is_async=async_sharded_save,
     )
-    if async_sharded_save:
-        return _begin_async(began)
-    with allowing(allow):
-        _save_parts(began)
-    return None
+    return _saved(sharded_state_dict, checkpoint_dir, (sharded_strategy, common_strategy), manner)
 
 
 @raises_megatron_errors
@@ -164,21 +165,19 @@ def save_async(  # noqa: PLR0913 - those of save
         StrategyError: the strategy saves synchronously only.
         CheckpointError: as in ``save``, of what is known before anything is written.
     """
-    began = _begun_save(
-        sharded_state_dict,
-        checkpoint_dir,
-        (sharded_strategy, common_strategy),
+    manner = _Manner(
+        validate_access_integrity,
+        preprocess_common_before_consistancy_check,
         content_metadata,
-        _Manner(
-            validate_access_integrity,
-            preprocess_common_before_consistancy_check,
-            overwrite,
-            allow,
-            timeout_s,
-            is_async=True,
-        ),
+        overwrite,
+        allow,
+        timeout_s,
+        is_async=True,
     )
-    return SaveHandle(_begin_async(began))
+    chosen = (sharded_strategy, common_strategy)
+    request = _saved(sharded_state_dict, checkpoint_dir, chosen, manner)
+    assert request is not None  # noqa: S101 - is_async
+    return SaveHandle(request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +212,21 @@ class SaveHandle:
 
 
 @dataclass(frozen=True, slots=True)
+class _Manner:
+    """How a save is carried out; see ``save``."""
+
+    validates: bool
+    preprocess: Preprocess | None
+    content_metadata: dict[str, Any] | None
+    overwrite: bool
+    allow: Allowed
+    timeout_s: float | None
+    is_async: bool
+
+
+@dataclass(frozen=True, slots=True)
 class _Save:
-    """A save whose parts are known, and nothing of it is written.
+    """A save of which nothing is written yet.
 
     Attributes:
         comm: all ranks.
@@ -223,8 +235,8 @@ class _Save:
         sharded: saves the sharded part.
         common_saver: saves the common state.
         parts: what is saved.
-        overwrite: see ``save``.
-        allow: see ``save``.
+        common: the common state, ready to be written.
+        manner: see ``save``.
     """
 
     comm: Communicator
@@ -233,8 +245,8 @@ class _Save:
     sharded: Any
     common_saver: Any
     parts: SaveParts
-    overwrite: bool
-    allow: Allowed
+    common: CommonState
+    manner: _Manner
 
     @property
     def base(self) -> Any:
@@ -248,147 +260,171 @@ class _Save:
         return CheckpointMarker(*(x for s in names for x in (s.backend, s.version))).to_json()
 
     @property
-    def completion(self) -> Completion:
-        """For a strategy of ours, which writes the whole checkpoint."""
-        return Completion(self.save_common, self.marker, self.overwrite)
+    def is_direct(self) -> bool:
+        """Whether a strategy of this package saves with the ranks and the limit of this call."""
+        ours = self.sharded
+        return (
+            isinstance(ours, BaseSaveShardedStrategy)
+            and not ours.has_group
+            and ours.options.timeout_s == self.options.timeout_s
+        )
 
-    def save_common(self, place: Location) -> None:
-        """Write the common state. Rank-local, on every rank."""
-        with allowing(self.allow):
-            self.common_saver.save_common(self.parts.common, place)
-
-
-@dataclass(frozen=True, slots=True)
-class _Manner:
-    """How a save is prepared; see ``save``."""
-
-    validates: bool
-    preprocess: Preprocess | None
-    overwrite: bool
-    allow: Allowed
-    timeout_s: float | None
-    is_async: bool
+    def inputs(self, comm: Communicator) -> SaveInputs:
+        """What this rank brings to a save by a strategy of this package. Rank-local."""
+        overwrite = self.manner.overwrite
+        found: SaveInputs = self.base.inputs(
+            comm, self.parts.sharded, self.root, overwrite=overwrite
+        )
+        validates = self.manner.validates and self.is_direct
+        return replace(found, validates=validates, common=self.common, marker=self.marker)
 
 
-def _begun_save(
+def _saved(
     state_dict: StateDict,
     checkpoint_dir: str | Path,
     strategies: tuple[StrategyChoice, StrategyChoice],
-    content_metadata: dict[str, Any] | None,
+    manner: _Manner,
+) -> LocalSaveRequest | None:
+    """Save, or begin to, and return the request. Collective."""
+    comm = open_world("save", f"to {checkpoint_dir}", manner.timeout_s)
+    found: list[_Save] = []
+
+    def open_inputs() -> SaveInputs | None:
+        save = _prepared(comm, state_dict, checkpoint_dir, strategies, manner)
+        found.append(save)
+        if not save.is_direct:
+            return None
+        if manner.is_async:
+            save.base.cache.get_ready(save.base.options)
+        return save.inputs(comm)
+
+    begun = begun_save(comm, open_inputs)
+    save = found[0]
+    if begun is None:
+        return _save_otherwise(save)
+    if manner.is_async:
+        return begin_in_background(begun)
+    begun.run()
+    return None
+
+
+def _prepared(
+    comm: Communicator,
+    state_dict: StateDict,
+    checkpoint_dir: str | Path,
+    strategies: tuple[StrategyChoice, StrategyChoice],
     manner: _Manner,
 ) -> _Save:
-    """What is saved, where to and by whom; checked, and the directory made. Collective."""
-    comm = open_world("save", f"to {checkpoint_dir}", manner.timeout_s)
-
-    def check() -> _Save:
-        options = entry_options(manner.timeout_s)
-        chosen = save_strategies(*strategies, manner.timeout_s)
-        root = location_of(checkpoint_dir, chosen[0], options)
-        require_taken(root, chosen[0])
-        parts = take_apart_for_save(state_dict, content_metadata)
-        found = _Save(comm, root, options, *chosen, parts, manner.overwrite, manner.allow)
-        if manner.is_async:
-            _require_ours(found)
-        RUNNING_SAVES.wait(root, time_left(options.timeout_s))
-        if comm.rank == 0:
-            _require_loadable(found)
-            complete_commit(root)
-            if not manner.overwrite:
-                require_unfinished(root)
-        return found
-
-    began = agree(comm, check)
-    restart_limit()
-    if manner.validates:
-        check_save(comm, began.parts, manner.preprocess)
-    agree_on_first(comm, lambda: make_directory(began.root))
-    return began
-
-
-def _require_ours(began: _Save) -> None:
-    if not isinstance(began.base, BaseSaveShardedStrategy):
+    """What is saved, where to and by which strategies, checked. Rank-local."""
+    options = entry_options(manner.timeout_s)
+    sharded, common_saver = save_strategies(*strategies, manner.timeout_s)
+    root = location_of(checkpoint_dir, sharded, options)
+    require_taken(root, sharded)
+    parts = take_apart_for_save(state_dict, manner.content_metadata)
+    if manner.is_async and not isinstance(
+        parallel_base(sharded) or sharded, BaseSaveShardedStrategy
+    ):
         raise StrategyError(
-            f"{began.sharded}: this package saves in the background with ('zarr', 1) and "
+            f"{sharded}: this package saves in the background with ('zarr', 1) and "
             "('zarr', 2) only; call dist_checkpointing.save for the strategy's own way"
         )
+    RUNNING_SAVES.wait(root, time_left(options.timeout_s))
+    common = _common_state(parts.common, common_saver, manner, is_first=comm.rank == 0)
+    if comm.rank == 0:
+        complete_commit(root)
+        if not manner.overwrite:
+            require_unfinished(root)
+    return _Save(comm, root, options, sharded, common_saver, parts, common, manner)
 
 
-def _require_loadable(began: _Save) -> None:
-    """Raise unless a load would accept the classes in the common state."""
-    with allowing(began.allow):
-        if isinstance(began.common_saver, TorchCommonSaveStrategy):
-            began.common_saver.dump_common(began.parts.common)
+def _common_state(state: StateDict, saver: Any, manner: _Manner, *, is_first: bool) -> CommonState:
+    """The common state, ready to be written; one that a load would refuse is an error."""
+    compared, digest = None, ""
+    if manner.validates:
+        compared = manner.preprocess(state) if manner.preprocess else state
+        digest = digest_of_common(compared)
+    with allowing(manner.allow):
+        if isinstance(saver, TorchCommonSaveStrategy):
+            content = saver.dump_common(state) if is_first else None
+            return CommonState(compared, digest, content, None)
+        if is_first:
+            dump_object(state, name="common state")
+    kept = deepcopy(state) if manner.is_async else state
+
+    def save(place: Location) -> None:
+        with allowing(manner.allow):
+            saver.save_common(kept, place)
+
+    return CommonState(compared, digest, None, save)
+
+
+def _save_otherwise(save: _Save) -> LocalSaveRequest | None:
+    """Save by a strategy of another package, or with other ranks. Collective."""
+    comm = save.comm
+    if save.common.compared is not None:
+        check_save(comm, save.parts.sharded, save.common.compared)
+    agree_on_first(comm, lambda: make_directory(save.root))
+    with allowing(save.manner.allow):
+        if isinstance(save.base, BaseSaveShardedStrategy):
+            return agree(comm, lambda: _save_by_ours(save))
+        if isinstance(save.base, LocalReplicatedSaveShardedStrategy):
+            _save_on_nodes(save)
         else:
-            dump_object(began.parts.common, name="common state")
+            _save_staged(save)
+    return None
 
 
-def _begin_async(began: _Save) -> LocalSaveRequest:
-    """Copy what is saved, and write it in the background. Collective."""
-    base = began.base
-
-    def keep() -> _Save:
-        return replace(began, parts=SaveParts({}, deepcopy(began.parts.common)))
-
-    def begin() -> LocalSaveRequest:
-        if base is not began.sharded:
-            spread_main_replicas(began.sharded, began.parts.sharded)
-        with allowing(began.allow):
-            request: LocalSaveRequest = base.begin_checkpoint(
-                began.parts.sharded, began.root, kept.completion
-            )
+def _save_by_ours(save: _Save) -> LocalSaveRequest | None:
+    base = save.base
+    if base is not save.sharded:
+        spread_main_replicas(save.sharded, save.parts.sharded)
+    comm = base.communicator(save.root)
+    if save.manner.is_async:
+        request: LocalSaveRequest = base.begin_with(comm, lambda: save.inputs(comm))
         return request
-
-    kept = agree(began.comm, keep)
-    return agree(began.comm, begin)
-
-
-def _save_parts(began: _Save) -> None:
-    """Write all parts and make them visible. Collective."""
-    if isinstance(began.base, BaseSaveShardedStrategy):
-        agree(began.comm, lambda: _save_ours(began))
-    elif isinstance(began.base, LocalReplicatedSaveShardedStrategy):
-        _save_on_nodes(began)
-    else:
-        _save_staged(began)
+    base.save_with(comm, lambda: save.inputs(comm))
+    return None
 
 
-def _save_ours(began: _Save) -> None:
-    if began.base is not began.sharded:
-        spread_main_replicas(began.sharded, began.parts.sharded)
-    began.base.save_checkpoint(began.parts.sharded, began.root, began.completion)
+def _save_common(save: _Save, place: DirectoryPlace) -> None:
+    """Write the common state to the place of the save. Rank-local, on every rank."""
+    if save.common.save is not None:
+        save.common.save(place.location)
+    elif save.common.content is not None:
+        Directory(place.location).write(COMMON_NAME, save.common.content)
 
 
-def _save_on_nodes(began: _Save) -> None:
-    """Shards to the nodes' own disks; of the rest, which is staged, every node gets a copy."""
-    place = _staged(began)
-    agree(began.comm, lambda: began.save_common(place.location))
+def _save_on_nodes(save: _Save) -> None:
+    """Shards to the nodes' own disks; every node gets a copy of the rest, which is staged."""
+    comm, place = save.comm, _staged(save)
+    agree(comm, lambda: _save_common(save, place))
     agree(
-        began.comm,
-        lambda: began.base.save_with_common(began.parts.sharded, began.root, place.location),
+        comm,
+        lambda: save.base.save_with_common(save.parts.sharded, save.root, place.location),
     )
-    agree_on_first(began.comm, lambda: place.commit(began.marker))
+    agree_on_first(comm, lambda: place.commit(save.marker))
 
 
-def _save_staged(began: _Save) -> None:
-    """By a strategy of somebody else, to which the staging directory is the checkpoint's."""
-    comm, sharded, state = began.comm, began.sharded, began.parts.sharded
-    place = _staged(began)
+def _save_staged(save: _Save) -> None:
+    """By a strategy of another package, which takes the staging directory for the checkpoint."""
+    comm, sharded, state = save.comm, save.sharded, save.parts.sharded
+    place = _staged(save)
     agree(comm, lambda: place.require(f"rank {comm.global_rank(0)}"))
     if not sharded.can_handle_sharded_objects:
         objects, state = agree(comm, lambda: split_objects(state))
-        agree(comm, lambda: _save_objects(objects, place.location, sharded, began.common_saver))
+        agree(comm, lambda: _save_objects(objects, place.location, sharded, save.common_saver))
     agree(comm, lambda: sharded.save(state, place.location))
-    agree(comm, lambda: began.save_common(place.location))
-    agree_on_first(comm, lambda: place.commit(began.marker))
+    agree(comm, lambda: _save_common(save, place))
+    agree_on_first(comm, lambda: place.commit(save.marker))
 
 
-def _staged(began: _Save) -> DirectoryPlace:
+def _staged(save: _Save) -> DirectoryPlace:
     """The staging directory of a save whose strategy makes none. Collective."""
-    root = require_path(began.root, type(began.sharded).__name__)
-    place = DirectoryPlace(root, began.options, keeps_old=True, overwrite=began.overwrite)
-    save_id = agree_and_gather(began.comm, place.new_save_id)[0]
+    root = require_path(save.root, type(save.sharded).__name__)
+    place = DirectoryPlace(root, save.options, keeps_old=True, overwrite=save.manner.overwrite)
+    save_id = agree_and_gather(save.comm, place.new_save_id)[0]
     place.join(save_id)
-    agree_on_first(began.comm, lambda: place.begin(None))
+    agree_on_first(save.comm, lambda: place.begin(None))
     return place
 
 

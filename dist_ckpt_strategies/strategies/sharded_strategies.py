@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any, Self
@@ -17,30 +17,30 @@ from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.core.array import ArraySpec
+from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.checkpoints import Share
 from dist_ckpt_strategies.formats.locations import Location, located
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.local.requests import LocalSaveRequest
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.bases import AsyncSaveShardedStrategy, LoadShardedStrategy
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
+from dist_ckpt_strategies.sharded.requests import LocalSaveRequest
+from dist_ckpt_strategies.sharded.save import (
+    SaveInputs,
+    ShardedSave,
+    begin_in_background,
+    begun_save,
+)
+from dist_ckpt_strategies.sharded.save_cache import SaveCache
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.time_limit import time_limit
-from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from dist_ckpt_strategies.strategies.sharded_load import (
     Conversions,
     conversions,
     destination,
     dtypes_of,
     load_sharded,
-)
-from dist_ckpt_strategies.strategies.sharded_save import (
-    Completion,
-    SaveSetting,
-    SaveTarget,
-    begin_save,
-    save_sharded,
 )
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class BaseSaveShardedStrategy(_WithOptions, AsyncSaveShardedStrategy):  # type: 
 
     Attributes:
         takes_urls: whether a checkpoint may be in an object store.
-        memory: what is kept from one save to the next.
+        cache: what is kept from one save to the next.
 
     Args:
         backend: name of the format.
@@ -98,7 +98,7 @@ class BaseSaveShardedStrategy(_WithOptions, AsyncSaveShardedStrategy):  # type: 
         allow: Allowed = (),
     ) -> None:
         super().__init__(backend, version)
-        self.memory = SaveMemory()
+        self.cache = SaveCache()
         self._group = group
         self._allow = tuple(allow)
         self._options = options or options_from_environment()
@@ -120,7 +120,8 @@ class BaseSaveShardedStrategy(_WithOptions, AsyncSaveShardedStrategy):  # type: 
             StorageError: a write failed on this rank.
             PeerError: it failed on another; the message names rank, key and file.
         """
-        self.save_checkpoint(sharded_state_dict, checkpoint_dir, None)
+        comm = self.communicator(checkpoint_dir)
+        self.save_with(comm, lambda: self.inputs(comm, sharded_state_dict, checkpoint_dir))
 
     @raises_megatron_errors
     def async_save(
@@ -143,40 +144,59 @@ class BaseSaveShardedStrategy(_WithOptions, AsyncSaveShardedStrategy):  # type: 
             StorageError: the directory cannot be prepared.
             PeerError: another rank failed; the message names rank, key and file.
         """
-        return self.begin_checkpoint(sharded_state_dict, checkpoint_dir, None)
+        comm = self.communicator(checkpoint_dir)
+        return self.begin_with(comm, lambda: self.inputs(comm, sharded_state_dict, checkpoint_dir))
 
-    @raises_megatron_errors
-    def save_checkpoint(
+    def inputs(
         self,
+        comm: Communicator,
         sharded_state_dict: StateDict,
         checkpoint_dir: str | Location,
-        completion: Completion | None,
-    ) -> None:
-        """Like ``save``; with a completion the whole checkpoint, marker included.
+        *,
+        overwrite: bool | None = None,
+    ) -> SaveInputs:
+        """What this rank brings to a save. Rank-local.
 
-        Collective, and raises, like ``save``. With a completion an earlier checkpoint stays
-        loadable until this one is durable.
+        Args:
+            comm: ranks that save together.
+            sharded_state_dict: as in ``save``.
+            checkpoint_dir: as in ``save``.
+            overwrite: None where Megatron-Core's own save has replaced the common state already;
+                else an earlier checkpoint stays loadable until this one is durable, and this
+                tells whether arrays that belong to no finished checkpoint are replaced.
         """
-        setting = self._setting(checkpoint_dir, completion)
-        report, comm = save_sharded(sharded_state_dict, setting), setting.comm
-        me = comm.global_rank(comm.rank)
-        logger.log(report_level(comm), "rank %s: save to %s: %s", me, checkpoint_dir, report)
+        writer = self.open_writer(
+            located(checkpoint_dir, self._options),
+            comm.global_rank(comm.rank),
+            keeps_old=overwrite is not None,
+            overwrite=bool(overwrite),
+        )
+        allow = [*default_allowed(), *self._allow]
+        return SaveInputs(sharded_state_dict, writer, self._options, self.cache, allow)
 
-    @raises_megatron_errors
-    def begin_checkpoint(
-        self,
-        sharded_state_dict: StateDict,
-        checkpoint_dir: str | Location,
-        completion: Completion | None,
+    def save_with(self, comm: Communicator, open_inputs: Callable[[], SaveInputs]) -> None:
+        """Save what each rank brings. Collective."""
+        with time_limit(self._options.timeout_s):
+            _begun(comm, open_inputs).run()
+
+    def begin_with(
+        self, comm: Communicator, open_inputs: Callable[[], SaveInputs]
     ) -> LocalSaveRequest:
-        """Like ``async_save``; with a completion the whole checkpoint, as ``save_checkpoint``."""
-        return begin_save(sharded_state_dict, self._setting(checkpoint_dir, completion))
+        """Begin to save what each rank brings, in the background. Collective."""
+
+        def open_when_ready() -> SaveInputs:
+            self.cache.get_ready(self._options)
+            return open_inputs()
+
+        with time_limit(self._options.timeout_s):
+            begun = _begun(comm, open_when_ready)
+        return begin_in_background(begun)
 
     @abstractmethod
-    def open_target(
+    def open_writer(
         self, root: Location, global_rank: int, *, keeps_old: bool, overwrite: bool
-    ) -> SaveTarget:
-        """Where a save goes.
+    ) -> CheckpointWriter:
+        """What writes the checkpoint.
 
         Args:
             root: the checkpoint directory, or its place in an object store.
@@ -185,24 +205,13 @@ class BaseSaveShardedStrategy(_WithOptions, AsyncSaveShardedStrategy):  # type: 
             overwrite: see DirectoryPlace.
         """
 
-    def _setting(
-        self, checkpoint_dir: str | Location, completion: Completion | None
-    ) -> SaveSetting:
-        comm = self._communicator(checkpoint_dir)
+    @property
+    def has_group(self) -> bool:
+        """Whether other ranks than the world save together."""
+        return self._group is not None
 
-        def open_target() -> SaveTarget:  # where one rank cannot, all ranks learn it
-            return self.open_target(
-                located(checkpoint_dir, self._options),
-                comm.global_rank(comm.rank),
-                keeps_old=completion is not None,
-                overwrite=completion is not None and completion.overwrite,
-            )
-
-        return SaveSetting(
-            open_target, comm, self._options, self.memory, self._allowed(), completion
-        )
-
-    def _communicator(self, checkpoint_dir: str | Location) -> Communicator:
+    def communicator(self, checkpoint_dir: str | Location) -> Communicator:
+        """The ranks that save together."""
         return open_communicator(
             self._group,
             timeout_s=self._options.timeout_s,
@@ -210,8 +219,11 @@ class BaseSaveShardedStrategy(_WithOptions, AsyncSaveShardedStrategy):  # type: 
             detail=f"to {checkpoint_dir}",
         )
 
-    def _allowed(self) -> Allowed:
-        return [*default_allowed(), *self._allow]
+
+def _begun(comm: Communicator, open_inputs: Callable[[], SaveInputs]) -> ShardedSave:
+    begun = begun_save(comm, open_inputs)
+    assert begun is not None  # noqa: S101 - every rank brings something
+    return begun
 
 
 class BaseLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignore[misc]

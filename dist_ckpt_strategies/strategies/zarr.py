@@ -14,22 +14,19 @@ from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.errors import ShapeMismatchError
+from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter, Format1Writer
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, Share
 from dist_ckpt_strategies.formats.locations import Location, require_path
-from dist_ckpt_strategies.formats.objects import Allowed
+from dist_ckpt_strategies.formats.objects import Allowed, object_ids, remove_object
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.megatron.bases import StrategyAction
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
-from dist_ckpt_strategies.megatron.shards import StateDict, metadata_tensor
+from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
-from dist_ckpt_strategies.strategies.format1_target import (
-    Format1Target,
-    remove_arrays,
-    stored_metadata,
-)
+from dist_ckpt_strategies.storage.files import require_directory
+from dist_ckpt_strategies.storage.io_pool import limited
 from dist_ckpt_strategies.strategies.registration import Made, register_defaults
 from dist_ckpt_strategies.strategies.registry import require_own
-from dist_ckpt_strategies.strategies.sharded_save import SaveTarget
 from dist_ckpt_strategies.strategies.sharded_strategies import (
     BaseLoadShardedStrategy,
     BaseSaveShardedStrategy,
@@ -80,18 +77,16 @@ class ZarrSaveShardedStrategy(BaseSaveShardedStrategy):
             allow=allow,
         )
 
-    def open_target(
+    def open_writer(
         self,
         root: Location,
         global_rank: int,  # noqa: ARG002 - format 1 names no writers
         *,
         keeps_old: bool,
         overwrite: bool,
-    ) -> SaveTarget:
+    ) -> CheckpointWriter:
         """See BaseSaveShardedStrategy."""
-        return Format1Target(
-            require_path(root, FORMAT), self._options, keeps_old=keeps_old, overwrite=overwrite
-        )
+        return Format1Writer(root, self._options, keeps_old=keeps_old, overwrite=overwrite)
 
 
 class ZarrLoadShardedStrategy(BaseLoadShardedStrategy):
@@ -247,3 +242,35 @@ def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: Any) -> torch.T
         )
     missing = [(0, e - f) for f, e in zip(found, expected, strict=True)]
     return torch.nn.functional.pad(x, [n for pair in reversed(missing) for n in pair])
+
+
+@limited
+def stored_metadata(root: Path, *, with_objects: bool) -> StateDict:
+    """ShardedTensors (and objects) without data for all that a checkpoint holds. Rank-local.
+
+    Raises:
+        CheckpointNotFoundError: the directory does not exist.
+        CorruptCheckpointError: the description of an array cannot be read.
+    """
+    require_directory(root)
+    layout = Zarr2Layout(root)
+    found: StateDict = {key: metadata_tensor(layout.find(key)) for key in layout.keys()}
+    if with_objects:
+        found.update({name.unique_key: metadata_object(name) for name in object_ids(root)})
+    return found
+
+
+def remove_arrays(root: Path, key_prefix: str) -> int:
+    """Remove every array and object whose key starts with a prefix; returns how many.
+
+    Rank-local: one rank calls it.
+    """
+    require_directory(root)
+    layout = Zarr2Layout(root)
+    keys = [key for key in layout.keys() if key.startswith(key_prefix)]
+    for key in sorted(keys, key=len, reverse=True):
+        layout.remove(key)
+    names = [name for name in object_ids(root) if name.key.startswith(key_prefix)]
+    for name in names:
+        remove_object(root, name)
+    return len(keys) + len(names)

@@ -8,6 +8,7 @@ from typing import Self
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment
 from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter, Format2Writer
 from dist_ckpt_strategies.formats.checkpoints import (
     Format1Checkpoint,
     Format2Checkpoint,
@@ -17,17 +18,15 @@ from dist_ckpt_strategies.formats.checkpoints import (
 from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
-from dist_ckpt_strategies.megatron.shards import StateDict
+from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.strategies.format1_target import stored_metadata
-from dist_ckpt_strategies.strategies.format2_target import Format2Target, manifest_metadata
 from dist_ckpt_strategies.strategies.registry import require_own
-from dist_ckpt_strategies.strategies.sharded_save import SaveTarget
 from dist_ckpt_strategies.strategies.sharded_strategies import (
     BaseLoadShardedStrategy,
     BaseSaveShardedStrategy,
 )
+from dist_ckpt_strategies.strategies.zarr import stored_metadata
 
 BACKEND = "zarr"
 VERSION = 2
@@ -72,12 +71,16 @@ class Format2SaveShardedStrategy(BaseSaveShardedStrategy):
             allow=allow,
         )
 
-    def open_target(
+    def open_writer(
         self, root: Location, global_rank: int, *, keeps_old: bool, overwrite: bool
-    ) -> SaveTarget:
+    ) -> CheckpointWriter:
         """See BaseSaveShardedStrategy."""
-        return Format2Target(
-            root, self._options, global_rank, keeps_old=keeps_old, overwrite=overwrite
+        return Format2Writer(
+            root,
+            self._options,
+            global_rank=global_rank,
+            keeps_old=keeps_old,
+            overwrite=overwrite,
         )
 
 
@@ -172,3 +175,14 @@ class EitherFormatLoadShardedStrategy(Format2LoadShardedStrategy):
         """Raise IncompatibleVersionError unless the version is 1 or 2."""
         if loaded_version != 1:
             require_own((BACKEND, VERSION), BACKEND, loaded_version)
+
+
+def manifest_metadata(checkpoint: Format2Checkpoint, *, with_objects: bool) -> StateDict:
+    """ShardedTensors (and objects) without data for all that a checkpoint holds. Rank-local."""
+    manifest = checkpoint.manifest
+    found: StateDict = {
+        record.array.key: metadata_tensor(record.array) for record in manifest.arrays()
+    }
+    if with_objects:
+        found |= {r.id.unique_key: metadata_object(r.id) for r in manifest.objects()}
+    return found

@@ -23,10 +23,10 @@ from dist_ckpt_strategies.formats.objects import dump_object, object_path
 from dist_ckpt_strategies.megatron.bases import ShardedObject
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
-    metadata_from_wire,
-    metadata_to_wire,
+    message_of,
     object_id,
     shard_spec,
+    value_from_message,
 )
 from dist_ckpt_strategies.storage.base import (
     ArrayRead,
@@ -151,7 +151,7 @@ class StrategySource:
     def name(self, tensor: Any) -> str:
         """See Source. Replicas have the same name."""
         shard_spec(tensor)  # refuses what no plan can hold
-        wire = metadata_to_wire(tensor)
+        wire = message_of(tensor)
         wire[3] = 0  # whichever replica
         return json.dumps(wire)
 
@@ -201,7 +201,7 @@ class StrategySource:
 
 
 def _array_around(wire: list[Any]) -> ArraySpec:
-    spec = shard_spec(metadata_from_wire(wire))
+    spec = shard_spec(value_from_message(wire))
     chunk = tuple(max(1, extent) for extent in spec.region.shape)
     return ArraySpec(spec.key, spec.array_shape, spec.dtype, chunk)
 

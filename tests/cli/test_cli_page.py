@@ -24,8 +24,8 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.formats.finished import publish
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import dump_object
+from dist_ckpt_strategies.sharded.save_cache import SaveCache
 from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
-from dist_ckpt_strategies.strategies.save_planning import SaveMemory
 from tests.cli.test_parts import write_part
 from tests.support.checkpoints import (
     flip_at,
@@ -110,7 +110,7 @@ def write_format2(place: Path, *, is_finished: bool = True) -> Path:
     (root / "common.pt").write_bytes(dump_object({"iteration": 200}, name="common state"))
 
     def save(comm: Communicator) -> None:
-        save_format2(state_of(comm.rank), root, comm, Options(timeout_s=60.0), SaveMemory())
+        save_format2(state_of(comm.rank), root, comm, Options(timeout_s=60.0), SaveCache())
 
     run_ranks(NUM_RANKS, save)
     if is_finished:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,8 @@ from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.core.report import SaveReport
 from dist_ckpt_strategies.device import host_view
 from dist_ckpt_strategies.errors import CheckpointError, PeerError, StorageError
-from dist_ckpt_strategies.sharded.plan_save import build_save_plan
-from dist_ckpt_strategies.sharded.save import run_save
+from dist_ckpt_strategies.sharded.plan_save import SavePlan, build_save_plan
+from dist_ckpt_strategies.sharded.write_plan import report_of, write_plan
 from dist_ckpt_strategies.storage.base import ArrayStore
 from tests.support.boxes import NUM_RANKS, Split, merged, spec_of, splits
 from tests.support.memory_store import MemoryArrays
@@ -36,6 +36,17 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
     """An array in which every element differs."""
     numel = int(torch.Size(shape).numel())
     return torch.arange(1, numel + 1, dtype=torch.int32).reshape(shape)
+
+
+def run_save(
+    plan: SavePlan,
+    tensors: Mapping[ShardId, torch.Tensor],
+    store: ArrayStore,
+    comm: Communicator,
+    options: Options,
+) -> SaveReport:
+    write_plan(plan, tensors, lambda: store, comm, options)
+    return report_of(plan, comm.global_rank(comm.rank), 0.0)
 
 
 def save(

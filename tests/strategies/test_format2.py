@@ -27,7 +27,7 @@ from dist_ckpt_strategies.formats.finished import read_marker
 from dist_ckpt_strategies.formats.manifest import digest_of
 from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.formats.zarr3 import array_directory
-from dist_ckpt_strategies.strategies.save_planning import SaveMemory
+from dist_ckpt_strategies.sharded.save_cache import SaveCache
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr_format2 import Format2LoadShardedStrategy
 from tests.support.entries import Entry, Failure, load, outcome, prepare, save
@@ -188,7 +188,7 @@ def test_damage_anywhere_is_found_and_named(tmp_path: Path) -> None:
     objects = {"o": ShardedObject("o", {"t": torch.ones(3)}, (1,), (0,))}
     root.mkdir()
     (root / "common.pt").write_bytes(dump_object({"iteration": 1}, name="common"))
-    save_format2(state_of(0, cuts) | objects, root, comm, options, SaveMemory())
+    save_format2(state_of(0, cuts) | objects, root, comm, options, SaveCache())
     wanted = {"o": ShardedObject("o", None, (1,), (0,))}
 
     def read() -> None:

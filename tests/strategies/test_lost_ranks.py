@@ -24,7 +24,7 @@ from dist_ckpt_strategies.errors import (
     PeerLostError,
     PeerTimeoutError,
 )
-from dist_ckpt_strategies.strategies import format1_target
+from dist_ckpt_strategies.formats import checkpoint_writer
 from tests.support.entries import Entry, Failure, load, outcome, prepare, save
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import Cut, at_random, differences, no_data, on_grid, state_of
@@ -61,7 +61,7 @@ def get_a_signal_when_writing(number: int) -> None:
     def write(*_: Any) -> None:
         os.kill(os.getpid(), number)
 
-    vars(format1_target).update(write_dumped=write)
+    vars(checkpoint_writer).update(write_dumped=write)
 
 
 def survive(rank: int, culprit: int, scratch: Path, action: Callable[[], Any]) -> Any:

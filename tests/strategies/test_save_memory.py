@@ -13,7 +13,7 @@ from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.threads import ThreadCommunicator, ThreadWorld, run_ranks
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import CoverageError
-from dist_ckpt_strategies.strategies.save_planning import SaveMemory
+from dist_ckpt_strategies.sharded.save_cache import SaveCache
 from tests.support.formats import load_format1, save_format1
 
 OPTIONS = Options(timeout_s=60.0)
@@ -26,11 +26,11 @@ def state_of(rank: int, rows: int, value: float) -> dict[str, ShardedTensor]:
 
 
 def save(
-    comm: ThreadCommunicator, root: Path, memory: SaveMemory, rows: int = 4, value: float = 0.0
+    comm: ThreadCommunicator, root: Path, memory: SaveCache, rows: int = 4, value: float = 0.0
 ) -> object:
     """Save, and return the plan that served."""
     save_format1(state_of(comm.rank, rows, value), root, comm, OPTIONS, memory)
-    return memory.last
+    return memory.planned
 
 
 def loaded(root: Path, rank: int, rows: int) -> torch.Tensor:
@@ -50,7 +50,7 @@ def test_a_second_save_of_the_same_shards_takes_the_plan_again(tmp_path: Path) -
     first, second = new(tmp_path, "first"), new(tmp_path, "second")
 
     def body(comm: ThreadCommunicator) -> bool:
-        memory = SaveMemory()
+        memory = SaveCache()
         return save(comm, first, memory) is save(comm, second, memory, value=10.0)
 
     assert all(run_ranks(NUM_RANKS, body))
@@ -63,7 +63,7 @@ def test_other_shards_make_another_plan(tmp_path: Path) -> None:
     first, second = new(tmp_path, "first"), new(tmp_path, "second")
 
     def body(comm: ThreadCommunicator) -> bool:
-        memory = SaveMemory()
+        memory = SaveCache()
         return save(comm, first, memory) is save(comm, second, memory, rows=6, value=10.0)
 
     assert not any(run_ranks(NUM_RANKS, body))
@@ -74,10 +74,10 @@ def test_a_rank_that_has_no_plan_yet_gets_one_and_the_others_go_along(tmp_path: 
     first, second = new(tmp_path, "first"), new(tmp_path, "second")
 
     def body(comm: ThreadCommunicator) -> bool:
-        memory = SaveMemory()
+        memory = SaveCache()
         before = save(comm, first, memory)
         if comm.rank == 1:
-            memory = SaveMemory()
+            memory = SaveCache()
         return save(comm, second, memory, value=10.0) is before
 
     assert not any(run_ranks(NUM_RANKS, body))
@@ -88,7 +88,7 @@ def test_a_change_on_one_rank_alone_is_found_out(tmp_path: Path) -> None:
     first, second, third = (new(tmp_path, name) for name in ("first", "second", "third"))
 
     def body(comm: ThreadCommunicator) -> None:
-        memory = SaveMemory()
+        memory = SaveCache()
         save(comm, first, memory)
         state = {} if comm.rank == 1 else state_of(comm.rank, 4, 0.0)
         with pytest.raises(CoverageError, match="w"):
@@ -114,7 +114,7 @@ class Counting(ThreadCommunicator):
 def test_the_plan_costs_its_meetings_once(tmp_path: Path) -> None:
     first, second = new(tmp_path, "first"), new(tmp_path, "second")
     comm = Counting(ThreadWorld(1, 10.0, torch.device("cpu")), 0)
-    memory = SaveMemory()
+    memory = SaveCache()
     state = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros(4), (0, 0, 1))}
     save_format1(state, first, comm, OPTIONS, memory)
     before = comm.num_meetings

@@ -21,7 +21,7 @@ from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.formats.checkpoints import Share
-from dist_ckpt_strategies.strategies.save_planning import SaveMemory
+from dist_ckpt_strategies.sharded.save_cache import SaveCache
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr_format2 import EitherFormatLoadShardedStrategy
 from dist_ckpt_strategies.two_stage.load import prepare_group_load, run_group_load
@@ -131,7 +131,7 @@ def test_a_group_gets_bit_for_bit_what_each_rank_reads_alone(seed: int, num_rank
     save = chance.choice([save_format1, save_format2])
     with TemporaryDirectory() as folder:
         root = Path(folder)
-        save(state_of(0, cuts), root, SoloCommunicator(), OPTIONS, SaveMemory())
+        save(state_of(0, cuts), root, SoloCommunicator(), OPTIONS, SaveCache())
 
         def together(comm: ThreadCommunicator) -> Any:
             source = CheckpointSource(
@@ -162,7 +162,7 @@ def load_random_layouts(rank: int, root: Path, seeds: list[int], budget: int) ->
         if rank == 0:
             directory.mkdir()
             save = chance.choice([save_format1, save_format2])
-            save(state_of(0, cuts), directory, SoloCommunicator(), OPTIONS, SaveMemory())
+            save(state_of(0, cuts), directory, SoloCommunicator(), OPTIONS, SaveCache())
         dist.barrier()
         wishes = random_wishes(cuts, size, random.Random(seed + 1))[rank]
         loaded = strategy.load(asked(wishes), directory)

@@ -13,7 +13,7 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.formats.finished import publish
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import dump_object
-from dist_ckpt_strategies.strategies.save_planning import SaveMemory
+from dist_ckpt_strategies.sharded.save_cache import SaveCache
 from tests.support.formats import save_format2
 
 LARGE, SMALL, RNG, PLAIN = "decoder.weight", "bias", "rng", "rerun"
@@ -34,7 +34,7 @@ def write_format2(root: Path, *, is_finished: bool = True) -> Path:
     """Write a checkpoint, or what a save leaves that is killed just before its end."""
     root.mkdir(parents=True)
     (root / "common.pt").write_bytes(dump_object({"iteration": 7}, name="common state"))
-    save_format2(state(), root, SoloCommunicator(), Options(timeout_s=60.0), SaveMemory())
+    save_format2(state(), root, SoloCommunicator(), Options(timeout_s=60.0), SaveCache())
     if is_finished:
         publish(root, CheckpointMarker("zarr", 2))
     return root

@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.report import SaveReport
+from dist_ckpt_strategies.formats.checkpoint_writer import Format1Writer, Format2Writer
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, Format2Checkpoint
 from dist_ckpt_strategies.megatron.allowed import default_allowed
-from dist_ckpt_strategies.strategies.format1_target import Format1Target
-from dist_ckpt_strategies.strategies.format2_target import Format2Target
-from dist_ckpt_strategies.strategies.save_planning import SaveMemory
+from dist_ckpt_strategies.sharded.save import SaveInputs, begun_save
+from dist_ckpt_strategies.sharded.save_cache import SaveCache
+from dist_ckpt_strategies.storage.time_limit import time_limit
 from dist_ckpt_strategies.strategies.sharded_load import destination, load_sharded
-from dist_ckpt_strategies.strategies.sharded_save import SaveSetting, save_sharded
+
+
+def _saved(
+    comm: Communicator, options: Options, open_inputs: Callable[[], SaveInputs]
+) -> SaveReport:
+    with time_limit(options.timeout_s):
+        begun = begun_save(comm, open_inputs)
+        assert begun is not None
+        return begun.run()
 
 
 def save_format1(
-    state: dict[str, Any], root: Path, comm: Communicator, options: Options, memory: SaveMemory
+    state: dict[str, Any], root: Path, comm: Communicator, options: Options, cache: SaveCache
 ) -> SaveReport:
     """Save without a marker."""
 
-    def open_target() -> Format1Target:
-        return Format1Target(root, options, keeps_old=False, overwrite=False)
+    def open_inputs() -> SaveInputs:
+        writer = Format1Writer(root, options, keeps_old=False, overwrite=False)
+        return SaveInputs(state, writer, options, cache, default_allowed())
 
-    return save_sharded(state, SaveSetting(open_target, comm, options, memory, default_allowed()))
+    return _saved(comm, options, open_inputs)
 
 
 def load_format1(
@@ -45,15 +56,16 @@ def load_format1(
 
 
 def save_format2(
-    state: dict[str, Any], root: Path, comm: Communicator, options: Options, memory: SaveMemory
+    state: dict[str, Any], root: Path, comm: Communicator, options: Options, cache: SaveCache
 ) -> SaveReport:
     """Save without a marker."""
 
-    def open_target() -> Format2Target:
+    def open_inputs() -> SaveInputs:
         rank = comm.global_rank(comm.rank)
-        return Format2Target(root, options, rank, keeps_old=False, overwrite=False)
+        writer = Format2Writer(root, options, global_rank=rank, keeps_old=False, overwrite=False)
+        return SaveInputs(state, writer, options, cache, default_allowed())
 
-    return save_sharded(state, SaveSetting(open_target, comm, options, memory, default_allowed()))
+    return _saved(comm, options, open_inputs)
 
 
 def load_format2(

@@ -32,7 +32,7 @@ from dist_ckpt_strategies.formats.locations import require_unfinished
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import write_object
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
-from dist_ckpt_strategies.strategies.save_planning import SaveMemory
+from dist_ckpt_strategies.sharded.save_cache import SaveCache
 from tests.support.disks import fill_disk, read_only
 from tests.support.format2_checkpoints import write_format2
 from tests.support.formats import save_format1
@@ -71,7 +71,7 @@ def save_over(root: Path, *keys: str) -> None:
         else ShardedTensor.from_rank_offsets(key, torch.zeros(4))
         for key in keys
     }
-    save_format1(state, root, SoloCommunicator(), Options(timeout_s=60.0), SaveMemory())
+    save_format1(state, root, SoloCommunicator(), Options(timeout_s=60.0), SaveCache())
 
 
 def files_of(*keys: str) -> set[str]:

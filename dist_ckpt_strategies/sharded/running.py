@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt_strategies.formats.locations import Location
-from dist_ckpt_strategies.local.background import BackgroundWork
+from dist_ckpt_strategies.sharded.background import BackgroundWork
 from dist_ckpt_strategies.storage.io_pool import limited
 
 

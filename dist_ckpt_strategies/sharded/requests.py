@@ -12,8 +12,8 @@ from dist_ckpt_strategies.comm.agree import agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator, who_is_where
 from dist_ckpt_strategies.config import limit_of_wait
 from dist_ckpt_strategies.errors import MissingDependencyError, PlanError, SaveTimeoutError
-from dist_ckpt_strategies.local.background import BackgroundWork, wait_for_mark
 from dist_ckpt_strategies.megatron.requests import AsyncRequest
+from dist_ckpt_strategies.sharded.background import BackgroundWork, wait_for_mark
 
 
 @dataclass(frozen=True, slots=True)
