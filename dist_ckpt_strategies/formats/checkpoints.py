@@ -71,6 +71,7 @@ class Format1Checkpoint:
     def __init__(self, root: Path, options: Options) -> None:
         self._layout = Zarr2Layout(root)
         self._options = options
+        self.identity = ""
 
     @cached_property
     def array_reader(self) -> ArrayReader:
@@ -157,6 +158,11 @@ class Format2Checkpoint:
         self._options = options
         self.file_store: FileStore = root if isinstance(root, Bucket) else _directory(root)
         self.manifest = self._manifest()
+
+    @property
+    def identity(self) -> str:
+        """See StoredCheckpoint."""
+        return self.manifest.digest
 
     def _manifest(self) -> Manifest:
         """Asked for by its name: lists of an object store may not know of it yet."""

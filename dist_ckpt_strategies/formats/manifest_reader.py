@@ -35,6 +35,7 @@ class Manifest:
 
     Attributes:
         index: its table of contents.
+        digest: of the file of that.
 
     Raises:
         IncompleteCheckpointError: it has none.
@@ -44,7 +45,9 @@ class Manifest:
 
     def __init__(self, file_store: FileStore) -> None:
         self._file_store = file_store
-        self.index = parse_index(file_store.read(INDEX_NAME), file_store.path(INDEX_NAME))
+        content = file_store.read(INDEX_NAME)
+        self.index = parse_index(content, file_store.path(INDEX_NAME))
+        self.digest = digest_of(content)
         self._parts: dict[str, _Part] = {}
         self._records: dict[str, ArrayRecord] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -34,6 +35,37 @@ from dist_ckpt_strategies.megatron.shards import (
 from dist_ckpt_strategies.sharded.plan_save import ObjectHolding, build_save_plan
 
 
+class _Validated:
+    """The digest of the sharding that this rank has last seen validated; see ``digest_of``."""
+
+    last: str = ""
+
+
+VALIDATED = _Validated()
+"""Of this process: a load of the sharding that was validated last is not validated again."""
+
+
+def digest_of(value: Any) -> str:
+    """A digest of a value of JSON types."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(value).encode())
+
+
+def require_validated(comm: Communicator, messages: list[Any], group: str) -> None:
+    """Run Megatron-Core's checks of the sharding. Collective.
+
+    Args:
+        comm: the ranks that the sharding is of.
+        messages: describes the shards of this rank.
+        group: digest of the digests of all ranks' messages.
+
+    Raises:
+        PlanError: the main replicas of a key do not fit together.
+    """
+    everyone = comm.all_gather(messages)
+    agree(comm, lambda: require_valid(_values(everyone)))
+    VALIDATED.last = group
+
+
 def digest_of_common(common: StateDict) -> str:
     """A digest of a common state; where two differ, the states may still be equal.
 
@@ -58,7 +90,7 @@ def check_save(comm: Communicator, state: StateDict, common: StateDict) -> None:
         # failed alone.
         if any(digest != answers[0][1] for _, digest in answers) and is_distributed():
             require_equal_common(common)
-        _require_valid(_values(messages for messages, _ in answers))
+        require_valid(_values(messages for messages, _ in answers))
 
     agree(comm, check)
 
@@ -86,7 +118,7 @@ def check_load(
     def parse() -> list[list[Any]]:
         everyone = _values(answers)
         if validate:
-            _require_valid(everyone)
+            require_valid(everyone)
         return everyone
 
     everyone = agree(comm, parse)
@@ -102,7 +134,7 @@ def _values(answers: Iterable[Any]) -> list[list[Any]]:
     return [list(map(value_from_message, messages)) for messages in answers]
 
 
-def _require_valid(everyone: list[list[Any]]) -> None:
+def require_valid(everyone: list[list[Any]]) -> None:
     """Megatron-Core's check, which asks torch.distributed who it is: a lone process goes without.
 
     What is saved is checked again by the plan. Where that finds fault with a key too, it says

@@ -1,17 +1,203 @@
-"""Carry out a LoadPlan: fill tensors from storage, zeros where storage has nothing."""
+"""Load a sharded state dict: open and plan, read; nothing is filled unless every rank can load.
+
+A load takes these collectives: one gather, after every rank has opened the checkpoint and made its
+plan; where the sharding is to be validated and was not by the save or load before, another with
+the description of all shards, and the check; the reads.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 
+from dist_ckpt_strategies.comm.agree import agree_and_gather
+from dist_ckpt_strategies.comm.base import Communicator, Message, report_level
 from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.report import LoadReport
-from dist_ckpt_strategies.sharded.plan_load import LoadPlan
+from dist_ckpt_strategies.device import may_overlap, require_plain, torch_dtype
+from dist_ckpt_strategies.errors import (
+    DTypeMismatchError,
+    PlanError,
+    ShapeMismatchError,
+    StorageError,
+)
+from dist_ckpt_strategies.formats.objects import Allowed, load_content
+from dist_ckpt_strategies.megatron.bases import ShardedTensor
+from dist_ckpt_strategies.megatron.shards import (
+    StateDict,
+    mapped_values,
+    message_of,
+    object_id,
+    shard_from_message,
+    sharded_values,
+)
+from dist_ckpt_strategies.sharded.checks import (
+    VALIDATED,
+    digest_of,
+    require_validated,
+)
+from dist_ckpt_strategies.sharded.plan_load import LoadPlan, build_load_plan
 from dist_ckpt_strategies.sharded.transfer import TensorRead, run_reads
-from dist_ckpt_strategies.storage.base import ArrayReader
+from dist_ckpt_strategies.storage.base import ArrayReader, StoredCheckpoint
+from dist_ckpt_strategies.storage.io_pool import Job, run_pooled
+from dist_ckpt_strategies.storage.time_limit import restart_limit
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Conversions = list[list[str]]
+"""Key, stored and wanted dtype of each array that a load converts, sorted."""
+
+_NUM_EXAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class LoadInputs:
+    """What one rank brings to a load.
+
+    Attributes:
+        state: ShardedTensors and ShardedObjects to load.
+        checkpoint: where from.
+        name: of the checkpoint, for messages.
+        options: timeout and memory budget.
+        allowed: gives the classes that objects may be unpickled to.
+        destination_of: gives the tensor to fill for a ShardedTensor.
+        validates: whether Megatron-Core's own checks of the sharding are run.
+    """
+
+    state: StateDict
+    checkpoint: StoredCheckpoint
+    name: object
+    options: Options
+    allowed: Callable[[], Allowed]
+    destination_of: Callable[[Any], torch.Tensor]
+    validates: bool = False
+
+
+class ShardedLoad:
+    """One load, in steps. ``describe`` is rank-local and comes first; the others are collective.
+
+    Args:
+        comm: ranks that load together.
+        inputs: what this rank brings.
+    """
+
+    def __init__(self, comm: Communicator, inputs: LoadInputs) -> None:
+        self._comm = comm
+        self._inputs = inputs
+        values = list(sharded_values(inputs.state))
+        self._messages = list(map(message_of, values))
+        self._tensors = [value for value in values if isinstance(value, ShardedTensor)]
+        self._objects = [value for value in values if not isinstance(value, ShardedTensor)]
+        self._converted: Conversions = []
+        self._results: list[torch.Tensor] = []
+        self._plan = LoadPlan(())
+
+    def describe(self) -> Message:
+        """Plan the reads; what the other ranks have to know. Rank-local.
+
+        Raises:
+            ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError, StorageError: this rank
+                cannot be given what it asks for.
+        """
+        inputs = self._inputs
+        stored = inputs.checkpoint.find({tensor.key for tensor in self._tensors})
+        specs = [spec for spec in map(shard_from_message, self._messages) if spec is not None]
+        self._plan = build_load_plan(specs, stored)
+        self._converted = conversions(
+            self._tensors, dtypes_of(stored), is_strict=inputs.options.strict_dtype
+        )
+        self._results = [inputs.destination_of(tensor) for tensor in self._tensors]
+        own = digest_of(self._messages) if inputs.validates else ""
+        return [own, VALIDATED.last, inputs.checkpoint.identity]
+
+    def begin(self, answers: Sequence[Message]) -> None:
+        """Raise where the ranks' shards do not fit together, or their checkpoints. Collective.
+
+        Args:
+            answers: what ``describe`` has returned on every rank.
+
+        Raises:
+            PlanError: the main replicas of a key do not fit together.
+            StorageError: ranks have opened different checkpoints.
+        """
+        owns, lasts, identities = zip(*answers, strict=True)
+        if len(set(identities)) > 1:
+            raise StorageError(
+                f"{self._inputs.name}: ranks have opened different checkpoints there, by the "
+                f"digests of their manifests ({', '.join(sorted(set(identities)))}); it was "
+                "replaced meanwhile, load again"
+            )
+        group = digest_of(owns)
+        if any(owns) and any(last != group for last in lasts):
+            require_validated(self._comm, self._messages, group)
+
+    def run(self, finish: Callable[[StateDict], T]) -> T:
+        """Read everything; what ``finish`` makes of the loaded state dict. Collective.
+
+        Raises:
+            StorageError: a chunk or object is missing or damaged; a PeerError of the same class
+                on the other ranks.
+        """
+        finished: list[T] = []
+
+        def read() -> Message:
+            finished.append(finish(self._read()))
+            return self._converted or None
+
+        converted = agree_and_gather(self._comm, read)
+        warn_of_conversions(self._comm, self._inputs.name, filter(None, converted))
+        return finished[0]
+
+    def _read(self) -> StateDict:
+        inputs, comm = self._inputs, self._comm
+        targets = [
+            result.detach()[(None,) * tensor.prepend_axis_num]
+            for result, tensor in zip(self._results, self._tensors, strict=True)
+        ]
+        report = run_load(self._plan, targets, inputs.checkpoint.array_reader, inputs.options)
+        loaded: dict[int, Any] = {
+            id(tensor): result for tensor, result in zip(self._tensors, self._results, strict=True)
+        }
+        loaded |= _read_objects(self._objects, inputs)
+        me = comm.global_rank(comm.rank)
+        logger.log(report_level(comm), "rank %s: load from %s: %s", me, inputs.name, report)
+        return mapped_values(lambda value: loaded[id(value)], inputs.state)
+
+
+def load_sharded(comm: Communicator, open_inputs: Callable[[], LoadInputs]) -> StateDict:
+    """Read what each rank asks for; a state dict of the same structure. Collective.
+
+    Args:
+        comm: ranks that load together.
+        open_inputs: gives what this rank brings; may raise.
+
+    Raises:
+        ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError, StorageError: on every rank
+            where one failed.
+    """
+    loads: list[ShardedLoad] = []
+
+    def describe() -> Message:
+        loads.append(ShardedLoad(comm, open_inputs()))
+        return loads[0].describe()
+
+    answers = agree_and_gather(comm, describe)
+    restart_limit()
+    loads[0].begin(answers)
+    return loads[0].run(_itself)
+
+
+def _itself(state: StateDict) -> StateDict:
+    return state
 
 
 def run_load(
@@ -41,3 +227,111 @@ def run_load(
             reads.append(TensorRead(read.array, read.source, part))
     run_reads(store, reads, options)
     return LoadReport(len(plan.reads), plan.nbytes, time.monotonic() - started)
+
+
+def dtypes_of(stored: Mapping[str, ArraySpec]) -> dict[str, torch.dtype]:
+    """The stored dtype of each array."""
+    return {key: torch_dtype(array.dtype) for key, array in stored.items()}
+
+
+def conversions(
+    tensors: Iterable[Any], stored: Mapping[str, torch.dtype], *, is_strict: bool
+) -> Conversions:
+    """What a load of these ShardedTensors converts.
+
+    Args:
+        tensors: what this rank asks for.
+        stored: the dtype of each stored array; one that is missing here is passed over.
+        is_strict: whether a conversion is an error.
+
+    Raises:
+        DTypeMismatchError: there is one, and ``is_strict``; names the first.
+    """
+    wanted = {(t.key, t.dtype if t.data is None else t.data.dtype) for t in tensors}
+    found = sorted(
+        [key, _name(stored[key]), _name(dtype)]
+        for key, dtype in wanted
+        if stored.get(key, dtype) != dtype
+    )
+    if found and is_strict:
+        key, is_stored, is_wanted = found[0]
+        others = f"; {len(found) - 1} more arrays differ" if len(found) > 1 else ""
+        raise DTypeMismatchError(
+            f"{key}: dtype {is_stored} in the checkpoint, {is_wanted} requested{others}; load it "
+            "as it is stored, or without strict_dtype, which converts it",
+            key=key,
+        )
+    return found
+
+
+def warn_of_conversions(
+    comm: Communicator, checkpoint_dir: object, converted: Iterable[Conversions]
+) -> None:
+    """Log one warning, on the first rank, if any rank of a load has converted an array.
+
+    Args:
+        comm: ranks that have loaded together.
+        checkpoint_dir: from where.
+        converted: by rank, as gathered.
+    """
+    found = sorted({tuple(each) for of_rank in converted for each in of_rank})
+    if not found or comm.rank != 0:
+        return
+    examples = found[:_NUM_EXAMPLES]
+    named = ", ".join(f"{key} ({stored} to {wanted})" for key, stored, wanted in examples)
+    text = (
+        f"load from {checkpoint_dir}: arrays converted to the dtype requested: "
+        f"{len({key for key, _, _ in found})}, such as {named}; strict_dtype=True makes this an "
+        "error"
+    )
+    logger.warning("%s", text)
+
+
+def destination(tensor: Any) -> torch.Tensor:
+    """The tensor that a load fills: the ShardedTensor's own data, or a new one on the CPU.
+
+    Where Megatron-Core's torch_dist has given the data its prepended dims, it is a view of that.
+
+    Raises:
+        ShapeMismatchError: the data has another shape than the ShardedTensor says.
+        PlanError: its elements do not lie in memory of their own.
+    """
+    stated = tuple(tensor.local_shape)
+    data: torch.Tensor | None = tensor.data
+    if data is None:
+        return torch.empty(stated, dtype=tensor.dtype, device="cpu")
+    require_plain(data, key=tensor.key)
+    found = tuple(data.shape)
+    if found not in {stated, (1,) * tensor.prepend_axis_num + stated}:
+        raise ShapeMismatchError(
+            f"{tensor.key}: its data has shape {found}, its local_shape is {stated}",
+            key=tensor.key,
+        )
+    if may_overlap(data):
+        raise PlanError(
+            f"{tensor.key}: elements of its data share memory, as after expand(), so that it "
+            "cannot be filled; give the ShardedTensor a clone",
+            key=tensor.key,
+        )
+    return data if found == stated else data.detach()[(0,) * tensor.prepend_axis_num]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _read_objects(objects: Sequence[Any], inputs: LoadInputs) -> dict[int, Any]:
+    if not objects:
+        return {}
+    allow, checkpoint = inputs.allowed(), inputs.checkpoint
+    loaded: dict[int, Any] = {}
+
+    def read(wanted: Any) -> None:
+        name = object_id(wanted)
+        path = checkpoint.object_path(name)
+        content = checkpoint.object_content(name)
+        loaded[id(wanted)] = load_content(content, path, name.unique_key, allow)
+
+    jobs = (Job(found.key, found.unique_key, partial(read, found)) for found in objects)
+    run_pooled(jobs, 1).wait(inputs.options.timeout_s)
+    return loaded

@@ -7,7 +7,6 @@ for ("zarr", 2) an exchange of what the ranks know of their files; the commit.
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 import time
@@ -18,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
 from dist_ckpt_strategies.comm.base import (
@@ -40,7 +38,7 @@ from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.locations import Location, make_directory
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
-from dist_ckpt_strategies.megatron.flow import require_equal_common, require_valid_sharding
+from dist_ckpt_strategies.megatron.flow import require_equal_common
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     is_main_message,
@@ -56,6 +54,7 @@ from dist_ckpt_strategies.sharded.background import (
     agree_to_start,
     yield_to_training,
 )
+from dist_ckpt_strategies.sharded.checks import VALIDATED, digest_of, require_valid
 from dist_ckpt_strategies.sharded.plan_grids import Cutting
 from dist_ckpt_strategies.sharded.plan_manifest import ManifestPlan, build_manifest_plan
 from dist_ckpt_strategies.sharded.plan_save import ObjectHolding, SavePlan, build_save_plan
@@ -345,6 +344,8 @@ class ShardedSave:
 
     def _new_plan(self, group: str, everyone: Sequence[Message]) -> Planned:
         planned = planned_save(self.comm, everyone, own=self._own, group=group)
+        if self.inputs.validates:
+            VALIDATED.last = digest_of([digest_of(messages) for messages, *_ in everyone])
         if self.comm.rank == 0:
             self._begin_writing(planned)
         return planned
@@ -386,9 +387,7 @@ def planned_save(
         requests, objects, max_inflight_bytes=budget, cutting=Cutting(layouts[0])
     )
     if any(validates for *_, validates in everyone):
-        require_valid_sharding(
-            [list(map(value_from_message, messages)) for messages, *_ in everyone]
-        )
+        require_valid([list(map(value_from_message, messages)) for messages, *_ in everyone])
     arrays = [creation.array for creation in plan.creations]
     object_keys = [found.id.key for found in objects]
     manifest = (
@@ -399,11 +398,6 @@ def planned_save(
     keys = frozenset(array.key for array in arrays).union(object_keys)
     share = plan.share_of(comm.global_rank(comm.rank))
     return Planned(own, group, share, names, keys, manifest)
-
-
-def digest_of(facts: Any) -> str:
-    """A digest of values of JSON types."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
 
 
 def local_shards(state_dict: StateDict, dump: Callable[..., bytes]) -> LocalShards:

@@ -82,6 +82,11 @@ class StoredCheckpoint(Protocol):
     """A checkpoint that can be read, whatever its format. Rank-local."""
 
     @property
+    def identity(self) -> str:
+        """A digest that no other checkpoint has; empty in a format without digests."""
+        ...
+
+    @property
     def array_reader(self) -> ArrayReader:
         """Reads the arrays that ``find`` gives."""
         ...

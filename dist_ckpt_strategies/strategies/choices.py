@@ -23,6 +23,7 @@ from dist_ckpt_strategies.megatron.bases import (
 )
 from dist_ckpt_strategies.megatron.registry import torch_dist_strategy
 from dist_ckpt_strategies.megatron.shards import StateDict, sharded_values
+from dist_ckpt_strategies.sharded.load import conversions
 from dist_ckpt_strategies.storage.files import MARKER_NAME
 from dist_ckpt_strategies.strategies import common, zarr
 from dist_ckpt_strategies.strategies.common import (
@@ -38,7 +39,6 @@ from dist_ckpt_strategies.strategies.registry import (
     StrategyKey,
     strategy_not_found,
 )
-from dist_ckpt_strategies.strategies.sharded_load import conversions
 from dist_ckpt_strategies.strategies.sharded_strategies import (
     BaseLoadShardedStrategy,
     BaseSaveShardedStrategy,

@@ -5,20 +5,26 @@ Every rank raises where one fails. torch_dist never takes the place of a strateg
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
-from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.base import Communicator, Message, who_is_where
+from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import COMMON_OBJECT
+from dist_ckpt_strategies.errors import (
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+    PlanError,
+)
 from dist_ckpt_strategies.formats.locations import (
     Location,
     complete_commit,
     content_of,
-    is_finished,
     located,
-    read_marker,
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed, allowing
@@ -28,6 +34,8 @@ from dist_ckpt_strategies.megatron.flow import (
     LoadParts,
     merge_factories,
     merged,
+    needs_global_keys,
+    needs_stored_keys,
     parsed_strict,
     returns_keys,
     split_objects,
@@ -35,6 +43,7 @@ from dist_ckpt_strategies.megatron.flow import (
 )
 from dist_ckpt_strategies.megatron.shards import StateDict, sharded_values
 from dist_ckpt_strategies.sharded.checks import check_load
+from dist_ckpt_strategies.sharded.load import ShardedLoad
 from dist_ckpt_strategies.storage.time_limit import restart_limit
 from dist_ckpt_strategies.strategies.choices import (
     StrategyChoice,
@@ -46,12 +55,14 @@ from dist_ckpt_strategies.strategies.choices import (
 )
 from dist_ckpt_strategies.strategies.local_directory import BACKEND as LOCAL_BACKEND
 from dist_ckpt_strategies.strategies.local_directory import restore_common
+from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedLoadShardedStrategy
+from dist_ckpt_strategies.strategies.sharded_strategies import BaseLoadShardedStrategy
 from dist_ckpt_strategies.strategies.world import entry_options, open_world, with_time_limit
 
 
 @raises_megatron_errors
 @with_time_limit
-def load(  # noqa: PLR0913 - Megatron's signature
+def load(  # noqa: C901, PLR0913 - Megatron's signature
     sharded_state_dict: StateDict,
     checkpoint_dir: str | Path,
     sharded_strategy: StrategyChoice = None,
@@ -99,72 +110,149 @@ def load(  # noqa: PLR0913 - Megatron's signature
         PeerError: another rank failed; it is of the class of that rank's error too.
     """
     comm = open_world("load", f"from {checkpoint_dir}", timeout_s)
-    _restore_node(comm, checkpoint_dir)
-    restart_limit()
-    with ExitStack() as stack:
+    loads: list[_Load] = []
 
-        def begin() -> tuple[Location, Any, Any, StateDict, LoadParts, StrictHandling]:
-            root = content_of(
-                location_of(checkpoint_dir, sharded_strategy, entry_options(timeout_s))
-            )
-            stack.enter_context(allowing(allow))
-            loaders = load_strategies(root, sharded_strategy, common_strategy, timeout_s)
-            require_taken(root, loaders[0])
-            loader = verifying(loaders[0], verify)
-            found: StateDict = loaders[1].load_common(root)
-            parts = take_apart_for_load(sharded_state_dict)
-            if strict_dtype:
-                loader = with_strict_dtype(loader, root, parts.sharded)
-            state = merged(found, parts.nonpersistent)
-            return root, loader, loaders[1], state, parts, parsed_strict(strict)
+    def open_load() -> _Load:
+        options = entry_options(timeout_s)
+        place = location_of(checkpoint_dir, sharded_strategy, options)
+        if comm.rank == 0:
+            complete_commit(place)
+        root = content_of(place)
+        loader, commons = load_strategies(root, sharded_strategy, common_strategy, timeout_s)
+        require_taken(root, loader)
+        loader = verifying(loader, verify)
+        found: StateDict = commons.load_common(root)
+        parts = take_apart_for_load(sharded_state_dict)
+        if strict_dtype:
+            loader = with_strict_dtype(loader, root, parts.sharded)
+        state = merged(found, parts.nonpersistent)
+        return _Load(comm, root, options, loader, commons, parts, state, parsed_strict(strict))
 
-        root, sharded, common_loader, state, parts, strictness = agree(comm, begin)
-        outcome = check_load(
-            comm,
-            parts.sharded,
-            strictness,
-            lambda: _stored_keys(root, sharded, common_loader, parts.sharded),
-            validate_access_integrity,
-        )
-        loaded = _load_sharded(comm, outcome.sharded, root, sharded, common_loader)
-    agree(comm, lambda: merge_factories(merged(state, *loaded), parts.factories))
-    if returns_keys(strictness):
-        return state, outcome.missing, outcome.unexpected
-    return state
+    def describe(*, is_last: bool) -> Message:
+        try:
+            loads[:] = [open_load()]
+        except (CheckpointNotFoundError, IncompleteCheckpointError):
+            if is_last or not isinstance(located(checkpoint_dir, None), Path):
+                raise
+            return None  # the first rank may have completed a commit, or another node has it
+        return loads[0].describe(checkpoint_dir, validates=validate_access_integrity)
+
+    with allowing(allow):
+        answers = agree_and_gather(comm, partial(describe, is_last=False))
+        restart_limit()
+        if None in answers:
+            if _LOCAL in answers:
+                _restore_node(comm, checkpoint_dir)
+            answers = agree_and_gather(comm, partial(describe, is_last=True))
+        return loads[0].run(answers, validates=validate_access_integrity)
 
 
 def _restore_node(comm: Communicator, checkpoint_dir: str | Path) -> None:
     """Put the files of a local checkpoint's common state where they are lost. Collective."""
-
-    def backend() -> str | None:
-        root = located(checkpoint_dir, None)
-        if comm.rank == 0:
-            complete_commit(root)
-        is_local = isinstance(root, Path) and is_finished(root)
-        return read_marker(root).sharded_backend if is_local else None
-
-    backends = agree_and_gather(comm, backend)
-    if None in backends and LOCAL_BACKEND in backends:
-        root = agree(comm, lambda: require_path(located(checkpoint_dir, None), LOCAL_BACKEND))
-        restore_common(comm, root, str(checkpoint_dir))
+    root = agree(comm, lambda: require_path(located(checkpoint_dir, None), LOCAL_BACKEND))
+    restore_common(comm, root, str(checkpoint_dir))
 
 
-def _stored_keys(root: Location, sharded: Any, common_loader: Any, wanted: StateDict) -> StateDict:
-    """What is stored, but for the object that is the common state: nobody asks for it."""
-    found: StateDict = sharded.load_sharded_metadata(root)
-    if not sharded.can_handle_sharded_objects:
-        found = merged(found, common_loader.load_sharded_metadata(root))
-    if all(value.key != COMMON_OBJECT.key for value in sharded_values(wanted)):
-        found.pop(COMMON_OBJECT.unique_key, None)
-    return found
+_LOCAL, _OTHER = "local", "other"
+"""What a rank answers whose load does not go straight to a strategy of this package."""
 
 
-def _load_sharded(
-    comm: Communicator, state: StateDict, root: Location, sharded: Any, common_loader: Any
-) -> tuple[StateDict, ...]:
-    """What the strategies load: objects apart, where the sharded one does not take them."""
-    if sharded.can_handle_sharded_objects:
-        return (agree(comm, lambda: sharded.load(state, root)),)
-    objects, tensors = agree(comm, lambda: split_objects(state))
-    loaded = agree(comm, lambda: common_loader.load_sharded_objects(objects, root))
-    return loaded, agree(comm, lambda: sharded.load(tensors, root))
+@dataclass(slots=True)
+class _Load:
+    """A load of which nothing is read yet.
+
+    Attributes:
+        comm: all ranks.
+        root: where the files are.
+        options: those of the steps around the strategies.
+        sharded: loads the sharded part.
+        common_loader: loads the common state, and objects where ``sharded`` does not.
+        parts: what is wanted.
+        state: what ``load`` returns; the common state at first.
+        strictness: what to do about keys that only one side has.
+        direct: set where a strategy of this package loads with the ranks and limit of this call.
+    """
+
+    comm: Communicator
+    root: Location
+    options: Options
+    sharded: Any
+    common_loader: Any
+    parts: LoadParts
+    state: StateDict
+    strictness: StrictHandling
+    direct: ShardedLoad | None = None
+
+    def describe(self, checkpoint_dir: str | Path, *, validates: bool) -> Message:
+        """What other ranks have to know at first. Rank-local; errors as of ``load``."""
+        ours = self.sharded
+        is_direct = (
+            isinstance(ours, BaseLoadShardedStrategy)
+            and type(ours).load is BaseLoadShardedStrategy.load
+            and not ours.has_group
+            and ours.options.timeout_s == self.options.timeout_s
+            and not needs_stored_keys(self.strictness)
+            and not needs_global_keys(self.strictness)
+        )
+        if is_direct:
+            inputs = ours.inputs(self.comm, self.parts.sharded, self.root)
+            self.direct = ShardedLoad(
+                self.comm, replace(inputs, name=checkpoint_dir, validates=validates)
+            )
+            return self.direct.describe()
+        is_local = isinstance(self.root, Path) and isinstance(
+            ours, LocalReplicatedLoadShardedStrategy
+        )
+        return _LOCAL if is_local else _OTHER
+
+    def run(
+        self, answers: Sequence[Message], *, validates: bool
+    ) -> StateDict | tuple[StateDict, set[str], set[str]]:
+        """Load; what ``load`` returns. Collective.
+
+        Args:
+            answers: what ``describe`` has returned on every rank.
+            validates: whether Megatron-Core's own checks of the sharding are run.
+        """
+        _require_one_way(self.comm, answers)
+        if self.direct is not None:
+            self.direct.begin(answers)
+            return self.direct.run(self._finished)
+        outcome = check_load(
+            self.comm, self.parts.sharded, self.strictness, self._stored_keys, validates
+        )
+        loaded = self._load_otherwise(outcome.sharded)
+        agree(self.comm, lambda: self._finished(*loaded))
+        if returns_keys(self.strictness):
+            return self.state, outcome.missing, outcome.unexpected
+        return self.state
+
+    def _finished(self, *loaded: StateDict) -> StateDict:
+        merge_factories(merged(self.state, *loaded), self.parts.factories)
+        return self.state
+
+    def _stored_keys(self) -> StateDict:
+        """What is stored, but for the object that is the common state: nobody asks for it."""
+        found: StateDict = self.sharded.load_sharded_metadata(self.root)
+        if not self.sharded.can_handle_sharded_objects:
+            found = merged(found, self.common_loader.load_sharded_metadata(self.root))
+        if all(value.key != COMMON_OBJECT.key for value in sharded_values(self.parts.sharded)):
+            found.pop(COMMON_OBJECT.unique_key, None)
+        return found
+
+    def _load_otherwise(self, state: StateDict) -> tuple[StateDict, ...]:
+        """What the strategies load: objects apart, where the sharded one does not take them."""
+        comm, sharded, root = self.comm, self.sharded, self.root
+        if sharded.can_handle_sharded_objects:
+            return (agree(comm, lambda: sharded.load(state, root)),)
+        objects, tensors = agree(comm, lambda: split_objects(state))
+        loaded = agree(comm, lambda: self.common_loader.load_sharded_objects(objects, root))
+        return loaded, agree(comm, lambda: sharded.load(tensors, root))
+
+
+def _require_one_way(comm: Communicator, answers: Sequence[Message]) -> None:
+    """Raise where ranks load by strategies of different kinds."""
+    kinds = [answer if isinstance(answer, str) else "zarr" for answer in answers]
+    if len(set(kinds)) > 1:
+        texts = [f"a load by a strategy of kind {kind}" for kind in kinds]
+        raise PlanError(f"expected one strategy, found {who_is_where(comm, kinds, texts)}")

@@ -41,6 +41,12 @@ from dist_ckpt_strategies.megatron.shards import (
     shard_spec,
     sharded_values,
 )
+from dist_ckpt_strategies.sharded.load import (
+    Conversions,
+    conversions,
+    destination,
+    warn_of_conversions,
+)
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file
 from dist_ckpt_strategies.storage.io_pool import run_with_limit
 from dist_ckpt_strategies.storage.time_limit import restart_limit, time_limit
@@ -54,12 +60,6 @@ from dist_ckpt_strategies.strategies.local_directory import (
     stored_in,
 )
 from dist_ckpt_strategies.strategies.registry import require_own
-from dist_ckpt_strategies.strategies.sharded_load import (
-    Conversions,
-    conversions,
-    destination,
-    warn_of_conversions,
-)
 
 _ITERATION = re.compile(r"(\d+)\D*$")
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator, report_level
+from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
@@ -25,6 +25,14 @@ from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.bases import AsyncSaveShardedStrategy, LoadShardedStrategy
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
+from dist_ckpt_strategies.sharded.load import (
+    Conversions,
+    LoadInputs,
+    conversions,
+    destination,
+    dtypes_of,
+    load_sharded,
+)
 from dist_ckpt_strategies.sharded.requests import LocalSaveRequest
 from dist_ckpt_strategies.sharded.save import (
     SaveInputs,
@@ -35,13 +43,6 @@ from dist_ckpt_strategies.sharded.save import (
 from dist_ckpt_strategies.sharded.save_cache import SaveCache
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.time_limit import time_limit
-from dist_ckpt_strategies.strategies.sharded_load import (
-    Conversions,
-    conversions,
-    destination,
-    dtypes_of,
-    load_sharded,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -292,22 +293,28 @@ class BaseLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignor
             purpose="load",
             detail=f"from {checkpoint_dir}",
         )
-        loaded, report = load_sharded(
+        with time_limit(self._options.timeout_s):
+            return load_sharded(comm, lambda: self.inputs(comm, sharded_state_dict, checkpoint_dir))
+
+    def inputs(
+        self, comm: Communicator, sharded_state_dict: StateDict, checkpoint_dir: str | Location
+    ) -> LoadInputs:
+        """What this rank brings to a load by the ranks of ``comm``. Rank-local."""
+        share = Share(comm.rank, comm.size)
+        root = located(checkpoint_dir, self._options)
+        return LoadInputs(
             sharded_state_dict,
+            self.open_checkpoint(root, self._options, share),
             checkpoint_dir,
-            lambda: self.open_checkpoint(
-                located(checkpoint_dir, self._options),
-                self._options,
-                Share(comm.rank, comm.size),
-            ),
-            comm,
             self._options,
             self.allowed,
             self._destination,
         )
-        me = comm.global_rank(comm.rank)
-        logger.log(report_level(comm), "rank %s: load from %s: %s", me, checkpoint_dir, report)
-        return loaded
+
+    @property
+    def has_group(self) -> bool:
+        """Whether other ranks than the world load together."""
+        return self._group is not None
 
     def tensors_to_fill(
         self, tensors: Sequence[Any], stored: Mapping[str, ArraySpec], options: Options
@@ -321,16 +328,9 @@ class BaseLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignor
 
     def load_alone(self, sharded_state_dict: StateDict, checkpoint_dir: Location) -> StateDict:
         """Like ``load``, by this rank without any other. Rank-local."""
-        loaded, _ = load_sharded(
-            sharded_state_dict,
-            checkpoint_dir,
-            lambda: self.open_checkpoint(checkpoint_dir, self._options, Share()),
-            SoloCommunicator(),
-            self._options,
-            self.allowed,
-            self._destination,
-        )
-        return loaded
+        comm = SoloCommunicator()
+        with time_limit(self._options.timeout_s):
+            return load_sharded(comm, lambda: self.inputs(comm, sharded_state_dict, checkpoint_dir))
 
     @raises_megatron_errors
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:

@@ -21,8 +21,8 @@ from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME
 from dist_ckpt_strategies.formats.zarr2_tensorstore import array_store_spec
 from dist_ckpt_strategies.megatron.bases import StrategyAction
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.sharded.load import destination
 from dist_ckpt_strategies.strategies.registration import Made, register_defaults
-from dist_ckpt_strategies.strategies.sharded_load import destination
 from dist_ckpt_strategies.strategies.zarr import BACKEND, VERSION, ZarrLoadShardedStrategy
 
 _DETAILS = re.compile(r" \[(?:source locations|tensorstore_spec)=.*", re.DOTALL)

@@ -34,12 +34,12 @@ from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.bases import LoadShardedStrategy
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
-from dist_ckpt_strategies.storage.time_limit import restart_limit, time_limit
-from dist_ckpt_strategies.strategies.sharded_load import (
+from dist_ckpt_strategies.sharded.load import (
     Conversions,
     destination,
     warn_of_conversions,
 )
+from dist_ckpt_strategies.storage.time_limit import restart_limit, time_limit
 from dist_ckpt_strategies.strategies.sharded_strategies import BaseLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr_format2 import EitherFormatLoadShardedStrategy
 from dist_ckpt_strategies.two_stage.load import GroupLoad, prepare_group_load, run_group_load

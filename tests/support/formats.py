@@ -12,10 +12,10 @@ from dist_ckpt_strategies.core.report import SaveReport
 from dist_ckpt_strategies.formats.checkpoint_writer import Format1Writer, Format2Writer
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, Format2Checkpoint
 from dist_ckpt_strategies.megatron.allowed import default_allowed
+from dist_ckpt_strategies.sharded.load import LoadInputs, destination, load_sharded
 from dist_ckpt_strategies.sharded.save import SaveInputs, begun_save
 from dist_ckpt_strategies.sharded.save_cache import SaveCache
 from dist_ckpt_strategies.storage.time_limit import time_limit
-from dist_ckpt_strategies.strategies.sharded_load import destination, load_sharded
 
 
 def _saved(
@@ -43,16 +43,13 @@ def load_format1(
     state: dict[str, Any], root: Path, comm: Communicator, options: Options
 ) -> dict[str, Any]:
     """Load what the state asks for."""
-    found, _ = load_sharded(
-        state,
-        root,
-        lambda: Format1Checkpoint(root, options),
-        comm,
-        options,
-        list,
-        destination,
-    )
-    return found
+
+    def open_inputs() -> LoadInputs:
+        checkpoint = Format1Checkpoint(root, options)
+        return LoadInputs(state, checkpoint, root, options, list, destination)
+
+    with time_limit(options.timeout_s):
+        return load_sharded(comm, open_inputs)
 
 
 def save_format2(
@@ -72,13 +69,10 @@ def load_format2(
     state: dict[str, Any], root: Path, comm: Communicator, options: Options
 ) -> dict[str, Any]:
     """Load what the state asks for, verified as the options say."""
-    found, _ = load_sharded(
-        state,
-        root,
-        lambda: Format2Checkpoint(root, options),
-        comm,
-        options,
-        list,
-        destination,
-    )
-    return found
+
+    def open_inputs() -> LoadInputs:
+        checkpoint = Format2Checkpoint(root, options)
+        return LoadInputs(state, checkpoint, root, options, list, destination)
+
+    with time_limit(options.timeout_s):
+        return load_sharded(comm, open_inputs)
