@@ -98,9 +98,7 @@ class Format2Target:
     @property
     def cutting(self) -> Cutting:
         """See SaveTarget."""
-        if isinstance(self.root, Bucket):
-            return Cutting.BOUNDED_CRC32C if self._options.crc32c else Cutting.BOUNDED
-        return Cutting.INNER_CRC32C if self._options.crc32c else Cutting.INNER
+        return Cutting.BOUNDED if isinstance(self.root, Bucket) else Cutting.INNER
 
     def dump(self, obj: Any, *, name: str, allow: Allowed) -> bytes:
         """See SaveTarget."""
