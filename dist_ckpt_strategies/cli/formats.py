@@ -20,13 +20,14 @@ from dist_ckpt_strategies.cli.render import (
     sections_of,
     shape_text,
 )
-from dist_ckpt_strategies.formats.issues import Issue, StaleKind
-from dist_ckpt_strategies.formats.scanned import (
+from dist_ckpt_strategies.formats.issues import (
+    Issue,
     SaveBegun,
     Scan,
     ScannedArray,
     ScannedObject,
     ScanStatus,
+    StaleKind,
 )
 
 NUM_FIRST = 3

@@ -11,8 +11,7 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import CorruptCheckpointError
-from dist_ckpt_strategies.formats.scan import scan
-from dist_ckpt_strategies.formats.scanned import verify
+from dist_ckpt_strategies.formats.scan import scan, verify
 from tests.golden.sets import GoldenSet
 
 SAVED = {
