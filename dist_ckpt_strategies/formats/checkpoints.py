@@ -21,8 +21,7 @@ from dist_ckpt_strategies.formats.bucket_arrays import BucketReader, num_request
 from dist_ckpt_strategies.formats.bucket_commit import require_something
 from dist_ckpt_strategies.formats.issues import FileCheck
 from dist_ckpt_strategies.formats.locations import Location, content_of
-from dist_ckpt_strategies.formats.manifest import INDEX_NAME, digest_of
-from dist_ckpt_strategies.formats.manifest_reader import Manifest
+from dist_ckpt_strategies.formats.manifest import INDEX_NAME, Manifest, digest_of
 from dist_ckpt_strategies.formats.objects import (
     object_ids,
     object_path,

@@ -48,12 +48,12 @@ from dist_ckpt_strategies.formats.manifest import (
     ArrayRecord,
     ChunkRecord,
     FileDigest,
+    Manifest,
     ManifestIndex,
     ObjectRecord,
     Span,
     digest_of,
 )
-from dist_ckpt_strategies.formats.manifest_reader import Manifest
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.raw_chunks import missing_chunk
 from dist_ckpt_strategies.formats.zarr3 import (
@@ -118,11 +118,7 @@ def scan_format2(place: Path | Bucket) -> Scan | None:
         if COMMON_NAME not in there.files:
             there.issues.append(missing_common())
     if index is not None and not of_manifest:
-        for segment in index.parts:
-            there.listed.add(segment.name)
-            if there.files.get(segment.name, 0) is None:
-                there.nbytes += segment.nbytes
-        there.add_unexpected()
+        there.add_unexpected(index)
     stale = (
         StaleFile(StaleKind.PARTIAL, name, nbytes or 0)
         for name, nbytes in sorted(there.files.items())
@@ -212,8 +208,12 @@ class _Found:
         writers = tuple(sorted({chunk.writer for chunk in record.chunks.values()}))
         return ScannedArray(record.array, len(sizes), sum(sizes), writers)
 
-    def add_unexpected(self) -> None:
-        """Add an issue for each file that the manifest does not list."""
+    def add_unexpected(self, index: ManifestIndex) -> None:
+        """Add an issue for each file that the manifest, all of which was read, does not list."""
+        for segment in index.segments:
+            self.listed.add(segment.name)
+            if self.files.get(segment.name, 0) is None:
+                self.nbytes += segment.nbytes
         for name in sorted(self.files.keys() - self.listed):
             if not _is_stale(name):
                 nbytes = self.files[name]
@@ -303,7 +303,7 @@ def _read_manifest(
         if error.path is None:
             raise  # of a later version
         return None, [], [], [_bad_manifest(INDEX_NAME, error)]
-    for segment in manifest.index.parts:
+    for segment in manifest.index.segments:
         try:
             of_segment = manifest.contents_of(segment)
         except CheckpointError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,10 @@ from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.manifest import (
     INDEX_NAME,
     ManifestIndex,
-    PartEntry,
-    digest_of,
+    SegmentEntry,
     index_content,
-    merged_part,
-    part_content,
-    part_name,
+    merged_segment,
+    write_segment,
 )
 from dist_ckpt_strategies.sharded.plan_manifest import ManifestPlan
 from dist_ckpt_strategies.storage.file_store import FileStore
@@ -29,7 +28,7 @@ def run_manifest(
     describe: Callable[[], Mapping[int, bytes]],
     file_store: FileStore,
     comm: Communicator,
-    complete: Callable[[tuple[PartEntry, ...]], ManifestIndex],
+    complete: Callable[[tuple[SegmentEntry, ...]], ManifestIndex],
 ) -> None:
     """Write every part, then the index, durably.
 
@@ -38,7 +37,7 @@ def run_manifest(
 
     Args:
         plan: who writes what.
-        describe: gives what this rank knows of each part, as ``part_content`` writes it.
+        describe: gives what this rank knows of each part, as ``segment_content`` writes it.
         file_store: the checkpoint.
         comm: the ranks that the plan was made for.
         complete: makes the index out of its parts; called on the first rank.
@@ -95,13 +94,13 @@ def _made_room(
     return sends, incoming
 
 
-def _entries(answers: Sequence[Sequence[Any]]) -> tuple[PartEntry, ...]:
+def _entries(answers: Sequence[Sequence[Any]]) -> tuple[SegmentEntry, ...]:
     """The parts that all ranks have written, in their order."""
-    found = [PartEntry(*entry) for of_rank in answers for entry in of_rank]
+    found = [SegmentEntry(*entry) for of_rank in answers for entry in of_rank]
     return tuple(sorted(found, key=_by_first))
 
 
-def _by_first(entry: PartEntry) -> str:
+def _by_first(entry: SegmentEntry) -> str:
     return entry.first
 
 
@@ -110,13 +109,10 @@ def _written(
 ) -> list[Any]:
     """Write a part; its entry in the index, of JSON types."""
     try:
-        arrays, objects = merged_part(contents)
+        arrays, objects = merged_segment(contents)
     except ValueError as error:
         raise IncompleteCheckpointError(
             f"{file_store}: what the ranks have written makes no checkpoint: {error}"
         ) from error
-    content = part_content(arrays, objects)
-    name = part_name(number)
-    file_store.write(name, content)
-    first = plan.firsts[number]
-    return [name, first, len(content), digest_of(content), len(arrays), len(objects)]
+    entry = write_segment(file_store, number, plan.firsts[number], arrays, objects)
+    return list(astuple(entry))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -26,14 +25,15 @@ from dist_ckpt_strategies.formats.manifest import (
     FileDigest,
     ManifestIndex,
     ObjectRecord,
-    PartEntry,
+    SegmentEntry,
     Span,
     array_fields,
     begun_content,
     digest_of,
     object_fields,
     pack_name,
-    part_content,
+    package_versions,
+    segment_content,
 )
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
@@ -57,8 +57,6 @@ from dist_ckpt_strategies.strategies.save_planning import Planned
 
 _MAX_PLAIN_NBYTES = 4 << 10
 """Larger plain objects go to the file of all objects, lest the manifest should grow with them."""
-
-_PACKAGES = ("dist-ckpt-strategies", "megatron-core", "torch", "numpy", "tensorstore", "zarr")
 
 
 class Format2Target:
@@ -152,9 +150,9 @@ class Format2Target:
         def describe() -> dict[int, bytes]:
             return self._known(planned)
 
-        def index(parts: tuple[PartEntry, ...]) -> ManifestIndex:
+        def index(segments: tuple[SegmentEntry, ...]) -> ManifestIndex:
             layout = {"ranks": comm.size, **parallel_sizes()}
-            return ManifestIndex(parts, self._common(), layout, package_versions())
+            return ManifestIndex(segments, self._common(), layout, package_versions())
 
         run_manifest(planned.manifest, describe, self._file_store, comm, index)
 
@@ -182,20 +180,9 @@ class Format2Target:
         for found in self._objects:
             objects[planned.manifest.part_of(found.id.key)].append(object_fields(found))
         return {
-            number: part_content(described[number], objects[number])
+            number: segment_content(described[number], objects[number])
             for number in {*described, *objects}
         }
-
-
-def package_versions() -> dict[str, str]:
-    """Versions of the packages that take part in a save, by name."""
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # a package run from its sources
-    return found
 
 
 def manifest_metadata(checkpoint: Format2Checkpoint, *, with_objects: bool) -> StateDict:
