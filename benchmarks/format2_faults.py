@@ -70,7 +70,7 @@ from benchmarks.measuring.command_line import (
     open_output,
 )
 from benchmarks.measuring.harness import Ranks
-from dist_ckpt_strategies.formats.scanned import verify
+from dist_ckpt_strategies.formats.scan import verify
 from dist_ckpt_strategies.formats.zarr3_scan import scan_format2
 
 OTHER = "other"

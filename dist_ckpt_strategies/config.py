@@ -138,8 +138,6 @@ class Options:
             sizes.
         strict_dtype: whether a load raises where an array is stored in another dtype than the one
             requested, before it fills any tensor; otherwise it converts, and warns once.
-        crc32c: whether a save of format 2 also has a CRC32C after every inner chunk, for readers
-            without this package.
         writer_process: whether asynchronous saves to directories are written by a process of their
             own, for each rank: threads of this one take Python's lock from training.
         store: how object stores are reached; None: as the environment says.
@@ -153,7 +151,6 @@ class Options:
     whole_flush: bool = True
     verify: Verify = Verify.READ
     strict_dtype: bool = False
-    crc32c: bool = False
     writer_process: bool = True
     store: StoreOptions | None = None
 
@@ -240,7 +237,6 @@ def options_from_environment(environ: Mapping[str, str] | None = None) -> Option
         "whole_flush": _switch,
         "verify": str,
         "strict_dtype": _switch,
-        "crc32c": _switch,
         "writer_process": _switch,
     }
     changes: dict[str, Any] = {}

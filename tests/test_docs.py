@@ -229,6 +229,5 @@ def test_the_options_are_those_of_the_code() -> None:
         "engine": defaults.engine,
         "verify": defaults.verify,
         "strict_dtype": str(int(defaults.strict_dtype)),
-        "crc32c": str(int(defaults.crc32c)),
         "writer_process": str(int(defaults.writer_process)),
     }

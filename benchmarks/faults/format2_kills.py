@@ -17,7 +17,7 @@ from benchmarks.faults.format2_worker import NUM_WRITERS, PRELOAD, Spec, make_wo
 from benchmarks.faults.outcomes import Ending, Outcome
 from benchmarks.measuring.harness import Ranks
 from dist_ckpt_strategies.formats.manifest import INDEX_NAME, SAVE_NAME
-from dist_ckpt_strategies.formats.scanned import verify
+from dist_ckpt_strategies.formats.scan import verify
 from dist_ckpt_strategies.formats.zarr3_scan import scan_format2
 from dist_ckpt_strategies.storage.files import MARKER_NAME
 from dist_ckpt_strategies.tools.prune import prune

@@ -20,7 +20,7 @@ from benchmarks.measuring.quiet import quiet_imports
 
 with quiet_imports():
     from dist_ckpt_strategies import ConvertOptions, convert
-    from dist_ckpt_strategies.formats.scanned import verify
+    from dist_ckpt_strategies.formats.scan import verify
     from dist_ckpt_strategies.formats.zarr3_scan import scan_format2
 
 _STATUS = Path("/proc/self/status")

@@ -18,7 +18,7 @@ from dist_ckpt_strategies.formats.manifest import (
     ArrayRecord,
     ChunkRecord,
     array_fields,
-    part_content,
+    segment_content,
 )
 from dist_ckpt_strategies.sharded.plan_grids import Cutting
 from dist_ckpt_strategies.sharded.plan_save import SavePlan, build_save_plan
@@ -177,7 +177,7 @@ def _manifest_nbytes(plan: SavePlan) -> int:
         digests = bytes(DIGEST_NBYTES * (num_inner_chunks(write.array, index) + 1))
         chunks[write.array][index] = ChunkRecord(write.writer, digests)
     return sum(
-        len(part_content([array_fields(ArrayRecord(array, of_array))], ()))
+        len(segment_content([array_fields(ArrayRecord(array, of_array))], ()))
         for array, of_array in chunks.items()
     )
 

@@ -21,8 +21,8 @@ from dist_ckpt_strategies.formats.manifest import (
     ArrayRecord,
     ChunkRecord,
     array_fields,
-    merged_part,
-    part_content,
+    merged_segment,
+    segment_content,
 )
 from dist_ckpt_strategies.local.part_format import PartId, SaveId
 from dist_ckpt_strategies.local.plan import (
@@ -172,14 +172,14 @@ def _describe_manifest(job: Job) -> list[bytes]:
         of_rank = known.setdefault(write.writer, {})
         of_rank.setdefault(write.array, {})[index] = ChunkRecord(write.writer, digests)
     return [
-        part_content((array_fields(ArrayRecord(a, chunks)) for a, chunks in of_rank.items()), ())
+        segment_content((array_fields(ArrayRecord(a, chunks)) for a, chunks in of_rank.items()), ())
         for of_rank in known.values()
     ]
 
 
 def _plan_manifest(job: Job, told: list[bytes]) -> Tally:
     del job
-    arrays, _ = merged_part(told)
+    arrays, _ = merged_segment(told)
     return Tally(sum(len(fields["chunks"]) for fields in arrays), 1)
 
 

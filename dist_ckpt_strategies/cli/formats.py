@@ -20,13 +20,14 @@ from dist_ckpt_strategies.cli.render import (
     sections_of,
     shape_text,
 )
-from dist_ckpt_strategies.formats.issues import Issue, StaleKind
-from dist_ckpt_strategies.formats.scanned import (
+from dist_ckpt_strategies.formats.issues import (
+    Issue,
     SaveBegun,
     Scan,
     ScannedArray,
     ScannedObject,
     ScanStatus,
+    StaleKind,
 )
 
 NUM_FIRST = 3
@@ -257,7 +258,7 @@ def _array_row(scan: Scan, scanned: ScannedArray) -> Row:
     inner: tuple[str, ...] = ()
     writers: tuple[str, ...] = ()
     if _has_manifest(scan):
-        inner = (shape_text(array.inner_shape or ()) + (" +crc32c" if array.has_crc32c else ""),)
+        inner = (shape_text(array.inner_shape or ()),)
         writers = (_ranks(scanned.writers),)
     facts = (
         shape_text(array.shape),
@@ -330,8 +331,7 @@ def _array_fields(scan: Scan, scanned: ScannedArray) -> dict[str, Any]:
         "file_nbytes": scanned.file_nbytes,
     }
     if _has_manifest(scan):
-        inner = {"inner_shape": array.inner_shape, "crc32c": array.has_crc32c}
-        return fields | inner | {"writers": scanned.writers}
+        return fields | {"inner_shape": array.inner_shape, "writers": scanned.writers}
     return fields | {"separator": array.separator, "raw": array.is_raw}
 
 

@@ -10,9 +10,8 @@ from dist_ckpt_strategies.cli.progress import open_progress, watched
 from dist_ckpt_strategies.cli.render import print_summary
 from dist_ckpt_strategies.cli.status import Status, status_of_issues
 from dist_ckpt_strategies.formats.commit import complete_commit
-from dist_ckpt_strategies.formats.issues import Watch
-from dist_ckpt_strategies.formats.scan import scan
-from dist_ckpt_strategies.formats.scanned import Scan, verify
+from dist_ckpt_strategies.formats.issues import Scan, Watch
+from dist_ckpt_strategies.formats.scan import scan, verify
 from dist_ckpt_strategies.local.scan import LocalScan, scan_local, verify_local
 from dist_ckpt_strategies.storage.urls import StoreUrl, parsed_address
 

@@ -107,7 +107,7 @@ class ArraySpec:
         is_raw: whether a chunk's bytes are its elements in C order, little-endian, with no codec.
         inner_shape: of the inner chunks that make up a chunk, in elements; it divides
             ``chunk_shape``. None in format 1, whose chunks are of one piece.
-        has_crc32c: whether a CRC32C follows every inner chunk.
+        has_crc32c: whether a CRC32C follows every inner chunk, as earlier releases could write it.
     """
 
     key: str

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,18 +26,18 @@ from dist_ckpt_strategies.formats.manifest import (
     FileDigest,
     ManifestIndex,
     ObjectRecord,
-    PartEntry,
+    SegmentEntry,
     Span,
     array_fields,
     begun_content,
     digest_of,
     index_content,
-    merged_part,
+    merged_segment,
     object_fields,
     pack_name,
     package_versions,
-    part_content,
-    write_part,
+    segment_content,
+    write_segment,
 )
 from dist_ckpt_strategies.formats.object_files import OBJECT_SUFFIX
 from dist_ckpt_strategies.formats.objects import (
@@ -250,10 +251,8 @@ class Format2Writer(CheckpointWriter):
     @property
     def cutting(self) -> str:
         """See CheckpointWriter. An object of a bucket has a few hundred megabytes at most."""
-        name = "inner chunks"
-        if isinstance(self.root, Bucket):
-            name += ", few enough for one request"
-        return f"{name}, each with a CRC32C" if self.options.crc32c else name
+        is_bounded = isinstance(self.root, Bucket)
+        return "inner chunks, few enough for one request" if is_bounded else "inner chunks"
 
     @property
     def open_elsewhere(self) -> Callable[[], ArrayWriter] | None:
@@ -315,22 +314,21 @@ class Format2Writer(CheckpointWriter):
             found[segment_of(array.key)][0].append(array_fields(record))
         for one in self._objects:
             found[segment_of(one.id.key)][1].append(object_fields(one))
-        return {number: part_content(*both) for number, both in found.items()}
+        return {number: segment_content(*both) for number, both in found.items()}
 
     def write_segment(self, number: int, first: str, contents: Sequence[bytes]) -> Any:
         """See CheckpointWriter."""
         try:
-            arrays, objects = merged_part(contents)
+            arrays, objects = merged_segment(contents)
         except ValueError as error:
             raise IncompleteCheckpointError(
                 f"{self.store}: what the ranks have written makes no checkpoint: {error}"
             ) from error
-        entry = write_part(self.store, number, first, arrays, objects)
-        return [entry.name, first, entry.nbytes, entry.digest, len(arrays), len(objects)]
+        return list(astuple(write_segment(self.store, number, first, arrays, objects)))
 
     def write_index(self, entries: Sequence[Any], num_ranks: int, common: bytes | None) -> None:
         """See CheckpointWriter."""
-        segments = sorted((PartEntry(*entry) for entry in entries), key=_first_key)
+        segments = sorted((SegmentEntry(*entry) for entry in entries), key=_first_key)
         content = common or self._written_common()
         listed = None if content is None else FileDigest(len(content), digest_of(content))
         layout = {"ranks": num_ranks, **parallel_sizes()}
@@ -346,5 +344,5 @@ class Format2Writer(CheckpointWriter):
         return None
 
 
-def _first_key(entry: PartEntry) -> str:
+def _first_key(entry: SegmentEntry) -> str:
     return entry.first

@@ -19,20 +19,19 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.bucket_arrays import BucketReader, num_requests
 from dist_ckpt_strategies.formats.bucket_commit import require_something
+from dist_ckpt_strategies.formats.issues import FileCheck
 from dist_ckpt_strategies.formats.locations import Location, content_of
-from dist_ckpt_strategies.formats.manifest import INDEX_NAME, digest_of
-from dist_ckpt_strategies.formats.manifest_reader import Manifest
+from dist_ckpt_strategies.formats.manifest import INDEX_NAME, Manifest, digest_of
 from dist_ckpt_strategies.formats.objects import (
     object_ids,
     object_path,
     plain_content,
     read_content,
 )
-from dist_ckpt_strategies.formats.scanned import FileCheck
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.formats.zarr2_engines import open_array_store
 from dist_ckpt_strategies.formats.zarr3_arrays import Zarr3Reader
-from dist_ckpt_strategies.formats.zarr3_checks import common_check, manifest_checks
+from dist_ckpt_strategies.formats.zarr3_scan import common_check, manifest_files
 from dist_ckpt_strategies.storage.base import ArrayReader
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.file_store import Directory, FileStore
@@ -236,7 +235,7 @@ class Format2Checkpoint:
         else:
             num_threads = permitted_access(self._root, self._options).num_read_threads
         manifest = self.manifest
-        checks = manifest_checks(
+        checks = manifest_files(
             self.file_store, manifest.arrays(), manifest.objects(), manifest.index.common
         )
         jobs = map(self._job, islice(checks, share.rank, None, share.num_ranks))

@@ -1,12 +1,13 @@
-"""What can be wrong with a checkpoint, and what lies in it without being part of it."""
+"""What a scan of a checkpoint gives: what the checkpoint holds, and what is wrong with it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dist_ckpt_strategies.core.region import Extent
@@ -21,7 +22,10 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
 
-if TYPE_CHECKING:  # numpy takes a while to import
+if TYPE_CHECKING:  # numpy and TensorStore take a while to import
+    from dist_ckpt_strategies.core.array import ArraySpec
+    from dist_ckpt_strategies.formats.manifest import ManifestIndex
+    from dist_ckpt_strategies.storage.bucket import Bucket
     from dist_ckpt_strategies.storage.file_store import FileStore
 
 MAX_LISTED = 1000
@@ -40,34 +44,15 @@ _COMMON_FORMAT = ("torch", 1)
 
 
 class Problem(StrEnum):
-    """The kinds of damage; the values are part of the command's JSON."""
+    """The kinds of issues; the values are part of the command's JSON."""
 
     MISSING_MARKER = "missing_marker"
-    BAD_MARKER = "bad_marker"
     UNKNOWN_BACKEND = "unknown_backend"
-    MISSING_COMMON = "missing_common"
-    MISSING_METADATA = "missing_metadata"
-    BAD_METADATA = "bad_metadata"
-    MISSING_CHUNK = "missing_chunk"
-    WRONG_CHUNK_SIZE = "wrong_chunk_size"
-    UNEXPECTED_CHUNK = "unexpected_chunk"
-    MISSING_OBJECT = "missing_object"
-    UNEXPECTED_OBJECT = "unexpected_object"
-    DAMAGED_ARCHIVE = "damaged_archive"
-    MISSING_PART = "missing_part"
-    DAMAGED_PART = "damaged_part"
-    DAMAGED_TENSOR = "damaged_tensor"
-    DAMAGED_COMMON = "damaged_common"
-    MISSING_MANIFEST = "missing_manifest"
-    BAD_MANIFEST = "bad_manifest"
-    DAMAGED_CHUNK = "damaged_chunk"
-    DAMAGED_OBJECT = "damaged_object"
-    WRONG_FILE_SIZE = "wrong_file_size"
+    MISSING_FILE = "missing_file"
+    WRONG_SIZE = "wrong_size"
+    DAMAGED = "damaged"
     UNEXPECTED_FILE = "unexpected_file"
     UNREADABLE = "unreadable"
-
-
-_NOTHING_LACKS = {Problem.UNEXPECTED_CHUNK, Problem.UNEXPECTED_OBJECT, Problem.UNEXPECTED_FILE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +96,149 @@ class StaleFile:
     nbytes: int
 
 
+class ScanStatus(StrEnum):
+    """What a scan says of a checkpoint; INCOMPLETE: its save did not write the marker."""
+
+    WHOLE = "whole"
+    DAMAGED = "damaged"
+    INCOMPLETE = "incomplete"
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedArray:
+    """An array whose metadata could be read.
+
+    Attributes:
+        array: its metadata.
+        num_chunks: chunk files of its grid that are there, of whatever size.
+        file_nbytes: their bytes.
+        writers: the global ranks that wrote them, sorted; empty where the format does not tell.
+    """
+
+    array: ArraySpec
+    num_chunks: int
+    file_nbytes: int
+    writers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ScannedObject:
+    """A grid of objects.
+
+    Attributes:
+        key: the object's.
+        shape: of the grid, in shards.
+        num_shards: shards of the grid that are there.
+        num_expected: shards of the complete grid.
+        file_nbytes: their bytes; 0 where the manifest itself holds them.
+        writers: the global ranks that wrote them, sorted; empty where the format does not tell.
+    """
+
+    key: str
+    shape: Extent
+    num_shards: int
+    num_expected: int
+    file_nbytes: int
+    writers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SaveBegun:
+    """When and where a save began, as its first file says.
+
+    Attributes:
+        seconds: since the epoch.
+        host: name of the machine of the first rank.
+    """
+
+    seconds: float
+    host: str
+
+
+@dataclass(frozen=True, slots=True)
+class FileCheck:
+    """A file that belongs to a checkpoint, and the comparison of its bytes with their digests.
+
+    Attributes:
+        key: whose file it is; None for one of the whole checkpoint.
+        name: of the file, below the checkpoint's directory.
+        nbytes: how many it has to have.
+        run: returns what is wrong with it; raises where it cannot be read.
+        expected: what it should be, for messages.
+    """
+
+    key: str | None
+    name: str
+    nbytes: int
+    run: Callable[[], Iterable[Issue]]
+    expected: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What a checkpoint holds, and what is wrong with it, by names, sizes and metadata.
+
+    Attributes:
+        root: the directory, absolute, or the place in an object store.
+        version: of the sharded format, 1 or 2; None where another backend wrote the arrays, which
+            are not looked for then.
+        marker: None where it is missing or cannot be read.
+        common_nbytes: size of the common state's file; None where it is missing.
+        arrays: sorted by key; those whose metadata can be read.
+        objects: sorted by key.
+        stale_files: what killed processes have left, sorted by path; harmless.
+        issues: what is wrong, sorted by key.
+        num_files: all files of the checkpoint.
+        nbytes: their bytes; in an object store, of those whose size the manifest lists.
+        checks: gives the checks of all files that have digests or checksums of their own.
+        num_threads: to run them with.
+        begun: when the save began; None where no file says it.
+        index: the manifest's table of contents; None where there is none, or it is damaged.
+        others: names beside the checkpoint's own, which the manifest says nothing about.
+    """
+
+    root: Path | Bucket
+    version: int | None
+    marker: CheckpointMarker | None
+    common_nbytes: int | None
+    arrays: tuple[ScannedArray, ...]
+    objects: tuple[ScannedObject, ...]
+    stale_files: tuple[StaleFile, ...]
+    issues: tuple[Issue, ...]
+    num_files: int
+    nbytes: int
+    checks: Callable[[], Iterator[FileCheck]] = field(repr=False, compare=False)
+    num_threads: int = field(repr=False, compare=False)
+    begun: SaveBegun | None = None
+    index: ManifestIndex | None = None
+    others: tuple[str, ...] = ()
+
+    @property
+    def status(self) -> ScanStatus:
+        """Whether anything is wrong; without a marker the checkpoint counts as incomplete."""
+        if any(issue.problem is Problem.MISSING_MARKER for issue in self.issues):
+            return ScanStatus.INCOMPLETE
+        return ScanStatus.DAMAGED if self.issues else ScanStatus.WHOLE
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether another backend wrote the arrays, so that they were not looked for."""
+        return self.version is None
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether the sizes of files were compared; an object store's list has names alone."""
+        return isinstance(self.root, Path)
+
+
 def lacks_files(issues: Iterable[Issue]) -> bool:
     """Whether there is any issue other than files that should not be there."""
-    return any(issue.problem not in _NOTHING_LACKS for issue in issues)
+    return any(issue.problem is not Problem.UNEXPECTED_FILE for issue in issues)
 
 
-def sorted_by_key(issues: Iterable[Issue], *, then_by_path: bool) -> tuple[Issue, ...]:
-    """The issues of the whole checkpoint, then those of each key, as given or by path."""
-    return tuple(
-        sorted(issues, key=lambda issue: (issue.key or "", issue.path if then_by_path else ""))
-    )
+def sorted_by_key(issues: Iterable[Issue]) -> tuple[Issue, ...]:
+    """The issues of the whole checkpoint, then those of each key, in the order given."""
+    return tuple(sorted(issues, key=lambda issue: issue.key or ""))
 
 
 def unreadable(key: str | None, path: str, why: str) -> Issue:
@@ -130,11 +248,10 @@ def unreadable(key: str | None, path: str, why: str) -> Issue:
 
 def missing_common(path: str = COMMON_NAME) -> Issue:
     """The issue for a checkpoint without its common state."""
-    return Issue(Problem.MISSING_COMMON, None, path, "the state that all ranks share", NO_FILE)
+    return Issue(Problem.MISSING_FILE, None, path, "the state that all ranks share", NO_FILE)
 
 
 def missing_files(
-    problem: Problem,
     key: str,
     grid: Extent,
     present: Collection[Extent],
@@ -144,7 +261,6 @@ def missing_files(
     """Issues for the files of a grid that are not there; a damaged grid may be of any size.
 
     Args:
-        problem: their kind.
         key: the array or object.
         grid: one file for each index.
         present: indices of the files that are there.
@@ -155,10 +271,10 @@ def missing_files(
     num_missing = num_files - len(present)
     missing = (index for index in _indices(grid) if index not in present)
     for index in islice(missing, min(num_missing, MAX_LISTED)):
-        yield Issue(problem, key, path_of(index), expected, NO_FILE)
+        yield Issue(Problem.MISSING_FILE, key, path_of(index), expected, NO_FILE)
     if num_missing > MAX_LISTED:
         found = f"{len(present)}; {num_missing - MAX_LISTED} more are missing than listed here"
-        yield Issue(problem, key, key, f"{num_files} files", found)
+        yield Issue(Problem.MISSING_FILE, key, key, f"{num_files} files", found)
 
 
 def _indices(grid: Extent) -> Iterator[Extent]:
@@ -185,7 +301,7 @@ def require_no_inner(place: object, inner: Sequence[str]) -> None:
         )
 
 
-def marker_or_issue(file_store: FileStore) -> CheckpointMarker | Issue:
+def marker_or_issue(store: FileStore) -> CheckpointMarker | Issue:
     """The marker of a checkpoint, or what is wrong with it.
 
     Raises:
@@ -193,18 +309,18 @@ def marker_or_issue(file_store: FileStore) -> CheckpointMarker | Issue:
             it.
     """
     try:
-        return CheckpointMarker.from_json(file_store.read(MARKER_NAME))
+        return CheckpointMarker.from_json(store.read(MARKER_NAME))
     except NO_ANSWER:
         raise
     except IncompleteCheckpointError:
         expected = "the last file that a save writes"
         return Issue(Problem.MISSING_MARKER, None, MARKER_NAME, expected, NO_FILE)
     except StorageError as error:
-        why = error.message.removeprefix(f"{file_store.path(MARKER_NAME)}: ")
+        why = error.message.removeprefix(f"{store.path(MARKER_NAME)}: ")
         return unreadable(None, MARKER_NAME, why)
     except (ValueError, TypeError) as error:
         expected = "the fields of a marker as JSON"
-        return Issue(Problem.BAD_MARKER, None, MARKER_NAME, expected, str(error))
+        return Issue(Problem.DAMAGED, None, MARKER_NAME, expected, str(error))
 
 
 def sharded_format(marker: CheckpointMarker) -> tuple[str, int]:
@@ -232,13 +348,9 @@ def check_marker(marker: CheckpointMarker | Issue, expected: tuple[str, int]) ->
         ("common", _common_format(marker), _COMMON_FORMAT),
     ):
         if (name, version) != known:
-            yield Issue(
-                Problem.UNKNOWN_BACKEND,
-                None,
-                MARKER_NAME,
-                f"{which} backend {known[0]} version {known[1]}",
-                f"{name} version {version}",
-            )
+            text = f"{which} backend {known[0]} version {known[1]}"
+            found = f"{name} version {version}"
+            yield Issue(Problem.UNKNOWN_BACKEND, None, MARKER_NAME, text, found)
 
 
 def _common_format(marker: CheckpointMarker) -> tuple[str, int]:

@@ -1,13 +1,18 @@
-"""What the manifest of a format 2 checkpoint says about its files."""
+"""The manifest of a format 2 checkpoint: what it says about each file, its writing and reading."""
 
 from __future__ import annotations
 
+import difflib
 import importlib.metadata
 import json
 import socket
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import xxhash
@@ -15,7 +20,11 @@ import xxhash
 from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
 from dist_ckpt_strategies.core.inner_grid import num_inner_chunks
 from dist_ckpt_strategies.core.region import Extent
-from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompatibleVersionError
+from dist_ckpt_strategies.errors import (
+    ArrayNotFoundError,
+    CorruptCheckpointError,
+    IncompatibleVersionError,
+)
 from dist_ckpt_strategies.storage.file_store import FileStore
 
 DIGEST_NBYTES = 8
@@ -98,8 +107,8 @@ class ObjectRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class PartEntry:
-    """One file of the manifest, as its table of contents lists it.
+class SegmentEntry:
+    """One file of the manifest, a segment, as the index lists it; the field names are on disk.
 
     Attributes:
         name: of the file, below the checkpoint's directory.
@@ -136,13 +145,13 @@ class ManifestIndex:
     """The manifest's table of contents.
 
     Attributes:
-        parts: its files, by their first keys.
+        segments: its files, by their first keys.
         common: the common state's file; None where there was none at the time of the save.
         layout: parallel sizes of the job that saved, by name, and its number of ranks.
         versions: of the packages that took part, by name.
     """
 
-    parts: tuple[PartEntry, ...]
+    segments: tuple[SegmentEntry, ...]
     common: FileDigest | None
     layout: Mapping[str, int]
     versions: Mapping[str, str]
@@ -166,8 +175,8 @@ _DIGEST_HEX = 32
 Fields = dict[str, Any]
 
 
-def part_name(number: int) -> str:
-    """The name of a part, below the checkpoint's directory."""
+def segment_name(number: int) -> str:
+    """The name of a segment, below the checkpoint's directory."""
     return f"{MANIFEST_NAME}/part-{number:05d}.json"
 
 
@@ -284,14 +293,14 @@ def object_record(fields: Fields) -> ObjectRecord:
     return ObjectRecord(found, writer, Span(name, byte_offset, nbytes, str(digest)))
 
 
-def part_content(arrays: Iterable[Fields], objects: Iterable[Fields]) -> bytes:
-    """The bytes of a part."""
-    part = {"arrays": list(arrays), "objects": list(objects)}
-    return json.dumps(part, separators=(",", ":"), allow_nan=False).encode()
+def segment_content(arrays: Iterable[Fields], objects: Iterable[Fields]) -> bytes:
+    """The bytes of a segment."""
+    segment = {"arrays": list(arrays), "objects": list(objects)}
+    return json.dumps(segment, separators=(",", ":"), allow_nan=False).encode()
 
 
-def merged_part(contents: Iterable[bytes]) -> tuple[list[Fields], list[Fields]]:
-    """The arrays and objects of one part, out of what several ranks know of it.
+def merged_segment(contents: Iterable[bytes]) -> tuple[list[Fields], list[Fields]]:
+    """The arrays and objects of one segment, out of what several ranks know of it.
 
     Raises:
         ValueError: ranks tell different things of an array, or a chunk of it is missing.
@@ -299,9 +308,9 @@ def merged_part(contents: Iterable[bytes]) -> tuple[list[Fields], list[Fields]]:
     arrays: dict[str, Fields] = {}
     objects: list[Fields] = []
     for content in contents:
-        part = json.loads(content)
-        objects += part["objects"]
-        for fields in part["arrays"]:
+        segment = json.loads(content)
+        objects += segment["objects"]
+        for fields in segment["arrays"]:
             known = arrays.setdefault(fields["key"], fields)
             if known is not fields:
                 _require_same(known, fields)
@@ -312,21 +321,29 @@ def merged_part(contents: Iterable[bytes]) -> tuple[list[Fields], list[Fields]]:
     return [arrays[key] for key in sorted(arrays)], objects
 
 
-def write_part(
-    file_store: FileStore, number: int, first: str, arrays: list[Fields], objects: list[Fields]
-) -> PartEntry:
-    """Write a part, durably; its entry in the index.
+def _require_same(one: Fields, other: Fields) -> None:
+    for name in one:
+        if name != "chunks" and one[name] != other[name]:
+            raise ValueError(
+                f"{one['key']}: {name} {one[name]} on one rank, {other[name]} on another"
+            )
+
+
+def write_segment(
+    store: FileStore, number: int, first: str, arrays: list[Fields], objects: list[Fields]
+) -> SegmentEntry:
+    """Write a segment, durably; its entry in the index.
 
     Args:
-        file_store: the checkpoint.
-        number: of the part.
+        store: the checkpoint.
+        number: of the segment.
         first: the first key that it may list.
         arrays: as ``array_fields`` describes them.
         objects: as ``object_fields`` describes them.
     """
-    content, name = part_content(arrays, objects), part_name(number)
-    file_store.write(name, content)
-    return PartEntry(name, first, len(content), digest_of(content), len(arrays), len(objects))
+    content, name = segment_content(arrays, objects), segment_name(number)
+    store.write(name, content)
+    return SegmentEntry(name, first, len(content), digest_of(content), len(arrays), len(objects))
 
 
 def package_versions() -> dict[str, str]:
@@ -340,14 +357,6 @@ def package_versions() -> dict[str, str]:
     return found
 
 
-def _require_same(one: Fields, other: Fields) -> None:
-    for name in one:
-        if name != "chunks" and one[name] != other[name]:
-            raise ValueError(
-                f"{one['key']}: {name} {one[name]} on one rank, {other[name]} on another"
-            )
-
-
 def index_content(index: ManifestIndex) -> bytes:
     """The bytes of the index: JSON whose first field is the digest of all that follows."""
     body = {
@@ -356,17 +365,7 @@ def index_content(index: ManifestIndex) -> bytes:
         "layout": dict(index.layout),
         "versions": dict(index.versions),
         "common": None if index.common is None else [index.common.nbytes, index.common.digest],
-        "parts": [
-            {
-                "name": part.name,
-                "first": part.first,
-                "nbytes": part.nbytes,
-                "digest": part.digest,
-                "num_arrays": part.num_arrays,
-                "num_objects": part.num_objects,
-            }
-            for part in index.parts
-        ],
+        "parts": [asdict(segment) for segment in index.segments],
     }
     rest = b'",' + json.dumps(body, indent=1).encode()[1:]
     return _DIGEST_LEAD + digest_of(rest).encode() + rest
@@ -402,7 +401,7 @@ def parse_index(content: bytes, path: str) -> ManifestIndex:
             )
         common = fields["common"]
         return ManifestIndex(
-            _part_entries(fields["parts"]),
+            _segment_entries(fields["parts"]),
             None if common is None else FileDigest(int(common[0]), str(common[1])),
             fields["layout"],
             fields["versions"],
@@ -411,15 +410,15 @@ def parse_index(content: bytes, path: str) -> ManifestIndex:
         raise CorruptCheckpointError(f"{path} is no manifest: {error!r}", path=path) from error
 
 
-def _part_entries(parts: Any) -> tuple[PartEntry, ...]:
-    if not isinstance(parts, list):
-        raise TypeError(f"{parts!r}, expected a list of parts")
-    entries = tuple(PartEntry(**part) for part in parts)
+def _segment_entries(listed: Any) -> tuple[SegmentEntry, ...]:
+    if not isinstance(listed, list):
+        raise TypeError(f"{listed!r}, expected a list of segments")
+    entries = tuple(SegmentEntry(**fields) for fields in listed)
     for entry in entries:
         _require_below(entry.name, MANIFEST_NAME)
     firsts = [entry.first for entry in entries]
     if firsts != sorted(set(firsts)):
-        raise ValueError("the first keys of its parts do not ascend")
+        raise ValueError("the first keys of its segments do not ascend")
     return entries
 
 
@@ -433,3 +432,155 @@ def _extent(numbers: Any) -> Extent:
     if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
         raise ValueError(f"{numbers!r}, expected a list of whole numbers")
     return tuple(numbers)
+
+
+class Manifest:
+    """The manifest of a checkpoint; segments are read and parsed as far as they are asked for.
+
+    Args:
+        store: the checkpoint.
+
+    Attributes:
+        index: its table of contents.
+        digest: of the file of that.
+
+    Raises:
+        IncompleteCheckpointError: it has none.
+        CorruptCheckpointError: its index is damaged.
+        IncompatibleVersionError: a later version of this package wrote it.
+    """
+
+    def __init__(self, store: FileStore) -> None:
+        self._store = store
+        content = store.read(INDEX_NAME)
+        self.index = parse_index(content, store.path(INDEX_NAME))
+        self.digest = digest_of(content)
+        self._firsts = [segment.first for segment in self.index.segments]
+        self._contents: dict[str, _Contents] = {}
+        self._records: dict[str, ArrayRecord] = {}
+
+    def find(self, key: str) -> ArrayRecord:
+        """The array of that key.
+
+        Raises:
+            ArrayNotFoundError: there is none; names similar ones.
+            CorruptCheckpointError: the segment that lists it is damaged.
+        """
+        found = self._records.get(key)
+        if found is None:
+            contents = self._contents_for(key)
+            if contents is None or key not in contents.arrays:
+                raise self._not_found(key, list(self.keys()), "array")
+            found = self._records[key] = contents.array(key)
+        return found
+
+    def find_object(self, object_id: ObjectId) -> ObjectRecord:
+        """One shard of an object; errors as in ``find``."""
+        contents, name = self._contents_for(object_id.key), object_id.unique_key
+        if contents is None or name not in contents.objects:
+            raise self._not_found(name, [r.id.unique_key for r in self.objects()], "object")
+        return contents.object(name)
+
+    def keys(self) -> Iterator[str]:
+        """The keys of all arrays, sorted."""
+        for segment in self.index.segments:
+            yield from self._contents_of(segment).arrays
+
+    def arrays(self) -> Iterator[ArrayRecord]:
+        """All arrays, sorted by key."""
+        return map(self.find, self.keys())
+
+    def objects(self) -> Iterator[ObjectRecord]:
+        """All shards of objects, sorted."""
+        for segment in self.index.segments:
+            contents = self._contents_of(segment)
+            yield from map(contents.object, contents.objects)
+
+    def contents_of(self, segment: SegmentEntry) -> tuple[list[ArrayRecord], list[ObjectRecord]]:
+        """The arrays and objects that one segment lists.
+
+        Raises:
+            IncompleteCheckpointError: it is missing.
+            CorruptCheckpointError: it is damaged.
+        """
+        found = self._contents_of(segment)
+        return list(map(found.array, found.arrays)), list(map(found.object, found.objects))
+
+    def _contents_for(self, key: str) -> _Contents | None:
+        number = bisect_right(self._firsts, key) - 1
+        return self._contents_of(self.index.segments[number]) if number >= 0 else None
+
+    def _contents_of(self, segment: SegmentEntry) -> _Contents:
+        if segment.name not in self._contents:
+            content, path = self._store.read(segment.name), self._store.path(segment.name)
+            found = digest_of(content)
+            if found != segment.digest:
+                raise CorruptCheckpointError(
+                    f"{path} is damaged: it has digest {found}, expected {segment.digest}",
+                    path=path,
+                )
+            self._contents[segment.name] = _Contents(content, path)
+        return self._contents[segment.name]
+
+    def _not_found(self, name: str, known: Sequence[str], what: str) -> ArrayNotFoundError:
+        near = difflib.get_close_matches(name, known, n=3)
+        hint = f"; similar ones: {', '.join(near)}" if near else ""
+        return ArrayNotFoundError(
+            f"{name}: no such {what} among the {len(known)} in {self._store}{hint}",
+            key=name,
+            path=self._store.path(INDEX_NAME),
+        )
+
+
+class _Contents:
+    """A segment of the manifest, made into records one at a time."""
+
+    def __init__(self, content: bytes, path: str) -> None:
+        self._damage = partial(_damage, path)
+        with self._damage():
+            fields = json.loads(content)
+            self.arrays = _by_name(fields["arrays"], _key)
+            self.objects = _by_name(fields["objects"], _unique_key)
+
+    def array(self, key: str) -> ArrayRecord:
+        """The array of a key that the segment has."""
+        with self._damage():
+            record = array_record(self.arrays[key])
+            require_complete(record)
+            return record
+
+    def object(self, unique_key: str) -> ObjectRecord:
+        """An object shard that the segment has."""
+        with self._damage():
+            return object_record(self.objects[unique_key])
+
+
+@contextmanager
+def _damage(path: str) -> Iterator[None]:
+    """Turn what parsing raises into an error that names the file."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        # PlanError, of a dtype that there is not, is a ValueError too.
+        raise CorruptCheckpointError(
+            f"{path} is no segment of a manifest: {error!r}", path=path
+        ) from error
+
+
+def _by_name(listed: list[Fields], name_of: Callable[[Fields], str]) -> dict[str, Fields]:
+    found = {name_of(fields): fields for fields in listed}
+    if len(found) < len(listed):
+        counts = Counter(map(name_of, listed))
+        raise ValueError(f"{counts.most_common(1)[0][0]}: listed twice")
+    return found
+
+
+def _key(fields: Fields) -> str:
+    key = fields["key"]
+    if not isinstance(key, str):
+        raise TypeError(f"{key!r}, expected a text")
+    return key
+
+
+def _unique_key(fields: Fields) -> str:
+    return ObjectId(_key(fields), tuple(fields["offset"]), tuple(fields["shape"])).unique_key

@@ -10,7 +10,6 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from itertools import chain
 from pathlib import Path
 
 from dist_ckpt_strategies.core.array import UNKNOWN, ArraySpec, ObjectId
@@ -19,8 +18,12 @@ from dist_ckpt_strategies.errors import CheckpointError, CheckpointNotFoundError
 from dist_ckpt_strategies.formats.finished import HOLDS_SAFETENSORS, are_safetensors
 from dist_ckpt_strategies.formats.issues import (
     NO_FILE,
+    FileCheck,
     Issue,
     Problem,
+    Scan,
+    ScannedArray,
+    ScannedObject,
     StaleFile,
     StaleKind,
     Watch,
@@ -36,7 +39,6 @@ from dist_ckpt_strategies.formats.issues import (
 )
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.object_files import file_damage, shard_id, shard_path
-from dist_ckpt_strategies.formats.scanned import FileCheck, Scan, ScannedArray, ScannedObject
 from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, parse_metadata
 from dist_ckpt_strategies.storage.file_store import Directory, nbytes_text
 from dist_ckpt_strategies.storage.files import (
@@ -74,17 +76,21 @@ def scan_format1(root: Path, watch: Watch | None = None) -> Scan:
     top, marker = read_folder(root, ""), marker_or_issue(Directory(root))
     is_foreign = isinstance(marker, CheckpointMarker) and sharded_format(marker) != FORMAT1
     is_bare = not {MARKER_NAME, COMMON_NAME} & top.files.keys()
-    found = _Contents()
+    found = _Contents(root)
     for number, folder in enumerate(_folders(root, watch)):
         if is_bare and number == _MAX_BARE and found.is_empty():
-            raise _no_checkpoint(root)
+            raise CheckpointNotFoundError(
+                f"{root} is no checkpoint: expected {MARKER_NAME} and {COMMON_NAME}, found "
+                f"neither, and no array or object in the first {_MAX_BARE} directories below it",
+                path=str(root),
+            )
         found.count(folder)
         if not is_foreign:
-            found.look_into(root, folder)
+            found.look_into(folder)
     common_nbytes = top.files.get(COMMON_NAME)
-    arrays, of_arrays = found.compared_arrays()
-    objects, of_objects = _grids(found.shards)
-    issues = [*check_marker(marker, FORMAT1), *found.issues, *of_arrays, *of_objects]
+    issues = [*check_marker(marker, FORMAT1), *found.issues]
+    arrays = tuple(_compared_arrays(found, issues))
+    objects = tuple(_compared_objects(found.shards, issues))
     if common_nbytes is None and has_own_common(marker):
         issues.append(missing_common())
     if not (isinstance(marker, CheckpointMarker) or common_nbytes is not None or arrays or objects):
@@ -97,10 +103,10 @@ def scan_format1(root: Path, watch: Watch | None = None) -> Scan:
         arrays=arrays,
         objects=objects,
         stale_files=tuple(sorted(found.stale_files, key=lambda stale: stale.path)),
-        issues=sorted_by_key(issues, then_by_path=False),
+        issues=sorted_by_key(issues),
         num_files=found.num_files,
         nbytes=found.nbytes,
-        checks=partial(_checks, root, common_nbytes, found.shards),
+        checks=partial(_archive_checks, root, common_nbytes, found.shards),
         num_threads=_NUM_THREADS,
     )
 
@@ -131,6 +137,8 @@ class _Contents:
     """What the directories of a checkpoint hold, as far as they were looked at.
 
     Attributes:
+        arrays: what the metadata of each array says, or what is wrong with it.
+        chunks: for each key, the files with names of chunks, and their sizes.
         shards: files of objects, and their sizes.
         stale_files: harmless.
         issues: of what cannot be read.
@@ -138,9 +146,10 @@ class _Contents:
         nbytes: their bytes.
     """
 
-    def __init__(self) -> None:
-        self._arrays: dict[str, ArraySpec | Issue] = {}
-        self._chunks: dict[str, dict[str, int]] = defaultdict(dict)
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self.arrays: dict[str, ArraySpec | Issue] = {}
+        self.chunks: dict[str, dict[str, int]] = defaultdict(dict)
         self.shards: dict[ObjectId, int] = {}
         self.stale_files: list[StaleFile] = []
         self.issues: list[Issue] = []
@@ -148,7 +157,7 @@ class _Contents:
 
     def is_empty(self) -> bool:
         """Whether there was nothing of a checkpoint so far."""
-        return not (self._arrays or self.shards or self.stale_files)
+        return not (self.arrays or self.shards or self.stale_files)
 
     def count(self, folder: Folder) -> None:
         """Count a directory's files."""
@@ -157,45 +166,34 @@ class _Contents:
         if folder.failure:
             self.issues.append(unreadable(None, folder.key or ".", folder.failure))
 
-    def look_into(self, root: Path, folder: Folder) -> None:
+    def look_into(self, folder: Folder) -> None:
         """Add the stale files, the array's metadata, chunks and objects of a directory."""
         if kind := _stale_kind(folder):
             self.stale_files.append(StaleFile(kind, folder.key, folder.nbytes))
             return
-        self.stale_files += _partial_files(folder)
+        self.stale_files += (
+            StaleFile(StaleKind.PARTIAL, folder.path_of(name), nbytes)
+            for name, nbytes in folder.files.items()
+            if name.startswith(PARTIAL_PREFIX) or name.endswith(_TEMPORARY_SUFFIXES)
+        )
         if not folder.key:
             return
         key, prefix = folder.key, ""
         if METADATA_NAME in folder.files:
-            self._arrays[key] = _read_metadata(root, folder)
+            self.arrays[key] = _read_metadata(self._root, folder)
         else:  # chunks in numbered directories, w/0/1, belong to the one above the numbers
             key = _CHUNK_FOLDERS.sub("", folder.key)
             prefix = f"{folder.key}/".removeprefix(f"{key}/")
         for name, nbytes in folder.files.items():
             if _CHUNK_NAME.fullmatch(name):
-                self._chunks[key][prefix + name] = nbytes
+                self.chunks[key][prefix + name] = nbytes
             elif shard := shard_id(folder.path_of(name)):
                 self.shards[shard] = nbytes
-        self.issues += _check_shard_names(folder)
-
-    def compared_arrays(self) -> tuple[tuple[ScannedArray, ...], list[Issue]]:
-        """The arrays, sorted by key, and what is wrong with their chunks or metadata."""
-        arrays, issues = [], []
-        for key, array in sorted(self._arrays.items()):
-            if isinstance(array, Issue):
-                issues.append(array)
-                continue
-            named = self._chunks.get(key, {})
-            indices = {name: _chunk_index(array, name) for name in named}
-            chunks = {index: named[name] for name, index in indices.items() if index is not None}
-            arrays.append(ScannedArray(array, len(chunks), sum(chunks.values())))
-            outside = sorted(name for name, index in indices.items() if index is None)
-            issues += _check_chunks(array, chunks, outside)
-        for key in self._chunks.keys() - self._arrays.keys():
-            path, expected = f"{key}/{METADATA_NAME}", "the array's metadata"
-            found = f"{NO_FILE}; files that look like chunks: {len(self._chunks[key])}"
-            issues.append(Issue(Problem.MISSING_METADATA, key, path, expected, found))
-        return tuple(arrays), issues
+        self.issues += (
+            unreadable(folder.key, path, "a directory, or something else that is no file")
+            for path in map(folder.path_of, (*folder.folders, *folder.links, *folder.others))
+            if shard_id(path)
+        )
 
 
 def _stale_kind(folder: Folder) -> StaleKind | None:
@@ -213,20 +211,6 @@ def _stale_kind(folder: Folder) -> StaleKind | None:
     return None
 
 
-def _partial_files(folder: Folder) -> Iterator[StaleFile]:
-    for name, nbytes in folder.files.items():
-        if name.startswith(PARTIAL_PREFIX) or name.endswith(_TEMPORARY_SUFFIXES):
-            yield StaleFile(StaleKind.PARTIAL, folder.path_of(name), nbytes)
-
-
-def _check_shard_names(folder: Folder) -> Iterator[Issue]:
-    """Issues of what has the name of an object's file, and is none."""
-    for path in map(folder.path_of, (*folder.folders, *folder.links, *folder.others)):
-        if shard_id(path):
-            found = "a directory, or something else that is no file"
-            yield unreadable(folder.key, path, found)
-
-
 def _read_metadata(root: Path, folder: Folder) -> ArraySpec | Issue:
     path = folder.path_of(METADATA_NAME)
     try:
@@ -236,7 +220,7 @@ def _read_metadata(root: Path, folder: Folder) -> ArraySpec | Issue:
         return unreadable(folder.key, path, reason(error))
     except CheckpointError as error:
         expected = "the metadata of a Zarr v2 array"
-        return Issue(Problem.BAD_METADATA, folder.key, path, expected, _cause(error))
+        return Issue(Problem.DAMAGED, folder.key, path, expected, _cause(error))
 
 
 def _cause(error: CheckpointError) -> str:
@@ -245,6 +229,29 @@ def _cause(error: CheckpointError) -> str:
     if isinstance(cause, KeyError):
         return f"no field {cause}"
     return str(cause) if cause else error.message.removeprefix(f"{error.key}: ")
+
+
+def _compared_arrays(found: _Contents, issues: list[Issue]) -> Iterator[ScannedArray]:
+    """The arrays, sorted by key; what is wrong with their chunks or metadata joins ``issues``."""
+    for key, array in sorted(found.arrays.items()):
+        if isinstance(array, Issue):
+            issues.append(array)
+            continue
+        chunks: dict[Extent, int] = {}
+        outside = []
+        for name, nbytes in sorted(found.chunks.get(key, {}).items()):
+            index = _chunk_index(array, name)
+            if index is None:
+                outside.append(f"{key}/{name}")
+            else:
+                chunks[index] = nbytes
+        yield ScannedArray(array, len(chunks), sum(chunks.values()))
+        issues += _check_chunks(array, chunks)
+        issues += _unexpected(key, outside, f"chunks of the grid {_grid_text(array.grid)} only")
+    for key in found.chunks.keys() - found.arrays.keys():
+        text = f"{NO_FILE}; files that look like chunks: {len(found.chunks[key])}"
+        path, expected = f"{key}/{METADATA_NAME}", "the array's metadata"
+        issues.append(Issue(Problem.MISSING_FILE, key, path, expected, text))
 
 
 def _chunk_index(array: ArraySpec, name: str) -> Extent | None:
@@ -257,42 +264,24 @@ def _chunk_index(array: ArraySpec, name: str) -> Extent | None:
     return index if fits and array.chunk_name(index) == name else None
 
 
-def _check_chunks(
-    array: ArraySpec, chunks: Mapping[Extent, int], outside: Iterable[str]
-) -> Iterator[Issue]:
-    """Issues of the chunk files of one array.
+def _check_chunks(array: ArraySpec, chunks: Mapping[Extent, int]) -> Iterator[Issue]:
+    """Issues of the sizes of an array's chunk files, and of those that are missing."""
 
-    Args:
-        array: its metadata.
-        chunks: size in bytes of the files of its chunks.
-        outside: names that look like those of chunks, but of none in the grid.
-    """
-    key, nbytes = array.key, array.chunk_nbytes
-    expected = nbytes_text(nbytes) if array.is_raw else "a compressed chunk"
-    wrong = (i for i, size in chunks.items() if (size != nbytes if array.is_raw else size == 0))
-    for index in sorted(wrong):
-        path, found = f"{key}/{array.chunk_name(index)}", nbytes_text(chunks[index])
-        yield Issue(Problem.WRONG_CHUNK_SIZE, key, path, expected, found)
-    yield from missing_files(
-        Problem.MISSING_CHUNK,
-        key,
-        array.grid,
-        chunks.keys(),
-        lambda index: f"{key}/{array.chunk_name(index)}",
-        expected,
-    )
-    only = f"chunks of the grid {_grid_text(array.grid)} only"
-    for name in outside:
-        yield Issue(Problem.UNEXPECTED_CHUNK, key, f"{key}/{name}", only, "a file outside of it")
+    def path_of(index: Extent) -> str:
+        return f"{array.key}/{array.chunk_name(index)}"
+
+    expected = nbytes_text(array.chunk_nbytes) if array.is_raw else "a compressed chunk"
+    for index, nbytes in sorted(chunks.items()):
+        if nbytes != array.chunk_nbytes if array.is_raw else nbytes == 0:
+            found = nbytes_text(nbytes)
+            yield Issue(Problem.WRONG_SIZE, array.key, path_of(index), expected, found)
+    yield from missing_files(array.key, array.grid, chunks.keys(), path_of, expected)
 
 
-def _grid_text(grid: Extent) -> str:
-    """Such as ``2 x 4``; a scalar has the grid ``1``."""
-    return " x ".join(map(str, grid)) or "1"
-
-
-def _grids(shards: Mapping[ObjectId, int]) -> tuple[tuple[ScannedObject, ...], list[Issue]]:
-    """The grids that files of objects make up, sorted by key, and what is wrong with them.
+def _compared_objects(
+    shards: Mapping[ObjectId, int], issues: list[Issue]
+) -> Iterator[ScannedObject]:
+    """The grids that files of objects make up, sorted by key; what is wrong joins ``issues``.
 
     Shards of one key that state different shapes make up a grid each. One of the older form, with
     the last number of its shape left out, ends at the largest offset that is there.
@@ -300,44 +289,42 @@ def _grids(shards: Mapping[ObjectId, int]) -> tuple[tuple[ScannedObject, ...], l
     by_grid: dict[tuple[str, Extent], list[ObjectId]] = defaultdict(list)
     for shard in sorted(shards):
         by_grid[shard.key, shard.shape].append(shard)
-    objects: list[ScannedObject] = []
-    issues: list[Issue] = []
     for (key, stated), some in sorted(by_grid.items()):
         last = 1 + max(shard.offset[-1] for shard in some)
         shape = (*stated[:-1], last) if stated[-1] == UNKNOWN else stated
         present = {s.offset for s in some if all(map(int.__lt__, s.offset, shape))}
-        file_nbytes = sum(shards[shard] for shard in some)
-        objects.append(ScannedObject(key, shape, len(present), math.prod(shape), file_nbytes))
-        issues += _check_grid(key, stated, shape, some, present)
-    return tuple(objects), issues
+        num_shards, nbytes = math.prod(shape), sum(shards[shard] for shard in some)
+        yield ScannedObject(key, shape, len(present), num_shards, nbytes)
+
+        def path_of(offset: Extent, key: str = key, stated: Extent = stated) -> str:
+            return shard_path(ObjectId(key, offset, stated))
+
+        issues += missing_files(key, shape, present, path_of, f"one of {num_shards} shards")
+        outside = (shard_path(shard) for shard in some if shard.offset not in present)
+        issues += _unexpected(key, outside, f"shards of the grid {_grid_text(shape)} only")
 
 
-def _check_grid(
-    key: str, stated: Extent, shape: Extent, shards: Iterable[ObjectId], present: set[Extent]
-) -> Iterator[Issue]:
-    yield from missing_files(
-        Problem.MISSING_OBJECT,
-        key,
-        shape,
-        present,
-        lambda offset: shard_path(ObjectId(key, offset, stated)),
-        f"one of {math.prod(shape)} shards",
-    )
-    only = f"shards of the grid {_grid_text(shape)} only"
-    for shard in shards:
-        if shard.offset not in present:
-            path = shard_path(shard)
-            yield Issue(Problem.UNEXPECTED_OBJECT, key, path, only, "one outside of it")
+def _unexpected(key: str, paths: Iterable[str], expected: str) -> Iterator[Issue]:
+    for path in paths:
+        yield Issue(Problem.UNEXPECTED_FILE, key, path, expected, "a file outside of it")
 
 
-def _checks(
+def _grid_text(grid: Extent) -> str:
+    """Such as ``2 x 4``; a scalar has the grid ``1``."""
+    return " x ".join(map(str, grid)) or "1"
+
+
+def _archive_checks(
     root: Path, common_nbytes: int | None, shards: Mapping[ObjectId, int]
 ) -> Iterator[FileCheck]:
     """Checks of the common state and of all objects: each archive has checksums of its own."""
-    common = [] if common_nbytes is None else [(None, COMMON_NAME, common_nbytes)]
-    ordered = ((shard.key, shard_path(shard), shards[shard]) for shard in sorted(shards))
-    for key, path, nbytes in chain(common, ordered):
-        yield FileCheck(key, path, nbytes, partial(_check_archive, root, key, path))
+    if common_nbytes is not None:
+        run = partial(_check_archive, root, None, COMMON_NAME)
+        yield FileCheck(None, COMMON_NAME, common_nbytes, run)
+    for shard in sorted(shards):
+        path = shard_path(shard)
+        run = partial(_check_archive, root, shard.key, path)
+        yield FileCheck(shard.key, path, shards[shard], run)
 
 
 def _check_archive(root: Path, key: str | None, path: str) -> Iterator[Issue]:
@@ -345,16 +332,7 @@ def _check_archive(root: Path, key: str | None, path: str) -> Iterator[Issue]:
     with (root / path).open("rb") as file:
         damage = file_damage(file)
     if damage is not None:
-        expected = "an archive that fits its own checksums"
-        yield Issue(Problem.DAMAGED_ARCHIVE, key, path, expected, damage)
-
-
-def _no_checkpoint(root: Path) -> CheckpointNotFoundError:
-    return CheckpointNotFoundError(
-        f"{root} is no checkpoint: expected {MARKER_NAME} and {COMMON_NAME}, found neither, and no "
-        f"array or object in the first {_MAX_BARE} directories below it",
-        path=str(root),
-    )
+        yield Issue(Problem.DAMAGED, key, path, "an archive that fits its own checksums", damage)
 
 
 def _require_no_other(root: Path, top: Folder) -> None:

@@ -140,10 +140,6 @@ def encode_run(
             own = grid.box(offset)
             held = at_box(source, own.within(grid.region))
             np.copyto(at_box(chunk, Region.whole(own.shape)), _bits(held, dtype))
-    if grid.stored_nbytes > grid.raw_nbytes:
-        for chunk in chunks:
-            crc = google_crc32c.value(chunk[: grid.raw_nbytes].tobytes())
-            chunk[grid.raw_nbytes :] = np.frombuffer(_CRC.pack(crc), np.uint8)
     return digests_of(chunks)
 
 

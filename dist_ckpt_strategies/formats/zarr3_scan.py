@@ -1,29 +1,35 @@
 """Scan a ("zarr", 2) checkpoint, in a directory or an object store. Loads no torch.
 
-The names of the files that are there, and their sizes where a list tells them, are compared with
-the manifest. The digests are compared in a second step: zarr3_checks.
+``manifest_files`` gives every file that the manifest lists, with its size and the comparison of its
+bytes with their digests. A scan compares their names, and sizes where a listing tells them, with
+those that are there; ``verify`` and loads with ``verify="full"`` compare the bytes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
-from dist_ckpt_strategies.errors import (
-    CheckpointError,
-    IncompleteCheckpointError,
-    StorageError,
-)
+from dist_ckpt_strategies.core.region import Extent
+from dist_ckpt_strategies.errors import CheckpointError, IncompleteCheckpointError, StorageError
 from dist_ckpt_strategies.formats.issues import (
     NO_ANSWER,
     NO_FILE,
+    FileCheck,
     Issue,
     Problem,
+    SaveBegun,
+    Scan,
+    ScannedArray,
+    ScannedObject,
     StaleFile,
     StaleKind,
     check_marker,
@@ -40,21 +46,29 @@ from dist_ckpt_strategies.formats.manifest import (
     SAVE_NAME,
     SCHEMA,
     ArrayRecord,
+    ChunkRecord,
     FileDigest,
+    Manifest,
     ManifestIndex,
     ObjectRecord,
+    Span,
+    digest_of,
 )
-from dist_ckpt_strategies.formats.manifest_reader import Manifest
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
-from dist_ckpt_strategies.formats.scanned import SaveBegun, Scan, ScannedArray, ScannedObject
+from dist_ckpt_strategies.formats.raw_chunks import missing_chunk
 from dist_ckpt_strategies.formats.zarr3 import (
     ARRAYS_NAME,
-    METADATA_NAME,
-    array_directory,
+    chunk_name,
+    digests_of,
     metadata_content,
+    metadata_name,
 )
-from dist_ckpt_strategies.formats.zarr3_checks import manifest_checks, pack_nbytes, packs_of
-from dist_ckpt_strategies.storage.file_store import Directory, FileStore, nbytes_text
+from dist_ckpt_strategies.storage.file_store import (
+    Directory,
+    FileStore,
+    WrongSizeError,
+    nbytes_text,
+)
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
@@ -76,14 +90,6 @@ _FOLDER_NAMES = (ARRAYS_NAME, OBJECTS_NAME, MANIFEST_NAME)
 """Directories, or the first parts of names, that hold all files but two."""
 
 _TOP_NAMES = (MARKER_NAME, COMMON_NAME)
-_CHUNK_PROBLEMS = Problem.MISSING_CHUNK, Problem.WRONG_CHUNK_SIZE
-_COMMON_PROBLEMS = Problem.MISSING_COMMON, Problem.DAMAGED_COMMON
-_MANIFEST_PROBLEMS = Problem.MISSING_MANIFEST, Problem.BAD_MANIFEST
-_METADATA_PROBLEMS = Problem.MISSING_METADATA, Problem.BAD_METADATA
-_PACK_PROBLEMS = Problem.MISSING_OBJECT, Problem.WRONG_FILE_SIZE
-"""Of a file that is missing, and of one that has another size."""
-
-_MISSING = -1
 
 
 def scan_format2(place: Path | Bucket) -> Scan | None:
@@ -99,27 +105,25 @@ def scan_format2(place: Path | Bucket) -> Scan | None:
         there = _files_of_bucket(place)
     if there is None:
         return None
-    store = there.file_store
-    index, arrays, objects, of_manifest = _read_manifest(store)
+    index, arrays, objects, of_manifest = _read_manifest(there.store)
     common = None if index is None else index.common
-    files = _Comparison(there.files)
-    common_nbytes = files.compare_common(common)
-    scanned = tuple(map(files.compare_array, arrays))
-    for name, records in packs_of(objects).items():
-        nbytes = pack_nbytes(records)
-        expected = f"{nbytes_text(nbytes)} of objects"
-        files.expect(None, name, nbytes, _PACK_PROBLEMS, expected)
+    scanned = tuple(map(there.compare_array, arrays))
+    for file in _packs(there.store, objects):
+        there.compare(file)
+    if common is not None:
+        common_nbytes = there.compare(common_check(there.store, common))
+    else:
+        common_nbytes = there.files.get(COMMON_NAME)
+        there.listed.add(COMMON_NAME)
+        if COMMON_NAME not in there.files:
+            there.issues.append(missing_common())
     if index is not None and not of_manifest:
-        for entry in index.parts:
-            expected = nbytes_text(entry.nbytes)
-            files.expect(None, entry.name, entry.nbytes, _MANIFEST_PROBLEMS, expected)
-        files.add_unexpected()
+        there.add_unexpected(index)
     stale = (
         StaleFile(StaleKind.PARTIAL, name, nbytes or 0)
         for name, nbytes in sorted(there.files.items())
         if _is_stale(name)
     )
-    issues = (*check_marker(there.marker, FORMAT2), *of_manifest, *files.issues)
     return Scan(
         root=place,
         version=2,
@@ -128,21 +132,27 @@ def scan_format2(place: Path | Bucket) -> Scan | None:
         arrays=scanned,
         objects=tuple(_grids(objects)),
         stale_files=tuple(stale),
-        issues=sorted_by_key(issues, then_by_path=True),
+        issues=sorted_by_key(
+            (
+                *check_marker(there.marker, FORMAT2),
+                *of_manifest,
+                *sorted(there.issues, key=lambda i: i.path),
+            )
+        ),
         num_files=len(there.files),
-        nbytes=files.nbytes,
-        checks=partial(manifest_checks, store, arrays, objects, common),
-        num_threads=store.num_readers,
-        begun=read_begun(store),
+        nbytes=there.nbytes + sum(nbytes or 0 for nbytes in there.files.values()),
+        checks=partial(manifest_files, there.store, arrays, objects, common),
+        num_threads=there.store.num_readers,
+        begun=read_begun(there.store),
         index=index,
         others=there.others,
     )
 
 
-def read_begun(file_store: FileStore) -> SaveBegun | None:
+def read_begun(store: FileStore) -> SaveBegun | None:
     """When and where the save to a place began; None where no file of a save says so."""
     try:
-        fields = json.loads(file_store.read(SAVE_NAME)[:MAX_JSON_NBYTES])
+        fields = json.loads(store.read(SAVE_NAME)[:MAX_JSON_NBYTES])
         if fields["schema"] != SCHEMA:
             return None
         return SaveBegun(float(fields["time"]), str(fields["host"]))
@@ -152,27 +162,70 @@ def read_begun(file_store: FileStore) -> SaveBegun | None:
         return None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Found:
-    """What is there.
+    """The files that are there, compared with those that the manifest lists.
 
     Attributes:
-        file_store: gives the content of the files.
+        store: gives the content of the files.
         marker: of the checkpoint, or what is wrong with it.
-        files: size of each of its files, by name; None where that is not known yet.
+        files: size of each of its files, by name; None where a listing does not tell it.
         others: names beside them, which are no part of it.
+        issues: what the comparison shows.
+        listed: names of the files that were compared.
+        nbytes: of files whose size only the manifest tells.
     """
 
-    file_store: FileStore
+    store: FileStore
     marker: CheckpointMarker | Issue
     files: Mapping[str, int | None]
     others: tuple[str, ...]
+    issues: list[Issue] = field(default_factory=list)
+    listed: set[str] = field(default_factory=lambda: {MARKER_NAME, SAVE_NAME, INDEX_NAME})
+    nbytes: int = 0
+
+    def compare(self, file: FileCheck) -> int | None:
+        """The size of a file that the manifest lists; None, and an issue, where it is missing."""
+        self.listed.add(file.name)
+        if file.name not in self.files:
+            issue = Issue(Problem.MISSING_FILE, file.key, file.name, file.expected, NO_FILE)
+            self.issues.append(issue)
+            return None
+        found = self.files[file.name]
+        if found is None:
+            self.nbytes += file.nbytes
+            return file.nbytes
+        if found != file.nbytes:
+            text = nbytes_text(found)
+            self.issues.append(Issue(Problem.WRONG_SIZE, file.key, file.name, file.expected, text))
+        return found
+
+    def compare_array(self, record: ArrayRecord) -> ScannedArray:
+        """The array, and what is there of its files."""
+        metadata, *chunks = _files_of_array(self.store, record)
+        self.compare(metadata)
+        sizes = [nbytes for nbytes in map(self.compare, chunks) if nbytes is not None]
+        writers = tuple(sorted({chunk.writer for chunk in record.chunks.values()}))
+        return ScannedArray(record.array, len(sizes), sum(sizes), writers)
+
+    def add_unexpected(self, index: ManifestIndex) -> None:
+        """Add an issue for each file that the manifest, all of which was read, does not list."""
+        for segment in index.segments:
+            self.listed.add(segment.name)
+            if self.files.get(segment.name, 0) is None:
+                self.nbytes += segment.nbytes
+        for name in sorted(self.files.keys() - self.listed):
+            if not _is_stale(name):
+                nbytes = self.files[name]
+                expected = "no file that the manifest does not list"
+                found = "an object" if nbytes is None else nbytes_text(nbytes)
+                self.issues.append(Issue(Problem.UNEXPECTED_FILE, None, name, expected, found))
 
 
 def _files_of_directory(root: Path) -> _Found | None:
     require_directory(root)
-    file_store = Directory(root)
-    marker = marker_or_issue(file_store)
+    store = Directory(root)
+    marker = marker_or_issue(store)
     with file_errors(None, root / MANIFEST_NAME):  # which may not be looked into
         is_known = any((root / name).is_file() for name in (SAVE_NAME, INDEX_NAME))
     if not is_known and not _is_format2(marker):
@@ -183,7 +236,7 @@ def _files_of_directory(root: Path) -> _Found | None:
         files |= {folder.path_of(name): nbytes for name, nbytes in folder.files.items()}
     names = {*top.files, *top.folders, *top.links, *top.others}
     others = sorted(n for n in names.difference(files, _FOLDER_NAMES) if not _is_stale(n))
-    return _Found(file_store, marker, files, tuple(others))
+    return _Found(store, marker, files, tuple(others))
 
 
 def _files_of_bucket(bucket: Bucket) -> _Found | None:
@@ -230,7 +283,7 @@ def _is_of_checkpoint(name: str) -> bool:
 
 
 def _read_manifest(
-    file_store: FileStore,
+    store: FileStore,
 ) -> tuple[ManifestIndex | None, list[ArrayRecord], list[ObjectRecord], list[Issue]]:
     """The manifest as far as it can be read, and what is missing or damaged.
 
@@ -241,113 +294,31 @@ def _read_manifest(
     Raises:
         IncompatibleVersionError: a later version of this package wrote it.
     """
+    arrays: list[ArrayRecord] = []
+    objects: list[ObjectRecord] = []
+    issues: list[Issue] = []
     try:
-        manifest = Manifest(file_store)
-    except IncompleteCheckpointError:
-        expected = "the manifest's table of contents"
-        issue = Issue(Problem.MISSING_MANIFEST, None, INDEX_NAME, expected, NO_FILE)
-        return None, [], [], [issue]
+        manifest = Manifest(store)
     except CheckpointError as error:
         if error.path is None:
             raise  # of a later version
         return None, [], [], [_bad_manifest(INDEX_NAME, error)]
-    arrays: list[ArrayRecord] = []
-    objects: list[ObjectRecord] = []
-    issues: list[Issue] = []
-    for entry in manifest.index.parts:
+    for segment in manifest.index.segments:
         try:
-            of_entry = manifest.contents_of(entry)
+            of_segment = manifest.contents_of(segment)
         except CheckpointError as error:
-            issues.append(_bad_manifest(entry.name, error))
+            issues.append(_bad_manifest(segment.name, error))
         else:
-            arrays += of_entry[0]
-            objects += of_entry[1]
+            arrays += of_segment[0]
+            objects += of_segment[1]
     return manifest.index, arrays, objects, issues
 
 
 def _bad_manifest(name: str, error: CheckpointError) -> Issue:
+    if isinstance(error, IncompleteCheckpointError):
+        return Issue(Problem.MISSING_FILE, None, name, "a file of the manifest", NO_FILE)
     text = error.message.removeprefix(f"{error.path} ")
-    return Issue(Problem.BAD_MANIFEST, None, name, "what the save wrote", text)
-
-
-class _Comparison:
-    """The files that are there, compared with those that the manifest lists.
-
-    Args:
-        files: size of each, by name; None where it is not known: the listed size counts then.
-
-    Attributes:
-        issues: what the comparison shows.
-        nbytes: of all files whose size is known or listed.
-    """
-
-    def __init__(self, files: Mapping[str, int | None]) -> None:
-        self._files = files
-        self._listed: set[str] = set()
-        self.issues: list[Issue] = []
-        self.nbytes = sum(nbytes or 0 for nbytes in files.values())
-
-    def expect(
-        self,
-        key: str | None,
-        name: str,
-        nbytes: int,
-        problems: tuple[Problem, Problem],
-        expected: str,
-    ) -> int | None:
-        """The size of a file that the manifest lists; None, and an issue, where it is missing."""
-        self._listed.add(name)
-        found = self._files.get(name, _MISSING)
-        if found is None:
-            self.nbytes += nbytes
-            return nbytes
-        if found == _MISSING:
-            self.issues.append(Issue(problems[0], key, name, expected, NO_FILE))
-            return None
-        if found != nbytes:
-            self.issues.append(Issue(problems[1], key, name, expected, nbytes_text(found)))
-        return found
-
-    def compare_common(self, listed: FileDigest | None) -> int | None:
-        """The size of the common state's file; None where it is missing, or not known."""
-        expected = "the state that all ranks share"
-        if listed is not None:
-            expected = f"{expected}, {nbytes_text(listed.nbytes)}"
-            return self.expect(None, COMMON_NAME, listed.nbytes, _COMMON_PROBLEMS, expected)
-        self._listed.add(COMMON_NAME)
-        if COMMON_NAME not in self._files:
-            self.issues.append(missing_common())
-        return self._files.get(COMMON_NAME)
-
-    def compare_array(self, record: ArrayRecord) -> ScannedArray:
-        """The array, and what is there of its files."""
-        array = record.array
-        directory = array_directory(array.key)
-        name, expected = f"{directory}/{METADATA_NAME}", "what other readers need to know"
-        # Of any size: a load does without it. Its content is compared by its check.
-        found = self._files.get(name)
-        nbytes = len(metadata_content(array)) if found is None else found
-        self.expect(array.key, name, nbytes, _METADATA_PROBLEMS, expected)
-        grid = InnerGrid.of(array, (0,) * len(array.shape))
-        sizes = []
-        for index, chunk in record.chunks.items():
-            nbytes = (chunk.num_digests - 1) * grid.stored_nbytes + grid.index_nbytes
-            expected = f"{nbytes_text(nbytes)} (chunk {index}, written by rank {chunk.writer})"
-            name = f"{directory}/{'.'.join(['c', *map(str, index)])}"
-            sizes.append(self.expect(array.key, name, nbytes, _CHUNK_PROBLEMS, expected))
-        there = [nbytes for nbytes in sizes if nbytes is not None]
-        writers = tuple(sorted({chunk.writer for chunk in record.chunks.values()}))
-        return ScannedArray(array, len(there), sum(there), writers)
-
-    def add_unexpected(self) -> None:
-        """Add an issue for each file that was not expected."""
-        listed = {MARKER_NAME, SAVE_NAME, INDEX_NAME}
-        for name in sorted(self._files.keys() - self._listed - listed):
-            if not _is_stale(name):
-                nbytes = self._files[name]
-                expected = "no file that the manifest does not list"
-                found = "an object" if nbytes is None else nbytes_text(nbytes)
-                self.issues.append(Issue(Problem.UNEXPECTED_FILE, None, name, expected, found))
+    return Issue(Problem.DAMAGED, None, name, "what the save wrote", text)
 
 
 def _grids(objects: Sequence[ObjectRecord]) -> Iterator[ScannedObject]:
@@ -359,3 +330,137 @@ def _grids(objects: Sequence[ObjectRecord]) -> Iterator[ScannedObject]:
         writers = tuple(sorted({record.writer for record in records}))
         shape = records[0].id.shape
         yield ScannedObject(key, shape, len(records), len(records), nbytes, writers)
+
+
+def manifest_files(
+    store: FileStore,
+    arrays: Iterable[ArrayRecord],
+    objects: Iterable[ObjectRecord],
+    common: FileDigest | None,
+) -> Iterator[FileCheck]:
+    """Every file that the manifest lists, and the comparison of its bytes with their digests.
+
+    Args:
+        store: the checkpoint.
+        arrays: of the manifest.
+        objects: of the manifest.
+        common: the common state's file, if it is listed.
+    """
+    for record in arrays:
+        yield from _files_of_array(store, record)
+    yield from _packs(store, objects)
+    if common is not None:
+        yield common_check(store, common)
+
+
+def common_check(store: FileStore, listed: FileDigest) -> FileCheck:
+    """The file of the common state."""
+    return _whole_file(store, None, COMMON_NAME, listed, "the state that all ranks share")
+
+
+def _files_of_array(store: FileStore, record: ArrayRecord) -> Iterator[FileCheck]:
+    """The file that describes an array to other readers, then those of its chunks."""
+    array, content = record.array, metadata_content(record.array)
+    listed = FileDigest(len(content), digest_of(content))
+    expected = "what other readers need to know"
+    yield _whole_file(store, array.key, metadata_name(array.key), listed, expected)
+    grid = InnerGrid.of(array, (0,) * len(array.shape))
+    for index, chunk in record.chunks.items():
+        nbytes = (chunk.num_digests - 1) * grid.stored_nbytes + grid.index_nbytes
+        name, run = chunk_name(array, index), partial(check_chunk, store, array, index, chunk)
+        expected = f"{nbytes_text(nbytes)} {_where(index, chunk)}"
+        yield FileCheck(array.key, name, nbytes, run, expected)
+
+
+def _packs(store: FileStore, objects: Iterable[ObjectRecord]) -> Iterator[FileCheck]:
+    """The files that hold objects."""
+    packs: dict[str, list[tuple[ObjectRecord, Span]]] = {}
+    for record in objects:
+        if record.span is not None:
+            packs.setdefault(record.span.name, []).append((record, record.span))
+    for name, records in packs.items():
+        nbytes = max(span.byte_offset + span.nbytes for _, span in records)
+        run = partial(_check_pack, store, name, nbytes, records)
+        yield FileCheck(None, name, nbytes, run, f"{nbytes_text(nbytes)} of objects")
+
+
+def _whole_file(
+    store: FileStore, key: str | None, name: str, listed: FileDigest, what: str
+) -> FileCheck:
+    """A file with one digest."""
+    expected = f"{what}, {nbytes_text(listed.nbytes)}"
+
+    def run() -> Iterator[Issue]:
+        content = store.read(name)
+        if (len(content), digest_of(content)) != (listed.nbytes, listed.digest):
+            text = f"{expected} with digest {listed.digest}"
+            found = f"{len(content)} with {digest_of(content)}"
+            yield Issue(Problem.DAMAGED, key, name, text, found)
+
+    return FileCheck(key, name, listed.nbytes, run, expected)
+
+
+def _where(index: Extent, record: ChunkRecord) -> str:
+    return f"(chunk {index}, written by rank {record.writer})"
+
+
+def check_chunk(
+    store: FileStore, array: ArraySpec, index: Extent, record: ChunkRecord
+) -> list[Issue]:
+    """Every inner chunk of a chunk's file whose digest differs, and the index where its does.
+
+    Raises:
+        IncompleteCheckpointError: the file is missing.
+        StorageError: it cannot be read.
+    """
+    grid, name = InnerGrid.of(array, index), chunk_name(array, index)
+    where = _where(index, record)
+    max_chunks = max(1, store.block_nbytes // grid.stored_nbytes)
+    counts = [
+        min(max_chunks, grid.num_chunks - first) for first in range(0, grid.num_chunks, max_chunks)
+    ]
+    sizes = [count * grid.stored_nbytes for count in counts]
+    digests: list[int] = []
+    try:
+        blocks = store.read_blocks(name, [*sizes[:-1], sizes[-1] + grid.index_nbytes])
+        for count, nbytes, block in zip(counts, sizes, blocks, strict=True):
+            content = np.frombuffer(block, np.uint8)
+            digests += digests_of(content[:nbytes].reshape(count, -1))
+            if len(digests) == grid.num_chunks:
+                digests += digests_of(content[None, nbytes:])
+    except IncompleteCheckpointError:
+        raise missing_chunk(array, store.path(name)) from None
+    except WrongSizeError as error:
+        expected = f"{nbytes_text(error.expected)} {where}"
+        return [Issue(Problem.WRONG_SIZE, array.key, name, expected, error.found)]
+    return [
+        Issue(
+            Problem.DAMAGED,
+            array.key,
+            name,
+            f"{'its index' if number == grid.num_chunks else f'inner chunk {number}'} with "
+            f"digest {record.digest(number):016x} {where}",
+            f"{digest:016x}",
+        )
+        for number, digest in enumerate(digests)
+        if digest != record.digest(number)
+    ]
+
+
+def _check_pack(
+    store: FileStore, name: str, nbytes: int, records: Sequence[tuple[ObjectRecord, Span]]
+) -> Iterator[Issue]:
+    """Compare the size of a file of objects, then each object in it."""
+    try:
+        store.require_nbytes(name, nbytes)
+    except WrongSizeError as error:
+        expected = f"{nbytes_text(nbytes)} of objects"
+        yield Issue(Problem.WRONG_SIZE, None, name, expected, error.found)
+        return
+    for record, span in records:
+        content = store.read_span(name, span.byte_offset, span.nbytes)
+        if digest_of(content) != span.digest:
+            lead = f"{span.nbytes} bytes from byte {span.byte_offset} with digest {span.digest}"
+            expected = f"{lead} (written by rank {record.writer})"
+            text = f"{len(content)} with {digest_of(content)}"
+            yield Issue(Problem.DAMAGED, record.id.unique_key, name, expected, text)

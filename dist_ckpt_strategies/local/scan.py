@@ -20,6 +20,7 @@ import xxhash
 from dist_ckpt_strategies.errors import CheckpointError
 from dist_ckpt_strategies.formats.issues import (
     NO_FILE,
+    FileCheck,
     Issue,
     Problem,
     StaleFile,
@@ -30,7 +31,7 @@ from dist_ckpt_strategies.formats.issues import (
     unreadable,
 )
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
-from dist_ckpt_strategies.formats.scanned import FileCheck, run_checks
+from dist_ckpt_strategies.formats.scan import run_checks
 from dist_ckpt_strategies.local.part_files import SUFFIX, PartReader, is_being_written
 from dist_ckpt_strategies.local.part_format import Part, PartId
 from dist_ckpt_strategies.storage.file_store import Directory
@@ -121,7 +122,7 @@ def scan_local(root: Path) -> LocalScan | None:
     if not (backend or copies or (stale and COMMON_NAME not in top.files)):
         return None
     if backend and not copies:
-        issues.append(Issue(Problem.MISSING_PART, None, ".", "a part of the checkpoint", NO_FILE))
+        issues.append(Issue(Problem.MISSING_FILE, None, ".", "a part of the checkpoint", NO_FILE))
     issues += _check_common_files(root, copies)
     copies.sort(key=lambda copy: (copy.part_id.global_rank, copy.path))
     copies.sort(key=lambda copy: copy.part_id.save, reverse=True)
@@ -164,14 +165,14 @@ def check_part(root: Path, path: str) -> Iterator[Issue]:
                     digest.update(block.data)
                 if (found := digest.intdigest()) != expected:
                     text = f"digest {expected:016x}"
-                    yield Issue(Problem.DAMAGED_TENSOR, buffer.name, path, text, f"{found:016x}")
+                    yield Issue(Problem.DAMAGED, buffer.name, path, text, f"{found:016x}")
     except CheckpointError as error:
         yield _damaged(root, path, error)
 
 
 def _damaged(root: Path, path: str, error: CheckpointError) -> Issue:
     why = error.message.removeprefix(f"{root / path}: ")
-    return Issue(Problem.DAMAGED_PART, None, path, "a part whose header fits its digest", why)
+    return Issue(Problem.DAMAGED, None, path, "a part whose header fits its digest", why)
 
 
 def _rank_folders(root: Path, top: Folder) -> Iterator[Folder]:
@@ -234,7 +235,7 @@ def _check_common(root: Path, path: str, expected: str) -> Iterator[Issue]:
         yield unreadable(None, path, reason(error))
     else:
         if found != expected:
-            yield Issue(Problem.DAMAGED_COMMON, None, path, f"digest {expected}", found)
+            yield Issue(Problem.DAMAGED, None, path, f"digest {expected}", found)
 
 
 def _common_digest(part: Part) -> str | None:

@@ -27,19 +27,7 @@ class Cutting(Enum):
 
     WHOLE = "one piece"
     INNER = "inner chunks"
-    INNER_CRC32C = "inner chunks, each with a CRC32C"
     BOUNDED = "inner chunks, few enough for one request"
-    BOUNDED_CRC32C = "inner chunks, few enough for one request, each with a CRC32C"
-
-    @property
-    def has_crc32c(self) -> bool:
-        """Whether a CRC32C follows every inner chunk."""
-        return self in {Cutting.INNER_CRC32C, Cutting.BOUNDED_CRC32C}
-
-    @property
-    def is_bounded(self) -> bool:
-        """Whether a file has about MAX_OBJECT_NBYTES at most."""
-        return self in {Cutting.BOUNDED, Cutting.BOUNDED_CRC32C}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +128,7 @@ def _grid_of(
 
 def _bounded(array: ArraySpec, cutting: Cutting) -> ArraySpec:
     """The array with chunks that fit an object; itself where they do."""
-    if not cutting.is_bounded or array.chunk_nbytes <= MAX_OBJECT_NBYTES:
+    if cutting is not Cutting.BOUNDED or array.chunk_nbytes <= MAX_OBJECT_NBYTES:
         return array
     chunk = object_chunk_shape(array.chunk_shape, array.dtype.itemsize)
     return replace(array, chunk_shape=chunk)

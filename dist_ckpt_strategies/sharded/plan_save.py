@@ -291,12 +291,7 @@ def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]], grids: ArrayGrids
         (Holding(shard.region, rank) for rank, shard in held if not shard.is_main),
     )
     array = ArraySpec(
-        key,
-        first.array_shape,
-        first.dtype,
-        grid.chunk_shape,
-        inner_shape=grid.inner_shape,
-        has_crc32c=grids.cutting.has_crc32c,
+        key, first.array_shape, first.dtype, grid.chunk_shape, inner_shape=grid.inner_shape
     )
     return _Made(array, main, grid.chunks)
 

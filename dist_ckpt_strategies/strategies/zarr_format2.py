@@ -41,8 +41,6 @@ class Format2SaveShardedStrategy(BaseSaveShardedStrategy):
     Args:
         backend: name of the format; ``"zarr"``.
         version: version of the format; 2.
-        crc32c: also have a CRC32C after every inner chunk, for readers without this package; by
-            default what the options say.
         group: ranks that save together; the world by default.
         options: timeouts and memory bounds; by default what the environment says.
         allow: further classes that ShardedObjects may be of; a load has to allow them too.
@@ -56,18 +54,16 @@ class Format2SaveShardedStrategy(BaseSaveShardedStrategy):
         backend: str = BACKEND,
         version: int = VERSION,
         *,
-        crc32c: bool | None = None,
         group: ProcessGroup | None = None,
         options: Options | None = None,
         allow: Allowed = (),
     ) -> None:
         require_own((BACKEND, VERSION), backend, version)
-        chosen = (options or options_from_environment()).with_changes(crc32c=crc32c)
         super().__init__(
             backend,
             version,
             group=group,
-            options=chosen,
+            options=options,
             allow=allow,
         )
 

@@ -39,7 +39,7 @@ from dist_ckpt_strategies.formats.manifest import (
     object_fields,
     pack_name,
     package_versions,
-    write_part,
+    write_segment,
 )
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import (
@@ -350,7 +350,7 @@ class Zarr2Writer:
         for found in objects:
             described[parts.part_of(found.id.key)][1].append(object_fields(found))
         entries = tuple(
-            write_part(self._store, number, first, *described[number])
+            write_segment(self._store, number, first, *described[number])
             for number, first in enumerate(parts.firsts)
         )
         common = FileDigest(len(contents.common), digest_of(contents.common))

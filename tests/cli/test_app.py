@@ -58,7 +58,7 @@ def test_the_script_verifies_and_inspects_a_checkpoint(tmp_path: Path) -> None:
     (root / WEIGHT / "0.0").unlink()
     damaged = run("verify", root)
     assert (damaged.returncode, damaged.stderr) == (1, "")
-    assert "missing chunk      0.0: expected 16 bytes, found no file" in damaged.stdout
+    assert "missing file       0.0: expected 16 bytes, found no file" in damaged.stdout
 
     shown = run("inspect", root, "--json")
     assert (shown.returncode, shown.stderr) == (1, "")

@@ -155,9 +155,9 @@ def test_an_incomplete_checkpoint_is_shown_as_such(checkpoint: Path) -> None:
     assert found["common"] is None
     assert [finding["problem"] for finding in found["findings"]] == [
         "missing_marker",
-        "missing_common",
-        "missing_chunk",
-        "missing_object",
+        "missing_file",
+        "missing_file",
+        "missing_file",
     ]
 
 

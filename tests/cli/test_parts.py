@@ -178,17 +178,17 @@ def test_verify_lists_what_is_damaged_by_file_and_tensor(session: Path) -> None:
     assert "is NOT whole: 6 issues in 5 files" in result.stdout
     assert found["whole"] is False
     assert [(one["problem"], one["key"], one["path"][:16]) for one in found["findings"]] == [
-        ("damaged_part", None, "0/iter_0000010_0"),
-        ("damaged_tensor", "model.w", "0/iter_0000100_0"),
-        ("damaged_tensor", "model.w", "0/iter_0000100_2"),
-        ("damaged_tensor", "rng", "0/iter_0000100_2"),
-        ("damaged_part", None, "1/iter_0000100_1"),
-        ("damaged_part", None, "1/iter_0000100_3"),
+        ("damaged", None, "0/iter_0000010_0"),
+        ("damaged", "model.w", "0/iter_0000100_0"),
+        ("damaged", "model.w", "0/iter_0000100_2"),
+        ("damaged", "rng", "0/iter_0000100_2"),
+        ("damaged", None, "1/iter_0000100_1"),
+        ("damaged", None, "1/iter_0000100_3"),
     ]
     tensor, cut = found["findings"][1], found["findings"][-1]
     assert (tensor["expected"][:7], len(tensor["found"])) == ("digest ", 16)
     assert cut["found"] == f"has {NBYTES - 1} bytes, expected {NBYTES}"
-    assert "0/iter_0000100_0_local_a1.part\n  damaged tensor     model.w: expected digest" in (
+    assert "0/iter_0000100_0_local_a1.part\n  damaged            model.w: expected digest" in (
         result.stdout
     )
 
@@ -266,7 +266,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("content", "problems"),
-    [(COMMON, []), (b"another", ["damaged_common"]), (None, ["missing_common"])],
+    [(COMMON, []), (b"another", ["damaged"]), (None, ["missing_file"])],
 )
 def test_the_common_state_of_the_backend_is_compared_too(
     content: bytes | None, problems: Sequence[str], checkpoint: Path
@@ -284,11 +284,11 @@ def test_a_checkpoint_of_the_backend_without_parts_is_not_whole(checkpoint: Path
     shutil.rmtree(checkpoint / "0")
     (finding,) = as_json("verify", checkpoint)["findings"]
 
-    assert finding["problem"] == "missing_part"
+    assert finding["problem"] == "missing_file"
 
 
 def test_a_directory_named_like_a_part_is_a_finding(session: Path) -> None:
     (session / "0" / "iter_0000200_0_local_a1.part").mkdir()
     (finding,) = as_json("verify", session)["findings"]
 
-    assert finding["problem"] == "damaged_part"
+    assert finding["problem"] == "damaged"

@@ -66,10 +66,10 @@ def test_damage_is_listed_below_its_key_and_ends_with_status_1(checkpoint: Path)
         "the checkpoint",
         f"  missing marker     metadata.json: {LAST_FILE}, found no file",
         WEIGHT,
-        "  wrong chunk size   0.0: expected 16 bytes, found 1 byte",
-        "  missing chunk      1.2: expected 16 bytes, found no file",
+        "  wrong size         0.0: expected 16 bytes, found 1 byte",
+        "  missing file       1.2: expected 16 bytes, found no file",
         RNG,
-        f"  damaged archive    shard_1.1_2.2.pt: {FITTING}, found {MISMATCH}",
+        f"  damaged            shard_1.1_2.2.pt: {FITTING}, found {MISMATCH}",
         f"{checkpoint} is NOT whole: 4 issues in 3 places",
     ]
 
@@ -86,14 +86,14 @@ def test_the_json_lists_the_same(checkpoint: Path) -> None:
     assert found["whole"] is False
     assert found["findings"] == [
         {
-            "problem": "missing_common",
+            "problem": "missing_file",
             "key": None,
             "path": "common.pt",
             "expected": "the state that all ranks share",
             "found": "no file",
         },
         {
-            "problem": "missing_chunk",
+            "problem": "missing_file",
             "key": WEIGHT,
             "path": f"{WEIGHT}/1.2",
             "expected": "16 bytes",
@@ -117,7 +117,7 @@ def test_a_long_list_is_cut_short_for_people_only(checkpoint: Path) -> None:
 
     result = verified(checkpoint)
 
-    assert result.stdout.count("missing chunk") == 20
+    assert result.stdout.count("missing file") == 20
     assert "... and 30 more; --json lists them" in result.stdout
     assert "is NOT whole: 50 issues in 1 place\n" in result.stdout
     assert len(json_of(checkpoint)["findings"]) == 50

@@ -19,14 +19,14 @@ from dist_ckpt_strategies.formats.issues import (
     MAX_LISTED,
     Issue,
     Problem,
+    ScanStatus,
     StaleFile,
     StaleKind,
     Watch,
 )
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import write_object
-from dist_ckpt_strategies.formats.scan import scan
-from dist_ckpt_strategies.formats.scanned import ScanStatus, verify
+from dist_ckpt_strategies.formats.scan import scan, verify
 from tests.support.checkpoints import (
     ARRAYS,
     EMPTY,
@@ -119,66 +119,66 @@ def test_locks_of_the_old_backend_are_stale_files_and_no_arrays(tmp_path: Path) 
 DAMAGES: dict[str, tuple[Damage, list[tuple[Problem, str | None, str]]]] = {
     "a missing chunk": (
         lambda root: (root / WEIGHT / "1.2").unlink(),
-        [(Problem.MISSING_CHUNK, WEIGHT, f"{WEIGHT}/1.2")],
+        [(Problem.MISSING_FILE, WEIGHT, f"{WEIGHT}/1.2")],
     ),
     "a truncated chunk": (
         lambda root: (root / WEIGHT / "0.1").write_bytes(b"\1" * 15),
-        [(Problem.WRONG_CHUNK_SIZE, WEIGHT, f"{WEIGHT}/0.1")],
+        [(Problem.WRONG_SIZE, WEIGHT, f"{WEIGHT}/0.1")],
     ),
     "an emptied chunk": (
         lambda root: (root / SCALAR / "0").write_bytes(b""),
-        [(Problem.WRONG_CHUNK_SIZE, SCALAR, f"{SCALAR}/0")],
+        [(Problem.WRONG_SIZE, SCALAR, f"{SCALAR}/0")],
     ),
     "a chunk that is too long": (
         lambda root: (root / NESTED / "2").write_bytes(b"\1" * 5),
-        [(Problem.WRONG_CHUNK_SIZE, NESTED, f"{NESTED}/2")],
+        [(Problem.WRONG_SIZE, NESTED, f"{NESTED}/2")],
     ),
     "chunks outside of the grid": (
         lambda root: [
             shutil.copy(root / WEIGHT / "0.0", root / WEIGHT / name)
             for name in ("2.0", "0", "01.0")
         ],
-        [(Problem.UNEXPECTED_CHUNK, WEIGHT, f"{WEIGHT}/{name}") for name in ("0", "01.0", "2.0")],
+        [(Problem.UNEXPECTED_FILE, WEIGHT, f"{WEIGHT}/{name}") for name in ("0", "01.0", "2.0")],
     ),
     "a chunk of an empty array": (
         lambda root: (root / EMPTY / "0.0").write_bytes(b""),
-        [(Problem.UNEXPECTED_CHUNK, EMPTY, f"{EMPTY}/0.0")],
+        [(Problem.UNEXPECTED_FILE, EMPTY, f"{EMPTY}/0.0")],
     ),
     "missing metadata": (
         lambda root: (root / NESTED / ".zarray").unlink(),
-        [(Problem.MISSING_METADATA, NESTED, f"{NESTED}/.zarray")],
+        [(Problem.MISSING_FILE, NESTED, f"{NESTED}/.zarray")],
     ),
     "garbage for metadata": (
         lambda root: (root / WEIGHT / ".zarray").write_bytes(b"\xff\0{"),
-        [(Problem.BAD_METADATA, WEIGHT, f"{WEIGHT}/.zarray")],
+        [(Problem.DAMAGED, WEIGHT, f"{WEIGHT}/.zarray")],
     ),
     "truncated metadata": (
         lambda root: (root / WEIGHT / ".zarray").write_bytes(b'{"shape": [4, 6]'),
-        [(Problem.BAD_METADATA, WEIGHT, f"{WEIGHT}/.zarray")],
+        [(Problem.DAMAGED, WEIGHT, f"{WEIGHT}/.zarray")],
     ),
     "metadata of nothing that torch knows": (
         lambda root: write_metadata(root / WEIGHT, dtype="|O"),
-        [(Problem.BAD_METADATA, WEIGHT, f"{WEIGHT}/.zarray")],
+        [(Problem.DAMAGED, WEIGHT, f"{WEIGHT}/.zarray")],
     ),
     "a missing shard of an object": (
         lambda root: (root / RNG / "shard_1.0_2.2.pt").unlink(),
-        [(Problem.MISSING_OBJECT, RNG, f"{RNG}/shard_1.0_2.2.pt")],
+        [(Problem.MISSING_FILE, RNG, f"{RNG}/shard_1.0_2.2.pt")],
     ),
     "a shard outside of the grid": (
         lambda root: shutil.copy(root / RNG / "shard_0.0_2.2.pt", root / RNG / "shard_0.2_2.2.pt"),
-        [(Problem.UNEXPECTED_OBJECT, RNG, f"{RNG}/shard_0.2_2.2.pt")],
+        [(Problem.UNEXPECTED_FILE, RNG, f"{RNG}/shard_0.2_2.2.pt")],
     ),
     "a shard of another grid": (
         lambda root: shutil.copy(root / RNG / "shard_0.0_2.2.pt", root / RNG / "shard_0.0_1.2.pt"),
-        [(Problem.MISSING_OBJECT, RNG, f"{RNG}/shard_0.1_1.2.pt")],
+        [(Problem.MISSING_FILE, RNG, f"{RNG}/shard_0.1_1.2.pt")],
     ),
     "a flipped bit in an object": (
         lambda root: flip_bit(root / RNG / "shard_1.1_2.2.pt", b"state"),
-        [(Problem.DAMAGED_ARCHIVE, RNG, f"{RNG}/shard_1.1_2.2.pt")],
+        [(Problem.DAMAGED, RNG, f"{RNG}/shard_1.1_2.2.pt")],
     ),
     "an emptied object": (
         lambda root: (root / RNG / "shard_1.1_2.2.pt").write_bytes(b""),
-        [(Problem.DAMAGED_ARCHIVE, RNG, f"{RNG}/shard_1.1_2.2.pt")],
+        [(Problem.DAMAGED, RNG, f"{RNG}/shard_1.1_2.2.pt")],
     ),
     "a directory in the place of an object": (
         lambda root: replace(root / WEIGHT / "shard_0_1.pt", Path.mkdir),
@@ -190,11 +190,11 @@ DAMAGES: dict[str, tuple[Damage, list[tuple[Problem, str | None, str]]]] = {
     ),
     "a pipe in the place of a chunk": (
         lambda root: replace(root / SCALAR / "0", os.mkfifo),
-        [(Problem.MISSING_CHUNK, SCALAR, f"{SCALAR}/0")],
+        [(Problem.MISSING_FILE, SCALAR, f"{SCALAR}/0")],
     ),
     "a link in a circle in the place of a chunk": (
         lambda root: replace(root / SCALAR / "0", link_to_itself),
-        [(Problem.MISSING_CHUNK, SCALAR, f"{SCALAR}/0")],
+        [(Problem.MISSING_FILE, SCALAR, f"{SCALAR}/0")],
     ),
     "a pipe in the place of the marker": (
         lambda root: replace(root / "metadata.json", os.mkfifo),
@@ -202,11 +202,11 @@ DAMAGES: dict[str, tuple[Damage, list[tuple[Problem, str | None, str]]]] = {
     ),
     "missing common state": (
         lambda root: (root / "common.pt").unlink(),
-        [(Problem.MISSING_COMMON, None, "common.pt")],
+        [(Problem.MISSING_FILE, None, "common.pt")],
     ),
     "truncated common state": (
         lambda root: (root / "common.pt").write_bytes((root / "common.pt").read_bytes()[:-1]),
-        [(Problem.DAMAGED_ARCHIVE, None, "common.pt")],
+        [(Problem.DAMAGED, None, "common.pt")],
     ),
     "a missing marker": (
         lambda root: (root / "metadata.json").unlink(),
@@ -214,15 +214,15 @@ DAMAGES: dict[str, tuple[Damage, list[tuple[Problem, str | None, str]]]] = {
     ),
     "garbage for a marker": (
         lambda root: (root / "metadata.json").write_bytes(b"\xff\xfe"),
-        [(Problem.BAD_MARKER, None, "metadata.json")],
+        [(Problem.DAMAGED, None, "metadata.json")],
     ),
     "a marker nested without end": (
         lambda root: (root / "metadata.json").write_text("[" * 100_000),
-        [(Problem.BAD_MARKER, None, "metadata.json")],
+        [(Problem.DAMAGED, None, "metadata.json")],
     ),
     "half a marker": (
         lambda root: (root / "metadata.json").write_text('{"sharded_backend": "za'),
-        [(Problem.BAD_MARKER, None, "metadata.json")],
+        [(Problem.DAMAGED, None, "metadata.json")],
     ),
     "a marker of an unknown common backend": (
         lambda root: (root / "metadata.json").write_text(
@@ -241,7 +241,7 @@ def test_damage_is_found_and_nothing_else(checkpoint: Path, name: str) -> None:
     assert summary(check_checkpoint(checkpoint)) == expected
     if any(problem is Problem.MISSING_MARKER for problem, _, _ in expected):
         assert scan(checkpoint).status is ScanStatus.INCOMPLETE
-    elif expected[0][0] is not Problem.DAMAGED_ARCHIVE:
+    elif expected[0][0] is not Problem.DAMAGED:
         assert scan(checkpoint).status is ScanStatus.DAMAGED
 
 
@@ -251,7 +251,7 @@ def test_a_scan_sees_damage_without_reading_objects(checkpoint: Path) -> None:
 
     found = scan(checkpoint)
 
-    assert summary(found.issues) == [(Problem.MISSING_CHUNK, WEIGHT, f"{WEIGHT}/0.1")]
+    assert summary(found.issues) == [(Problem.MISSING_FILE, WEIGHT, f"{WEIGHT}/0.1")]
     stored = next(stored for stored in found.arrays if stored.array.key == WEIGHT)
     assert (stored.num_chunks, stored.array.num_chunks, stored.file_nbytes) == (5, 6, 80)
 
@@ -269,8 +269,8 @@ def test_compressed_chunks_need_only_hold_something(tmp_path: Path) -> None:
     (root / "packed" / "1.1").unlink()
 
     assert summary(check_checkpoint(root)) == [
-        (Problem.WRONG_CHUNK_SIZE, "packed", "packed/0.1"),
-        (Problem.MISSING_CHUNK, "packed", "packed/1.1"),
+        (Problem.WRONG_SIZE, "packed", "packed/0.1"),
+        (Problem.MISSING_FILE, "packed", "packed/1.1"),
     ]
 
 
@@ -287,13 +287,13 @@ def test_chunks_may_lie_in_numbered_directories(tmp_path: Path) -> None:
 
     (root / "deep" / "1" / "0").rename(root / "deep" / "1" / "1")
     assert summary(check_checkpoint(root)) == [
-        (Problem.MISSING_CHUNK, "deep", "deep/1/0"),
-        (Problem.UNEXPECTED_CHUNK, "deep", "deep/1/1"),
+        (Problem.MISSING_FILE, "deep", "deep/1/0"),
+        (Problem.UNEXPECTED_FILE, "deep", "deep/1/1"),
     ]
 
     (root / "deep" / ".zarray").unlink()
     assert summary(check_checkpoint(root)) == [
-        (Problem.MISSING_METADATA, "deep", "deep/.zarray"),
+        (Problem.MISSING_FILE, "deep", "deep/.zarray"),
     ]
 
 
@@ -306,7 +306,7 @@ def test_objects_of_the_older_form_end_at_the_largest_offset(tmp_path: Path) -> 
 
     (root / "older" / "shard_0.1_1.pt").unlink()
 
-    assert (Problem.MISSING_OBJECT, "older", "older/shard_0.1_1.pt") in summary(
+    assert (Problem.MISSING_FILE, "older", "older/shard_0.1_1.pt") in summary(
         check_checkpoint(root)
     )
 
@@ -356,7 +356,7 @@ def test_a_grid_of_objects_beyond_all_bounds_takes_neither_time_nor_memory(
     issues = check_checkpoint(checkpoint)
 
     assert len(issues) == MAX_LISTED + 1
-    assert {issue.problem for issue in issues} == {Problem.MISSING_OBJECT}
+    assert {issue.problem for issue in issues} == {Problem.MISSING_FILE}
 
 
 def test_another_backend_is_counted_and_not_looked_into(tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_a_directory_of_checkpoints_is_refused_by_their_names(
 def test_an_empty_directory_is_an_incomplete_checkpoint(tmp_path: Path) -> None:
     assert [issue.problem for issue in check_checkpoint(tmp_path)] == [
         Problem.MISSING_MARKER,
-        Problem.MISSING_COMMON,
+        Problem.MISSING_FILE,
     ]
 
 
@@ -414,7 +414,7 @@ def test_an_array_may_be_a_link_and_links_in_circles_end(checkpoint: Path, tmp_p
 
     (tmp_path / "elsewhere" / "0.0").unlink()
     assert summary(check_checkpoint(checkpoint)) == [
-        (Problem.MISSING_CHUNK, WEIGHT, f"{WEIGHT}/0.0")
+        (Problem.MISSING_FILE, WEIGHT, f"{WEIGHT}/0.0")
     ]
 
 
@@ -423,7 +423,7 @@ def test_a_key_may_hold_anything_that_a_file_name_may(checkpoint: Path) -> None:
     shutil.copytree(checkpoint / WEIGHT, checkpoint / key)
     (checkpoint / key / "0.0").unlink()
 
-    assert summary(check_checkpoint(checkpoint)) == [(Problem.MISSING_CHUNK, key, f"{key}/0.0")]
+    assert summary(check_checkpoint(checkpoint)) == [(Problem.MISSING_FILE, key, f"{key}/0.0")]
 
 
 def test_progress_ends_at_all_of_it(written: Path) -> None:

@@ -18,8 +18,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from dist_ckpt_strategies.formats.scan import scan
-from dist_ckpt_strategies.formats.scanned import verify
+from dist_ckpt_strategies.formats.scan import scan, verify
 from tests.interop.releases import VERSIONS
 from tests.support.entries import Entry, load, prepare, save
 from tests.support.ranks import run_processes

@@ -115,4 +115,3 @@ def test_a_shard_above_the_size_of_an_object_becomes_several_that_its_holder_wri
 @given(splits(regular=False))
 def test_bounded_plans_of_small_arrays_are_those_of_files(split: Split) -> None:
     assert planned(split, Cutting.BOUNDED) == planned(split, Cutting.INNER)
-    assert planned(split, Cutting.BOUNDED_CRC32C) == planned(split, Cutting.INNER_CRC32C)

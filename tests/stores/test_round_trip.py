@@ -57,7 +57,7 @@ def layouts() -> list[tuple[str, list[Cut], list[Cut]]]:
 def savers() -> list[Any]:
     return [
         FORMAT2,
-        Format2SaveShardedStrategy(crc32c=True),
+        Format2SaveShardedStrategy(),
         FullyParallelSaveStrategyWrapper(Format2SaveShardedStrategy()),
     ]
 

@@ -85,7 +85,7 @@ def golden_archives() -> dict[str, Path]:
 
     They are looked up here without importing Megatron-Core, as tests.golden.sets does.
     """
-    found = (Path(__file__).parents[1] / "golden" / "data").glob("*.tar.xz")
+    found = (Path(__file__).parents[1] / "golden" / "data").glob("m*.tar.xz")
     return {path.name.removesuffix(".tar.xz"): path for path in sorted(found)}
 
 

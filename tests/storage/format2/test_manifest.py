@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
-from dist_ckpt_strategies.formats.manifest import INDEX_NAME, digest_of
-from dist_ckpt_strategies.formats.manifest_reader import Manifest
-from dist_ckpt_strategies.formats.scan import scan
-from dist_ckpt_strategies.formats.scanned import verify
+from dist_ckpt_strategies.formats.manifest import INDEX_NAME, Manifest, digest_of
+from dist_ckpt_strategies.formats.scan import scan, verify
 from dist_ckpt_strategies.storage.file_store import Directory
 from tests.support.format2_checkpoints import LARGE, RNG, write_format2
 
