@@ -36,17 +36,19 @@ from dist_ckpt_strategies.megatron.flow import (
 from dist_ckpt_strategies.megatron.shards import StateDict, sharded_values
 from dist_ckpt_strategies.sharded.checks import check_load
 from dist_ckpt_strategies.storage.time_limit import restart_limit
-from dist_ckpt_strategies.strategies.choices import (
-    StrategyChoice,
+from dist_ckpt_strategies.strategies.entry_options import (
+    entry_options,
     load_strategies,
     location_of,
+    open_world,
     require_taken,
     verifying,
     with_strict_dtype,
+    with_time_limit,
 )
-from dist_ckpt_strategies.strategies.local_directory import BACKEND as LOCAL_BACKEND
-from dist_ckpt_strategies.strategies.local_directory import restore_common
-from dist_ckpt_strategies.strategies.world import entry_options, open_world, with_time_limit
+from dist_ckpt_strategies.strategies.local_replicated import BACKEND as LOCAL_BACKEND
+from dist_ckpt_strategies.strategies.local_replicated import restore_common
+from dist_ckpt_strategies.strategies.registry import StrategyChoice
 
 
 @raises_megatron_errors

@@ -38,17 +38,19 @@ from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.megatron.wrappers import parallel_base, spread_main_replicas
 from dist_ckpt_strategies.sharded.checks import Preprocess, check_save
 from dist_ckpt_strategies.storage.time_limit import restart_limit, time_left
-from dist_ckpt_strategies.strategies.choices import (
-    StrategyChoice,
+from dist_ckpt_strategies.strategies.common import TorchCommonSaveStrategy
+from dist_ckpt_strategies.strategies.entry_options import (
+    entry_options,
     location_of,
+    open_world,
     require_taken,
     save_strategies,
+    with_time_limit,
 )
-from dist_ckpt_strategies.strategies.common import TorchCommonSaveStrategy
 from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedSaveShardedStrategy
+from dist_ckpt_strategies.strategies.registry import StrategyChoice
 from dist_ckpt_strategies.strategies.sharded_save import Completion
 from dist_ckpt_strategies.strategies.sharded_strategies import BaseSaveShardedStrategy
-from dist_ckpt_strategies.strategies.world import entry_options, open_world, with_time_limit
 
 
 @raises_megatron_errors
