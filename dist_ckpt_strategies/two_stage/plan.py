@@ -143,7 +143,6 @@ def build_group_plan(
     page_caches: Sequence[Hashable | None],
     *,
     max_inflight_bytes: int,
-    may_cut: bool = True,
 ) -> GroupPlan:
     """Give every region that several ranks request one reader, so that ranks read about the same.
 
@@ -153,7 +152,6 @@ def build_group_plan(
         page_caches: see GroupPlan.
         max_inflight_bytes: bound, per rank, on the bytes of the rounds under way at a time; a
             single larger slice has a round of its own.
-        may_cut: whether large regions may be read in slices.
     """
     wanted = _shared_regions(requests)
     total = sum(_nbytes(arrays[array], region) for array, region in wanted)
@@ -164,7 +162,7 @@ def build_group_plan(
     slices: dict[tuple[int, ...], list[Slice]] = defaultdict(list)
     for (array, region), ranks in wanted.items():
         spec = arrays[array]
-        for part in _cut(spec, region, limit) if may_cut else (region,):
+        for part in _cut(spec, region, limit):
             slices[ranks].append(Slice(array, part, _nbytes(spec, part)))
     packs = [
         (ranks, pack)
