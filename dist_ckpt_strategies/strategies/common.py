@@ -222,11 +222,8 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
 def _read_common(root: Location, path: str) -> bytes:
     if isinstance(root, Bucket):
         return root.read(COMMON_NAME)
-    try:
-        with file_errors("common state", path, not_found=ArrayNotFoundError):
-            return read_file(path)
-    except ArrayNotFoundError as error:
-        raise IncompleteCheckpointError(f"common state: {path} is missing", path=path) from error
+    with file_errors("common state", path, not_found=IncompleteCheckpointError):
+        return read_file(path)
 
 
 def _read_common_object(root: Location, options: Options) -> tuple[bytes, str]:

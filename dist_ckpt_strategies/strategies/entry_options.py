@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -23,9 +22,6 @@ from dist_ckpt_strategies.strategies.sharded_load import conversions
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_DEFAULT_SHARDED = ("zarr", 2)
-_DEFAULT_COMMON = ("torch", 1)
-
 
 def open_world(purpose: str, detail: str, timeout_s: float | None) -> Communicator:
     """All ranks. Invalid options are reported by the first collective."""
@@ -44,13 +40,6 @@ def with_time_limit(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def _limit_s(timeout_s: float | None) -> float:
-    try:
-        return entry_options(timeout_s).timeout_s
-    except StrategyError:
-        return Options().timeout_s
-
-
 def entry_options(timeout_s: float | None) -> Options:
     """The options of the environment with the caller's time limit, in seconds.
 
@@ -60,60 +49,60 @@ def entry_options(timeout_s: float | None) -> Options:
     return options_from_environment().with_changes(timeout_s=timeout_s)
 
 
+def _limit_s(timeout_s: float | None) -> float:
+    try:
+        return entry_options(timeout_s).timeout_s
+    except StrategyError:
+        return Options().timeout_s
+
+
 def save_strategies(
     sharded: StrategyChoice, common: StrategyChoice, timeout_s: float | None
 ) -> tuple[Any, Any]:
-    """The strategies that save the sharded and the common state.
+    """The strategies that save the sharded state, by default ("zarr", 2), and the common state.
 
-    Args:
-        sharded: an instance or (backend, version); None for ("zarr", 2).
-        common: an instance or (backend, version); None for ("torch", 1).
-        timeout_s: time limit of a sharded strategy that is no instance; None for its own.
+    ``timeout_s`` is the time limit of a sharded strategy that is no instance; None for its own.
 
     Raises:
         StrategyError: there is no such strategy.
     """
-    saver = resolve(StrategyAction.SAVE_SHARDED, sharded, _DEFAULT_SHARDED)
-    common_saver = resolve(StrategyAction.SAVE_COMMON, common, _DEFAULT_COMMON)
+    saver = resolve(StrategyAction.SAVE_SHARDED, sharded, ("zarr", 2))
+    common_saver = resolve(StrategyAction.SAVE_COMMON, common, ("torch", 1))
     return _with_timeout(saver, sharded, timeout_s), common_saver
 
 
 def load_strategies(
     root: Location, sharded: StrategyChoice, common: StrategyChoice, timeout_s: float | None
 ) -> tuple[Any, Any]:
-    """The strategies that load the sharded and the common state; by default the marker's.
+    """The strategies that load the sharded and the common state, by default the marker's.
 
-    Args:
-        root: the checkpoint.
-        sharded: as in ``save_strategies``.
-        common: as in ``save_strategies``.
-        timeout_s: as in ``save_strategies``.
+    ``timeout_s`` as in ``save_strategies``.
 
     Raises:
         CheckpointNotFoundError, IncompleteCheckpointError: there is no finished checkpoint.
         StrategyError: there is no such strategy, or it reads another format.
     """
     marker = read_marker(root)
-    loaders = []
-    for action, choice, stored in (
-        (
-            StrategyAction.LOAD_SHARDED,
-            sharded,
-            (marker.sharded_backend, marker.sharded_backend_version),
-        ),
-        (
-            StrategyAction.LOAD_COMMON,
-            common,
-            (marker.common_backend, marker.common_backend_version),
-        ),
-    ):
-        chosen = resolve(action, choice, stored) if choice else None
-        with _naming_marker(root):
-            loader = resolve(action, None, stored) if chosen is None else chosen
-            loader.check_backend_compatibility(stored[0])
-            loader.check_version_compatibility(stored[1])
-        loaders.append(loader)
-    return _with_timeout(loaders[0], sharded, timeout_s), loaders[1]
+    stored = (marker.sharded_backend, marker.sharded_backend_version)
+    loader = _loader(StrategyAction.LOAD_SHARDED, sharded, root, stored)
+    stored = (marker.common_backend, marker.common_backend_version)
+    common_loader = _loader(StrategyAction.LOAD_COMMON, common, root, stored)
+    return _with_timeout(loader, sharded, timeout_s), common_loader
+
+
+def _loader(
+    action: StrategyAction, choice: StrategyChoice, root: Location, stored: tuple[str, int]
+) -> Any:
+    """The strategy for an action; errors about the stored format name ``metadata.json``."""
+    chosen = resolve(action, choice, stored) if choice else None
+    try:
+        loader = resolve(action, None, stored) if chosen is None else chosen
+        loader.check_backend_compatibility(stored[0])
+        loader.check_version_compatibility(stored[1])
+    except StrategyError as error:
+        path = f"{root}/{MARKER_NAME}"
+        raise type(error)(f"{path}: {error.message}", path=path) from error
+    return loader
 
 
 def _with_timeout(strategy: Any, choice: StrategyChoice, timeout_s: float | None) -> Any:
@@ -123,24 +112,10 @@ def _with_timeout(strategy: Any, choice: StrategyChoice, timeout_s: float | None
     return strategy.limited(timeout_s)
 
 
-@contextmanager
-def _naming_marker(root: Location) -> Iterator[None]:
-    """Add the path of ``metadata.json`` to StrategyErrors."""
-    try:
-        yield
-    except StrategyError as error:
-        path = f"{root}/{MARKER_NAME}"
-        raise type(error)(f"{path}: {error.message}", path=path) from error
-
-
 def location_of(checkpoint_dir: str | Path, strategy: StrategyChoice, around: Options) -> Location:
-    """Where the checkpoint is; requests to an object store use the strategy's options.
+    """Where the checkpoint is; requests to an object store use the options of an instance.
 
-    Args:
-        checkpoint_dir: as the caller names it.
-        strategy: an instance; otherwise the options are ``around``.
-        around: the options of the steps around the strategy, in which peers wait too. The shorter
-            of both time limits counts.
+    The shorter of its time limit and that of ``around`` counts: peers wait there too.
     """
     inner = getattr(strategy, "base_strategy", strategy)
     options = getattr(inner, "options", None) or around
@@ -173,17 +148,12 @@ def verifying(loader: Any, verify: str | None) -> Any:
 
 
 def with_strict_dtype(loader: Any, root: Location, wanted: StateDict) -> Any:
-    """The load strategy with ``strict_dtype`` set.
+    """The load strategy with ``strict_dtype`` set. Rank-local.
 
-    For a strategy without that option the stored dtypes are compared here. Rank-local.
-
-    Args:
-        loader: the strategy.
-        root: the checkpoint.
-        wanted: the ShardedTensors and ShardedObjects to load.
+    For a strategy without that option the stored dtypes are compared here.
 
     Raises:
-        DTypeMismatchError: it has no such option, and an array is stored in another dtype.
+        DTypeMismatchError: they are, and an array is stored in another dtype.
     """
     if hasattr(loader, "with_strict_dtype"):
         return loader.with_strict_dtype()

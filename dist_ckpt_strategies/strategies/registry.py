@@ -88,7 +88,7 @@ class StrategyRegistry:
     def register(
         self, key: StrategyKey, factory: StrategyFactory, *, replace: bool = False
     ) -> None:
-        """Put a factory under a key. Registering an equal factory again changes nothing.
+        """Register a factory. Registering an equal one again changes nothing.
 
         Raises:
             StrategyExistsError: another factory is there and ``replace`` is not set.
@@ -344,16 +344,7 @@ def _unregistered(key: StrategyKey, options: Options) -> Strategy:
 
 
 def require_own(own: tuple[str, int], backend: str, version: int) -> None:
-    """Raise unless backend and version are those that a strategy reads or writes.
-
-    Args:
-        own: backend and version of the strategy.
-        backend: what is requested or was found.
-        version: of it.
-
-    Raises:
-        IncompatibleVersionError: they differ.
-    """
+    """Raise IncompatibleVersionError unless backend and version are a strategy's own."""
     if (backend, version) != own:
         raise IncompatibleVersionError(f"expected backend {own}, found ({backend!r}, {version!r})")
 
