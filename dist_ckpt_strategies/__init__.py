@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.config import LocalOptions, Options, StoreOptions
-    from dist_ckpt_strategies.strategies.backends import register
     from dist_ckpt_strategies.strategies.entry_load import load
     from dist_ckpt_strategies.strategies.entry_save import SaveHandle, save, save_async
     from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
@@ -21,10 +20,11 @@ if TYPE_CHECKING:
         StrategyKey,
         StrategyRegistry,
         get_default_strategy,
+        register,
         register_default_strategy,
+        register_default_tensorstore_strategies,
+        register_default_zarr_strategies,
     )
-    from dist_ckpt_strategies.strategies.tensorstore import register_default_tensorstore_strategies
-    from dist_ckpt_strategies.strategies.zarr import register_default_zarr_strategies
     from dist_ckpt_strategies.tools.convert import ConvertOptions, convert, upgrade
     from dist_ckpt_strategies.tools.diff import diff
     from dist_ckpt_strategies.tools.prune import PruneReport, prune
@@ -47,10 +47,10 @@ _HOMES = {
     "load": "strategies.entry_load",
     "prepare_local_load": "strategies.local_replicated",
     "prune": "tools.prune",
-    "register": "strategies.backends",
+    "register": "strategies.registry",
     "register_default_strategy": "strategies.registry",
-    "register_default_tensorstore_strategies": "strategies.tensorstore",
-    "register_default_zarr_strategies": "strategies.zarr",
+    "register_default_tensorstore_strategies": "strategies.registry",
+    "register_default_zarr_strategies": "strategies.registry",
     "save": "strategies.entry_save",
     "save_async": "strategies.entry_save",
     "upgrade": "tools.convert",

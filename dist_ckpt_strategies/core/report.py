@@ -59,10 +59,10 @@ class BroadcastReport:
         filled_nbytes: their bytes, as far as storage has something for them.
         read_nbytes: bytes that this rank read from storage.
         received_nbytes: bytes that it received from others.
-        reading_s: seconds spent waiting for its own reads, behind which nothing could hide them.
-        sending_s: seconds spent handing bytes over to the network, and waiting for them.
+        reading_s: seconds spent waiting for its own reads.
+        sending_s: seconds spent waiting for messages.
         copying_s: seconds spent copying into place, and to the device.
-        meeting_s: seconds spent waiting for the other ranks to come as far.
+        waiting_s: seconds spent waiting for other ranks at error checks.
         seconds: wall time of the transfer, all of these included.
     """
 
@@ -73,7 +73,7 @@ class BroadcastReport:
     reading_s: float
     sending_s: float
     copying_s: float
-    meeting_s: float
+    waiting_s: float
     seconds: float
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class BroadcastReport:
             f"{self.num_tensors} tensors, {self.read_nbytes} bytes read, {self.received_nbytes} "
             f"received in {self.seconds:.3f} s (waiting for reads {self.reading_s:.3f} s, for "
             f"bytes under way {self.sending_s:.3f} s, for copies {self.copying_s:.3f} s, for "
-            f"other ranks {self.meeting_s:.3f} s)"
+            f"other ranks {self.waiting_s:.3f} s)"
         )
 
 

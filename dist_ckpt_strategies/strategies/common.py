@@ -1,20 +1,24 @@
-"""Common state and objects in Megatron-Core's own files, written whole and read safely."""
+"""Common state and objects in Megatron-Core's own files, read with an allow-list."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from dist_ckpt_strategies.comm.agree import agree_on_first
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.core.array import COMMON_OBJECT
 from dist_ckpt_strategies.core.keys import require_storable_keys
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
-    IncompatibleVersionError,
     IncompleteCheckpointError,
+)
+from dist_ckpt_strategies.formats.checkpoints import (
+    Format1Checkpoint,
+    Format2Checkpoint,
+    has_manifest,
 )
 from dist_ckpt_strategies.formats.commit import invalidate
 from dist_ckpt_strategies.formats.locations import (
@@ -26,7 +30,7 @@ from dist_ckpt_strategies.formats.locations import (
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
     dump_loadable,
-    load_pickle,
+    load_content,
     object_ids,
     read_object,
     write_dumped,
@@ -46,7 +50,7 @@ from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file, write_file
 from dist_ckpt_strategies.storage.io_pool import limited, run_with_limit
 from dist_ckpt_strategies.storage.time_limit import time_limit
-from dist_ckpt_strategies.tools.readers import open_reader
+from dist_ckpt_strategies.strategies.registry import require_own
 
 BACKEND = "torch"
 VERSION = 1
@@ -55,14 +59,14 @@ _OBJECT_FILES = "one file for each ShardedObject"
 
 
 class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
-    """Writes ``common.pt`` so that it is whole or not there, and withdraws an old marker first.
+    """Writes ``common.pt`` atomically, after invalidating an older checkpoint there.
 
     Args:
         backend: ``"torch"``.
         version: 1.
         group: ranks that save together; the world by default. Its first rank writes.
-        options: timeouts; by default what the environment says.
-        allow: further classes that what is saved may be of; a load has to allow them too.
+        options: timeouts; by default from the environment.
+        allow: further classes that saved values may be of; a load has to allow them too.
     """
 
     @raises_megatron_errors
@@ -75,10 +79,10 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
         options: Options | None = None,
         allow: Allowed = (),
     ) -> None:
-        require_common(backend, version)
+        require_own((BACKEND, VERSION), backend, version)
         super().__init__(backend, version)
         self._group = group
-        self._allow = tuple(allow)
+        self._allowed = [*default_allowed(), *allow]
         self._options = options or options_from_environment()
 
     @property
@@ -88,7 +92,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
 
     @raises_megatron_errors
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
-        """Write the state that every rank holds alike.
+        """Write the state that is equal on all ranks.
 
         Collective over the group.
 
@@ -113,8 +117,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
             UnsafeObjectError: it needs a class that a load would refuse.
             StorageError: it cannot be pickled.
         """
-        allow = [*default_allowed(), *self._allow]
-        return dump_loadable(common_state_dict, name="common state", allow=allow)
+        return dump_loadable(common_state_dict, name="common state", allow=self._allowed)
 
     @raises_megatron_errors
     def save_sharded_objects(
@@ -123,7 +126,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
         """Write the main replicas of ShardedObjects. Rank-local.
 
         Raises:
-            PlanError: a key names no directory below the checkpoint.
+            PlanError: a key cannot be a directory below the checkpoint.
             StorageError: one cannot be pickled or written.
         """
         root = require_path(located(checkpoint_dir, self._options), _OBJECT_FILES)
@@ -131,16 +134,15 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
         require_storable_keys((), {object_id(value).key for value in objects})
         for value in objects:
             name = object_id(value)
-            allow = [*default_allowed(), *self._allow]
-            content = dump_loadable(value.data, name=name.unique_key, allow=allow)
+            content = dump_loadable(value.data, name=name.unique_key, allow=self._allowed)
             write_dumped(root, name, content)
 
 
 class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
-    """Reads ``common.pt`` and object files with an allow-list; nothing is unpickled freely.
+    """Reads ``common.pt`` and object files with an allow-list (``weights_only=True``).
 
     Args:
-        options: how an object store is reached; by default what the environment says.
+        options: timeouts, and access to object stores; by default from the environment.
         allow: further classes that may be unpickled.
     """
 
@@ -148,7 +150,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
     def __init__(self, *, options: Options | None = None, allow: Allowed = ()) -> None:
         super().__init__()
         self._options = options or options_from_environment()
-        self._allow = tuple(allow)
+        self._allowed = [*default_allowed(), *allow]
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -159,21 +161,30 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
         """The common state, its tensors on the CPU. Rank-local.
 
-        Where there is no ``common.pt``, the object ``common_state``, as of Megatron-Core 0.19.
+        A checkpoint of this package's formats without ``common.pt`` has it as the object
+        ``common_state``, as Megatron-Core 0.19 and later save it.
 
         Raises:
             IncompleteCheckpointError: ``common.pt`` is missing, and there is no such object.
-            UnsafeObjectError: it needs a class that is not allowed; the message says which.
+            UnsafeObjectError: it needs a class that is not allowed; the message names it.
             CorruptCheckpointError: it is damaged.
         """
-        root = content_of(located(checkpoint_dir, self._options))
-        path = root.path(COMMON_NAME) if isinstance(root, Bucket) else root / COMMON_NAME
-        with time_limit(self._options.timeout_s):
-            found = _read_common(root, self._options, self._allowed())
+        options = self._options
+        root = content_of(located(checkpoint_dir, options))
+        path = root.path(COMMON_NAME) if isinstance(root, Bucket) else str(root / COMMON_NAME)
+        with time_limit(options.timeout_s):
+            try:
+                content = _read_common(root, path)
+            except IncompleteCheckpointError as missing:
+                try:
+                    content, path = run_with_limit(lambda: _read_common_object(root, options), root)
+                except (ArrayNotFoundError, IncompleteCheckpointError):
+                    raise missing from None
+            found = load_content(content, path, "common state", self._allowed)
         if not isinstance(found, dict):
             raise CorruptCheckpointError(
                 f"common state: {path} holds a {type(found).__name__}, expected a dict",
-                path=str(path),
+                path=path,
             )
         return found
 
@@ -182,7 +193,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
         self, sharded_objects_state_dict: StateDict, checkpoint_dir: str | Path
     ) -> StateDict:
         """A state dict of the same structure with the stored objects. Rank-local."""
-        root, allow = self._directory(checkpoint_dir), self._allowed()
+        root, allow = self._directory(checkpoint_dir), self._allowed
         return mapped_values(
             lambda value: read_object(root, object_id(value), allow), sharded_objects_state_dict
         )
@@ -196,55 +207,33 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
     @raises_megatron_errors
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise IncompatibleVersionError unless the backend is ``"torch"``."""
-        require_common(loaded_backend, VERSION)
+        require_own((BACKEND, VERSION), loaded_backend, VERSION)
 
     @raises_megatron_errors
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise IncompatibleVersionError unless the version is 1."""
-        require_common(BACKEND, loaded_version)
-
-    def _allowed(self) -> list[Any]:
-        return [*default_allowed(), *self._allow]
+        require_own((BACKEND, VERSION), BACKEND, loaded_version)
 
     def _directory(self, checkpoint_dir: str | Path) -> Path:
         return require_path(located(checkpoint_dir, self._options), _OBJECT_FILES)
 
 
-def require_common(backend: str, version: int) -> None:
-    """Raise unless this is the common format that these strategies know.
-
-    Raises:
-        IncompatibleVersionError: it is another.
-    """
-    if (backend, version) != (BACKEND, VERSION):
-        raise IncompatibleVersionError(
-            f"expected common backend ('{BACKEND}', {VERSION}), found ({backend!r}, {version!r})"
-        )
-
-
-def _read_common(root: Location, options: Options, allow: Allowed) -> Any:
-    path = root.path(COMMON_NAME) if isinstance(root, Bucket) else f"{root}/{COMMON_NAME}"
-    try:
-        content = _common_file(root, path)
-    except IncompleteCheckpointError as missing:
-        try:
-            content = run_with_limit(
-                lambda: open_reader(root, options, allow).common_content(), root
-            )
-        except (IncompleteCheckpointError, IncompatibleVersionError):
-            raise missing from None
-    return load_pickle(content, path, "common state", allow)
-
-
 @limited
-def _common_file(root: Location, path: str) -> bytes:
+def _read_common(root: Location, path: str) -> bytes:
     if isinstance(root, Bucket):
         return root.read(COMMON_NAME)
-    try:
-        with file_errors("common state", path, not_found=ArrayNotFoundError):
-            return read_file(path)
-    except ArrayNotFoundError as error:
-        raise IncompleteCheckpointError(f"common state: {path} is missing", path=path) from error
+    with file_errors("common state", path, not_found=IncompleteCheckpointError):
+        return read_file(path)
+
+
+def _read_common_object(root: Location, options: Options) -> tuple[bytes, str]:
+    """The content of the object that holds the common state, and its path."""
+    opened: Format1Checkpoint | Format2Checkpoint
+    if isinstance(root, Bucket) or has_manifest(root):
+        opened = Format2Checkpoint(root, options)
+    else:
+        opened = Format1Checkpoint(root, options)
+    return opened.object_content(COMMON_OBJECT), opened.object_path(COMMON_OBJECT)
 
 
 @limited

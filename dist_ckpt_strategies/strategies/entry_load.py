@@ -45,19 +45,23 @@ from dist_ckpt_strategies.megatron.shards import StateDict, sharded_values
 from dist_ckpt_strategies.sharded.checks import check_load
 from dist_ckpt_strategies.sharded.load import ShardedLoad
 from dist_ckpt_strategies.storage.time_limit import restart_limit
-from dist_ckpt_strategies.strategies.choices import (
-    StrategyChoice,
+from dist_ckpt_strategies.strategies.entry_options import (
+    entry_options,
     load_strategies,
     location_of,
+    open_world,
     require_taken,
     verifying,
     with_strict_dtype,
+    with_time_limit,
 )
-from dist_ckpt_strategies.strategies.local_directory import BACKEND as LOCAL_BACKEND
-from dist_ckpt_strategies.strategies.local_directory import restore_common
-from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedLoadShardedStrategy
+from dist_ckpt_strategies.strategies.local_replicated import BACKEND as LOCAL_BACKEND
+from dist_ckpt_strategies.strategies.local_replicated import (
+    LocalReplicatedLoadShardedStrategy,
+    restore_common,
+)
+from dist_ckpt_strategies.strategies.registry import StrategyChoice
 from dist_ckpt_strategies.strategies.sharded_strategies import BaseLoadShardedStrategy
-from dist_ckpt_strategies.strategies.world import entry_options, open_world, with_time_limit
 
 
 @raises_megatron_errors

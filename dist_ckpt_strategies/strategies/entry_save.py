@@ -47,16 +47,18 @@ from dist_ckpt_strategies.sharded.save import (
 from dist_ckpt_strategies.storage.file_store import Directory
 from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.storage.time_limit import time_left
-from dist_ckpt_strategies.strategies.choices import (
-    StrategyChoice,
+from dist_ckpt_strategies.strategies.common import TorchCommonSaveStrategy
+from dist_ckpt_strategies.strategies.entry_options import (
+    entry_options,
     location_of,
+    open_world,
     require_taken,
     save_strategies,
+    with_time_limit,
 )
-from dist_ckpt_strategies.strategies.common import TorchCommonSaveStrategy
 from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedSaveShardedStrategy
+from dist_ckpt_strategies.strategies.registry import StrategyChoice
 from dist_ckpt_strategies.strategies.sharded_strategies import BaseSaveShardedStrategy
-from dist_ckpt_strategies.strategies.world import entry_options, open_world, with_time_limit
 
 Preprocess = Callable[[StateDict], StateDict]
 

@@ -1,9 +1,12 @@
-"""The backend ("local_replicated", 1): one checkpoint on the nodes' own disks, kept in copies."""
+"""The backend ("local_replicated", 1): one checkpoint on the nodes' own disks, kept in copies.
+
+Each rank writes its shards as a local shard file, with copies on the nodes of its clique. Every
+node also gets ``common.pt`` and ``metadata.json``, which Megatron-Core looks for on every rank.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import xxhash
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
@@ -18,13 +22,23 @@ from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import LocalOptions, Options, options_from_environment
-from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
-from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.formats.finished import make_directory, withdraw_marker
+from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
+from dist_ckpt_strategies.errors import (
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    StrategyError,
+)
+from dist_ckpt_strategies.formats.finished import (
+    is_finished,
+    make_directory,
+    publish,
+    withdraw_marker,
+)
+from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
-from dist_ckpt_strategies.local.part_files import PartDirectory
+from dist_ckpt_strategies.local.part_files import PartDirectory, read_first_header
 from dist_ckpt_strategies.local.replication import LazyCliqueReplicationStrategy
 from dist_ckpt_strategies.megatron.bases import (
     LoadShardedStrategy,
@@ -47,21 +61,16 @@ from dist_ckpt_strategies.sharded.load import (
     destination,
     warn_of_conversions,
 )
-from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file
-from dist_ckpt_strategies.storage.io_pool import run_with_limit
+from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file, write_file
+from dist_ckpt_strategies.storage.io_pool import limited, run_with_limit
 from dist_ckpt_strategies.storage.time_limit import restart_limit, time_limit
-from dist_ckpt_strategies.strategies.local_directory import (
-    BACKEND,
-    VERSION,
-    complete_directory,
-    digest_of_common,
-    require_common_of_save,
-    restore_common,
-    stored_in,
-)
 from dist_ckpt_strategies.strategies.registry import require_own
 
+BACKEND = "local_replicated"
+VERSION = 1
+
 _ITERATION = re.compile(r"(\d+)\D*$")
+"""The number that the directory's name ends with."""
 
 
 class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
@@ -74,10 +83,10 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
         version: 1.
         local: cliques and directories.
         group: all ranks; the world by default.
-        options: timeouts; by default what the environment says.
+        options: timeouts; by default from the environment.
         allow: further classes that objects may be of.
         cliques: shared with other strategies, so that process groups are made once.
-        changes: fields of LocalOptions that are others than in ``local``: ``replication_factor=3``.
+        changes: fields of LocalOptions that differ from ``local``: ``replication_factor=3``.
     """
 
     @raises_megatron_errors
@@ -95,9 +104,15 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
     ) -> None:
         require_own((BACKEND, VERSION), backend, version)
         super().__init__(backend, version)
-        changed = replace(local or LocalOptions(), **changes)
-        self._node = _Node(changed, group, _options(options), tuple(allow))
-        self._cliques = cliques or lazy_cliques(self._node.local, self._node.options)
+        self._node = _Node.of(local, changes, group, options, allow)
+        own = self._node.local
+        self._cliques = cliques or LazyCliqueReplicationStrategy(
+            own.replication_jump,
+            own.replication_factor,
+            allow_uneven=own.allow_uneven,
+            max_bucket_bytes=own.max_bucket_bytes,
+            timeout_s=self._node.options.timeout_s,
+        )
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -106,7 +121,7 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
 
     @raises_megatron_errors
     def save(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
-        """Write this rank's part and its clique's, and the common state, durably.
+        """Write this rank's shards, copies of its clique's, and the common state, durably.
 
         Collective over the group. Does not write ``metadata.json`` on the node of the first rank,
         where Megatron-Core does, but on all others.
@@ -114,7 +129,7 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
         Raises:
             PlanError: a tensor cannot be stored.
             UnsafeObjectError: an object is of a class that is not allowed.
-            StorageError: a part cannot be written; a PeerError of that class elsewhere.
+            StorageError: a file cannot be written; a PeerError of that class elsewhere.
         """
         self.save_with_common(sharded_state_dict, checkpoint_dir, None)
 
@@ -127,12 +142,13 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
         Args:
             sharded_state_dict: as in ``save``.
             checkpoint_dir: as in ``save``.
-            common_dir: where the first rank finds ``common.pt``; its caller moves that into place,
-                and an earlier checkpoint stays as it is until all else is written. None: it is in
-                ``checkpoint_dir`` already.
+            common_dir: where the first rank finds ``common.pt``; the caller moves it into place
+                later, and an earlier checkpoint stays as it is until all else is written. None: it
+                is in ``checkpoint_dir`` already.
         """
-        comm = self._node.communicator("save", f"to {checkpoint_dir}")
-        root, manager = agree(comm, lambda: self._node.opened(checkpoint_dir, comm, self._cliques))
+        node = self._node
+        comm = node.communicator("save", f"to {checkpoint_dir}")
+        root, manager = agree(comm, lambda: node.opened(checkpoint_dir, comm, self._cliques))
 
         def prepare() -> bytes:
             make_directory(root)
@@ -143,39 +159,40 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
                 return read_file(common_path) if comm.rank == 0 else b""
 
         def complete() -> None:
-            is_first_node = names[comm.rank] == names[0] and self._node.local.node_directory is None
+            is_first_node = names[comm.rank] == names[0] and node.local.node_directory is None
             if not is_first_node:
-                complete_directory(root, common, is_marked=True)
+                _write_common(root, common)
 
-        with time_limit(self._node.options.timeout_s):
+        with time_limit(node.options.timeout_s):
             common = agree_and_gather_bytes(comm, partial(run_with_limit, prepare, root))[0]
             restart_limit()
         described = agree_and_gather(comm, lambda: _described(sharded_state_dict))
-        extra = {"common_digest": digest_of_common(common), "stored": _union(described)}
-        state = self._state(comm, extra, sharded_state_dict)
-        manager.save(state, _iteration_of(checkpoint_dir))
-        with time_limit(self._node.options.timeout_s):
+        arrays = {key: found for some, _ in described for key, found in some.items()}
+        stored = {
+            "arrays": [[key, *arrays[key]] for key in sorted(arrays)],
+            "objects": sorted(name for _, names in described for name in names),
+        }
+        content = {"common_digest": _digest(common), "stored": stored}
+        if node.local.algo == "atomic":
+            state = agree(comm, lambda: MCoreTensorAwareStateDict(content, sharded_state_dict))
+        else:
+            state, _ = MCoreTensorAwareStateDict.dealt_out(comm, content, sharded_state_dict)
+        iteration = _ITERATION.search(Path(checkpoint_dir).name)
+        manager.save(state, int(iteration[1]) if iteration else 0)
+        with time_limit(node.options.timeout_s):
             names = agree_and_gather(comm, lambda: PartDirectory(root).name())
             agree(comm, complete)
-
-    def _state(
-        self, comm: Communicator, extra: StateDict, sharded: StateDict
-    ) -> MCoreTensorAwareStateDict:
-        if self._node.local.algo == "atomic":
-            return agree(comm, lambda: MCoreTensorAwareStateDict(extra, sharded))
-        state, _ = MCoreTensorAwareStateDict.dealt_out(comm, extra, sharded)
-        return state
 
 
 class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
     """Loads every rank's shards from its node, or from a rank that has a copy.
 
     Args:
-        local: directories; cliques play no part in a load.
+        local: directories; cliques play no role in a load.
         group: all ranks; the world by default.
-        options: timeouts; by default what the environment says.
+        options: timeouts; by default from the environment.
         allow: further classes that objects may be of.
-        changes: fields of LocalOptions that are others than in ``local``.
+        changes: fields of LocalOptions that differ from ``local``.
     """
 
     @raises_megatron_errors
@@ -189,8 +206,7 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
         **changes: Any,
     ) -> None:
         super().__init__()
-        changed = replace(local or LocalOptions(), **changes)
-        self._node = _Node(changed, group, _options(options), tuple(allow))
+        self._node = _Node.of(local, changes, group, options, allow)
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -211,7 +227,7 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
         checkpoint_dir: str | Path,
         async_strategy: object = None,  # noqa: ARG002 - later releases of Megatron-Core pass it
     ) -> StateDict:
-        """Load what the state dict asks for, in any parallel layout.
+        """Load what the state dict requests, in any parallel layout.
 
         Collective over the group. Tensors are filled, and converted, as by ``load`` of
         ``("zarr", 1)`` and ``("zarr", 2)``.
@@ -220,33 +236,34 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
             DTypeMismatchError: another dtype is stored, and the option ``strict_dtype`` is set.
             CorruptCheckpointError: ``common.pt``, which Megatron-Core has read already, is not the
                 one of this save.
-            NoReplicasAvailableError: all copies of some rank's part are lost or damaged.
-            CoverageError: no part holds something that is wanted.
+            NoReplicasAvailableError: all copies of some rank's shards are lost or damaged.
+            CoverageError: a requested region or object is in no file.
         """
-        comm = self._node.communicator("load", f"from {checkpoint_dir}")
-        _, manager = agree(comm, lambda: self._node.opened(checkpoint_dir, comm, None))
+        node = self._node
+        comm = node.communicator("load", f"from {checkpoint_dir}")
+        _, manager = agree(comm, lambda: node.opened(checkpoint_dir, comm, None))
         state, _ = manager.load()
         own: dict[int, torch.Tensor] = {}
 
         def check() -> Conversions:
             content = state.common_state_dict
-            require_common_of_save(checkpoint_dir, content)
+            _require_common_of_save(Path(checkpoint_dir).absolute(), content["common_digest"])
             values = sharded_values(sharded_state_dict)
             tensors = [value for value in values if isinstance(value, ShardedTensor)]
             stored = {key: getattr(torch, dtype) for key, _, dtype in content["stored"]["arrays"]}
-            converted = conversions(tensors, stored, is_strict=self._node.options.strict_dtype)
+            converted = conversions(tensors, stored, is_strict=node.options.strict_dtype)
             own.update({id(t): destination(t) for t in tensors if t.data is not None})
             return converted
 
-        def deliver(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
+        def fill(tensor: Any, loaded: torch.Tensor) -> torch.Tensor:
             if tensor.data is None:
                 return loaded.to(tensor.dtype)
             own[id(tensor)].detach().copy_(loaded)
             return own[id(tensor)]
 
-        with time_limit(self._node.options.timeout_s):
+        with time_limit(node.options.timeout_s):
             converted = agree_and_gather(comm, check)
-        found = dict(state.loaded(comm, sharded_state_dict, deliver))
+        found = dict(state.loaded(comm, sharded_state_dict, fill))
         warn_of_conversions(comm, checkpoint_dir, converted)
         return found
 
@@ -255,7 +272,7 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
         """A ShardedTensor without data, by key, for each array. Rank-local.
 
         Raises:
-            IncompleteCheckpointError: this node has no part; call ``prepare_local_load``.
+            IncompleteCheckpointError: this node has no file of it; call ``prepare_local_load``.
         """
         arrays, _ = self._stored(checkpoint_dir)
         return {array.key: metadata_tensor(array) for array in arrays}
@@ -269,7 +286,7 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
 
     @raises_megatron_errors
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
-        """Not offered: a part is one file, and copies of it are on other nodes."""
+        """Not offered: all shards of a rank are one file, with copies on other nodes."""
         raise StrategyError(
             f"{checkpoint_dir}: arrays of {key_prefix!r} cannot be removed from a local "
             "checkpoint; save another without them"
@@ -286,9 +303,25 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
         require_own((BACKEND, VERSION), BACKEND, loaded_version)
 
     def _stored(self, checkpoint_dir: str | Path) -> tuple[list[ArraySpec], list[ObjectId]]:
+        """The arrays and objects of the whole checkpoint, from a file on this node."""
         comm = self._node.communicator("look at a checkpoint")
         with time_limit(self._node.options.timeout_s):
-            return stored_in(PartDirectory(self._node.root(checkpoint_dir, comm)))
+            root = self._node.root(checkpoint_dir, comm)
+            found = read_first_header(PartDirectory(root))
+        if found is None:
+            raise IncompleteCheckpointError(
+                f"{root}: this node has no local shard file of the checkpoint; every rank has to "
+                "call prepare_local_load first",
+                path=str(root),
+            )
+        stored = found.content["common"]["stored"]
+        arrays = [
+            ArraySpec(key, tuple(shape), DType(dtype), tuple(max(1, extent) for extent in shape))
+            for key, shape, dtype in stored["arrays"]
+        ]
+        return arrays, [
+            ObjectId(key, tuple(offset), tuple(shape)) for key, offset, shape in stored["objects"]
+        ]
 
 
 @raises_megatron_errors
@@ -299,7 +332,7 @@ def prepare_local_load(
     group: ProcessGroup | None = None,
     options: Options | None = None,
 ) -> None:
-    """Put ``common.pt`` and ``metadata.json`` on every node that has lost them.
+    """Restore ``common.pt`` and ``metadata.json`` on every node that has lost them.
 
     Collective. Megatron-Core's ``load`` looks for both on every rank before it asks a strategy;
     this package's own ``load`` calls this itself.
@@ -307,21 +340,68 @@ def prepare_local_load(
     Raises:
         IncompleteCheckpointError: no node has them.
     """
-    node = _Node(local or LocalOptions(), group, _options(options), ())
+    node = _Node.of(local, {}, group, options, ())
     comm = node.communicator("preparation", f"of {checkpoint_dir}")
     root = agree(comm, lambda: node.root(checkpoint_dir, comm))
     with time_limit(node.options.timeout_s):
         restore_common(comm, root, str(checkpoint_dir))
 
 
+def restore_common(comm: Communicator, root: Path, name: str) -> None:
+    """Write the common state and the marker on every node that has lost them. Collective.
+
+    Args:
+        comm: all ranks.
+        root: this rank's directory.
+        name: the checkpoint, for messages.
+    """
+
+    def own() -> bytes:
+        path = root / COMMON_NAME
+        if not (is_finished(root) and path.exists()):
+            return b""
+        with file_errors("common state", path):
+            content = read_file(path)
+        found = read_first_header(PartDirectory(root))
+        is_of_save = found is None or found.content["common"]["common_digest"] == _digest(content)
+        return content if is_of_save else b""
+
+    everyone = agree_and_gather_bytes(comm, partial(run_with_limit, own, root))
+    restart_limit()
+    common = next(filter(None, everyone), None)
+
+    def restore() -> None:
+        if common is None:
+            raise IncompleteCheckpointError(
+                f"{name}: no node has a whole {COMMON_NAME} and metadata.json", path=name
+            )
+        if everyone[comm.rank] != common:
+            make_directory(root)
+            _write_common(root, common)
+
+    agree(comm, restore)
+
+
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """What both strategies know of this rank's node."""
+    """What both strategies know about this rank's node."""
 
     local: LocalOptions
     group: ProcessGroup | None
     options: Options
     allow: tuple[Any, ...]
+
+    @classmethod
+    def of(
+        cls,
+        local: LocalOptions | None,
+        changes: dict[str, Any],
+        group: ProcessGroup | None,
+        options: Options | None,
+        allow: Allowed,
+    ) -> _Node:
+        changed = replace(local or LocalOptions(), **changes)
+        return cls(changed, group, options or options_from_environment(), tuple(allow))
 
     def communicator(self, purpose: str, detail: str = "") -> Communicator:
         return open_communicator(
@@ -329,7 +409,7 @@ class _Node:
         )
 
     def root(self, checkpoint_dir: str | Path, comm: Communicator) -> Path:
-        """Where this rank's node keeps the checkpoint."""
+        """The checkpoint's directory on this rank's node."""
         found = Path(checkpoint_dir).absolute()
         if self.local.node_directory is None:
             return found
@@ -341,7 +421,7 @@ class _Node:
         comm: Communicator,
         cliques: LazyCliqueReplicationStrategy | None,
     ) -> tuple[Path, LocalCheckpointManager]:
-        """Where this rank's node keeps the checkpoint, and what keeps it there. Rank-local."""
+        """The checkpoint's directory on this rank's node, and its manager. Rank-local."""
         root = self.root(checkpoint_dir, comm)
         return root, LocalCheckpointManager(
             root,
@@ -351,27 +431,6 @@ class _Node:
             max_bucket_bytes=self.local.max_bucket_bytes,
             allow=self.allow,
         )
-
-
-def lazy_cliques(local: LocalOptions, options: Options) -> LazyCliqueReplicationStrategy:
-    """The cliques of the options; their process groups are made at the first save."""
-    return LazyCliqueReplicationStrategy(
-        local.replication_jump,
-        local.replication_factor,
-        allow_uneven=local.allow_uneven,
-        max_bucket_bytes=local.max_bucket_bytes,
-        timeout_s=options.timeout_s,
-    )
-
-
-def _options(options: Options | None) -> Options:
-    return options or options_from_environment()
-
-
-def _iteration_of(checkpoint_dir: str | Path) -> int:
-    """The number that the directory's name ends with, or 0."""
-    found = _ITERATION.search(Path(checkpoint_dir).name)
-    return int(found[1]) if found else 0
 
 
 def _described(sharded: StateDict) -> list[Any]:
@@ -387,7 +446,30 @@ def _described(sharded: StateDict) -> list[Any]:
     return [arrays, objects]
 
 
-def _union(described: Sequence[Any]) -> dict[str, Any]:
-    arrays = {key: found for some, _ in described for key, found in some.items()}
-    objects = sorted(name for _, names in described for name in names)
-    return {"arrays": [[key, *arrays[key]] for key in sorted(arrays)], "objects": objects}
+def _digest(common: bytes) -> str:
+    """Links local shard files to the common state of their save."""
+    return xxhash.xxh3_128_hexdigest(common)
+
+
+@limited
+def _write_common(root: Path, common: bytes) -> None:
+    """Write ``common.pt`` and the marker. All ranks of a node may: they write equal files."""
+    path = root / COMMON_NAME
+    with file_errors("common state", path):
+        if not (path.exists() and read_file(path) == common):
+            write_file(path, common)
+    publish(root, CheckpointMarker(BACKEND, VERSION))
+
+
+@limited
+def _require_common_of_save(checkpoint_dir: Path, expected: str) -> None:
+    """Raise unless ``common.pt``, which Megatron-Core has read already, has this digest."""
+    path = checkpoint_dir / COMMON_NAME
+    with file_errors("common state", path):
+        found = _digest(read_file(path))
+    if found != expected:
+        raise CorruptCheckpointError(
+            f"common state: {path} has digest {found}, expected {expected}; it is damaged, or of "
+            "another save",
+            path=str(path),
+        )

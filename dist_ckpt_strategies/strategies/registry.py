@@ -1,19 +1,36 @@
-"""Which strategy serves which action, backend and version."""
+"""Strategies by action, backend and version: registered ones and this package's defaults."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from types import MappingProxyType
 from typing import Any
 
+from dist_ckpt_strategies.config import LocalOptions, Options, options_from_environment
 from dist_ckpt_strategies.errors import (
     IncompatibleVersionError,
     StrategyError,
     StrategyExistsError,
     StrategyNotFoundError,
 )
-from dist_ckpt_strategies.megatron.bases import StrategyAction
+from dist_ckpt_strategies.formats.objects import Allowed
+from dist_ckpt_strategies.megatron.bases import (
+    LoadCommonStrategy,
+    LoadShardedStrategy,
+    SaveCommonStrategy,
+    SaveShardedStrategy,
+    StrategyAction,
+)
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.megatron.registry import (
+    has_registry,
+    register_strategy,
+    registered_strategy,
+    torch_dist_strategy,
+)
 
 __all__ = [
     "DEFAULT_REGISTRY",
@@ -21,13 +38,19 @@ __all__ = [
     "StrategyKey",
     "StrategyRegistry",
     "get_default_strategy",
+    "register",
     "register_default_strategy",
+    "register_default_tensorstore_strategies",
+    "register_default_zarr_strategies",
 ]
 
 Strategy = Any
 """An instance of one of Megatron-Core's four strategy base classes."""
 
 StrategyFactory = Callable[[], Strategy]
+
+StrategyChoice = Any
+"""A strategy, a (backend, version) tuple, or None for the default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +62,7 @@ class StrategyKey:
     version: int
 
     def __post_init__(self) -> None:
-        """Refuse what no look-up would find."""
+        """Raise StrategyError for a value of the wrong type."""
         if not isinstance(self.action, StrategyAction):
             names = ", ".join(f"StrategyAction.{action.name}" for action in StrategyAction)
             raise StrategyError(f"action: expected one of {names}, found {self.action!r}")
@@ -51,7 +74,7 @@ class StrategyKey:
             )
 
     def __str__(self) -> str:
-        """The key as people write it."""
+        """The key as users write it."""
         return f"({self.action.value}, {self.backend!r}, {self.version})"
 
 
@@ -65,7 +88,7 @@ class StrategyRegistry:
     def register(
         self, key: StrategyKey, factory: StrategyFactory, *, replace: bool = False
     ) -> None:
-        """Put a factory under a key. Registering an equal factory again changes nothing.
+        """Register a factory. Registering an equal one again changes nothing.
 
         Raises:
             StrategyExistsError: another factory is there and ``replace`` is not set.
@@ -79,7 +102,7 @@ class StrategyRegistry:
         if self.has(key, factory):
             return
         if key in self and not replace:
-            raise strategy_exists(key, self._factories[key])
+            raise _strategy_exists(key, self._factories[key])
         self._factories[key] = factory
         self._strategies.pop(key, None)
 
@@ -94,7 +117,7 @@ class StrategyRegistry:
             StrategyNotFoundError: nothing is registered there; the message lists what is.
         """
         if key not in self:
-            raise strategy_not_found(key, self.keys())
+            raise _strategy_not_found(key, self.keys())
         if key not in self._strategies:
             self._strategies[key] = self._factories[key]()
         return self._strategies[key]
@@ -108,37 +131,55 @@ class StrategyRegistry:
         return key in self._factories
 
 
-def require_own(own: tuple[str, int], backend: str, version: int) -> None:
-    """Raise unless this is the format that a strategy knows.
-
-    Args:
-        own: that format.
-        backend: that is asked for, or was found.
-        version: of it.
-
-    Raises:
-        IncompatibleVersionError: it is another.
-    """
-    if (backend, version) != own:
-        raise IncompatibleVersionError(f"expected backend {own}, found ({backend!r}, {version!r})")
-
-
-def strategy_exists(key: StrategyKey, present: object) -> StrategyExistsError:
-    """The error for a key that is taken: says by what."""
-    return StrategyExistsError(
-        f"{key} is already registered ({present}), with another strategy or other arguments; pass "
-        "replace=True to replace it"
-    )
-
-
-def strategy_not_found(key: StrategyKey, known: Iterable[StrategyKey]) -> StrategyNotFoundError:
-    """The error for a key without a strategy: says what there is."""
-    names = ", ".join(map(str, known)) or "none"
-    return StrategyNotFoundError(f"no strategy for {key}; registered: {names}")
-
-
 DEFAULT_REGISTRY = StrategyRegistry()
 """The registry behind get_default_strategy, save and load."""
+
+_SAVE, _LOAD = StrategyAction.SAVE_SHARDED, StrategyAction.LOAD_SHARDED
+_COMMON = (StrategyAction.SAVE_COMMON, StrategyAction.LOAD_COMMON)
+
+_DEFAULTS: Mapping[StrategyKey, str] = MappingProxyType(
+    {
+        StrategyKey(_SAVE, "zarr", 1): "zarr.ZarrSaveShardedStrategy",
+        StrategyKey(_LOAD, "zarr", 1): "zarr.ZarrLoadShardedStrategy",
+        StrategyKey(_SAVE, "zarr", 2): "zarr_format2.Format2SaveShardedStrategy",
+        StrategyKey(_LOAD, "zarr", 2): "zarr_format2.Format2LoadShardedStrategy",
+        StrategyKey(
+            _SAVE, "local_replicated", 1
+        ): "local_replicated.LocalReplicatedSaveShardedStrategy",
+        StrategyKey(
+            _LOAD, "local_replicated", 1
+        ): "local_replicated.LocalReplicatedLoadShardedStrategy",
+        StrategyKey(StrategyAction.SAVE_COMMON, "torch", 1): "common.TorchCommonSaveStrategy",
+        StrategyKey(StrategyAction.LOAD_COMMON, "torch", 1): "common.TorchCommonLoadStrategy",
+    }
+)
+"""Module and class of this package's strategy for each key, imported at the first look-up."""
+
+_KINDS: Mapping[StrategyAction, Any] = MappingProxyType(
+    {
+        StrategyAction.SAVE_SHARDED: SaveShardedStrategy,
+        StrategyAction.LOAD_SHARDED: LoadShardedStrategy,
+        StrategyAction.SAVE_COMMON: SaveCommonStrategy,
+        StrategyAction.LOAD_COMMON: LoadCommonStrategy,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnFactory:
+    """Makes a strategy of this package. Equal factories make strategies that do the same."""
+
+    name: str
+    options: Options
+    allow: tuple[Any, ...] = ()
+    local: LocalOptions = field(default_factory=LocalOptions)
+
+    def __call__(self) -> Strategy:
+        module, _, cls = self.name.partition(".")
+        arguments: dict[str, Any] = {"options": self.options, "allow": self.allow}
+        if module == "local_replicated":
+            arguments["local"] = self.local
+        return getattr(import_module(f"{__package__}.{module}"), cls)(**arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +190,78 @@ class _Instance:
 
     def __call__(self) -> Strategy:
         return self.strategy
+
+
+@raises_megatron_errors
+def register(
+    *,
+    replace_common: bool = False,
+    replace: bool = False,
+    allow: Allowed = (),
+    options: Options | None = None,
+    local: LocalOptions | None = None,
+) -> None:
+    """Make this package's backends known to ``megatron.core.dist_checkpointing``.
+
+    From then on ``dist_checkpointing.save(state_dict, path, ("zarr", 1))`` and ``load`` find this
+    package's strategies, by the tuple or by a checkpoint's ``metadata.json``. Not collective; call
+    it once on every rank, at start-up. The same call again changes nothing.
+
+    Args:
+        replace_common: this package's own save and load use its common strategies in any case;
+            with this they also take the place of Megatron's ``("torch", 1)``, which write
+            ``common.pt`` beside a marker that may still be there, and leave the other ranks
+            waiting when rank 0 cannot write.
+        replace: replace strategies registered under the same keys, by others or by an earlier call
+            with other arguments.
+        allow: further classes that objects of a checkpoint may be unpickled to.
+        options: timeouts and memory bounds; by default from the environment.
+        local: cliques and directories of ``("local_replicated", 1)``.
+
+    Raises:
+        StrategyExistsError: a key has another strategy, or one made with other arguments,
+            and ``replace`` is not set.
+        StrategyError: a variable of the environment is invalid.
+    """
+    chosen = options or options_from_environment()
+    factories = {
+        key: _OwnFactory(name, chosen, tuple(allow), local or LocalOptions())
+        for key, name in _DEFAULTS.items()
+    }
+    common = {key: factories.pop(key) for key in _DEFAULTS if key.action in _COMMON}
+    _register_everywhere(factories, replace=replace)
+    if replace_common:
+        _register_everywhere(common, replace=True)
+        return
+    for key, factory in common.items():
+        if replace or key not in DEFAULT_REGISTRY:
+            DEFAULT_REGISTRY.register(key, factory, replace=True)
+
+
+@raises_megatron_errors
+def register_default_zarr_strategies() -> None:
+    """Make ``("zarr", 1)`` savable, here and in Megatron-Core's registry. Idempotent.
+
+    Raises:
+        StrategyExistsError: another strategy is registered for that, or one with other options.
+    """
+    key = StrategyKey(_SAVE, "zarr", 1)
+    factory = _OwnFactory(_DEFAULTS[key], options_from_environment())
+    _register_everywhere({key: factory}, replace=False)
+
+
+@raises_megatron_errors
+def register_default_tensorstore_strategies() -> None:
+    """Make ``("zarr", 1)`` loadable with TensorStore, here and in Megatron-Core's registry.
+
+    Idempotent.
+
+    Raises:
+        StrategyExistsError: another strategy is registered for that, or one with other options.
+    """
+    key = StrategyKey(_LOAD, "zarr", 1)
+    name = "tensorstore.TensorStoreLoadShardedStrategy"
+    _register_everywhere({key: _OwnFactory(name, options_from_environment())}, replace=False)
 
 
 @raises_megatron_errors
@@ -178,7 +291,7 @@ def register_default_strategy(
         backend: name of the format.
         version: version of the format.
         strategy: an instance, or a callable that makes it at the first look-up.
-        replace: take the place of what is registered there.
+        replace: replace the strategy that is registered there.
 
     Raises:
         StrategyExistsError: the key is taken and ``replace`` is not set.
@@ -187,3 +300,88 @@ def register_default_strategy(
     is_instance = hasattr(strategy, "can_handle_sharded_objects") and not isinstance(strategy, type)
     factory = _Instance(strategy) if is_instance else strategy
     DEFAULT_REGISTRY.register(StrategyKey(action, backend, version), factory, replace=replace)
+
+
+def resolve(action: StrategyAction, choice: StrategyChoice, default: tuple[str, int]) -> Strategy:
+    """The strategy that ``save`` or ``load`` uses for an argument. Registers nothing.
+
+    Args:
+        action: what the strategy is for.
+        choice: an instance, which is returned as it is; (backend, version); None for ``default``.
+            What is registered comes first, then this package's strategies with the options of the
+            environment, then Megatron-Core's torch_dist.
+        default: backend and version.
+
+    Raises:
+        StrategyNotFoundError: there is no strategy for that backend and version.
+        StrategyError: the choice is no strategy of this kind, and no tuple.
+    """
+    kind = _KINDS[action]
+    if isinstance(choice, kind):
+        return choice
+    found: Any = choice or default
+    if not (isinstance(found, tuple) and len(found) == len(default)):
+        raise StrategyError(
+            f"expected a {kind.__name__} or a tuple (backend, version), found {choice!r}"
+        )
+    key = StrategyKey(action, *found)
+    if key in DEFAULT_REGISTRY:
+        strategy = DEFAULT_REGISTRY.get(key)
+        if not isinstance(strategy, kind):
+            raise StrategyError(f"{key}: expected a {kind.__name__} there, found {strategy!r}")
+        return strategy
+    if key in _DEFAULTS:
+        return _unregistered(key, options_from_environment())
+    if (key.backend, key.version) == ("torch_dist", 1):
+        return torch_dist_strategy(action)
+    raise _strategy_not_found(key, dict.fromkeys([*DEFAULT_REGISTRY.keys(), *_DEFAULTS]))
+
+
+@cache
+def _unregistered(key: StrategyKey, options: Options) -> Strategy:
+    """This package's strategy for these options, one per process: saves share plan and writer."""
+    return _OwnFactory(_DEFAULTS[key], options)()
+
+
+def require_own(own: tuple[str, int], backend: str, version: int) -> None:
+    """Raise IncompatibleVersionError unless backend and version are a strategy's own."""
+    if (backend, version) != own:
+        raise IncompatibleVersionError(f"expected backend {own}, found ({backend!r}, {version!r})")
+
+
+def _register_everywhere(
+    factories: Mapping[StrategyKey, StrategyFactory], *, replace: bool
+) -> None:
+    """Register one strategy per key in both registries; without ``replace`` all keys or none.
+
+    If the installed Megatron-Core has no registry (0.17), only ours is filled.
+    """
+    if not replace:
+        for key, factory in factories.items():
+            _require_free(key, factory)
+    for key, factory in factories.items():
+        DEFAULT_REGISTRY.register(key, factory, replace=True)
+        if has_registry():
+            strategy = DEFAULT_REGISTRY.get(key)
+            register_strategy(key.action, key.backend, key.version, strategy)
+
+
+def _require_free(key: StrategyKey, factory: StrategyFactory) -> None:
+    ours = DEFAULT_REGISTRY.get(key) if key in DEFAULT_REGISTRY else None
+    in_megatron = registered_strategy(key.action, key.backend, key.version)
+    if ours is not None and not DEFAULT_REGISTRY.has(key, factory):
+        raise _strategy_exists(key, type(ours).__qualname__)
+    if in_megatron is not None and in_megatron is not ours:
+        raise _strategy_exists(key, type(in_megatron).__qualname__)
+
+
+def _strategy_exists(key: StrategyKey, present: object) -> StrategyExistsError:
+    return StrategyExistsError(
+        f"{key} is already registered ({present}), with another strategy or other arguments; pass "
+        "replace=True to replace it"
+    )
+
+
+def _strategy_not_found(key: StrategyKey, known: Iterable[StrategyKey]) -> StrategyNotFoundError:
+    names = ", ".join(map(str, known)) or "none"
+    return StrategyNotFoundError(f"no strategy for {key}; registered: {names}")

@@ -10,7 +10,7 @@ from typing import Any
 import tensorstore as ts
 import torch
 
-from dist_ckpt_strategies.config import Engine, options_from_environment
+from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     PlanError,
@@ -19,11 +19,12 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME
 from dist_ckpt_strategies.formats.zarr2_tensorstore import array_store_spec
-from dist_ckpt_strategies.megatron.bases import StrategyAction
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.sharded.load import destination
-from dist_ckpt_strategies.strategies.registration import Made, register_defaults
-from dist_ckpt_strategies.strategies.zarr import BACKEND, VERSION, ZarrLoadShardedStrategy
+from dist_ckpt_strategies.strategies.registry import (
+    register_default_tensorstore_strategies as register_default_tensorstore_strategies,  # noqa: PLC0414 - also importable from here
+)
+from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 
 _DETAILS = re.compile(r" \[(?:source locations|tensorstore_spec)=.*", re.DOTALL)
 """What TensorStore says for its own authors."""
@@ -48,17 +49,6 @@ class TensorStoreLoadShardedStrategy(ZarrLoadShardedStrategy):
                 key=tensor.key,
             )
         return destination(tensor)
-
-
-@raises_megatron_errors
-def register_default_tensorstore_strategies() -> None:
-    """Make ``("zarr", 1)`` loadable: here, and in Megatron-Core's registry. Idempotent.
-
-    Raises:
-        StrategyExistsError: another strategy is registered for that, or one with other options.
-    """
-    made = Made(TensorStoreLoadShardedStrategy, {"options": options_from_environment()})
-    register_defaults([(StrategyAction.LOAD_SHARDED, BACKEND, VERSION, made)])
 
 
 @raises_megatron_errors

@@ -1,4 +1,4 @@
-"""Loading in two stages, under the names that Megatron-Core 0.15 gave it: read once, send on."""
+"""The two-stage loader, under the names of Megatron-Core 0.15: read once, then broadcast."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.core.report import BroadcastReport, GroupReport
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.formats.checkpoints import Share
-from dist_ckpt_strategies.formats.locations import located, require_path
+from dist_ckpt_strategies.formats.locations import Location, located, require_path
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.bases import LoadShardedStrategy
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
-from dist_ckpt_strategies.sharded.load import (
-    Conversions,
-    destination,
-    warn_of_conversions,
-)
+from dist_ckpt_strategies.sharded.load import destination, warn_of_conversions
+from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.time_limit import restart_limit, time_limit
 from dist_ckpt_strategies.strategies.sharded_strategies import BaseLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr_format2 import EitherFormatLoadShardedStrategy
-from dist_ckpt_strategies.two_stage.load import GroupLoad, prepare_group_load, run_group_load
-from dist_ckpt_strategies.two_stage.sources import CheckpointSource, StrategySource
+from dist_ckpt_strategies.two_stage.load import (
+    CheckpointSource,
+    GroupLoad,
+    Source,
+    StrategySource,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,16 +54,16 @@ R = TypeVar("R")
 _PURPOSE = "two-stage load"
 
 _NUM_CHANNELS = 2
-"""Gloo moves twice as much over two groups side by side."""
+"""Two gloo groups side by side have twice the throughput of one."""
 
 
 @dataclass(frozen=True, slots=True)
 class _ShardedTensorMetadata:
-    """What ``deduplicate_chunks`` and ``load_tensor_from_storage`` take, as Megatron-Core had it.
+    """Argument of ``deduplicate_chunks`` and ``load_tensor_from_storage``, as in Megatron-Core.
 
     Attributes:
-        global_rank: the rank that wants the tensor.
-        sharded_tensor_no_data: which one.
+        global_rank: the rank that requests the tensor.
+        sharded_tensor_no_data: the requested ShardedTensor.
         dist_group_rank: that rank, within its data-parallel group.
         dist_group_ranks: the ranks of the group.
         data_size: in bytes.
@@ -76,15 +77,14 @@ class _ShardedTensorMetadata:
 
 
 def sharded_tensor_chunk_id(sharded_tensor: Any) -> tuple[str, tuple[int, ...]]:
-    """What tells the shards of a checkpoint apart: key, and offset in elements."""
+    """Identifies a shard of a checkpoint: key, and offset in elements."""
     return sharded_tensor.key, tuple(sharded_tensor.global_offset)
 
 
 def timed(verbose: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:  # noqa: FBT001, FBT002 - Megatron's signature
-    """Decorate a method so that the seconds of each call are noted, and logged.
+    """Decorate a method: the seconds of each call are logged and recorded.
 
-    They are noted in the object's ``call_times``, where it has such a dict: lists of seconds by
-    the method's name.
+    They are appended to ``call_times[name]`` of the object, if it has such a dict.
 
     Args:
         verbose: also log each call, at level debug.
@@ -98,9 +98,9 @@ def timed(verbose: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:  
                 return function(*args, **kwargs)
             finally:
                 seconds = time.monotonic() - began
-                noted = getattr(args[0], "call_times", None) if args else None
-                if noted is not None:
-                    noted.setdefault(function.__name__, []).append(seconds)
+                call_times = getattr(args[0], "call_times", None) if args else None
+                if call_times is not None:
+                    call_times.setdefault(function.__name__, []).append(seconds)
                 if verbose:
                     logger.debug("%s took %.3f s", function.__name__, seconds)
 
@@ -110,21 +110,21 @@ def timed(verbose: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:  
 
 
 class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
-    """Reads every shard once within a data-parallel group, and passes it on to the other ranks.
+    """Reads every shard once per data-parallel group, and sends it to the ranks that request it.
 
     Args:
         data_parallel_group: ranks that share the reading; None for the world.
-        cpu_transfer: send from host to host, over gloo; ranks of one host take what one of them
-            has read from a local file system out of the page cache. False sends over the group's
-            own backend, with NCCL from GPU to GPU.
+        cpu_transfer: send from host to host, over gloo; ranks of one host read from the page cache
+            what one of them has read from a local file system. False sends over the group's own
+            backend, with NCCL from GPU to GPU.
         base_strategy: reads the storage; by default a strategy for ("zarr", 1) and ("zarr", 2).
-            With the strategies for these each rank reads an even share of what several ranks
-            request, straight into the tensors. Any other load strategy, such as Megatron-Core's
-            for ``torch_dist``, is called once on every rank, with the whole shards that this rank
-            reads; what it loads is in memory at once.
-        max_inflight_bytes: bound, per rank, on memory for what is on its way; by default that of
-            the base strategy, or what the environment says.
-        timeout_s: longest wait for a peer, by default the same.
+            With these each rank reads an even share of what several ranks request, straight into
+            the tensors. Any other load strategy, such as Megatron-Core's for ``torch_dist``, is
+            called once on every rank, with the whole shards that this rank reads; what it loads is
+            in memory at once.
+        max_inflight_bytes: bound, per rank, on memory for reads and messages in flight; by default
+            that of the base strategy, or from the environment.
+        timeout_s: longest wait for a peer; by default from the same place.
         allow: further classes that ShardedObjects may be unpickled to.
 
     Attributes:
@@ -146,10 +146,18 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         self.cpu_transfer = cpu_transfer
         self.data_parallel_group_orig = data_parallel_group
         self.data_parallel_group = None if cpu_transfer else data_parallel_group
-        self.base_strategy = _checked_base(base_strategy, allow)
+        if base_strategy is None:
+            base_strategy = EitherFormatLoadShardedStrategy(allow=allow)
+        if not isinstance(base_strategy, LoadShardedStrategy):
+            raise StrategyError(
+                f"base_strategy: expected a sharded load strategy, found {base_strategy!r}"
+            )
+        is_own = isinstance(base_strategy, BaseLoadShardedStrategy)
+        own_options = base_strategy.options if is_own else options_from_environment()
+        self.base_strategy = base_strategy
         self.call_times: dict[str, list[float]] = {}
         self._channels: tuple[ProcessGroup, ...] = ()
-        self._options = _options_of(self.base_strategy).with_changes(
+        self._options = own_options.with_changes(
             max_inflight_bytes=max_inflight_bytes, timeout_s=timeout_s
         )
         self._allow = tuple(allow)
@@ -157,12 +165,12 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
     @property
     def options(self) -> Options:
-        """How loads are carried out."""
+        """Timeouts and memory bounds."""
         return self._options
 
     @property
     def takes_urls(self) -> bool:
-        """Whether a checkpoint may be in an object store, by the base strategy."""
+        """Whether the base strategy reads from object stores."""
         return bool(getattr(self.base_strategy, "takes_urls", False))
 
     @property
@@ -172,10 +180,10 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
     @raises_megatron_errors
     def maybe_init_gloo_group(self) -> None:
-        """Make the gloo groups that ``cpu_transfer`` needs, once for this strategy.
+        """Make the gloo groups for ``cpu_transfer``, if this strategy has none. ``load`` calls it.
 
-        Collective over the world the first time, and the first time after the world was destroyed
-        and made again; ``load`` calls it.
+        Collective over the world at the first call, and at the first one after the world was
+        destroyed and made again.
         """
         if not self.cpu_transfer or not is_distributed():
             return
@@ -195,9 +203,9 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         checkpoint_dir: str | Path,
         async_strategy: object = None,  # noqa: ARG002 - later releases of Megatron-Core pass it
     ) -> StateDict:
-        """Read what the state dict asks for. Collective over the world.
+        """Load what the state dict requests. Collective over the world.
 
-        Peak memory beside the tensors: ``max_inflight_bytes``, and the largest shard.
+        Peak memory beside the tensors: ``max_inflight_bytes``, or the largest shard.
 
         Returns:
             A state dict of the same structure; see ``ZarrLoadShardedStrategy.load``.
@@ -207,7 +215,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             DTypeMismatchError: another dtype is stored, and the option ``strict_dtype`` is set.
             StorageError: an array, chunk or object is missing or damaged.
             PeerError: the same, on another rank; the message names rank, key and file.
-            StrategyError: a rank is not in the data-parallel group that it has given; or
+            StrategyError: a rank is not in the data-parallel group that it was given; or
                 ``strict_dtype`` is set, and the base strategy is none of this package.
         """
         self.maybe_init_gloo_group()
@@ -220,11 +228,13 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         if not self.cpu_transfer:
             agree(world, lambda: require_member(self.data_parallel_group))
         group = self._group(checkpoint_dir)
+        source = self._source(checkpoint_dir, group)
+        load = GroupLoad(sharded_state_dict, source, group, self._options)
         with time_limit(self._options.timeout_s):
-            if isinstance(self.base_strategy, BaseLoadShardedStrategy):
-                loaded = self._load_checkpoint(sharded_state_dict, checkpoint_dir, world, group)
-            else:
-                loaded = self._load_through(sharded_state_dict, checkpoint_dir, world, group)
+            converted = agree_and_gather(world, load.prepare)
+            restart_limit()
+            loaded, self._report = agree(world, lambda: load.run(self._allowed))
+        warn_of_conversions(world, checkpoint_dir, converted)
         who = world.global_rank(world.rank)
         text = "rank %s: load from %s: %s"
         logger.log(report_level(world), text, who, checkpoint_dir, self._report)
@@ -232,7 +242,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
     @raises_megatron_errors
     def summarize_load_times(self) -> GroupReport | None:
-        """What each rank of the group read, received and waited for in the last load.
+        """Bytes and seconds of the last load, for each rank of the group.
 
         Collective over the group; its first rank logs the summary. None before the first load.
         """
@@ -279,8 +289,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
         Args:
             checkpoint_dir: the checkpoint.
-            ten_meta: a _ShardedTensorMetadata, or whatever has the wanted ShardedTensor as
-                ``sharded_tensor_no_data``.
+            ten_meta: its ``sharded_tensor_no_data`` is the requested ShardedTensor.
         """
         root = located(checkpoint_dir, self._options)
         wanted = {"tensor": ten_meta.sharded_tensor_no_data.without_data()}
@@ -292,7 +301,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
     def deduplicate_chunks(self, ten_metas: Iterable[Any]) -> list[Any]:
         """For each shard the entry of the lowest rank, sorted by shard. Rank-local.
 
-        Kept for its name: ``load`` itself spreads the reading evenly (``two_stage.plan``).
+        For callers of Megatron-Core's method; ``load`` itself balances reads in another way.
 
         Args:
             ten_metas: entries with ``sharded_tensor_no_data`` and ``dist_group_rank``.
@@ -304,74 +313,27 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
                 lowest[chunk] = meta
         return [meta for _, meta in sorted(lowest.items(), key=itemgetter(0))]
 
-    def _load_checkpoint(
-        self,
-        state_dict: StateDict,
-        checkpoint_dir: str | Path,
-        world: Communicator,
-        group: Communicator,
-    ) -> StateDict:
-        """Load a checkpoint of a format of this package. Collective over the world."""
+    def _source(self, checkpoint_dir: str | Path, group: Communicator) -> Source:
         base, options = self.base_strategy, self._options
-        prepared: list[tuple[CheckpointSource, GroupLoad]] = []
+        if isinstance(base, BaseLoadShardedStrategy):
+            share = Share(group.rank, group.size)
 
-        def prepare() -> Conversions:
-            source = CheckpointSource(
-                lambda: located(checkpoint_dir, options),
-                lambda location: base.open_checkpoint(
-                    location, options, Share(group.rank, group.size)
-                ),
-            )
-            load = prepare_group_load(
-                state_dict, source, group, options, partial(base.tensors_to_fill, options=options)
-            )
-            prepared.append((source, load))
-            converted: Conversions = load.noted
-            return converted
+            def open_checkpoint() -> tuple[Location, StoredCheckpoint]:
+                location = located(checkpoint_dir, options)
+                return location, base.open_checkpoint(location, options, share)
 
-        def run() -> StateDict:
-            source, load = prepared[0]
-            loaded, self._report = run_group_load(load, source, group, options, base.allowed)
-            return loaded
+            return CheckpointSource(open_checkpoint, partial(base.tensors_to_fill, options=options))
+        name = type(base).__name__
 
-        converted = agree_and_gather(world, prepare)
-        restart_limit()
-        loaded = agree(world, run)
-        warn_of_conversions(world, checkpoint_dir, converted)
-        return loaded
-
-    def _load_through(
-        self,
-        state_dict: StateDict,
-        checkpoint_dir: str | Path,
-        world: Communicator,
-        group: Communicator,
-    ) -> StateDict:
-        """Load through a base strategy whose ``load`` is collective over the world. Collective."""
-        options = self._options
-
-        def place() -> Path:
+        def open_directory() -> Path:
             if options.strict_dtype:
                 raise StrategyError(
-                    f"strict_dtype: {type(self.base_strategy).__name__} converts by itself; pass "
-                    "strict_dtype=True to dist_ckpt_strategies.load instead"
+                    f"strict_dtype: {name} converts by itself; pass strict_dtype=True to "
+                    "dist_ckpt_strategies.load instead"
                 )
-            location = located(checkpoint_dir, options)
-            return require_path(location, f"{type(self.base_strategy).__name__}")
+            return require_path(located(checkpoint_dir, options), name)
 
-        root = agree(world, place)
-        source = StrategySource(root)
-
-        def prepare() -> tuple[GroupLoad, StateDict]:
-            load = prepare_group_load(state_dict, source, group, options, _destinations)
-            return load, source.own_part(load, group.rank)
-
-        load, own = agree(world, prepare)
-        source.loaded = agree(world, lambda: self.base_strategy.load(own, root))
-        loaded, self._report = agree(
-            world, lambda: run_group_load(load, source, group, options, self._allowed)
-        )
-        return loaded
+        return StrategySource(open_directory, base.load, destination)
 
     def _group(self, checkpoint_dir: object) -> Communicator:
         group = self.data_parallel_group
@@ -384,23 +346,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             payload_device=None if self.cpu_transfer else payload_device(group),
         )
 
-    def _allowed(self) -> list[Any]:
+    def _allowed(self) -> Allowed:
+        if isinstance(self.base_strategy, BaseLoadShardedStrategy):
+            return self.base_strategy.allowed()
         return [*default_allowed(), *self._allow]
-
-
-def _destinations(tensors: Iterable[Any], _stored: object) -> tuple[list[torch.Tensor], None]:
-    return [destination(tensor) for tensor in tensors], None
-
-
-def _checked_base(base: Any, allow: Allowed) -> Any:
-    if base is None:
-        return EitherFormatLoadShardedStrategy(allow=allow)
-    if not isinstance(base, LoadShardedStrategy):
-        raise StrategyError(f"base_strategy: expected a sharded load strategy, found {base!r}")
-    return base
-
-
-def _options_of(base: Any) -> Options:
-    if isinstance(base, BaseLoadShardedStrategy):
-        return base.options
-    return options_from_environment()

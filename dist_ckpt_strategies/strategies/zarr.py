@@ -19,13 +19,14 @@ from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, Share
 from dist_ckpt_strategies.formats.locations import Location, require_path
 from dist_ckpt_strategies.formats.objects import Allowed, object_ids, remove_object
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
-from dist_ckpt_strategies.megatron.bases import StrategyAction
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.files import require_directory
 from dist_ckpt_strategies.storage.io_pool import limited
-from dist_ckpt_strategies.strategies.registration import Made, register_defaults
+from dist_ckpt_strategies.strategies.registry import (
+    register_default_zarr_strategies as register_default_zarr_strategies,  # noqa: PLC0414 - also importable from here
+)
 from dist_ckpt_strategies.strategies.registry import require_own
 from dist_ckpt_strategies.strategies.sharded_strategies import (
     BaseLoadShardedStrategy,
@@ -144,17 +145,6 @@ class ZarrLoadShardedStrategy(BaseLoadShardedStrategy):
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise IncompatibleVersionError unless the version is 1."""
         require_own((BACKEND, VERSION), BACKEND, loaded_version)
-
-
-@raises_megatron_errors
-def register_default_zarr_strategies() -> None:
-    """Make ``("zarr", 1)`` savable: here, and in Megatron-Core's registry. Idempotent.
-
-    Raises:
-        StrategyExistsError: another strategy is registered for that, or one with other options.
-    """
-    made = Made(ZarrSaveShardedStrategy, {"options": options_from_environment()})
-    register_defaults([(StrategyAction.SAVE_SHARDED, BACKEND, VERSION, made)])
 
 
 def load_zarr_based_sharded_metadata(

@@ -1,13 +1,12 @@
-"""Carry out a GroupPlan: while one round is passed on between the ranks, the next ones are read."""
+"""Carry out a GroupPlan: while one round is sent between the ranks, the next ones are read."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -74,68 +73,53 @@ def run_group_plan(
         arrays: those that the plan was made for.
         targets: this rank's tensors. Overwritten in place; after an error their content is
             undefined.
-        open_reader: gives what reads the arrays; called once, where errors reach all ranks.
+        open_reader: returns the reader of the arrays; called once, within the first error check.
         comm: the group that the plan was made for.
         options: timeout and memory budget.
 
     Raises:
-        StorageError: on the rank that met it; PeerError of the same class elsewhere.
+        StorageError: on the rank where it occurred; PeerError of the same class elsewhere.
     """
     started = time.monotonic()
     clock = _Clock()
-    ahead: list[_ReadAhead] = []
-    nbytes: list[int] = []
+    alone = [target for target in targets if (target.array, target.region) not in plan.shared]
+    opened: list[_Rounds] = []
 
     def read_alone() -> None:
-        reader = open_reader()
-        ahead.append(_ReadAhead(plan, arrays, targets, reader, comm))
-        alone = [target for target in targets if (target.array, target.region) not in plan.shared]
-        nbytes.extend(_counted(plan, arrays, targets, alone, comm.rank))
-        reads = [TensorRead(arrays[t.array], t.region, t.tensor.detach()) for t in alone]
         with clock.on("reading"):
+            reader = open_reader()
+            opened.append(_Rounds(plan, arrays, targets, reader, comm, options.timeout_s, clock))
+            reads = [TensorRead(arrays[t.array], t.region, t.tensor.detach()) for t in alone]
             run_reads(reader, reads, options)
 
     clock.agree(comm, read_alone)
     if plan.rounds:
+        rounds = opened[0]
         try:
             for _ in plan.rounds:
-                current = clock.agree(comm, partial(ahead[0].turn, clock, options))
+                current = clock.agree(comm, rounds.advance)
                 current.exchange = comm.begin_exchange(current.sends, current.receives)
-            clock.agree(comm, partial(ahead[0].finish, clock, options))
+            clock.agree(comm, rounds.finish)
         finally:
-            ahead[0].abandon(options.timeout_s)
-    filled_nbytes, read_nbytes, received_nbytes = nbytes
+            rounds.abandon()
+    own = [(b, each) for batches in plan.rounds_of(comm.rank) for b in batches for each in b.slices]
+    read = [(target.array, target.region) for target in alone]
+    read += [(each.array, each.region) for batch, each in own if batch.reader == comm.rank]
     return BroadcastReport(
         num_tensors=len(targets),
-        filled_nbytes=filled_nbytes,
-        read_nbytes=read_nbytes,
-        received_nbytes=received_nbytes,
+        filled_nbytes=sum(t.region.numel * arrays[t.array].dtype.itemsize for t in targets),
+        read_nbytes=sum(stored_nbytes(arrays[array], region) for array, region in read),
+        received_nbytes=sum(each.nbytes for batch, each in own if batch.reader != comm.rank),
         reading_s=clock.seconds["reading"],
         sending_s=clock.seconds["sending"],
         copying_s=clock.seconds["copying"],
-        meeting_s=clock.seconds["waiting"],
+        waiting_s=clock.seconds["waiting"],
         seconds=time.monotonic() - started,
     )
 
 
-def _counted(
-    plan: GroupPlan,
-    arrays: Sequence[ArraySpec],
-    targets: Sequence[Target],
-    alone: Sequence[Target],
-    rank: int,
-) -> tuple[int, int, int]:
-    """Bytes that a rank fills, reads from storage, and gets from other ranks."""
-    filled = sum(target.region.numel * arrays[target.array].dtype.itemsize for target in targets)
-    own = [(b, each) for batches in plan.rounds_of(rank) for b in batches for each in b.slices]
-    read = [(target.array, target.region) for target in alone]
-    read += [(each.array, each.region) for batch, each in own if batch.reader == rank]
-    received = sum(each.nbytes for batch, each in own if batch.reader != rank)
-    return filled, sum(stored_nbytes(arrays[n], region) for n, region in read), received
-
-
 class _Clock:
-    """Seconds that this rank spent waiting, by what it waited for."""
+    """Seconds that this rank spent, by what it waited for."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -149,7 +133,7 @@ class _Clock:
             self.seconds[stage] += time.monotonic() - began
 
     def agree(self, comm: Communicator, step: Callable[[], T]) -> T:
-        """Run a step with an error check; what it does not take itself is waiting. Collective."""
+        """Run a step with an error check; the time beside the step's stages is waiting."""
         before = sum(self.seconds.values())
         began = time.monotonic()
         result = agree(comm, step)
@@ -159,8 +143,8 @@ class _Clock:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """A slice on this rank.
+class _Block:
+    """Memory for a slice on this rank.
 
     Attributes:
         array: what it is a slice of.
@@ -174,203 +158,167 @@ class _Part:
     region: Region
     memory: torch.Tensor
     host: torch.Tensor
-    copies: tuple[torch.Tensor, ...]
-
-    def as_read(self) -> ArrayRead:
-        return ArrayRead(self.array, self.region, host_view(self.host))
+    copies: list[torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Load:
-    """A batch on this rank.
-
-    Attributes:
-        batch: what it is.
-        parts: its slices.
-        content: the message that is sent or received; None for none.
-    """
-
-    batch: Batch
-    parts: tuple[_Part, ...]
-    content: torch.Tensor | None
-
-
+@dataclass(slots=True)
 class _Round:
-    """A round on this rank: read from storage or received, then put in place.
-
-    Args:
-        loads: its batches.
-        plan: says which of them are sent, and which are in the page cache.
-        reader: reads the arrays.
-        rank: this one.
+    """A round on this rank.
 
     Attributes:
-        sends: what is passed on over the network once it is read.
-        receives: what arrives at the same time.
-        exchange: these, under way.
+        own: blocks that this rank reads from storage.
+        cached: blocks that it reads from the page cache once another rank has read them.
+        received: blocks that arrive from other ranks.
+        sends: own blocks, as messages.
+        receives: where messages arrive.
+        transfers: reads under way.
+        exchange: messages under way.
     """
 
-    def __init__(
-        self, loads: Sequence[_Load], plan: GroupPlan, reader: ArrayReader, rank: int
-    ) -> None:
-        self._loads = loads
-        self._reader = reader
-        own = [load for load in loads if load.batch.reader == rank]
-        cached = [load for load in loads if plan.is_cached_for(rank, load.batch)]
-        self._cached = [part for load in cached for part in load.parts]
-        self._own = [part for load in own for part in load.parts]
-        self.sends = [
-            Send(receiver, load.content)
-            for load in own
-            if load.content is not None
-            for receiver in plan.receivers(load.batch)
-        ]
-        self.receives = [
-            Receive(load.batch.reader, load.content)
-            for load in loads
-            if load.content is not None and load.batch.reader != rank
-        ]
-        self.exchange: Exchange | None = None
-        self._from_cache: Transfer | None = None
-        self._reading: Transfer | None = None
-        if self._own:
-            self._reading = reader.begin_reads([part.as_read() for part in self._own])
-
-    def wait_for_reads(self, timeout_s: float) -> Copies:
-        """Return once this rank's own slices are read; copies of them to the device are begun."""
-        if self._reading is not None:
-            self._reading.wait(timeout_s)
-        return _begin_uploads(self._own)
-
-    def begin_cached_reads(self) -> None:
-        """Begin to read from the page cache what others have read into it."""
-        if self._cached:
-            self._from_cache = self._reader.begin_reads([part.as_read() for part in self._cached])
-
-    def finish(self, timeout_s: float, clock: _Clock) -> None:
-        """Wait for what is under way, and copy it to the tensors where it did not land there."""
-        try:
-            with clock.on("sending"):
-                if self.exchange is not None:
-                    self.exchange.wait()
-        finally:
-            with clock.on("reading"):
-                if self._from_cache is not None:
-                    self._from_cache.wait(timeout_s)
-        parts = [part for load in self._loads for part in load.parts]
-        with clock.on("copying"):
-            _begin_uploads(self._cached).wait()
-            copy_into(
-                [tensor for part in parts for tensor in part.copies],
-                [part.memory for part in parts for _ in part.copies],
-            )
-
-    def abandon(self, timeout_s: float) -> None:
-        """Wait for reads whose memory is about to be freed: an earlier failure is being raised."""
-        for transfer in (self._reading, self._from_cache):
-            try:
-                if transfer is not None:
-                    transfer.wait(timeout_s)
-            except CheckpointError:
-                continue
+    own: list[_Block] = field(default_factory=list)
+    cached: list[_Block] = field(default_factory=list)
+    received: list[_Block] = field(default_factory=list)
+    sends: list[Send] = field(default_factory=list)
+    receives: list[Receive] = field(default_factory=list)
+    transfers: list[Transfer] = field(default_factory=list)
+    exchange: Exchange | None = None
 
 
-def _begin_uploads(parts: Sequence[_Part]) -> Copies:
-    staged = [part for part in parts if part.host is not part.memory]
-    return begin_copies([part.memory for part in staged], [part.host for part in staged])
+class _Rounds:
+    """This rank's rounds in turn: one is put in place, one is sent, later ones are being read."""
 
-
-class _ReadAhead:
-    """This rank's rounds, begun ahead of their use."""
-
-    def __init__(
+    def __init__(  # noqa: PLR0913, PLR0917 - those of run_group_plan
         self,
         plan: GroupPlan,
         arrays: Sequence[ArraySpec],
         targets: Sequence[Target],
         reader: ArrayReader,
         comm: Communicator,
+        timeout_s: float,
+        clock: _Clock,
     ) -> None:
-        self._plan = plan
-        self._arrays = arrays
+        self._plan, self._arrays, self._reader = plan, arrays, reader
         self._targets: dict[int, list[Target]] = defaultdict(list)
         for target in targets:
             self._targets[target.array].append(target)
-        self._is_pinned = any(target.tensor.device.type == "cuda" for target in targets)
-        self._reader = reader
-        self._rank = comm.rank
-        self._device = comm.device
+        self._uses_cuda = any(target.tensor.device.type == "cuda" for target in targets)
+        self._rank, self._device = comm.rank, comm.device
+        self._timeout_s, self._clock = timeout_s, clock
         self._waiting = deque(plan.rounds_of(comm.rank))
         self._begun: deque[_Round] = deque()
-        self._current = _Round((), plan, reader, comm.rank)
+        self._current = _Round()
 
-    def turn(self, clock: _Clock, options: Options) -> _Round:
-        """The next round, ready to be passed on; the one before is in place then."""
+    def advance(self) -> _Round:
+        """The next round, read and ready to be sent; the tensors of the one before are filled."""
         before = self._current
         try:
-            before.begin_cached_reads()
+            self._begin_reads(before, before.cached)
             while self._waiting and len(self._begun) < _ROUNDS_AHEAD:
-                loads = [self._load(batch) for batch in self._waiting.popleft()]
-                self._begun.append(_Round(loads, self._plan, self._reader, self._rank))
+                self._begun.append(self._begin_round(self._waiting.popleft()))
             self._current = self._begun.popleft()
-            with clock.on("reading"):
-                uploads = self._current.wait_for_reads(options.timeout_s)
+            with self._clock.on("reading"):
+                self._wait_for_reads(self._current)
+            uploads = _begin_uploads(self._current.own)
         finally:
-            before.finish(options.timeout_s, clock)  # after a failure too: it uses memory
-        with clock.on("copying"):
+            self._fill(before)  # after a failure too: its reads and messages use memory
+        with self._clock.on("copying"):
             uploads.wait()
         return self._current
 
-    def finish(self, clock: _Clock, options: Options) -> None:
-        """Put the last round in place."""
-        self._current.begin_cached_reads()
-        self._current.finish(options.timeout_s, clock)
+    def finish(self) -> None:
+        """Fill the tensors of the last round."""
+        self._begin_reads(self._current, self._current.cached)
+        self._fill(self._current)
 
-    def abandon(self, timeout_s: float) -> None:
+    def abandon(self) -> None:
         """Wait for the reads under way, which use memory that is about to be freed."""
         for round_ in (self._current, *self._begun):
-            round_.abandon(timeout_s)
+            while round_.transfers:
+                with suppress(CheckpointError):  # an earlier failure is being raised
+                    self._wait_for_reads(round_)
 
-    def _load(self, batch: Batch) -> _Load:
+    def _begin_round(self, batches: Sequence[Batch]) -> _Round:
+        found = _Round()
+        for batch in batches:
+            receivers = self._plan.receivers(batch)
+            is_read = batch.reader == self._rank
+            is_message = bool(receivers) if is_read else self._rank in receivers
+            blocks, message = self._memory_for(batch, is_read=is_read, is_message=is_message)
+            if is_read:
+                found.own += blocks
+            elif is_message:
+                found.received += blocks
+            else:
+                found.cached += blocks
+            if message is not None and is_read:
+                found.sends += [Send(receiver, message) for receiver in receivers]
+            elif message is not None:
+                found.receives.append(Receive(batch.reader, message))
+        self._begin_reads(found, found.own)
+        return found
+
+    def _begin_reads(self, round_: _Round, blocks: Sequence[_Block]) -> None:
+        if blocks:
+            reads = [ArrayRead(b.array, b.region, host_view(b.host)) for b in blocks]
+            round_.transfers.append(self._reader.begin_reads(reads))
+
+    def _wait_for_reads(self, round_: _Round) -> None:
+        while round_.transfers:
+            round_.transfers.pop(0).wait(self._timeout_s)
+
+    def _fill(self, round_: _Round) -> None:
+        """Wait for what is under way, and copy it to the tensors that it is not read into."""
+        try:
+            with self._clock.on("sending"):
+                if round_.exchange is not None:
+                    round_.exchange.wait()
+        finally:
+            with self._clock.on("reading"):
+                self._wait_for_reads(round_)
+        blocks = [*round_.own, *round_.cached, *round_.received]
+        with self._clock.on("copying"):
+            _begin_uploads(round_.cached).wait()
+            copy_into(
+                [tensor for block in blocks for tensor in block.copies],
+                [block.memory for block in blocks for _ in block.copies],
+            )
+
+    def _memory_for(
+        self, batch: Batch, *, is_read: bool, is_message: bool
+    ) -> tuple[list[_Block], torch.Tensor | None]:
         """Memory for a batch: a message of several slices has a buffer, others the tensors' own."""
-        is_read = self._rank == batch.reader
-        receivers = self._plan.receivers(batch)
-        is_message = bool(receivers) if is_read else self._rank in receivers
         is_staged = self._device.type != "cpu" and (is_read or not is_message)
         if not is_message or len(batch.slices) == 1:
-            parts = tuple(self._part(each, is_staged=is_staged) for each in batch.slices)
-            return _Load(batch, parts, as_bytes(parts[0].memory) if is_message else None)
+            blocks = [self._block(each, is_staged=is_staged) for each in batch.slices]
+            return blocks, as_bytes(blocks[0].memory) if is_message else None
         content = self._buffer(batch.nbytes)
         host = _pinned(content) if is_staged else content
-        parts = tuple(
-            _Part(
-                self._arrays[each.array],
-                each.region,
-                memory := self._typed(content, start, each),
-                self._typed(host, start, each) if is_staged else memory,
-                tuple(self._pieces(each)),
-            )
-            for each, start in zip(batch.slices, batch.starts, strict=True)
-        )
-        return _Load(batch, parts, content)
+        blocks = []
+        for each, start in zip(batch.slices, batch.starts, strict=True):
+            memory = self._typed(content, start, each)
+            read_to = self._typed(host, start, each) if is_staged else memory
+            array = self._arrays[each.array]
+            blocks.append(_Block(array, each.region, memory, read_to, self._tensors_of(each)))
+        return blocks, content
 
-    def _part(self, each: Slice, *, is_staged: bool) -> _Part:
-        """A slice in a tensor's own memory, or in a buffer where it fits none."""
-        copies = list(self._pieces(each))
-        dtype = torch_dtype(self._arrays[each.array].dtype)
+    def _block(self, each: Slice, *, is_staged: bool) -> _Block:
+        """A slice in a tensor's own memory, or in a buffer where no tensor is suitable."""
+        array, copies = self._arrays[each.array], self._tensors_of(each)
+        dtype = torch_dtype(array.dtype)
         direct = next((n for n, tensor in enumerate(copies) if self._fits(tensor, dtype)), None)
         if direct is None:
             memory = self._typed(self._buffer(each.nbytes), 0, each)
         else:
             memory = copies.pop(direct)
-        host = _pinned(memory) if is_staged else memory
-        return _Part(self._arrays[each.array], each.region, memory, host, tuple(copies))
+        return _Block(array, each.region, memory, _pinned(memory) if is_staged else memory, copies)
 
-    def _pieces(self, each: Slice) -> Iterator[torch.Tensor]:
-        """The slice's part of each of this rank's tensors that have it."""
-        for target in self._targets[each.array]:
-            if target.region.contains(each.region):
-                yield target.tensor.detach()[each.region.within(target.region).slices()]
+    def _tensors_of(self, each: Slice) -> list[torch.Tensor]:
+        """The views of this rank's tensors that the slice fills."""
+        return [
+            target.tensor.detach()[each.region.within(target.region).slices()]
+            for target in self._targets[each.array]
+            if target.region.contains(each.region)
+        ]
 
     def _fits(self, tensor: torch.Tensor, dtype: torch.dtype) -> bool:
         """Whether bytes of that dtype can be received into the tensor's own memory."""
@@ -380,14 +328,18 @@ class _ReadAhead:
 
     def _buffer(self, nbytes: int) -> torch.Tensor:
         """Uninitialised bytes on the device; pinned on the host, where this rank uses CUDA."""
-        pinned = self._device.type == "cpu" and self._is_pinned
+        pinned = self._device.type == "cpu" and self._uses_cuda
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device, pin_memory=pinned)
 
     def _typed(self, content: torch.Tensor, start: int, each: Slice) -> torch.Tensor:
-        """A part of the bytes as elements of the slice's dtype, in its shape."""
-        part = content[start : start + each.nbytes]
+        """The slice's bytes as elements of its dtype, in its shape."""
         dtype = torch_dtype(self._arrays[each.array].dtype)
-        return part.view(dtype).reshape(each.region.shape)
+        return content[start : start + each.nbytes].view(dtype).reshape(each.region.shape)
+
+
+def _begin_uploads(blocks: Sequence[_Block]) -> Copies:
+    staged = [block for block in blocks if block.host is not block.memory]
+    return begin_copies([block.memory for block in staged], [block.host for block in staged])
 
 
 def _pinned(like: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Decide which rank of a group reads which region of which array, and which ranks it is for.
+"""Decide which rank of a group reads which region of which array, and which ranks receive it.
 
-A region that one rank alone requests is no part of the plan: that rank reads it for itself. Every
-other distinct region is read by one of the ranks that request it, large ones in slices by several
-of them. Regions that overlap without being equal are read separately.
+A region that one rank alone requests is not in the plan: that rank reads it alone. Every other
+distinct region is read by one of its requesters, large ones in slices by several of them. Regions
+that overlap without being equal are read separately.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ MAX_PACKED_NBYTES = 16 << 20
 """Small slices travel together, up to this: a message of 64 KiB takes gloo as long as 1 MiB."""
 
 MAX_SMALL_NBYTES = 1 << 20
-"""Slices below this are copied into a message with others; larger ones go without a copy."""
+"""Slices below this are copied into a message with others; larger ones are sent without a copy."""
 
 _MIN_SHARED_NBYTES = 1 << 20
-"""Slices are no smaller than this where a round cannot hold one of every rank."""
+"""Slices are no smaller than this if a round cannot hold one of every rank."""
 
 _SLICES_PER_RANK = 24
-"""So many even out what the ranks read to a few percent."""
+"""Enough slices to balance reads within a few percent."""
 
 _MIN_ROUNDS = 6
-"""So that reading one round hides behind sending another."""
+"""At least this many, so that reading one round overlaps with sending another."""
 
 _ROUNDS_IN_FLIGHT = 3
 """Rounds that take memory at a time: one being read, one being sent, one being put in place."""
@@ -46,7 +46,7 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A region, or a part of one, that is read in one go.
+    """A region, or a part of one, that is read at once.
 
     Attributes:
         array: number of the array.
@@ -94,9 +94,8 @@ class GroupPlan:
     Attributes:
         rounds: batches that are read together, then passed on together.
         shared: array and region of all that is read in the rounds; ranks read the rest alone.
-        page_caches: for each rank the name of the page cache that it reads through, None for none
-            of use to others. Ranks with equal names read a batch after its reader, in place of
-            receiving it.
+        page_caches: for each rank the name of the page cache that it shares with others, or None.
+            Ranks with equal names read a batch after its reader instead of receiving it.
     """
 
     rounds: tuple[tuple[Batch, ...], ...]
@@ -119,7 +118,7 @@ class GroupPlan:
         return found
 
     def is_cached_for(self, rank: int, batch: Batch) -> bool:
-        """Whether a rank finds a batch in its page cache once the reader has read it."""
+        """Whether a batch is in the rank's page cache once its reader has read it."""
         cache = self.page_caches[rank]
         return (
             rank != batch.reader and cache is not None and cache == self.page_caches[batch.reader]
@@ -143,9 +142,8 @@ def build_group_plan(
     page_caches: Sequence[Hashable | None],
     *,
     max_inflight_bytes: int,
-    may_cut: bool = True,
 ) -> GroupPlan:
-    """Give every region that several ranks request one reader, so that ranks read about the same.
+    """Give every region that several ranks request one reader, balanced by bytes.
 
     Args:
         requests: for each rank of the group, from ``encode_regions``.
@@ -153,7 +151,6 @@ def build_group_plan(
         page_caches: see GroupPlan.
         max_inflight_bytes: bound, per rank, on the bytes of the rounds under way at a time; a
             single larger slice has a round of its own.
-        may_cut: whether large regions may be read in slices.
     """
     wanted = _shared_regions(requests)
     total = sum(_nbytes(arrays[array], region) for array, region in wanted)
@@ -164,7 +161,7 @@ def build_group_plan(
     slices: dict[tuple[int, ...], list[Slice]] = defaultdict(list)
     for (array, region), ranks in wanted.items():
         spec = arrays[array]
-        for part in _cut(spec, region, limit) if may_cut else (region,):
+        for part in _cut(spec, region, limit):
             slices[ranks].append(Slice(array, part, _nbytes(spec, part)))
     packs = [
         (ranks, pack)
@@ -179,8 +176,8 @@ def build_group_plan(
 def _shared_regions(requests: Sequence[str]) -> dict[tuple[int, Region], tuple[int, ...]]:
     """The regions that several ranks request, sorted, with these ranks.
 
-    Ranks with equal requests, replicas, are looked at once. Lines are compared as text: of a
-    million regions most are requested by one rank alone, and need not be parsed.
+    Equal requests of replicas are examined once. Lines are compared as text: of a million regions
+    most are requested by one rank alone, and need not be parsed.
     """
     ranks_with: dict[str, list[int]] = defaultdict(list)
     for rank, request in enumerate(requests):
@@ -270,7 +267,7 @@ def _packed(slices: Iterable[Slice], limit_nbytes: int) -> Iterator[tuple[Slice,
 def _with_readers(
     packs: Sequence[tuple[tuple[int, ...], tuple[Slice, ...]]], num_ranks: int
 ) -> list[Batch]:
-    """Largest first, each to the requester that has the least to read so far."""
+    """Largest first, each to the requester with the fewest bytes so far (LPT)."""
     sizes = [sum(each.nbytes for each in slices) for _, slices in packs]
     load = [0] * num_ranks
     queues: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -278,7 +275,7 @@ def _with_readers(
     for number in sorted(range(len(packs)), key=lambda n: (-sizes[n], n)):
         ranks = packs[number][0]
         queue = queues.setdefault(ranks, [(0, rank) for rank in ranks])
-        while queue[0][0] != load[queue[0][1]]:  # it has got more through another queue
+        while queue[0][0] != load[queue[0][1]]:  # stale: it got more from another queue
             heapq.heapreplace(queue, (load[queue[0][1]], queue[0][1]))
         readers[number] = queue[0][1]
         load[readers[number]] += sizes[number]
@@ -289,7 +286,7 @@ def _with_readers(
 
 
 def _in_rounds(batches: Sequence[Batch], limit_nbytes: int) -> tuple[tuple[Batch, ...], ...]:
-    """The batches in rounds that fit the limit, readers in turn, each in the order of the files.
+    """The batches in rounds within the limit, round-robin over readers, each in file order.
 
     All bytes of a round count, as if every rank received all of them.
     """

@@ -17,6 +17,7 @@ from dist_ckpt_strategies.config import LocalOptions
 from dist_ckpt_strategies.local import (
     BasicTensorAwareStateDict,
     CliqueReplicationStrategy,
+    LazyCliqueReplicationStrategy,
     LocalCheckpointManager,
     MCoreTensorAwareStateDict,
 )
@@ -151,21 +152,11 @@ def save_local_replicated(rank: int, shared: Path) -> Action:
 
     def attempt(root: Path) -> None:
         own = LocalOptions(**{**_fields(local), "node_directory": lambda r: root / f"n{r // 2}"})
-        strategy = LocalReplicatedSaveShardedStrategy(local=own, cliques=_lazy(local))
+        strategy = LocalReplicatedSaveShardedStrategy(local=own, cliques=cliques)
         dist_ckpt_strategies.save(saved_state(rank), root / "0007", strategy, timeout_s=LIMIT_S)
 
-    lazy: list[Any] = []
-
-    def _lazy(options: LocalOptions) -> Any:
-        from dist_ckpt_strategies.config import Options  # noqa: PLC0415
-        from dist_ckpt_strategies.strategies.local_replicated import lazy_cliques  # noqa: PLC0415
-
-        if not lazy:
-            lazy.append(lazy_cliques(options, Options().with_changes(timeout_s=LIMIT_S)))
-            assert lazy[0].replication_strategy
-        return lazy[0]
-
-    _lazy(local)
+    cliques = LazyCliqueReplicationStrategy(2, 2, max_bucket_bytes=4096, timeout_s=LIMIT_S)
+    assert cliques.replication_strategy is not None
     return attempt
 
 

@@ -307,6 +307,15 @@ def test_the_names_of_old_register_one_backend_each() -> None:
     assert isinstance(found, TensorStoreLoadShardedStrategy)
 
 
+def test_the_save_strategy_of_old_is_the_one_of_register() -> None:
+    register_default_zarr_strategies()
+    key = (StrategyAction.SAVE_SHARDED, "zarr", 1)
+    before = get_default_strategy(*key)
+    register()
+
+    assert get_default_strategy(*key) is before
+
+
 def test_an_unknown_backend_is_a_miss_in_ours_that_says_what_there_is() -> None:
     register()
 

@@ -163,23 +163,23 @@ def load_with_faults(rank: int, root: Path) -> dict[str, Any]:
         strategy = TwoStageDataParallelLoadShardedStrategy(group, base_strategy=base)
         wanted = state_of(rank, cuts(), zeros) | objects(rank, empty=True)
         if fails_on == (2,):
-            base.inner = Nobody()
+            base.inner = Alone()
         seen[str(fails_on)] = outcome(partial(strategy.load, wanted, str(root)))
     wanted = state_of(rank, cuts(), zeros)
     if rank == 3:
         wanted["bad"] = "no ShardedTensor"
-    strategy = TwoStageDataParallelLoadShardedStrategy(group, base_strategy=Recorded(Nobody()))
+    strategy = TwoStageDataParallelLoadShardedStrategy(group, base_strategy=Recorded(Alone()))
     seen["bad value"] = outcome(partial(strategy.load, wanted, str(root)))
     seen["()"] = differences(rank, cuts(), seen["()"])
     return seen
 
 
-class Nobody:
-    """A base that needs no peers and gives nothing."""
+class Alone:
+    """A base that needs no peers."""
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
-        """What it was asked for."""
-        return sharded_state_dict
+        """See LoadShardedStrategy."""
+        return ZarrLoadShardedStrategy().load_alone(sharded_state_dict, checkpoint_dir)
 
 
 def test_a_failure_of_the_base_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:

@@ -24,8 +24,7 @@ from dist_ckpt_strategies.formats.checkpoints import Share
 from dist_ckpt_strategies.sharded.save_cache import SaveCache
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr_format2 import EitherFormatLoadShardedStrategy
-from dist_ckpt_strategies.two_stage.load import prepare_group_load, run_group_load
-from dist_ckpt_strategies.two_stage.sources import CheckpointSource
+from dist_ckpt_strategies.two_stage.load import CheckpointSource, GroupLoad
 from tests.support.entries import prepare
 from tests.support.formats import save_format1, save_format2
 from tests.support.ranks import run_processes
@@ -135,11 +134,12 @@ def test_a_group_gets_bit_for_bit_what_each_rank_reads_alone(seed: int, num_rank
 
         def together(comm: ThreadCommunicator) -> Any:
             source = CheckpointSource(
-                lambda: root, lambda where: strategy.open_checkpoint(where, OPTIONS, Share())
+                lambda: (root, strategy.open_checkpoint(root, OPTIONS, Share())),
+                partial(strategy.tensors_to_fill, options=OPTIONS),
             )
-            fill = partial(strategy.tensors_to_fill, options=OPTIONS)
-            load = prepare_group_load(asked(wishes[comm.rank]), source, comm, OPTIONS, fill)
-            return run_group_load(load, source, comm, OPTIONS, strategy.allowed)
+            load = GroupLoad(asked(wishes[comm.rank]), source, comm, OPTIONS)
+            load.prepare()
+            return load.run(strategy.allowed)
 
         results = run_ranks(num_ranks, together, timeout_s=20)
         for own, (loaded, _) in zip(wishes, results, strict=True):

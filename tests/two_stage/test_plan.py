@@ -90,7 +90,6 @@ def planned(
     *,
     caches: Sequence[str | None] | None = None,
     max_inflight_bytes: int = BUDGET,
-    may_cut: bool = True,
 ) -> GroupPlan:
     arrays, wants = case
     return build_group_plan(
@@ -98,7 +97,6 @@ def planned(
         arrays,
         caches or [None] * len(wants),
         max_inflight_bytes=max_inflight_bytes,
-        may_cut=may_cut,
     )
 
 
@@ -145,13 +143,13 @@ def test_what_several_ranks_request_is_read_once_and_goes_to_them(case: Case) ->
     assert all(batch.reader in batch.requesters for batch in batches_of(plan))
 
 
-@given(some_wants())
-def test_regions_that_may_not_be_cut_are_read_whole(case: Case) -> None:
-    plan = planned(case, may_cut=False)
+def test_an_array_of_one_chunk_that_is_not_raw_is_read_whole() -> None:
+    arrays = [ArraySpec(f"w{n}", (9, 1 << 20), DType.FLOAT32, (9, 1 << 20)) for n in range(5)]
+    arrays = [replace(array, is_raw=False) for array in arrays]
+    plan = planned(everywhere(arrays, 4), max_inflight_bytes=1 << 20)
     read = [(each.array, each.region) for batch in batches_of(plan) for each in batch.slices]
 
-    assert len(read) == len(plan.shared)
-    assert set(read) == plan.shared
+    assert sorted(read) == [(n, Region.whole((9, 1 << 20))) for n in range(5)]
 
 
 @given(some_wants())
