@@ -19,6 +19,7 @@ import typer
 import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.first_look import require_answers
 from dist_ckpt_strategies.cli.status import reported_failures
+from dist_ckpt_strategies.config import environment, update_environment
 
 _FLAG = ""
 """No placeholder for a value after the name of a flag."""
@@ -88,7 +89,21 @@ _Target = Annotated[
 _Memory = Annotated[
     int,
     typer.Option(
-        "--memory", metavar="MIB", min=1, help="Bound on elements in memory at once, in MiB."
+        "--memory",
+        metavar="MIB",
+        min=1,
+        help="Bound on elements in memory at once, in MiB for each process.",
+    ),
+]
+_Nproc = Annotated[
+    int | None,
+    typer.Option(
+        "--nproc",
+        "-n",
+        metavar="N",
+        min=1,
+        help="Share the work among N processes of this node; under torchrun its ranks share it.",
+        show_default=False,
     ),
 ]
 
@@ -98,6 +113,12 @@ def main() -> None:
     # Without Transformer Engine, which no command needs, Megatron-Core's import warns of it.
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     app(prog_name="dist-ckpt")
+
+
+def _silence_torch() -> None:
+    """Let torch's libraries report errors alone, on stderr; read when torch is imported."""
+    if "TORCH_CPP_LOG_LEVEL" not in environment():
+        update_environment({"TORCH_CPP_LOG_LEVEL": "ERROR"})
 
 
 def _show_version(asked: bool) -> None:  # noqa: FBT001 - typer calls it
@@ -170,7 +191,9 @@ def inspect(
     "dist-ckpt verify DIR && rsync -a DIR backup:",
     "0 whole, 1 damaged or incomplete, 2 wrong usage, 3 could not look.",
 )
-def verify(directory: _Place, *, as_json: _Json = False, debug: _Debug = False) -> None:
+def verify(
+    directory: _Place, *, nproc: _Nproc = None, as_json: _Json = False, debug: _Debug = False
+) -> None:
     """Check that a checkpoint is whole, and list what is not.
 
     Looks for every chunk file, of the right size, every shard of every object, common.pt and
@@ -179,10 +202,11 @@ def verify(directory: _Place, *, as_json: _Json = False, debug: _Debug = False) 
     inner chunk and of local checkpoints every tensor is compared with its digest.
     """
     with reported_failures(debug=debug):
+        _silence_torch()
         from dist_ckpt_strategies.cli.inspect import verify_checkpoint  # noqa: PLC0415
 
         require_answers(directory)
-        status = verify_checkpoint(directory, as_json=as_json)
+        status = verify_checkpoint(directory, nproc=nproc, as_json=as_json)
     raise typer.Exit(status)
 
 
@@ -314,6 +338,7 @@ def convert(  # noqa: PLR0913
         ),
     ] = None,
     memory: _Memory = 256,
+    nproc: _Nproc = None,
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
@@ -322,14 +347,22 @@ def convert(  # noqa: PLR0913
     From ("zarr", 1), ("zarr", 2) and torch_dist of Megatron-Core 0.16; optimizer state, objects
     and common state too. To safetensors: the arrays of the model alone. Memory stays bounded,
     whatever the checkpoint's size. DST must be new or empty; nothing is visible there before all
-    is. After an interruption the same command continues where it stopped.
+    is. After an interruption the same command starts over.
     """
     with reported_failures(debug=debug):
+        _silence_torch()
         require_answers(source, target)
         from dist_ckpt_strategies.cli.convert import convert_checkpoint  # noqa: PLC0415
 
         convert_checkpoint(
-            source, target, to, keys=keys, memory=memory, max_file=max_file, as_json=as_json
+            source,
+            target,
+            to,
+            keys=keys,
+            memory=memory,
+            max_file=max_file,
+            nproc=nproc,
+            as_json=as_json,
         )
 
 
@@ -337,7 +370,7 @@ def convert(  # noqa: PLR0913
     "dist-ckpt upgrade SRC DST --to zarr@2",
     _CONVERT_STATUS,
 )
-def upgrade(
+def upgrade(  # noqa: PLR0913
     source: _Source,
     target: _Target,
     *,
@@ -350,6 +383,7 @@ def upgrade(
         ),
     ] = None,
     memory: _Memory = 256,
+    nproc: _Nproc = None,
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
@@ -360,17 +394,18 @@ def upgrade(
     like convert.
     """
     with reported_failures(debug=debug):
+        _silence_torch()
         require_answers(source, target)
         from dist_ckpt_strategies.cli.convert import upgrade_checkpoint  # noqa: PLC0415
 
-        upgrade_checkpoint(source, target, to, memory=memory, as_json=as_json)
+        upgrade_checkpoint(source, target, to, memory=memory, nproc=nproc, as_json=as_json)
 
 
 @_command(
     "dist-ckpt diff A B --keys 'decoder.*'",
     "0 equal, 1 different, or one is damaged or incomplete, 2 wrong usage, 3 could not look.",
 )
-def diff(
+def diff(  # noqa: PLR0913
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)],
     b: Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)],
     *,
@@ -383,6 +418,7 @@ def diff(
         ),
     ] = None,
     memory: _Memory = 256,
+    nproc: _Nproc = None,
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
@@ -392,10 +428,11 @@ def diff(
     absolute difference. Equal means equal to the bit.
     """
     with reported_failures(debug=debug):
+        _silence_torch()
         require_answers(a, b)
         from dist_ckpt_strategies.cli.convert import diff_checkpoints  # noqa: PLC0415
 
-        status = diff_checkpoints(a, b, keys, memory=memory, as_json=as_json)
+        status = diff_checkpoints(a, b, keys, memory=memory, nproc=nproc, as_json=as_json)
     raise typer.Exit(status)
 
 

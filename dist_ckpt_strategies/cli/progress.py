@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -17,11 +20,15 @@ from rich.progress import (
 from dist_ckpt_strategies.formats.issues import Watch
 
 
-def open_progress(*, in_bytes: bool = False) -> Progress:
-    """Bars, of what is counted in bytes if so said; nothing where stderr is no terminal."""
+@contextmanager
+def open_bars(*, in_bytes: bool = False) -> Iterator[Callable[[str], Watch]]:
+    """Gives what opens a bar with a description, shown from the first call of what comes back.
+
+    Nothing is shown where stderr is no terminal.
+    """
     console = Console(stderr=True)
     counts = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    return Progress(
+    progress = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TaskProgressColumn(),
@@ -31,8 +38,9 @@ def open_progress(*, in_bytes: bool = False) -> Progress:
         disable=not console.is_terminal,
     )
 
+    def open_bar(description: str) -> Watch:
+        bar = progress.add_task(description, total=None, visible=False)
+        return lambda done, total: progress.update(bar, completed=done, total=total, visible=True)
 
-def watched(progress: Progress, description: str) -> Watch:
-    """A new bar, shown from the first call of what comes back."""
-    task = progress.add_task(description, total=None, visible=False)
-    return lambda done, total: progress.update(task, completed=done, total=total, visible=True)
+    with progress:
+        yield open_bar

@@ -10,7 +10,7 @@ from enum import IntEnum
 import typer
 
 from dist_ckpt_strategies.cli.render import printable
-from dist_ckpt_strategies.config import debug_from_environment
+from dist_ckpt_strategies.config import debug_from_environment, rank_from_environment
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointError,
@@ -20,6 +20,8 @@ from dist_ckpt_strategies.errors import (
     DuplicateWriterError,
     IncompatibleVersionError,
     IncompleteCheckpointError,
+    PeerLostError,
+    PeerTimeoutError,
     PlanError,
     RestartError,
     ShapeMismatchError,
@@ -76,16 +78,27 @@ def reported_failures(*, debug: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        typer.echo("interrupted", err=True)
+        if rank_from_environment()[0] == 0:
+            typer.echo("interrupted", err=True)
         raise typer.Exit(Status.INTERRUPTED) from error
     except BrokenPipeError:
         raise  # typer ends the command in silence: the reader of our output has gone
     except Exception as error:
+        if _is_reported_by_first_rank(error):
+            raise typer.Exit(status_of(error)) from error
         if debug or debug_from_environment():
             typer.echo("".join(traceback.format_exception(error)), err=True, nl=False)
         else:
             _print_error(error)
         raise typer.Exit(status_of(error)) from error
+
+
+def _is_reported_by_first_rank(error: Exception) -> bool:
+    """Whether this is another rank of torchrun than the first, which has the same error."""
+    if rank_from_environment()[0] == 0 or not isinstance(error, CheckpointError):
+        return False
+    is_first_lost = isinstance(error, PeerLostError | PeerTimeoutError) and error.rank in {0, None}
+    return error.global_rank is not None and not is_first_lost
 
 
 def _print_error(error: Exception) -> None:
