@@ -17,8 +17,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.cli.first_look import require_answers
-from dist_ckpt_strategies.cli.status import reported_failures
+from dist_ckpt_strategies.cli.status import reported_failures, require_answers
 from dist_ckpt_strategies.config import environment, update_environment
 
 _FLAG = ""
@@ -277,7 +276,7 @@ def prune(  # noqa: PLR0913 - one parameter for each option
 
 @_command(
     "dist-ckpt demo --keep /tmp/demo-checkpoint",
-    "0 all as it was, 1 not, 2 wrong usage, 3 no room.",
+    "0 all states are equal, 1 not, 2 wrong usage, 3 no space.",
 )
 def demo(
     *,

@@ -10,8 +10,14 @@ from typing import Any, Final, TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from dist_ckpt_strategies.cli.progress import open_bars
-from dist_ckpt_strategies.cli.render import bytes_text, counted, print_dim, print_json, printable
+from dist_ckpt_strategies.cli.render import (
+    bytes_text,
+    counted,
+    open_bars,
+    print_dim,
+    print_json,
+    printable,
+)
 from dist_ckpt_strategies.cli.status import Status
 from dist_ckpt_strategies.cli.tool_ranks import WatchOf, reports, run_tool
 from dist_ckpt_strategies.comm.base import Communicator

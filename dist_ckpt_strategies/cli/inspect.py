@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dist_ckpt_strategies.cli import formats, local
-from dist_ckpt_strategies.cli.progress import open_bars
-from dist_ckpt_strategies.cli.render import print_summary
+from dist_ckpt_strategies.cli.render import open_bars, print_summary
 from dist_ckpt_strategies.cli.status import Status, status_of_issues
 from dist_ckpt_strategies.cli.tool_ranks import WatchOf, reports, run_tool
 from dist_ckpt_strategies.comm.shared_work import Ranks

@@ -64,7 +64,7 @@ from dist_ckpt_strategies.tools.writers import CheckpointWriter, Contents, Targe
 
 _MAX_THREADS = 8
 _BUFFERS = 4
-"""Blocks that a thread holds at the same time, at most: read, put together, encoded, flushed."""
+"""Blocks that a thread holds at the same time, at most: read, assembled, encoded, flushed."""
 
 _LEAST_BLOCK_NBYTES = 64 << 10
 _LARGEST_BLOCK_NBYTES = 64 << 20
@@ -363,7 +363,7 @@ class _Conversion:
         return _Opened(reader, root, plan, object_ids)
 
     def _contents(self, opened: _Opened, *, is_upgrade: bool) -> Contents:
-        """What there is beside the arrays; on other ranks than the first nobody asks for it."""
+        """What there is beside the arrays; empty on all ranks but the first, which writes it."""
         source = opened.source
         if self._ranks.rank:
             return Contents((), b"", {})

@@ -295,7 +295,7 @@ class _Window(io.RawIOBase):
 def open_shard(path: str, key: str, span: Span, dtype: DType, shape: Extent) -> Shard:
     """Find the elements of a shard in its file, and compare its records with their checksums.
 
-    Reads it once, in pieces of a megabyte.
+    Reads it once, a megabyte at a time.
 
     Raises:
         IncompleteCheckpointError: the file is missing.
