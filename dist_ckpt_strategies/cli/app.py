@@ -20,9 +20,6 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.status import reported_failures, require_answers
 from dist_ckpt_strategies.config import environment, update_environment
 
-_FLAG = ""
-"""No placeholder for a value after the name of a flag."""
-
 _CONVERT_STATUS = (
     "0 done, 1 SRC is damaged or incomplete, 2 wrong usage, 3 could not read or write."
 )
@@ -60,6 +57,16 @@ def _command(example: str, status: str, **options: Any) -> Callable[[_Function],
     return register
 
 
+def _flag(*names: str, help: str) -> Any:  # noqa: A002 - as typer calls it
+    """An option without a value, and without a placeholder for one."""
+    return typer.Option(*names, metavar="", help=help)
+
+
+def _value(*names: str, metavar: str, help: str, **limits: Any) -> Any:  # noqa: A002
+    """An option with a value that has no default."""
+    return typer.Option(*names, metavar=metavar, help=help, show_default=False, **limits)
+
+
 _Place = Annotated[
     str,
     typer.Argument(
@@ -68,22 +75,15 @@ _Place = Annotated[
         show_default=False,
     ),
 ]
-_Json = Annotated[
-    bool, typer.Option("--json", metavar=_FLAG, help="Print one JSON object instead.")
-]
+_Json = Annotated[bool, _flag("--json", help="Print one JSON object instead.")]
 _Debug = Annotated[
-    bool,
-    typer.Option(
-        "--debug", metavar=_FLAG, help="Show a traceback on failure, as DIST_CKPT_DEBUG=1 does."
-    ),
+    bool, _flag("--debug", help="Show a traceback on failure, as DIST_CKPT_DEBUG=1 does.")
 ]
 _Source = Annotated[
-    str,
-    typer.Argument(metavar="SRC", help="Directory or URL of a checkpoint.", show_default=False),
+    str, typer.Argument(metavar="SRC", help="Directory or URL of a checkpoint.", show_default=False)
 ]
 _Target = Annotated[
-    str,
-    typer.Argument(metavar="DST", help="New or empty directory, or a URL.", show_default=False),
+    str, typer.Argument(metavar="DST", help="New or empty directory, or a URL.", show_default=False)
 ]
 _Memory = Annotated[
     int,
@@ -96,13 +96,12 @@ _Memory = Annotated[
 ]
 _Nproc = Annotated[
     int | None,
-    typer.Option(
+    _value(
         "--nproc",
         "-n",
         metavar="N",
         min=1,
         help="Share the work among N processes of this node; under torchrun its ranks share it.",
-        show_default=False,
     ),
 ]
 
@@ -144,7 +143,7 @@ def _root(
             "--version",
             callback=_show_version,
             is_eager=True,
-            metavar=_FLAG,
+            metavar="",
             help="Show the versions.",
         ),
     ] = False,
@@ -161,15 +160,12 @@ def inspect(
     *,
     keys: Annotated[
         str | None,
-        typer.Option(
+        _value(
             metavar="GLOB",
             help="Show only keys, or parts, that match; * stands for any characters, / and . too.",
-            show_default=False,
         ),
     ] = None,
-    objects: Annotated[
-        bool, typer.Option(metavar=_FLAG, help="Show the objects below the arrays.")
-    ] = True,
+    objects: Annotated[bool, _flag(help="Show the objects below the arrays.")] = True,
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
@@ -222,20 +218,13 @@ def prune(  # noqa: PLR0913 - one parameter for each option
     ],
     *,
     keep_last: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Keep the N newest complete ones.", show_default=False
-        ),
+        int | None, _value(min=1, metavar="N", help="Keep the N newest complete ones.")
     ] = None,
     keep_every: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Keep those of every N-th iteration.", show_default=False
-        ),
+        int | None, _value(min=1, metavar="N", help="Keep those of every N-th iteration.")
     ] = None,
     unfinished: Annotated[
-        bool,
-        typer.Option("--unfinished", metavar=_FLAG, help="Remove what killed saves have left."),
+        bool, _flag("--unfinished", help="Remove what killed saves have left.")
     ] = False,
     older_than: Annotated[
         str,
@@ -244,10 +233,8 @@ def prune(  # noqa: PLR0913 - one parameter for each option
             help="Keep unfinished ones that changed since: they may still be written.",
         ),
     ] = "1h",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", metavar=_FLAG, help="Only show what would be removed.")
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", metavar=_FLAG, help="Do not ask.")] = False,
+    dry_run: Annotated[bool, _flag("--dry-run", help="Only show what would be removed.")] = False,
+    yes: Annotated[bool, _flag("--yes", help="Do not ask.")] = False,
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
@@ -282,10 +269,9 @@ def demo(
     *,
     keep: Annotated[
         Path | None,
-        typer.Option(
+        _value(
             metavar="DIR",
             help="Leave the checkpoint in this directory, which must be new or empty.",
-            show_default=False,
         ),
     ] = None,
     debug: _Debug = False,
@@ -304,36 +290,22 @@ def demo(
     raise typer.Exit(status)
 
 
-@_command(
-    "dist-ckpt convert SRC DST --to zarr@2",
-    _CONVERT_STATUS,
-)
+@_command("dist-ckpt convert SRC DST --to zarr@2", _CONVERT_STATUS)
 def convert(  # noqa: PLR0913
     source: _Source,
     target: _Target,
     *,
-    to: Annotated[
-        str,
-        typer.Option(
-            metavar="FORMAT",
-            help="zarr@2, zarr@1, torch_dist or safetensors.",
-            show_default=False,
-        ),
-    ],
+    to: Annotated[str, _value(metavar="FORMAT", help="zarr@2, zarr@1, torch_dist or safetensors.")],
     keys: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GLOB", help="For safetensors: only keys that match.", show_default=False
-        ),
+        str | None, _value(metavar="GLOB", help="For safetensors: only keys that match.")
     ] = None,
     max_file: Annotated[
         int | None,
-        typer.Option(
+        _value(
             "--max-file",
             metavar="MB",
             min=1,
             help="Size of a file of safetensors (5000) or torch_dist (537), in MB.",
-            show_default=False,
         ),
     ] = None,
     memory: _Memory = 256,
@@ -365,20 +337,15 @@ def convert(  # noqa: PLR0913
         )
 
 
-@_command(
-    "dist-ckpt upgrade SRC DST --to zarr@2",
-    _CONVERT_STATUS,
-)
+@_command("dist-ckpt upgrade SRC DST --to zarr@2", _CONVERT_STATUS)
 def upgrade(  # noqa: PLR0913
     source: _Source,
     target: _Target,
     *,
     to: Annotated[
         str | None,
-        typer.Option(
-            metavar="FORMAT",
-            help="zarr@2, zarr@1 or torch_dist; by default the format of SRC.",
-            show_default=False,
+        _value(
+            metavar="FORMAT", help="zarr@2, zarr@1 or torch_dist; by default the format of SRC."
         ),
     ] = None,
     memory: _Memory = 256,
@@ -410,11 +377,7 @@ def diff(  # noqa: PLR0913
     *,
     keys: Annotated[
         str | None,
-        typer.Option(
-            metavar="GLOB",
-            help="Compare only arrays whose keys match, and no objects.",
-            show_default=False,
-        ),
+        _value(metavar="GLOB", help="Compare only arrays whose keys match, and no objects."),
     ] = None,
     memory: _Memory = 256,
     nproc: _Nproc = None,
@@ -436,8 +399,7 @@ def diff(  # noqa: PLR0913
 
 
 @_command(
-    "dist-ckpt bench /checkpoints --size 2",
-    "0 measured, 2 wrong usage, 3 could not measure.",
+    "dist-ckpt bench /checkpoints --size 2", "0 measured, 2 wrong usage, 3 could not measure."
 )
 def bench(
     directory: Annotated[
@@ -490,9 +452,7 @@ def run(  # noqa: PLR0913
         list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
     ] = None,
     *,
-    nproc: Annotated[
-        int, typer.Option("--nproc", "-n", metavar="N", min=1, help="Ranks.", show_default=False)
-    ],
+    nproc: Annotated[int, _value("--nproc", "-n", metavar="N", min=1, help="Ranks.")],
     spares: Annotated[
         int, typer.Option(metavar="S", min=0, help="Processes that wait to take over a rank.")
     ] = 0,
@@ -507,9 +467,7 @@ def run(  # noqa: PLR0913
             help="Seconds without a heartbeat before a worker counts as hung; 0: no check.",
         ),
     ] = 30.0,
-    is_module: Annotated[
-        bool, typer.Option("--module", "-m", metavar=_FLAG, help="SCRIPT names a module.")
-    ] = False,
+    is_module: Annotated[bool, _flag("--module", "-m", help="SCRIPT names a module.")] = False,
     debug: _Debug = False,
 ) -> None:
     """Run a training script on N ranks of this node, and replace a worker that dies.

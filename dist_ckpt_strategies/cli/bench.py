@@ -7,16 +7,15 @@ directory is left as it was, however the command ends.
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 import signal
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn, Self
+from typing import Final, NoReturn
 
 from rich.console import Console
 
@@ -106,17 +105,6 @@ class BenchTask:
             for name in self.candidates if forwards else reversed(self.candidates):
                 yield repetition, name
 
-    def to_json(self) -> str:
-        """The task as one JSON object."""
-        return json.dumps(asdict(self), default=str)
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """The task that ``to_json`` wrote."""
-        found: dict[str, Any] = json.loads(text)
-        paths = {name: Path(found[name]) for name in ("workspace", "scratch")}
-        return cls(**{**found, **paths, "candidates": tuple(found["candidates"])})
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -173,7 +161,7 @@ def run_task(task: BenchTask, on_event: Callable[[Event], None]) -> None:
         RankError: a rank failed, or the ranks made no progress.
     """
     module = "dist_ckpt_strategies.cli.bench_rank"
-    commands = rank_commands(module, task.num_ranks, task.to_json())
+    commands = rank_commands(module, task.num_ranks, task)
     run_rank_processes(commands, task.scratch, on_event, 2 * task.timeout_s)
 
 

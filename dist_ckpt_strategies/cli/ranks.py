@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -101,11 +102,22 @@ def write_failure(scratch: Path, global_rank: int, error: BaseException) -> None
     _failure_path(scratch, global_rank).write_text(json.dumps(found), encoding="utf-8")
 
 
-def rank_commands(module: str, num_ranks: int, task: str) -> list[list[str]]:
-    """For each rank, the command that runs a module with the rank and the task."""
+def rank_commands(module: str, num_ranks: int, task: object) -> list[list[str]]:
+    """For each rank, the command that runs a module with the rank and the task.
+
+    Args:
+        module: its ``main`` is given the rank and the task, as texts; see ``task_of``.
+        num_ranks: how many.
+        task: made of plain values and this package's own classes.
+    """
     # -P: a file of the user's working directory must not pass for a module.
     python = [sys.executable, "-P", "-m", module]
-    return [[*python, str(rank), task] for rank in range(num_ranks)]
+    return [[*python, str(rank), pickle.dumps(task).hex()] for rank in range(num_ranks)]
+
+
+def task_of(arguments: Sequence[str]) -> tuple[int, Any]:
+    """The rank and the task that ``rank_commands`` gave to this process."""
+    return int(arguments[0]), pickle.loads(bytes.fromhex(arguments[1]))  # noqa: S301 - our own
 
 
 def run_rank_processes(

@@ -6,7 +6,6 @@ It prints nothing: the process of the command is rank 0, shows progress and repo
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from dist_ckpt_strategies.cli.ranks import (
     rank_commands,
     started,
     stop,
+    task_of,
 )
 from dist_ckpt_strategies.comm.shared_work import open_world
 from dist_ckpt_strategies.config import (
@@ -63,7 +63,7 @@ def run_tool(tool: str, arguments: Mapping[str, Any], nproc: int | None, watch_o
 
     Args:
         tool: its name.
-        arguments: of JSON types.
+        arguments: plain values.
         nproc: processes of this node; None: the ranks of torchrun, else this process alone.
         watch_of: for progress, on the first rank.
 
@@ -136,7 +136,7 @@ def _started_group(
     update_environment({"GLOO_SOCKET_IFNAME": child_environment()["GLOO_SOCKET_IFNAME"]})
     store = TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
     task = {"tool": tool, "arguments": arguments, "port": store.port, "size": nproc}
-    commands = rank_commands(__name__, nproc, json.dumps(task))[1:]
+    commands = rank_commands(__name__, nproc, task)[1:]
     outputs = [subprocess.DEVNULL] * len(commands)
     with started(commands, outputs, stderr=None) as processes:
         _wait_until_ready(store, processes)
@@ -173,14 +173,14 @@ def main(arguments: Sequence[str]) -> int:
     """Take part in a tool, as one of the processes that the command has started.
 
     Args:
-        arguments: the rank, and the task as JSON.
+        arguments: the rank, and the task.
     """
     end_with_parent()
     warnings.simplefilter("ignore")
     import torch  # noqa: PLC0415
     from torch._C._distributed_c10d import TCPStore  # noqa: PLC0415
 
-    rank, task = int(arguments[0]), json.loads(arguments[1])
+    rank, task = task_of(arguments)
     torch.set_num_threads(1)
     function = _function(task["tool"])
     store = TCPStore(_HOST, task["port"], is_master=False)

@@ -257,19 +257,6 @@ def test_a_changed_a_missing_and_a_new_tensor_all_count_as_differing() -> None:
     assert comparison_row("us", agreements, 0.5).facts == ("NO 0/3", "yes 1/1", "0.5000")
 
 
-def test_a_task_survives_its_way_as_json(tmp_path: Path) -> None:
-    task = RankTask(
-        role=Role.RESUME,
-        layout=ParallelLayout(tp=1, dp=2, pp=2),
-        training=SMALL,
-        checkpoint=tmp_path / "a",
-        scratch=tmp_path / "b",
-        nodes=tmp_path / "d",
-    )
-
-    assert RankTask.from_json(task.to_json()) == task
-
-
 # Half a line first: the parent must not take it for an event.
 REPORTING_RANK = """
 import json, pathlib, sys, time

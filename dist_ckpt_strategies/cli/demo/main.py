@@ -53,7 +53,7 @@ def run_task(task: RankTask, on_event: Callable[[Event], None], timeout_s: float
         RankError: a rank failed, or there was no event for too long.
     """
     module = "dist_ckpt_strategies.cli.demo.worker"
-    commands = rank_commands(module, task.layout.num_ranks, task.to_json())
+    commands = rank_commands(module, task.layout.num_ranks, task)
     run_rank_processes(commands, task.scratch, on_event, timeout_s)
 
 
