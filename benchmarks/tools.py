@@ -4,9 +4,9 @@
     python benchmarks/tools.py --smoke
 
 One GPT-like state, saved by two ranks in format 1 and in format 2. Every run has a process of its
-own, whose peak of resident memory is taken at its end; the time is that of the tool, without the
-start of Python. Warm: the page cache holds the source; cold: it holds nothing of it. Alternating
-contenders, medians.
+own, or two that share the work and the threads. The peak of resident memory, of both together, is
+taken at the end; the time is that of the tool, without the start of Python. Warm: the page cache
+holds the source; cold: it holds nothing of it. Contenders take turns; medians.
 
 The floors have as many threads as the tools: ``raw read`` reads the same files, ``raw copy`` also
 writes and flushes each as it is. A conversion is durable when it returns.
@@ -31,8 +31,10 @@ from benchmarks.contenders.roster import (
     READ_FILES,
     TO_TORCH_DIST,
     TO_ZARR_2,
+    TO_ZARR_2_BY_TWO,
     TOOL_PACKAGES,
     VERIFY,
+    VERIFY_BY_TWO,
 )
 from benchmarks.measuring.command_line import Contest, Output, contest_command
 from benchmarks.measuring.disks import (
@@ -60,9 +62,15 @@ from benchmarks.measuring.timings import Case, Step
 MIB = 1 << 20
 SPEED, PEAK, BEFORE = "nbytes_per_second", "peak_nbytes", "before_nbytes"
 SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"zarr 1": (TO_ZARR_2,), "zarr 2": (VERIFY, TO_TORCH_DIST)}
+    {
+        "zarr 1": (TO_ZARR_2, TO_ZARR_2_BY_TWO),
+        "zarr 2": (VERIFY, VERIFY_BY_TWO, TO_TORCH_DIST),
+    }
 )
 """Formats, and the tools that take them."""
+
+NUM_RANKS: Mapping[str, int] = MappingProxyType({VERIFY_BY_TWO: 2, TO_ZARR_2_BY_TWO: 2})
+"""Processes of a tool; one where it is not named. Memory is that of all of them."""
 
 _NUM_RANKS = 2
 _SAVER, _WORKER = "benchmarks.ranks.one_state", "benchmarks.ranks.tools"
@@ -137,20 +145,21 @@ def _rounds(
         for repetition, name in alternate(names, contest.repetitions):
             target = root.with_name(f"from {root.name}")
             target.mkdir()
-            with Ranks(1, make, timeout_s=contest.timeout_s, preload=(_WORKER,)) as ranks:
+            num_ranks = NUM_RANKS.get(name, 1)
+            with Ranks(num_ranks, make, timeout_s=contest.timeout_s, preload=(_WORKER,)) as ranks:
                 touch_memory(2 * case.max_memory_nbytes)
                 if step is Step.LOAD_COLD:
                     drop_cache(root)
                 else:
                     fill_cache(root)
                 seconds = ranks.step("run", name, root, target).seconds
-                (memory,) = ranks.step("memory").values
+                memories = ranks.step("memory").values
             retire(target, root.with_name("attic"))
             values = {
                 SECONDS: seconds,
                 SPEED: case.file_nbytes / seconds,
-                PEAK: memory.peak_nbytes,
-                BEFORE: memory.before_nbytes,
+                PEAK: sum(memory.peak_nbytes for memory in memories),
+                BEFORE: sum(memory.before_nbytes for memory in memories),
             }
             yield Measure(_CACHE[step], name, repetition, values)
 

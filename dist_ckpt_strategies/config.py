@@ -426,6 +426,19 @@ def _pipe(text: str) -> tuple[int, int]:
     return int(fd), int(inode)
 
 
+def rank_from_environment(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
+    """RANK and WORLD_SIZE, as torchrun sets them; 0 and 1 where nothing is set.
+
+    Raises:
+        StrategyError: only one of them is set, or one is no number.
+    """
+    source = os.environ if environ is None else environ
+    if not (source.get("RANK") or source.get("WORLD_SIZE")):
+        return 0, 1
+    rank, size = (_parsed(name, source.get(name, ""), int) for name in ("RANK", "WORLD_SIZE"))
+    return rank, size
+
+
 def world_from_environment(environ: Mapping[str, str] | None = None) -> tuple[int, int, int]:
     """WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them.
 

@@ -129,6 +129,8 @@ COPY_FILES: Final = "raw copy"
 VERIFY: Final = "verify"
 TO_ZARR_2: Final = "to zarr 2"
 TO_TORCH_DIST: Final = "to torch_dist"
+VERIFY_BY_TWO: Final = "verify, 2 processes"
+TO_ZARR_2_BY_TWO: Final = "to zarr 2, 2 processes"
 
 TOOL_PACKAGES: Final[Mapping[str, str | None]] = {
     READ_FILES: None,
@@ -136,6 +138,8 @@ TOOL_PACKAGES: Final[Mapping[str, str | None]] = {
     VERIFY: None,
     TO_ZARR_2: None,
     TO_TORCH_DIST: None,
+    VERIFY_BY_TWO: None,
+    TO_ZARR_2_BY_TWO: None,
 }
 """The tools, floors first, and the package that each needs."""
 

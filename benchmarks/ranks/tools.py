@@ -13,13 +13,20 @@ from benchmarks.contenders.roster import (
     READ_FILES,
     TO_TORCH_DIST,
     TO_ZARR_2,
+    TO_ZARR_2_BY_TWO,
     VERIFY,
+    VERIFY_BY_TWO,
 )
-from benchmarks.measuring.harness import RankContext
+from benchmarks.measuring.harness import HOST, RankContext
 from benchmarks.measuring.quiet import quiet_imports
 
 with quiet_imports():
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
     from dist_ckpt_strategies import ConvertOptions, convert
+    from dist_ckpt_strategies.comm.base import Communicator
+    from dist_ckpt_strategies.comm.torch_communicator import open_communicator
     from dist_ckpt_strategies.formats.scan import verify
     from dist_ckpt_strategies.formats.zarr3_scan import scan_format2
 
@@ -44,18 +51,26 @@ class Bounds:
     """What a tool is given.
 
     Attributes:
-        num_threads: files handled at the same time.
+        num_threads: files handled at the same time, by all processes.
         max_memory_nbytes: for elements, in a conversion.
+        comm: the processes that share the work.
     """
 
     num_threads: int
     max_memory_nbytes: int
+    comm: Communicator
+
+    @property
+    def options(self) -> ConvertOptions:
+        """For each of the processes."""
+        threads = max(1, self.num_threads // self.comm.size)
+        return ConvertOptions(max_memory_bytes=self.max_memory_nbytes, num_threads=threads)
 
 
 class ToolWorker:
     """A process for one run of one tool."""
 
-    def __init__(self, bounds: Bounds, _context: RankContext) -> None:
+    def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self._before_nbytes = _status("VmRSS")
 
@@ -68,20 +83,17 @@ class ToolWorker:
         return Memory(self._before_nbytes, _status("VmHWM"))
 
 
-def _verify(source: Path, _target: Path, _bounds: Bounds) -> None:
+def _verify(source: Path, _target: Path, bounds: Bounds) -> None:
     """What ``dist-ckpt verify`` does, which takes as many threads as there are cores."""
-    survey = scan_format2(source)
-    findings = None if survey is None else verify(survey)
-    if findings != ():
-        raise ValueError(f"{source}: {findings}")
+    scan = scan_format2(source)
+    issues = None if scan is None else verify(scan, comm=bounds.comm)
+    if issues != ():
+        raise ValueError(f"{source}: {issues}")
 
 
 def _convert(to: str) -> Callable[[Path, Path, Bounds], None]:
     def run(source: Path, target: Path, bounds: Bounds) -> None:
-        options = ConvertOptions(
-            max_memory_bytes=bounds.max_memory_nbytes, num_threads=bounds.num_threads
-        )
-        convert(source, target, to, options=options)
+        convert(source, target, to, options=bounds.options, comm=bounds.comm)
 
     return run
 
@@ -100,6 +112,8 @@ TOOLS: Final[Mapping[str, Callable[[Path, Path, Bounds], None]]] = {
     VERIFY: _verify,
     TO_ZARR_2: _convert("zarr@2"),
     TO_TORCH_DIST: _convert("torch_dist"),
+    VERIFY_BY_TWO: _verify,
+    TO_ZARR_2_BY_TWO: _convert("zarr@2"),
 }
 """For each name of the roster, what runs it."""
 
@@ -114,5 +128,14 @@ def _status(name: str) -> int:
 
 
 def make_worker(num_threads: int, max_memory_nbytes: int, context: RankContext) -> ToolWorker:
-    """One run of a tool, in this process."""
-    return ToolWorker(Bounds(num_threads, max_memory_nbytes), context)
+    """One run of a tool, in this process and those beside it."""
+    if context.num_ranks > 1:
+        store = TCPStore(HOST, context.store_port, is_master=False)
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore("tools", store),
+            rank=context.global_rank,
+            world_size=context.num_ranks,
+        )
+    comm = open_communicator(None, timeout_s=context.timeout_s, purpose="benchmark")
+    return ToolWorker(Bounds(num_threads, max_memory_nbytes, comm))

@@ -17,11 +17,8 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.cli.first_look import require_answers
-from dist_ckpt_strategies.cli.status import reported_failures
-
-_FLAG = ""
-"""No placeholder for a value after the name of a flag."""
+from dist_ckpt_strategies.cli.status import reported_failures, require_answers
+from dist_ckpt_strategies.config import environment, update_environment
 
 _CONVERT_STATUS = (
     "0 done, 1 SRC is damaged or incomplete, 2 wrong usage, 3 could not read or write."
@@ -60,6 +57,16 @@ def _command(example: str, status: str, **options: Any) -> Callable[[_Function],
     return register
 
 
+def _flag(*names: str, help: str) -> Any:  # noqa: A002 - as typer calls it
+    """An option without a value, and without a placeholder for one."""
+    return typer.Option(*names, metavar="", help=help)
+
+
+def _value(*names: str, metavar: str, help: str, **limits: Any) -> Any:  # noqa: A002
+    """An option with a value that has no default."""
+    return typer.Option(*names, metavar=metavar, help=help, show_default=False, **limits)
+
+
 _Place = Annotated[
     str,
     typer.Argument(
@@ -68,27 +75,33 @@ _Place = Annotated[
         show_default=False,
     ),
 ]
-_Json = Annotated[
-    bool, typer.Option("--json", metavar=_FLAG, help="Print one JSON object instead.")
-]
+_Json = Annotated[bool, _flag("--json", help="Print one JSON object instead.")]
 _Debug = Annotated[
-    bool,
-    typer.Option(
-        "--debug", metavar=_FLAG, help="Show a traceback on failure, as DIST_CKPT_DEBUG=1 does."
-    ),
+    bool, _flag("--debug", help="Show a traceback on failure, as DIST_CKPT_DEBUG=1 does.")
 ]
 _Source = Annotated[
-    str,
-    typer.Argument(metavar="SRC", help="Directory or URL of a checkpoint.", show_default=False),
+    str, typer.Argument(metavar="SRC", help="Directory or URL of a checkpoint.", show_default=False)
 ]
 _Target = Annotated[
-    str,
-    typer.Argument(metavar="DST", help="New or empty directory, or a URL.", show_default=False),
+    str, typer.Argument(metavar="DST", help="New or empty directory, or a URL.", show_default=False)
 ]
 _Memory = Annotated[
     int,
     typer.Option(
-        "--memory", metavar="MIB", min=1, help="Bound on elements in memory at once, in MiB."
+        "--memory",
+        metavar="MIB",
+        min=1,
+        help="Bound on elements in memory at once, in MiB for each process.",
+    ),
+]
+_Nproc = Annotated[
+    int | None,
+    _value(
+        "--nproc",
+        "-n",
+        metavar="N",
+        min=1,
+        help="Share the work among N processes of this node; under torchrun its ranks share it.",
     ),
 ]
 
@@ -98,6 +111,12 @@ def main() -> None:
     # Without Transformer Engine, which no command needs, Megatron-Core's import warns of it.
     warnings.filterwarnings("ignore", category=UserWarning, module="megatron")
     app(prog_name="dist-ckpt")
+
+
+def _silence_torch() -> None:
+    """Let torch's libraries report errors alone, on stderr; read when torch is imported."""
+    if "TORCH_CPP_LOG_LEVEL" not in environment():
+        update_environment({"TORCH_CPP_LOG_LEVEL": "ERROR"})
 
 
 def _show_version(asked: bool) -> None:  # noqa: FBT001 - typer calls it
@@ -124,7 +143,7 @@ def _root(
             "--version",
             callback=_show_version,
             is_eager=True,
-            metavar=_FLAG,
+            metavar="",
             help="Show the versions.",
         ),
     ] = False,
@@ -141,15 +160,12 @@ def inspect(
     *,
     keys: Annotated[
         str | None,
-        typer.Option(
+        _value(
             metavar="GLOB",
             help="Show only keys, or parts, that match; * stands for any characters, / and . too.",
-            show_default=False,
         ),
     ] = None,
-    objects: Annotated[
-        bool, typer.Option(metavar=_FLAG, help="Show the objects below the arrays.")
-    ] = True,
+    objects: Annotated[bool, _flag(help="Show the objects below the arrays.")] = True,
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
@@ -170,7 +186,9 @@ def inspect(
     "dist-ckpt verify DIR && rsync -a DIR backup:",
     "0 whole, 1 damaged or incomplete, 2 wrong usage, 3 could not look.",
 )
-def verify(directory: _Place, *, as_json: _Json = False, debug: _Debug = False) -> None:
+def verify(
+    directory: _Place, *, nproc: _Nproc = None, as_json: _Json = False, debug: _Debug = False
+) -> None:
     """Check that a checkpoint is whole, and list what is not.
 
     Looks for every chunk file, of the right size, every shard of every object, common.pt and
@@ -179,10 +197,11 @@ def verify(directory: _Place, *, as_json: _Json = False, debug: _Debug = False) 
     inner chunk and of local checkpoints every tensor is compared with its digest.
     """
     with reported_failures(debug=debug):
+        _silence_torch()
         from dist_ckpt_strategies.cli.inspect import verify_checkpoint  # noqa: PLC0415
 
         require_answers(directory)
-        status = verify_checkpoint(directory, as_json=as_json)
+        status = verify_checkpoint(directory, nproc=nproc, as_json=as_json)
     raise typer.Exit(status)
 
 
@@ -199,20 +218,13 @@ def prune(  # noqa: PLR0913 - one parameter for each option
     ],
     *,
     keep_last: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Keep the N newest complete ones.", show_default=False
-        ),
+        int | None, _value(min=1, metavar="N", help="Keep the N newest complete ones.")
     ] = None,
     keep_every: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Keep those of every N-th iteration.", show_default=False
-        ),
+        int | None, _value(min=1, metavar="N", help="Keep those of every N-th iteration.")
     ] = None,
     unfinished: Annotated[
-        bool,
-        typer.Option("--unfinished", metavar=_FLAG, help="Remove what killed saves have left."),
+        bool, _flag("--unfinished", help="Remove what killed saves have left.")
     ] = False,
     older_than: Annotated[
         str,
@@ -221,10 +233,8 @@ def prune(  # noqa: PLR0913 - one parameter for each option
             help="Keep unfinished ones that changed since: they may still be written.",
         ),
     ] = "1h",
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", metavar=_FLAG, help="Only show what would be removed.")
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", metavar=_FLAG, help="Do not ask.")] = False,
+    dry_run: Annotated[bool, _flag("--dry-run", help="Only show what would be removed.")] = False,
+    yes: Annotated[bool, _flag("--yes", help="Do not ask.")] = False,
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
@@ -253,16 +263,15 @@ def prune(  # noqa: PLR0913 - one parameter for each option
 
 @_command(
     "dist-ckpt demo --keep /tmp/demo-checkpoint",
-    "0 all as it was, 1 not, 2 wrong usage, 3 no room.",
+    "0 all states are equal, 1 not, 2 wrong usage, 3 no space.",
 )
 def demo(
     *,
     keep: Annotated[
         Path | None,
-        typer.Option(
+        _value(
             metavar="DIR",
             help="Leave the checkpoint in this directory, which must be new or empty.",
-            show_default=False,
         ),
     ] = None,
     debug: _Debug = False,
@@ -281,39 +290,26 @@ def demo(
     raise typer.Exit(status)
 
 
-@_command(
-    "dist-ckpt convert SRC DST --to zarr@2",
-    _CONVERT_STATUS,
-)
+@_command("dist-ckpt convert SRC DST --to zarr@2", _CONVERT_STATUS)
 def convert(  # noqa: PLR0913
     source: _Source,
     target: _Target,
     *,
-    to: Annotated[
-        str,
-        typer.Option(
-            metavar="FORMAT",
-            help="zarr@2, zarr@1, torch_dist or safetensors.",
-            show_default=False,
-        ),
-    ],
+    to: Annotated[str, _value(metavar="FORMAT", help="zarr@2, zarr@1, torch_dist or safetensors.")],
     keys: Annotated[
-        str | None,
-        typer.Option(
-            metavar="GLOB", help="For safetensors: only keys that match.", show_default=False
-        ),
+        str | None, _value(metavar="GLOB", help="For safetensors: only keys that match.")
     ] = None,
     max_file: Annotated[
         int | None,
-        typer.Option(
+        _value(
             "--max-file",
             metavar="MB",
             min=1,
             help="Size of a file of safetensors (5000) or torch_dist (537), in MB.",
-            show_default=False,
         ),
     ] = None,
     memory: _Memory = 256,
+    nproc: _Nproc = None,
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
@@ -322,34 +318,38 @@ def convert(  # noqa: PLR0913
     From ("zarr", 1), ("zarr", 2) and torch_dist of Megatron-Core 0.16; optimizer state, objects
     and common state too. To safetensors: the arrays of the model alone. Memory stays bounded,
     whatever the checkpoint's size. DST must be new or empty; nothing is visible there before all
-    is. After an interruption the same command continues where it stopped.
+    is. After an interruption the same command starts over.
     """
     with reported_failures(debug=debug):
+        _silence_torch()
         require_answers(source, target)
         from dist_ckpt_strategies.cli.convert import convert_checkpoint  # noqa: PLC0415
 
         convert_checkpoint(
-            source, target, to, keys=keys, memory=memory, max_file=max_file, as_json=as_json
+            source,
+            target,
+            to,
+            keys=keys,
+            memory=memory,
+            max_file=max_file,
+            nproc=nproc,
+            as_json=as_json,
         )
 
 
-@_command(
-    "dist-ckpt upgrade SRC DST --to zarr@2",
-    _CONVERT_STATUS,
-)
-def upgrade(
+@_command("dist-ckpt upgrade SRC DST --to zarr@2", _CONVERT_STATUS)
+def upgrade(  # noqa: PLR0913
     source: _Source,
     target: _Target,
     *,
     to: Annotated[
         str | None,
-        typer.Option(
-            metavar="FORMAT",
-            help="zarr@2, zarr@1 or torch_dist; by default the format of SRC.",
-            show_default=False,
+        _value(
+            metavar="FORMAT", help="zarr@2, zarr@1 or torch_dist; by default the format of SRC."
         ),
     ] = None,
     memory: _Memory = 256,
+    nproc: _Nproc = None,
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
@@ -360,29 +360,27 @@ def upgrade(
     like convert.
     """
     with reported_failures(debug=debug):
+        _silence_torch()
         require_answers(source, target)
         from dist_ckpt_strategies.cli.convert import upgrade_checkpoint  # noqa: PLC0415
 
-        upgrade_checkpoint(source, target, to, memory=memory, as_json=as_json)
+        upgrade_checkpoint(source, target, to, memory=memory, nproc=nproc, as_json=as_json)
 
 
 @_command(
     "dist-ckpt diff A B --keys 'decoder.*'",
     "0 equal, 1 different, or one is damaged or incomplete, 2 wrong usage, 3 could not look.",
 )
-def diff(
+def diff(  # noqa: PLR0913
     a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)],
     b: Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)],
     *,
     keys: Annotated[
         str | None,
-        typer.Option(
-            metavar="GLOB",
-            help="Compare only arrays whose keys match, and no objects.",
-            show_default=False,
-        ),
+        _value(metavar="GLOB", help="Compare only arrays whose keys match, and no objects."),
     ] = None,
     memory: _Memory = 256,
+    nproc: _Nproc = None,
     as_json: _Json = False,
     debug: _Debug = False,
 ) -> None:
@@ -392,16 +390,16 @@ def diff(
     absolute difference. Equal means equal to the bit.
     """
     with reported_failures(debug=debug):
+        _silence_torch()
         require_answers(a, b)
         from dist_ckpt_strategies.cli.convert import diff_checkpoints  # noqa: PLC0415
 
-        status = diff_checkpoints(a, b, keys, memory=memory, as_json=as_json)
+        status = diff_checkpoints(a, b, keys, memory=memory, nproc=nproc, as_json=as_json)
     raise typer.Exit(status)
 
 
 @_command(
-    "dist-ckpt bench /checkpoints --size 2",
-    "0 measured, 2 wrong usage, 3 could not measure.",
+    "dist-ckpt bench /checkpoints --size 2", "0 measured, 2 wrong usage, 3 could not measure."
 )
 def bench(
     directory: Annotated[
@@ -454,9 +452,7 @@ def run(  # noqa: PLR0913
         list[str] | None, typer.Argument(metavar="ARGS", help="Arguments of the script.")
     ] = None,
     *,
-    nproc: Annotated[
-        int, typer.Option("--nproc", "-n", metavar="N", min=1, help="Ranks.", show_default=False)
-    ],
+    nproc: Annotated[int, _value("--nproc", "-n", metavar="N", min=1, help="Ranks.")],
     spares: Annotated[
         int, typer.Option(metavar="S", min=0, help="Processes that wait to take over a rank.")
     ] = 0,
@@ -471,9 +467,7 @@ def run(  # noqa: PLR0913
             help="Seconds without a heartbeat before a worker counts as hung; 0: no check.",
         ),
     ] = 30.0,
-    is_module: Annotated[
-        bool, typer.Option("--module", "-m", metavar=_FLAG, help="SCRIPT names a module.")
-    ] = False,
+    is_module: Annotated[bool, _flag("--module", "-m", help="SCRIPT names a module.")] = False,
     debug: _Debug = False,
 ) -> None:
     """Run a training script on N ranks of this node, and replace a worker that dies.

@@ -7,24 +7,31 @@ directory is left as it was, however the command ends.
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 import signal
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NoReturn, Self
+from typing import Final, NoReturn
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from dist_ckpt_strategies.cli.ranks import Event, RankError, rank_commands, run_rank_processes
-from dist_ckpt_strategies.cli.render import bytes_text, counted, print_json, printable
+from dist_ckpt_strategies.cli.render import (
+    Row,
+    Table,
+    bytes_text,
+    counted,
+    open_bars,
+    print_json,
+    print_table,
+    printable,
+)
 from dist_ckpt_strategies.errors import CheckpointError
+from dist_ckpt_strategies.formats.issues import Watch
 
 GB = 10**9
 SAVE: Final = "save"
@@ -98,17 +105,6 @@ class BenchTask:
             for name in self.candidates if forwards else reversed(self.candidates):
                 yield repetition, name
 
-    def to_json(self) -> str:
-        """The task as one JSON object."""
-        return json.dumps(asdict(self), default=str)
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """The task that ``to_json`` wrote."""
-        found: dict[str, Any] = json.loads(text)
-        paths = {name: Path(found[name]) for name in ("workspace", "scratch")}
-        return cls(**{**found, **paths, "candidates": tuple(found["candidates"])})
-
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -165,7 +161,7 @@ def run_task(task: BenchTask, on_event: Callable[[Event], None]) -> None:
         RankError: a rank failed, or the ranks made no progress.
     """
     module = "dist_ckpt_strategies.cli.bench_rank"
-    commands = rank_commands(module, task.num_ranks, task.to_json())
+    commands = rank_commands(module, task.num_ranks, task)
     run_rank_processes(commands, task.scratch, on_event, 2 * task.timeout_s)
 
 
@@ -178,7 +174,7 @@ def bench_directory(options: BenchOptions, *, as_json: bool, start: TaskRunner =
         start: carries out the task.
 
     Raises:
-        BenchError: the directory does not exist or has no room, or a rank failed.
+        BenchError: the directory does not exist or has no space, or a rank failed.
     """
     directory = (options.directory or Path(tempfile.gettempdir())).resolve()
     _require_room(directory, options.nbytes)
@@ -188,7 +184,7 @@ def bench_directory(options: BenchOptions, *, as_json: bool, start: TaskRunner =
         if package is not None and importlib.util.find_spec(package) is None
     }
     candidates = tuple(name for name in CANDIDATES if name not in missing)
-    with _workspaces(directory) as (workspace, scratch), _open_progress() as progress:
+    with _workspaces(directory) as (workspace, scratch), open_bars() as open_bar:
         task = BenchTask(
             workspace,
             scratch,
@@ -198,7 +194,7 @@ def bench_directory(options: BenchOptions, *, as_json: bool, start: TaskRunner =
             candidates,
             timeout_s=_TIMEOUT_S + _TIMEOUT_S_PER_GB * options.nbytes / GB,
         )
-        samples = _measured(task, progress, start)
+        samples = _measured(task, open_bar("saving and loading"), start)
     timings = summarise(samples, candidates)
     if as_json:
         fields = _fields(options, samples, timings)
@@ -207,7 +203,8 @@ def bench_directory(options: BenchOptions, *, as_json: bool, start: TaskRunner =
     console = Console(highlight=False)
     state = f"{bytes_text(samples[0].nbytes)}, {counted(samples[0].num_arrays, 'array')}"
     rounds = f"{counted(options.num_ranks, 'rank')}, {counted(options.repetitions, 'round')}"
-    console.print(build_table(f"{printable(str(directory))}: {state}, {rounds}", timings))
+    console.print(f"{printable(str(directory))}: {state}, {rounds}", soft_wrap=True, markup=False)
+    print_table(console, build_table(timings))
     for name, package in missing.items():
         console.print(f"{name} was not measured: {package} is not installed", soft_wrap=True)
 
@@ -244,31 +241,14 @@ def _stop(signal_number: int, _frame: object) -> NoReturn:
     raise SystemExit(128 + signal_number)
 
 
-def _open_progress() -> Progress:
-    """A bar on stderr; nothing where that is no terminal."""
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-
-
-def _measured(task: BenchTask, progress: Progress, start: TaskRunner) -> list[Sample]:
+def _measured(task: BenchTask, watch: Watch, start: TaskRunner) -> list[Sample]:
     """All samples, the warm-up too."""
     samples: list[Sample] = []
     num_steps = len(STEPS) * sum(1 for _ in task.turns())
-    bar = progress.add_task(f"starting {counted(task.num_ranks, 'rank')}", total=num_steps)
 
     def take(event: Event) -> None:
-        sample = Sample(**{name: value for name, value in event.items() if name != "event"})
-        samples.append(sample)
-        what = f"{sample.step}, {sample.candidate}: {sample.seconds:.3f} s"
-        progress.update(bar, description=what, completed=len(samples))
+        samples.append(Sample(**{name: value for name, value in event.items() if name != "event"}))
+        watch(len(samples), num_steps)
 
     try:
         start(task, take)
@@ -302,27 +282,22 @@ def _timing(samples: Sequence[Sample], step: str, name: str) -> Timing:
     )
 
 
-def build_table(title: str, timings: Sequence[Timing]) -> Table:
-    """A section for each step."""
-    table = Table(title=title, title_justify="left")
-    for name in ("step", "candidate"):
-        table.add_column(name, no_wrap=True)
-    for name in ("seconds", "from - to", "per second", "of baseline"):
-        table.add_column(name, justify="right", no_wrap=True)
-    last = ""
-    for one in timings:
-        if last not in {"", one.step}:
-            table.add_section()
-        table.add_row(
-            "" if one.step == last else one.step,
-            one.candidate,
-            f"{one.seconds:.3f}",
-            f"{one.shortest:.3f} - {one.longest:.3f}",
-            bytes_text(round(one.nbytes_per_second)),
-            f"{one.baseline_ratio:.2f}",
+def build_table(timings: Sequence[Timing]) -> Table:
+    """A row for each step of each candidate."""
+    rows = tuple(
+        Row(
+            f"{one.step}, {one.candidate}",
+            (
+                f"{one.seconds:.3f}",
+                f"{one.shortest:.3f} - {one.longest:.3f}",
+                f"{bytes_text(round(one.nbytes_per_second))}/s",
+                f"{one.baseline_ratio:.2f}",
+            ),
         )
-        last = one.step
-    return table
+        for one in timings
+    )
+    titles = ("seconds", "from - to", "speed", "of baseline")
+    return Table(Row("step, candidate", titles), rows, titles)
 
 
 def _fields(

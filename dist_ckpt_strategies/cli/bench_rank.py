@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.bench import BASELINE, LOAD, SAVE, BenchTask
-from dist_ckpt_strategies.cli.ranks import rank_process, write_event
+from dist_ckpt_strategies.cli.ranks import rank_process, task_of, write_event
 
 _BACKENDS: Final = {
     "zarr 1": ("zarr", 1),
@@ -242,9 +242,9 @@ def main(arguments: list[str]) -> None:
     """Run one rank.
 
     Args:
-        arguments: the global rank, and the task as JSON.
+        arguments: the global rank, and the task.
     """
-    global_rank, task = int(arguments[0]), BenchTask.from_json(arguments[1])
+    global_rank, task = task_of(arguments)
     with rank_process(task.scratch, global_rank, task.num_ranks, task.timeout_s):
         warnings.simplefilter("ignore")
         dist_ckpt_strategies.register()

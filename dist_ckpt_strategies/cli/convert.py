@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Final, TypeVar
 
 from rich.console import Console
 from rich.text import Text
 
-from dist_ckpt_strategies.cli.progress import open_progress, watched
-from dist_ckpt_strategies.cli.render import bytes_text, counted, print_dim, print_json, printable
+from dist_ckpt_strategies.cli.render import (
+    bytes_text,
+    counted,
+    open_bars,
+    print_dim,
+    print_json,
+    printable,
+)
 from dist_ckpt_strategies.cli.status import Status
+from dist_ckpt_strategies.cli.tool_ranks import WatchOf, reports, run_tool
+from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import MIB
 from dist_ckpt_strategies.storage.urls import parsed_address
 from dist_ckpt_strategies.tools.convert import ConvertOptions, ConvertReport, convert, upgrade
@@ -23,6 +32,7 @@ from dist_ckpt_strategies.tools.diff import (
     diff,
 )
 
+T = TypeVar("T")
 _MB = 1_000_000
 _MAX_SHOWN = 100
 
@@ -35,6 +45,7 @@ def convert_checkpoint(  # noqa: PLR0913
     keys: str | None,
     memory: int,
     max_file: int | None,
+    nproc: int | None,
     as_json: bool,
 ) -> None:
     """Convert a checkpoint, and report it.
@@ -46,27 +57,34 @@ def convert_checkpoint(  # noqa: PLR0913
         keys: a glob, for safetensors.
         memory: bound on elements in memory, in MiB.
         max_file: size of files that hold several arrays, in MB.
+        nproc: processes of this node that share the work; see ``run_tool``.
         as_json: print one JSON object.
     """
-    options = ConvertOptions(memory * MIB, None if max_file is None else max_file * _MB)
-    with open_progress(in_bytes=True) as progress:
-        watch = watched(progress, "converting")
-        report = convert(source, target, to, keys=keys, options=options, watch=watch)
-    _print_report("convert", source, target, report, as_json=as_json)
+    arguments = {"source": source, "target": target, "to": to, "keys": keys, "max_file": max_file}
+    _run_and_report("convert", arguments, memory, nproc, as_json=as_json)
 
 
 def upgrade_checkpoint(
-    source: str, target: str, to: str | None, *, memory: int, as_json: bool
+    source: str, target: str, to: str | None, *, memory: int, nproc: int | None, as_json: bool
 ) -> None:
     """Upgrade a checkpoint, and report it; see convert_checkpoint."""
-    with open_progress(in_bytes=True) as progress:
-        watch = watched(progress, "upgrading")
-        options = ConvertOptions(memory * MIB)
-        report = upgrade(source, target, to, options=options, watch=watch)
-    _print_report("upgrade", source, target, report, as_json=as_json)
+    arguments = {"source": source, "target": target, "to": to}
+    _run_and_report("upgrade", arguments, memory, nproc, as_json=as_json)
 
 
-def diff_checkpoints(a: str, b: str, keys: str | None, *, memory: int, as_json: bool) -> Status:
+def _run_and_report(
+    tool: str, arguments: dict[str, Any], memory: int, nproc: int | None, *, as_json: bool
+) -> None:
+    limits = {"memory": memory, "num_threads": _threads_of_each(nproc)}
+    with open_bars(in_bytes=True) as open_bar:
+        report = run_tool(tool, arguments | limits, nproc, open_bar)
+    if reports(nproc):
+        _print_report(tool, arguments["source"], arguments["target"], report, as_json=as_json)
+
+
+def diff_checkpoints(
+    a: str, b: str, keys: str | None, *, memory: int, nproc: int | None, as_json: bool
+) -> Status:
     """Compare two checkpoints and show how they differ; returns the exit status.
 
     Args:
@@ -74,16 +92,51 @@ def diff_checkpoints(a: str, b: str, keys: str | None, *, memory: int, as_json: 
         b: of the second.
         keys: a glob; then no objects are compared.
         memory: bound on elements in memory, in MiB.
+        nproc: processes of this node that share the work; see ``run_tool``.
         as_json: print one JSON object.
     """
-    with open_progress(in_bytes=True) as progress:
-        watch = watched(progress, "comparing")
-        report = diff(a, b, keys=keys, options=ConvertOptions(memory * MIB), watch=watch)
-    if as_json:
+    arguments = {"a": a, "b": b, "keys": keys, "memory": memory}
+    with open_bars(in_bytes=True) as open_bar:
+        arguments["num_threads"] = _threads_of_each(nproc)
+        report = run_tool("diff", arguments, nproc, open_bar)
+    if reports(nproc) and as_json:
         print_json("diff", _diff_fields(a, b, report))
-    else:
+    elif reports(nproc):
         _print_diff(a, b, report)
     return Status.FINE if report.is_equal else Status.DAMAGED
+
+
+def _threads_of_each(nproc: int | None) -> int | None:
+    """Threads of each of several processes, which share the cores; None for the default."""
+    return None if nproc is None else max(2, ConvertOptions().threads // nproc)
+
+
+def _tool(function: Callable[..., T], description: str) -> Callable[..., T]:
+    """A library function with the arguments of ``run_tool``."""
+
+    def run(
+        *,
+        memory: int,
+        num_threads: int | None,
+        comm: Communicator | None,
+        watch_of: WatchOf,
+        max_file: int | None = None,
+        **arguments: Any,
+    ) -> T:
+        max_file_bytes = None if max_file is None else max_file * _MB
+        options = ConvertOptions(memory * MIB, max_file_bytes, num_threads)
+        watch = watch_of(description)
+        return function(**arguments, options=options, watch=watch, comm=comm)
+
+    return run
+
+
+TOOLS: Final[Mapping[str, Callable[..., Any]]] = {
+    "convert": _tool(convert, "converting"),
+    "upgrade": _tool(upgrade, "upgrading"),
+    "diff": _tool(diff, "comparing"),
+}
+"""What ``run_tool`` runs, by name."""
 
 
 def _print_report(

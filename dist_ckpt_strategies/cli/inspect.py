@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from dist_ckpt_strategies.cli import formats, local
-from dist_ckpt_strategies.cli.progress import open_progress, watched
-from dist_ckpt_strategies.cli.render import print_summary
+from dist_ckpt_strategies.cli.render import open_bars, print_summary
 from dist_ckpt_strategies.cli.status import Status, status_of_issues
+from dist_ckpt_strategies.cli.tool_ranks import WatchOf, reports, run_tool
+from dist_ckpt_strategies.comm.shared_work import Ranks
 from dist_ckpt_strategies.formats.commit import complete_commit
-from dist_ckpt_strategies.formats.issues import Scan, Watch
+from dist_ckpt_strategies.formats.issues import Issue, Scan, Watch
 from dist_ckpt_strategies.formats.scan import scan, verify
 from dist_ckpt_strategies.local.scan import LocalScan, scan_local, verify_local
 from dist_ckpt_strategies.storage.urls import StoreUrl, parsed_address
+
+if TYPE_CHECKING:  # torch takes a while to import
+    from dist_ckpt_strategies.comm.base import Communicator
 
 
 def inspect_checkpoint(
@@ -42,31 +47,40 @@ def inspect_checkpoint(
     return status_of_issues(found.issues)
 
 
-def verify_checkpoint(address: str, *, as_json: bool) -> Status:
+def verify_checkpoint(address: str, *, nproc: int | None, as_json: bool) -> Status:
     """Check a checkpoint and show what is wrong with it; returns the exit status.
 
     Args:
         address: directory or URL of the checkpoint, or a directory of local ones.
+        nproc: processes of this node that share the work; see ``run_tool``.
         as_json: print one JSON object.
 
     Raises:
         CheckpointNotFoundError: there is no checkpoint.
     """
     began = time.monotonic()
-    place = parsed_address(address, what="DIR")
-    if isinstance(place, Path) and place.is_dir():
-        complete_commit(place)
-    with open_progress() as progress:
-        found = _scanned(place, watched(progress, "reading directories"))
-        watch = watched(progress, "reading files")
-        if isinstance(found, LocalScan):
-            issues = verify_local(found, watch)
-            summary = local.verification_of(found, issues, time.monotonic() - began)
-        else:
-            issues = verify(found, watch)
-            summary = formats.verification_of(found, issues, time.monotonic() - began)
-    print_summary("verify", summary, as_json=as_json)
+    with open_bars() as open_bar:
+        found, issues = run_tool("verify", {"address": address}, nproc, open_bar)
+    seconds = time.monotonic() - began
+    view: Any = local if isinstance(found, LocalScan) else formats
+    if reports(nproc):
+        summary = view.verification_of(found, issues, seconds)
+        print_summary("verify", summary, as_json=as_json)
     return status_of_issues(issues)
+
+
+def verified(
+    address: str, *, comm: Communicator | None, watch_of: WatchOf
+) -> tuple[Scan | LocalScan, tuple[Issue, ...]]:
+    """A checkpoint, and all that is wrong with it. Collective if ``comm`` has several ranks."""
+    place, ranks = parsed_address(address, what="DIR"), Ranks(comm)
+    if isinstance(place, Path):
+        ranks.run_on_first(lambda: place.is_dir() and complete_commit(place))
+    found = ranks.run(lambda: _scanned(place, watch_of("reading directories")))
+    watch = watch_of("reading files")
+    if isinstance(found, LocalScan):
+        return found, verify_local(found, watch, comm=comm)
+    return found, verify(found, watch, comm=comm)
 
 
 def _scanned(place: Path | StoreUrl, watch: Watch | None) -> Scan | LocalScan:

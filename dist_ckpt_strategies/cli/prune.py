@@ -53,7 +53,7 @@ def prune_checkpoints(  # noqa: PLR0913 - one parameter for each option
         as_json: print one JSON object, and ask nothing: it needs ``dry_run`` or ``is_agreed``.
 
     Raises:
-        PlanError: nothing is selected, the duration is none, or nobody could be asked.
+        PlanError: nothing is selected, the duration is none, or the shell is not interactive.
         StorageError: something cannot be read or removed.
     """
     older_than_s = parse_duration_s(older_than)
@@ -104,7 +104,7 @@ def _is_wanted(plan: PruneReport) -> bool:
         if not isinstance(error.__context__, EOFError):
             raise KeyboardInterrupt from error
         raise PlanError(
-            "nothing was removed: standard input has no answer; add --yes, or --dry-run"
+            "nothing was removed: the shell is not interactive; add --yes, or --dry-run"
         ) from error
 
 
@@ -128,7 +128,7 @@ def _print_removed(console: Console, done: PruneReport) -> None:
     for removal in done.removed:
         if removal.stays:
             names = printable(", ".join(removal.stays))
-            text = f"{printable(removal.name)} keeps what is no part of it: {names}"
+            text = f"{printable(removal.name)}: files that are no part of it stay: {names}"
             console.print(Text(text), soft_wrap=True)
 
 
@@ -150,7 +150,7 @@ def _fields(report: PruneReport) -> dict[str, Any]:
         "nbytes": report.nbytes,
         "removed": list(map(asdict, report.removed)),
         "kept": [
-            {"name": one.found.name, "standing": one.found.standing.value, "why": one.why}
+            {"name": one.found.name, "standing": one.found.status.value, "why": one.why}
             for one in report.kept
         ],
     }

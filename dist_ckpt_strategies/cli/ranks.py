@@ -1,4 +1,4 @@
-"""The rank processes of ``demo`` and ``bench``: started, watched, and stopped with their parent.
+"""Rank processes of ``demo``, ``bench`` and tools: started, watched, stopped with their parent.
 
 Rank 0 reports events, one JSON object per line of a file that the parent follows.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
@@ -101,11 +102,22 @@ def write_failure(scratch: Path, global_rank: int, error: BaseException) -> None
     _failure_path(scratch, global_rank).write_text(json.dumps(found), encoding="utf-8")
 
 
-def rank_commands(module: str, num_ranks: int, task: str) -> list[list[str]]:
-    """For each rank, the command that runs a module with the rank and the task."""
+def rank_commands(module: str, num_ranks: int, task: object) -> list[list[str]]:
+    """For each rank, the command that runs a module with the rank and the task.
+
+    Args:
+        module: its ``main`` is given the rank and the task, as texts; see ``task_of``.
+        num_ranks: how many.
+        task: made of plain values and this package's own classes.
+    """
     # -P: a file of the user's working directory must not pass for a module.
     python = [sys.executable, "-P", "-m", module]
-    return [[*python, str(rank), task] for rank in range(num_ranks)]
+    return [[*python, str(rank), pickle.dumps(task).hex()] for rank in range(num_ranks)]
+
+
+def task_of(arguments: Sequence[str]) -> tuple[int, Any]:
+    """The rank and the task that ``rank_commands`` gave to this process."""
+    return int(arguments[0]), pickle.loads(bytes.fromhex(arguments[1]))  # noqa: S301 - our own
 
 
 def run_rank_processes(
@@ -131,7 +143,17 @@ def run_rank_processes(
     """
     events, last_event = scratch / EVENTS_NAME, time.monotonic()
     events.touch()
-    with events.open("rb") as file, _started(commands, scratch) as processes:
+    with (
+        events.open("rb") as file,
+        ExitStack() as logs,
+        started(
+            commands,
+            [
+                logs.enter_context(_log_path(scratch, rank).open("wb"))
+                for rank in range(len(commands))
+            ],
+        ) as processes,
+    ):
         is_running = True
         while is_running:
             is_running = any(code is None for code in _exit_codes(processes, scratch))
@@ -151,26 +173,36 @@ def _new_events(file: IO[bytes]) -> Iterator[Event]:
 
 
 @contextmanager
-def _started(commands: Sequence[Sequence[str]], scratch: Path) -> Iterator[list[_Process]]:
+def started(
+    commands: Sequence[Sequence[str]],
+    outputs: Sequence[IO[bytes] | int],
+    stderr: int | None = subprocess.STDOUT,
+) -> Iterator[list[_Process]]:
+    """A process per command, with a pipe as standard input; within the block they run.
+
+    Args:
+        commands: each with its arguments.
+        outputs: where each process writes to, as for ``Popen``.
+        stderr: of all of them, as for ``Popen``.
+    """
     processes: list[_Process] = []
     try:
-        for global_rank, command in enumerate(commands):
+        for command, output in zip(commands, outputs, strict=True):
             # One by one, so that those already started are stopped if the next one cannot be.
-            with _log_path(scratch, global_rank).open("wb") as output:
-                process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=_child_environment(),
-                )
+            process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                command,
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=stderr,
+                env=child_environment(),
+            )
             processes.append(process)
         yield processes
     finally:
-        _stop(processes)
+        stop(processes)
 
 
-def _child_environment() -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """The environment of a rank: this package importable, no GPU, gloo on the loopback device.
 
     Gloo would otherwise choose the device that the host's name resolves to, which on many
@@ -184,7 +216,7 @@ def _child_environment() -> dict[str, str]:
     return found
 
 
-def _stop(processes: Sequence[_Process]) -> None:
+def stop(processes: Sequence[_Process]) -> None:
     """End those that still run, and wait for all."""
     for process in processes:
         if process.stdin is not None:

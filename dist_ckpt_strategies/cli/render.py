@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -17,10 +18,20 @@ from typing import Any, TypeVar
 import typer
 from rich.cells import cell_len
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.text import Text
 
 from dist_ckpt_strategies.errors import ArrayNotFoundError
-from dist_ckpt_strategies.formats.issues import Issue
+from dist_ckpt_strategies.formats.issues import Issue, Watch
 
 SCHEMA = 1
 _T = TypeVar("_T")
@@ -262,3 +273,29 @@ def _blank(text: str, width: int) -> str:
 def _width(text: str) -> int:
     """Columns on a terminal; what is printable and ASCII takes one each."""
     return len(text) if text.isascii() else cell_len(text)
+
+
+@contextmanager
+def open_bars(*, in_bytes: bool = False) -> Iterator[Callable[[str], Watch]]:
+    """Gives what opens a bar with a description, shown from the first call of what comes back.
+
+    Nothing is shown where stderr is no terminal.
+    """
+    console = Console(stderr=True)
+    counts = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    progress = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        *(counts if in_bytes else (TimeElapsedColumn(),)),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
+
+    def open_bar(description: str) -> Watch:
+        bar = progress.add_task(description, total=None, visible=False)
+        return lambda done, total: progress.update(bar, completed=done, total=total, visible=True)
+
+    with progress:
+        yield open_bar

@@ -1,7 +1,12 @@
-"""How a command ends: its exit status, and one line on stderr where it fails."""
+"""How a command ends: its exit status, and one line on stderr where it fails.
+
+An object store that is out of reach fails a command before it begins.
+"""
 
 from __future__ import annotations
 
+import os
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,7 +15,11 @@ from enum import IntEnum
 import typer
 
 from dist_ckpt_strategies.cli.render import printable
-from dist_ckpt_strategies.config import debug_from_environment
+from dist_ckpt_strategies.config import (
+    debug_from_environment,
+    rank_from_environment,
+    store_options_from_environment,
+)
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointError,
@@ -20,12 +29,15 @@ from dist_ckpt_strategies.errors import (
     DuplicateWriterError,
     IncompatibleVersionError,
     IncompleteCheckpointError,
+    PeerLostError,
+    PeerTimeoutError,
     PlanError,
     RestartError,
     ShapeMismatchError,
     StrategyError,
 )
 from dist_ckpt_strategies.formats.issues import Issue, Problem
+from dist_ckpt_strategies.storage.urls import StoreUrl, parsed_address
 
 _DAMAGE = (
     CorruptCheckpointError,
@@ -37,6 +49,9 @@ _DAMAGE = (
 )
 _USAGE = (PlanError, StrategyError, CheckpointExistsError, ArrayNotFoundError)
 _NOT_LOOKED_AT = {Problem.UNREADABLE, Problem.UNKNOWN_BACKEND}
+
+_FIRST_ANSWER_S = 13.0
+"""With the try that says why there was no answer, 15 s in all."""
 
 
 class Status(IntEnum):
@@ -76,16 +91,27 @@ def reported_failures(*, debug: bool) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        typer.echo("interrupted", err=True)
+        if rank_from_environment()[0] == 0:
+            typer.echo("interrupted", err=True)
         raise typer.Exit(Status.INTERRUPTED) from error
     except BrokenPipeError:
         raise  # typer ends the command in silence: the reader of our output has gone
     except Exception as error:
+        if _is_reported_by_first_rank(error):
+            raise typer.Exit(status_of(error)) from error
         if debug or debug_from_environment():
             typer.echo("".join(traceback.format_exception(error)), err=True, nl=False)
         else:
             _print_error(error)
         raise typer.Exit(status_of(error)) from error
+
+
+def _is_reported_by_first_rank(error: Exception) -> bool:
+    """Whether this is another rank of torchrun than the first, which has the same error."""
+    if rank_from_environment()[0] == 0 or not isinstance(error, CheckpointError):
+        return False
+    is_first_lost = isinstance(error, PeerLostError | PeerTimeoutError) and error.rank in {0, None}
+    return error.global_rank is not None and not is_first_lost
 
 
 def _print_error(error: Exception) -> None:
@@ -94,3 +120,40 @@ def _print_error(error: Exception) -> None:
         text = f"unexpected {type(error).__name__}: {text} (--debug shows where)"
     label = typer.style("error:", fg=typer.colors.RED, bold=True)
     typer.echo(f"{label} {text}", err=True)
+
+
+def require_answers(*addresses: str) -> None:
+    """Ask each object store that is named for a short list: one that is out of reach says so soon.
+
+    ``DIST_CKPT_STORE_TIMEOUT_S`` sets another limit. TensorStore's libraries write to stderr which
+    files with credentials they miss; the error says what matters of it.
+
+    Raises:
+        StoreUnreachableError, StoreAccessError, BucketNotFoundError: the store does not give it.
+        StrategyError: an address is none, or the environment makes no sense.
+    """
+    for address in addresses:
+        url = parsed_address(address)
+        if isinstance(url, StoreUrl):
+            from dist_ckpt_strategies.storage.bucket import Bucket  # noqa: PLC0415
+
+            with _no_library_logs():
+                options = store_options_from_environment(timeout_s=_FIRST_ANSWER_S)
+                Bucket(url, options).require_bucket()
+
+
+@contextmanager
+def _no_library_logs() -> Iterator[None]:
+    """Nothing that is written to file descriptor 2 is seen meanwhile."""
+    if sys.stderr is None or debug_from_environment():  # closed from the start
+        yield
+        return
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as nothing:  # noqa: PTH123 - as os.dup2
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -34,3 +35,18 @@ def build_spread(
         keepers[shard] = min(holders[shard], key=lambda rank: (load[rank], rank))
         load[keepers[shard]] += nbytes[shard]
     return keepers
+
+
+def assign_lpt(nbytes: Sequence[int], num_ranks: int) -> list[int]:
+    """The rank that takes each item, so that all ranks take about as many bytes.
+
+    The largest items come first; each goes to the rank that has the least so far.
+
+    Source: Graham 1969 (LPT).
+    """
+    loads = [(0, rank) for rank in range(num_ranks)]
+    owners = [0] * len(nbytes)
+    for item in sorted(range(len(nbytes)), key=lambda number: (-nbytes[number], number)):
+        load, owners[item] = loads[0]
+        heapq.heapreplace(loads, (load + nbytes[item], owners[item]))
+    return owners

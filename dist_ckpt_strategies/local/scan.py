@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
@@ -44,6 +45,9 @@ from dist_ckpt_strategies.storage.files import (
     reason,
     require_directory,
 )
+
+if TYPE_CHECKING:  # torch takes a while to import
+    from dist_ckpt_strategies.comm.base import Communicator
 
 BACKEND = "local_replicated"
 
@@ -130,19 +134,24 @@ def scan_local(root: Path) -> LocalScan | None:
     return LocalScan(root, tuple(copies), tuple(stale), _by_path(issues))
 
 
-def verify_local(scan: LocalScan, watch: Watch | None = None) -> tuple[Issue, ...]:
+def verify_local(
+    scan: LocalScan, watch: Watch | None = None, *, comm: Communicator | None = None
+) -> tuple[Issue, ...]:
     """The issues of a scan, and those of comparing every tensor with its digest; sorted by path.
+
+    Collective if ``comm`` has several ranks, all of one node; see ``formats.scan.verify``.
 
     Args:
         scan: what there is.
         watch: called with bytes.
+        comm: ranks that share the work; None: this process does it alone.
     """
     checks = (
         FileCheck(None, copy.path, copy.nbytes, partial(check_part, scan.root, copy.path))
         for copy in scan.copies
     )
     num_threads = len(os.sched_getaffinity(0))
-    return _by_path(run_checks(scan.issues, checks, num_threads, watch))
+    return _by_path(run_checks(scan.issues, checks, num_threads, watch, comm))
 
 
 def check_part(root: Path, path: str) -> Iterator[Issue]:

@@ -1,17 +1,18 @@
-"""Checkpoints from one format to another, and to the optimizer's state of today. No ranks."""
+"""Checkpoints from one format to another, and to the optimizer's state of today."""
 
 from __future__ import annotations
 
 import os
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.shared_work import Count, Ranks
 from dist_ckpt_strategies.config import MIB, Options, options_from_environment
 from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.core.region import Region
@@ -32,7 +33,7 @@ from dist_ckpt_strategies.formats.locations import (
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.formats.save_places import open_save_place
+from dist_ckpt_strategies.formats.save_places import SavePlace, open_save_place
 from dist_ckpt_strategies.formats.zarr3 import chunk_name
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
@@ -62,11 +63,8 @@ from dist_ckpt_strategies.tools.upgrade import upgraded_common, upgraded_keys
 from dist_ckpt_strategies.tools.writers import CheckpointWriter, Contents, TargetFiles, open_writer
 
 _MAX_THREADS = 8
-_WAITING_PER_THREAD = 4
-"""Tasks handed to the threads ahead of time, for each of them."""
-
 _BUFFERS = 4
-"""Blocks that a thread holds at the same time, at most: read, put together, encoded, flushed."""
+"""Blocks that a thread holds at the same time, at most: read, assembled, encoded, flushed."""
 
 _LEAST_BLOCK_NBYTES = 64 << 10
 _LARGEST_BLOCK_NBYTES = 64 << 20
@@ -109,6 +107,11 @@ class ConvertOptions:
         share = self.max_memory_bytes // (_BUFFERS * self.threads)
         return max(_LEAST_BLOCK_NBYTES, min(_LARGEST_BLOCK_NBYTES, share))
 
+    @property
+    def storage(self) -> Options:
+        """How files are read and written."""
+        return self.options or options_from_environment()
+
     def limits(self, to: Format, target: Location) -> ConvertLimits:
         """What the plan has to keep to. An object of a store is held whole, as a block is."""
         default = 5 * 10**9 if to is Format.SAFETENSORS else 512 * MIB
@@ -120,7 +123,7 @@ class ConvertOptions:
 
         What is on its way from a store takes memory too, and is bounded like a block.
         """
-        options = self.options or options_from_environment()
+        options = self.storage
         root = resolved(name, options)
         if isinstance(root, Bucket):
             options = options.with_changes(max_inflight_bytes=2 * self.block_nbytes)
@@ -154,11 +157,15 @@ def convert(  # noqa: PLR0913
     allow: Allowed = (),
     options: ConvertOptions | None = None,
     watch: Watch | None = None,
+    comm: Communicator | None = None,
 ) -> ConvertReport:
-    """Convert a checkpoint to another format, bit for bit, in bounded memory. One process.
+    """Convert a checkpoint to another format, bit for bit, in bounded memory.
 
-    Nothing is visible in the target before all is there. A conversion that was killed leaves a
-    ``.partial-`` directory, or a ``save-`` prefix, which the same call replaces.
+    Nothing is visible in the target before all is there. A conversion that failed or was killed
+    leaves a ``.partial-`` directory, or a ``save-`` prefix, which the same call replaces.
+
+    Collective if ``comm`` has several ranks: each writes its share of the files, the result is the
+    same as that of one process, and a failure on one rank is raised on all.
 
     Args:
         source: directory of a finished checkpoint of ("zarr", 1), ("zarr", 2) or torch_dist; of
@@ -168,24 +175,26 @@ def convert(  # noqa: PLR0913
         to: ``zarr@2``, ``zarr@1``, ``torch_dist``, or ``safetensors`` for a model's arrays.
         keys: for safetensors only arrays whose keys match this glob.
         allow: further classes that objects may be unpickled to, for torch_dist.
-        options: memory, threads, file sizes.
-        watch: told about bytes of elements, done and in all, by any thread.
+        options: memory and threads of each process, file sizes.
+        watch: called with bytes of elements, done and in all, now and then.
+        comm: ranks that share the work, as ``comm.torch_communicator.open_communicator`` gives
+            them; None: this process does it alone, also where torch.distributed is initialised.
 
     Raises:
         CheckpointExistsError: the target holds something.
         ArrayNotFoundError: no array of a model, or none whose key matches.
-        PlanError: the target cannot hold an array.
+        PlanError: the target cannot hold an array, or the ranks see different sources.
         StrategyError: one place is within the other, or the target is a URL and the format not
             ("zarr", 2); or one that makes no sense.
         StorageError: the source is damaged, or the target cannot be written.
         UnsafeObjectError: an object needs a class that is not allowed.
     """
-    conversion = _Conversion(source, target, Format.named(to), options, allow)
-    return conversion.run(keys, is_upgrade=False, watch=watch)
+    conversion = _Conversion(options, allow, comm)
+    return conversion.run(source, target, Format.named(to), keys, is_upgrade=False, watch=watch)
 
 
 @raises_megatron_errors
-def upgrade(
+def upgrade(  # noqa: PLR0913
     source: str | Path,
     target: str | Path,
     to: str | None = None,
@@ -193,6 +202,7 @@ def upgrade(
     allow: Allowed = (),
     options: ConvertOptions | None = None,
     watch: Watch | None = None,
+    comm: Communicator | None = None,
 ) -> ConvertReport:
     """Convert a checkpoint whose optimizer state is of an older form, so that training goes on.
 
@@ -207,6 +217,7 @@ def upgrade(
         allow: further classes that the common state and objects may be unpickled to.
         options: see convert.
         watch: see convert.
+        comm: see convert.
 
     Raises:
         StrategyError: there is nothing to upgrade; others as in ``convert``.
@@ -214,8 +225,8 @@ def upgrade(
     chosen = None if to is None else Format.named(to)
     if chosen is Format.SAFETENSORS:
         raise PlanError("format: safetensors holds no optimizer state; use convert for the model")
-    conversion = _Conversion(source, target, chosen, options, allow)
-    return conversion.run(None, is_upgrade=True, watch=watch)
+    conversion = _Conversion(options, allow, comm)
+    return conversion.run(source, target, chosen, None, is_upgrade=True, watch=watch)
 
 
 def resolved(name: str | Path, options: Options) -> Location:
@@ -228,133 +239,160 @@ def resolved(name: str | Path, options: Options) -> Location:
     return location.resolve() if isinstance(location, Path) else location
 
 
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What a conversion reads, and what it writes."""
+
+    source: CheckpointReader
+    root: Location
+    plan: ConvertPlan
+    object_ids: Sequence[ObjectId]
+
+
 class _Conversion:
-    """One conversion: its places are checked when it is made."""
+    """One conversion, on all ranks of a communicator; every method is collective."""
 
     def __init__(
+        self, options: ConvertOptions | None, allow: Allowed, comm: Communicator | None
+    ) -> None:
+        self._options = options or ConvertOptions()
+        self._allow = [*default_allowed(), *allow]
+        self._ranks = Ranks(comm)
+
+    def run(
         self,
         source: str | Path,
         target: str | Path,
         to: Format | None,
-        options: ConvertOptions | None,
-        allow: Allowed,
-    ) -> None:
-        self._options = options or ConvertOptions()
-        self._storage = self._options.options or options_from_environment()
-        self._allow = [*default_allowed(), *allow]
-        self._root = resolved(target, self._storage)
-        if to is not None:
-            _require_taken(self._root, to)
-        self._source = self._options.open(source, self._allow)
-        self._to = to or _own_format(self._source)
-        _require_taken(self._root, self._to)
-        root = self._source.root
-        if _is_within(root, self._root) or _is_within(self._root, root):
-            raise StrategyError(
-                f"{self._root}: the target must be a place beside the source, {root}, not "
-                "the same, nor one within the other"
-            )
-
-    def run(self, keys: str | None, *, is_upgrade: bool, watch: Watch | None) -> ConvertReport:
+        keys: str | None,
+        *,
+        is_upgrade: bool,
+        watch: Watch | None,
+    ) -> ConvertReport:
         """Plan, write to a place of its own, and move that into the target."""
         started = time.monotonic()
-        source, to = self._source, self._to
-        arrays = self._chosen(keys)
-        object_ids: Sequence[ObjectId] = () if to is Format.SAFETENSORS else source.objects
+        ranks = self._ranks
+        opened = ranks.run(lambda: self._opened(source, target, to, keys, is_upgrade=is_upgrade))
+        plan, root = opened.plan, opened.root
+        contents = ranks.run(lambda: self._contents(opened, is_upgrade=is_upgrade))
+        ranks.run_on_first(lambda: _require_free(root, "" if is_upgrade else opened.source.root))
+        place = open_save_place(root, self._options.storage, keeps_old=True, overwrite=False)
+        place.join(ranks.run_on_first(place.new_save_id))
+        ranks.run_on_first(lambda: place.begin(None))
+        writer, flush = ranks.run(lambda: self._open_target(place, plan))
+        ranks.run_on_first(writer.begin)
+        records = self._write_arrays(opened, writer, watch)
+
+        def flush_own() -> list[tuple[int, Any]]:
+            flush(plan.tasks[number].name for number in records)
+            return list(records.items())
+
+        gathered = ranks.gather(flush_own)
+
+        def finish() -> None:
+            writer.finish(dict(chain.from_iterable(gathered)), contents)
+            flush(task.name for task in plan.tasks)
+            place.commit(writer.marker.to_json() if writer.marker else None)
+
+        ranks.run_on_first(finish)
+        seconds = time.monotonic() - started
+        return ConvertReport(len(plan.arrays), len(opened.object_ids), plan.nbytes, seconds)
+
+    def _open_target(
+        self, place: SavePlace, plan: ConvertPlan
+    ) -> tuple[CheckpointWriter, Callable[[Iterable[str]], None]]:
+        """What writes to the place, and what makes files of these names durable."""
+        place.require(self._ranks.first)
+        location, block_nbytes = place.location, self._options.block_nbytes
+        if isinstance(location, Bucket):  # a store has what it has acknowledged
+            return open_writer(location, plan, block_nbytes, self._allow), lambda _: None
+        files = TargetFiles(location, self._options.storage)
+        return open_writer(files, plan, block_nbytes, self._allow), files.flush
+
+    def _write_arrays(
+        self, opened: _Opened, writer: CheckpointWriter, watch: Watch | None
+    ) -> dict[int, Any]:
+        """What ``write`` gave for each of this rank's tasks, by number."""
+
+        def write(task: FileTask, count: Count) -> Any:
+            def read(key: str, region: Region, target: HostArray) -> None:
+                opened.source.read(key, region, target)
+                count(region.numel * target.dtype.itemsize)
+
+            return writer.write(task, read)
+
+        return self._ranks.share(
+            opened.plan.tasks,
+            lambda task: task.nbytes,
+            write,
+            num_threads=self._options.threads,
+            watch=watch,
+        )
+
+    def _opened(
+        self,
+        source: str | Path,
+        target: str | Path,
+        to: Format | None,
+        keys: str | None,
+        *,
+        is_upgrade: bool,
+    ) -> _Opened:
+        """Open the source and check the target's address; nothing is written."""
+        root = resolved(target, self._options.storage)
+        if to is not None:
+            _require_taken(root, to)
+        reader = self._options.open(source, self._allow)
+        chosen = to or _own_format(reader)
+        _require_taken(root, chosen)
+        if _is_within(reader.root, root) or _is_within(root, reader.root):
+            raise StrategyError(
+                f"{root}: the target must be a place beside the source, {reader.root}, not the "
+                "same, nor one within the other"
+            )
+        arrays = _chosen(reader, chosen, keys)
+        object_ids = () if chosen is Format.SAFETENSORS else reader.objects
         plan = build_convert_plan(
             arrays,
-            to,
-            self._options.limits(to, self._root),
+            chosen,
+            self._options.limits(chosen, root),
             upgraded_keys(array.key for array in arrays) if is_upgrade else {},
             [object_id.key for object_id in object_ids],
-            **({"chunk_name": chunk_name} if to is Format.ZARR2 else {}),
+            **({"chunk_name": chunk_name} if chosen is Format.ZARR2 else {}),
         )
+        return _Opened(reader, root, plan, object_ids)
+
+    def _contents(self, opened: _Opened, *, is_upgrade: bool) -> Contents:
+        """What there is beside the arrays; empty on all ranks but the first, which writes it."""
+        source = opened.source
+        if self._ranks.rank:
+            return Contents((), b"", {})
         common = source.common_content()
         if is_upgrade:
             common = upgraded_common(common, f"{source.root}/{COMMON_NAME}", self._allow)
-        objects = ((object_id, source.object_content(object_id)) for object_id in object_ids)
-        _require_room(self._root, "" if is_upgrade else f"{source.root}")
-        place = open_save_place(self._root, self._storage, keeps_old=True, overwrite=False)
-        place.join(place.new_save_id())
-        place.begin(None)
-        location = place.location
-        files = location if isinstance(location, Bucket) else TargetFiles(location, self._storage)
-        writer = open_writer(files, to, self._options.block_nbytes, self._allow)
-        writer.begin(plan)
-        records = self._write_arrays(plan, writer, watch)
-        writer.finish(plan, records, Contents(objects, common, source.layout))
-        if isinstance(files, TargetFiles):  # a store has what it has acknowledged
-            files.flush([task.name for task in plan.tasks])
-        place.commit(writer.marker.to_json() if writer.marker else None)
-        seconds = time.monotonic() - started
-        return ConvertReport(len(plan.arrays), len(object_ids), plan.nbytes, seconds)
+        objects = ((one, source.object_content(one)) for one in opened.object_ids)
+        return Contents(objects, common, source.layout)
 
-    def _chosen(self, keys: str | None) -> list[SourceArray]:
-        """The arrays to convert."""
-        arrays = self._source.arrays
-        if self._to is not Format.SAFETENSORS:
-            if keys is not None:
-                raise PlanError(
-                    f"keys: {self._to} takes whole checkpoints; only safetensors a choice of arrays"
-                )
-            return list(arrays)
-        found = [
-            array
-            for array in arrays
-            if not is_of_optimizer(array.key) and (keys is None or fnmatchcase(array.key, keys))
-        ]
-        if not found:
-            of_keys = "" if keys is None else f" whose keys match {keys!r}"
-            raise ArrayNotFoundError(
-                f"{self._source.root}: no arrays of a model{of_keys} among its {len(arrays)}"
+
+def _chosen(source: CheckpointReader, to: Format, keys: str | None) -> Sequence[SourceArray]:
+    """The arrays to convert."""
+    if to is not Format.SAFETENSORS:
+        if keys is not None:
+            raise PlanError(
+                f"keys: {to} takes whole checkpoints; only safetensors a choice of arrays"
             )
-        return found
-
-    def _write_arrays(
-        self, plan: ConvertPlan, writer: CheckpointWriter, watch: Watch | None
-    ) -> dict[int, Any]:
-        """What ``write`` gave for each task, by number. After a failure no further one begins."""
-        progress = Progress(plan.nbytes, watch)
-
-        def read(key: str, region: Region, target: HostArray) -> None:
-            self._source.read(key, region, target)
-            progress.add(region.numel * target.dtype.itemsize)
-
-        records: dict[int, Any] = {}
-        running: dict[Future[Any], int] = {}
-        waiting: Iterator[tuple[int, FileTask]] = iter(enumerate(plan.tasks))
-        threads = self._options.threads
-        with ThreadPoolExecutor(threads, thread_name_prefix="dist-ckpt-convert") as pool:
-            try:
-                while True:
-                    while len(running) < _WAITING_PER_THREAD * threads:
-                        number, task = next(waiting, (None, None))
-                        if number is None or task is None:
-                            break
-                        running[pool.submit(writer.write, task, read)] = number
-                    if not running:
-                        return records
-                    for future in wait(running, return_when=FIRST_COMPLETED).done:
-                        records[running.pop(future)] = future.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-
-
-class Progress:
-    """Counts bytes, from any thread, and reports them."""
-
-    def __init__(self, total: int, watch: Watch | None) -> None:
-        self._total, self._watch = total, watch
-        self._done = 0
-        self._counting = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        """Count bytes as done."""
-        with self._counting:
-            self._done += nbytes
-            if self._watch is not None:
-                self._watch(self._done, self._total)
+        return source.arrays
+    found = [
+        array
+        for array in source.arrays
+        if not is_of_optimizer(array.key) and (keys is None or fnmatchcase(array.key, keys))
+    ]
+    if not found:
+        of_keys = "" if keys is None else f" whose keys match {keys!r}"
+        raise ArrayNotFoundError(
+            f"{source.root}: no arrays of a model{of_keys} among its {len(source.arrays)}"
+        )
+    return found
 
 
 def _require_taken(root: Location, to: Format) -> None:
@@ -363,7 +401,7 @@ def _require_taken(root: Location, to: Format) -> None:
         require_path(root, f"a target of format {to}")
 
 
-def _require_room(root: Location, source: str) -> None:
+def _require_free(root: Location, source: Location | str) -> None:
     """Raise unless there is nothing, or what an unfinished conversion left.
 
     Raises:

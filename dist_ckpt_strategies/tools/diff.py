@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -16,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.shared_work import Count, Ranks
 from dist_ckpt_strategies.core.region import Extent, Region
 from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.formats.issues import Watch
@@ -24,7 +25,7 @@ from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.files import COMMON_NAME
-from dist_ckpt_strategies.tools.convert import ConvertOptions, Progress
+from dist_ckpt_strategies.tools.convert import ConvertOptions
 from dist_ckpt_strategies.tools.plan_convert import (
     Format,
     SourceArray,
@@ -118,7 +119,7 @@ class DiffReport:
 
 
 @raises_megatron_errors
-def diff(
+def diff(  # noqa: PLR0913
     a: str | Path,
     b: str | Path,
     *,
@@ -126,10 +127,14 @@ def diff(
     allow: Allowed = (),
     options: ConvertOptions | None = None,
     watch: Watch | None = None,
+    comm: Communicator | None = None,
 ) -> DiffReport:
-    """Compare two checkpoints bit for bit, in bounded memory. One process.
+    """Compare two checkpoints bit for bit, in bounded memory.
 
     Where one of them is of safetensors, only the model's arrays are compared.
+
+    Collective if ``comm`` has several ranks: each compares its share of the elements, all return
+    the same report, and a failure on one rank is raised on all.
 
     Args:
         a: directory of a finished checkpoint: ("zarr", 1), ("zarr", 2), torch_dist, safetensors.
@@ -137,49 +142,142 @@ def diff(
         b: another one.
         keys: compare only arrays whose keys match this glob, and no objects.
         allow: further classes that objects and the common state may be unpickled to.
-        options: memory and threads.
-        watch: told about bytes of one of them, done and in all, by any thread.
+        options: memory and threads of each process.
+        watch: called with bytes of one of them, done and in all, now and then.
+        comm: ranks that share the work; see ``convert``.
 
     Raises:
         ArrayNotFoundError: no key in either of them matches.
         StorageError: one of them is missing or damaged.
         UnsafeObjectError: an object that differs needs a class that is not allowed.
     """
-    chosen = options or ConvertOptions()
-    allowed = [*default_allowed(), *allow]
-    one, other = (chosen.open(name, allowed) for name in (a, b))
-    weights_only = Format.SAFETENSORS in {s.marker.sharded_backend for s in (one, other)}
-    mine, theirs = (_arrays(reader, keys, weights_only=weights_only) for reader in (one, other))
-    if keys is not None and not (mine or theirs):  # nothing compared would be called equal
-        raise ArrayNotFoundError(f"{one.root} and {other.root}: no array's key matches {keys!r}")
-    shared = [(mine[key], theirs[key]) for key in sorted(mine.keys() & theirs.keys())]
-    found = [_only(array, Difference.ONLY_IN_A) for key, array in mine.items() if key not in theirs]
-    found += [
-        _only(array, Difference.ONLY_IN_B) for key, array in theirs.items() if key not in mine
-    ]
-    found += [misfit for pair in shared if (misfit := _misfit(*pair)) is not None]
-    same = [array for array, misfit in ((pair[0], _misfit(*pair)) for pair in shared) if not misfit]
-    total = sum(array.nbytes for array in same)
-    comparison = _Comparison(one, other, chosen.block_nbytes, Progress(total, watch))
-    with ThreadPoolExecutor(chosen.threads, thread_name_prefix="dist-ckpt-diff") as pool:
-        found += filter(None, pool.map(comparison.values, same))
-    arrays = tuple(sorted(found, key=lambda difference: difference.key))
-    if keys is not None or weights_only:
-        return DiffReport(arrays, (), len(shared), 0, total)
-    num_objects = len({*one.objects} & {*other.objects})
-    objects = tuple(_objects(one, other, allowed))
-    return DiffReport(arrays, objects, len(shared), num_objects, total)
+    comparison = _Comparison(a, b, options or ConvertOptions(), allow, Ranks(comm))
+    return comparison.run(keys, watch)
+
+
+class _Comparison:
+    """One comparison, on all ranks of a communicator."""
+
+    def __init__(
+        self,
+        a: str | Path,
+        b: str | Path,
+        options: ConvertOptions,
+        allow: Allowed,
+        ranks: Ranks,
+    ) -> None:
+        self._options = options
+        self._allow = [*default_allowed(), *allow]
+        self._ranks = ranks
+        self._a, self._b = ranks.run(lambda: [options.open(name, self._allow) for name in (a, b)])
+        self._memory = Memory()
+
+    def run(self, keys: str | None, watch: Watch | None) -> DiffReport:
+        """Compare the keys, then the elements, then the objects. Collective."""
+        readers = self._a, self._b
+        model_only = Format.SAFETENSORS in {reader.marker.sharded_backend for reader in readers}
+
+        def arrays() -> list[dict[str, SourceArray]]:
+            found = [_arrays(reader, keys, model_only=model_only) for reader in readers]
+            if keys is not None and not any(found):  # nothing compared would be called equal
+                roots = f"{self._a.root} and {self._b.root}"
+                raise ArrayNotFoundError(f"{roots}: no array's key matches {keys!r}")
+            return found
+
+        mine, theirs = self._ranks.run(arrays)
+        pairs = {key: (mine[key], theirs[key]) for key in sorted(mine.keys() & theirs.keys())}
+        found = [_only(mine[key], Difference.ONLY_IN_A) for key in mine.keys() - theirs.keys()]
+        found += [_only(theirs[key], Difference.ONLY_IN_B) for key in theirs.keys() - mine.keys()]
+        misfits = {key: _misfit(*pair) for key, pair in pairs.items()}
+        found += filter(None, misfits.values())
+        same = [pair[0] for key, pair in pairs.items() if misfits[key] is None]
+        found += self._compared(same, watch)
+        by_key = tuple(sorted(found, key=lambda difference: difference.key))
+        total = sum(array.nbytes for array in same)
+        if keys is not None or model_only:
+            return DiffReport(by_key, (), len(pairs), 0, total)
+
+        def objects() -> tuple[int, list[Any]]:
+            found = _objects(self._a, self._b, self._allow)
+            fields = [(one.key, one.difference, one.where, one.a, one.b) for one in found]
+            return len({*self._a.objects} & {*self._b.objects}), fields
+
+        num_objects, of_objects = self._ranks.run_on_first(objects)
+        differing = tuple(
+            ObjectDifference(key, Difference(difference), where, one, other)
+            for key, difference, where, one, other in of_objects
+        )
+        return DiffReport(by_key, differing, len(pairs), num_objects, total)
+
+    def _compared(
+        self, arrays: Sequence[SourceArray], watch: Watch | None
+    ) -> Iterator[ArrayDifference]:
+        """How arrays that both have in one shape and dtype differ. Collective.
+
+        The stored regions of the first checkpoint are what ranks and threads take in turn.
+        """
+        tasks = [
+            (array, region) for array in arrays if array.nbytes for region in stored_regions(array)
+        ]
+        results = self._ranks.share(
+            tasks,
+            lambda task: task[1].numel * task[0].dtype.itemsize,
+            lambda task, count: self._values(*task, count),
+            num_threads=self._options.threads,
+            watch=watch,
+        )
+        own: dict[str, _Values] = {}
+        for number, values in results.items():
+            if values is not None:
+                key = tasks[number][0].key
+                own[key] = _merged(own.get(key), values)
+        merged: dict[str, _Values] = {}
+        for of_rank in self._ranks.gather(lambda: own):
+            for key, (index, *rest) in of_rank.items():
+                merged[key] = _merged(merged.get(key), (tuple(index), *rest))
+        for key, (index, one, other, num_differing, largest) in merged.items():
+            limit = largest if largest >= 0 else None
+            yield ArrayDifference(key, Difference.VALUES, one, other, index, num_differing, limit)
+
+    def _values(self, array: SourceArray, region: Region, count: Count) -> _Values | None:
+        """How a region differs; None where it does not."""
+        found: _Values | None = None
+        itemsize, limit = array.dtype.itemsize, self._options.block_nbytes
+        for block in blocks(region, itemsize, limit, array.granularity):
+            one = self._memory.array(block.shape, array.dtype, "a")
+            other = self._memory.array(block.shape, array.dtype, "b")
+            self._a.read(array.key, block, one)
+            self._b.read(array.key, block, other)
+            count(block.numel * itemsize)
+            if not _are_equal(one, other):
+                places = np.flatnonzero(_differing(one, other))
+                first = _first(block, one, other, int(places[0]))
+                largest = _largest(one.reshape(-1)[places], other.reshape(-1)[places])
+                found = _merged(found, (*first, int(places.size), largest))
+        return found
+
+
+_Values = tuple[Extent, str, str, int, float]
+"""Of elements that differ: the first one's index and what is there, how many, the largest absolute
+difference or -1."""
+
+
+def _merged(one: _Values | None, other: _Values) -> _Values:
+    if one is None:
+        return other
+    first = min(one[:3], other[:3])
+    return (*first, one[3] + other[3], max(one[4], other[4]))
 
 
 def _arrays(
-    reader: CheckpointReader, keys: str | None, *, weights_only: bool
+    reader: CheckpointReader, keys: str | None, *, model_only: bool
 ) -> dict[str, SourceArray]:
     """The arrays to compare, each known to be whole."""
     found = {
         array.key: array
         for array in reader.arrays
         if (keys is None or fnmatchcase(array.key, keys))
-        and not (weights_only and is_of_optimizer(array.key))
+        and not (model_only and is_of_optimizer(array.key))
     }
     for array in found.values():
         require_whole(array)
@@ -198,47 +296,6 @@ def _misfit(one: SourceArray, other: SourceArray) -> ArrayDifference | None:
     if one.dtype is not other.dtype:
         return ArrayDifference(one.key, Difference.DTYPE, one.dtype.value, other.dtype.value)
     return None
-
-
-class _Comparison:
-    """Compares the elements of arrays, on any thread."""
-
-    def __init__(
-        self, a: CheckpointReader, b: CheckpointReader, block_nbytes: int, progress: Progress
-    ) -> None:
-        self._a, self._b = a, b
-        self._block_nbytes = block_nbytes
-        self._progress = progress
-        self._memory = Memory()
-
-    def values(self, array: SourceArray) -> ArrayDifference | None:
-        """How an array that both have in one shape and dtype differs."""
-        first: tuple[Extent, str, str] | None = None
-        num_differing, largest = 0, -1.0
-        for block in self._blocks(array):
-            one = self._memory.array(block.shape, array.dtype, "a")
-            other = self._memory.array(block.shape, array.dtype, "b")
-            self._a.read(array.key, block, one)
-            self._b.read(array.key, block, other)
-            self._progress.add(block.numel * array.dtype.itemsize)
-            if _are_equal(one, other):
-                continue
-            places = np.flatnonzero(_differing(one, other))
-            found = _first(block, one, other, int(places[0]))
-            first = found if first is None else min(first, found)
-            num_differing += places.size
-            largest = max(largest, _largest(one.reshape(-1)[places], other.reshape(-1)[places]))
-        if first is None:
-            return None
-        limit = largest if largest >= 0 else None
-        return ArrayDifference(
-            array.key, Difference.VALUES, first[1], first[2], first[0], num_differing, limit
-        )
-
-    def _blocks(self, array: SourceArray) -> Iterator[Region]:
-        """Blocks that lie within the stored regions of the first checkpoint, and fit the memory."""
-        for stored in stored_regions(array) if array.nbytes else ():
-            yield from blocks(stored, array.dtype.itemsize, self._block_nbytes, array.granularity)
 
 
 def _are_equal(one: HostArray, other: HostArray) -> bool:

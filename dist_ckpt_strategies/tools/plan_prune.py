@@ -33,7 +33,7 @@ class FoundCheckpoint:
     Attributes:
         name: of the directory.
         iteration: the number that its name ends in; None where it ends in none.
-        standing: what it is.
+        status: what it is.
         age_s: since the newest change in it, in seconds.
         is_named: whether ``latest_checkpointed_iteration.txt`` names it.
         failure: why it is unreadable.
@@ -41,7 +41,7 @@ class FoundCheckpoint:
 
     name: str
     iteration: int | None
-    standing: Status
+    status: Status
     age_s: float
     is_named: bool = False
     failure: str = ""
@@ -49,7 +49,7 @@ class FoundCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """What is to stay; at least one of the first three says that anything is removed.
+    """What is kept; without any of the first three nothing is removed.
 
     Attributes:
         last: that many complete ones, the newest; None to let all stay.
@@ -77,7 +77,7 @@ class PruneDecision:
 def build_prune_plan(
     found: Iterable[FoundCheckpoint], policy: RetentionPolicy
 ) -> tuple[PruneDecision, ...]:
-    """Decide about each directory; the newest complete one stays, whatever is asked for.
+    """Decide about each directory; the newest complete one is always kept.
 
     Newer is what has the larger iteration. Of those whose names end in no number, all older than
     the others, newer is what changed later. What was written last stays too, which is another one
@@ -101,7 +101,7 @@ def build_prune_plan(
     ordered = sorted(found, key=_order)
     stays = _stays(complete_ones(ordered), policy)
     by_status = {
-        status: [one for one in ordered if one.standing is status] for status in _REMOVAL_ORDER
+        status: [one for one in ordered if one.status is status] for status in _REMOVAL_ORDER
     }
     return tuple(
         _decision(one, policy, stays) for status in _REMOVAL_ORDER for one in by_status[status]
@@ -110,7 +110,7 @@ def build_prune_plan(
 
 def complete_ones(found: Iterable[FoundCheckpoint]) -> list[FoundCheckpoint]:
     """The complete ones, the newest last."""
-    return [one for one in sorted(found, key=_order) if one.standing is Status.COMPLETE]
+    return [one for one in sorted(found, key=_order) if one.status is Status.COMPLETE]
 
 
 _REMOVAL_ORDER = (
@@ -129,7 +129,7 @@ def _order(one: FoundCheckpoint) -> tuple[bool, int, float, str]:
 def _stays(complete: Sequence[FoundCheckpoint], policy: RetentionPolicy) -> dict[str, str]:
     """Why each of those that stay does, by name."""
     if policy.last is None and policy.every is None:
-        return {one.name: "complete; nothing said about those" for one in complete}
+        return {one.name: "complete; kept without --keep-last or --keep-every" for one in complete}
     stays: dict[str, str] = {}
     if complete:
         stays[complete[-1].name] = "the newest"
@@ -151,17 +151,17 @@ def _decision(
     one: FoundCheckpoint, policy: RetentionPolicy, stays: dict[str, str]
 ) -> PruneDecision:
     is_removed = False
-    if one.standing is Status.COMPLETE:
+    if one.status is Status.COMPLETE:
         is_removed = one.name not in stays
         why = stays.get(one.name, "complete, and not to be kept")
-    elif one.standing is Status.DAMAGED:
-        why = "damaged, and counts for nothing; `dist-ckpt verify` says how"
-    elif one.standing is Status.OTHER:
+    elif one.status is Status.DAMAGED:
+        why = "damaged, and not counted; `dist-ckpt verify` lists the damage"
+    elif one.status is Status.OTHER:
         why = "not known to be a checkpoint of this package"
-    elif one.standing is Status.UNREADABLE:
-        why = f"could not be looked at: {one.failure}"
+    elif one.status is Status.UNREADABLE:
+        why = f"cannot be read: {one.failure}"
     elif not policy.removes_unfinished:
-        why = "unfinished; nothing said about those"
+        why = "unfinished; kept without --unfinished"
     elif one.age_s < policy.older_than_s:
         why = f"unfinished, and may still be written: changed {one.age_s:.0f} s ago"
     else:

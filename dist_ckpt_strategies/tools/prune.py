@@ -176,29 +176,29 @@ def _decisions(checkpoints: CheckpointRoot, policy: RetentionPolicy) -> tuple[Pr
     """The plan. Where complete ones would be removed, the newest are looked into before."""
     found = checkpoints.find(time.time())
     plan = build_prune_plan(found, policy)
-    if not any(one.is_removed and one.found.standing is Status.COMPLETE for one in plan):
+    if not any(one.is_removed and one.found.status is Status.COMPLETE for one in plan):
         return plan
     known = {one.name: one for one in found}
     num_whole = 0
     for one in reversed(complete_ones(found)):
         known[one.name] = _looked_into(checkpoints, one)
-        num_whole += known[one.name].standing is Status.COMPLETE
+        num_whole += known[one.name].status is Status.COMPLETE
         if num_whole == (policy.last or 1):
             break
     return build_prune_plan(known.values(), policy)
 
 
 def _looked_into(checkpoints: CheckpointRoot, one: FoundCheckpoint) -> FoundCheckpoint:
-    """A complete checkpoint, with another standing where it is damaged or cannot be read."""
+    """A complete checkpoint, with another status where it is damaged or cannot be read."""
     try:
         is_whole = checkpoints.lacks_nothing(one.name)
     except StorageError as error:
         return _unreadable(one, error)
-    return one if is_whole else replace(one, standing=Status.DAMAGED)
+    return one if is_whole else replace(one, status=Status.DAMAGED)
 
 
 def _unreadable(one: FoundCheckpoint, error: StorageError) -> FoundCheckpoint:
-    return replace(one, standing=Status.UNREADABLE, failure=error.message)
+    return replace(one, status=Status.UNREADABLE, failure=error.message)
 
 
 def _is_unchanged(
@@ -208,9 +208,9 @@ def _is_unchanged(
 ) -> bool:
     """Whether no save has begun there since."""
     found = checkpoints.look_at(decision.found.name, time.time())
-    if found.standing is not decision.found.standing:
+    if found.status is not decision.found.status:
         return False
-    return found.standing is Status.COMPLETE or found.age_s >= policy.older_than_s
+    return found.status is Status.COMPLETE or found.age_s >= policy.older_than_s
 
 
 def iteration_of(name: str) -> int | None:
@@ -252,14 +252,14 @@ class CheckpointDirectory:
         """What one of them is."""
         directory, iteration = self.root / name, iteration_of(name)
         try:
-            standing = _standing(directory)
+            status = _status(directory)
         except (OSError, StorageError) as error:
             failure = reason(error) if isinstance(error, OSError) else error.message
             return FoundCheckpoint(name, iteration, Status.UNREADABLE, 0.0, failure=failure)
-        if standing is Status.OTHER:
-            return FoundCheckpoint(name, iteration, standing, 0.0)
-        age_s = max(0.0, now_s - _changed_s(directory, standing))
-        return FoundCheckpoint(name, iteration, standing, age_s)
+        if status is Status.OTHER:
+            return FoundCheckpoint(name, iteration, status, 0.0)
+        age_s = max(0.0, now_s - _changed_s(directory, status))
+        return FoundCheckpoint(name, iteration, status, age_s)
 
     def lacks_nothing(self, name: str) -> bool:
         """Whether a complete one has all its files, as far as names and sizes tell.
@@ -313,7 +313,7 @@ def _remove_empty_folders(directory: Path) -> None:
                 path.rmdir()
 
 
-def _standing(directory: Path) -> Status:
+def _status(directory: Path) -> Status:
     """What a directory is: by its marker, or by what a killed save of this package leaves.
 
     That is nothing at all where it was killed before it wrote into the directory made for it.
@@ -357,9 +357,9 @@ def _began_format2(directory: Path) -> bool:
         return False
 
 
-def _changed_s(directory: Path, standing: Status) -> float:
+def _changed_s(directory: Path, status: Status) -> float:
     """When something in it changed last; of a complete one when it became that."""
-    if standing is Status.COMPLETE:
+    if status is Status.COMPLETE:
         with suppress(OSError):
             return (directory / MARKER_NAME).stat().st_mtime
     return max(_times(directory), default=0.0)

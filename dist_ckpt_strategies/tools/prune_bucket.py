@@ -61,9 +61,9 @@ class CheckpointBucket:
         """See CheckpointDirectory."""
         bucket = self.root.below(name)
         begun = read_begun(visible_place(bucket))
-        standing = _standing(bucket, has_begun=begun is not None)
+        status = _status(bucket, has_begun=begun is not None)
         age_s = max(0.0, now_s - begun.seconds) if begun is not None else now_s
-        return FoundCheckpoint(name, iteration_of(name), standing, age_s)
+        return FoundCheckpoint(name, iteration_of(name), status, age_s)
 
     def lacks_nothing(self, name: str) -> bool:
         """See CheckpointDirectory. By names: a list of them has no sizes."""
@@ -91,7 +91,7 @@ def _is_known_by(name: str) -> bool:
     return is_begun or name in {MARKER_NAME, SAVE_NAME}
 
 
-def _standing(bucket: Bucket, *, has_begun: bool) -> Status:
+def _status(bucket: Bucket, *, has_begun: bool) -> Status:
     place = current_place(bucket)
     marker = marker_or_issue(place)
     if isinstance(marker, CheckpointMarker):

@@ -147,28 +147,14 @@ class SafetensorsWriter:
 
     marker = None
 
-    def __init__(self, files: TargetFiles) -> None:
-        self._files = files
+    def __init__(self, files: TargetFiles, plan: ConvertPlan) -> None:
+        self._files, self._plan = files, plan
         self._memory = Memory()
-        self._starts: dict[str, int] = {}
+        self._headers = dict(_headers(plan))
 
-    def begin(self, plan: ConvertPlan) -> None:
+    def begin(self) -> None:
         """See CheckpointWriter. Every file gets its header."""
-        tensors: dict[str, dict[str, Any]] = {}
-        for task in plan.tasks:
-            for item in task.items:
-                fields = tensors.setdefault(task.name, {}).setdefault(
-                    item.array.key,
-                    {
-                        "dtype": SAFETENSORS_DTYPES[item.array.dtype],
-                        "shape": item.array.shape,
-                        "data_offsets": [item.byte_offset, item.byte_offset],
-                    },
-                )
-                fields["data_offsets"][1] = item.byte_offset + item.nbytes
-        for name, found in tensors.items():
-            header = _header(found)
-            self._starts[name] = len(header)
+        for name, header in self._headers.items():
             self._files.write(name, header)
 
     def write(self, task: FileTask, read: ReadRegion) -> None:
@@ -177,20 +163,16 @@ class SafetensorsWriter:
         with file_errors(task.key, path), open(path, "r+b", 0) as file:  # noqa: PTH123
             for item in task.items:
                 elements = read_item(item, item.region, read, self._memory)
-                at = self._starts[task.name] + item.byte_offset
+                at = len(self._headers[task.name]) + item.byte_offset
                 _write_at(file.fileno(), elements.reshape(-1).view(np.uint8), at)
             if self._files.is_flushed_each:
                 os.fsync(file.fileno())
             else:
                 begin_writeback(file.fileno())
 
-    def finish(
-        self,
-        plan: ConvertPlan,
-        records: Mapping[int, Any],  # noqa: ARG002
-        contents: Contents,  # noqa: ARG002
-    ) -> None:
+    def finish(self, _records: Mapping[int, Any], _contents: Contents) -> None:
         """See CheckpointWriter. By the index the files are known to be complete."""
+        plan = self._plan
         weights = {item.array.key: task.name for task in plan.tasks for item in task.items}
         index = {
             "metadata": {"total_size": plan.nbytes},
@@ -199,12 +181,23 @@ class SafetensorsWriter:
         self._files.write(SAFETENSORS_INDEX, json.dumps(index, indent=2).encode())
 
 
-def _header(tensors: Mapping[str, Any]) -> bytes:
-    """The beginning of a file: the size of the description, and the description."""
-    fields = {"__metadata__": {"format": "pt"}, **tensors}
-    content = json.dumps(fields, separators=(",", ":")).encode()
-    content += b" " * (-len(content) % _ALIGNED_NBYTES)
-    return len(content).to_bytes(_SIZE_NBYTES, "little") + content
+def _headers(plan: ConvertPlan) -> Iterator[tuple[str, bytes]]:
+    """The beginning of each file: the size of its description, and the description."""
+    files: dict[str, dict[str, Any]] = {}
+    for task in plan.tasks:
+        for item in task.items:
+            tensor = {
+                "dtype": SAFETENSORS_DTYPES[item.array.dtype],
+                "shape": item.array.shape,
+                "data_offsets": [item.byte_offset, item.byte_offset],
+            }
+            fields = files.setdefault(task.name, {}).setdefault(item.array.key, tensor)
+            fields["data_offsets"][1] = item.byte_offset + item.nbytes
+    for name, tensors in files.items():
+        fields = {"__metadata__": {"format": "pt"}, **tensors}
+        content = json.dumps(fields, separators=(",", ":")).encode()
+        content += b" " * (-len(content) % _ALIGNED_NBYTES)
+        yield name, len(content).to_bytes(_SIZE_NBYTES, "little") + content
 
 
 def _write_at(handle: int, content: Any, byte_offset: int) -> None:

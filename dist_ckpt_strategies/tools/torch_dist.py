@@ -295,7 +295,7 @@ class _Window(io.RawIOBase):
 def open_shard(path: str, key: str, span: Span, dtype: DType, shape: Extent) -> Shard:
     """Find the elements of a shard in its file, and compare its records with their checksums.
 
-    Reads it once, in pieces of a megabyte.
+    Reads it once, a megabyte at a time.
 
     Raises:
         IncompleteCheckpointError: the file is missing.
@@ -353,17 +353,18 @@ class TorchDistWriter:
 
     Args:
         files: of the target.
+        plan: what is written.
         allow: classes that objects may be unpickled to: here each goes into a list.
     """
 
     marker = CheckpointMarker("torch_dist", 1)
 
-    def __init__(self, files: TargetFiles, allow: Allowed) -> None:
-        self._files = files
+    def __init__(self, files: TargetFiles, plan: ConvertPlan, allow: Allowed) -> None:
+        self._files, self._plan = files, plan
         self._allow = allow
         self._memory = Memory()
 
-    def begin(self, plan: ConvertPlan) -> None:
+    def begin(self) -> None:
         """See CheckpointWriter. Arrays are described in the end."""
 
     def write(self, task: FileTask, read: ReadRegion) -> list[int]:
@@ -379,11 +380,9 @@ class TorchDistWriter:
                 ends.append(file.tell())
         return ends
 
-    def finish(
-        self, plan: ConvertPlan, records: Mapping[int, list[int]], contents: Contents
-    ) -> None:
+    def finish(self, records: Mapping[int, list[int]], contents: Contents) -> None:
         """See CheckpointWriter."""
-        name = f"__0_{len(plan.tasks)}.distcp"
+        name = f"__0_{len(self._plan.tasks)}.distcp"
         objects: dict[str, Span] = {}
         byte_offset = 0
         with self._files.new(name, None) as handle:
@@ -395,7 +394,8 @@ class TorchDistWriter:
                 objects[key] = Span(name, byte_offset, len(dumped))
                 byte_offset += len(dumped)
         self._files.write(COMMON_NAME, contents.common)
-        self._files.write(METADATA_NAME, metadata_content(_shards(plan, records), objects))
+        shards = _shards(self._plan, records)
+        self._files.write(METADATA_NAME, metadata_content(shards, objects))
 
 
 def _tensor(elements: HostArray, dtype: DType) -> torch.Tensor:

@@ -106,34 +106,39 @@ class Contents:
 
 
 class CheckpointWriter(Protocol):
-    """Writes a converted checkpoint. ``write`` is called from several threads."""
+    """Writes a converted checkpoint, on one rank or several; all threads of these may ``write``."""
 
     @property
     def marker(self) -> CheckpointMarker | None:
         """What makes the checkpoint visible; None where the files alone do."""
         ...
 
-    def begin(self, plan: ConvertPlan) -> None:
-        """Write what comes before the elements."""
+    def begin(self) -> None:
+        """Write what comes before the elements, on the first rank."""
         ...
 
     def write(self, task: FileTask, read: ReadRegion) -> Any:
-        """Write the elements of a task; gives what ``finish`` has to know of it."""
+        """Write the elements of a task; gives what ``finish`` has to know of it, of JSON types."""
         ...
 
-    def finish(self, plan: ConvertPlan, records: Mapping[int, Any], contents: Contents) -> None:
-        """Write all the rest; ``records`` are what ``write`` gave, by number of the task."""
+    def finish(self, records: Mapping[int, Any], contents: Contents) -> None:
+        """Write all the rest, on the first rank.
+
+        Args:
+            records: what ``write`` gave, on all ranks, by number of the task.
+            contents: what there is beside the arrays.
+        """
         ...
 
 
 def open_writer(
-    target: TargetFiles | Bucket, to: Format, block_nbytes: int, allow: Allowed
+    target: TargetFiles | Bucket, plan: ConvertPlan, block_nbytes: int, allow: Allowed
 ) -> CheckpointWriter:
-    """What writes a format to an empty directory, or to an empty place in an object store.
+    """What writes to an empty directory, or to an empty place in an object store.
 
     Args:
         target: the place; only ``Format.ZARR2`` goes to an object store.
-        to: the format.
+        plan: what is written.
         block_nbytes: bound on what is in memory at once for each thread, a few times.
         allow: classes that objects may be unpickled to: torch_dist puts each into a list.
     """
@@ -141,14 +146,14 @@ def open_writer(
     from dist_ckpt_strategies.tools.torch_dist import TorchDistWriter  # noqa: PLC0415
 
     if isinstance(target, Bucket):
-        return Zarr2BucketWriter(target, block_nbytes)
-    if to is Format.ZARR1:
-        return Zarr1Writer(target, block_nbytes)
-    if to is Format.ZARR2:
-        return Zarr2DirectoryWriter(target, block_nbytes)
-    if to is Format.TORCH_DIST:
-        return TorchDistWriter(target, allow)
-    return SafetensorsWriter(target)
+        return Zarr2BucketWriter(target, plan, block_nbytes)
+    if plan.target is Format.ZARR1:
+        return Zarr1Writer(target, plan, block_nbytes)
+    if plan.target is Format.ZARR2:
+        return Zarr2DirectoryWriter(target, plan, block_nbytes)
+    if plan.target is Format.TORCH_DIST:
+        return TorchDistWriter(target, plan, allow)
+    return SafetensorsWriter(target, plan)
 
 
 class Memory(threading.local):
@@ -247,15 +252,15 @@ class Zarr1Writer:
 
     marker = CheckpointMarker("zarr", 1)
 
-    def __init__(self, files: TargetFiles, block_nbytes: int) -> None:
-        self._files = files
+    def __init__(self, files: TargetFiles, plan: ConvertPlan, block_nbytes: int) -> None:
+        self._files, self._plan = files, plan
         self._layout = Zarr2Layout(files.root)
         self._block_nbytes = block_nbytes
         self._memory = Memory()
 
-    def begin(self, plan: ConvertPlan) -> None:
+    def begin(self) -> None:
         """See CheckpointWriter."""
-        for array in plan.arrays:
+        for array in self._plan.arrays:
             self._layout.create(array, is_flushed=self._files.is_flushed_each)
 
     def write(self, task: FileTask, read: ReadRegion) -> None:
@@ -267,14 +272,9 @@ class Zarr1Writer:
                 found = read_item(item, block, read, self._memory)
                 write_buffered(handle, found.reshape(-1).view(np.uint8))
 
-    def finish(
-        self,
-        plan: ConvertPlan,
-        records: Mapping[int, Any],  # noqa: ARG002
-        contents: Contents,
-    ) -> None:
+    def finish(self, _records: Mapping[int, Any], contents: Contents) -> None:
         """See CheckpointWriter."""
-        keys = [array.key for array in plan.arrays]
+        keys = [array.key for array in self._plan.arrays]
         for object_id, content in contents.objects:
             plain = plain_value(content)
             name = object_id.unique_key
@@ -290,23 +290,23 @@ class Zarr2Writer:
 
     marker = CheckpointMarker("zarr", 2)
 
-    def __init__(self, store: FileStore, block_nbytes: int) -> None:
-        self._store = store
+    def __init__(self, store: FileStore, plan: ConvertPlan, block_nbytes: int) -> None:
+        self._store, self._plan = store, plan
         self._block_nbytes = block_nbytes
         self._memory = Memory()
 
-    def write(self, task: FileTask, read: ReadRegion) -> ChunkRecord:
-        """See CheckpointWriter."""
+    def write(self, task: FileTask, read: ReadRegion) -> str:
+        """See CheckpointWriter. Gives the digests of the chunk's file, in hexadecimal."""
         (item,) = task.items
-        index = _chunk_index(item)
-        grid = InnerGrid.of(item.array, index)
+        grid = InnerGrid.of(item.array, _chunk_index(item))
         digests: list[int] = []
         with self._new_file(task) as append:
             for run in grid.all(max(1, self._block_nbytes // grid.stored_nbytes)):
                 digests += self._append_run(append, grid, run, item, read)
             footer = np.frombuffer(encode_index(grid), np.uint8)
             append(footer)
-        return ChunkRecord.of(0, [*digests, xxhash.xxh3_64_intdigest(footer.data)])
+        digests.append(xxhash.xxh3_64_intdigest(footer.data))
+        return ChunkRecord.of(0, digests).digests.hex()
 
     def _append_run(
         self,
@@ -332,16 +332,15 @@ class Zarr2Writer:
             append(encoded)
         return digests
 
-    def finish(
-        self, plan: ConvertPlan, records: Mapping[int, ChunkRecord], contents: Contents
-    ) -> None:
+    def finish(self, records: Mapping[int, str], contents: Contents) -> None:
         """See CheckpointWriter. The manifest's index comes last."""
+        plan = self._plan
         objects = self._write_objects(contents.objects)
         self._store.write(COMMON_NAME, contents.common)
         chunks: dict[str, dict[Extent, ChunkRecord]] = defaultdict(dict)
         for number, record in records.items():
             (item,) = plan.tasks[number].items
-            chunks[item.array.key][_chunk_index(item)] = record
+            chunks[item.array.key][_chunk_index(item)] = ChunkRecord(0, bytes.fromhex(record))
         parts = build_manifest_plan(plan.arrays, (found.id.key for found in objects), _MAX_PARTS)
         described: dict[int, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
         for array in plan.arrays:
@@ -384,14 +383,14 @@ class Zarr2Writer:
 class Zarr2DirectoryWriter(Zarr2Writer):
     """Writes ("zarr", 2) to a directory, without holding a chunk whole."""
 
-    def __init__(self, files: TargetFiles, block_nbytes: int) -> None:
-        super().__init__(Directory(files.root), block_nbytes)
+    def __init__(self, files: TargetFiles, plan: ConvertPlan, block_nbytes: int) -> None:
+        super().__init__(Directory(files.root), plan, block_nbytes)
         self._files = files
 
-    def begin(self, plan: ConvertPlan) -> None:
+    def begin(self) -> None:
         """See CheckpointWriter."""
         self._store.write(SAVE_NAME, begun_content(self._files.root.name))
-        for array in plan.arrays:
+        for array in self._plan.arrays:
             self._files.write(metadata_name(array.key), metadata_content(array), array.key)
 
     @contextmanager
@@ -403,14 +402,14 @@ class Zarr2DirectoryWriter(Zarr2Writer):
 class Zarr2BucketWriter(Zarr2Writer):
     """Writes ("zarr", 2) to an object store: a chunk is held and put whole; the plan bounds it."""
 
-    def begin(self, plan: ConvertPlan) -> None:
+    def begin(self) -> None:
         """See CheckpointWriter. The first object of the save is there already."""
 
         def describe(array: ArraySpec) -> None:
             self._store.write(metadata_name(array.key), metadata_content(array))
 
         with ThreadPoolExecutor(MAX_REQUESTS, "dist-ckpt-describe") as pool:
-            for _ in pool.map(describe, plan.arrays):
+            for _ in pool.map(describe, self._plan.arrays):
                 pass
 
     @contextmanager

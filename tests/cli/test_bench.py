@@ -56,14 +56,13 @@ def test_timings_are_medians_over_the_measured_rounds() -> None:
 
 
 def test_the_table_has_a_row_for_each_timing() -> None:
-    assert build_table("title", summarise(TIMED, (BASELINE, "zarr 1"))).row_count == 4
+    assert len(build_table(summarise(TIMED, (BASELINE, "zarr 1"))).rows) == 4
 
 
 def test_rounds_go_forwards_and_backwards_in_turn() -> None:
     task = BenchTask(Path("a"), Path("b"), 1, 2, 1, ("x", "y"), 1.0)
 
     assert list(task.turns()) == [(0, "x"), (0, "y"), (1, "y"), (1, "x")]
-    assert BenchTask.from_json(task.to_json()) == task
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
@@ -99,7 +98,7 @@ def test_more_than_fits_is_refused_before_anything_is_written(tmp_path: Path) ->
 
 
 class Failing:
-    """Ranks that write something and then fail as they are told."""
+    """Ranks that write something and then fail with a given error."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error

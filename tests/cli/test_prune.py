@@ -44,7 +44,7 @@ def test_it_shows_what_it_removes_and_asks(root: Path) -> None:
     assert lines[1][:2] == ["iter_0000001", "remove"]
     assert lines[1][2].endswith("complete, and not to be kept")
     assert lines[3] == ["iter_0000003", "keep", "the newest"]
-    assert lines[4] == ["iter_0000004", "keep", "unfinished; nothing said about those"]
+    assert lines[4] == ["iter_0000004", "keep", "unfinished; kept without --unfinished"]
     assert len(names_in(root)) == 4
 
     agreed = pruned(root, "--keep-last", "1", answer="y\n")
@@ -58,7 +58,7 @@ def test_without_an_answer_nothing_is_removed_and_yes_is_named(root: Path) -> No
 
     assert unanswered.exit_code == 2
     assert unanswered.stderr.splitlines()[-1] == (
-        "error: nothing was removed: standard input has no answer; add --yes, or --dry-run"
+        "error: nothing was removed: the shell is not interactive; add --yes, or --dry-run"
     )
     assert len(names_in(root)) == 4
 
@@ -104,7 +104,7 @@ def test_files_that_stay_are_named(root: Path) -> None:
 
     result = pruned(root, "--keep-last", "2", "--yes")
 
-    assert "iter_0000001 keeps what is no part of it: notes" in result.stdout
+    assert "iter_0000001: files that are no part of it stay: notes" in result.stdout
 
 
 @pytest.mark.parametrize(

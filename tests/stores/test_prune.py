@@ -60,7 +60,7 @@ def test_old_ones_go_and_what_is_no_part_of_them_stays(
     ]
     assert report.nbytes > 4 * 300 * 200 * 4
     assert str(report.root) == root
-    why = {one.found.name: (one.found.standing, one.why) for one in report.kept}
+    why = {one.found.name: (one.found.status, one.why) for one in report.kept}
     assert why["iter_0000003"] == (Status.COMPLETE, "the newest")
     assert why["iter_0000004"][0] is Status.UNFINISHED
     assert why["iter_0000009"][0] is Status.OTHER
@@ -108,8 +108,8 @@ def test_damaged_ones_are_left_alone(environment: ObjectStore, bucket: str, root
     report = dist_ckpt_strategies.prune(root, keep_last=1)
 
     assert report.removed == ()
-    standings = [one.found.standing for one in report.kept]
-    assert standings.count(Status.OTHER) == 2
+    statuses = [one.found.status for one in report.kept]
+    assert statuses.count(Status.OTHER) == 2
 
 
 @ONE_SERVER
@@ -122,7 +122,7 @@ def test_what_lacks_an_object_is_not_what_older_ones_go_for(
     report = dist_ckpt_strategies.prune(root, keep_last=1)
 
     assert [one.name for one in report.removed] == ["iter_0000001"]
-    assert {one.found.name[-1]: one.found.standing for one in report.kept} == {
+    assert {one.found.name[-1]: one.found.status for one in report.kept} == {
         "2": Status.COMPLETE,
         "3": Status.DAMAGED,
         "4": Status.UNFINISHED,

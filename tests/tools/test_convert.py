@@ -112,7 +112,7 @@ def converted(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(root: Path) -> dict[str, Any]:
-    """Every array, put together from boxes by this package's own reader."""
+    """Every array, read by this package's own reader."""
     source = open_reader(root, Options(), ())
     found = {}
     for array in source.arrays:
@@ -173,7 +173,7 @@ def test_megatron_loads_them_in_another_layout(converted: Path) -> None:
 
 
 @pytest.mark.parametrize("source", FORMATS)
-def test_in_tiny_boxes_and_files_it_is_the_same(saved: Path, tmp_path: Path, source: str) -> None:
+def test_in_tiny_blocks_and_files_it_is_the_same(saved: Path, tmp_path: Path, source: str) -> None:
     for to in FORMATS:
         convert(saved / source, tmp_path / to, to, options=TINY)
         assert diff(saved / source, tmp_path / to, options=TINY).is_equal
@@ -201,12 +201,12 @@ def test_torch_dist_becomes_chunks_of_its_shards(saved: Path, converted: Path) -
         assert {chunks[f"x.{dtype}"] for dtype in ALL_DTYPES} == {(6, 2)}
 
 
-def test_zarr_becomes_pieces_that_were_its_chunks(converted: Path) -> None:
+def test_zarr_becomes_shards_that_were_its_chunks(converted: Path) -> None:
     found = open_reader(converted / "zarr@1 torch_dist", Options(), ()).arrays
-    pieces = {array.key: [region for region, _ in array.shards] for array in found}
+    shards = {array.key: [region for region, _ in array.shards] for array in found}
     for dtype in ALL_DTYPES:
-        assert {region.shape for region in pieces[f"x.{dtype}"]} == {(6, 2)}
-        assert len(pieces[f"x.{dtype}"]) == 8
+        assert {region.shape for region in shards[f"x.{dtype}"]} == {(6, 2)}
+        assert len(shards[f"x.{dtype}"]) == 8
 
 
 NOT_IN_SAFETENSORS = ("complex128", "float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -268,7 +268,7 @@ MEMORY_NBYTES = 4 << 20
 
 
 def save_large(rank: int, root: Path) -> None:
-    """One array of 32 MiB, in one piece."""
+    """One array of 32 MiB, in one shard."""
     allow_torch_dist()
     prepare(60)
     cut = on_grid("w", (ROWS, COLUMNS), (1, 1), size=1)

@@ -1,4 +1,4 @@
-"""Conversions as planned: every element once, in bounded boxes, on the source's own grid."""
+"""Conversions as planned: every element once, in bounded blocks, on the source's own grid."""
 
 from __future__ import annotations
 

@@ -17,13 +17,11 @@ from dist_ckpt_strategies.tools.plan_prune import (
 )
 
 
-def of(
-    iteration: int | None, standing: Status = Status.COMPLETE, **more: object
-) -> FoundCheckpoint:
+def of(iteration: int | None, status: Status = Status.COMPLETE, **more: object) -> FoundCheckpoint:
     name = f"iter_{iteration:07d}" if iteration is not None else str(more.pop("name", "weights"))
     age_s = more.pop("age_s", 10_000.0 - (iteration or 0))
     assert isinstance(age_s, float)
-    return FoundCheckpoint(name, iteration, standing, age_s, bool(more.get("is_named")))
+    return FoundCheckpoint(name, iteration, status, age_s, bool(more.get("is_named")))
 
 
 def goes(found: list[FoundCheckpoint], policy: Policy) -> list[int | None]:
@@ -116,11 +114,11 @@ def test_whatever_is_asked_for_the_newest_and_what_is_not_ours_stay(
     policy = Policy(last, every, removes_unfinished, older_than_s)
     plan = build_prune_plan(found, policy)
     gone = [decision.found for decision in plan if decision.is_removed]
-    complete = [one for one in found if one.standing is Status.COMPLETE]
+    complete = [one for one in found if one.status is Status.COMPLETE]
 
     assert sorted(v.found.name for v in plan) == sorted(one.name for one in found)
-    assert all(one.standing is not Status.OTHER for one in gone)
-    assert all(one.age_s >= older_than_s for one in gone if one.standing is Status.UNFINISHED)
+    assert all(one.status is not Status.OTHER for one in gone)
+    assert all(one.age_s >= older_than_s for one in gone if one.status is Status.UNFINISHED)
     if complete:
         newest = max(complete, key=lambda one: -1 if one.iteration is None else one.iteration)
         kept = [one for one in complete if one not in gone]

@@ -53,8 +53,8 @@ def names_in(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
-def standings(root: Path) -> dict[str, Status]:
-    return {one.name: one.standing for one in CheckpointDirectory(root).find(time.time())}
+def statuses(root: Path) -> dict[str, Status]:
+    return {one.name: one.status for one in CheckpointDirectory(root).find(time.time())}
 
 
 def test_checkpoints_of_both_formats_go_but_for_the_last(samples: Path, tmp_path: Path) -> None:
@@ -98,9 +98,9 @@ def test_what_lacks_a_file_is_not_what_older_ones_go_for(
 
     num_kept = keeping.get("keep_last", 1)
     assert names_in(tmp_path) == [f"iter_{number:07d}" for number in range(8 - num_kept, 10)]
-    standings = {one.found.name[-1]: one.found.standing for one in report.kept}
-    assert (standings["9"], standings["8"]) == (Status.DAMAGED, Status.DAMAGED)
-    assert standings["7"] is Status.COMPLETE
+    statuses = {one.found.name[-1]: one.found.status for one in report.kept}
+    assert (statuses["9"], statuses["8"]) == (Status.DAMAGED, Status.DAMAGED)
+    assert statuses["7"] is Status.COMPLETE
 
 
 @pytest.mark.parametrize("sample", ["one_unfinished", "two_unfinished"])
@@ -139,7 +139,7 @@ def test_nothing_goes_that_is_not_known_to_be_ours(samples: Path, tmp_path: Path
     make_strangers(tmp_path, samples)
     before = names_in(age(tmp_path))
 
-    assert set(standings(tmp_path).values()) == {Status.OTHER}
+    assert set(statuses(tmp_path).values()) == {Status.OTHER}
     report = prune(tmp_path, keep_last=1, keep_every=1000, unfinished=True, older_than_s=0)
 
     assert report.removed == ()
@@ -220,8 +220,8 @@ def test_an_unreadable_directory_stays_is_listed_and_does_not_count(
         kept = {one.found.name: one for one in report.kept}
 
         assert [one.name[-1] for one in report.removed] == list(removed)
-        assert kept[name].found.standing is Status.UNREADABLE
-        assert kept[name].why.startswith("could not be looked at: ")
+        assert kept[name].found.status is Status.UNREADABLE
+        assert kept[name].why.startswith("cannot be read: ")
         assert "permission denied" in kept[name].why.lower()
         locked.chmod(0o755)
         assert len(names_in(root)) == 6 - len(removed)
@@ -295,7 +295,7 @@ def test_a_prune_that_is_killed_leaves_nothing_that_looks_whole(
         is_left = (root / "iter_0000001").exists()
         if is_left and any((root / "iter_0000001").iterdir()):
             found = CheckpointDirectory(root).look_at("iter_0000001", 0.0)
-            assert found.standing is expected, number
+            assert found.status is expected, number
         prune(root, keep_last=1, unfinished=True, older_than_s=0)
         empty = [path.name for path in root.iterdir() if not any(path.iterdir())]
         assert set(names_in(root)) - set(empty) == {"iter_0000002"}, number

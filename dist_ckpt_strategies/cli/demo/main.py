@@ -11,18 +11,17 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.status import Status as LiveLine
 
 from dist_ckpt_strategies.cli.demo.task import Loading, ParallelLayout, RankTask, Role, Training
 from dist_ckpt_strategies.cli.ranks import Event, RankError, rank_commands, run_rank_processes
-from dist_ckpt_strategies.cli.render import bytes_text
+from dist_ckpt_strategies.cli.render import Row, Table, bytes_text, print_dim, print_table
 from dist_ckpt_strategies.cli.status import Status, status_of
 from dist_ckpt_strategies.errors import CheckpointError, CheckpointExistsError
 
@@ -54,7 +53,7 @@ def run_task(task: RankTask, on_event: Callable[[Event], None], timeout_s: float
         RankError: a rank failed, or there was no event for too long.
     """
     module = "dist_ckpt_strategies.cli.demo.worker"
-    commands = rank_commands(module, task.layout.num_ranks, task.to_json())
+    commands = rank_commands(module, task.layout.num_ranks, task)
     run_rank_processes(commands, task.scratch, on_event, timeout_s)
 
 
@@ -133,26 +132,10 @@ class Agreement:
     differing: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Such as ``yes 17/17``, with markup."""
+        """Such as ``yes 17/17``."""
         num_differing = len(self.differing)
         num_all = max(self.num_expected, num_differing)
-        word = "[red]NO[/]" if num_differing else "[green]yes[/]"
-        return f"{word} {num_all - num_differing}/{num_all}"
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """A resumed run beside the uninterrupted one.
-
-    Attributes:
-        name: of its layout.
-        agreements: how many tensors of each kind are bit-identical.
-        loss_difference: largest difference of loss at the same iteration.
-    """
-
-    name: str
-    agreements: tuple[Agreement, ...]
-    loss_difference: float
+        return f"{'NO' if num_differing else 'yes'} {num_all - num_differing}/{num_all}"
 
 
 def compare_digests(expected: Mapping[str, str], found: Mapping[str, str]) -> tuple[Agreement, ...]:
@@ -199,14 +182,12 @@ class _Demo:
         self._checkpoint = (keep or scratch / "checkpoint").resolve()
         self._nodes = scratch / "nodes"
         self._console = console
-        self._display = _PhaseDisplay(console)
         self._training = training
         self._run_task = start
-        self._steps = _table('Backend ("zarr", 1) on Megatron-Core', ("step", "layout"))
-        for name in ("iteration", "seconds", "loss", "size"):
-            self._steps.add_column(name, justify="right", no_wrap=True)
+        self._steps: list[Row] = []
         self._reading: Table | None = None
-        self._comparisons: list[Comparison] = []
+        self._kinds: list[str] = []
+        self._comparisons: list[Row] = []
         self._problems: list[str] = []
 
     def run(self) -> None:
@@ -223,13 +204,12 @@ class _Demo:
                 f"{self._checkpoint}: expected a new or empty directory, found files in it",
                 path=str(self._checkpoint),
             )
-        with self._display:
-            reference = self._train()
-            for layout, loading in _RESUMPTIONS:
-                self._resume(layout, reference, loading)
-            self._display.begin(str(_TRAIN_LAYOUT), f"lose the disk of node {_LOST_NODE}")
-            shutil.rmtree(self._nodes / f"node{_LOST_NODE}")
-            self._resume(_TRAIN_LAYOUT, reference, Loading.LOCAL)
+        reference = self._train()
+        for layout, loading in _RESUMPTIONS:
+            self._resume(layout, reference, loading)
+        self._console.print(f"lose the disk of node {_LOST_NODE}", highlight=False)
+        shutil.rmtree(self._nodes / f"node{_LOST_NODE}")
+        self._resume(_TRAIN_LAYOUT, reference, Loading.LOCAL)
         self._show(time.monotonic() - began)
         if self._problems:
             raise DemoError("\n".join(self._problems))
@@ -262,7 +242,8 @@ class _Demo:
             self._reading = _reading_table(layout, *record.reading)
         agreements = compare_digests(reference.digests, record.digests)
         difference = largest_difference(reference.losses, record.losses)
-        self._comparisons.append(Comparison(name, agreements, difference))
+        self._kinds = [agreement.kind for agreement in agreements]
+        self._comparisons.append(comparison_row(name, agreements, difference))
         for agreement in agreements:
             if agreement.differing:
                 keys = ", ".join(agreement.differing)
@@ -286,23 +267,29 @@ class _Demo:
             loading=loading,
             nodes=self._nodes,
         )
-        record, name = StartRecord(layout), str(layout)
+        record, console = StartRecord(layout), self._console
+        live: Any = console.status(f"{layout}: start {layout.num_ranks} processes")
 
         def take(event: Event) -> None:
             record.add(event)
-            if event["event"] == "begun":
-                self._display.begin(name, event["name"], event["num_iterations"])
-            elif event["event"] == "iteration":
-                self._display.iterate(event["loss"])
-            elif event["event"] == "ended":
-                self._display.end()
+            self._show_event(live, layout, event)
 
-        self._display.begin(name, f"start {layout.num_ranks} processes")
         try:
-            self._run_task(task, take, _START_TIMEOUT_S)
+            with live if console.is_terminal else nullcontext():
+                self._run_task(task, take, _START_TIMEOUT_S)
         except RankError as error:
             raise RankError(f"{layout}: {error}") from error
         return record
+
+    def _show_event(self, live: LiveLine, layout: ParallelLayout, event: Event) -> None:
+        """Show the phase in a live line, and each that is over in a line of its own."""
+        if event["event"] == "begun":
+            live.update(f"{layout}: {event['name']}")
+        elif event["event"] == "iteration":
+            live.update(f"{layout}: iteration {event['iteration']}, loss {event['loss']:.3f}")
+        elif event["event"] == "ended":
+            line = f"{layout!s:<16} {event['name']:<20} {event['seconds']:6.1f} s"
+            self._console.print(line, highlight=False)
 
     def _add_step(
         self,
@@ -314,127 +301,61 @@ class _Demo:
         source: Path | None = None,
     ) -> None:
         """Add a row to the table of steps: with losses by iteration, or the size of files."""
-        numbers = list(losses or ())
-        self._steps.add_row(
-            step,
+        numbers, values = list(losses or {}), list((losses or {}).values())
+        facts = (
             name,
             f"{numbers[0]}-{numbers[-1]}" if numbers else "",
             f"{seconds:.1f}",
-            _loss_change(list((losses or {}).values())),
+            f"{values[0]:.3f} -> {values[-1]:.3f}" if values else "",
             "" if source is None else bytes_text(_size(source)),
         )
+        self._steps.append(Row(step, facts))
 
     def _show(self, seconds: float) -> None:
-        console = self._console
-        self._steps.caption = f"{seconds:.0f} s in all, with starting the processes"
-        console.print()
-        console.print(self._steps)
+        titles = Row("step", ("layout", "iteration", "seconds", "loss", "size"))
+        right = ("iteration", "seconds", "loss", "size")
+        self._print(
+            'Backend ("zarr", 1) on Megatron-Core', Table(titles, tuple(self._steps), right)
+        )
+        print_dim(self._console, f"{seconds:.0f} s in all, with starting the processes")
         if self._reading is not None:
-            console.print(self._reading)
-        console.print(build_comparison_table(self._comparisons))
+            self._print("Two-stage load: each byte is read once and sent on", self._reading)
+        titles = Row("read by", (*self._kinds, "loss diff"))
+        comparisons = Table(titles, tuple(self._comparisons), ("loss diff",))
+        self._print("Bit-identical with the tensors before the save", comparisons)
         if self._keep is not None:
             size = bytes_text(_size(self._checkpoint))
-            console.print(f"The checkpoint stays in {self._checkpoint} ({size}).", markup=False)
+            self._console.print(
+                f"The checkpoint stays in {self._checkpoint} ({size}).", markup=False
+            )
+
+    def _print(self, title: str, table: Table) -> None:
+        self._console.print(f"\n{title}", highlight=False, markup=False)
+        print_table(self._console, table)
+
+
+def comparison_row(name: str, agreements: Sequence[Agreement], loss_difference: float) -> Row:
+    """Whether the state of a resumed run is the one that was saved, kind by kind.
+
+    Args:
+        name: of its layout.
+        agreements: how many tensors of each kind are bit-identical.
+        loss_difference: largest difference of loss at the same iteration.
+    """
+    is_marked = any(agreement.differing for agreement in agreements)
+    return Row(name, (*map(str, agreements), f"{loss_difference:.4f}"), is_marked)
 
 
 def _size(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
 
 
-def _loss_change(losses: Sequence[float]) -> str:
-    return f"{losses[0]:.3f} -> {losses[-1]:.3f}" if losses else ""
-
-
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title=title)
-    for name in columns:
-        table.add_column(name, no_wrap=True)
-    return table
-
-
 def _reading_table(layout: ParallelLayout, read: Sequence[int], filled: Sequence[int]) -> Table:
-    """Bytes that each rank of a data-parallel group read from storage, and has got."""
-    table = _table(f"Two-stage load at {layout}: read once, sent on", ("bytes",))
-    table.caption = (
-        f"{bytes_text(sum(read))} read by all {len(read)} ranks together; each for itself, they "
-        f"would have read {bytes_text(sum(filled))}"
+    """Bytes that each rank of a data-parallel group read from storage, and that it loaded."""
+    ranks = tuple(f"rank {rank}" for rank in range(len(read)))
+    rows = (("read from storage", read), ("loaded", filled))
+    return Table(
+        Row(str(layout), (*ranks, "all")),
+        tuple(Row(name, (*map(bytes_text, some), bytes_text(sum(some)))) for name, some in rows),
+        (*ranks, "all"),
     )
-    for rank in range(len(read)):
-        table.add_column(f"rank {rank}", justify="right", no_wrap=True)
-    table.add_row("read from storage", *map(bytes_text, read))
-    table.add_row("loaded", *map(bytes_text, filled))
-    return table
-
-
-def build_comparison_table(comparisons: Sequence[Comparison]) -> Table:
-    """Whether each resumed state is the one that was saved, kind by kind."""
-    kinds = list(dict.fromkeys(a.kind for c in comparisons for a in c.agreements))
-    table = _table("Bit-identical with the tensors before the save", ("read by", *kinds))
-    table.add_column("loss diff", justify="right", no_wrap=True)
-    for comparison in comparisons:
-        cells = {agreement.kind: str(agreement) for agreement in comparison.agreements}
-        table.add_row(
-            comparison.name,
-            *(cells.get(kind, "") for kind in kinds),
-            f"{comparison.loss_difference:.4f}",
-        )
-    return table
-
-
-class _PhaseDisplay:
-    """One live line per phase with its iterations and loss; plain lines without a terminal."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._progress = Progress(
-            SpinnerColumn(finished_text="[green]done"),
-            TextColumn("{task.fields[layout]}", style="cyan"),
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=20),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[loss]}", style="magenta"),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._line: TaskID | None = None
-        self._label = ""
-        self._began = 0.0
-        self._losses: list[float] = []
-
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.end()
-        self._progress.stop()
-
-    def begin(self, layout: str, name: str, num_iterations: int | None = None) -> None:
-        """Show a new phase; the one before it is over.
-
-        Args:
-            layout: of the ranks.
-            name: of the phase.
-            num_iterations: training iterations in it, None where it has none.
-        """
-        self.end()
-        self._label, self._losses = f"{layout:<16} {name:<28}", []
-        self._began = time.monotonic()
-        self._line = self._progress.add_task(name, total=num_iterations, layout=layout, loss="")
-
-    def iterate(self, loss: float) -> None:
-        """One iteration more, with its loss."""
-        self._losses.append(loss)
-        if self._line is not None:
-            self._progress.update(self._line, advance=1, loss=_loss_change(self._losses))
-
-    def end(self) -> None:
-        """The current phase is over."""
-        if self._line is None:
-            return
-        self._progress.update(self._line, total=1, completed=1)
-        if not self._console.is_terminal:
-            seconds = time.monotonic() - self._began
-            loss = _loss_change(self._losses)
-            self._console.print(f"{self._label} {seconds:6.1f} s  {loss}", highlight=False)
-        self._line = None

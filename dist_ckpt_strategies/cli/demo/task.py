@@ -1,12 +1,10 @@
-"""The demonstration's task for its ranks, as plain values that travel to them as JSON."""
+"""The demonstration's task for its ranks, as plain values that travel to them."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 ZARR = ("zarr", 1)
 LOCAL_REPLICATED = ("local_replicated", 1)
@@ -106,27 +104,6 @@ class RankTask:
     loading: Loading = Loading.EACH
     nodes: Path | None = None
     timeout_s: float = 120.0
-
-    def to_json(self) -> str:
-        """The task as one JSON object."""
-        return json.dumps(asdict(self), default=str)
-
-    @classmethod
-    def from_json(cls, text: str) -> RankTask:
-        """The task that ``to_json`` wrote."""
-        found: dict[str, Any] = json.loads(text)
-        training = dict(found["training"])
-        return cls(
-            role=Role(found["role"]),
-            layout=ParallelLayout(**found["layout"]),
-            training=Training(**{**training, "size": ModelSize(**training["size"])}),
-            checkpoint=Path(found["checkpoint"]),
-            scratch=Path(found["scratch"]),
-            nodes=Path(found["nodes"]) if found["nodes"] else None,
-            backend=(str(found["backend"][0]), int(found["backend"][1])),
-            loading=Loading(found["loading"]),
-            timeout_s=float(found["timeout_s"]),
-        )
 
 
 def local_checkpoint(global_rank: int) -> Path:

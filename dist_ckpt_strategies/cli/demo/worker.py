@@ -34,7 +34,7 @@ from dist_ckpt_strategies.cli.demo.task import (
     Role,
     local_checkpoint,
 )
-from dist_ckpt_strategies.cli.ranks import rank_process, write_event
+from dist_ckpt_strategies.cli.ranks import rank_process, task_of, write_event
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 
 _Slice = tuple[tuple[int, ...], tuple[int | slice, ...], torch.Tensor]
@@ -212,9 +212,9 @@ def main(arguments: list[str]) -> None:
     """Run one rank.
 
     Args:
-        arguments: the global rank, and the task as JSON.
+        arguments: the global rank, and the task.
     """
-    global_rank, task = int(arguments[0]), RankTask.from_json(arguments[1])
+    global_rank, task = task_of(arguments)
     with rank_process(task.scratch, global_rank, task.layout.num_ranks, task.timeout_s):
         carry_out(global_rank, task)
 

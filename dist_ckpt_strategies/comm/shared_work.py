@@ -1,0 +1,235 @@
+"""Tasks that one process works off on threads, or all ranks of a group together.
+
+Imports torch only where there are several ranks: commands that look at files go without it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import xxhash
+
+from dist_ckpt_strategies.core.balance import assign_lpt
+from dist_ckpt_strategies.errors import PeerTimeoutError, PlanError
+
+if TYPE_CHECKING:
+    from dist_ckpt_strategies.comm.base import Communicator
+
+T = TypeVar("T")
+Task = TypeVar("Task")
+Watch = Callable[[int, int], None]
+Count = Callable[[int], None]
+
+_PAUSE_S = 0.2
+"""Between two reports of progress, and two looks at the other ranks."""
+
+_STOP_S = 10.0
+"""Longest wait for threads whose work is no longer wanted."""
+
+_TASK_NBYTES = 64 << 10
+"""What a task costs beside its bytes, in bytes: a file is opened, say."""
+
+
+class Ranks:
+    """The ranks that share the work of a tool: those of a communicator, or this process alone.
+
+    Every method is collective where there are several ranks. The failure of a step on one of them
+    is raised on all, with rank, key and file.
+    """
+
+    def __init__(self, comm: Communicator | None) -> None:
+        self._comm = None if comm is None or comm.size == 1 else comm
+        self.rank = 0 if self._comm is None else self._comm.rank
+        self.size = 1 if self._comm is None else self._comm.size
+
+    @property
+    def first(self) -> str:
+        """What messages call the first rank."""
+        return f"rank {0 if self._comm is None else self._comm.global_rank(0)}"
+
+    def run(self, step: Callable[[], T]) -> T:
+        """Run a step on every rank; returns this rank's result."""
+        if self._comm is None:
+            return step()
+        from dist_ckpt_strategies.comm.agree import agree  # noqa: PLC0415
+
+        return agree(self._comm, step)
+
+    def gather(self, step: Callable[[], Any]) -> list[Any]:
+        """Run a step on every rank; returns all results, of JSON types, by rank."""
+        if self._comm is None:
+            return [step()]
+        from dist_ckpt_strategies.comm.agree import agree_and_gather  # noqa: PLC0415
+
+        return agree_and_gather(self._comm, step)
+
+    def run_on_first(self, step: Callable[[], Any]) -> Any:
+        """Run a step on the first rank; returns its result, of JSON types, on every rank."""
+        return self.gather(lambda: step() if self.rank == 0 else None)[0]
+
+    def share(
+        self,
+        tasks: Sequence[Task],
+        nbytes_of: Callable[[Task], int],
+        work: Callable[[Task, Count], T],
+        *,
+        num_threads: int,
+        watch: Watch | None = None,
+    ) -> dict[int, T]:
+        """Work off tasks that all ranks have listed alike, each on one rank.
+
+        A failure ends the work of all threads and ranks, at their next count.
+
+        Args:
+            tasks: equal on all ranks; dealt out so that all have about as many bytes.
+            nbytes_of: bytes of a task.
+            work: carries out a task on any thread, and reports its bytes to its second argument.
+            num_threads: of this rank.
+            watch: told about bytes, done by all ranks and in all, on the calling thread.
+
+        Returns:
+            The results of this rank, by number of the task.
+
+        Raises:
+            PlanError: the ranks have listed different tasks.
+        """
+        sizes = [nbytes_of(task) for task in tasks]
+        if self.size > 1 and len({*self.gather(lambda: _digest_of(sizes))}) > 1:
+            raise PlanError(
+                "the ranks see different checkpoints; every rank needs the same file system and "
+                "the same options, and nothing may be written there meanwhile"
+            )
+        owners = assign_lpt([nbytes + _TASK_NBYTES for nbytes in sizes], self.size)
+        own = {n: task for n, task in enumerate(tasks) if owners[n] == self.rank}
+        queue = _Queue(own, work, min(num_threads, len(own)))
+
+        def state() -> list[int]:
+            queue.wait(_PAUSE_S)
+            return [queue.done_nbytes, queue.num_running]
+
+        try:
+            queue.start()
+            is_running = True
+            while is_running:
+                states = self.gather(state)
+                is_running = any(num_running for _, num_running in states)
+                if watch is not None:
+                    watch(sum(done_nbytes for done_nbytes, _ in states), sum(sizes))
+        finally:
+            queue.stop()
+        return queue.results
+
+
+@contextmanager
+def open_world(
+    rank: int, size: int, store: Any, *, start_s: float, timeout_s: float
+) -> Iterator[Communicator]:
+    """The ranks of a tool, as the world of a gloo process group. Collective.
+
+    Args:
+        rank: of this process.
+        size: of the world.
+        store: key-value store of all ranks; None: the one that torchrun's environment names.
+        start_s: longest time until all ranks have joined, in seconds.
+        timeout_s: longest wait for a peer after that.
+
+    Raises:
+        PeerTimeoutError: some ranks did not join.
+    """
+    import torch.distributed as dist  # noqa: PLC0415
+
+    from dist_ckpt_strategies.comm.torch_communicator import open_communicator  # noqa: PLC0415
+
+    limit = timedelta(seconds=start_s)
+    try:
+        dist.init_process_group("gloo", rank=rank, world_size=size, store=store, timeout=limit)
+    except RuntimeError as error:
+        raise PeerTimeoutError(
+            None, f"{size} ranks did not find each other within {start_s:g} s: {error}"
+        ) from error
+    try:
+        yield open_communicator(None, timeout_s=timeout_s, purpose="tool")
+    except KeyboardInterrupt:
+        raise  # another thread may be in a collective: this process ends as it is
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+    dist.destroy_process_group()
+
+
+def _digest_of(sizes: Sequence[int]) -> str:
+    return xxhash.xxh3_128_hexdigest(repr(sizes).encode())
+
+
+class _StoppedError(Exception):
+    """The work has failed elsewhere, or was interrupted."""
+
+
+class _Queue(Generic[Task, T]):
+    """Tasks that threads take one after the other."""
+
+    def __init__(
+        self, tasks: Mapping[int, Task], work: Callable[[Task, Count], T], num_threads: int
+    ) -> None:
+        self._waiting = iter(tasks.items())
+        self._work = work
+        self._threads = [
+            threading.Thread(target=self._run, name=f"dist-ckpt-tool-{number}", daemon=True)
+            for number in range(num_threads)
+        ]
+        self._changed = threading.Condition()
+        self._is_stopped = False
+        self._failure: BaseException | None = None
+        self.num_running = num_threads
+        self.done_nbytes = 0
+        self.results: dict[int, T] = {}
+
+    def start(self) -> None:
+        """Start the threads."""
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when all tasks are done, or after that time; raise what a task has raised."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failure or not self.num_running, timeout_s)
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Let no further task begin, and end those that are running at their next count."""
+        self._is_stopped = True
+        deadline = time.monotonic() + _STOP_S
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _run(self) -> None:
+        failure = None
+        try:
+            while (found := self._next()) is not None:
+                result = self._work(found[1], self._count)
+                with self._changed:
+                    self.results[found[0]] = result
+        except BaseException as error:  # noqa: BLE001 - ``wait`` raises it
+            failure = error
+        with self._changed:
+            self.num_running -= 1
+            if not self._is_stopped:
+                self._failure = self._failure or failure
+            self._changed.notify_all()
+
+    def _next(self) -> tuple[int, Task] | None:
+        with self._changed:
+            return None if self._is_stopped or self._failure else next(self._waiting, None)
+
+    def _count(self, nbytes: int) -> None:
+        with self._changed:
+            self.done_nbytes += nbytes
+        if self._is_stopped or self._failure:
+            raise _StoppedError
