@@ -40,11 +40,11 @@ PUBLIC_MODULES = (
     ".strategies.common",
     ".strategies.local_replicated",
     ".strategies.registry",
-    ".strategies.sharded_strategies",
+    ".strategies.zarr",
     ".strategies.tensorstore",
     ".strategies.two_stage",
     ".strategies.zarr",
-    ".strategies.zarr_format2",
+    ".strategies.zarr",
 )
 """Modules whose public names have to be in the reference; the integrations need libraries."""
 

@@ -61,7 +61,7 @@ from dist_ckpt_strategies.strategies.local_replicated import (
     restore_common,
 )
 from dist_ckpt_strategies.strategies.registry import StrategyChoice
-from dist_ckpt_strategies.strategies.sharded_strategies import BaseLoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 
 
 @raises_megatron_errors
@@ -191,8 +191,8 @@ class _Load:
         """What other ranks have to know at first. Rank-local; errors as of ``load``."""
         ours = self.sharded
         is_direct = (
-            isinstance(ours, BaseLoadShardedStrategy)
-            and type(ours).load is BaseLoadShardedStrategy.load
+            isinstance(ours, ZarrLoadShardedStrategy)
+            and type(ours).load is ZarrLoadShardedStrategy.load
             and not ours.has_group
             and ours.options.timeout_s == self.options.timeout_s
             and not needs_stored_keys(self.strictness)

@@ -58,7 +58,7 @@ from dist_ckpt_strategies.strategies.entry_options import (
 )
 from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedSaveShardedStrategy
 from dist_ckpt_strategies.strategies.registry import StrategyChoice
-from dist_ckpt_strategies.strategies.sharded_strategies import BaseSaveShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
 
 Preprocess = Callable[[StateDict], StateDict]
 
@@ -266,7 +266,7 @@ class _Save:
         """Whether a strategy of this package saves with the ranks and the limit of this call."""
         ours = self.sharded
         return (
-            isinstance(ours, BaseSaveShardedStrategy)
+            isinstance(ours, ZarrSaveShardedStrategy)
             and not ours.has_group
             and ours.options.timeout_s == self.options.timeout_s
         )
@@ -324,7 +324,7 @@ def _prepared(
     require_taken(root, sharded)
     parts = take_apart_for_save(state_dict, manner.content_metadata)
     if manner.is_async and not isinstance(
-        parallel_base(sharded) or sharded, BaseSaveShardedStrategy
+        parallel_base(sharded) or sharded, ZarrSaveShardedStrategy
     ):
         raise StrategyError(
             f"{sharded}: this package saves in the background with ('zarr', 1) and "
@@ -367,7 +367,7 @@ def _save_otherwise(save: _Save) -> LocalSaveRequest | None:
         check_save(comm, save.parts.sharded, save.common.compared)
     agree_on_first(comm, lambda: make_directory(save.root))
     with allowing(save.manner.allow):
-        if isinstance(save.base, BaseSaveShardedStrategy):
+        if isinstance(save.base, ZarrSaveShardedStrategy):
             return agree(comm, lambda: _save_by_ours(save))
         if isinstance(save.base, LocalReplicatedSaveShardedStrategy):
             _save_on_nodes(save)

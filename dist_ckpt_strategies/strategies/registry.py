@@ -141,8 +141,8 @@ _DEFAULTS: Mapping[StrategyKey, str] = MappingProxyType(
     {
         StrategyKey(_SAVE, "zarr", 1): "zarr.ZarrSaveShardedStrategy",
         StrategyKey(_LOAD, "zarr", 1): "zarr.ZarrLoadShardedStrategy",
-        StrategyKey(_SAVE, "zarr", 2): "zarr_format2.Format2SaveShardedStrategy",
-        StrategyKey(_LOAD, "zarr", 2): "zarr_format2.Format2LoadShardedStrategy",
+        StrategyKey(_SAVE, "zarr", 2): "zarr.Format2SaveShardedStrategy",
+        StrategyKey(_LOAD, "zarr", 2): "zarr.Format2LoadShardedStrategy",
         StrategyKey(
             _SAVE, "local_replicated", 1
         ): "local_replicated.LocalReplicatedSaveShardedStrategy",

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import tensorstore as ts
 import torch
 
 from dist_ckpt_strategies.config import Engine
-from dist_ckpt_strategies.errors import (
-    ArrayNotFoundError,
-    PlanError,
-    StorageError,
-    StrategyError,
-)
-from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME
-from dist_ckpt_strategies.formats.zarr2_tensorstore import array_store_spec
-from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.sharded.load import destination
-from dist_ckpt_strategies.strategies.registry import (
-    register_default_tensorstore_strategies as register_default_tensorstore_strategies,  # noqa: PLC0414 - also importable from here
-)
+from dist_ckpt_strategies.strategies.legacy_zarr import merge_global_slice_with_shape, open_ts_array
+from dist_ckpt_strategies.strategies.registry import register_default_tensorstore_strategies
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 
-_DETAILS = re.compile(r" \[(?:source locations|tensorstore_spec)=.*", re.DOTALL)
-"""What TensorStore says for its own authors."""
+__all__ = [
+    "TensorStoreLoadShardedStrategy",
+    "merge_global_slice_with_shape",
+    "open_ts_array",
+    "register_default_tensorstore_strategies",
+]
 
 
 class TensorStoreLoadShardedStrategy(ZarrLoadShardedStrategy):
@@ -49,64 +40,3 @@ class TensorStoreLoadShardedStrategy(ZarrLoadShardedStrategy):
                 key=tensor.key,
             )
         return destination(tensor)
-
-
-@raises_megatron_errors
-def open_ts_array(arr_path: str | Path) -> ts.TensorStore:
-    """The Zarr v2 array at a path, opened with TensorStore for reading.
-
-    Missing chunks are errors, not zeros. Relative paths work.
-
-    Raises:
-        ArrayNotFoundError: there is no array.
-        StorageError: it cannot be opened.
-    """
-    path = Path(arr_path).absolute()
-    try:
-        return ts.open(array_store_spec(path), read=True).result()
-    except ValueError as error:
-        key, text = path.name, _DETAILS.sub("", str(error))
-        if text.startswith("NOT_FOUND"):
-            raise ArrayNotFoundError(
-                f"{key}: no Zarr v2 array at {path}: expected a file {METADATA_NAME} there",
-                key=key,
-                path=str(path),
-            ) from error
-        raise StorageError(
-            f"{key}: array {path} cannot be opened: {text}", key=key, path=str(path)
-        ) from error
-
-
-@raises_megatron_errors
-def merge_global_slice_with_shape(
-    global_slice: Sequence[int | slice], actual_shape: Sequence[int], key: str
-) -> tuple[int | slice, ...]:
-    """The global slice, cut where it reaches past the actual shape.
-
-    Args:
-        global_slice: one int or slice for each dim, in elements.
-        actual_shape: of the stored array, in elements.
-        key: of the array, for messages.
-
-    Raises:
-        PlanError: the number of dims differs, or nothing is left of a slice.
-    """
-    if len(global_slice) != len(actual_shape):
-        raise PlanError(
-            f"{key}: {len(global_slice)} slices for the {len(actual_shape)} dims of "
-            f"{tuple(actual_shape)}",
-            key=key,
-        )
-    return tuple(
-        _cut(part, size, key) for part, size in zip(global_slice, actual_shape, strict=True)
-    )
-
-
-def _cut(part: int | slice, size: int, key: str) -> int | slice:
-    if not isinstance(part, slice):
-        return part
-    start = 0 if part.start is None else part.start
-    stop = size if part.stop is None else part.stop
-    if start >= size:
-        raise PlanError(f"{key}: slice {start}:{stop} lies beyond extent {size}", key=key)
-    return slice(start, min(stop, size), part.step)

@@ -37,8 +37,10 @@ from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.sharded.load import destination, warn_of_conversions
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.time_limit import restart_limit, time_limit
-from dist_ckpt_strategies.strategies.sharded_strategies import BaseLoadShardedStrategy
-from dist_ckpt_strategies.strategies.zarr_format2 import EitherFormatLoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import (
+    EitherFormatLoadShardedStrategy,
+    ZarrLoadShardedStrategy,
+)
 from dist_ckpt_strategies.two_stage.load import (
     CheckpointSource,
     GroupLoad,
@@ -152,7 +154,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             raise StrategyError(
                 f"base_strategy: expected a sharded load strategy, found {base_strategy!r}"
             )
-        is_own = isinstance(base_strategy, BaseLoadShardedStrategy)
+        is_own = isinstance(base_strategy, ZarrLoadShardedStrategy)
         own_options = base_strategy.options if is_own else options_from_environment()
         self.base_strategy = base_strategy
         self.call_times: dict[str, list[float]] = {}
@@ -294,7 +296,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         root = located(checkpoint_dir, self._options)
         wanted = {"tensor": ten_meta.sharded_tensor_no_data.without_data()}
         base = self.base_strategy
-        read = base.load_alone if isinstance(base, BaseLoadShardedStrategy) else base.load
+        read = base.load_alone if isinstance(base, ZarrLoadShardedStrategy) else base.load
         tensor: torch.Tensor = read(wanted, root)["tensor"]
         return tensor
 
@@ -315,7 +317,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
     def _source(self, checkpoint_dir: str | Path, group: Communicator) -> Source:
         base, options = self.base_strategy, self._options
-        if isinstance(base, BaseLoadShardedStrategy):
+        if isinstance(base, ZarrLoadShardedStrategy):
             share = Share(group.rank, group.size)
 
             def open_checkpoint() -> tuple[Location, StoredCheckpoint]:
@@ -347,6 +349,6 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         )
 
     def _allowed(self) -> Allowed:
-        if isinstance(self.base_strategy, BaseLoadShardedStrategy):
+        if isinstance(self.base_strategy, ZarrLoadShardedStrategy):
             return self.base_strategy.allowed()
         return [*default_allowed(), *self._allow]

@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing import ShardedObject
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
-from dist_ckpt_strategies.strategies.zarr_format2 import Format2LoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy
 from tests.support.entries import Failure, outcome
 from tests.support.object_stores import ObjectStore
 from tests.support.sharding import Cut, differences, no_data, on_grid, state_of

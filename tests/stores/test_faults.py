@@ -23,7 +23,7 @@ from dist_ckpt_strategies.errors import (
     StoreUnreachableError,
 )
 from dist_ckpt_strategies.formats.locations import is_finished, located
-from dist_ckpt_strategies.strategies.zarr_format2 import Format2LoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy
 from tests.support.entries import Failure, outcome
 from tests.support.faulty_proxy import BUSY, NO_NAMES, NONE, Fault, FaultyProxy, Request
 from tests.support.object_stores import Moto, ObjectStore, Radosgw

@@ -25,7 +25,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.storage.bucket import MAX_PUT_NBYTES, Bucket
 from dist_ckpt_strategies.storage.urls import StoreUrl
-from dist_ckpt_strategies.strategies.zarr_format2 import (
+from dist_ckpt_strategies.strategies.zarr import (
     Format2LoadShardedStrategy,
     Format2SaveShardedStrategy,
 )

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from dist_ckpt_strategies.strategies.zarr_format2 import Format2SaveShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import Format2SaveShardedStrategy
 from tests.support.layouts import (
     irregular,
     irregular_otherwise,

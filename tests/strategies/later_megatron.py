@@ -51,13 +51,11 @@ import dist_ckpt_strategies  # noqa: E402 - after the names have gone
 from dist_ckpt_strategies.strategies.two_stage import (  # noqa: E402
     TwoStageDataParallelLoadShardedStrategy,
 )
-from dist_ckpt_strategies.strategies.zarr import (  # noqa: E402
-    ZarrLoadShardedStrategy,
-    ZarrSaveShardedStrategy,
-)
-from dist_ckpt_strategies.strategies.zarr_format2 import (  # noqa: E402
+from dist_ckpt_strategies.strategies.zarr import (  # noqa: E402  # noqa: E402
     Format2LoadShardedStrategy,
     Format2SaveShardedStrategy,
+    ZarrLoadShardedStrategy,
+    ZarrSaveShardedStrategy,
 )
 
 SAVERS = {1: ZarrSaveShardedStrategy, 2: Format2SaveShardedStrategy}

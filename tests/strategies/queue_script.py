@@ -27,8 +27,7 @@ from torch import multiprocessing
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import StorageError
-from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
-from dist_ckpt_strategies.strategies.zarr_format2 import Format2SaveShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import Format2SaveShardedStrategy, ZarrSaveShardedStrategy
 
 NUM_RANKS = 2
 ROWS = 50_000

@@ -21,7 +21,7 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import StorageError, StrategyError
 from dist_ckpt_strategies.strategies.entry_options import save_strategies
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from dist_ckpt_strategies.strategies.zarr_format2 import Format2SaveShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import Format2SaveShardedStrategy
 from tests.support.entries import Entry, Failure, load, outcome, prepare, require_failure_everywhere
 from tests.support.layouts import irregular, irregular_otherwise
 from tests.support.queues import GLOBAL, run_queue

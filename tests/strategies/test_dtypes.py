@@ -23,8 +23,7 @@ from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import DTypeMismatchError
 from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedLoadShardedStrategy
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
-from dist_ckpt_strategies.strategies.zarr_format2 import Format2LoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy, ZarrLoadShardedStrategy
 from tests.support.entries import Entry, Failure, load, outcome, prepare, save
 from tests.support.groups import group_of_size
 from tests.support.ranks import allow_torch_dist, run_processes

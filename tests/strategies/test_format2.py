@@ -29,7 +29,7 @@ from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.formats.zarr3 import array_directory
 from dist_ckpt_strategies.sharded.save_cache import SaveCache
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from dist_ckpt_strategies.strategies.zarr_format2 import Format2LoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy
 from tests.support.entries import Entry, Failure, load, outcome, prepare, save
 from tests.support.formats import load_format2, save_format2
 from tests.support.layouts import (

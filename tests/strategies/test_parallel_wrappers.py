@@ -17,10 +17,11 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 )
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
-from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from dist_ckpt_strategies.strategies.zarr_format2 import (
+from dist_ckpt_strategies.strategies.zarr import (
     Format2LoadShardedStrategy,
     Format2SaveShardedStrategy,
+    ZarrLoadShardedStrategy,
+    ZarrSaveShardedStrategy,
 )
 from tests.support.entries import prepare
 from tests.support.ranks import run_processes

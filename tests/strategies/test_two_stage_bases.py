@@ -17,8 +17,10 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import PeerError, PlanError, StrategyError
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
-from dist_ckpt_strategies.strategies.zarr_format2 import EitherFormatLoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import (
+    EitherFormatLoadShardedStrategy,
+    ZarrLoadShardedStrategy,
+)
 from tests.support.entries import Entry, Failure, outcome, prepare, save
 from tests.support.groups import group_of_size
 from tests.support.ranks import allow_torch_dist, run_processes

@@ -23,7 +23,7 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.formats.checkpoints import Share
 from dist_ckpt_strategies.sharded.save_cache import SaveCache
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
-from dist_ckpt_strategies.strategies.zarr_format2 import EitherFormatLoadShardedStrategy
+from dist_ckpt_strategies.strategies.zarr import EitherFormatLoadShardedStrategy
 from dist_ckpt_strategies.two_stage.load import CheckpointSource, GroupLoad
 from tests.support.entries import prepare
 from tests.support.formats import save_format1, save_format2
