@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from dist_ckpt_strategies.local.shard_distribution import ShardDistribution
     from dist_ckpt_strategies.local.state_codecs import StateCodec, StateCodecs
-    from dist_ckpt_strategies.sharded.requests import LocalSaveRequest
+    from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
 
 _HOMES = {
     "BasicTensorAwareStateDict": "local.basic_state_dict",

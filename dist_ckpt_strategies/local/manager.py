@@ -55,13 +55,14 @@ from dist_ckpt_strategies.local.state_codecs import (
     encode_state,
 )
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
-from dist_ckpt_strategies.sharded.background import (
+from dist_ckpt_strategies.sharded.async_request import (
     BackgroundWork,
+    LocalSaveRequest,
+    SaveName,
     agree_to_start,
     yield_to_training,
 )
-from dist_ckpt_strategies.sharded.requests import LocalSaveRequest, SaveName
-from dist_ckpt_strategies.sharded.snapshot import HostSnapshot
+from dist_ckpt_strategies.sharded.save_cache import HostSnapshot
 from dist_ckpt_strategies.storage.time_limit import clean_up_limit, time_left, time_limit
 
 logger = logging.getLogger(__name__)

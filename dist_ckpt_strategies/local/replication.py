@@ -38,7 +38,7 @@ from dist_ckpt_strategies.local.replicate import run_replicate
 from dist_ckpt_strategies.local.retrieve import RetrievedPart, run_retrieve
 from dist_ckpt_strategies.local.state_codecs import decode_state, encode_state
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
-from dist_ckpt_strategies.sharded.background import BackgroundWork
+from dist_ckpt_strategies.sharded.async_request import BackgroundWork
 
 DEFAULT_BUCKET_NBYTES = 64 * MIB
 

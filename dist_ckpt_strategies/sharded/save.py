@@ -49,8 +49,11 @@ from dist_ckpt_strategies.megatron.shards import (
     sharded_values,
     value_from_message,
 )
-from dist_ckpt_strategies.sharded.background import (
+from dist_ckpt_strategies.sharded.async_request import (
+    RUNNING_SAVES,
     BackgroundWork,
+    LocalSaveRequest,
+    SaveName,
     agree_to_start,
     yield_to_training,
 )
@@ -58,8 +61,6 @@ from dist_ckpt_strategies.sharded.checks import VALIDATED, digest_of, require_va
 from dist_ckpt_strategies.sharded.plan_grids import Cutting
 from dist_ckpt_strategies.sharded.plan_manifest import ManifestPlan, build_manifest_plan
 from dist_ckpt_strategies.sharded.plan_save import ObjectHolding, SavePlan, build_save_plan
-from dist_ckpt_strategies.sharded.requests import LocalSaveRequest, SaveName
-from dist_ckpt_strategies.sharded.running import RUNNING_SAVES
 from dist_ckpt_strategies.sharded.save_cache import SaveCache
 from dist_ckpt_strategies.sharded.staged import StagedSave, WriteJob, Written
 from dist_ckpt_strategies.sharded.write_plan import Tensors, report_of, stage_plan, write_plan

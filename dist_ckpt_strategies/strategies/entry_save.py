@@ -35,9 +35,8 @@ from dist_ckpt_strategies.megatron.flow import (
 )
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.megatron.wrappers import parallel_base, spread_main_replicas
+from dist_ckpt_strategies.sharded.async_request import RUNNING_SAVES, LocalSaveRequest
 from dist_ckpt_strategies.sharded.checks import check_save, digest_of_common
-from dist_ckpt_strategies.sharded.requests import LocalSaveRequest
-from dist_ckpt_strategies.sharded.running import RUNNING_SAVES
 from dist_ckpt_strategies.sharded.save import (
     CommonState,
     SaveInputs,

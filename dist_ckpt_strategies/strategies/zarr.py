@@ -38,6 +38,7 @@ from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.bases import AsyncSaveShardedStrategy, LoadShardedStrategy
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
+from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
 from dist_ckpt_strategies.sharded.load import (
     Conversions,
     LoadInputs,
@@ -46,7 +47,6 @@ from dist_ckpt_strategies.sharded.load import (
     dtypes_of,
     load_sharded,
 )
-from dist_ckpt_strategies.sharded.requests import LocalSaveRequest
 from dist_ckpt_strategies.sharded.save import (
     SaveInputs,
     ShardedSave,

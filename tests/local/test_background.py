@@ -21,8 +21,13 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     SaveTimeoutError,
 )
-from dist_ckpt_strategies.sharded.background import BackgroundWork, agree_to_start, wait_for_mark
-from dist_ckpt_strategies.sharded.requests import LocalSaveRequest, SaveName
+from dist_ckpt_strategies.sharded.async_request import (
+    BackgroundWork,
+    LocalSaveRequest,
+    SaveName,
+    agree_to_start,
+    wait_for_mark,
+)
 
 NAME = SaveName("5afe", "the end of a save")
 
