@@ -22,7 +22,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.measuring.command_line import NOWHERE, Out, Smoke, TimeoutS, open_output
+from benchmarks.measuring.command_line import (
+    NOWHERE,
+    Directory,
+    Out,
+    Smoke,
+    TimeoutS,
+    open_output,
+)
 from benchmarks.measuring.harness import Ranks, made_in
 
 STRATEGIES = (("zarr", 1), ("zarr", 2))
@@ -39,6 +46,7 @@ def counts_of(recorded: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def main(
+    directory: Directory = None,
     out: Out = NOWHERE,
     smoke: Smoke = False,  # noqa: FBT002 - there is one size only
     timeout_s: TimeoutS = 120.0,
@@ -54,8 +62,8 @@ def main(
         Ranks(_NUM_RANKS, make, timeout_s=timeout_s) as all_,
     ):
         for strategy in STRATEGIES:
-            with tempfile.TemporaryDirectory() as directory:
-                found = all_.step("walk", strategy, Path(directory)).values[0]
+            with tempfile.TemporaryDirectory(dir=directory) as scratch:
+                found = all_.step("walk", strategy, Path(scratch)).values[0]
             for call, recorded in found.items():
                 functions, files, collectives = counts_of(recorded)
                 fields = {"strategy": list(strategy), "call": call, **recorded}
