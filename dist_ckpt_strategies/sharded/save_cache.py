@@ -19,7 +19,7 @@ from dist_ckpt_strategies.sharded.writer_main import SharedBytes, is_supported
 from dist_ckpt_strategies.sharded.writer_process import WriterProcess, start_writer
 
 if TYPE_CHECKING:
-    from dist_ckpt_strategies.sharded.save import Planned
+    from dist_ckpt_strategies.sharded.save_inputs import Planned
 
 
 _ALIGNMENT = 64

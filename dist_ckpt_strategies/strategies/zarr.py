@@ -39,6 +39,7 @@ from dist_ckpt_strategies.megatron.bases import AsyncSaveShardedStrategy, LoadSh
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
 from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
+from dist_ckpt_strategies.sharded.async_save import begin_in_background
 from dist_ckpt_strategies.sharded.load import (
     Conversions,
     LoadInputs,
@@ -47,13 +48,9 @@ from dist_ckpt_strategies.sharded.load import (
     dtypes_of,
     load_sharded,
 )
-from dist_ckpt_strategies.sharded.save import (
-    SaveInputs,
-    ShardedSave,
-    begin_in_background,
-    begun_save,
-)
+from dist_ckpt_strategies.sharded.save import ShardedSave, begun_save
 from dist_ckpt_strategies.sharded.save_cache import SaveCache
+from dist_ckpt_strategies.sharded.save_inputs import SaveInputs
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import require_directory
