@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -73,7 +73,58 @@ _ITERATION = re.compile(r"(\d+)\D*$")
 """The number that the directory's name ends with."""
 
 
-class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[misc]
+class _OnNodes:
+    """What both strategies know about this rank's node."""
+
+    _options: Options
+
+    def _configure(
+        self,
+        local: LocalOptions | None,
+        changes: dict[str, Any],
+        group: ProcessGroup | None,
+        options: Options | None,
+        allow: Allowed,
+    ) -> None:
+        self._local = replace(local or LocalOptions(), **changes)
+        self._group = group
+        self._options = options or options_from_environment()
+        self._allow = tuple(allow)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """ShardedObjects are part of a rank's state."""
+        return True
+
+    def _communicator(self, purpose: str, detail: str = "") -> Communicator:
+        return open_communicator(
+            self._group, timeout_s=self._options.timeout_s, purpose=purpose, detail=detail
+        )
+
+    def _root(self, checkpoint_dir: str | Path, comm: Communicator) -> Path:
+        """The checkpoint's directory on this rank's node."""
+        found = Path(checkpoint_dir).absolute()
+        if self._local.node_directory is None:
+            return found
+        return Path(self._local.node_directory(comm.global_rank(comm.rank))) / found.name
+
+    def _manager(
+        self,
+        checkpoint_dir: str | Path,
+        comm: Communicator,
+        cliques: LazyCliqueReplicationStrategy | None,
+    ) -> LocalCheckpointManager:
+        return LocalCheckpointManager(
+            self._root(checkpoint_dir, comm),
+            repl_strategy=cliques,
+            group=self._group,
+            timeout_s=self._options.timeout_s,
+            max_bucket_bytes=self._local.max_bucket_bytes,
+            allow=self._allow,
+        )
+
+
+class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type: ignore[misc]
     """Saves every rank's shards to its node, and copies of them within its clique.
 
     The common state of Megatron-Core, which rank 0 has written by then, is copied to every node.
@@ -104,20 +155,14 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
     ) -> None:
         require_own((BACKEND, VERSION), backend, version)
         super().__init__(backend, version)
-        self._node = _Node.of(local, changes, group, options, allow)
-        own = self._node.local
+        self._configure(local, changes, group, options, allow)
         self._cliques = cliques or LazyCliqueReplicationStrategy(
-            own.replication_jump,
-            own.replication_factor,
-            allow_uneven=own.allow_uneven,
-            max_bucket_bytes=own.max_bucket_bytes,
-            timeout_s=self._node.options.timeout_s,
+            self._local.replication_jump,
+            self._local.replication_factor,
+            allow_uneven=self._local.allow_uneven,
+            max_bucket_bytes=self._local.max_bucket_bytes,
+            timeout_s=self._options.timeout_s,
         )
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """ShardedObjects are part of a rank's state."""
-        return True
 
     @raises_megatron_errors
     def save(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
@@ -146,9 +191,9 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
                 later, and an earlier checkpoint stays as it is until all else is written. None: it
                 is in ``checkpoint_dir`` already.
         """
-        node = self._node
-        comm = node.communicator("save", f"to {checkpoint_dir}")
-        root, manager = agree(comm, lambda: node.opened(checkpoint_dir, comm, self._cliques))
+        comm = self._communicator("save", f"to {checkpoint_dir}")
+        manager = agree(comm, lambda: self._manager(checkpoint_dir, comm, self._cliques))
+        root = manager.root_local_ckpt_dir
 
         def prepare() -> bytes:
             make_directory(root)
@@ -159,11 +204,11 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
                 return read_file(common_path) if comm.rank == 0 else b""
 
         def complete() -> None:
-            is_first_node = names[comm.rank] == names[0] and node.local.node_directory is None
+            is_first_node = names[comm.rank] == names[0] and self._local.node_directory is None
             if not is_first_node:
                 _write_common(root, common)
 
-        with time_limit(node.options.timeout_s):
+        with time_limit(self._options.timeout_s):
             common = agree_and_gather_bytes(comm, partial(run_with_limit, prepare, root))[0]
             restart_limit()
         described = agree_and_gather(comm, lambda: _described(sharded_state_dict))
@@ -173,18 +218,18 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
             "objects": sorted(name for _, names in described for name in names),
         }
         content = {"common_digest": _digest(common), "stored": stored}
-        if node.local.algo == "atomic":
+        if self._local.algo == "atomic":
             state = agree(comm, lambda: MCoreTensorAwareStateDict(content, sharded_state_dict))
         else:
             state, _ = MCoreTensorAwareStateDict.dealt_out(comm, content, sharded_state_dict)
         iteration = _ITERATION.search(Path(checkpoint_dir).name)
         manager.save(state, int(iteration[1]) if iteration else 0)
-        with time_limit(node.options.timeout_s):
+        with time_limit(self._options.timeout_s):
             names = agree_and_gather(comm, lambda: PartDirectory(root).name())
             agree(comm, complete)
 
 
-class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[misc]
+class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type: ignore[misc]
     """Loads every rank's shards from its node, or from a rank that has a copy.
 
     Args:
@@ -206,19 +251,20 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
         **changes: Any,
     ) -> None:
         super().__init__()
-        self._node = _Node.of(local, changes, group, options, allow)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """ShardedObjects are part of a rank's state."""
-        return True
+        self._configure(local, changes, group, options, allow)
 
     def with_strict_dtype(self) -> Self:
         """The same strategy with the option ``strict_dtype`` set."""
         other = copy(self)
-        options = self._node.options.with_changes(strict_dtype=True)
-        other._node = replace(self._node, options=options)  # noqa: SLF001 - a copy
+        other._options = self._options.with_changes(strict_dtype=True)  # noqa: SLF001 - a copy
         return other
+
+    def prepare(self, checkpoint_dir: str | Path) -> None:
+        """See ``prepare_local_load``."""
+        comm = self._communicator("preparation", f"of {checkpoint_dir}")
+        root = agree(comm, lambda: self._root(checkpoint_dir, comm))
+        with time_limit(self._options.timeout_s):
+            restore_common(comm, root, str(checkpoint_dir))
 
     @raises_megatron_errors
     def load(
@@ -239,9 +285,8 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
             NoReplicasAvailableError: all copies of some rank's shards are lost or damaged.
             CoverageError: a requested region or object is in no file.
         """
-        node = self._node
-        comm = node.communicator("load", f"from {checkpoint_dir}")
-        _, manager = agree(comm, lambda: node.opened(checkpoint_dir, comm, None))
+        comm = self._communicator("load", f"from {checkpoint_dir}")
+        manager = agree(comm, lambda: self._manager(checkpoint_dir, comm, None))
         state, _ = manager.load()
         own: dict[int, torch.Tensor] = {}
 
@@ -251,7 +296,7 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
             values = sharded_values(sharded_state_dict)
             tensors = [value for value in values if isinstance(value, ShardedTensor)]
             stored = {key: getattr(torch, dtype) for key, _, dtype in content["stored"]["arrays"]}
-            converted = conversions(tensors, stored, is_strict=node.options.strict_dtype)
+            converted = conversions(tensors, stored, is_strict=self._options.strict_dtype)
             own.update({id(t): destination(t) for t in tensors if t.data is not None})
             return converted
 
@@ -261,7 +306,7 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
             own[id(tensor)].detach().copy_(loaded)
             return own[id(tensor)]
 
-        with time_limit(node.options.timeout_s):
+        with time_limit(self._options.timeout_s):
             converted = agree_and_gather(comm, check)
         found = dict(state.loaded(comm, sharded_state_dict, fill))
         warn_of_conversions(comm, checkpoint_dir, converted)
@@ -304,9 +349,9 @@ class LocalReplicatedLoadShardedStrategy(LoadShardedStrategy):  # type: ignore[m
 
     def _stored(self, checkpoint_dir: str | Path) -> tuple[list[ArraySpec], list[ObjectId]]:
         """The arrays and objects of the whole checkpoint, from a file on this node."""
-        comm = self._node.communicator("look at a checkpoint")
-        with time_limit(self._node.options.timeout_s):
-            root = self._node.root(checkpoint_dir, comm)
+        comm = self._communicator("look at a checkpoint")
+        with time_limit(self._options.timeout_s):
+            root = self._root(checkpoint_dir, comm)
             found = read_first_header(PartDirectory(root))
         if found is None:
             raise IncompleteCheckpointError(
@@ -340,11 +385,9 @@ def prepare_local_load(
     Raises:
         IncompleteCheckpointError: no node has them.
     """
-    node = _Node.of(local, {}, group, options, ())
-    comm = node.communicator("preparation", f"of {checkpoint_dir}")
-    root = agree(comm, lambda: node.root(checkpoint_dir, comm))
-    with time_limit(node.options.timeout_s):
-        restore_common(comm, root, str(checkpoint_dir))
+    LocalReplicatedLoadShardedStrategy(local=local, group=group, options=options).prepare(
+        checkpoint_dir
+    )
 
 
 def restore_common(comm: Communicator, root: Path, name: str) -> None:
@@ -380,57 +423,6 @@ def restore_common(comm: Communicator, root: Path, name: str) -> None:
             _write_common(root, common)
 
     agree(comm, restore)
-
-
-@dataclass(frozen=True, slots=True)
-class _Node:
-    """What both strategies know about this rank's node."""
-
-    local: LocalOptions
-    group: ProcessGroup | None
-    options: Options
-    allow: tuple[Any, ...]
-
-    @classmethod
-    def of(
-        cls,
-        local: LocalOptions | None,
-        changes: dict[str, Any],
-        group: ProcessGroup | None,
-        options: Options | None,
-        allow: Allowed,
-    ) -> _Node:
-        changed = replace(local or LocalOptions(), **changes)
-        return cls(changed, group, options or options_from_environment(), tuple(allow))
-
-    def communicator(self, purpose: str, detail: str = "") -> Communicator:
-        return open_communicator(
-            self.group, timeout_s=self.options.timeout_s, purpose=purpose, detail=detail
-        )
-
-    def root(self, checkpoint_dir: str | Path, comm: Communicator) -> Path:
-        """The checkpoint's directory on this rank's node."""
-        found = Path(checkpoint_dir).absolute()
-        if self.local.node_directory is None:
-            return found
-        return Path(self.local.node_directory(comm.global_rank(comm.rank))) / found.name
-
-    def opened(
-        self,
-        checkpoint_dir: str | Path,
-        comm: Communicator,
-        cliques: LazyCliqueReplicationStrategy | None,
-    ) -> tuple[Path, LocalCheckpointManager]:
-        """The checkpoint's directory on this rank's node, and its manager. Rank-local."""
-        root = self.root(checkpoint_dir, comm)
-        return root, LocalCheckpointManager(
-            root,
-            repl_strategy=cliques,
-            group=self.group,
-            timeout_s=self.options.timeout_s,
-            max_bucket_bytes=self.local.max_bucket_bytes,
-            allow=self.allow,
-        )
 
 
 def _described(sharded: StateDict) -> list[Any]:

@@ -146,10 +146,9 @@ class GroupLoad:
         answers = agree_and_gather_bytes(comm, self._request)
         restart_limit()
         parsed = {answer: json.loads(answer) for answer in set(answers)}
-        names = sorted(set(chain.from_iterable(found for *_, found in parsed.values())))
-        budget = min(nbytes for nbytes, *_ in parsed.values())
-        told = [parsed[answer][1] for answer in answers]
-        caches = [None if cache is None else PageCache(*cache) for cache in told]
+        budgets, _, have_objects, all_names = zip(*parsed.values(), strict=True)
+        budget, names = min(budgets), sorted(set(chain.from_iterable(all_names)))
+        caches = [parsed[answer][1] and PageCache(*parsed[answer][1]) for answer in answers]
         self.arrays = source.find(names, comm)
 
         def describe() -> bytes:
@@ -161,20 +160,17 @@ class GroupLoad:
             regions = encode_regions((target.array, target.region) for target in targets)
             return f"{int(_stays_cached(caches, comm.rank, wanted_nbytes))}\n{regions}".encode()
 
-        requests = [text.decode() for text in agree_and_gather_bytes(comm, describe)]
-        if any(has_objects for _, _, has_objects, _ in parsed.values()):
+        requests = agree_and_gather_bytes(comm, describe)
+        if any(have_objects):
             self._assign_objects()
-        if all(request[0] == "1" for request in requests):
-            cache_names = [None if cache is None else cache.name for cache in caches]
-        else:
-            cache_names = [None] * comm.size
-        if all(cache is not None and cache.is_storage for cache in caches):
-            self.plan = GroupPlan((), frozenset(), tuple(cache_names))  # ranks share the memory
-        else:
-            regions = [request.partition("\n")[2] for request in requests]
-            self.plan = build_group_plan(
-                regions, self.arrays, cache_names, max_inflight_bytes=budget
-            )
+        distinct = {request: request.decode().partition("\n") for request in set(requests)}
+        fits = all(stays_cached == "1" for stays_cached, _, _ in distinct.values())
+        cache_names = tuple(cache.name if cache and fits else None for cache in caches)
+        if all(cache and cache.is_storage for cache in caches):
+            self.plan = GroupPlan((), frozenset(), cache_names)  # every rank reads from memory
+            return self.filling.report
+        regions = [distinct[request][2] for request in requests]
+        self.plan = build_group_plan(regions, self.arrays, cache_names, max_inflight_bytes=budget)
         return self.filling.report
 
     def run(self, allowed: Callable[[], Allowed]) -> tuple[StateDict, BroadcastReport]:

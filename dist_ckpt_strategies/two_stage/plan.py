@@ -92,7 +92,7 @@ class GroupPlan:
     """What a group of ranks reads together, the same on every rank of it.
 
     Attributes:
-        rounds: batches that are read together, then passed on together.
+        rounds: batches that are read together, then sent together.
         shared: array and region of all that is read in the rounds; ranks read the rest alone.
         page_caches: for each rank the name of the page cache that it shares with others, or None.
             Ranks with equal names read a batch after its reader instead of receiving it.

@@ -91,7 +91,7 @@ def test_what_torch_saved_we_load_and_what_we_save_torch_loads(tmp_path: Path) -
     assert torch.load(tmp_path / "common.pt", weights_only=True) == {"iteration": 4}
 
 
-def test_saving_common_state_withdraws_the_marker_of_an_older_checkpoint(tmp_path: Path) -> None:
+def test_saving_common_state_invalidates_an_older_checkpoint(tmp_path: Path) -> None:
     publish(tmp_path, CheckpointMarker("zarr"))
     TorchCommonSaveStrategy().save_common({}, tmp_path)
 
@@ -162,7 +162,7 @@ def megatrons_registry() -> Iterator[dict[str, dict[Any, Any]]]:
         yield base.default_strategies
 
 
-def test_the_common_strategies_of_megatron_stay_unless_they_are_to_be_replaced(
+def test_common_strategies_of_megatron_are_replaced_only_with_replace_common(
     megatrons_registry: dict[str, dict[Any, Any]],
 ) -> None:
     key = ("torch", 1)

@@ -153,7 +153,7 @@ def with_a_function(rank: int, root: str) -> str:
     return str(caught.value)
 
 
-def test_parts_may_lie_where_a_function_says(tmp_path: Path) -> None:
+def test_a_function_may_choose_the_directory_of_a_node(tmp_path: Path) -> None:
     for message in run_processes(NUM_RANKS, with_a_function, str(tmp_path)):
         assert "no local checkpoint below" in message
 

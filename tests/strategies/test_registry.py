@@ -47,7 +47,7 @@ class Plain:
     """Stands for a strategy."""
 
 
-class OfSomebodyElse(base.LoadShardedStrategy):  # type: ignore[misc]
+class Foreign(base.LoadShardedStrategy):  # type: ignore[misc]
     """A strategy that another package put into Megatron's registry."""
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
@@ -95,7 +95,7 @@ def test_every_look_up_returns_the_same_strategy() -> None:
     assert registry.get(KEY) is not first
 
 
-def test_a_miss_lists_what_is_registered() -> None:
+def test_an_unknown_key_is_an_error_that_lists_the_registered_ones() -> None:
     registry = StrategyRegistry()
     with pytest.raises(StrategyNotFoundError, match="registered: none"):
         registry.get(KEY)
@@ -111,7 +111,7 @@ def test_a_miss_lists_what_is_registered() -> None:
     assert isinstance(caught.value, LookupError)
 
 
-def test_a_taken_key_is_refused_unless_it_is_to_be_replaced() -> None:
+def test_a_taken_key_is_refused_without_replace() -> None:
     registry = StrategyRegistry()
     registry.register(KEY, Plain)
     with pytest.raises(StrategyExistsError, match="replace=True"):
@@ -150,14 +150,14 @@ def test_action_backend_and_version_each_make_another_key(other: StrategyKey) ->
 
 
 @pytest.mark.parametrize("action", ["save_sharded", None])
-def test_an_action_that_is_none_is_refused(action: Any) -> None:
+def test_a_wrong_action_is_refused(action: Any) -> None:
     with pytest.raises(StrategyError, match=r"expected one of .*StrategyAction.SAVE_SHARDED"):
         register_default_strategy(action, "mine", 1, Plain)
     with pytest.raises(StrategyError, match=f"found {action!r}"):
         get_default_strategy(action, "mine", 1)
 
 
-def test_registries_know_nothing_of_each_other() -> None:
+def test_registries_are_independent() -> None:
     one, other = StrategyRegistry(), StrategyRegistry()
     one.register(KEY, Plain)
 
@@ -167,20 +167,20 @@ def test_registries_know_nothing_of_each_other() -> None:
 # The default registry
 
 
-def test_an_instance_is_given_out_as_it_is() -> None:
-    strategy = OfSomebodyElse()
+def test_a_registered_instance_is_returned() -> None:
+    strategy = Foreign()
     register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1, strategy)
 
     assert get_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1) is strategy
 
 
 def test_a_class_or_callable_is_a_factory() -> None:
-    register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1, OfSomebodyElse)
-    register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 2, partial(OfSomebodyElse))
+    register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1, Foreign)
+    register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 2, partial(Foreign))
 
     for version in (1, 2):
         found = get_default_strategy(StrategyAction.LOAD_SHARDED, "mine", version)
-        assert isinstance(found, OfSomebodyElse)
+        assert isinstance(found, Foreign)
 
 
 def test_the_default_registry_refuses_a_taken_key_too() -> None:
@@ -273,7 +273,7 @@ def register_own(_rank: int, root: Path, comes_first: str) -> None:
     assert get_default_strategy(*key) is own
 
 
-def test_megatrons_common_strategies_stay_unless_they_are_to_be_replaced() -> None:
+def test_megatrons_common_strategies_are_replaced_only_with_replace_common() -> None:
     before = base.get_default_strategy(StrategyAction.LOAD_COMMON, "torch", 1)
     register()
     assert base.get_default_strategy(StrategyAction.LOAD_COMMON, "torch", 1) is before
@@ -283,11 +283,11 @@ def test_megatrons_common_strategies_stay_unless_they_are_to_be_replaced() -> No
     assert isinstance(found, TorchCommonLoadStrategy)
 
 
-def test_a_strategy_of_somebody_else_is_not_replaced_unasked() -> None:
-    theirs = OfSomebodyElse()
+def test_a_foreign_strategy_is_replaced_only_with_replace() -> None:
+    theirs = Foreign()
     base.register_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1, theirs)
 
-    with pytest.raises(StrategyExistsError, match="OfSomebodyElse"):
+    with pytest.raises(StrategyExistsError, match="Foreign"):
         register()
     assert base.get_default_strategy(StrategyAction.LOAD_SHARDED, "zarr", 1) is theirs
     assert ("zarr", 1) not in base.default_strategies[StrategyAction.SAVE_SHARDED.value]
@@ -297,7 +297,7 @@ def test_a_strategy_of_somebody_else_is_not_replaced_unasked() -> None:
     assert isinstance(found, ZarrLoadShardedStrategy)
 
 
-def test_the_names_of_old_register_one_backend_each() -> None:
+def test_the_functions_of_megatron_core_0_15_register_one_strategy_each() -> None:
     register_default_zarr_strategies()
     found = base.get_default_strategy(StrategyAction.SAVE_SHARDED, "zarr", 1)
     assert isinstance(found, ZarrSaveShardedStrategy)
@@ -307,7 +307,7 @@ def test_the_names_of_old_register_one_backend_each() -> None:
     assert isinstance(found, TensorStoreLoadShardedStrategy)
 
 
-def test_the_save_strategy_of_old_is_the_one_of_register() -> None:
+def test_register_keeps_the_strategy_of_register_default_zarr_strategies() -> None:
     register_default_zarr_strategies()
     key = (StrategyAction.SAVE_SHARDED, "zarr", 1)
     before = get_default_strategy(*key)
@@ -316,7 +316,7 @@ def test_the_save_strategy_of_old_is_the_one_of_register() -> None:
     assert get_default_strategy(*key) is before
 
 
-def test_an_unknown_backend_is_a_miss_in_ours_that_says_what_there_is() -> None:
+def test_an_unknown_backend_is_an_error_that_lists_the_registered_ones() -> None:
     register()
 
     with pytest.raises(StrategyNotFoundError, match=r"registered: .*'zarr', 1"):
@@ -324,12 +324,12 @@ def test_an_unknown_backend_is_a_miss_in_ours_that_says_what_there_is() -> None:
 
 
 @pytest.mark.parametrize(("backend", "version"), [("mine", "1"), ("mine", 1.0), (None, 1)])
-def test_a_key_that_could_not_be_listed_is_refused(backend: Any, version: Any) -> None:
+def test_a_key_of_wrong_types_is_refused(backend: Any, version: Any) -> None:
     with pytest.raises(StrategyError, match=r"str as backend and an int as version, found \("):
         get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
 
 
-def test_what_is_no_strategy_cannot_be_registered_for_one(tmp_path: Path) -> None:
+def test_a_value_that_is_no_strategy_is_refused(tmp_path: Path) -> None:
     wrong: Any = 5
     with pytest.raises(StrategyError, match="expected a StrategyKey and a callable, found"):
         register_default_strategy(StrategyAction.SAVE_SHARDED, "a number", 1, wrong)
@@ -342,7 +342,7 @@ def test_what_is_no_strategy_cannot_be_registered_for_one(tmp_path: Path) -> Non
         dist_ckpt_strategies.save({}, tmp_path / "c", ("a loader", 1))
 
 
-def test_a_version_of_another_type_is_told_apart_from_ours() -> None:
+def test_a_version_of_another_type_is_incompatible() -> None:
     wrong: Any = "1"
     with pytest.raises(IncompatibleVersionError, match=r"found \('zarr', '1'\)"):
         ZarrLoadShardedStrategy().check_version_compatibility(wrong)

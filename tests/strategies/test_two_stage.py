@@ -103,9 +103,7 @@ def load_everything(rank: int, size: int, root: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_every_rank_gets_what_it_asks_for_however_large_the_group(
-    size: int, tmp_path: Path
-) -> None:
+def test_every_rank_gets_what_it_requests_in_groups_of_any_size(size: int, tmp_path: Path) -> None:
     for result in run_processes(4, load_everything, size, tmp_path / "c"):
         assert isinstance(result, dict), result
         for found in result.values():
@@ -274,7 +272,7 @@ def _load_sharded(strategy: Any, wanted: dict[str, Any], root: Path) -> Any:
         ("shape", ShapeMismatchError, ("w2", "(3, 3)")),
     ],
 )
-def test_what_one_rank_meets_is_raised_on_every_rank(
+def test_a_failure_on_one_rank_is_raised_on_every_rank(
     name: str, kind: type[Exception], names: Sequence[str], damaged: list[dict[str, Any]]
 ) -> None:
     results = [seen[name] for seen in damaged]
@@ -398,7 +396,7 @@ def use_kept_names(rank: int, root: Path) -> Any:
     return lowest, torch.equal(loaded, state["w3"].data), list(strategy.call_times)
 
 
-def test_the_names_of_megatron_core_do_what_they_did(tmp_path: Path) -> None:
+def test_the_functions_of_megatron_core_0_15_work(tmp_path: Path) -> None:
     chunk = sharded_tensor_chunk_id(ShardedTensor.from_rank_offsets("w", torch.zeros(2), (0, 1, 2)))
     assert chunk == ("w", (2,))
     expected = [("w1", 0), ("w3", 0)], True, ["load_tensor_from_storage"]
@@ -429,7 +427,7 @@ def give_a_group_of_others(rank: int, root: Path) -> list[Any]:
     return found
 
 
-def test_a_rank_that_gives_a_group_of_others_is_named_on_every_rank(tmp_path: Path) -> None:
+def test_a_rank_outside_its_group_is_named_on_every_rank(tmp_path: Path) -> None:
     results = run_processes(3, give_a_group_of_others, tmp_path / "c")
 
     for attempt in range(2):

@@ -113,7 +113,7 @@ def load_through_torch_dist(rank: int, root: Path) -> dict[str, Any]:
     return seen
 
 
-def test_each_shard_and_object_is_asked_of_torch_dist_by_one_rank_of_the_group(
+def test_each_shard_and_object_is_requested_from_torch_dist_once_per_group(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
@@ -200,7 +200,7 @@ def test_a_failure_of_the_base_on_one_rank_is_raised_on_all(tmp_path: Path) -> N
         assert PlanError.__name__ in seen["bad value"].kinds
 
 
-def test_what_is_no_strategy_is_refused_as_a_base() -> None:
+def test_a_base_that_is_no_strategy_is_refused() -> None:
     with pytest.raises(StrategyError, match="expected a sharded load strategy, found 'torch_dist'"):
         TwoStageDataParallelLoadShardedStrategy(None, base_strategy="torch_dist")
 

@@ -45,7 +45,7 @@ OPTIONS = Options(timeout_s=20, max_inflight_bytes=20_000)
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Request:
     """A box that a rank asks for, and the memory it has for it."""
 
     cut: Cut
@@ -83,17 +83,17 @@ def random_cuts(chance: random.Random) -> list[Cut]:
     return found
 
 
-def random_wishes(cuts: list[Cut], num_ranks: int, chance: random.Random) -> list[list[Wish]]:
+def random_requests(cuts: list[Cut], num_ranks: int, chance: random.Random) -> list[list[Request]]:
     """Each array either cut anew, replicated or not, or in boxes that overlap as they please."""
-    wishes: list[list[Wish]] = [[] for _ in range(num_ranks)]
+    requests: list[list[Request]] = [[] for _ in range(num_ranks)]
     for cut in cuts:
-        for rank, part in wanted_parts(cut, num_ranks, chance):
+        for rank, part in requested_parts(cut, num_ranks, chance):
             layout = chance.choice(["own", "none", "transposed"])
-            wishes[rank].append(Wish(cut, part, layout))
-    return wishes
+            requests[rank].append(Request(cut, part, layout))
+    return requests
 
 
-def wanted_parts(cut: Cut, num_ranks: int, chance: random.Random) -> Iterator[tuple[int, Part]]:
+def requested_parts(cut: Cut, num_ranks: int, chance: random.Random) -> Iterator[tuple[int, Part]]:
     way = chance.choice(["all", "parts", "replicated parts", "boxes"])
     if way == "all" or not cut.shape:
         for rank in range(num_ranks):
@@ -113,10 +113,10 @@ def wanted_parts(cut: Cut, num_ranks: int, chance: random.Random) -> Iterator[tu
             yield part.rank, part
 
 
-def asked(wishes: list[Wish]) -> dict[str, ShardedTensor]:
+def state_requested(requests: list[Request]) -> dict[str, ShardedTensor]:
     return {
         f"{n}": sharded(Cut(w.cut.key, w.cut.shape, w.cut.dtype, ()), w.part, w.data())
-        for n, w in enumerate(wishes)
+        for n, w in enumerate(requests)
     }
 
 
@@ -125,7 +125,7 @@ def asked(wishes: list[Wish]) -> dict[str, ShardedTensor]:
 def test_a_group_gets_bit_for_bit_what_each_rank_reads_alone(seed: int, num_ranks: int) -> None:
     chance = random.Random(seed)
     cuts = random_cuts(chance)
-    wishes = random_wishes(cuts, num_ranks, chance)
+    requests = random_requests(cuts, num_ranks, chance)
     strategy = EitherFormatLoadShardedStrategy(options=OPTIONS)
     save = chance.choice([save_format1, save_format2])
     with TemporaryDirectory() as folder:
@@ -137,13 +137,13 @@ def test_a_group_gets_bit_for_bit_what_each_rank_reads_alone(seed: int, num_rank
                 lambda: (root, strategy.open_checkpoint(root, OPTIONS, Share())),
                 partial(strategy.tensors_to_fill, options=OPTIONS),
             )
-            load = GroupLoad(asked(wishes[comm.rank]), source, comm, OPTIONS)
+            load = GroupLoad(state_requested(requests[comm.rank]), source, comm, OPTIONS)
             load.prepare()
             return load.run(strategy.allowed)
 
         results = run_ranks(num_ranks, together, timeout_s=20)
-        for own, (loaded, _) in zip(wishes, results, strict=True):
-            alone = strategy.load_alone(asked(own), root)
+        for own, (loaded, _) in zip(requests, results, strict=True):
+            alone = strategy.load_alone(state_requested(own), root)
             assert all(same_bits(loaded[name], alone[name]) for name in alone)
             assert list(loaded) == list(alone)
 
@@ -164,9 +164,9 @@ def load_random_layouts(rank: int, root: Path, seeds: list[int], budget: int) ->
             save = chance.choice([save_format1, save_format2])
             save(state_of(0, cuts), directory, SoloCommunicator(), OPTIONS, SaveCache())
         dist.barrier()
-        wishes = random_wishes(cuts, size, random.Random(seed + 1))[rank]
-        loaded = strategy.load(asked(wishes), directory)
-        expected = alone.load_alone(asked(wishes), directory)
+        requests = random_requests(cuts, size, random.Random(seed + 1))[rank]
+        loaded = strategy.load(state_requested(requests), directory)
+        expected = alone.load_alone(state_requested(requests), directory)
         wrong += [f"{seed}: {k}" for k, v in expected.items() if not same_bits(loaded[k], v)]
     return wrong
 
@@ -175,7 +175,9 @@ def load_random_layouts(rank: int, root: Path, seeds: list[int], budget: int) ->
 @pytest.mark.parametrize(
     ("num_ranks", "budget"), [(2, 20_000), (4, 20_000), (8, 20_000), (3, 512 << 20)]
 )
-def test_so_do_ranks_that_are_processes(num_ranks: int, budget: int, tmp_path: Path) -> None:
+def test_processes_get_bit_for_bit_what_each_rank_reads_alone(
+    num_ranks: int, budget: int, tmp_path: Path
+) -> None:
     """With little memory in many rounds."""
     seeds = list(range(1000 * num_ranks, 1000 * num_ranks + 6))
 

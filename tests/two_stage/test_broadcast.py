@@ -111,7 +111,7 @@ def test_each_byte_is_read_once_by_the_group_and_evenly(num_ranks: int) -> None:
     assert max(read) <= 1.1 * sum(read) / num_ranks
 
 
-def test_what_one_rank_alone_requests_it_reads_alone() -> None:
+def test_a_rank_reads_alone_what_it_alone_requests() -> None:
     group = replicas(4)
     group.wants = [[], group.wants[1], [], []]
     results = run_ranks(4, group.load)
@@ -154,7 +154,7 @@ class Watched(MemoryArrays):
         self.note("done", names)
 
 
-def test_what_a_rank_finds_in_the_page_cache_has_been_read_before() -> None:
+def test_reads_from_the_page_cache_follow_the_readers_own() -> None:
     group = replicas(2, caches=["a", "a"], max_inflight_bytes=1 << 20)
     first: list[set[Any]] = [set(), set()]
     for batch in (batch for batches in group.plan().rounds for batch in batches):

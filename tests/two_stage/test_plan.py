@@ -122,7 +122,7 @@ def requesters_of(case: Case) -> dict[Want, tuple[int, ...]]:
 
 
 @given(some_wants())
-def test_what_several_ranks_request_is_read_once_and_goes_to_them(case: Case) -> None:
+def test_regions_that_several_ranks_request_are_read_once_for_them(case: Case) -> None:
     plan = planned(case)
     requesters = requesters_of(case)
 
@@ -205,7 +205,7 @@ def test_arrays_of_few_long_rows_are_read_evenly_too(shape: tuple[int, ...]) -> 
     assert max(read) <= 1.1 * sum(read) / 8
 
 
-def test_what_leaves_storage_is_counted_as_it_is_read() -> None:
+def test_stored_bytes_are_counted_in_whole_inner_chunks() -> None:
     whole = ArraySpec("w", (100, 64), DType.FLOAT32, (50, 64))
     inner = replace(whole, inner_shape=(25, 16), has_crc32c=True)
     column = Region((10, 3), (80, 5))
@@ -253,7 +253,7 @@ def test_compressed_chunks_are_cut_only_where_they_begin() -> None:
 
 
 @pytest.mark.parametrize("wants", [[[], []], [[(0, Region((0,), (4,)))], []]])
-def test_what_one_rank_alone_requests_is_not_shared(wants: list[list[Want]]) -> None:
+def test_a_region_of_one_requester_is_not_shared(wants: list[list[Want]]) -> None:
     plan = planned(([ArraySpec("w", (4,), DType.BOOL, (4,))], wants), max_inflight_bytes=1)
 
     assert plan.rounds == ()
