@@ -8,17 +8,11 @@ from dist_ckpt_strategies.comm.agree import agree_on_first
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
-from dist_ckpt_strategies.core.array import COMMON_OBJECT
 from dist_ckpt_strategies.core.keys import require_storable_keys
 from dist_ckpt_strategies.errors import (
-    ArrayNotFoundError,
     CorruptCheckpointError,
+    IncompatibleVersionError,
     IncompleteCheckpointError,
-)
-from dist_ckpt_strategies.formats.checkpoints import (
-    Format1Checkpoint,
-    Format2Checkpoint,
-    has_manifest,
 )
 from dist_ckpt_strategies.formats.commit import invalidate
 from dist_ckpt_strategies.formats.locations import (
@@ -51,6 +45,7 @@ from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_fi
 from dist_ckpt_strategies.storage.io_pool import limited, run_with_limit
 from dist_ckpt_strategies.storage.time_limit import time_limit
 from dist_ckpt_strategies.strategies.registry import require_own
+from dist_ckpt_strategies.tools.readers import open_reader
 
 BACKEND = "torch"
 VERSION = 1
@@ -161,8 +156,8 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
         """The common state, its tensors on the CPU. Rank-local.
 
-        A checkpoint of this package's formats without ``common.pt`` has it as the object
-        ``common_state``, as Megatron-Core 0.19 and later save it.
+        A checkpoint without ``common.pt`` has it as the object ``common_state``, as Megatron-Core
+        0.19 and later save it.
 
         Raises:
             IncompleteCheckpointError: ``common.pt`` is missing, and there is no such object.
@@ -177,8 +172,10 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
                 content = _read_common(root, path)
             except IncompleteCheckpointError as missing:
                 try:
-                    content, path = run_with_limit(lambda: _read_common_object(root, options), root)
-                except (ArrayNotFoundError, IncompleteCheckpointError):
+                    content = run_with_limit(
+                        lambda: _read_common_object(root, options, self._allowed), root
+                    )
+                except (IncompatibleVersionError, IncompleteCheckpointError):
                     raise missing from None
             found = load_content(content, path, "common state", self._allowed)
         if not isinstance(found, dict):
@@ -226,14 +223,9 @@ def _read_common(root: Location, path: str) -> bytes:
         return read_file(path)
 
 
-def _read_common_object(root: Location, options: Options) -> tuple[bytes, str]:
-    """The content of the object that holds the common state, and its path."""
-    opened: Format1Checkpoint | Format2Checkpoint
-    if isinstance(root, Bucket) or has_manifest(root):
-        opened = Format2Checkpoint(root, options)
-    else:
-        opened = Format1Checkpoint(root, options)
-    return opened.object_content(COMMON_OBJECT), opened.object_path(COMMON_OBJECT)
+def _read_common_object(root: Location, options: Options, allow: Allowed) -> bytes:
+    """The content of the object that holds the common state, in any format that is read here."""
+    return open_reader(root, options, allow).common_content()
 
 
 @limited
