@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # numpy and TensorStore take a while to import
     from dist_ckpt_strategies.core.array import ArraySpec
     from dist_ckpt_strategies.formats.manifest import ManifestIndex
     from dist_ckpt_strategies.storage.bucket import Bucket
-    from dist_ckpt_strategies.storage.file_store import FileStore
+    from dist_ckpt_strategies.storage.store import Store
 
 MAX_LISTED = 1000
 """Missing files of one key that have an issue each; one more issue stands for the others."""
@@ -301,7 +301,7 @@ def require_no_inner(place: object, inner: Sequence[str]) -> None:
         )
 
 
-def marker_or_issue(store: FileStore) -> CheckpointMarker | Issue:
+def marker_or_issue(store: Store) -> CheckpointMarker | Issue:
     """The marker of a checkpoint, or what is wrong with it.
 
     Raises:

@@ -25,7 +25,7 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompatibleVersionError,
 )
-from dist_ckpt_strategies.storage.file_store import FileStore
+from dist_ckpt_strategies.storage.store import Store
 
 DIGEST_NBYTES = 8
 
@@ -330,7 +330,7 @@ def _require_same(one: Fields, other: Fields) -> None:
 
 
 def write_segment(
-    store: FileStore, number: int, first: str, arrays: list[Fields], objects: list[Fields]
+    store: Store, number: int, first: str, arrays: list[Fields], objects: list[Fields]
 ) -> SegmentEntry:
     """Write a segment, durably; its entry in the index.
 
@@ -449,7 +449,7 @@ class Manifest:
         IncompatibleVersionError: a later version of this package wrote it.
     """
 
-    def __init__(self, store: FileStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
         self.index = parse_index(store.read(INDEX_NAME), store.path(INDEX_NAME))
         self._firsts = [segment.first for segment in self.index.segments]

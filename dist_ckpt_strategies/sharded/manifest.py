@@ -20,13 +20,13 @@ from dist_ckpt_strategies.formats.manifest import (
     write_segment,
 )
 from dist_ckpt_strategies.sharded.plan_manifest import ManifestPlan
-from dist_ckpt_strategies.storage.file_store import FileStore
+from dist_ckpt_strategies.storage.store import Store
 
 
 def run_manifest(
     plan: ManifestPlan,
     describe: Callable[[], Mapping[int, bytes]],
-    file_store: FileStore,
+    file_store: Store,
     comm: Communicator,
     complete: Callable[[tuple[SegmentEntry, ...]], ManifestIndex],
 ) -> None:
@@ -105,7 +105,7 @@ def _by_first(entry: SegmentEntry) -> str:
 
 
 def _written(
-    plan: ManifestPlan, number: int, contents: list[bytes], file_store: FileStore
+    plan: ManifestPlan, number: int, contents: list[bytes], file_store: Store
 ) -> list[Any]:
     """Write a part; its entry in the index, of JSON types."""
     try:

@@ -179,18 +179,11 @@ def remove_empty(directory: Path, root: Path) -> None:
 def create_file(path: str, content: bytes) -> bool:
     """Make a file, and its directory, not flushed; False where there is one already."""
     try:
-        handle = os.open(path, _CREATE, 0o666)
+        handle = create_new(path)
     except FileExistsError:
         return False
-    except FileNotFoundError:
-        raise_if_cancelled()
-        os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - 10,000 times
-        return create_file(path, content)
-    try:
-        while content:
-            content = content[os.write(handle, content) :]
-    finally:
-        os.close(handle)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
     return True
 
 

@@ -15,6 +15,7 @@ from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_fi
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.formats.commit import DirectoryPlace
 from dist_ckpt_strategies.formats.locations import (
     Location,
     complete_commit,
@@ -24,7 +25,6 @@ from dist_ckpt_strategies.formats.locations import (
 )
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import Allowed, allowing, dump_object
-from dist_ckpt_strategies.formats.save_places import DirectoryPlace
 from dist_ckpt_strategies.local.requests import LocalSaveRequest
 from dist_ckpt_strategies.local.running import RUNNING_SAVES
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors

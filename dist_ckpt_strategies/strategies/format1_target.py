@@ -10,6 +10,7 @@ from typing import Any
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ObjectId
+from dist_ckpt_strategies.formats.commit import DirectoryPlace
 from dist_ckpt_strategies.formats.object_files import OBJECT_SUFFIX
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
@@ -18,7 +19,6 @@ from dist_ckpt_strategies.formats.objects import (
     remove_object,
     write_dumped,
 )
-from dist_ckpt_strategies.formats.save_places import DirectoryPlace
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.formats.zarr2_engines import open_array_store
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor

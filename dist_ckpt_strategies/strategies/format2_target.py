@@ -17,7 +17,7 @@ from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.bucket_arrays import BucketWriter
 from dist_ckpt_strategies.formats.checkpoints import Format2Checkpoint
 from dist_ckpt_strategies.formats.clearing import require_room_for_format2
-from dist_ckpt_strategies.formats.locations import Location
+from dist_ckpt_strategies.formats.locations import Location, open_save_place
 from dist_ckpt_strategies.formats.manifest import (
     SAVE_NAME,
     ArrayRecord,
@@ -42,7 +42,6 @@ from dist_ckpt_strategies.formats.objects import (
     plain_content,
     plain_value,
 )
-from dist_ckpt_strategies.formats.save_places import open_save_place
 from dist_ckpt_strategies.formats.zarr3_arrays import ArrayWriterBase, open_writer
 from dist_ckpt_strategies.megatron.parallel_layout import parallel_sizes
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
@@ -51,8 +50,8 @@ from dist_ckpt_strategies.sharded.plan_grids import Cutting
 from dist_ckpt_strategies.sharded.staged import Digests
 from dist_ckpt_strategies.storage.base import ArrayWriter
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.file_store import Directory, FileStore
 from dist_ckpt_strategies.storage.files import COMMON_NAME
+from dist_ckpt_strategies.storage.store import Directory, Store
 from dist_ckpt_strategies.strategies.save_planning import Planned
 
 _MAX_PLAIN_NBYTES = 4 << 10
@@ -121,7 +120,7 @@ class Format2Target:
             self.writer = open_writer(location, self._options)
 
     @property
-    def _file_store(self) -> FileStore:
+    def _file_store(self) -> Store:
         location = self.place.location
         return location if isinstance(location, Bucket) else Directory(location)
 

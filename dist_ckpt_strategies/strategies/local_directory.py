@@ -16,7 +16,8 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
 from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
 from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckpointError
-from dist_ckpt_strategies.formats.finished import is_finished, make_directory, publish
+from dist_ckpt_strategies.formats.commit import make_directory, write_marker
+from dist_ckpt_strategies.formats.locations import is_finished
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.local.part_files import PartDirectory, read_first_header
 from dist_ckpt_strategies.megatron.shards import StateDict
@@ -76,7 +77,7 @@ def complete_directory(root: Path, common: bytes, *, is_marked: bool) -> None:
         if not (path.exists() and read_file(path) == common):
             write_file(path, common)
     if is_marked:
-        publish(root, _MARKER)
+        write_marker(root, _MARKER)
 
 
 def _content_of(directory: PartDirectory) -> Any:

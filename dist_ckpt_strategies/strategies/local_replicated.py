@@ -20,7 +20,7 @@ from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import LocalOptions, Options, options_from_environment
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
 from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.formats.finished import make_directory, withdraw_marker
+from dist_ckpt_strategies.formats.commit import make_directory, set_marker_aside
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
@@ -137,7 +137,7 @@ class LocalReplicatedSaveShardedStrategy(SaveShardedStrategy):  # type: ignore[m
         def prepare() -> bytes:
             make_directory(root)
             if common_dir is None:
-                withdraw_marker(root)
+                set_marker_aside(root)
             common_path = Path(common_dir or checkpoint_dir).absolute() / COMMON_NAME
             with file_errors("common state", common_path):
                 return read_file(common_path) if comm.rank == 0 else b""

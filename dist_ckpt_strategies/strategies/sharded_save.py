@@ -14,9 +14,9 @@ from dist_ckpt_strategies.comm.base import Communicator, report_level
 from dist_ckpt_strategies.config import Options, limit_of_wait
 from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.core.report import SaveReport
+from dist_ckpt_strategies.formats.commit import SavePlace
 from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.formats.save_places import SavePlace
 from dist_ckpt_strategies.local.background import (
     BackgroundWork,
     agree_to_start,

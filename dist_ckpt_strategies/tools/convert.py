@@ -29,10 +29,10 @@ from dist_ckpt_strategies.formats.locations import (
     is_finished,
     located,
     make_directory,
+    open_save_place,
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.formats.save_places import open_save_place
 from dist_ckpt_strategies.formats.zarr3 import chunk_name
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
