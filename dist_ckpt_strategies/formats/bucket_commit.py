@@ -168,7 +168,7 @@ def read_marker(bucket: Bucket) -> CheckpointMarker:
     Raises:
         CheckpointNotFoundError: there is nothing at that place.
         IncompleteCheckpointError: it has no marker or no manifest, or a marker that does not parse.
-        BucketNotFoundError, StoreAccessError, StoreUnreachableError: nothing can be told.
+        BucketNotFoundError, StoreAccessError, StoreUnreachableError: the store does not answer.
     """
     place = current_place(bucket)
     path = place.path(MARKER_NAME)
@@ -203,8 +203,8 @@ def require_something(bucket: Bucket) -> None:
     """
     if bucket.is_empty():
         what = "there is no checkpoint"
-        if not bucket.tells_missing_buckets:
-            what += f", or no bucket {bucket.url.bucket!r}: listings do not tell"
+        if not bucket.reports_missing_buckets:
+            what += f", or no bucket {bucket.url.bucket!r}: listings do not show it"
         raise CheckpointNotFoundError(f"{bucket}: {what}", path=str(bucket))
 
 

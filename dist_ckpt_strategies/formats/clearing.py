@@ -36,7 +36,7 @@ _OF_TORCH_DIST = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 def require_replaceable(root: Path, keys: Collection[str]) -> None:
     """Raise unless a directory without a marker holds arrays and objects of these keys only.
 
-    Nothing tells others apart from somebody's data.
+    Others may be a user's data.
 
     Raises:
         CheckpointExistsError: there are others; names some.

@@ -112,7 +112,7 @@ class ScannedArray:
         array: its metadata.
         num_chunks: chunk files of its grid that are there, of whatever size.
         file_nbytes: their bytes.
-        writers: the global ranks that wrote them, sorted; empty where the format does not tell.
+        writers: the global ranks that wrote them, sorted; empty where the format does not say.
     """
 
     array: ArraySpec
@@ -131,7 +131,7 @@ class ScannedObject:
         num_shards: shards of the grid that are there.
         num_expected: shards of the complete grid.
         file_nbytes: their bytes; 0 where the manifest itself holds them.
-        writers: the global ranks that wrote them, sorted; empty where the format does not tell.
+        writers: the global ranks that wrote them, sorted; empty where the format does not say.
     """
 
     key: str
@@ -329,7 +329,7 @@ def sharded_format(marker: CheckpointMarker) -> tuple[str, int]:
 
 
 def has_own_common(marker: CheckpointMarker | Issue) -> bool:
-    """Whether the common state lies in ``common.pt``, as far as the marker tells."""
+    """Whether the common state lies in ``common.pt``, as far as the marker says."""
     return isinstance(marker, Issue) or _common_format(marker) == _COMMON_FORMAT
 
 

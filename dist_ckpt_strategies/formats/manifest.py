@@ -303,7 +303,7 @@ def merged_segment(contents: Iterable[bytes]) -> tuple[list[Fields], list[Fields
     """The arrays and objects of one segment, out of what several ranks know of it.
 
     Raises:
-        ValueError: ranks tell different things of an array, or a chunk of it is missing.
+        ValueError: ranks describe an array differently, or a chunk of it is missing.
     """
     arrays: dict[str, Fields] = {}
     objects: list[Fields] = []

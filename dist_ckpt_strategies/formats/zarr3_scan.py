@@ -1,7 +1,7 @@
 """Scan a ("zarr", 2) checkpoint, in a directory or an object store. Loads no torch.
 
 ``manifest_files`` gives every file that the manifest lists, with its size and the comparison of its
-bytes with their digests. A scan compares their names, and sizes where a listing tells them, with
+bytes with their digests. A scan compares their names, and sizes where a listing has them, with
 those that are there; ``verify`` and loads with ``verify="full"`` compare the bytes.
 """
 
@@ -169,11 +169,11 @@ class _Found:
     Attributes:
         store: gives the content of the files.
         marker: of the checkpoint, or what is wrong with it.
-        files: size of each of its files, by name; None where a listing does not tell it.
+        files: size of each of its files, by name; None where a listing does not have it.
         others: names beside them, which are no part of it.
         issues: what the comparison shows.
         listed: names of the files that were compared.
-        nbytes: of files whose size only the manifest tells.
+        nbytes: of files whose size only the manifest has.
     """
 
     store: Store

@@ -39,7 +39,7 @@ def no_answer(path: str, timeout_s: float, why: str) -> StoreUnreachableError:
     Args:
         path: what was asked for.
         timeout_s: how long it was waited for.
-        why: what one more try without retries gave; empty where that tells nothing.
+        why: what one more try without retries gave; empty if that gave no reason.
     """
     reason = f" ({why})" if why else ""
     return StoreUnreachableError(
@@ -135,7 +135,7 @@ _NOTHING = ".nothing/"
 _MORE, _FEWER = "more bytes", "fewer bytes"
 _MAX_PROBE_S = 5.0
 _SHARE_OF_PROBE = 0.125
-"""Of the time for a request: what it tells has to be told while peers still wait for it."""
+"""Of the time for a request: its answer has to arrive while peers still wait."""
 
 _FIRST_PAUSE = "100ms"
 _LONGEST_PAUSE = "4s"
@@ -154,7 +154,7 @@ class Bucket:
         url: where.
         options: how the store is reached.
         is_place: whether the files of a checkpoint lie right below the URL; False where that has
-            to be looked up (publication.current_place).
+            to be looked up (bucket_commit.current_place).
     """
 
     block_nbytes = 8 << 20
@@ -170,7 +170,7 @@ class Bucket:
         return str(self.url)
 
     @property
-    def tells_missing_buckets(self) -> bool:
+    def reports_missing_buckets(self) -> bool:
         """Whether a request that changes nothing shows that the bucket is missing.
 
         TensorStore takes Google's refusal to list a bucket for an empty list; a put shows it.
@@ -230,7 +230,7 @@ class Bucket:
         self._result(self._store.write(name, content), Operation.PUT, self.path(name))
 
     def require_nbytes(self, name: str, nbytes: int) -> None:
-        """See Store. Takes two requests for one byte: none of TensorStore's tells a size."""
+        """See Store. Takes two requests for one byte: TensorStore has no request for a size."""
         if self._has_byte(name, nbytes):
             raise WrongSizeError(self.path(name), nbytes, _MORE)
         if nbytes and not self._has_byte(name, nbytes - 1):
@@ -278,11 +278,11 @@ class Bucket:
     def require_bucket(self) -> None:
         """Raise unless the bucket is there, and may be listed.
 
-        A missing object does not tell: TensorStore reports it, and a missing bucket, alike.
+        TensorStore reports a missing object and a missing bucket alike.
 
         Raises:
-            BucketNotFoundError: it is not there, and the store tells (``tells_missing_buckets``).
-            StoreAccessError, StoreUnreachableError: nothing can be told.
+            BucketNotFoundError: it is not there; only where ``reports_missing_buckets``.
+            StoreAccessError, StoreUnreachableError: the store does not answer.
         """
         self._listed(_NOTHING)
 
@@ -324,7 +324,7 @@ class Bucket:
         except (TimeoutError, FutureTimeoutError):
             future.cancel()
             return "it takes requests, and leaves them unanswered"
-        except Exception as error:  # noqa: BLE001 - libraries raise what they like; it is told
+        except Exception as error:  # noqa: BLE001 - libraries raise what they like; it is reported
             return shortened(error)
         return ""
 

@@ -96,7 +96,7 @@ def permitted_access(directory: Path, options: Options) -> FileAccess:
 
 
 def file_system_type(path: Path) -> str | None:
-    """The type of the file system that a path is on, ``ext4`` say; None if it cannot be told."""
+    """The type of the file system that a path is on, such as ``ext4``; None if it is not known."""
     device = os.stat(path).st_dev  # noqa: PTH116 - symmetrical with the major and minor below
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -173,7 +173,7 @@ def _numbers(path: Path) -> dict[str, int]:
 
 
 def is_cached(handle: int, size: int) -> bool:
-    """Whether the middle of a file is in the page cache; True where the kernel cannot tell."""
+    """Whether the middle of a file is in the page cache; True where the kernel does not say."""
     try:
         os.preadv(handle, [bytearray(1)], size // 2, os.RWF_NOWAIT)
     except BlockingIOError:
@@ -243,7 +243,7 @@ def whole_flush(directory: Path) -> WholeFlush | None:
 
 
 def _syncfs_call() -> Callable[[int], int] | None:
-    """The C library's syncfs, if there is one and the kernel's tells of errors."""
+    """The C library's syncfs, if there is one and the kernel's reports errors."""
     version = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
     if platform.system() != "Linux" or version < _FIRST_TO_REPORT:
         return None
@@ -252,7 +252,7 @@ def _syncfs_call() -> Callable[[int], int] | None:
 
 
 def _waiting_nbytes() -> float:
-    """Bytes that wait to be written to disks; infinite where the kernel does not tell."""
+    """Bytes that wait to be written to disks; infinite where the kernel does not say."""
     found = _numbers(_MEMORY_INFO)
     if "Dirty:" not in found:
         return float("inf")

@@ -88,7 +88,7 @@ class Start:
 class BoundedTransfers:
     """A Transfer that has as much under way as fits a budget, in order; a larger one goes alone.
 
-    What does not fit at once begins while somebody waits. After a failure nothing more begins.
+    What does not fit at once begins during ``wait``. After a failure nothing more begins.
 
     Args:
         starts: what to transfer.

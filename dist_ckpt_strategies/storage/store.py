@@ -31,7 +31,7 @@ class WrongSizeError(CorruptCheckpointError):
     Args:
         path: the file.
         expected: bytes.
-        found: in words; an object store only tells whether it is larger.
+        found: in words; an object store only shows whether it is larger.
     """
 
     def __init__(self, path: str, expected: int, found: str) -> None:
@@ -86,7 +86,7 @@ class Store(Protocol):
 
         Raises:
             IncompleteCheckpointError: it is missing.
-            WrongSizeError: it has another size; an object store may tell only at the last block.
+            WrongSizeError: it has another size; in an object store it may show at the last block.
         """
         ...
 
