@@ -15,14 +15,16 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
     StorageError,
+    StrategyError,
 )
-from dist_ckpt_strategies.formats.commit import superseded
+from dist_ckpt_strategies.formats.commit import SavePlace, superseded
 from dist_ckpt_strategies.formats.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
@@ -83,38 +85,57 @@ def visible_place(bucket: Bucket) -> Bucket:
     return place
 
 
-def new_save_id(bucket: Bucket) -> str:
-    """An id larger than that of the current save, whatever the clocks say."""
-    last = int((_current_id(bucket) or "0").partition("-")[0])
-    return f"{max(last + 1, time.time_ns() // 1000):017d}-{uuid.uuid4().hex}"
-
-
-def begin_save(bucket: Bucket, save_id: str) -> None:
-    """Put the first object of a save, and remove what earlier ones left without finishing."""
-    _remove_others(bucket, current_place(bucket))
-    place_of(bucket, save_id).write(SAVE_NAME, begun_content(save_id))
-
-
-def commit(bucket: Bucket, save_id: str, marker: bytes) -> None:
-    """Make a save, all of whose objects were put, the checkpoint's content; then remove the rest.
+class BucketPlace(SavePlace):
+    """A prefix of its own in an object store; see SavePlace.
 
     Args:
         bucket: the checkpoint.
-        save_id: of the save.
-        marker: content of ``metadata.json``, without the id.
-
-    Raises:
-        StorageError: a later save was committed before, or has begun and removed this one.
+        options: limits.
     """
-    place = place_of(bucket, save_id)
-    if (_current_id(bucket) or "") > save_id or not place.has(SAVE_NAME):
-        raise superseded(str(bucket))
-    place.write(MARKER_NAME, marker)
-    bucket.write(MARKER_NAME, json.dumps({**json.loads(marker), _SAVE_FIELD: save_id}).encode())
-    try:
-        _remove_others(bucket, place)
-    except StorageError as error:
-        logger.warning("%s: what the save replaces cannot be removed: %s", bucket, error)
+
+    def __init__(self, bucket: Bucket, options: Options) -> None:
+        super().__init__(bucket, options.timeout_s)
+        self._bucket = bucket
+
+    @property
+    def location(self) -> Bucket:
+        """See SavePlace."""
+        return place_of(self._bucket, self._save_id)
+
+    def new_save_id(self) -> str:
+        """See SavePlace. It is larger than that of the current save, whatever the clocks say."""
+        self._bucket.require_bucket()
+        last = int((_current_id(self._bucket) or "0").partition("-")[0])
+        return f"{max(last + 1, time.time_ns() // 1000):017d}-{uuid.uuid4().hex}"
+
+    def begin(self, keys: Collection[str] | None) -> None:  # noqa: ARG002 - a prefix of its own
+        """See SavePlace. What earlier saves left without finishing is removed."""
+        _remove_others(self._bucket, current_place(self._bucket))
+        self.location.write(SAVE_NAME, begun_content(self._save_id))
+
+    def abandon(self) -> None:
+        """See SavePlace. A prefix that no marker names is not read; prune removes it."""
+
+    def is_current(self) -> bool:
+        """See SavePlace."""
+        return self.location.has(SAVE_NAME)
+
+    def commit(self, marker: bytes | None) -> None:
+        """See SavePlace. What the save replaces is removed afterwards."""
+        if marker is None:
+            raise StrategyError(
+                f"{self}: call dist_ckpt_strategies.save, which also puts the marker"
+            )
+        bucket, place = self._bucket, self.location
+        if (_current_id(bucket) or "") > self._save_id or not self.is_current():
+            raise superseded(bucket)
+        place.write(MARKER_NAME, marker)
+        content = {**json.loads(marker), _SAVE_FIELD: self._save_id}
+        bucket.write(MARKER_NAME, json.dumps(content).encode())
+        try:
+            _remove_others(bucket, place)
+        except StorageError as error:
+            logger.warning("%s: what the save replaces cannot be removed: %s", bucket, error)
 
 
 def _remove_others(bucket: Bucket, current: Bucket) -> None:
@@ -150,7 +171,7 @@ def read_marker(bucket: Bucket) -> CheckpointMarker:
     Raises:
         CheckpointNotFoundError: there is nothing at that place.
         IncompleteCheckpointError: it has no marker or no manifest, or a marker that does not parse.
-        BucketNotFoundError, StoreAccessError, StoreUnreachableError: nothing can be told.
+        BucketNotFoundError, StoreAccessError, StoreUnreachableError: the store does not answer.
     """
     place = current_place(bucket)
     path = place.path(MARKER_NAME)
@@ -185,18 +206,9 @@ def require_something(bucket: Bucket) -> None:
     """
     if bucket.is_empty():
         what = "there is no checkpoint"
-        if not bucket.tells_missing_buckets:
-            what += f", or no bucket {bucket.url.bucket!r}: listings do not tell"
+        if not bucket.reports_missing_buckets:
+            what += f", or no bucket {bucket.url.bucket!r}: listings do not show it"
         raise CheckpointNotFoundError(f"{bucket}: {what}", path=str(bucket))
-
-
-def is_finished(bucket: Bucket) -> bool:
-    """Whether there is a checkpoint with a whole marker, and its manifest."""
-    try:
-        read_marker(bucket)
-    except (CheckpointNotFoundError, IncompleteCheckpointError):
-        return False
-    return True
 
 
 def remove(bucket: Bucket) -> tuple[str, ...]:

@@ -17,7 +17,8 @@ from dist_ckpt_strategies.core.region import Extent
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.bucket_arrays import BucketWriter
 from dist_ckpt_strategies.formats.clearing import require_room_for_format2
-from dist_ckpt_strategies.formats.locations import Location, require_path
+from dist_ckpt_strategies.formats.commit import SavePlace
+from dist_ckpt_strategies.formats.locations import Location, open_save_place, require_path
 from dist_ckpt_strategies.formats.manifest import (
     INDEX_NAME,
     SAVE_NAME,
@@ -48,16 +49,15 @@ from dist_ckpt_strategies.formats.objects import (
     plain_value,
     write_dumped,
 )
-from dist_ckpt_strategies.formats.save_places import SavePlace, open_save_place
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.formats.zarr2_engines import open_array_store
 from dist_ckpt_strategies.formats.zarr3_arrays import ArrayWriterBase, open_writer
 from dist_ckpt_strategies.megatron.parallel_layout import parallel_sizes
 from dist_ckpt_strategies.storage.base import ArrayWriter
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.file_store import Directory, FileStore
 from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.storage.io_pool import Job, run_pooled, run_with_limit
+from dist_ckpt_strategies.storage.store import Directory, Store
 
 Digests = Mapping[tuple[str, Extent], list[int]]
 """Of each chunk, by key and index: of its inner chunks, then of its index."""
@@ -133,7 +133,7 @@ class CheckpointWriter(ABC):
         self.store.write(COMMON_NAME, content)
 
     @property
-    def store(self) -> FileStore:
+    def store(self) -> Store:
         """The place of the save, as files."""
         location = self.place.location
         return location if isinstance(location, Bucket) else Directory(location)

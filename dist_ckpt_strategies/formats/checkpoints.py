@@ -34,10 +34,10 @@ from dist_ckpt_strategies.formats.zarr3_arrays import Zarr3Reader
 from dist_ckpt_strategies.formats.zarr3_scan import common_check, manifest_files
 from dist_ckpt_strategies.storage.base import ArrayReader
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.file_store import Directory, FileStore
 from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access, permitted_access
 from dist_ckpt_strategies.storage.files import require_directory
 from dist_ckpt_strategies.storage.io_pool import Job, limited, run_pooled
+from dist_ckpt_strategies.storage.store import Directory, Store
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class Format2Checkpoint:
     def __init__(self, root: Location, options: Options) -> None:
         self._root = root = content_of(root)
         self._options = options
-        self.file_store: FileStore = root if isinstance(root, Bucket) else _directory(root)
+        self.file_store: Store = root if isinstance(root, Bucket) else _directory(root)
         self.manifest = self._manifest()
 
     @property

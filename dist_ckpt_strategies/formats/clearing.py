@@ -1,16 +1,13 @@
-"""What is in a directory that a checkpoint goes to: what a save may replace, and its removal."""
+"""What is in a directory that a checkpoint goes to, and what of it a save may replace."""
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
-import uuid
 from collections.abc import Collection
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from dist_ckpt_strategies.errors import CheckpointExistsError
-from dist_ckpt_strategies.formats.finished import WITHDRAWN_NAME, withdraw_marker
 from dist_ckpt_strategies.formats.manifest import MANIFEST_NAME, OBJECTS_NAME, SAVE_NAME
 from dist_ckpt_strategies.formats.object_files import object_ids, object_path
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
@@ -21,12 +18,13 @@ from dist_ckpt_strategies.storage.files import (
     file_errors,
     is_directory,
     is_elsewhere,
-    sync_path,
 )
 from dist_ckpt_strategies.storage.io_pool import limited
-from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
 
 _MAX_NAMED = 5
+
+_FOLDERS = (ARRAYS_NAME, OBJECTS_NAME, MANIFEST_NAME)
+"""The folders of a save of format 2; the one that it is recognised by last."""
 
 _ENDS = re.compile(r"(?=/|\Z)")
 """Where the path of a directory above a key, or of its own, ends within it."""
@@ -35,10 +33,10 @@ _OF_TORCH_DIST = re.compile(r"__\d+_\d+\.distcp|\.metadata")
 """What torch.distributed.checkpoint names its files."""
 
 
-def require_room(root: Path, keys: Collection[str]) -> None:
+def require_replaceable(root: Path, keys: Collection[str]) -> None:
     """Raise unless a directory without a marker holds arrays and objects of these keys only.
 
-    Nothing tells others apart from somebody's data.
+    Others may be a user's data.
 
     Raises:
         CheckpointExistsError: there are others; names some.
@@ -80,91 +78,17 @@ def require_nothing_in_the_way(root: Path, keys: Collection[str]) -> None:
 
 
 @limited
-def retract(root: Path, *, with_torch_dist: bool) -> None:
-    """Withdraw the marker, durably, then remove what ``move_out`` finds."""
-    withdraw_marker(root)
-    trash = root / f"{REMOVED_PREFIX}{uuid.uuid4().hex}"
-    with file_errors(None, root):
-        trash.mkdir()
-        move_out(root, trash, with_torch_dist=with_torch_dist)
-        sync_path(root)
-        (root / WITHDRAWN_NAME).unlink(missing_ok=True)
-        shutil.rmtree(trash)
-
-
-def move_out(root: Path, trash: Path, *, with_torch_dist: bool) -> None:
-    """Move the arrays and objects of a checkpoint to another directory, of either format.
-
-    ``common.pt`` stays: it may be the new one already. So do other checkpoints below the directory,
-    what links lead to, and files of any other kind.
-
-    Args:
-        root: the checkpoint's directory.
-        trash: a directory of the same file system.
-        with_torch_dist: whether files of torch_dist go too.
-
-    Raises:
-        OSError: something cannot be moved.
-    """
-    names = names_of_checkpoint(root, with_torch_dist=with_torch_dist)
-    above = {parent for name in names for parent in PurePath(name).parents}
-    prefix = f"{trash}/{uuid.uuid4().hex}-"  # a commit that is completed has moved some before
-    for number, name in enumerate(names):
-        raise_if_cancelled()
-        os.rename(f"{root}/{name}", f"{prefix}{number}")  # noqa: PTH104 - 10,000 times
-    for inner in sorted(above, key=_depth, reverse=True)[:-1]:  # the last is the root
-        directory = root / inner
-        if directory.is_dir() and not any(directory.iterdir()):
-            directory.rmdir()
-
-
-def names_of_checkpoint(root: Path, *, with_torch_dist: bool) -> list[str]:
-    """What ``move_out`` moves: paths below the directory."""
-    names = [*_files_of_format1(root), *_folders_of_format2(root)]
-    return names + (_files_of_torch_dist(root) if with_torch_dist else [])
-
-
-def _depth(path: PurePath) -> int:
-    return len(path.parts)
-
-
-def _files_of_format1(root: Path) -> list[str]:
-    """Directories of arrays, with Megatron-Core's locks beside them, and files of objects."""
-    layout = Zarr2Layout(root)
-    objects = [str(object_path(root, found).relative_to(root)) for found in object_ids(root)]
-    arrays = sorted(layout.keys(), key=len, reverse=True)
-    return objects + [name for key in arrays for name in (key, *layout.lock_directories(key))]
-
-
-def _files_of_torch_dist(root: Path) -> list[str]:
-    """Data of torch_dist, which the marker of another format would orphan."""
-    with os.scandir(root) as scan:
-        return [
-            entry.name
-            for entry in scan
-            if _OF_TORCH_DIST.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
-        ]
-
-
-def _folders_of_format2(root: Path) -> list[str]:
-    """The folders of a save of format 2; the one that it is recognised by last."""
-    if not (root / SAVE_NAME).is_file():
-        return []
-    return [n for n in (ARRAYS_NAME, OBJECTS_NAME, MANIFEST_NAME) if (root / n).exists()]
-
-
-@limited
 def require_room_for_format2(root: Path) -> None:
     """Raise where a folder of format 2 is there that is not ours.
 
-    One that holds nothing is nobody's: a save that was cut short before its first file leaves it.
+    An empty one may be replaced: a save that was cut short before its first file leaves it.
 
     Raises:
         CheckpointExistsError: it is; names it.
     """
     if (root / SAVE_NAME).is_file():
         return
-    for name in (ARRAYS_NAME, OBJECTS_NAME, MANIFEST_NAME):
+    for name in _FOLDERS:
         if os.path.lexists(root / name) and not _holds_nothing(root / name):
             raise CheckpointExistsError(
                 f"{root / name} is not of a checkpoint of format ('zarr', 2), which would put its "
@@ -178,3 +102,57 @@ def _holds_nothing(path: Path) -> bool:
     if path.is_symlink() or not path.is_dir():
         return False
     return all(one.name.startswith((REMOVED_PREFIX, PARTIAL_PREFIX)) for one in path.iterdir())
+
+
+def require_no_obstacle(source: Path, target: Path, going: Collection[str]) -> None:
+    """Raise where something is in the way of a staged file, and does not go with an old checkpoint.
+
+    Raises:
+        CheckpointExistsError: there is a file where a directory is to go, or the other way round.
+    """
+    for entry in sorted_entries(source):
+        path = f"{target}/{entry.name}"
+        if path in going or not os.path.lexists(path):
+            continue
+        is_here, is_there = entry.is_dir(follow_symlinks=False), os.path.isdir(path)  # noqa: PTH112
+        if is_here != is_there:
+            raise CheckpointExistsError(
+                f"{path} is in the way of a file or directory of this save; remove it, or save "
+                "elsewhere",
+                path=path,
+            )
+        if is_here:
+            require_no_obstacle(Path(entry.path), Path(path), going)
+
+
+def sorted_entries(directory: Path | str) -> list[os.DirEntry[str]]:
+    """What is in a directory, by name."""
+    with os.scandir(directory) as scan:
+        return sorted(scan, key=lambda entry: entry.name)
+
+
+def names_of_contents(root: Path, *, with_torch_dist: bool) -> list[str]:
+    """The arrays and objects of a checkpoint of either format: paths below its directory.
+
+    Arrays of format 1 are directories, with Megatron-Core's locks beside them. ``common.pt`` is not
+    among them: it may be the new one already. Nor are other checkpoints below the directory, what
+    links lead to, and files of any other kind.
+
+    Args:
+        root: the checkpoint's directory.
+        with_torch_dist: whether files of torch_dist are among them, which the marker of another
+            format would orphan.
+    """
+    layout = Zarr2Layout(root)
+    names = [str(object_path(root, found).relative_to(root)) for found in object_ids(root)]
+    for key in sorted(layout.keys(), key=len, reverse=True):
+        names += [key, *layout.lock_directories(key)]
+    if (root / SAVE_NAME).is_file():
+        names += [name for name in _FOLDERS if (root / name).exists()]
+    if with_torch_dist:
+        names += [
+            entry.name
+            for entry in sorted_entries(root)
+            if _OF_TORCH_DIST.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+        ]
+    return names

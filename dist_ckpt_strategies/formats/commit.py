@@ -1,7 +1,8 @@
-"""Saves to a directory: files are staged under the save's own name, then renamed into place.
+"""When a directory counts as a checkpoint, and how a save to it becomes one.
 
-A save writes to ``.partial-SAVE_ID`` below the checkpoint's directory and nowhere else. A thread of
-an abandoned save that wakes up later can only write there. When everything is durable, ``commit``
+``metadata.json``, the marker, is the last file of a checkpoint, and whole. A save writes to
+``.partial-SAVE_ID`` below the checkpoint's directory and nowhere else. A thread of an abandoned
+save that wakes up later can only write there. When everything is durable, ``DirectoryPlace.commit``
 puts the marker into the staging directory, which decides that the save will be visible, and then
 renames: the old marker and the old files out, the new files in, the new marker last. A commit that
 was killed on the way is carried to its end by ``complete_commit``; every step can be repeated. All
@@ -17,31 +18,39 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING
 
-from dist_ckpt_strategies.errors import CheckpointExistsError, StorageError
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.errors import (
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+    StorageError,
+)
 from dist_ckpt_strategies.formats.clearing import (
-    move_out,
-    names_of_checkpoint,
+    names_of_contents,
+    require_no_obstacle,
     require_nothing_in_the_way,
-    require_room,
+    require_replaceable,
+    sorted_entries,
 )
-from dist_ckpt_strategies.formats.finished import (
-    WITHDRAWN_NAME,
-    has_interrupted_commit,
-    has_withdrawn_marker,
-    is_finished,
-    staged_markers,
-    withdraw_marker,
-)
+from dist_ckpt_strategies.formats.manifest import SAVE_NAME
+from dist_ckpt_strategies.formats.marker import CheckpointMarker
+from dist_ckpt_strategies.formats.object_files import object_ids
+from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
     MARKER_NAME,
+    MAX_JSON_NBYTES,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     file_errors,
+    make_directories,
+    read_file,
     require_directory,
     storage_error,
     sync_path,
@@ -51,7 +60,19 @@ from dist_ckpt_strategies.storage.files import (
 from dist_ckpt_strategies.storage.io_pool import limited, run_with_limit
 from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
 
+if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
+    from dist_ckpt_strategies.storage.bucket import Bucket
+
 logger = logging.getLogger(__name__)
+
+OLD_MARKER_NAME = REMOVED_PREFIX + MARKER_NAME
+"""The marker of a checkpoint that is being replaced, until its arrays have been removed."""
+
+HOLDS_SAFETENSORS = (
+    "it holds files of safetensors, a model's arrays and no checkpoint; the library safetensors "
+    "reads them, and `dist-ckpt diff` compares what `dist-ckpt convert` wrote with a checkpoint"
+)
+"""What a directory of such files is, and what reads it; follows what was expected there."""
 
 _PAUSE_S = 0.02
 _WAIT_S = 30.0
@@ -61,9 +82,92 @@ _LOCK_NAME = ".commit-lock"
 _NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST}
 
 
-def staging_directory(root: Path, save_id: str) -> Path:
-    """Where a save writes until its commit."""
-    return root / f"{PARTIAL_PREFIX}{save_id}"
+@limited
+def read_marker(root: Path) -> CheckpointMarker:
+    """The marker of a finished checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: the directory does not exist.
+        IncompleteCheckpointError: it has no marker, or one that does not parse.
+    """
+    require_directory(root)
+    path = root / MARKER_NAME
+    with file_errors(None, path):
+        content = read_file(path, MAX_JSON_NBYTES) if path.exists() else None
+    if content is None:
+        raise IncompleteCheckpointError(
+            f"{root} is not a distributed checkpoint, or is incomplete: {path}, the "
+            f"last file of a save, is missing; {_what_is_there(root)}",
+            path=str(path),
+        )
+    try:
+        return CheckpointMarker.from_json(content)
+    except (ValueError, TypeError) as error:
+        raise IncompleteCheckpointError(
+            f"{root} is incomplete: {path} is not whole ({error})", path=str(path)
+        ) from error
+
+
+def _what_is_there(root: Path) -> str:
+    """What a directory without a marker holds, in words."""
+    if _has_interrupted_commit(root):
+        return (
+            "a save was interrupted while it moved its files into place, and nothing is lost: "
+            "`dist-ckpt verify`, dist_ckpt_strategies.load and load_latest complete it"
+        )
+    staged = sorted(path.name for path in root.glob(f"{PARTIAL_PREFIX}*/"))
+    if staged:
+        return f"a save began and has not come to its end; what it has written is in {staged[-1]}"
+    if (root / SAVE_NAME).exists():
+        return (
+            f"{SAVE_NAME} says that a save of format ('zarr', 2) began and has not come to its end"
+        )
+    if are_safetensors(path.name for path in root.iterdir()):
+        return HOLDS_SAFETENSORS
+    num_arrays = sum(1 for _ in Zarr2Layout(root).keys())
+    num_objects = sum(1 for _ in object_ids(root))
+    common = "is there" if (root / COMMON_NAME).exists() else "is missing too"
+    return f"{COMMON_NAME} {common}; found {num_arrays} arrays and {num_objects} objects"
+
+
+def are_safetensors(names: Iterable[str]) -> bool:
+    """Whether there are files of safetensors among those of a directory without a marker."""
+    return any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
+
+
+@limited
+def write_marker(root: Path, marker: CheckpointMarker) -> None:
+    """Make the checkpoint visible: the marker is there whole, or not at all."""
+    path = root / MARKER_NAME
+    with file_errors(None, path):
+        write_file(path, marker.to_json())
+
+
+@limited
+def make_directory(root: Path) -> None:
+    """Make the directory, durably; one that is there stays as it is."""
+    with file_errors(None, root):
+        make_directories(root)
+
+
+@limited
+def set_marker_aside(root: Path) -> None:
+    """Make the directory count as incomplete, durably, before anything of it changes.
+
+    That it has held a checkpoint is still known afterwards: see has_old_marker. Several ranks may
+    do it at once.
+    """
+    path = root / MARKER_NAME
+    with file_errors(None, path), suppress(FileNotFoundError):
+        raise_if_cancelled()
+        path.replace(root / OLD_MARKER_NAME)
+        sync_path(root)
+
+
+@limited
+def has_old_marker(root: Path) -> bool:
+    """Whether a save has begun to replace a checkpoint, and has not removed its arrays yet."""
+    return (root / OLD_MARKER_NAME).exists()
 
 
 @limited
@@ -78,122 +182,21 @@ def invalidate(root: Path) -> None:
     if not root.exists():
         return
     with file_errors(None, root):
-        if has_interrupted_commit(root):
-            (root / WITHDRAWN_NAME).touch()
-    remove_stale(root, completes=False)
+        if _has_interrupted_commit(root):
+            (root / OLD_MARKER_NAME).touch()
+    _remove_stale(root, completes=False)
     raise_if_cancelled()
-    withdraw_marker(root)
+    set_marker_aside(root)
 
 
 @limited
-def begin_staging(
-    root: Path, save_id: str, keys: Collection[str] | None, *, overwrite: bool
-) -> None:
-    """Make the staging directory of a save; on its first rank.
-
-    What earlier saves left without finishing is removed.
-
-    Args:
-        root: the checkpoint's directory, which exists.
-        save_id: of the save.
-        keys: of all its arrays and objects; None if they are not known.
-        overwrite: whether arrays and objects without a marker may be replaced, whatever their keys.
-
-    Raises:
-        CheckpointExistsError: there are arrays or objects of other keys and no marker; or a key
-            leads into another checkpoint, or through a link.
-        StorageError: another process is committing a save there.
-    """
-    require_directory(root)
-    if keys is not None:
-        if not (overwrite or is_finished(root)):
-            require_room(root, keys)
-        require_nothing_in_the_way(root, keys)
-    remove_stale(root)
-    staging = staging_directory(root, save_id)
+def remove_contents(root: Path) -> None:
+    """Make the directory count as incomplete, durably; then remove its arrays and objects."""
+    set_marker_aside(root)
+    trash = root / f"{REMOVED_PREFIX}{uuid.uuid4().hex}"
     with file_errors(None, root):
-        staging.mkdir()
-        (staging / _LOCK_NAME).touch()
-
-
-def wait_until_seen(root: str, is_seen: Callable[[], bool], owner: str, timeout_s: float) -> None:
-    """Wait until this rank sees what another one has written.
-
-    Args:
-        root: where.
-        is_seen: looks.
-        owner: the rank that wrote it.
-        timeout_s: of the save.
-
-    Raises:
-        StorageError: it does not appear; the place is not the same one.
-    """
-    deadline = time.monotonic() + min(timeout_s / 2, _WAIT_S)
-    while not is_seen():
-        if time.monotonic() > deadline:
-            raise StorageError(
-                f"{root}: what {owner} has written there is not seen here; all ranks have to save "
-                "to one directory, on a file system that they share, and no other job at the same "
-                "time",
-                path=root,
-            )
-        time.sleep(_PAUSE_S)
-
-
-@limited
-def is_staged(root: Path, save_id: str) -> bool:
-    """Whether the staging directory of a save is there: no other save has begun since."""
-    return staging_directory(root, save_id).is_dir()
-
-
-def superseded(root: Path | str) -> StorageError:
-    """The error for a save whose place belongs to another one by now."""
-    return StorageError(
-        f"{root}: another save to it has begun before this one was finished, or what this one had "
-        "written was removed; nothing of it was made visible",
-        path=str(root),
-    )
-
-
-@limited
-def commit(root: Path, save_id: str, marker: bytes | None, *, replaces: bool) -> None:
-    """Move the files of a save, all durable, into place; on its first rank.
-
-    Args:
-        root: the checkpoint's directory.
-        save_id: of the save.
-        marker: content of ``metadata.json``, which makes the checkpoint visible; None if the caller
-            writes it. An earlier marker has to be withdrawn before, then.
-        replaces: whether arrays and objects that are there belong to a checkpoint, finished or not,
-            that this one replaces.
-
-    Raises:
-        StorageError: the staging directory is gone, or a file cannot be moved. An earlier
-            checkpoint is still there, or ``complete_commit`` can finish this one.
-    """
-    staging = staging_directory(root, save_id)
-    with file_errors(None, root), _locked(staging) as is_there:
-        if not is_there:
-            raise superseded(root)
-        going = names_of_checkpoint(root, with_torch_dist=True) if replaces else ()
-        _require_no_obstacle(staging, root, {f"{root}/{name}" for name in going})
-        sync_path(staging)
-        if marker is not None:
-            write_file(staging / MARKER_NAME, marker)
-            sync_path(root)
-        raise_if_cancelled()
-        if replaces:
-            _trash_of(staging).mkdir()  # a full disk refuses that while the old marker is there
-            _withdraw(root)
-        _finish(root, staging)
-
-
-def clean_up_after_commit(root: Path) -> None:
-    """Remove what a commit has replaced, and what earlier saves left; an error is logged."""
-    try:
-        run_with_limit(partial(remove_stale, root), root)
-    except StorageError as error:
-        logger.warning("%s: what the save replaced is still there: %s", root, error)
+        _move_old_out(root, trash, with_torch_dist=False)
+        shutil.rmtree(trash)
 
 
 @limited
@@ -209,10 +212,287 @@ def complete_commit(root: Path) -> bool:
     with file_errors(None, root):
         if (root / MARKER_NAME).exists():
             return False
-        return any(_take_away(root, marker.parent) for marker in staged_markers(root))
+        return any(_take_away(root, marker.parent) for marker in _staged_markers(root))
 
 
-def remove_stale(root: Path, *, completes: bool = True) -> None:
+def superseded(root: object) -> StorageError:
+    """The error for a save whose place belongs to another one by now."""
+    return StorageError(
+        f"{root}: another save to it has begun before this one was finished, or what this one had "
+        "written was removed; nothing of it was made visible",
+        path=str(root),
+    )
+
+
+class SavePlace(ABC):
+    """Where the files of one save go until it is committed. Nothing else writes there.
+
+    Args:
+        root: the checkpoint.
+        timeout_s: of the save.
+    """
+
+    def __init__(self, root: Path | Bucket, timeout_s: float) -> None:
+        self._name = str(root)
+        self._timeout_s = timeout_s
+        self._save_id = ""
+
+    def __str__(self) -> str:
+        """The checkpoint, for messages."""
+        return self._name
+
+    @property
+    @abstractmethod
+    def location(self) -> Path | Bucket:
+        """What the save writes into, after ``join``."""
+
+    @abstractmethod
+    def new_save_id(self) -> str:
+        """Look at what is there, on the first rank; the id of this save."""
+
+    def join(self, save_id: str) -> None:
+        """Take the id that the first rank has made."""
+        self._save_id = save_id
+
+    @abstractmethod
+    def begin(self, keys: Collection[str] | None) -> None:
+        """Make the place, on the first rank; ``keys`` of its arrays and objects.
+
+        Raises:
+            CheckpointExistsError: something is there that the save may not replace.
+        """
+
+    def require(self, owner: str) -> None:
+        """Wait until this rank sees what ``begin`` has made on the rank called ``owner``.
+
+        Raises:
+            StorageError: it does not appear; the place is not the same one.
+        """
+        deadline = time.monotonic() + min(self._timeout_s / 2, _WAIT_S)
+        while not self.is_current():
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"{self}: what {owner} has written there is not seen here; all ranks have to "
+                    "save to one directory, on a file system that they share, and no other job at "
+                    "the same time",
+                    path=str(self),
+                )
+            time.sleep(_PAUSE_S)
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Remove what ``begin`` has made, if anything; what stays is removed by the next save."""
+
+    def require_current(self) -> None:
+        """Raise unless the place is still this save's, on the first rank.
+
+        Raises:
+            StorageError: another save has begun there, or all was removed.
+        """
+        if not self.is_current():
+            raise superseded(self)
+
+    @abstractmethod
+    def is_current(self) -> bool:
+        """Whether what ``begin`` has made is there: no other save has begun since."""
+
+    @abstractmethod
+    def commit(self, marker: bytes | None) -> None:
+        """Make the save, all of it durable, the checkpoint's content; on the first rank.
+
+        Args:
+            marker: content of ``metadata.json``, which makes it visible; None where the caller
+                writes it, and has invalidated the directory before.
+
+        Raises:
+            StorageError: the place is gone, or a file cannot be moved. An earlier checkpoint is
+                still there, or ``complete_commit`` can finish this one.
+        """
+
+
+class DirectoryPlace(SavePlace):
+    """A staging directory in the checkpoint's own; see SavePlace.
+
+    Args:
+        root: the checkpoint's directory, which exists before ``new_save_id``.
+        options: limits.
+        keeps_old: leave an earlier checkpoint whole until the commit. Not where the caller has
+            replaced its ``common.pt`` already.
+        overwrite: replace arrays and objects that belong to no finished checkpoint, too.
+    """
+
+    def __init__(self, root: Path, options: Options, *, keeps_old: bool, overwrite: bool) -> None:
+        super().__init__(root, options.timeout_s)
+        self._root = root
+        self._keeps_old = keeps_old
+        self._overwrite = overwrite
+        self._replaces = True
+
+    @property
+    def location(self) -> Path:
+        """See SavePlace."""
+        return self._root / f"{PARTIAL_PREFIX}{self._save_id}"
+
+    def new_save_id(self) -> str:
+        """See SavePlace."""
+        if not self._keeps_old:
+            invalidate(self._root)
+            self._overwrite = self._overwrite or has_old_marker(self._root)
+        return uuid.uuid4().hex
+
+    @limited
+    def begin(self, keys: Collection[str] | None) -> None:
+        """See SavePlace. With unknown keys nothing is replaced but by ``overwrite``.
+
+        What earlier saves left without finishing is removed.
+
+        Raises:
+            CheckpointExistsError: there are arrays or objects of other keys and no marker; or a key
+                leads into another checkpoint, or through a link.
+            StorageError: another process is committing a save there.
+        """
+        root = self._root
+        self._replaces = keys is not None or self._overwrite
+        require_directory(root)
+        with file_errors(None, root):
+            is_empty = not os.listdir(root)  # noqa: PTH208 - the names alone
+        if keys is not None and not is_empty:
+            if not (self._overwrite or _is_finished(root)):
+                require_replaceable(root, keys)
+            require_nothing_in_the_way(root, keys)
+        if not is_empty:
+            _remove_stale(root)
+        with file_errors(None, root):
+            self.location.mkdir()
+            (self.location / _LOCK_NAME).touch()
+
+    @limited
+    def abandon(self) -> None:
+        """See SavePlace."""
+        shutil.rmtree(self.location, ignore_errors=True)
+
+    @limited
+    def is_current(self) -> bool:
+        """See SavePlace."""
+        return self.location.is_dir()
+
+    def commit(self, marker: bytes | None) -> None:
+        """See SavePlace. That something replaced cannot be removed is logged."""
+        self._commit(marker)
+        try:
+            run_with_limit(partial(_remove_stale, self._root), self)
+        except StorageError as error:
+            logger.warning("%s: what the save replaced is still there: %s", self, error)
+
+    @limited
+    def _commit(self, marker: bytes | None) -> None:
+        root, staging = self._root, self.location
+        with file_errors(None, root), _locked(staging) as is_there:
+            if not is_there:
+                raise superseded(root)
+            is_alone = os.listdir(root) == [staging.name]  # noqa: PTH208 - the names alone
+            replaces = self._replaces and not is_alone
+            if not is_alone:
+                going = names_of_contents(root, with_torch_dist=True) if replaces else ()
+                require_no_obstacle(staging, root, {f"{root}/{name}" for name in going})
+            sync_path(staging)
+            if marker is not None:
+                write_file(staging / MARKER_NAME, marker)
+                sync_path(root)
+            raise_if_cancelled()
+            if replaces:
+                _trash_of(staging).mkdir()  # a full disk refuses that while the old marker is there
+                _mark_for_replacement(root)
+            _finish(root, staging)
+
+
+def _is_finished(root: Path) -> bool:
+    try:
+        if not (root / MARKER_NAME).exists():
+            return False
+        read_marker(root)
+    except (CheckpointNotFoundError, IncompleteCheckpointError):
+        return False
+    return True
+
+
+def _staged_markers(root: Path) -> list[Path]:
+    """Markers of saves that are decided and not finished; one at most, but for changes by hand."""
+    return sorted(root.glob(f"{PARTIAL_PREFIX}*/{MARKER_NAME}"))
+
+
+def _has_interrupted_commit(root: Path) -> bool:
+    """Whether a save was killed while it moved its files into place."""
+    return not (root / MARKER_NAME).exists() and bool(_staged_markers(root))
+
+
+def _mark_for_replacement(root: Path) -> None:
+    """Set the marker aside; without one, note that what is there is to be replaced all the same."""
+    if (root / MARKER_NAME).exists():
+        set_marker_aside(root)
+    elif any(not _is_stale(entry.name) for entry in sorted_entries(root)):
+        (root / OLD_MARKER_NAME).touch()
+
+
+def _finish(root: Path, staging: Path) -> None:
+    """The renames of a commit; where some are made already, the others."""
+    old_marker = root / OLD_MARKER_NAME
+    if old_marker.exists():
+        with_torch_dist = old_marker.stat().st_size > 0
+        _move_old_out(root, _trash_of(staging), with_torch_dist=with_torch_dist)
+    touched: list[Path | str] = [root]
+    _move_below(str(staging), str(root), touched, {MARKER_NAME, _LOCK_NAME})
+    for directory in touched:
+        sync_path(directory)
+    raise_if_cancelled()
+    if (staging / MARKER_NAME).exists():
+        (staging / MARKER_NAME).replace(root / MARKER_NAME)
+        sync_path(root)
+
+
+def _move_old_out(root: Path, trash: Path, *, with_torch_dist: bool) -> None:
+    """Move the arrays and objects of a checkpoint aside, then its old marker.
+
+    Directories above them that become empty go; another call carries an interrupted one on.
+
+    Raises:
+        OSError: something cannot be moved.
+    """
+    trash.mkdir(exist_ok=True)
+    names = names_of_contents(root, with_torch_dist=with_torch_dist)
+    above = {parent for name in names for parent in PurePath(name).parents}
+    prefix = f"{trash}/{uuid.uuid4().hex}-"  # a commit that is completed has moved some before
+    for number, name in enumerate(names):
+        raise_if_cancelled()
+        os.rename(f"{root}/{name}", f"{prefix}{number}")  # noqa: PTH104 - 10,000 times
+    for inner in sorted(above, key=lambda path: len(path.parts), reverse=True)[:-1]:  # not the root
+        directory = root / inner
+        if directory.is_dir() and not any(directory.iterdir()):
+            directory.rmdir()
+    sync_path(root)
+    with suppress(FileNotFoundError):  # of a directory that was never finished
+        (root / OLD_MARKER_NAME).replace(trash / MARKER_NAME)
+
+
+def _move_below(
+    source: str, target: str, touched: list[Path | str], passed: Collection[str]
+) -> None:
+    """Move everything but some names; directories that got new names join ``touched``."""
+    for entry in sorted_entries(source):
+        if entry.name in passed:
+            continue
+        raise_if_cancelled()
+        path = f"{target}/{entry.name}"
+        try:
+            os.rename(entry.path, path)  # noqa: PTH104 - 10,000 times
+        except OSError as error:
+            if error.errno not in _NOT_EMPTY:
+                raise storage_error(None, path, error) from error
+            touched.append(path)
+            _move_below(entry.path, path, touched, ())
+
+
+def _remove_stale(root: Path, *, completes: bool = True) -> None:
     """Remove staging directories, and what was moved out; on one rank.
 
     A commit that was interrupted is completed first. What cannot be removed stays, with a warning:
@@ -226,8 +506,7 @@ def remove_stale(root: Path, *, completes: bool = True) -> None:
         StorageError: another process is committing a save there.
     """
     with file_errors(None, root):
-        with os.scandir(root) as scan:
-            names = sorted(entry.name for entry in scan if _is_stale(entry.name))
+        names = [entry.name for entry in sorted_entries(root) if _is_stale(entry.name)]
         for name in names:  # staging directories, with their locks, come first
             raise_if_cancelled()
             if name.startswith(PARTIAL_PREFIX):
@@ -257,7 +536,7 @@ def _take_away(root: Path, staging: Path, *, completes: bool = True) -> bool:
 
 
 def _is_stale(name: str) -> bool:
-    return name.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)) and name != WITHDRAWN_NAME
+    return name.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)) and name != OLD_MARKER_NAME
 
 
 def _trash_of(staging: Path) -> Path:
@@ -302,86 +581,3 @@ def _locked(staging: Path) -> Iterator[bool]:
         yield staging.exists()
     finally:
         os.close(handle)
-
-
-def _withdraw(root: Path) -> None:
-    """Withdraw the marker; without one, note that what is there is to be replaced all the same."""
-    if (root / MARKER_NAME).exists():
-        withdraw_marker(root)
-        return
-    with os.scandir(root) as scan:
-        has_others = any(not _is_stale(entry.name) for entry in scan)
-    if has_others:
-        (root / WITHDRAWN_NAME).touch()
-
-
-def _finish(root: Path, staging: Path) -> None:
-    """The renames of a commit; where some are made already, the others."""
-    if has_withdrawn_marker(root):
-        _move_old_out(root, _trash_of(staging))
-    _move_in(staging, root)
-    raise_if_cancelled()
-    if (staging / MARKER_NAME).exists():
-        (staging / MARKER_NAME).replace(root / MARKER_NAME)
-        sync_path(root)
-
-
-def _move_old_out(root: Path, trash: Path) -> None:
-    """Move the files of an earlier checkpoint aside, its withdrawn marker last."""
-    withdrawn = root / WITHDRAWN_NAME
-    trash.mkdir(exist_ok=True)
-    move_out(root, trash, with_torch_dist=withdrawn.stat().st_size > 0)
-    sync_path(root)
-    withdrawn.replace(trash / MARKER_NAME)
-
-
-def _move_in(staging: Path, root: Path) -> None:
-    """Move everything but the marker, and make the new names durable."""
-    touched: list[Path | str] = [root]
-    _move_below(str(staging), str(root), touched, {MARKER_NAME, _LOCK_NAME})
-    for directory in touched:
-        sync_path(directory)
-
-
-def _move_below(
-    source: str, target: str, touched: list[Path | str], passed: Collection[str]
-) -> None:
-    with os.scandir(source) as scan:
-        entries = sorted((entry for entry in scan if entry.name not in passed), key=_name)
-    for entry in entries:
-        raise_if_cancelled()
-        path = f"{target}/{entry.name}"
-        try:
-            os.rename(entry.path, path)  # noqa: PTH104 - 10,000 times
-        except OSError as error:
-            if error.errno not in _NOT_EMPTY:
-                raise storage_error(None, path, error) from error
-            touched.append(path)
-            _move_below(entry.path, path, touched, ())
-
-
-def _require_no_obstacle(source: Path, target: Path, going: Collection[str]) -> None:
-    """Raise where something is in the way of a staged file, and does not go with an old checkpoint.
-
-    Raises:
-        CheckpointExistsError: there is a file where a directory is to go, or the other way round.
-    """
-    with os.scandir(source) as scan:
-        entries = sorted(scan, key=_name)
-    for entry in entries:
-        path = f"{target}/{entry.name}"
-        if path in going or not os.path.lexists(path):
-            continue
-        is_here, is_there = entry.is_dir(follow_symlinks=False), os.path.isdir(path)  # noqa: PTH112
-        if is_here != is_there:
-            raise CheckpointExistsError(
-                f"{path} is in the way of a file or directory of this save; remove it, or save "
-                "elsewhere",
-                path=path,
-            )
-        if is_here:
-            _require_no_obstacle(Path(entry.path), Path(path), going)
-
-
-def _name(entry: os.DirEntry[str]) -> str:
-    return entry.name

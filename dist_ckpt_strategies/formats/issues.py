@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # numpy and TensorStore take a while to import
     from dist_ckpt_strategies.core.array import ArraySpec
     from dist_ckpt_strategies.formats.manifest import ManifestIndex
     from dist_ckpt_strategies.storage.bucket import Bucket
-    from dist_ckpt_strategies.storage.file_store import FileStore
+    from dist_ckpt_strategies.storage.store import Store
 
 MAX_LISTED = 1000
 """Missing files of one key that have an issue each; one more issue stands for the others."""
@@ -112,7 +112,7 @@ class ScannedArray:
         array: its metadata.
         num_chunks: chunk files of its grid that are there, of whatever size.
         file_nbytes: their bytes.
-        writers: the global ranks that wrote them, sorted; empty where the format does not tell.
+        writers: the global ranks that wrote them, sorted; empty where the format does not say.
     """
 
     array: ArraySpec
@@ -131,7 +131,7 @@ class ScannedObject:
         num_shards: shards of the grid that are there.
         num_expected: shards of the complete grid.
         file_nbytes: their bytes; 0 where the manifest itself holds them.
-        writers: the global ranks that wrote them, sorted; empty where the format does not tell.
+        writers: the global ranks that wrote them, sorted; empty where the format does not say.
     """
 
     key: str
@@ -301,7 +301,7 @@ def require_no_inner(place: object, inner: Sequence[str]) -> None:
         )
 
 
-def marker_or_issue(store: FileStore) -> CheckpointMarker | Issue:
+def marker_or_issue(store: Store) -> CheckpointMarker | Issue:
     """The marker of a checkpoint, or what is wrong with it.
 
     Raises:
@@ -329,7 +329,7 @@ def sharded_format(marker: CheckpointMarker) -> tuple[str, int]:
 
 
 def has_own_common(marker: CheckpointMarker | Issue) -> bool:
-    """Whether the common state lies in ``common.pt``, as far as the marker tells."""
+    """Whether the common state lies in ``common.pt``, as far as the marker says."""
     return isinstance(marker, Issue) or _common_format(marker) == _COMMON_FORMAT
 
 

@@ -8,12 +8,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from dist_ckpt_strategies.config import Options, store_options_from_environment
-from dist_ckpt_strategies.errors import CheckpointExistsError, StrategyError
-from dist_ckpt_strategies.formats import bucket_commit as bucket_publication
-from dist_ckpt_strategies.formats import commit as staging
-from dist_ckpt_strategies.formats import finished as publication
+from dist_ckpt_strategies.errors import (
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+    StrategyError,
+)
+from dist_ckpt_strategies.formats import bucket_commit, commit
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.files import MARKER_NAME, file_errors
+from dist_ckpt_strategies.storage.io_pool import limited
 from dist_ckpt_strategies.storage.urls import parsed_address
 
 Location = Path | Bucket
@@ -52,17 +57,27 @@ def require_path(location: Location, what: str) -> Path:
 
 
 def read_marker(location: Location) -> CheckpointMarker:
-    """The marker of a finished checkpoint; see publication, and bucket_publication."""
+    """The marker of a finished checkpoint; see ``commit`` and ``bucket_commit``."""
     if isinstance(location, Bucket):
-        return bucket_publication.read_marker(location)
-    return publication.read_marker(location)
+        return bucket_commit.read_marker(location)
+    return commit.read_marker(location)
 
 
 def is_finished(location: Location) -> bool:
     """Whether there is a checkpoint with a whole marker."""
-    if isinstance(location, Bucket):
-        return bucket_publication.is_finished(location)
-    return publication.is_finished(location)
+    try:
+        if isinstance(location, Path) and not _has_marker(location):
+            return False
+        read_marker(location)
+    except (CheckpointNotFoundError, IncompleteCheckpointError):
+        return False
+    return True
+
+
+@limited
+def _has_marker(root: Path) -> bool:
+    with file_errors(None, root):
+        return (root / MARKER_NAME).exists()
 
 
 def require_unfinished(location: Location) -> None:
@@ -81,13 +96,13 @@ def require_unfinished(location: Location) -> None:
 def make_directory(location: Location) -> None:
     """Make a directory, durably; an object store needs none."""
     if isinstance(location, Path):
-        publication.make_directory(location)
+        commit.make_directory(location)
 
 
 def content_of(location: Location) -> Location:
     """Where the files of a checkpoint lie: in a bucket below the prefix of its save."""
     if isinstance(location, Bucket):
-        return bucket_publication.current_place(location)
+        return bucket_commit.current_place(location)
     return location
 
 
@@ -100,4 +115,13 @@ def complete_commit(location: Location) -> None:
         StorageError: another process is still at it, or a file cannot be moved.
     """
     if isinstance(location, Path):
-        staging.complete_commit(location)
+        commit.complete_commit(location)
+
+
+def open_save_place(
+    location: Location, options: Options, *, keeps_old: bool, overwrite: bool
+) -> commit.SavePlace:
+    """Where the files of a save to a location go until its commit; see DirectoryPlace."""
+    if isinstance(location, Bucket):
+        return bucket_commit.BucketPlace(location, options)
+    return commit.DirectoryPlace(location, options, keeps_old=keeps_old, overwrite=overwrite)

@@ -25,7 +25,7 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompatibleVersionError,
 )
-from dist_ckpt_strategies.storage.file_store import FileStore
+from dist_ckpt_strategies.storage.store import Store
 
 DIGEST_NBYTES = 8
 
@@ -303,7 +303,7 @@ def merged_segment(contents: Iterable[bytes]) -> tuple[list[Fields], list[Fields
     """The arrays and objects of one segment, out of what several ranks know of it.
 
     Raises:
-        ValueError: ranks tell different things of an array, or a chunk of it is missing.
+        ValueError: ranks describe an array differently, or a chunk of it is missing.
     """
     arrays: dict[str, Fields] = {}
     objects: list[Fields] = []
@@ -330,7 +330,7 @@ def _require_same(one: Fields, other: Fields) -> None:
 
 
 def write_segment(
-    store: FileStore, number: int, first: str, arrays: list[Fields], objects: list[Fields]
+    store: Store, number: int, first: str, arrays: list[Fields], objects: list[Fields]
 ) -> SegmentEntry:
     """Write a segment, durably; its entry in the index.
 
@@ -450,7 +450,7 @@ class Manifest:
         IncompatibleVersionError: a later version of this package wrote it.
     """
 
-    def __init__(self, store: FileStore) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
         content = store.read(INDEX_NAME)
         self.index = parse_index(content, store.path(INDEX_NAME))

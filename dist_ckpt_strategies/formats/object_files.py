@@ -108,7 +108,7 @@ def file_damage(file: IO[bytes]) -> str | None:
     """What is wrong with the zip archive that ``torch.save`` makes; None where nothing is.
 
     Every record is compared with the archive's own checksum of it, and its entry in the archive's
-    directory with what torch's reader takes. Reads the file once, in pieces. Files of the older,
+    directory with what torch's reader takes. Reads the file once, in blocks. Files of the older,
     non-zip form carry no checksum and pass.
     """
     head = file.read(2)

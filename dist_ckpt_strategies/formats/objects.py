@@ -57,7 +57,6 @@ __all__ = [
     "read_pickle",
     "remove_object",
     "write_dumped",
-    "write_object",
 ]
 
 _UNSAFE_GLOBAL = re.compile(r"GLOBAL (\S+)")
@@ -115,13 +114,6 @@ def dump_loadable(obj: Any, *, name: str, allow: Allowed) -> bytes:
             text = f"{name} cannot be saved: a load would fail: {error}"
             raise unsafe or StorageError(text, key=name) from error
     return content
-
-
-def write_object(root: Path, object_id: ObjectId, obj: Any) -> int:
-    """Store one shard of an object, durably; returns its size in bytes."""
-    content = dump_object(obj, name=object_id.unique_key)
-    write_dumped(root, object_id, content)
-    return len(content)
 
 
 @limited

@@ -27,7 +27,7 @@ from dist_ckpt_strategies.storage.direct_io import (
     MIN_DIRECT_NBYTES,
     BounceBuffers,
     Bytes,
-    read_buffered,
+    pread_into,
     read_direct,
     start_direct,
     write_buffered,
@@ -86,7 +86,7 @@ class RawRead:
             with self.bounce.borrowed() as buffer:
                 found = [read_direct(handle, at, memory, buffer) for at, memory in self.runs]
         else:
-            found = [read_buffered(handle, at, memory) for at, memory in self.runs]
+            found = [pread_into(handle, at, memory) for at, memory in self.runs]
         for (byte_offset, memory), count in zip(self.runs, found, strict=True):
             if count != memory.size:
                 raise wrong_chunk_size(self.array, self.path, byte_offset + count)

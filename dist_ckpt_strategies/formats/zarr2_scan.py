@@ -15,7 +15,7 @@ from pathlib import Path
 from dist_ckpt_strategies.core.array import UNKNOWN, ArraySpec, ObjectId
 from dist_ckpt_strategies.core.region import Extent
 from dist_ckpt_strategies.errors import CheckpointError, CheckpointNotFoundError
-from dist_ckpt_strategies.formats.finished import HOLDS_SAFETENSORS, are_safetensors
+from dist_ckpt_strategies.formats.commit import HOLDS_SAFETENSORS, are_safetensors
 from dist_ckpt_strategies.formats.issues import (
     NO_FILE,
     FileCheck,
@@ -40,7 +40,6 @@ from dist_ckpt_strategies.formats.issues import (
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.object_files import file_damage, shard_id, shard_path
 from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, parse_metadata
-from dist_ckpt_strategies.storage.file_store import Directory, nbytes_text
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
@@ -53,6 +52,7 @@ from dist_ckpt_strategies.storage.files import (
     reason,
     require_directory,
 )
+from dist_ckpt_strategies.storage.store import Directory, nbytes_text
 
 FORMAT1 = ("zarr", 1)
 

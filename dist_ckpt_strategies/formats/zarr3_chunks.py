@@ -31,8 +31,8 @@ from dist_ckpt_strategies.storage.direct_io import (
     BLOCK_NBYTES,
     MIN_DIRECT_NBYTES,
     BounceBuffers,
+    pread_into,
     read_aligned,
-    read_buffered,
     start_direct,
     stop_direct,
     write_buffered,
@@ -293,7 +293,7 @@ def read_run(handle: int, grid: InnerGrid, run: Run, buffer: Bytes, *, is_direct
     if is_direct:
         content = read_aligned(handle, byte_offset, nbytes, buffer)
     else:
-        content = buffer[: read_buffered(handle, byte_offset, buffer[:nbytes])]
+        content = buffer[: pread_into(handle, byte_offset, buffer[:nbytes])]
     if content.size != nbytes:
         raise OSError(0, "it ended while it was read")
     return content

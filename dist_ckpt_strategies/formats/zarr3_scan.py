@@ -1,7 +1,7 @@
 """Scan a ("zarr", 2) checkpoint, in a directory or an object store. Loads no torch.
 
 ``manifest_files`` gives every file that the manifest lists, with its size and the comparison of its
-bytes with their digests. A scan compares their names, and sizes where a listing tells them, with
+bytes with their digests. A scan compares their names, and sizes where a listing has them, with
 those that are there; ``verify`` and loads with ``verify="full"`` compare the bytes.
 """
 
@@ -63,12 +63,6 @@ from dist_ckpt_strategies.formats.zarr3 import (
     metadata_content,
     metadata_name,
 )
-from dist_ckpt_strategies.storage.file_store import (
-    Directory,
-    FileStore,
-    WrongSizeError,
-    nbytes_text,
-)
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
@@ -79,6 +73,12 @@ from dist_ckpt_strategies.storage.files import (
     folders_below,
     read_folder,
     require_directory,
+)
+from dist_ckpt_strategies.storage.store import (
+    Directory,
+    Store,
+    WrongSizeError,
+    nbytes_text,
 )
 
 if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
@@ -149,7 +149,7 @@ def scan_format2(place: Path | Bucket) -> Scan | None:
     )
 
 
-def read_begun(store: FileStore) -> SaveBegun | None:
+def read_begun(store: Store) -> SaveBegun | None:
     """When and where the save to a place began; None where no file of a save says so."""
     try:
         fields = json.loads(store.read(SAVE_NAME)[:MAX_JSON_NBYTES])
@@ -169,14 +169,14 @@ class _Found:
     Attributes:
         store: gives the content of the files.
         marker: of the checkpoint, or what is wrong with it.
-        files: size of each of its files, by name; None where a listing does not tell it.
+        files: size of each of its files, by name; None where a listing does not have it.
         others: names beside them, which are no part of it.
         issues: what the comparison shows.
         listed: names of the files that were compared.
-        nbytes: of files whose size only the manifest tells.
+        nbytes: of files whose size only the manifest has.
     """
 
-    store: FileStore
+    store: Store
     marker: CheckpointMarker | Issue
     files: Mapping[str, int | None]
     others: tuple[str, ...]
@@ -283,7 +283,7 @@ def _is_of_checkpoint(name: str) -> bool:
 
 
 def _read_manifest(
-    store: FileStore,
+    store: Store,
 ) -> tuple[ManifestIndex | None, list[ArrayRecord], list[ObjectRecord], list[Issue]]:
     """The manifest as far as it can be read, and what is missing or damaged.
 
@@ -333,7 +333,7 @@ def _grids(objects: Sequence[ObjectRecord]) -> Iterator[ScannedObject]:
 
 
 def manifest_files(
-    store: FileStore,
+    store: Store,
     arrays: Iterable[ArrayRecord],
     objects: Iterable[ObjectRecord],
     common: FileDigest | None,
@@ -353,12 +353,12 @@ def manifest_files(
         yield common_check(store, common)
 
 
-def common_check(store: FileStore, listed: FileDigest) -> FileCheck:
+def common_check(store: Store, listed: FileDigest) -> FileCheck:
     """The file of the common state."""
     return _whole_file(store, None, COMMON_NAME, listed, "the state that all ranks share")
 
 
-def _files_of_array(store: FileStore, record: ArrayRecord) -> Iterator[FileCheck]:
+def _files_of_array(store: Store, record: ArrayRecord) -> Iterator[FileCheck]:
     """The file that describes an array to other readers, then those of its chunks."""
     array, content = record.array, metadata_content(record.array)
     listed = FileDigest(len(content), digest_of(content))
@@ -372,7 +372,7 @@ def _files_of_array(store: FileStore, record: ArrayRecord) -> Iterator[FileCheck
         yield FileCheck(array.key, name, nbytes, run, expected)
 
 
-def _packs(store: FileStore, objects: Iterable[ObjectRecord]) -> Iterator[FileCheck]:
+def _packs(store: Store, objects: Iterable[ObjectRecord]) -> Iterator[FileCheck]:
     """The files that hold objects."""
     packs: dict[str, list[tuple[ObjectRecord, Span]]] = {}
     for record in objects:
@@ -385,7 +385,7 @@ def _packs(store: FileStore, objects: Iterable[ObjectRecord]) -> Iterator[FileCh
 
 
 def _whole_file(
-    store: FileStore, key: str | None, name: str, listed: FileDigest, what: str
+    store: Store, key: str | None, name: str, listed: FileDigest, what: str
 ) -> FileCheck:
     """A file with one digest."""
     expected = f"{what}, {nbytes_text(listed.nbytes)}"
@@ -404,9 +404,7 @@ def _where(index: Extent, record: ChunkRecord) -> str:
     return f"(chunk {index}, written by rank {record.writer})"
 
 
-def check_chunk(
-    store: FileStore, array: ArraySpec, index: Extent, record: ChunkRecord
-) -> list[Issue]:
+def check_chunk(store: Store, array: ArraySpec, index: Extent, record: ChunkRecord) -> list[Issue]:
     """Every inner chunk of a chunk's file whose digest differs, and the index where its does.
 
     Raises:
@@ -448,7 +446,7 @@ def check_chunk(
 
 
 def _check_pack(
-    store: FileStore, name: str, nbytes: int, records: Sequence[tuple[ObjectRecord, Span]]
+    store: Store, name: str, nbytes: int, records: Sequence[tuple[ObjectRecord, Span]]
 ) -> Iterator[Issue]:
     """Compare the size of a file of objects, then each object in it."""
     try:

@@ -35,7 +35,6 @@ from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.scan import run_checks
 from dist_ckpt_strategies.local.part_files import SUFFIX, PartReader, is_being_written
 from dist_ckpt_strategies.local.part_format import Part, PartId
-from dist_ckpt_strategies.storage.file_store import Directory
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     PARTIAL_PREFIX,
@@ -45,6 +44,7 @@ from dist_ckpt_strategies.storage.files import (
     reason,
     require_directory,
 )
+from dist_ckpt_strategies.storage.store import Directory
 
 if TYPE_CHECKING:  # torch takes a while to import
     from dist_ckpt_strategies.comm.base import Communicator

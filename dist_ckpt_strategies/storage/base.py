@@ -49,7 +49,7 @@ class Transfer(Protocol):
 
 
 class ArrayReader(Protocol):
-    """Moves boxes of elements from named arrays to memory."""
+    """Moves regions of named arrays to memory."""
 
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """Issue all reads at once. A missing chunk is an error, never zeros."""
@@ -57,7 +57,7 @@ class ArrayReader(Protocol):
 
 
 class ArrayWriter(Protocol):
-    """Moves boxes of elements from memory to named arrays."""
+    """Moves regions of named arrays from memory to storage."""
 
     def begin_creates(self, arrays: Sequence[ArraySpec]) -> Transfer:
         """Write the metadata of new arrays."""
@@ -66,7 +66,8 @@ class ArrayWriter(Protocol):
     def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:
         """Make durable all that this store has written, and the metadata of these arrays.
 
-        And the names of all their files, whoever wrote them: call it when every rank has.
+        The names of their files too, those that other ranks wrote included: call it when every
+        rank has written.
         """
         ...
 
@@ -128,4 +129,4 @@ class StoredCheckpoint(Protocol):
 
 
 class ArrayStore(ArrayReader, ArrayWriter, Protocol):
-    """Moves boxes of elements between named arrays and memory."""
+    """Moves regions of named arrays to memory and back."""

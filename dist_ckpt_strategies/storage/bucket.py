@@ -1,4 +1,4 @@
-"""What an object store's errors mean, in our own terms."""
+"""A place in an object store, and what the errors of the store mean."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dist_ckpt_strategies.errors import (
     StoreAccessError,
     StoreUnreachableError,
 )
-from dist_ckpt_strategies.storage.file_store import WrongSizeError
+from dist_ckpt_strategies.storage.store import WrongSizeError
 from dist_ckpt_strategies.storage.urls import StoreUrl
 
 _DETAIL = re.compile(r" \[[a-z0-9_-]+='.*", re.DOTALL)
@@ -39,7 +39,7 @@ def no_answer(path: str, timeout_s: float, why: str) -> StoreUnreachableError:
     Args:
         path: what was asked for.
         timeout_s: how long it was waited for.
-        why: what one more try without retries gave; empty where that tells nothing.
+        why: what one more try without retries gave; empty if that gave no reason.
     """
     reason = f" ({why})" if why else ""
     return StoreUnreachableError(
@@ -55,7 +55,7 @@ def shortened(error: Exception) -> str:
     return _DETAIL.sub("", str(error))
 
 
-class Deed(StrEnum):
+class Operation(StrEnum):
     """What a request was to do; the values are words for it."""
 
     READ = "read"
@@ -66,16 +66,16 @@ class Deed(StrEnum):
 
 _RIGHTS = {
     "s3": {
-        Deed.READ: "s3:GetObject",
-        Deed.PUT: "s3:PutObject",
-        Deed.DELETE: "s3:DeleteObject",
-        Deed.LIST: "s3:ListBucket",
+        Operation.READ: "s3:GetObject",
+        Operation.PUT: "s3:PutObject",
+        Operation.DELETE: "s3:DeleteObject",
+        Operation.LIST: "s3:ListBucket",
     },
     "gs": {
-        Deed.READ: "storage.objects.get",
-        Deed.PUT: "storage.objects.create",
-        Deed.DELETE: "storage.objects.delete",
-        Deed.LIST: "storage.objects.list",
+        Operation.READ: "storage.objects.get",
+        Operation.PUT: "storage.objects.create",
+        Operation.DELETE: "storage.objects.delete",
+        Operation.LIST: "storage.objects.list",
     },
 }
 """What an owner has to grant, in Amazon's words and in Google's."""
@@ -83,28 +83,14 @@ _RIGHTS = {
 _WHEN_DELETED = "; a save to a new URL deletes nothing, a conversion its own notes"
 
 
-def bucket_not_found(url: StoreUrl, server: str) -> BucketNotFoundError:
-    """The error for a bucket that is not there.
-
-    Args:
-        url: the checkpoint; none of its objects is at fault.
-        server: where the bucket was looked for.
-    """
-    return BucketNotFoundError(
-        f"{url}: there is no bucket {url.bucket!r} at {server}; make it, or mend the URL or the "
-        "endpoint",
-        path=str(url),
-    )
-
-
 def store_error(
-    error: Exception, deed: Deed, path: str, url: StoreUrl, server: str
+    error: Exception, operation: Operation, path: str, url: StoreUrl, server: str
 ) -> StorageError:
     """What an error of TensorStore's means; its text starts with a status.
 
     Args:
         error: what TensorStore raised.
-        deed: what the request was to do.
+        operation: what the request was to do.
         path: the URL that it was about.
         url: the checkpoint.
         server: who was asked.
@@ -113,13 +99,18 @@ def store_error(
     status = text.partition(":")[0]
     short = shortened(error)
     if any(phrase in text for phrase in _NO_BUCKET):
-        return bucket_not_found(url, server)
+        return BucketNotFoundError(  # no object of the checkpoint is at fault
+            f"{url}: there is no bucket {url.bucket!r} at {server}; make it, or correct the URL "
+            "or the endpoint",
+            path=str(url),
+        )
     if status in {"PERMISSION_DENIED", "UNAUTHENTICATED"} or _NO_CREDENTIALS in text:
         return StoreAccessError(
-            f"{path}: the object store refuses access, to {deed} it ({short}); see the credentials "
-            "(AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or the machine's role) and "
-            f"what they may do in bucket {url.bucket!r}: this takes {_RIGHTS[url.scheme][deed]}"
-            f"{_WHEN_DELETED if deed is Deed.DELETE else ''}",
+            f"{path}: the object store refuses access, to {operation} it ({short}); see the "
+            "credentials (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or the machine's "
+            f"role) and what they may do in bucket {url.bucket!r}: this takes "
+            f"{_RIGHTS[url.scheme][operation]}"
+            f"{_WHEN_DELETED if operation is Operation.DELETE else ''}",
             path=path,
         )
     if status == "OUT_OF_RANGE":
@@ -144,26 +135,26 @@ _NOTHING = ".nothing/"
 _MORE, _FEWER = "more bytes", "fewer bytes"
 _MAX_PROBE_S = 5.0
 _SHARE_OF_PROBE = 0.125
-"""Of the time for a request: what it tells has to be told while peers still wait for it."""
+"""Of the time for a request: its answer has to arrive while peers still wait."""
 
 _FIRST_PAUSE = "100ms"
 _LONGEST_PAUSE = "4s"
 
 
 class Bucket:
-    """What lies below a URL; see FileStore. Names have ``/`` between their parts.
+    """What lies below a URL; see Store. Names have ``/`` between their parts.
 
     Nothing is asked of the store before the first request.
 
     Attributes:
-        block_nbytes: see FileStore.
-        num_readers: see FileStore; each has one request for data under way.
+        block_nbytes: see Store.
+        num_readers: see Store; each has one request for data under way.
 
     Args:
         url: where.
         options: how the store is reached.
         is_place: whether the files of a checkpoint lie right below the URL; False where that has
-            to be looked up (publication.current_place).
+            to be looked up (bucket_commit.current_place).
     """
 
     block_nbytes = 8 << 20
@@ -175,11 +166,11 @@ class Bucket:
         self._options = options
 
     def __str__(self) -> str:
-        """See FileStore."""
+        """See Store."""
         return str(self.url)
 
     @property
-    def tells_missing_buckets(self) -> bool:
+    def reports_missing_buckets(self) -> bool:
         """Whether a request that changes nothing shows that the bucket is missing.
 
         TensorStore takes Google's refusal to list a bucket for an empty list; a put shows it.
@@ -196,15 +187,15 @@ class Bucket:
         return Bucket(url, self._options, is_place=True)
 
     def path(self, name: str) -> str:
-        """See FileStore."""
+        """See Store."""
         return f"{self.url}/{name}"
 
     def read(self, name: str) -> bytes:
-        """See FileStore."""
+        """See Store."""
         return self._read(name, None)
 
     def read_span(self, name: str, byte_offset: int, nbytes: int) -> bytes:
-        """See FileStore.
+        """See Store.
 
         Raises:
             CorruptCheckpointError: it ends before.
@@ -216,7 +207,7 @@ class Bucket:
         return self._read(name, slice(byte_offset, None))
 
     def read_blocks(self, name: str, sizes: Sequence[int]) -> Iterator[memoryview]:
-        """See FileStore."""
+        """See Store."""
         nbytes, byte_offset = sum(sizes), 0
         if self._has_byte(name, nbytes):
             raise WrongSizeError(self.path(name), nbytes, _MORE)
@@ -229,17 +220,17 @@ class Bucket:
             byte_offset += size
 
     def write(self, name: str, content: bytes) -> None:
-        """See FileStore. It is durable once the store has acknowledged it."""
+        """See Store. It is durable once the store has acknowledged it."""
         if len(content) > MAX_PUT_NBYTES:
             raise StorageError(
                 f"{self.path(name)}: {len(content)} bytes, and an object takes {MAX_PUT_NBYTES} in "
                 "one request; spread the objects over more ranks",
                 path=self.path(name),
             )
-        self._result(self._store.write(name, content), Deed.PUT, self.path(name))
+        self._result(self._store.write(name, content), Operation.PUT, self.path(name))
 
     def require_nbytes(self, name: str, nbytes: int) -> None:
-        """See FileStore. Takes two requests for one byte: none of TensorStore's tells a size."""
+        """See Store. Takes two requests for one byte: TensorStore has no request for a size."""
         if self._has_byte(name, nbytes):
             raise WrongSizeError(self.path(name), nbytes, _MORE)
         if nbytes and not self._has_byte(name, nbytes - 1):
@@ -259,13 +250,13 @@ class Bucket:
     def has(self, name: str) -> bool:
         """Whether there is an object of that name."""
         request = self._store.read(name, byte_range=slice(0, 0))
-        found = self._result(request, Deed.READ, self.path(name))
+        found = self._result(request, Operation.READ, self.path(name))
         if found.state == "missing":
             self.require_bucket()
         return bool(found.state != "missing")
 
     def names(self, prefix: str) -> Iterator[str]:
-        """See FileStore."""
+        """See Store."""
         return self.names_starting(f"{prefix}/" if prefix else "")
 
     def names_starting(self, start: str) -> Iterator[str]:
@@ -282,16 +273,16 @@ class Bucket:
         while some := list(islice(left, _DELETES_AT_A_TIME)):
             pending = [(name, self._store.write(name, None)) for name in some]
             for name, future in pending:
-                self._result(future, Deed.DELETE, self.path(name))
+                self._result(future, Operation.DELETE, self.path(name))
 
     def require_bucket(self) -> None:
         """Raise unless the bucket is there, and may be listed.
 
-        A missing object does not tell: TensorStore reports it, and a missing bucket, alike.
+        TensorStore reports a missing object and a missing bucket alike.
 
         Raises:
-            BucketNotFoundError: it is not there, and the store tells (``tells_missing_buckets``).
-            StoreAccessError, StoreUnreachableError: nothing can be told.
+            BucketNotFoundError: it is not there; only where ``reports_missing_buckets``.
+            StoreAccessError, StoreUnreachableError: the store does not answer.
         """
         self._listed(_NOTHING)
 
@@ -299,19 +290,19 @@ class Bucket:
         end = f"{start[:-1]}{chr(ord(start[-1]) + 1)}" if start else ""
         keys = ts.KvStore.KeyRange(start, end)
         place = self.path("" if start == _NOTHING else start).rstrip("/")
-        found = self._result(self._store.list(range=keys), Deed.LIST, place)
+        found = self._result(self._store.list(range=keys), Operation.LIST, place)
         return [key.decode() for key in found]
 
     def _read(self, name: str, byte_range: slice | None) -> bytes:
         path = self.path(name)
-        found = self._result(self._store.read(name, byte_range=byte_range), Deed.READ, path)
+        found = self._result(self._store.read(name, byte_range=byte_range), Operation.READ, path)
         if found.state == "missing":
             self.require_bucket()
             raise IncompleteCheckpointError(f"{path} does not exist", path=path)
         content: bytes = found.value
         return content
 
-    def _result(self, future: Any, deed: Deed, path: str) -> Any:
+    def _result(self, future: Any, operation: Operation, path: str) -> Any:
         """What a request gives, within the time that is set."""
         limit_s = self._options.timeout_s
         try:
@@ -321,7 +312,7 @@ class Bucket:
             raise no_answer(path, limit_s, self._why_not()) from None
         except Exception as error:
             server = server_name(self.url, self._options)
-            raise store_error(error, deed, path, self.url, server) from error
+            raise store_error(error, operation, path, self.url, server) from error
 
     def _why_not(self) -> str:
         """What a single short try says; TensorStore keeps to itself why it tries again."""
@@ -333,7 +324,7 @@ class Bucket:
         except (TimeoutError, FutureTimeoutError):
             future.cancel()
             return "it takes requests, and leaves them unanswered"
-        except Exception as error:  # noqa: BLE001 - libraries raise what they like; it is told
+        except Exception as error:  # noqa: BLE001 - libraries raise what they like; it is reported
             return shortened(error)
         return ""
 

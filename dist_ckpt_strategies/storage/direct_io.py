@@ -111,33 +111,37 @@ def write_direct(handle: int, content: Bytes, buffer: Bytes) -> None:
     for start in range(0, aligned, buffer.size):
         part = content[start : min(start + buffer.size, aligned)]
         buffer[: part.size] = part
-        _write_at(handle, buffer[: part.size], start)
+        pwrite_all(handle, buffer[: part.size], start)
     if aligned < content.size:
         stop_direct(handle)
-        _write_at(handle, content[aligned:], aligned)
+        pwrite_all(handle, content[aligned:], aligned)
 
 
-def _write_at(handle: int, content: Bytes, byte_offset: int) -> None:
+def pwrite_all(handle: int, content: Bytes, byte_offset: int) -> None:
+    """Write every byte to a position of the file, a slice at a time."""
     done = 0
     while done < content.size:
         raise_if_cancelled()
-        done += os.pwrite(handle, content[done:].data, byte_offset + done)
+        some = content[done : done + MAX_SLICE_NBYTES]
+        done += os.pwrite(handle, some.data, byte_offset + done)
 
 
 def read_direct(handle: int, byte_offset: int, target: Bytes, buffer: Bytes) -> int:
-    """Fill ``target`` from a position of the file; returns the bytes that there were."""
-    done = 0
+    """Fill ``target`` from a position of the file; returns the bytes that there were.
+
+    Args:
+        handle: an open file, switched to direct transfers.
+        byte_offset: of the first byte.
+        target: what to fill.
+        buffer: aligned, of three blocks or more.
+    """
+    done, most = 0, buffer.size - 2 * BLOCK_NBYTES
     while done < target.size:
-        position = byte_offset + done
-        skipped = position % BLOCK_NBYTES
-        wanted = -(-(skipped + target.size - done) // BLOCK_NBYTES) * BLOCK_NBYTES
-        got = os.preadv(handle, [buffer[:wanted].data], position - skipped) - skipped
-        if got <= 0:
+        some = read_aligned(handle, byte_offset + done, min(most, target.size - done), buffer)
+        if not some.size:
             break
-        raise_if_cancelled()
-        count = min(got, target.size - done)
-        target[done : done + count] = buffer[skipped : skipped + count]
-        done += count
+        target[done : done + some.size] = some
+        done += some.size
     return done
 
 
@@ -162,7 +166,7 @@ def read_aligned(handle: int, byte_offset: int, nbytes: int, buffer: Bytes) -> B
     return buffer[skipped : min(done, skipped + nbytes)]
 
 
-def read_buffered(handle: int, byte_offset: int, target: Bytes) -> int:
+def pread_into(handle: int, byte_offset: int, target: Bytes) -> int:
     """Fill ``target`` from a position of the file; returns the bytes that there were."""
     done = 0
     while done < target.size:

@@ -1,4 +1,4 @@
-"""How many files to have under way on a file system, and whether past its page cache."""
+"""What suits a file system: threads, direct transfers, one flush; and its page cache."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def permitted_access(directory: Path, options: Options) -> FileAccess:
 
 
 def file_system_type(path: Path) -> str | None:
-    """The type of the file system that a path is on, ``ext4`` say; None if it cannot be told."""
+    """The type of the file system that a path is on, such as ``ext4``; None if it is not known."""
     device = os.stat(path).st_dev  # noqa: PTH116 - symmetrical with the major and minor below
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -242,9 +242,7 @@ def _system_call() -> Callable[..., int] | None:
 _MAX_WAITING_NBYTES = 256 << 20
 """Unwritten data on the machine, ours not yet among it, that a flush may have to wait for."""
 
-_MEMINFO = Path("/proc/meminfo")
 _FIRST_TO_REPORT = (5, 8)
-_WAITING = re.compile(r"^(?:Dirty|Writeback): +(\d+) kB$", re.MULTILINE)
 
 
 class WholeFlush:
@@ -283,7 +281,7 @@ def whole_flush(directory: Path) -> WholeFlush | None:
 
 
 def _syncfs_call() -> Callable[[int], int] | None:
-    """The C library's syncfs, if there is one and the kernel's tells of errors."""
+    """The C library's syncfs, if there is one and the kernel's reports errors."""
     version = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
     if platform.system() != "Linux" or version < _FIRST_TO_REPORT:
         return None
@@ -292,9 +290,8 @@ def _syncfs_call() -> Callable[[int], int] | None:
 
 
 def _waiting_nbytes() -> float:
-    """Bytes that wait to be written to disks; infinite where the kernel does not tell."""
-    try:
-        text = _MEMINFO.read_text(encoding="ascii")
-    except OSError:
+    """Bytes that wait to be written to disks; infinite where the kernel does not say."""
+    found = _numbers(_MEMORY_INFO)
+    if "Dirty:" not in found:
         return float("inf")
-    return sum(int(number) << 10 for number in _WAITING.findall(text))
+    return 1024 * (found["Dirty:"] + found.get("Writeback:", 0))

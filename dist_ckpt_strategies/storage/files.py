@@ -179,18 +179,11 @@ def remove_empty(directory: Path, root: Path) -> None:
 def create_file(path: str, content: bytes) -> bool:
     """Make a file, and its directory, not flushed; False where there is one already."""
     try:
-        handle = os.open(path, _CREATE, 0o666)
+        handle = create_new(path)
     except FileExistsError:
         return False
-    except FileNotFoundError:
-        raise_if_cancelled()
-        os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120 - 10,000 times
-        return create_file(path, content)
-    try:
-        while content:
-            content = content[os.write(handle, content) :]
-    finally:
-        os.close(handle)
+    with os.fdopen(handle, "wb") as file:
+        file.write(content)
     return True
 
 
@@ -207,7 +200,7 @@ def write_file(path: Path, content: bytes | memoryview) -> None:
             os.fsync(file.fileno())
         raise_if_cancelled()
         partial.replace(path)
-    except BaseException:  # interrupted too: nobody else knows its name
+    except BaseException:  # interrupted too: no other code knows its name
         partial.unlink(missing_ok=True)
         raise
     sync_path(path.parent)
@@ -318,29 +311,30 @@ _UNKNOWN = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLC
 
 
 def lock(handle: int) -> None:
-    """Lock an open file for as long as it is open, once nobody else has it locked.
+    """Wait for the lock of an open file, and hold it for as long as the file is open.
 
     Raises:
         OSError: the system refuses.
     """
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    except OSError as error:
-        if error.errno not in _UNKNOWN:
-            raise
+    _flock(handle, fcntl.LOCK_EX)
 
 
 def try_lock(handle: int) -> bool:
-    """Lock an open file unless somebody has it locked; returns whether nobody had.
+    """Lock an open file for as long as it is open; False if another handle holds the lock.
 
     Raises:
         OSError: the system refuses.
     """
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    return True
+
+
+def _flock(handle: int, operation: int) -> None:
+    try:
+        fcntl.flock(handle, operation)
     except OSError as error:
         if error.errno not in _UNKNOWN:
             raise
-    return True

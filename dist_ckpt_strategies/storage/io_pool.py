@@ -88,7 +88,7 @@ class Start:
 class BoundedTransfers:
     """A Transfer that has as much under way as fits a budget, in order; a larger one goes alone.
 
-    What does not fit at once begins while somebody waits. After a failure nothing more begins.
+    What does not fit at once begins during ``wait``. After a failure nothing more begins.
 
     Args:
         starts: what to transfer.
@@ -353,13 +353,7 @@ class OrderedQueues:
         """Have a thread call something; ``settled`` waits for it."""
         future: Future[T] = Future()
 
-        def run() -> None:
-            try:
-                future.set_result(call(*args))
-            except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-                future.set_exception(error)
-
-        self._queues[number].put(run)
+        self._queues[number].put(partial(_settle, future, partial(call, *args)))
         return future
 
     def _work_off(self, queue: SimpleQueue[Callable[[], None] | None]) -> None:
@@ -394,14 +388,17 @@ def start_thread(work: Callable[[], T]) -> Future[T]:
     future: Future[T] = Future()
     context = copy_context()
 
-    def run() -> None:
-        try:
-            future.set_result(context.run(work))
-        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
-            future.set_exception(error)
-
+    run = partial(context.run, _settle, future, work)
     threading.Thread(target=run, name="dist-ckpt-io", daemon=True).start()
     return future
+
+
+def _settle(future: Future[T], work: Callable[[], T]) -> None:
+    """Have a future hold what a call gives, or raises."""
+    try:
+        future.set_result(work())
+    except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+        future.set_exception(error)
 
 
 def _failed(error: CheckpointError) -> Future[Any]:

@@ -16,6 +16,7 @@ from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_fi
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.formats.commit import DirectoryPlace
 from dist_ckpt_strategies.formats.locations import (
     Location,
     complete_commit,
@@ -25,7 +26,6 @@ from dist_ckpt_strategies.formats.locations import (
 )
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import Allowed, allowing, dump_object
-from dist_ckpt_strategies.formats.save_places import DirectoryPlace
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.flow import (
     SaveParts,
@@ -40,8 +40,8 @@ from dist_ckpt_strategies.sharded.async_save import begin_in_background
 from dist_ckpt_strategies.sharded.checks import check_save, digest_of_common
 from dist_ckpt_strategies.sharded.save import begun_save
 from dist_ckpt_strategies.sharded.save_inputs import CommonState, SaveInputs
-from dist_ckpt_strategies.storage.file_store import Directory
 from dist_ckpt_strategies.storage.files import COMMON_NAME
+from dist_ckpt_strategies.storage.store import Directory
 from dist_ckpt_strategies.storage.time_limit import time_left
 from dist_ckpt_strategies.strategies.common import TorchCommonSaveStrategy
 from dist_ckpt_strategies.strategies.entry_options import (

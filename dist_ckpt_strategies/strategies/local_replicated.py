@@ -28,12 +28,12 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.finished import (
-    is_finished,
+from dist_ckpt_strategies.formats.commit import (
     make_directory,
-    publish,
-    withdraw_marker,
+    set_marker_aside,
+    write_marker,
 )
+from dist_ckpt_strategies.formats.locations import is_finished
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
@@ -198,7 +198,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
         def prepare() -> bytes:
             make_directory(root)
             if common_dir is None:
-                withdraw_marker(root)
+                set_marker_aside(root)
             common_path = Path(common_dir or checkpoint_dir).absolute() / COMMON_NAME
             with file_errors("common state", common_path):
                 return read_file(common_path) if comm.rank == 0 else b""
@@ -450,7 +450,7 @@ def _write_common(root: Path, common: bytes) -> None:
     with file_errors("common state", path):
         if not (path.exists() and read_file(path) == common):
             write_file(path, common)
-    publish(root, CheckpointMarker(BACKEND, VERSION))
+    write_marker(root, CheckpointMarker(BACKEND, VERSION))
 
 
 @limited

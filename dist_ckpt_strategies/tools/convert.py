@@ -23,6 +23,7 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.formats.bucket_commit import SAVE_PREFIX
+from dist_ckpt_strategies.formats.commit import SavePlace
 from dist_ckpt_strategies.formats.issues import Watch
 from dist_ckpt_strategies.formats.locations import (
     Location,
@@ -30,10 +31,10 @@ from dist_ckpt_strategies.formats.locations import (
     is_finished,
     located,
     make_directory,
+    open_save_place,
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.formats.save_places import SavePlace, open_save_place
 from dist_ckpt_strategies.formats.zarr3 import chunk_name
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors

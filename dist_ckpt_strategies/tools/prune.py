@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from dist_ckpt_strategies.config import StoreOptions, store_options_from_environment
 from dist_ckpt_strategies.errors import CheckpointError, PlanError, StorageError
-from dist_ckpt_strategies.formats.clearing import retract
-from dist_ckpt_strategies.formats.commit import complete_commit, invalidate
-from dist_ckpt_strategies.formats.finished import WITHDRAWN_NAME
+from dist_ckpt_strategies.formats.commit import (
+    OLD_MARKER_NAME,
+    complete_commit,
+    invalidate,
+    remove_contents,
+)
 from dist_ckpt_strategies.formats.issues import lacks_files
 from dist_ckpt_strategies.formats.manifest import (
     INDEX_NAME,
@@ -289,7 +292,7 @@ class CheckpointDirectory:
         invalidate(directory)
         with file_errors(None, directory):
             (directory / COMMON_NAME).unlink(missing_ok=True)
-        retract(directory, with_torch_dist=False)
+        remove_contents(directory)
         with file_errors(None, directory):
             _remove_empty_folders(directory)
             remove_empty(directory, self.root)
@@ -330,7 +333,7 @@ def _status(directory: Path) -> Status:
 
 def _is_stale(entry: os.DirEntry[str]) -> bool:
     """Whether a killed save left this: a staging directory, removed files, a withdrawn marker."""
-    if entry.name == WITHDRAWN_NAME:
+    if entry.name == OLD_MARKER_NAME:
         return True
     return entry.name.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)) and entry.is_dir()
 

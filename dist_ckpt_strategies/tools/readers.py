@@ -28,7 +28,7 @@ from dist_ckpt_strategies.formats.objects import (
 )
 from dist_ckpt_strategies.storage.base import ArrayRead, HostArray
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.direct_io import read_buffered
+from dist_ckpt_strategies.storage.direct_io import pread_into
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
@@ -182,7 +182,7 @@ def read_rows(
         for first, count in contiguous_runs(region, shape):
             part = memory[filled : filled + count * target.dtype.itemsize]
             at = byte_offset + first * target.dtype.itemsize
-            if read_buffered(file.fileno(), at, part) != part.size:
+            if pread_into(file.fileno(), at, part) != part.size:
                 text = f"{key}: {path} is damaged: it has become shorter"
                 raise CorruptCheckpointError(text, key=key, path=path)
             filled += part.size

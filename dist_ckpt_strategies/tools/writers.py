@@ -63,7 +63,6 @@ from dist_ckpt_strategies.sharded.plan_manifest import build_manifest_plan
 from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.bucket import MAX_REQUESTS, Bucket
 from dist_ckpt_strategies.storage.direct_io import begin_writeback, write_buffered
-from dist_ckpt_strategies.storage.file_store import Directory, FileStore
 from dist_ckpt_strategies.storage.file_systems import permitted_access, whole_flush
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
@@ -72,6 +71,7 @@ from dist_ckpt_strategies.storage.files import (
     file_errors,
     sync_path,
 )
+from dist_ckpt_strategies.storage.store import Directory, Store
 from dist_ckpt_strategies.tools.plan_convert import (
     ConvertPlan,
     FileTask,
@@ -290,7 +290,7 @@ class Zarr2Writer:
 
     marker = CheckpointMarker("zarr", 2)
 
-    def __init__(self, store: FileStore, plan: ConvertPlan, block_nbytes: int) -> None:
+    def __init__(self, store: Store, plan: ConvertPlan, block_nbytes: int) -> None:
         self._store, self._plan = store, plan
         self._block_nbytes = block_nbytes
         self._memory = Memory()

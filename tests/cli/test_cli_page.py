@@ -22,7 +22,7 @@ from dist_ckpt_strategies.cli.render import print_table
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.threads import run_ranks
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.formats.finished import publish
+from dist_ckpt_strategies.formats.commit import write_marker
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.sharded.save_cache import SaveCache
@@ -115,7 +115,7 @@ def write_format2(place: Path, *, is_finished: bool = True) -> Path:
 
     run_ranks(NUM_RANKS, save)
     if is_finished:
-        publish(root, CheckpointMarker("zarr", 2))
+        write_marker(root, CheckpointMarker("zarr", 2))
     return root
 
 

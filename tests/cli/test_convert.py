@@ -19,7 +19,7 @@ from dist_ckpt_strategies.cli.app import app
 from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.core.array import DType, ObjectId
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
-from dist_ckpt_strategies.formats.objects import dump_object, write_object
+from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.storage.files import COMMON_NAME, write_file
 from tests.support.checkpoints import (
     EMPTY,
@@ -33,6 +33,7 @@ from tests.support.checkpoints import (
     write_checkpoint,
     write_foreign_checkpoint,
 )
+from tests.support.objects import write_object
 from tests.support.samples import random_values
 from tests.support.stores import write_array
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from dist_ckpt_strategies.cli.app import app
 from dist_ckpt_strategies.core.array import DType
-from dist_ckpt_strategies.formats.finished import publish
+from dist_ckpt_strategies.formats.commit import write_marker
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.local.part_files import PartDirectory
 from dist_ckpt_strategies.local.part_format import (
@@ -260,7 +260,7 @@ def checkpoint(tmp_path: Path) -> Path:
     content = {"common": {"common_digest": xxhash.xxh3_128_hexdigest(COMMON)}}
     write_part(home, 100, 0, 0, content)
     (home / "common.pt").write_bytes(COMMON)
-    publish(home, CheckpointMarker("local_replicated", 1))
+    write_marker(home, CheckpointMarker("local_replicated", 1))
     return home
 
 

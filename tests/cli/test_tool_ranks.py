@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dist_ckpt_strategies.cli.app import app
-from dist_ckpt_strategies.formats.finished import is_finished
+from dist_ckpt_strategies.formats.locations import is_finished
 from tests.support.checkpoints import RNG, WEIGHT, flip_bit
 
 pytestmark = pytest.mark.multiprocess

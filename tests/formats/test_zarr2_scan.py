@@ -25,7 +25,6 @@ from dist_ckpt_strategies.formats.issues import (
     Watch,
 )
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
-from dist_ckpt_strategies.formats.objects import write_object
 from dist_ckpt_strategies.formats.scan import scan, verify
 from tests.support.checkpoints import (
     ARRAYS,
@@ -43,6 +42,7 @@ from tests.support.checkpoints import (
     write_foreign_checkpoint,
     write_metadata,
 )
+from tests.support.objects import write_object
 
 Damage = Callable[[Path], object]
 GOLDEN = golden_archives()

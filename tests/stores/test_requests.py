@@ -18,8 +18,8 @@ from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.chunk_grids import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import StorageError, StoreAccessError, StoreUnreachableError
-from dist_ckpt_strategies.formats import bucket_commit as publication
 from dist_ckpt_strategies.formats.bucket_arrays import BucketReader, BucketWriter
+from dist_ckpt_strategies.formats.bucket_commit import BucketPlace
 from dist_ckpt_strategies.formats.locations import located
 from dist_ckpt_strategies.formats.manifest import ArrayRecord, ChunkRecord
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
@@ -219,11 +219,12 @@ def test_of_two_jobs_at_one_url_the_replaced_one_is_not_told_that_it_saved(
         return {"w": ShardedTensor.from_rank_offsets("w", torch.full((8, 4), value))}
 
     dist_ckpt_strategies.save(state(0.0), url, FORMAT2)
-    first = publication.new_save_id(location)
-    publication.begin_save(location, first)
-    publication.begin_save(location, publication.new_save_id(location))
+    first, second = (BucketPlace(location, Options()) for _ in range(2))
+    for place in (first, second):
+        place.join(place.new_save_id())
+        place.begin(None)
     with pytest.raises(StorageError, match="another save"):
-        publication.commit(location, first, location.read("metadata.json"))
+        first.commit(location.read("metadata.json"))
     loaded: Any = dist_ckpt_strategies.load(state(-1.0), url)
     assert sorted(loaded["w"].unique().tolist()) == [0.0]
     assert proxy.requests

@@ -25,11 +25,11 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     UnsafeObjectError,
 )
-from dist_ckpt_strategies.formats.finished import (
-    has_withdrawn_marker,
-    is_finished,
-    publish,
+from dist_ckpt_strategies.formats.commit import (
+    has_old_marker,
+    write_marker,
 )
+from dist_ckpt_strategies.formats.locations import is_finished
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
@@ -92,11 +92,11 @@ def test_what_torch_saved_we_load_and_what_we_save_torch_loads(tmp_path: Path) -
 
 
 def test_saving_common_state_invalidates_an_older_checkpoint(tmp_path: Path) -> None:
-    publish(tmp_path, CheckpointMarker("zarr"))
+    write_marker(tmp_path, CheckpointMarker("zarr"))
     TorchCommonSaveStrategy().save_common({}, tmp_path)
 
     assert not is_finished(tmp_path)
-    assert has_withdrawn_marker(tmp_path)
+    assert has_old_marker(tmp_path)
 
 
 def test_a_class_that_is_not_allowed_is_named_with_the_remedy(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.support.samples import Values
 
 
 @dataclass
-class Deed:
+class Operation:
     """A transfer that happens when it is waited for, as late as a store may do it."""
 
     act: Callable[[], None]
@@ -44,13 +44,13 @@ class MemoryArrays:
     fails: set[str] = field(default_factory=set)
     writes: list[list[ArrayWrite]] = field(default_factory=list)
     reads: list[list[ArrayRead]] = field(default_factory=list)
-    deeds: list[Deed] = field(default_factory=list)
+    deeds: list[Operation] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
 
     @property
-    def in_flight(self) -> list[Deed]:
+    def in_flight(self) -> list[Operation]:
         """Transfers that nobody has waited for."""
-        return [deed for deed in self.deeds if not deed.is_done]
+        return [operation for operation in self.deeds if not operation.is_done]
 
     def begin_creates(self, arrays: Sequence[ArraySpec]) -> Transfer:
         """See ArrayStore."""
@@ -83,7 +83,7 @@ class MemoryArrays:
         return self._begun("read", [read.array.key for read in reads], act)
 
     def _begun(self, name: str, keys: Sequence[str], act: Callable[[], None]) -> Transfer:
-        def deed() -> None:
+        def operation() -> None:
             self.events.append(f"{name} done")
             for key in keys:
                 if key in self.fails:
@@ -91,5 +91,5 @@ class MemoryArrays:
             act()
 
         self.events.append(f"{name} begun")
-        self.deeds.append(Deed(deed))
+        self.deeds.append(Operation(operation))
         return self.deeds[-1]

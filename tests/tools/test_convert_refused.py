@@ -32,7 +32,7 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
     UnsafeObjectError,
 )
-from dist_ckpt_strategies.formats.finished import is_finished
+from dist_ckpt_strategies.formats.locations import is_finished
 from dist_ckpt_strategies.formats.zarr3 import array_directory
 from tests.support.entries import Entry, prepare, save
 from tests.support.ranks import RankDiedError, allow_torch_dist, run_processes

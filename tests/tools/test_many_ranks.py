@@ -26,10 +26,10 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StorageError,
 )
-from dist_ckpt_strategies.formats.finished import is_finished
-from dist_ckpt_strategies.formats.objects import write_object
+from dist_ckpt_strategies.formats.locations import is_finished
 from dist_ckpt_strategies.formats.scan import scan, verify
 from tests.support.checkpoints import write_checkpoint
+from tests.support.objects import write_object
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.stores import write_array
 

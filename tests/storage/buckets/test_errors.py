@@ -11,7 +11,7 @@ from dist_ckpt_strategies.errors import (
     StoreAccessError,
     StoreUnreachableError,
 )
-from dist_ckpt_strategies.storage.bucket import Deed, store_error
+from dist_ckpt_strategies.storage.bucket import Operation, store_error
 from dist_ckpt_strategies.storage.urls import StoreUrl
 
 RUN = StoreUrl("s3", "bucket", "run")
@@ -37,7 +37,7 @@ DETAIL = " [http_response_code='403'] [http_response_body='<Error>...</Error>']"
     ],
 )
 def test_each_answer_has_its_class(text: str, kind: type[StorageError]) -> None:
-    found = store_error(ValueError(text), Deed.PUT, "s3://bucket/run/x", RUN, "http://host")
+    found = store_error(ValueError(text), Operation.PUT, "s3://bucket/run/x", RUN, "http://host")
 
     named = "s3://bucket/run" if kind is BucketNotFoundError else "s3://bucket/run/x"
     assert type(found) is kind
@@ -47,18 +47,24 @@ def test_each_answer_has_its_class(text: str, kind: type[StorageError]) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
-@pytest.mark.parametrize("deed", Deed)
-def test_a_refusal_says_what_was_refused_and_which_right_it_takes(scheme: str, deed: Deed) -> None:
+@pytest.mark.parametrize("operation", Operation)
+def test_a_refusal_says_what_was_refused_and_which_right_it_takes(
+    scheme: str, operation: Operation
+) -> None:
     url = StoreUrl(scheme, "bucket", "run")
 
-    found = store_error(ValueError("PERMISSION_DENIED: no"), deed, f"{url}/x", url, "http://host")
+    found = store_error(
+        ValueError("PERMISSION_DENIED: no"), operation, f"{url}/x", url, "http://host"
+    )
 
     right = {
-        Deed.READ: "s3:GetObject storage.objects.get",
-        Deed.PUT: "s3:PutObject storage.objects.create",
-        Deed.DELETE: "s3:DeleteObject storage.objects.delete",
-        Deed.LIST: "s3:ListBucket storage.objects.list",
-    }[deed].split()[scheme == "gs"]
-    assert f"to {deed} it" in found.message
+        Operation.READ: "s3:GetObject storage.objects.get",
+        Operation.PUT: "s3:PutObject storage.objects.create",
+        Operation.DELETE: "s3:DeleteObject storage.objects.delete",
+        Operation.LIST: "s3:ListBucket storage.objects.list",
+    }[operation].split()[scheme == "gs"]
+    assert f"to {operation} it" in found.message
     assert f"this takes {right}" in found.message
-    assert ("a save to a new URL deletes nothing" in found.message) == (deed is Deed.DELETE)
+    assert ("a save to a new URL deletes nothing" in found.message) == (
+        operation is Operation.DELETE
+    )

@@ -62,7 +62,7 @@ def test_a_file_of_any_size_is_written_whole(
     size=st.integers(0, RAW.size),
     offset=st.integers(0, RAW.size),
     length=st.integers(0, RAW.size),
-    num_blocks=st.integers(1, 3),
+    num_blocks=st.integers(3, 5),
 )
 def test_any_stretch_of_a_file_is_read_and_its_end_is_noticed(
     size: int, offset: int, length: int, num_blocks: int, tmp_path: Path

@@ -176,7 +176,7 @@ def test_the_whole_file_system_is_flushed_only_where_little_waits_and_errors_are
     path = tmp_path / "meminfo"
     if meminfo is not None:
         path.write_text(meminfo)
-    monkeypatch.setattr(whole_flush, "_MEMINFO", path)
+    monkeypatch.setattr(whole_flush, "_MEMORY_INFO", path)
     monkeypatch.setattr("platform.release", lambda: release)
 
     assert (whole_flush.whole_flush(tmp_path) is not None) == is_whole

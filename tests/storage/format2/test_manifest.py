@@ -14,7 +14,7 @@ import pytest
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.formats.manifest import INDEX_NAME, Manifest, digest_of
 from dist_ckpt_strategies.formats.scan import scan, verify
-from dist_ckpt_strategies.storage.file_store import Directory
+from dist_ckpt_strategies.storage.store import Directory
 from tests.support.format2_checkpoints import LARGE, RNG, write_format2
 
 PART = "manifest/part-00000.json"

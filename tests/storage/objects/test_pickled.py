@@ -38,9 +38,9 @@ from dist_ckpt_strategies.formats.objects import (
     read_object,
     read_pickle,
     remove_object,
-    write_object,
 )
 from tests.support.disks import fill_disk, read_only
+from tests.support.objects import write_object
 
 NAME = ObjectId("rng_state", (0, 1), (2, 2))
 PLAIN: dict[str, Any] = {

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from dist_ckpt_strategies.errors import CorruptCheckpointError
-from dist_ckpt_strategies.storage.direct_io import read_buffered
+from dist_ckpt_strategies.storage.direct_io import pread_into
 from dist_ckpt_strategies.storage.files import (
     file_errors,
     open_at_once,
@@ -31,7 +31,7 @@ class WrongSizeError(CorruptCheckpointError):
     Args:
         path: the file.
         expected: bytes.
-        found: in words; an object store only tells whether it is larger.
+        found: in words; an object store only shows whether it is larger.
     """
 
     def __init__(self, path: str, expected: int, found: str) -> None:
@@ -40,7 +40,7 @@ class WrongSizeError(CorruptCheckpointError):
         self.found = found
 
 
-class FileStore(Protocol):
+class Store(Protocol):
     """A directory, or what stands for one. Names have ``/`` between their parts.
 
     Every method raises StorageError, naming the file, where storage fails.
@@ -86,7 +86,7 @@ class FileStore(Protocol):
 
         Raises:
             IncompleteCheckpointError: it is missing.
-            WrongSizeError: it has another size; an object store may tell only at the last block.
+            WrongSizeError: it has another size; in an object store it may show at the last block.
         """
         ...
 
@@ -114,7 +114,7 @@ def nbytes_text(nbytes: int) -> str:
 
 
 class Directory:
-    """A directory of a file system; see FileStore.
+    """A directory of a file system; see Store.
 
     Args:
         root: the directory.
@@ -127,46 +127,46 @@ class Directory:
 
     @property
     def num_readers(self) -> int:
-        """See FileStore: one thread for each processor."""
+        """See Store: one thread for each processor."""
         return len(os.sched_getaffinity(0))
 
     def __str__(self) -> str:
-        """See FileStore."""
+        """See Store."""
         return str(self.root)
 
     def path(self, name: str) -> str:
-        """See FileStore."""
+        """See Store."""
         return f"{self.root}/{name}"
 
     @limited
     def read(self, name: str) -> bytes:
-        """See FileStore."""
+        """See Store."""
         path = self.path(name)
         with file_errors(None, path):
             return read_file(path)
 
     @limited
     def read_span(self, name: str, byte_offset: int, nbytes: int) -> bytes:
-        """See FileStore."""
+        """See Store."""
         path = self.path(name)
         with file_errors(None, path):
             return read_span(path, byte_offset, nbytes)
 
     def read_blocks(self, name: str, sizes: Sequence[int]) -> Iterator[memoryview]:
-        """See FileStore."""
+        """See Store."""
         path, memory, byte_offset = self.path(name), np.empty(max(sizes), np.uint8), 0
         self.require_nbytes(name, sum(sizes))
         with file_errors(None, path), open(path, "rb", 0, opener=open_at_once) as file:
             for nbytes in sizes:
                 block = memory[:nbytes]
-                if read_buffered(file.fileno(), byte_offset, block) != nbytes:
+                if pread_into(file.fileno(), byte_offset, block) != nbytes:
                     raise OSError(0, "it ended while it was read")
                 yield block.data
                 byte_offset += nbytes
 
     @limited
     def require_nbytes(self, name: str, nbytes: int) -> None:
-        """See FileStore."""
+        """See Store."""
         path = self.path(name)
         with file_errors(None, path):
             found = Path(path).stat().st_size
@@ -175,7 +175,7 @@ class Directory:
 
     @limited
     def write(self, name: str, content: bytes) -> None:
-        """See FileStore."""
+        """See Store."""
         path = Path(self.path(name))
         with file_errors(None, path):
             if not path.parent.is_dir():
@@ -184,7 +184,7 @@ class Directory:
             write_file(path, content)
 
     def names(self, prefix: str) -> Iterator[str]:
-        """See FileStore."""
+        """See Store."""
         with file_errors(None, self.path(prefix)):
             for directory, _, files in os.walk(self.path(prefix)):
                 below = os.path.relpath(directory, self.root)

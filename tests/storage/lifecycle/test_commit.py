@@ -22,20 +22,19 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
-from dist_ckpt_strategies.formats.finished import (
-    is_finished,
+from dist_ckpt_strategies.formats.commit import (
     make_directory,
-    publish,
     read_marker,
+    write_marker,
 )
-from dist_ckpt_strategies.formats.locations import require_unfinished
+from dist_ckpt_strategies.formats.locations import is_finished, require_unfinished
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
-from dist_ckpt_strategies.formats.objects import write_object
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.sharded.save_cache import SaveCache
 from tests.support.disks import fill_disk, read_only
 from tests.support.format2_checkpoints import write_format2
 from tests.support.formats import save_format1
+from tests.support.objects import write_object
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.samples import random_values
 from tests.support.stores import write_array
@@ -52,7 +51,7 @@ def make_checkpoint(root: Path) -> None:
     write_object(root, ObjectId("rng_state", (0, 0), (1, 2)), {"seed": 1})
     write_object(root, ObjectId("a/b/state", (0,), (1,)), None)
     torch.save({"iteration": 7}, root / "common.pt")
-    publish(root, MARKER)
+    write_marker(root, MARKER)
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -83,7 +82,7 @@ def files_of(*keys: str) -> set[str]:
 
 
 def test_a_published_checkpoint_is_finished(tmp_path: Path) -> None:
-    publish(tmp_path, MARKER)
+    write_marker(tmp_path, MARKER)
 
     assert is_finished(tmp_path)
     assert read_marker(tmp_path) == MARKER
@@ -149,7 +148,7 @@ def test_a_directory_in_the_place_of_the_marker_is_an_error(tmp_path: Path) -> N
 def test_a_marker_is_replaced_at_once(tmp_path: Path) -> None:
     """Somebody who reads all the time sees one of the two markers, and never anything else."""
     markers = [CheckpointMarker("zarr", version) for version in (1, 2)]
-    publish(tmp_path, markers[0])
+    write_marker(tmp_path, markers[0])
     done = threading.Event()
     seen: list[CheckpointMarker] = []
 
@@ -160,7 +159,7 @@ def test_a_marker_is_replaced_at_once(tmp_path: Path) -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     for number in range(50):
-        publish(tmp_path, markers[number % 2])
+        write_marker(tmp_path, markers[number % 2])
     done.set()
     watcher.join()
     assert set(seen) <= set(markers)
@@ -171,7 +170,7 @@ def test_a_marker_that_cannot_be_written_leaves_nothing_behind(small_disk: Path)
     fill_disk(small_disk)
 
     with pytest.raises(StorageError, match="no space left") as caught:
-        publish(small_disk, MARKER)
+        write_marker(small_disk, MARKER)
     assert caught.value.path == str(small_disk / "metadata.json")
     assert not is_finished(small_disk)
     assert [path.name for path in small_disk.iterdir()] == [".ballast"]
@@ -313,7 +312,7 @@ def test_files_of_torch_dist_are_replaced_with_their_marker_only(tmp_path: Path)
     save_over(tmp_path, "w")
     assert set(contents(tmp_path)) == {*names, "mine.distcp"} | files_of("w")
 
-    publish(tmp_path, CheckpointMarker("torch_dist", 1))
+    write_marker(tmp_path, CheckpointMarker("torch_dist", 1))
     save_over(tmp_path, "w")
     assert set(contents(tmp_path)) == {"mine.distcp"} | files_of("w")
 
@@ -345,7 +344,7 @@ def test_a_read_only_checkpoint_keeps_its_marker_and_its_files(small_disk: Path)
 def publish_for_ever(rank: int, root: str) -> None:
     versions = iter(range(1, 1 << 40))
     while True:
-        publish(Path(root), CheckpointMarker("zarr", next(versions), "x" * 10_000))
+        write_marker(Path(root), CheckpointMarker("zarr", next(versions), "x" * 10_000))
 
 
 @pytest.mark.multiprocess
@@ -362,7 +361,7 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_marker(tmp_path: Path) -> 
 
 
 def publish_while_watched(rank: int, root: str) -> None:
-    publish(Path(root), CheckpointMarker("zarr", 1, "x" * 10_000))
+    write_marker(Path(root), CheckpointMarker("zarr", 1, "x" * 10_000))
     (Path(root) / "pid.new").write_text(str(os.getpid()))
     (Path(root) / "pid.new").rename(Path(root) / "pid")
     publish_for_ever(rank, root)
