@@ -325,16 +325,9 @@ def convert(  # noqa: PLR0913
         require_answers(source, target)
         from dist_ckpt_strategies.cli.convert import convert_checkpoint  # noqa: PLC0415
 
-        convert_checkpoint(
-            source,
-            target,
-            to,
-            keys=keys,
-            memory=memory,
-            max_file=max_file,
-            nproc=nproc,
-            as_json=as_json,
-        )
+        arguments = {"source": source, "target": target, "to": to, "memory": memory}
+        limits = {"keys": keys, "max_file": max_file}
+        convert_checkpoint("convert", arguments | limits, nproc, as_json=as_json)
 
 
 @_command("dist-ckpt upgrade SRC DST --to zarr@2", _CONVERT_STATUS)
@@ -362,9 +355,10 @@ def upgrade(  # noqa: PLR0913
     with reported_failures(debug=debug):
         _silence_torch()
         require_answers(source, target)
-        from dist_ckpt_strategies.cli.convert import upgrade_checkpoint  # noqa: PLC0415
+        from dist_ckpt_strategies.cli.convert import convert_checkpoint  # noqa: PLC0415
 
-        upgrade_checkpoint(source, target, to, memory=memory, nproc=nproc, as_json=as_json)
+        arguments = {"source": source, "target": target, "to": to, "memory": memory}
+        convert_checkpoint("upgrade", arguments, nproc, as_json=as_json)
 
 
 @_command(
@@ -394,7 +388,8 @@ def diff(  # noqa: PLR0913
         require_answers(a, b)
         from dist_ckpt_strategies.cli.convert import diff_checkpoints  # noqa: PLC0415
 
-        status = diff_checkpoints(a, b, keys, memory=memory, nproc=nproc, as_json=as_json)
+        arguments = {"a": a, "b": b, "keys": keys, "memory": memory}
+        status = diff_checkpoints(arguments, nproc, as_json=as_json)
     raise typer.Exit(status)
 
 

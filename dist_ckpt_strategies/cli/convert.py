@@ -37,73 +37,41 @@ _MB = 1_000_000
 _MAX_SHOWN = 100
 
 
-def convert_checkpoint(  # noqa: PLR0913
-    source: str,
-    target: str,
-    to: str,
-    *,
-    keys: str | None,
-    memory: int,
-    max_file: int | None,
-    nproc: int | None,
-    as_json: bool,
+def convert_checkpoint(
+    tool: str, arguments: dict[str, Any], nproc: int | None, *, as_json: bool
 ) -> None:
-    """Convert a checkpoint, and report it.
+    """Convert or upgrade a checkpoint, and report it.
 
     Args:
-        source: directory or URL of the checkpoint.
-        target: a new or empty directory, or a URL.
-        to: the format.
-        keys: a glob, for safetensors.
-        memory: bound on elements in memory, in MiB.
-        max_file: size of files that hold several arrays, in MB.
+        tool: ``convert`` or ``upgrade``.
+        arguments: those of the library function; ``memory`` in MiB, ``max_file`` in MB.
         nproc: processes of this node that share the work; see ``run_tool``.
         as_json: print one JSON object.
     """
-    arguments = {"source": source, "target": target, "to": to, "keys": keys, "max_file": max_file}
-    _run_and_report("convert", arguments, memory, nproc, as_json=as_json)
-
-
-def upgrade_checkpoint(
-    source: str, target: str, to: str | None, *, memory: int, nproc: int | None, as_json: bool
-) -> None:
-    """Upgrade a checkpoint, and report it; see convert_checkpoint."""
-    arguments = {"source": source, "target": target, "to": to}
-    _run_and_report("upgrade", arguments, memory, nproc, as_json=as_json)
-
-
-def _run_and_report(
-    tool: str, arguments: dict[str, Any], memory: int, nproc: int | None, *, as_json: bool
-) -> None:
-    limits = {"memory": memory, "num_threads": _threads_of_each(nproc)}
-    with open_bars(in_bytes=True) as open_bar:
-        report = run_tool(tool, arguments | limits, nproc, open_bar)
+    report = _run(tool, arguments, nproc)
     if reports(nproc):
         _print_report(tool, arguments["source"], arguments["target"], report, as_json=as_json)
 
 
-def diff_checkpoints(
-    a: str, b: str, keys: str | None, *, memory: int, nproc: int | None, as_json: bool
-) -> Status:
+def diff_checkpoints(arguments: dict[str, Any], nproc: int | None, *, as_json: bool) -> Status:
     """Compare two checkpoints and show how they differ; returns the exit status.
 
     Args:
-        a: directory or URL of the first.
-        b: of the second.
-        keys: a glob; then no objects are compared.
-        memory: bound on elements in memory, in MiB.
-        nproc: processes of this node that share the work; see ``run_tool``.
-        as_json: print one JSON object.
+        arguments: see ``convert_checkpoint``.
+        nproc: see ``convert_checkpoint``.
+        as_json: see ``convert_checkpoint``.
     """
-    arguments = {"a": a, "b": b, "keys": keys, "memory": memory}
-    with open_bars(in_bytes=True) as open_bar:
-        arguments["num_threads"] = _threads_of_each(nproc)
-        report = run_tool("diff", arguments, nproc, open_bar)
+    report = _run("diff", arguments, nproc)
     if reports(nproc) and as_json:
-        print_json("diff", _diff_fields(a, b, report))
+        print_json("diff", _diff_fields(arguments["a"], arguments["b"], report))
     elif reports(nproc):
-        _print_diff(a, b, report)
+        _print_diff(arguments["a"], arguments["b"], report)
     return Status.FINE if report.is_equal else Status.DAMAGED
+
+
+def _run(tool: str, arguments: dict[str, Any], nproc: int | None) -> Any:
+    with open_bars(in_bytes=True) as open_bar:
+        return run_tool(tool, {"num_threads": _threads_of_each(nproc)} | arguments, nproc, open_bar)
 
 
 def _threads_of_each(nproc: int | None) -> int | None:

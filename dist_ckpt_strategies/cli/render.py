@@ -30,6 +30,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from dist_ckpt_strategies.config import rank_from_environment
 from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.formats.issues import Issue, Watch
 
@@ -279,7 +280,7 @@ def _width(text: str) -> int:
 def open_bars(*, in_bytes: bool = False) -> Iterator[Callable[[str], Watch]]:
     """Gives what opens a bar with a description, shown from the first call of what comes back.
 
-    Nothing is shown where stderr is no terminal.
+    Nothing is shown where stderr is no terminal, nor on other ranks of torchrun than the first.
     """
     console = Console(stderr=True)
     counts = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -290,7 +291,7 @@ def open_bars(*, in_bytes: bool = False) -> Iterator[Callable[[str], Watch]]:
         *(counts if in_bytes else (TimeElapsedColumn(),)),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
+        disable=not console.is_terminal or rank_from_environment()[0] > 0,
     )
 
     def open_bar(description: str) -> Watch:

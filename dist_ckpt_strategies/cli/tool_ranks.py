@@ -119,6 +119,8 @@ def _interruptible(step: Callable[[], T], on_interrupt: Callable[[], None]) -> T
     thread = threading.Thread(target=run, name="dist-ckpt-tool", daemon=True)
     thread.start()
     try:
+        while thread.is_alive():  # with a limit, or a signal that another thread gets is not seen
+            thread.join(_PAUSE_S)
         return outcome.result()
     except KeyboardInterrupt:
         on_interrupt()

@@ -108,7 +108,14 @@ class Ranks:
         own = {n: task for n, task in enumerate(tasks) if owners[n] == self.rank}
         queue = _Queue(own, work, min(num_threads, len(own)))
 
+        done_nbytes = 0
+
+        def report() -> None:
+            if watch is not None:
+                watch(done_nbytes, sum(sizes))
+
         def state() -> list[int]:
+            report()
             queue.wait(_PAUSE_S)
             return [queue.done_nbytes, queue.num_running]
 
@@ -117,9 +124,9 @@ class Ranks:
             is_running = True
             while is_running:
                 states = self.gather(state)
+                done_nbytes = sum(nbytes for nbytes, _ in states)
                 is_running = any(num_running for _, num_running in states)
-                if watch is not None:
-                    watch(sum(done_nbytes for done_nbytes, _ in states), sum(sizes))
+            self.run(report)
         finally:
             queue.stop()
         return queue.results

@@ -125,7 +125,7 @@ def make_strangers(root: Path, samples: Path) -> None:
     (root / "iter_0000002" / "__0_0.distcp").write_bytes(b"x")
     copied(samples / "one_unknown", root / "data set")  # somebody's Zarr arrays
     copied(samples / "one_unknown", root / "iter_0000003")
-    (root / "iter_0000005").mkdir()
+    (root / "empty").mkdir()
     copied(samples / "two", root / "iter_0000004")
     (root / "iter_0000004" / "metadata.json").write_text("{")
     copied(samples / "two", root / "iter_0000006")
