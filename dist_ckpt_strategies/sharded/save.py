@@ -27,7 +27,7 @@ from dist_ckpt_strategies.comm.base import (
 )
 from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.core.report import SaveReport
-from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.errors import CheckpointError, PlanError, StorageError
 from dist_ckpt_strategies.formats.locations import make_directory
 from dist_ckpt_strategies.megatron.flow import require_equal_common
 from dist_ckpt_strategies.sharded.async_request import (
@@ -43,7 +43,7 @@ from dist_ckpt_strategies.sharded.save_inputs import (
 )
 from dist_ckpt_strategies.sharded.write_plan import Tensors, report_of, write_plan
 from dist_ckpt_strategies.storage.base import ArrayWriter
-from dist_ckpt_strategies.storage.time_limit import restart_limit, time_left
+from dist_ckpt_strategies.storage.time_limit import clean_up_limit, restart_limit, time_left
 
 logger = logging.getLogger(__name__)
 
@@ -109,9 +109,16 @@ class ShardedSave:
         self._planned = cache.planned
 
     def abandon(self) -> None:
-        """Remove what ``describe`` may have made. Rank-local."""
-        if self.save_id and self.comm.rank == 0:
-            self.inputs.writer.place.abandon()
+        """Remove what this save has written, after a failure. Rank-local; an error is logged."""
+        if not self.save_id or self.comm.rank != 0:
+            return
+        try:
+            with clean_up_limit():
+                self.inputs.writer.place.abandon()
+        except StorageError as error:
+            logger.warning(
+                "%s: what a failed save has written stays: %s", self.inputs.writer.root, error
+            )
 
     @property
     def planned(self) -> Planned:
@@ -133,15 +140,19 @@ class ShardedSave:
         """
         started = time.monotonic()
         plan, comm = self.planned.plan, self.comm
-        sizes = write_plan(
-            plan,
-            self.tensors,
-            self.open_arrays,
-            comm,
-            self.inputs.options,
-            also=self.write_small_files,
-            finish=self.describe_files,
-        )
+        try:
+            sizes = write_plan(
+                plan,
+                self.tensors,
+                self.open_arrays,
+                comm,
+                self.inputs.options,
+                also=self.write_small_files,
+                finish=self.describe_files,
+            )
+        except CheckpointError:
+            self.abandon()
+            raise
         self.complete(sizes)
         me = comm.global_rank(comm.rank)
         report = report_of(plan, me, time.monotonic() - started)

@@ -296,13 +296,13 @@ def _saved(
             save.base.cache.get_ready(save.base.options)
         return save.inputs(comm)
 
-    begun = begun_save(comm, open_inputs)
-    save = found[0]
-    if begun is None:
-        return _save_otherwise(save)
-    if manner.is_async:
-        return begin_in_background(begun)
-    begun.run()
+    with allowing(manner.allow):
+        begun = begun_save(comm, open_inputs)
+        if begun is None:
+            return _save_otherwise(found[0])
+        if manner.is_async:
+            return begin_in_background(begun)
+        begun.run()
     return None
 
 
@@ -362,13 +362,12 @@ def _save_otherwise(save: _Save) -> LocalSaveRequest | None:
     if save.common.compared is not None:
         check_save(comm, save.parts.sharded, save.common.compared)
     agree_on_first(comm, lambda: make_directory(save.root))
-    with allowing(save.manner.allow):
-        if isinstance(save.base, ZarrSaveShardedStrategy):
-            return agree(comm, lambda: _save_by_ours(save))
-        if isinstance(save.base, LocalReplicatedSaveShardedStrategy):
-            _save_on_nodes(save)
-        else:
-            _save_staged(save)
+    if isinstance(save.base, ZarrSaveShardedStrategy):
+        return agree(comm, lambda: _save_by_ours(save))
+    if isinstance(save.base, LocalReplicatedSaveShardedStrategy):
+        _save_on_nodes(save)
+    else:
+        _save_staged(save)
     return None
 
 

@@ -164,7 +164,6 @@ def test_the_reports_add_up(tmp_path: Path) -> None:
     assert sum(report.nbytes for report in reports) == 2 * 11 * 4
     moved = sum(move.nbytes for write in plan.writes for move in write.moves)
     assert sum(report.moved_nbytes for report in reports) == moved > 0
-    assert all(report.seconds > 0 for report in reports)
 
 
 def test_the_tensors_are_left_untouched(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_overwriting_leaves_nothing_of_the_old_checkpoint(ranks: list[Any]) -> N
 def test_a_gap_is_refused_everywhere_and_leaves_no_finished_checkpoint(ranks: list[Any]) -> None:
     for failure in failures(ranks, "gap", "CoverageError"):
         assert failure.key == "w"
-    failures(ranks, "gap loaded", "IncompleteCheckpointError")
+    failures(ranks, "gap loaded", "CheckpointNotFoundError")
 
 
 def test_megatrons_save_over_a_finished_checkpoint_is_that_checkpoint(ranks: list[Any]) -> None:

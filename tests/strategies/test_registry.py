@@ -76,9 +76,9 @@ class Recording(ZarrSaveShardedStrategy):
         super().__init__()
         self.saved: list[Path] = []
 
-    def open_target(self, root: Any, global_rank: int, **options: Any) -> Any:
-        self.saved.append(root)
-        return super().open_target(root, global_rank, **options)
+    def inputs(self, comm: Any, state: Any, checkpoint_dir: Any, **options: Any) -> Any:
+        self.saved.append(checkpoint_dir)
+        return super().inputs(comm, state, checkpoint_dir, **options)
 
 
 # A registry
