@@ -301,7 +301,7 @@ def local_world_size(environ: Mapping[str, str] | None = None) -> int:
 def local_rank(environ: Mapping[str, str] | None = None) -> int | None:
     """This process's place among those of its node, as launchers say in ``LOCAL_RANK``.
 
-    None where nobody says.
+    None if not set.
 
     Raises:
         StrategyError: it is no number.

@@ -179,7 +179,7 @@ class PeerTimeoutError(PeerError, TimeoutError):
 
 
 class SaveTimeoutError(PeerTimeoutError):
-    """A save behind training goes on for longer than somebody wanted to wait for it.
+    """A save in the background took longer than the caller waits for it.
 
     Unlike after other timeouts, the ranks are still in step.
     """

@@ -204,7 +204,9 @@ def test_the_figures_of_format_2_are_those_of_the_code() -> None:
     page = " ".join((ROOT / "docs" / "format2.md").read_text().split())
 
     assert f"at most {chunk_grids.MAX_NBYTES >> 20} MiB each" in page
-    assert f"one for about every {plan_manifest.MAX_PART_NBYTES >> 20} MiB of description" in page
+    assert (
+        f"one for about every {plan_manifest.MAX_SEGMENT_NBYTES >> 20} MiB of description" in page
+    )
 
 
 def test_the_figures_of_the_chunk_grid_are_those_of_the_code() -> None:

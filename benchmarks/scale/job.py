@@ -18,7 +18,7 @@ from itertools import pairwise
 
 from dist_ckpt_strategies.core.array import DType, RankShards, ShardId, ShardSpec
 from dist_ckpt_strategies.core.balance import build_spread
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 
 BUCKET_NUMEL = 40_000_000
 """Parameters after which Megatron-Core's DDP begins another bucket."""
@@ -41,7 +41,7 @@ class Weight:
     """
 
     key: str
-    shape: Extent
+    shape: Shape
     split_dim: int | None
     is_stacked: bool = True
 
@@ -121,7 +121,7 @@ class Job:
             ]
         return found
 
-    def weight_boxes(self, tensor: int, stage: int) -> Iterator[tuple[Weight, Extent, Region]]:
+    def weight_boxes(self, tensor: int, stage: int) -> Iterator[tuple[Weight, Shape, Region]]:
         """What the ranks at one place of a stage hold of the model: array shape and box of each."""
         per_stage = self.layers // self.pipeline
         for weight in self.weights(stage):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from benchmarks.scale.job import Job, bytes_by_rank
 from dist_ckpt_strategies.core.array import ArraySpec, RankShards
 from dist_ckpt_strategies.core.inner_grid import num_inner_chunks
-from dist_ckpt_strategies.core.region import Extent
+from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.formats.manifest import (
     DIGEST_NBYTES,
     ArrayRecord,
@@ -20,7 +20,7 @@ from dist_ckpt_strategies.formats.manifest import (
     array_fields,
     segment_content,
 )
-from dist_ckpt_strategies.sharded.plan_grids import Cutting
+from dist_ckpt_strategies.sharded.plan_grids import ChunkLayout
 from dist_ckpt_strategies.sharded.plan_save import SavePlan, build_save_plan
 
 GB = 10**9
@@ -124,9 +124,11 @@ class _Counts:
 def sheet_of(job: Job) -> Sheet:
     """The numbers of a job."""
     kinds = stage_kinds(job)
-    weights = [_counts(job.written_weights(), c) for c in (Cutting.WHOLE, Cutting.INNER)]
+    weights = [_counts(job.written_weights(), c) for c in (ChunkLayout.WHOLE, ChunkLayout.INNER)]
     groups = {
-        stage: [_counts(job.optimizer_of(0, stage), c) for c in (Cutting.WHOLE, Cutting.INNER)]
+        stage: [
+            _counts(job.optimizer_of(0, stage), c) for c in (ChunkLayout.WHOLE, ChunkLayout.INNER)
+        ]
         for stage in kinds
     }
     times = {stage: count * job.tensor for stage, count in kinds.items()}
@@ -162,16 +164,16 @@ def stage_kinds(job: Job) -> dict[int, int]:
     return kinds if job.pipeline == len(kinds) else {**kinds, 1: job.pipeline - len(kinds)}
 
 
-def _counts(requests: Iterable[RankShards], cutting: Cutting) -> _Counts:
-    plan = build_save_plan(requests, cutting=cutting)
+def _counts(requests: Iterable[RankShards], chunk_layout: ChunkLayout) -> _Counts:
+    plan = build_save_plan(requests, chunk_layout=chunk_layout)
     nbytes = sum(write.nbytes for write in plan.writes)
-    manifest = _manifest_nbytes(plan) if cutting is Cutting.INNER else 0
+    manifest = _manifest_nbytes(plan) if chunk_layout is ChunkLayout.INNER else 0
     return _Counts(len(plan.creations), len(plan.writes), nbytes, manifest)
 
 
 def _manifest_nbytes(plan: SavePlan) -> int:
     """What the manifest says of a plan's arrays."""
-    chunks: dict[ArraySpec, dict[Extent, ChunkRecord]] = {c.array: {} for c in plan.creations}
+    chunks: dict[ArraySpec, dict[Shape, ChunkRecord]] = {c.array: {} for c in plan.creations}
     for write in plan.writes:
         index = next(write.array.chunks_of(write.region))
         digests = bytes(DIGEST_NBYTES * (num_inner_chunks(write.array, index) + 1))

@@ -15,7 +15,7 @@ from dist_ckpt_strategies.comm.base import Exchange, Message, Receive, Send
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ShardSpec, array_from_wire, array_to_wire
 from dist_ckpt_strategies.core.inner_grid import num_inner_chunks
-from dist_ckpt_strategies.core.region import Extent
+from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.formats.manifest import (
     DIGEST_NBYTES,
     ArrayRecord,
@@ -33,7 +33,7 @@ from dist_ckpt_strategies.local.plan import (
     spread_parts,
 )
 from dist_ckpt_strategies.recovery.plan import HeldState, PartFacts, Phase, RankFacts
-from dist_ckpt_strategies.sharded.plan_grids import Cutting
+from dist_ckpt_strategies.sharded.plan_grids import ChunkLayout
 from dist_ckpt_strategies.sharded.plan_load import build_load_plan
 from dist_ckpt_strategies.sharded.plan_save import build_save_plan
 from dist_ckpt_strategies.two_stage.plan import build_group_plan, encode_regions
@@ -131,12 +131,14 @@ def _as_sent(item: Message) -> bytes:
     return json.dumps(item, separators=(",", ":")).encode()
 
 
-def _save(cutting: Cutting) -> Rehearsal:
+def _save(chunk_layout: ChunkLayout) -> Rehearsal:
     budget = Options().max_inflight_bytes
 
     def describe(job: Job) -> list[bytes]:
         return [
-            _as_sent([list(map(_message, job.shards_of(rank).shards)), budget, cutting.value, 0])
+            _as_sent(
+                [list(map(_message, job.shards_of(rank).shards)), budget, chunk_layout.value, 0]
+            )
             for rank in range(job.num_ranks)
         ]
 
@@ -164,8 +166,8 @@ def _describe_manifest(job: Job) -> list[bytes]:
         for group in groups
         for request in job.optimizer_of(group % job.tensor, group // job.tensor)
     ]
-    plan = build_save_plan(requests, cutting=Cutting.INNER)
-    known: dict[int, dict[ArraySpec, dict[Extent, ChunkRecord]]] = {}
+    plan = build_save_plan(requests, chunk_layout=ChunkLayout.INNER)
+    known: dict[int, dict[ArraySpec, dict[Shape, ChunkRecord]]] = {}
     for write in plan.writes:
         index = next(write.array.chunks_of(write.region))
         digests = bytes(DIGEST_NBYTES * (num_inner_chunks(write.array, index) + 1))
@@ -325,8 +327,8 @@ def _plan_recovery(job: Job, told: list[bytes]) -> Tally:
 
 
 REHEARSALS: Mapping[Planner, Rehearsal] = {
-    Planner.SAVE_1: _save(Cutting.WHOLE),
-    Planner.SAVE_2: _save(Cutting.INNER),
+    Planner.SAVE_1: _save(ChunkLayout.WHOLE),
+    Planner.SAVE_2: _save(ChunkLayout.INNER),
     Planner.MANIFEST: Rehearsal(_describe_manifest, _plan_manifest),
     Planner.LOAD: Rehearsal(_describe_load, _plan_load),
     Planner.TWO_STAGE: Rehearsal(_describe_two_stage, _plan_two_stage),

@@ -1,1 +1,1 @@
-"""Door to peers: the only place that touches torch.distributed; agree()."""
+"""Communication between ranks: collectives with an error check, groups, abort."""

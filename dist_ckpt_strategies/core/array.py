@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import PlanError
 
 
@@ -111,12 +111,12 @@ class ArraySpec:
     """
 
     key: str
-    shape: Extent
+    shape: Shape
     dtype: DType
-    chunk_shape: Extent
+    chunk_shape: Shape
     separator: str = "."
     is_raw: bool = True
-    inner_shape: Extent | None = None
+    inner_shape: Shape | None = None
     has_crc32c: bool = False
 
     @property
@@ -130,7 +130,7 @@ class ArraySpec:
         return math.prod(self.chunk_shape) * self.dtype.itemsize
 
     @property
-    def grid(self) -> Extent:
+    def grid(self) -> Shape:
         """Number of chunks in each dim; any 0 means that the array has no element."""
         return tuple([-(-n // c) for n, c in zip(self.shape, self.chunk_shape, strict=True)])
 
@@ -139,12 +139,12 @@ class ArraySpec:
         """Number of chunk files of the complete array; 1 for a scalar."""
         return math.prod(self.grid)
 
-    def chunk_region(self, index: Extent) -> Region:
+    def chunk_region(self, index: Shape) -> Region:
         """The chunk's whole box, which may reach past the array's edge."""
         offset = tuple(i * c for i, c in zip(index, self.chunk_shape, strict=True))
         return Region(offset, self.chunk_shape)
 
-    def chunk_at(self, region: Region) -> Extent | None:
+    def chunk_at(self, region: Region) -> Shape | None:
         """The index of the chunk whose whole box is ``region``; None where no chunk's is."""
         if region.shape != self.chunk_shape:
             return None
@@ -152,11 +152,11 @@ class ArraySpec:
         exact = tuple(map(operator.mul, index, self.chunk_shape)) == region.offset
         return index if exact else None
 
-    def chunk_indices(self) -> Iterator[Extent]:
+    def chunk_indices(self) -> Iterator[Shape]:
         """Every chunk of the grid, in C order."""
         return product(*map(range, self.grid))
 
-    def chunks_of(self, region: Region) -> Iterator[Extent]:
+    def chunks_of(self, region: Region) -> Iterator[Shape]:
         """The chunks that share an element with ``region``, in C order."""
         if region.numel == 0:
             return iter(())
@@ -166,7 +166,7 @@ class ArraySpec:
         )
         return product(*spans)
 
-    def chunk_name(self, index: Extent) -> str:
+    def chunk_name(self, index: Shape) -> str:
         """File name of a chunk, below the array's directory; ``0`` for a scalar."""
         return self.separator.join(map(str, index)) if index else "0"
 
@@ -215,8 +215,8 @@ class ObjectId:
     """
 
     key: str
-    offset: Extent
-    shape: Extent
+    offset: Shape
+    shape: Shape
 
     @property
     def unique_key(self) -> str:
@@ -250,7 +250,7 @@ COMMON_OBJECT = ObjectId("common_state", (0,), (1,))
 """The shard that holds the common state where it is no file: Megatron-Core 0.19 and later."""
 
 
-def _joined(numbers: Extent) -> str:
+def _joined(numbers: Shape) -> str:
     return ".".join(map(str, numbers))
 
 
@@ -275,7 +275,7 @@ class ShardSpec:
     """
 
     id: ShardId
-    array_shape: Extent
+    array_shape: Shape
     dtype: DType
     is_main: bool = True
     may_mismatch: bool = False

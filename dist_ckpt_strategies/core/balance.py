@@ -23,7 +23,7 @@ def build_spread(
         nbytes: size of each shard, in bytes.
 
     Raises:
-        PlanError: nobody holds a shard.
+        PlanError: no rank holds a shard.
 
     Source: Graham 1969 (LPT).
     """
@@ -31,7 +31,7 @@ def build_spread(
     keepers: dict[ShardId, int] = {}
     for shard in sorted(holders, key=lambda s: (len(holders[s]), -nbytes[s], s)):
         if not holders[shard]:
-            raise PlanError(f"{shard.key}: nobody holds {shard.region}", key=shard.key)
+            raise PlanError(f"{shard.key}: no rank holds {shard.region}", key=shard.key)
         keepers[shard] = min(holders[shard], key=lambda rank: (load[rank], rank))
         load[keepers[shard]] += nbytes[shard]
     return keepers

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Holding:
+class ShardPlacement:
     """A region of one array and the rank that holds its main replica."""
 
     region: Region
@@ -21,9 +21,12 @@ class Holding:
 
 
 def require_partition(
-    key: str, shape: Extent, holdings: Sequence[Holding], copies: Iterable[Holding] = ()
+    key: str,
+    shape: Shape,
+    placements: Sequence[ShardPlacement],
+    copies: Iterable[ShardPlacement] = (),
 ) -> None:
-    """Raise unless the (non-empty) holdings cover the array exactly once.
+    """Raise unless the (non-empty) placements cover the array exactly once.
 
     Disjoint boxes inside the array that add up to its number of elements leave no gap, so the
     proof is: inside, disjoint, and the sum.
@@ -31,22 +34,22 @@ def require_partition(
     Args:
         key: of the array.
         shape: of the array, in elements.
-        holdings: the main replicas.
+        placements: the main replicas.
         copies: the other replicas, to say who holds what the main ones leave out.
 
     Raises:
         CoverageError: elements are missing, or a region reaches outside the array.
-        DuplicateWriterError: two holdings share an element.
+        DuplicateWriterError: two placements share an element.
     """
     whole = Region.whole(shape)
-    for holding in holdings:
-        if not whole.contains(holding.region):
+    for placement in placements:
+        if not whole.contains(placement.region):
             raise CoverageError(
-                f"{key}: rank {holding.rank} holds {holding.region}, outside the array's "
+                f"{key}: rank {placement.rank} holds {placement.region}, outside the array's "
                 f"shape {shape}",
                 key=key,
             )
-    overlap = _first_overlap(holdings)
+    overlap = _first_overlap(placements)
     if overlap is not None:
         one, other = overlap
         raise DuplicateWriterError(
@@ -54,9 +57,9 @@ def require_partition(
             "are both main replicas and overlap; give one of them another replica_id",
             key=key,
         )
-    held = sum(holding.region.numel for holding in holdings)
+    held = sum(placement.region.numel for placement in placements)
     if held != math.prod(shape):
-        gap = _first_gap(whole, holdings)
+        gap = _first_gap(whole, placements)
         raise CoverageError(
             f"{key}: main replicas cover {held} of {math.prod(shape)} elements of shape {shape}; "
             f"first element not covered: {gap}, {_held_by(gap, copies)}",
@@ -64,39 +67,41 @@ def require_partition(
         )
 
 
-def _first_overlap(holdings: Sequence[Holding]) -> tuple[Holding, Holding] | None:
-    """Two holdings that share an element; sweeps along the dim that separates them best."""
-    ndim = holdings[0].region.ndim if holdings else 0
+def _first_overlap(
+    placements: Sequence[ShardPlacement],
+) -> tuple[ShardPlacement, ShardPlacement] | None:
+    """Two placements that share an element; sweeps along the dim that separates them best."""
+    ndim = placements[0].region.ndim if placements else 0
     if ndim == 0:
-        return (holdings[0], holdings[1]) if len(holdings) > 1 else None
-    dim = max(range(ndim), key=lambda d: len({h.region.offset[d] for h in holdings}))
-    open_boxes: list[Holding] = []
-    for holding in sorted(holdings, key=lambda h: (h.region.offset[dim], h)):
-        start = holding.region.offset[dim]
+        return (placements[0], placements[1]) if len(placements) > 1 else None
+    dim = max(range(ndim), key=lambda d: len({h.region.offset[d] for h in placements}))
+    open_boxes: list[ShardPlacement] = []
+    for placement in sorted(placements, key=lambda h: (h.region.offset[dim], h)):
+        start = placement.region.offset[dim]
         open_boxes = [h for h in open_boxes if h.region.end[dim] > start]
         for other in open_boxes:
-            if holding.region.intersect(other.region) is not None:
-                return other, holding
-        open_boxes.append(holding)
+            if placement.region.intersect(other.region) is not None:
+                return other, placement
+        open_boxes.append(placement)
     return None
 
 
-def _first_gap(whole: Region, holdings: Sequence[Holding]) -> Extent:
-    """Lowest corner of what is left of ``whole`` once every holding is cut away."""
+def _first_gap(whole: Region, placements: Sequence[ShardPlacement]) -> Shape:
+    """Lowest corner of what is left of ``whole`` once every placement is cut away."""
     rest = [whole]
-    for holding in sorted(holdings):
-        rest = [piece for box in rest for piece in _cut(box, holding.region)]
+    for placement in sorted(placements):
+        rest = [piece for box in rest for piece in _cut(box, placement.region)]
     return min(box.offset for box in rest)
 
 
-def _held_by(element: Extent, copies: Iterable[Holding]) -> str:
+def _held_by(element: Shape, copies: Iterable[ShardPlacement]) -> str:
     """Who has a copy of the element, in words."""
     box = Region(element, (1,) * len(element))
     ranks = sorted({copy.rank for copy in copies if copy.region.contains(box)})
     if not ranks:
         return "which no rank holds"
-    spoken = ", ".join(map(str, ranks))
-    return f"which only copies hold (rank {spoken}); one of them needs replica_id 0"
+    listed = ", ".join(map(str, ranks))
+    return f"which only copies hold (rank {listed}); one of them needs replica_id 0"
 
 
 def _cut(box: Region, hole: Region) -> list[Region]:
@@ -130,7 +135,7 @@ _MAX_CANDIDATES = 64
 _MAX_MORE_PARTS = 16
 
 
-def regular_chunk_shape(shape: Extent, regions: Sequence[Region]) -> Extent | None:
+def regular_chunk_shape(shape: Shape, regions: Sequence[Region]) -> Shape | None:
     """The chunk shape under which every region is exactly one chunk, or None.
 
     The last chunk of a dim may be cut short by the array's edge.
@@ -147,7 +152,7 @@ def regular_chunk_shape(shape: Extent, regions: Sequence[Region]) -> Extent | No
     return chunk
 
 
-def fills_grid(shape: Extent, chunk: Extent, regions: Sequence[Region]) -> bool:
+def fills_grid(shape: Shape, chunk: Shape, regions: Sequence[Region]) -> bool:
     """Whether regions that are each one chunk of a grid are all of its chunks, once each.
 
     The proof that shards make up an array, for the regular case: no box is compared with another.
@@ -157,7 +162,9 @@ def fills_grid(shape: Extent, chunk: Extent, regions: Sequence[Region]) -> bool:
     return len(indices) == len(regions) == num_chunks
 
 
-def irregular_chunk_shape(shape: Extent, itemsize: int, holdings: Sequence[Holding]) -> Extent:
+def irregular_chunk_shape(
+    shape: Shape, itemsize: int, placements: Sequence[ShardPlacement]
+) -> Shape:
     """A chunk shape for shards that lie on no regular grid: few files, little traffic.
 
     Tries, for each dim, the spacings at which the owner changes, and keeps the combination with
@@ -166,25 +173,25 @@ def irregular_chunk_shape(shape: Extent, itemsize: int, holdings: Sequence[Holdi
     Args:
         shape: of the array, in elements, none 0.
         itemsize: bytes of one element.
-        holdings: main replicas, a partition of the array.
+        placements: main replicas, a partition of the array.
     """
-    hulls = _hulls(holdings)
-    per_dim = [_candidates(dim, shape[dim], hulls, holdings) for dim in range(len(shape))]
-    max_files = 4 * len(holdings) + 64
-    best: tuple[int, int, Extent] | None = None
+    hulls = _hulls(placements)
+    per_dim = [_candidates(dim, shape[dim], hulls, placements) for dim in range(len(shape))]
+    max_files = 4 * len(placements) + 64
+    best: tuple[int, int, Shape] | None = None
     for number, chunk in enumerate(product(*per_dim)):
         bounded = _bounded(chunk, itemsize)
         num_files = math.prod(-(-n // c) for n, c in zip(shape, bounded, strict=True))
         if number >= _MAX_CANDIDATES or (best is not None and num_files > max_files):
             continue
-        moved = _moved_elements(bounded, holdings) * itemsize
+        moved = _moved_elements(bounded, placements) * itemsize
         cost = (moved + num_files * FILE_COST_NBYTES, num_files, bounded)
         best = cost if best is None else min(best, cost)
     assert best is not None  # noqa: S101 - each dim has a candidate
     return best[2]
 
 
-def object_chunk_shape(chunk: Extent, itemsize: int, max_nbytes: int = MAX_OBJECT_NBYTES) -> Extent:
+def object_chunk_shape(chunk: Shape, itemsize: int, max_nbytes: int = MAX_OBJECT_NBYTES) -> Shape:
     """A chunk of a shard's shape, cut until it has ``max_nbytes`` at most.
 
     Outer dims first: the parts of a tensor in C order are in one piece then. Into equal parts
@@ -202,11 +209,11 @@ def object_chunk_shape(chunk: Extent, itemsize: int, max_nbytes: int = MAX_OBJEC
     return tuple(sizes)
 
 
-def _hulls(holdings: Sequence[Holding]) -> list[Region]:
+def _hulls(placements: Sequence[ShardPlacement]) -> list[Region]:
     """For each rank the box around all it holds."""
     by_rank: dict[int, list[Region]] = defaultdict(list)
-    for holding in holdings:
-        by_rank[holding.rank].append(holding.region)
+    for placement in placements:
+        by_rank[placement.rank].append(placement.region)
     hulls = []
     for regions in by_rank.values():
         low = tuple(map(min, zip(*(r.offset for r in regions), strict=True)))
@@ -216,11 +223,11 @@ def _hulls(holdings: Sequence[Holding]) -> list[Region]:
 
 
 def _candidates(
-    dim: int, extent: int, hulls: Sequence[Region], holdings: Sequence[Holding]
+    dim: int, extent: int, hulls: Sequence[Region], placements: Sequence[ShardPlacement]
 ) -> list[int]:
     """Chunk sizes worth trying along one dim, the coarsest first."""
     found = {max(h.shape[dim] for h in hulls)}
-    for boxes in (hulls, [h.region for h in holdings]):
+    for boxes in (hulls, [h.region for h in placements]):
         edges = {box.offset[dim] for box in boxes} | {box.end[dim] for box in boxes}
         inner = edges - {0, extent}
         found.add(math.gcd(*inner) if inner else extent)
@@ -228,7 +235,7 @@ def _candidates(
     return sorted(found, reverse=True)
 
 
-def _bounded(chunk: Extent, itemsize: int) -> Extent:
+def _bounded(chunk: Shape, itemsize: int) -> Shape:
     """The chunk, cut evenly along its longest dim until it fits the assembly bound."""
     sizes = list(chunk)
     while math.prod(sizes) * itemsize > MAX_ASSEMBLED_NBYTES and max(sizes) > 1:
@@ -239,16 +246,16 @@ def _bounded(chunk: Extent, itemsize: int) -> Extent:
     return tuple(sizes)
 
 
-def _moved_elements(chunk: Extent, holdings: Sequence[Holding]) -> int:
+def _moved_elements(chunk: Shape, placements: Sequence[ShardPlacement]) -> int:
     """Elements that leave their rank when the largest holder of each chunk writes it."""
-    held: dict[Extent, Counter[int]] = defaultdict(Counter)
-    for holding in holdings:
-        for index, part in chunk_parts(chunk, holding.region):
-            held[index][holding.rank] += part.numel
+    held: dict[Shape, Counter[int]] = defaultdict(Counter)
+    for placement in placements:
+        for index, part in chunk_parts(chunk, placement.region):
+            held[index][placement.rank] += part.numel
     return sum(count.total() - max(count.values()) for count in held.values())
 
 
-def chunk_parts(chunk: Extent, region: Region) -> list[tuple[Extent, Region]]:
+def chunk_parts(chunk: Shape, region: Region) -> list[tuple[Shape, Region]]:
     """The region cut along the chunk grid: each chunk index it touches, with the common box."""
     if region.numel == 0:
         return []
@@ -284,11 +291,11 @@ _MATRIX_DIMS = 2
 class ChunkCut:
     """A chunk's shape and that of its inner chunks, which divides it. In elements."""
 
-    chunk_shape: Extent
-    inner_shape: Extent
+    chunk_shape: Shape
+    inner_shape: Shape
 
 
-def cut_chunk(chunk: Extent, shape: Extent, itemsize: int, *, is_movable: bool) -> ChunkCut | None:
+def cut_chunk(chunk: Shape, shape: Shape, itemsize: int, *, is_movable: bool) -> ChunkCut | None:
     """Choose inner chunks for a chunk grid.
 
     Dimensions before the last two, experts say, are cut first, down to single elements. Of the last
@@ -327,7 +334,7 @@ def cut_chunk(chunk: Extent, shape: Extent, itemsize: int, *, is_movable: bool) 
 
 
 def _counts(
-    held: Extent, is_free: tuple[bool, ...], is_cut: tuple[bool, ...], itemsize: int, limit: int
+    held: Shape, is_free: tuple[bool, ...], is_cut: tuple[bool, ...], itemsize: int, limit: int
 ) -> list[int]:
     """Inner chunks along each dim."""
     counts = [1] * len(held)

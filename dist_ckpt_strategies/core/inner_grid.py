@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from dist_ckpt_strategies.core.array import ArraySpec
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 
 INDEX_ENTRY_NBYTES = 16
 """Offset and size of one inner chunk, in the index at the end of the file."""
@@ -17,7 +17,7 @@ INDEX_ENTRY_NBYTES = 16
 CRC_NBYTES = 4
 
 
-def num_inner_chunks(array: ArraySpec, index: Extent) -> int:
+def num_inner_chunks(array: ArraySpec, index: Shape) -> int:
     """How many inner chunks the file of a chunk holds."""
     inner = array.inner_shape
     assert inner is not None  # noqa: S101 - callers pass arrays of format 2
@@ -41,8 +41,8 @@ class Run:
     """
 
     first: int
-    offset: Extent
-    shape: Extent
+    offset: Shape
+    shape: Shape
 
     @property
     def num_chunks(self) -> int:
@@ -65,14 +65,14 @@ class InnerGrid:
     """
 
     region: Region
-    inner_shape: Extent
-    counts: Extent
-    slot_counts: Extent
+    inner_shape: Shape
+    counts: Shape
+    slot_counts: Shape
     raw_nbytes: int
     stored_nbytes: int
 
     @classmethod
-    def of(cls, array: ArraySpec, index: Extent) -> InnerGrid:
+    def of(cls, array: ArraySpec, index: Shape) -> InnerGrid:
         """The grid of the chunk at ``index`` of an array that has inner chunks."""
         inner = array.inner_shape
         assert inner is not None  # noqa: S101 - callers pass arrays of format 2
@@ -109,7 +109,7 @@ class InnerGrid:
         """Bytes of the file."""
         return self.data_nbytes + self.index_nbytes
 
-    def box(self, offset: Extent, shape: Extent | None = None) -> Region:
+    def box(self, offset: Shape, shape: Shape | None = None) -> Region:
         """The array's box of one inner chunk, or of several; cut at the array's edge."""
         whole, inner = self.region, self.inner_shape
         start = tuple(map(operator.add, whole.offset, map(operator.mul, offset, inner)))
@@ -130,7 +130,7 @@ class InnerGrid:
         high = tuple(-(-e // i) for e, i in zip(part.end, self.inner_shape, strict=True))
         return self._runs(low, high, max_chunks)
 
-    def _runs(self, low: Extent, high: Extent, max_chunks: int) -> Iterator[Run]:
+    def _runs(self, low: Shape, high: Shape, max_chunks: int) -> Iterator[Run]:
         """The box of inner chunks ``[low, high)``, cut into runs."""
         if not self.counts:
             yield Run(0, (), ())
@@ -145,7 +145,7 @@ class InnerGrid:
                 shape = (*(1,) * cut, count, *extents[cut + 1 :])
                 yield Run(self._number(offset), offset, shape)
 
-    def _cut_dim(self, extents: Extent, max_chunks: int) -> tuple[int, int]:
+    def _cut_dim(self, extents: Shape, max_chunks: int) -> tuple[int, int]:
         """The dim along which runs are cut, and the inner chunks behind each step along it.
 
         All dims after it are taken whole: that is what makes a run contiguous.
@@ -158,7 +158,7 @@ class InnerGrid:
             size *= extents[dim]
         return 0, size
 
-    def _number(self, offset: Extent) -> int:
+    def _number(self, offset: Shape) -> int:
         number = 0
         for at, count in zip(offset, self.counts, strict=True):
             number = number * count + at
@@ -173,7 +173,7 @@ MIN_SPAN_NBYTES = 64 << 10
 class ChunkSpans:
     """Equal-sized runs of one chunk file: (byte offset in the file, in the target) pairs."""
 
-    index: Extent
+    index: Shape
     span_nbytes: int
     offsets: tuple[tuple[int, int], ...]
 
@@ -193,7 +193,7 @@ def stored_nbytes(array: ArraySpec, region: Region) -> int:
     return region.numel * itemsize
 
 
-def _num_cells(region: Region, cell: Extent) -> int:
+def _num_cells(region: Region, cell: Shape) -> int:
     """How many cells of a grid share an element with the region."""
     ends = zip(region.offset, region.end, cell, strict=True)
     return math.prod(-(-end // extent) - start // extent for start, end, extent in ends)
@@ -218,7 +218,7 @@ def raw_spans(array: ArraySpec, region: Region) -> tuple[ChunkSpans, ...] | None
     return tuple(found)
 
 
-def _chunk_spans(array: ArraySpec, index: Extent, region: Region) -> ChunkSpans:
+def _chunk_spans(array: ArraySpec, index: Shape, region: Region) -> ChunkSpans:
     chunk = array.chunk_region(index)
     part = chunk.intersect(region)
     assert part is not None  # noqa: S101 - chunks_of yields only chunks that overlap
@@ -242,7 +242,7 @@ def _contiguous_dims(part: Region, chunk: Region, region: Region) -> int:
     return count
 
 
-def _starts(part: Region, frame: Extent, outer: int, itemsize: int) -> Iterator[int]:
+def _starts(part: Region, frame: Shape, outer: int, itemsize: int) -> Iterator[int]:
     """Byte offset, within ``frame``, of each run of ``part``."""
     strides = [math.prod(frame[d + 1 :]) * itemsize for d in range(len(frame))]
     base = sum(o * s for o, s in zip(part.offset[outer:], strides[outer:], strict=True))

@@ -7,18 +7,18 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-Extent = tuple[int, ...]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Region:
     """Half-open box ``[offset, offset + shape)``, in elements of the global array."""
 
-    offset: Extent
-    shape: Extent
+    offset: Shape
+    shape: Shape
 
     @classmethod
-    def whole(cls, shape: Extent) -> Region:
+    def whole(cls, shape: Shape) -> Region:
         """The box that covers an array of that shape."""
         return cls((0,) * len(shape), shape)
 
@@ -33,7 +33,7 @@ class Region:
         return math.prod(self.shape)
 
     @property
-    def end(self) -> Extent:
+    def end(self) -> Shape:
         """First element past the box, in each dim."""
         return tuple(map(operator.add, self.offset, self.shape))
 

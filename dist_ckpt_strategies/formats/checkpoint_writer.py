@@ -13,7 +13,7 @@ from typing import Any
 
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
-from dist_ckpt_strategies.core.region import Extent
+from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.bucket_arrays import BucketWriter
 from dist_ckpt_strategies.formats.clearing import require_room_for_format2
@@ -59,7 +59,7 @@ from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.storage.io_pool import Job, run_pooled, run_with_limit
 from dist_ckpt_strategies.storage.store import Directory, Store
 
-Digests = Mapping[tuple[str, Extent], list[int]]
+Digests = Mapping[tuple[str, Shape], list[int]]
 """Of each chunk, by key and index: of its inner chunks, then of its index."""
 
 _OBJECT_THREADS = 8
@@ -96,8 +96,8 @@ class CheckpointWriter(ABC):
 
     @property
     @abstractmethod
-    def cutting(self) -> str:
-        """Which chunks and inner chunks the plan makes: a value of ``plan_grids.Cutting``."""
+    def chunk_layout(self) -> str:
+        """Which chunks and inner chunks the plan makes: a value of ``plan_grids.ChunkLayout``."""
 
     @property
     @abstractmethod
@@ -181,7 +181,7 @@ class CheckpointWriter(ABC):
 class Format1Writer(CheckpointWriter):
     """Writes a checkpoint of format ("zarr", 1); see CheckpointWriter."""
 
-    cutting = "one piece"
+    chunk_layout = "one piece"
 
     def __init__(
         self, root: Location, options: Options, *, keeps_old: bool, overwrite: bool
@@ -246,10 +246,10 @@ class Format2Writer(CheckpointWriter):
         super().__init__(root, options, keeps_old=keeps_old, overwrite=overwrite)
         self._global_rank = global_rank
         self._objects: list[ObjectRecord] = []
-        self._digests: dict[tuple[str, Extent], list[int]] = {}
+        self._digests: dict[tuple[str, Shape], list[int]] = {}
 
     @property
-    def cutting(self) -> str:
+    def chunk_layout(self) -> str:
         """See CheckpointWriter. An object of a bucket has a few hundred megabytes at most."""
         is_bounded = isinstance(self.root, Bucket)
         return "inner chunks, few enough for one request" if is_bounded else "inner chunks"
@@ -305,7 +305,7 @@ class Format2Writer(CheckpointWriter):
         self, arrays: Iterable[ArraySpec], segment_of: Callable[[str], int]
     ) -> dict[int, bytes]:
         """See CheckpointWriter."""
-        chunks: dict[str, dict[Extent, ChunkRecord]] = defaultdict(dict)
+        chunks: dict[str, dict[Shape, ChunkRecord]] = defaultdict(dict)
         for (key, index), digests in {**self.arrays.digests, **self._digests}.items():
             chunks[key][index] = ChunkRecord.of(self._global_rank, digests)
         found: dict[int, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dist_ckpt_strategies.core.region import Extent
+from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.errors import (
     BucketNotFoundError,
     CheckpointNotFoundError,
@@ -135,7 +135,7 @@ class ScannedObject:
     """
 
     key: str
-    shape: Extent
+    shape: Shape
     num_shards: int
     num_expected: int
     file_nbytes: int
@@ -253,9 +253,9 @@ def missing_common(path: str = COMMON_NAME) -> Issue:
 
 def missing_files(
     key: str,
-    grid: Extent,
-    present: Collection[Extent],
-    path_of: Callable[[Extent], str],
+    grid: Shape,
+    present: Collection[Shape],
+    path_of: Callable[[Shape], str],
     expected: str,
 ) -> Iterator[Issue]:
     """Issues for the files of a grid that are not there; a damaged grid may be of any size.
@@ -277,7 +277,7 @@ def missing_files(
         yield Issue(Problem.MISSING_FILE, key, key, f"{num_files} files", found)
 
 
-def _indices(grid: Extent) -> Iterator[Extent]:
+def _indices(grid: Shape) -> Iterator[Shape]:
     """Every index of a grid in C order, one at a time: ``product`` would make lists of ranges."""
     for number in range(math.prod(grid)):
         index, rest = [], number

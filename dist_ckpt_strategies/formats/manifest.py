@@ -19,7 +19,7 @@ import xxhash
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
 from dist_ckpt_strategies.core.inner_grid import num_inner_chunks
-from dist_ckpt_strategies.core.region import Extent
+from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,
@@ -69,7 +69,7 @@ class ArrayRecord:
     """
 
     array: ArraySpec
-    chunks: Mapping[Extent, ChunkRecord]
+    chunks: Mapping[Shape, ChunkRecord]
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,7 +428,7 @@ def _require_below(name: Any, directory: str) -> None:
         raise ValueError(f"{name!r}, expected a file in {directory}")
 
 
-def _extent(numbers: Any) -> Extent:
+def _extent(numbers: Any) -> Shape:
     if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
         raise ValueError(f"{numbers!r}, expected a list of whole numbers")
     return tuple(numbers)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from dist_ckpt_strategies.core.array import UNKNOWN, ArraySpec, ObjectId
-from dist_ckpt_strategies.core.region import Extent
+from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.errors import CheckpointError, CheckpointNotFoundError
 from dist_ckpt_strategies.formats.commit import HOLDS_SAFETENSORS, are_safetensors
 from dist_ckpt_strategies.formats.issues import (
@@ -237,7 +237,7 @@ def _compared_arrays(found: _Contents, issues: list[Issue]) -> Iterator[ScannedA
         if isinstance(array, Issue):
             issues.append(array)
             continue
-        chunks: dict[Extent, int] = {}
+        chunks: dict[Shape, int] = {}
         outside = []
         for name, nbytes in sorted(found.chunks.get(key, {}).items()):
             index = _chunk_index(array, name)
@@ -254,7 +254,7 @@ def _compared_arrays(found: _Contents, issues: list[Issue]) -> Iterator[ScannedA
         issues.append(Issue(Problem.MISSING_FILE, key, path, expected, text))
 
 
-def _chunk_index(array: ArraySpec, name: str) -> Extent | None:
+def _chunk_index(array: ArraySpec, name: str) -> Shape | None:
     """The chunk that a file of that name holds; None where the array has no such chunk."""
     parts = name.split(array.separator)
     if not all(map(str.isdecimal, parts)) or not name.isascii():
@@ -264,10 +264,10 @@ def _chunk_index(array: ArraySpec, name: str) -> Extent | None:
     return index if fits and array.chunk_name(index) == name else None
 
 
-def _check_chunks(array: ArraySpec, chunks: Mapping[Extent, int]) -> Iterator[Issue]:
+def _check_chunks(array: ArraySpec, chunks: Mapping[Shape, int]) -> Iterator[Issue]:
     """Issues of the sizes of an array's chunk files, and of those that are missing."""
 
-    def path_of(index: Extent) -> str:
+    def path_of(index: Shape) -> str:
         return f"{array.key}/{array.chunk_name(index)}"
 
     expected = nbytes_text(array.chunk_nbytes) if array.is_raw else "a compressed chunk"
@@ -286,7 +286,7 @@ def _compared_objects(
     Shards of one key that state different shapes make up a grid each. One of the older form, with
     the last number of its shape left out, ends at the largest offset that is there.
     """
-    by_grid: dict[tuple[str, Extent], list[ObjectId]] = defaultdict(list)
+    by_grid: dict[tuple[str, Shape], list[ObjectId]] = defaultdict(list)
     for shard in sorted(shards):
         by_grid[shard.key, shard.shape].append(shard)
     for (key, stated), some in sorted(by_grid.items()):
@@ -296,7 +296,7 @@ def _compared_objects(
         num_shards, nbytes = math.prod(shape), sum(shards[shard] for shard in some)
         yield ScannedObject(key, shape, len(present), num_shards, nbytes)
 
-        def path_of(offset: Extent, key: str = key, stated: Extent = stated) -> str:
+        def path_of(offset: Shape, key: str = key, stated: Shape = stated) -> str:
             return shard_path(ObjectId(key, offset, stated))
 
         issues += missing_files(key, shape, present, path_of, f"one of {num_shards} shards")
@@ -309,7 +309,7 @@ def _unexpected(key: str, paths: Iterable[str], expected: str) -> Iterator[Issue
         yield Issue(Problem.UNEXPECTED_FILE, key, path, expected, "a file outside of it")
 
 
-def _grid_text(grid: Extent) -> str:
+def _grid_text(grid: Shape) -> str:
     """Such as ``2 x 4``; a scalar has the grid ``1``."""
     return " x ".join(map(str, grid)) or "1"
 

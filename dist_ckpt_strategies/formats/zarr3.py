@@ -23,7 +23,7 @@ import xxhash
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.inner_grid import InnerGrid, Run
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.storage.base import HostArray
 
 ARRAYS_NAME = "arrays"
@@ -63,7 +63,7 @@ def metadata_name(key: str) -> str:
     return f"{array_directory(key)}/{METADATA_NAME}"
 
 
-def chunk_name(array: ArraySpec, index: Extent) -> str:
+def chunk_name(array: ArraySpec, index: Shape) -> str:
     """The file of a chunk, below the checkpoint's directory."""
     return f"{array_directory(array.key)}/{'.'.join(['c', *map(str, index)])}"
 
@@ -213,7 +213,7 @@ def _elements(chunks: Bytes, grid: InnerGrid, run: Run, dtype: DType) -> HostArr
     return raw.reshape((*run.shape, *grid.inner_shape))
 
 
-def _whole_shape(grid: InnerGrid, run: Run) -> Extent:
+def _whole_shape(grid: InnerGrid, run: Run) -> Shape:
     return tuple(map(operator.mul, run.shape, grid.inner_shape))
 
 
@@ -225,7 +225,7 @@ def _split(part: HostArray, grid: InnerGrid) -> HostArray:
     return part.reshape(pairs).transpose(*dims[::2], *dims[1::2])  # splitting dims never copies
 
 
-def _each(run: Run, elements: HostArray) -> Iterator[tuple[Extent, HostArray]]:
+def _each(run: Run, elements: HostArray) -> Iterator[tuple[Shape, HostArray]]:
     """The inner chunks of a run, each with its place in the chunk's grid."""
     for at in np.ndindex(*run.shape):
         yield tuple(map(operator.add, run.offset, at)), elements[(*at, ...)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.inner_grid import InnerGrid, Run
-from dist_ckpt_strategies.core.region import Extent
+from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.formats.manifest import ArrayRecord, ChunkRecord
 from dist_ckpt_strategies.formats.zarr3 import (
     ARRAYS_NAME,
@@ -62,7 +62,7 @@ class ArrayWriterBase(ABC):
     def __init__(self, num_metadata_threads: int, num_write_threads: int) -> None:
         self._num_metadata_threads = num_metadata_threads
         self._num_write_threads = num_write_threads
-        self.digests: dict[tuple[str, Extent], list[int]] = {}
+        self.digests: dict[tuple[str, Shape], list[int]] = {}
 
     def begin_creates(self, arrays: Sequence[ArraySpec]) -> Transfer:
         """See ArrayWriter."""

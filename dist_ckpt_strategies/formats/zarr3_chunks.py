@@ -14,7 +14,7 @@ import xxhash
 
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.inner_grid import InnerGrid, Run
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import CorruptCheckpointError
 from dist_ckpt_strategies.formats.manifest import ChunkRecord
 from dist_ckpt_strategies.formats.raw_chunks import missing_chunk
@@ -47,7 +47,7 @@ RUN_NBYTES = 2 << 20
 """Inner chunks are handled this many bytes at a time: they stay in the processor's cache."""
 
 BUFFER_NBYTES = 6 << 20
-"""Room for a run or the largest inner chunk that a plan makes, and what is not aligned yet."""
+"""Size for a run or the largest inner chunk that a plan makes, and what is not aligned yet."""
 
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its writer
 
@@ -69,12 +69,12 @@ class ChunkFile:
     """
 
     array: ArraySpec
-    index: Extent
+    index: Shape
     path: str
     grid: InnerGrid
 
     @classmethod
-    def of(cls, array: ArraySpec, index: Extent, path: str) -> Self:
+    def of(cls, array: ArraySpec, index: Shape, path: str) -> Self:
         """The file of a chunk, with its inner chunks worked out."""
         return cls(array, index, path, InnerGrid.of(array, index))
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
-from dist_ckpt_strategies.core.region import Extent
+from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.errors import CheckpointError, IncompleteCheckpointError, StorageError
 from dist_ckpt_strategies.formats.issues import (
     NO_ANSWER,
@@ -400,11 +400,11 @@ def _whole_file(
     return FileCheck(key, name, listed.nbytes, run, expected)
 
 
-def _where(index: Extent, record: ChunkRecord) -> str:
+def _where(index: Shape, record: ChunkRecord) -> str:
     return f"(chunk {index}, written by rank {record.writer})"
 
 
-def check_chunk(store: Store, array: ArraySpec, index: Extent, record: ChunkRecord) -> list[Issue]:
+def check_chunk(store: Store, array: ArraySpec, index: Shape, record: ChunkRecord) -> list[Issue]:
     """Every inner chunk of a chunk's file whose digest differs, and the index where its does.
 
     Raises:

@@ -38,8 +38,8 @@ from dist_ckpt_strategies.megatron.flow import (
     merged,
     needs_stored_keys,
     parsed_strict,
-    take_apart_for_load,
-    take_apart_for_save,
+    split_for_load,
+    split_for_save,
 )
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -195,7 +195,7 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
             _require_algorithm(algo)
             self._slots.require_tensors()
             wanted = {} if sharded_state_dict is None else sharded_state_dict
-            parts = take_apart_for_load(mapped_values(copy.copy, wanted))
+            parts = split_for_load(mapped_values(copy.copy, wanted))
             begun.append((mapped_values(lambda value: value, self.common_state_dict), parts))
             return bool(wanted)
 
@@ -313,4 +313,4 @@ def _require_algorithm(algo: str) -> None:
 
 def _taken_apart(sharded_state_dict: StateDict, algo: str) -> SaveParts:
     _require_algorithm(algo)
-    return take_apart_for_save(sharded_state_dict, None)
+    return split_for_save(sharded_state_dict, None)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt_strategies.core.array import DType, ShardId, ShardSpec
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import CoverageError, PlanError, ShapeMismatchError
 
 
@@ -74,7 +74,7 @@ def build_reshard_plan(
     holders: defaultdict[str, defaultdict[Region, list[int]]] = defaultdict(
         lambda: defaultdict(list)
     )
-    arrays: dict[str, tuple[Extent, DType]] = {}
+    arrays: dict[str, tuple[Shape, DType]] = {}
     for rank, specs in enumerate(held):
         for spec in specs:
             array = (spec.array_shape, spec.dtype)
@@ -134,7 +134,7 @@ class _KeptArray:
 
 
 def _require_same_shape(
-    spec: ShardSpec, arrays: Mapping[str, tuple[Extent, DType]], rank: int
+    spec: ShardSpec, arrays: Mapping[str, tuple[Shape, DType]], rank: int
 ) -> None:
     if spec.key not in arrays:
         raise CoverageError(

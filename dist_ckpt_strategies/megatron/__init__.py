@@ -1,1 +1,1 @@
-"""Door to Megatron-Core: translates its types and flow; the only importer of megatron."""
+"""Adapter to Megatron-Core, its only importer: types, save and load flow, registry."""

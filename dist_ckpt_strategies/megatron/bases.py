@@ -79,7 +79,7 @@ class _ShardedSaver(_Saver):
 
 
 class _AsyncShardedSaver(_ShardedSaver):
-    """Saves it behind training too."""
+    """Saves it in the background too."""
 
 
 class _CommonSaver(_Saver):

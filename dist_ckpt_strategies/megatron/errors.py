@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 @cache
-def _face_class(cls: Any) -> Any:
+def _adapted_class(cls: Any) -> Any:
     return joint_class(cls.__name__, (cls, CheckpointingException))
 
 
@@ -23,8 +23,8 @@ def as_megatron_error(error: CheckpointError) -> CheckpointError:
     kind: Any = type(error)
     if issubclass(kind, CheckpointingException):
         return error
-    face = _face_class(kind)
-    found: CheckpointError = face.__new__(face, *error.args)
+    adapted = _adapted_class(kind)
+    found: CheckpointError = adapted.__new__(adapted, *error.args)
     found.args = error.args
     found.__dict__.update(error.__dict__)
     found.path = error.path  # an ImportError keeps it elsewhere
@@ -33,13 +33,13 @@ def as_megatron_error(error: CheckpointError) -> CheckpointError:
 
 
 def raises_megatron_errors(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorator of a face: every CheckpointError leaves it as Megatron-Core's too."""
+    """Decorate a public function: every CheckpointError that it raises is Megatron-Core's too."""
 
     @wraps(function)
-    def face(*args: P.args, **kwargs: P.kwargs) -> T:
+    def adapted(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
         except CheckpointError as error:
             raise as_megatron_error(error) from error.__cause__
 
-    return face
+    return adapted

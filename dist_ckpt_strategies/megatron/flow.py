@@ -48,7 +48,7 @@ _RETURNING: Mapping[StrictHandling, StrictHandling] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class SaveParts:
-    """A state dict to save, taken apart: what is sharded, and what every rank holds alike."""
+    """A state dict to save, split: what is sharded, and what every rank holds alike."""
 
     sharded: StateDict
     common: StateDict
@@ -56,7 +56,7 @@ class SaveParts:
 
 @dataclass(frozen=True, slots=True)
 class LoadParts:
-    """A state dict to load, taken apart.
+    """A state dict to load, split.
 
     Attributes:
         sharded: ShardedTensors and ShardedObjects to load.
@@ -78,9 +78,7 @@ class StrictOutcome:
     unexpected: set[str]
 
 
-def take_apart_for_save(
-    state_dict: StateDict, content_metadata: dict[str, Any] | None
-) -> SaveParts:
+def split_for_save(state_dict: StateDict, content_metadata: dict[str, Any] | None) -> SaveParts:
     """Factories applied, non-persistent values dropped, sharded and common parted. Rank-local.
 
     Raises:
@@ -158,7 +156,7 @@ def _of_key(everyone: list[list[Any]], key: str) -> list[list[Any]]:
     return _chosen(everyone, lambda value: value.key == key)
 
 
-def take_apart_for_load(state_dict: StateDict) -> LoadParts:
+def split_for_load(state_dict: StateDict) -> LoadParts:
     """Factories applied, non-persistent values kept apart. Rank-local.
 
     Raises:

@@ -10,7 +10,7 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, 
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, ShardId, ShardSpec
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor
 
@@ -190,7 +190,7 @@ def is_empty(value: Any) -> bool:
     return isinstance(value, ShardedTensor) and 0 in value.local_shape
 
 
-def _replica(value: Any) -> int | Extent:
+def _replica(value: Any) -> int | Shape:
     replica = value.replica_id
     try:
         return _extent(replica) if isinstance(replica, Sequence) else int(replica)
@@ -207,5 +207,5 @@ def _key(value: Any) -> str:
     return value.key
 
 
-def _extent(numbers: Any) -> Extent:
+def _extent(numbers: Any) -> Shape:
     return tuple(map(int, numbers))

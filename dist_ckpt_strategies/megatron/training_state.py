@@ -1,4 +1,4 @@
-"""A Megatron-Core model and distributed optimizer, taken apart into what ranks share."""
+"""A Megatron-Core model and distributed optimizer, split into what ranks share."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class BackgroundWork(Generic[T]):
         name: for the thread.
 
     Raises:
-        StorageError: the temporary directory has no room for the mark of its end.
+        StorageError: the temporary directory is full.
     """
 
     def __init__(self, work: Callable[[], T], name: str) -> None:
@@ -138,13 +138,13 @@ class BackgroundWork(Generic[T]):
             self.end_mark.touch()
         except OSError as error:
             if not self.end_mark.parent.exists():
-                return  # it goes as the process ends, and nobody waits
+                return  # it is removed as the process ends, and no worker waits
             logger.warning("%s cannot be made, so its directory goes: %s", self.end_mark, error)
             shutil.rmtree(self.end_mark.parent, ignore_errors=True)
 
 
 def _remove_own(directory: Path, owner: int) -> None:
-    """What is left of a save that nobody has finalised; a forked child leaves it to its parent."""
+    """Remove the files of a save that was never finalised; a forked child leaves it to its parent."""
     if os.getpid() == owner:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -154,7 +154,7 @@ def agree_to_start(
 ) -> BackgroundWork[T]:
     """What ``prepare`` gives, begun on every rank; if that fails on one, nothing begins on any.
 
-    Collective, one meeting.
+    Collective: one check.
     """
     works: list[BackgroundWork[T]] = []
 
@@ -208,9 +208,9 @@ def _is_alive(pid: int) -> bool:
 
 
 class RunningSaves:
-    """The saves of this process that go on behind training, by the place that they write to.
+    """The saves that this process writes in the background, by the place that they write to.
 
-    Whoever begins another one there waits for them first, whichever strategy wrote them: their
+    Another save to the same place waits for them first, whichever strategy wrote them: their
     files may have the names of the new ones. One that has ended is not kept for this: with it goes
     the memory that it was written from.
     """
@@ -253,11 +253,11 @@ class SaveName:
     """What a request is told from others by.
 
     Attributes:
-        token: of the save alone, and equal on all ranks.
+        save_id: equal on all ranks, and of this save alone.
         what: is ended, in words; each rank may see it in its own way.
     """
 
-    token: str
+    save_id: str
     what: str
 
 
@@ -302,7 +302,7 @@ class _Finalisation:
     def await_work(self, timeout_s: float) -> None:
         """Return when every rank's share has ended, well or not. Collective.
 
-        However long that is, the ranks meet again before any has waited too long for another.
+        However long that is, ranks take part in a collective before any has waited too long for another.
 
         Raises:
             SaveTimeoutError: some rank's takes longer; on every rank.
@@ -328,17 +328,17 @@ class _Finalisation:
             are_done = all(done for *_, done in answers)
 
     def _require_the_same(self, names: Sequence[Sequence[str]]) -> None:
-        tokens, texts = zip(*names, strict=True)
-        if len(set(tokens)) > 1:
+        save_ids, texts = zip(*names, strict=True)
+        if len(set(save_ids)) > 1:
             raise PlanError(
                 "expected all ranks to end their saves in the same order, found "
-                + who_is_where(self._comm, tokens, texts)
+                + who_is_where(self._comm, save_ids, texts)
             )
         self._is_the_same = True
 
 
 class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
-    """A save that goes on behind training; Megatron-Core's queues take it as a request of theirs.
+    """A save in the background; Megatron-Core's queues take it as a request of theirs.
 
     It works without a queue too: ``done()`` and ``wait()``. It is finalised once, by a queue or by
     ``wait``; if the save has failed on any rank, that raises on every rank.
@@ -365,7 +365,7 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
         Args:
             comm: the ranks that save together.
             name: of this save.
-            work: what goes on behind training.
+            work: what runs in the background.
             finalise: called by every rank once that has ended on all of them.
             timeout_s: longest wait for it, in seconds.
         """

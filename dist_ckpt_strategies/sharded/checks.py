@@ -32,7 +32,7 @@ from dist_ckpt_strategies.megatron.shards import (
     sharded_values,
     value_from_message,
 )
-from dist_ckpt_strategies.sharded.plan_save import ObjectHolding, build_save_plan
+from dist_ckpt_strategies.sharded.plan_save import ObjectPlacement, build_save_plan
 
 
 class _Validated:
@@ -157,7 +157,7 @@ def _require_plan(everyone: list[list[Any]], key: str | None) -> None:
         for rank, values in enumerate(of_key)
     ]
     objects = [
-        ObjectHolding(object_id(value), rank)
+        ObjectPlacement(object_id(value), rank)
         for rank, values in enumerate(of_key)
         for value in values
         if isinstance(value, ShardedObject) and is_main(value)

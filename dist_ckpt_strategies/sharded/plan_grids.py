@@ -1,4 +1,4 @@
-"""The chunk grid of an array that is saved, and which parts of which shards make up each chunk."""
+"""The chunk grid of an array that is saved, and which slices of which shards make up each chunk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from enum import Enum
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.chunk_grids import (
     MAX_OBJECT_NBYTES,
-    Holding,
+    ShardPlacement,
     chunk_parts,
     cut_chunk,
     fills_grid,
@@ -19,28 +19,28 @@ from dist_ckpt_strategies.core.chunk_grids import (
     regular_chunk_shape,
     require_partition,
 )
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 
 
-class Cutting(Enum):
+class ChunkLayout(Enum):
     """What the file of a chunk is made of."""
 
-    WHOLE = "one piece"
+    WHOLE = "one shard_slice"
     INNER = "inner chunks"
     BOUNDED = "inner chunks, few enough for one request"
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkParts:
+class ChunkSlices:
     """A chunk, and what it is put together from.
 
     Attributes:
         region: its part of the array.
-        parts: boxes that cover it, each with the number of the holding that it is a part of.
+        slices: regions that cover it, each with the number of the placement that it is a slice of.
     """
 
     region: Region
-    parts: tuple[tuple[int, Region], ...]
+    slices: tuple[tuple[int, Region], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +49,16 @@ class ArrayGrid:
 
     Attributes:
         chunk_shape: in elements.
-        inner_shape: of the inner chunks; None where a chunk is of one piece.
-        chunks: each chunk's parts, in the order of the grid; None where every holding is a chunk.
+        inner_shape: of the inner chunks; None where a chunk is of one shard_slice.
+        chunks: each chunk's slices, in the order of the grid; None where every placement is a chunk.
     """
 
-    chunk_shape: Extent
-    inner_shape: Extent | None
-    chunks: tuple[ChunkParts, ...] | None
+    chunk_shape: Shape
+    inner_shape: Shape | None
+    chunks: tuple[ChunkSlices, ...] | None
 
 
-_Pattern = tuple[Extent, DType, tuple[tuple[Extent, Extent, int], ...]]
+_Pattern = tuple[Shape, DType, tuple[tuple[Shape, Shape, int], ...]]
 """Shape and dtype of an array, and offset, shape and holder of each main replica. Holders are
 numbered as they come: who they are makes no difference to the grid."""
 
@@ -70,73 +70,81 @@ class ArrayGrids:
     each kind of state.
 
     Args:
-        cutting: what the file of a chunk is made of.
+        chunk_layout: what the file of a chunk is made of.
     """
 
-    def __init__(self, cutting: Cutting) -> None:
-        self.cutting = cutting
+    def __init__(self, chunk_layout: ChunkLayout) -> None:
+        self.chunk_layout = chunk_layout
         self._known: dict[_Pattern, ArrayGrid] = {}
 
     def of(
-        self, array: ArraySpec, holdings: Sequence[Holding], copies: Iterable[Holding]
+        self,
+        array: ArraySpec,
+        placements: Sequence[ShardPlacement],
+        copies: Iterable[ShardPlacement],
     ) -> ArrayGrid:
         """The grid of an array that is known to be held whole.
 
         Args:
             array: key, shape and dtype; its chunk shape says nothing.
-            holdings: the main replicas, sorted.
+            placements: the main replicas, sorted.
             copies: the other replicas, to say who holds what the main ones leave out.
 
         Raises:
             CoverageError: elements are missing, or a region reaches outside the array.
-            DuplicateWriterError: two holdings share an element.
+            DuplicateWriterError: two placements share an element.
         """
-        pattern = _pattern(array, holdings)
+        pattern = _pattern(array, placements)
         if pattern not in self._known:
-            self._known[pattern] = _grid_of(array, holdings, copies, self.cutting)
+            self._known[pattern] = _grid_of(array, placements, copies, self.chunk_layout)
         return self._known[pattern]
 
 
-def _pattern(array: ArraySpec, holdings: Sequence[Holding]) -> _Pattern:
+def _pattern(array: ArraySpec, placements: Sequence[ShardPlacement]) -> _Pattern:
     numbers: dict[int, int] = {}
     parts = tuple(
         (h.region.offset, h.region.shape, numbers.setdefault(h.rank, len(numbers)))
-        for h in holdings
+        for h in placements
     )
     return array.shape, array.dtype, parts
 
 
 def _grid_of(
-    array: ArraySpec, holdings: Sequence[Holding], copies: Iterable[Holding], cutting: Cutting
+    array: ArraySpec,
+    placements: Sequence[ShardPlacement],
+    copies: Iterable[ShardPlacement],
+    chunk_layout: ChunkLayout,
 ) -> ArrayGrid:
-    regions = [holding.region for holding in holdings]
+    regions = [placement.region for placement in placements]
     chunk = regular_chunk_shape(array.shape, regions)
     if chunk is None or not fills_grid(array.shape, chunk, regions):
-        require_partition(array.key, array.shape, holdings, list(copies))
+        require_partition(array.key, array.shape, placements, list(copies))
     if chunk is not None:
         whole = replace(array, chunk_shape=chunk)
-        small = _bounded(whole, cutting)
-        if (cut := _cut(small, cutting, is_movable=False)) is not None:
-            return _grid(cut, None if small is whole else holdings)
+        small = _bounded(whole, chunk_layout)
+        if (cut := _cut(small, chunk_layout, is_movable=False)) is not None:
+            return _grid(cut, None if small is whole else placements)
         chunk = small.chunk_shape
     else:
-        chunk = irregular_chunk_shape(array.shape, array.dtype.itemsize, holdings)
-    moved = _cut(_bounded(replace(array, chunk_shape=chunk), cutting), cutting, is_movable=True)
+        chunk = irregular_chunk_shape(array.shape, array.dtype.itemsize, placements)
+    moved = _cut(
+        _bounded(replace(array, chunk_shape=chunk), chunk_layout), chunk_layout, is_movable=True
+    )
     assert moved is not None  # noqa: S101 - where boundaries may move, every chunk can be cut
-    return _grid(moved, holdings)
+    return _grid(moved, placements)
 
 
-def _bounded(array: ArraySpec, cutting: Cutting) -> ArraySpec:
+def _bounded(array: ArraySpec, chunk_layout: ChunkLayout) -> ArraySpec:
     """The array with chunks that fit an object; itself where they do."""
-    if cutting is not Cutting.BOUNDED or array.chunk_nbytes <= MAX_OBJECT_NBYTES:
+    if chunk_layout is not ChunkLayout.BOUNDED or array.chunk_nbytes <= MAX_OBJECT_NBYTES:
         return array
     chunk = object_chunk_shape(array.chunk_shape, array.dtype.itemsize)
     return replace(array, chunk_shape=chunk)
 
 
-def _cut(array: ArraySpec, cutting: Cutting, *, is_movable: bool) -> ArraySpec | None:
+def _cut(array: ArraySpec, chunk_layout: ChunkLayout, *, is_movable: bool) -> ArraySpec | None:
     """The array with inner chunks; None where its chunks have no factors for them."""
-    if cutting is Cutting.WHOLE:
+    if chunk_layout is ChunkLayout.WHOLE:
         return array
     cut = cut_chunk(array.chunk_shape, array.shape, array.dtype.itemsize, is_movable=is_movable)
     if cut is None:
@@ -144,18 +152,18 @@ def _cut(array: ArraySpec, cutting: Cutting, *, is_movable: bool) -> ArraySpec |
     return replace(array, chunk_shape=cut.chunk_shape, inner_shape=cut.inner_shape)
 
 
-def _grid(array: ArraySpec, holdings: Sequence[Holding] | None) -> ArrayGrid:
-    """The grid that the array has; its chunks are put together from the holdings, if from any."""
-    if holdings is None:
+def _grid(array: ArraySpec, placements: Sequence[ShardPlacement] | None) -> ArrayGrid:
+    """The grid that the array has; its chunks are put together from the placements, if from any."""
+    if placements is None:
         return ArrayGrid(array.chunk_shape, array.inner_shape, None)
-    parts: dict[Extent, list[tuple[int, Region]]] = defaultdict(list)
-    for number, holding in enumerate(holdings):
-        for index, part in chunk_parts(array.chunk_shape, holding.region):
+    parts: dict[Shape, list[tuple[int, Region]]] = defaultdict(list)
+    for number, placement in enumerate(placements):
+        for index, part in chunk_parts(array.chunk_shape, placement.region):
             parts[index].append((number, part))
     whole = Region.whole(array.shape)
     chunks = []
     for index in sorted(parts):
         region = array.chunk_region(index).intersect(whole)
         assert region is not None  # noqa: S101 - a chunk of the grid overlaps its array
-        chunks.append(ChunkParts(region, tuple(parts[index])))
+        chunks.append(ChunkSlices(region, tuple(parts[index])))
     return ArrayGrid(array.chunk_shape, array.inner_shape, tuple(chunks))

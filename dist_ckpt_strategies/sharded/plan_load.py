@@ -11,7 +11,7 @@ from dist_ckpt_strategies.errors import ShapeMismatchError
 
 
 @dataclass(frozen=True, slots=True)
-class ShardRead:
+class ReadItem:
     """How one wanted shard is filled.
 
     Attributes:
@@ -38,7 +38,7 @@ class ShardRead:
 class LoadPlan:
     """One rank's reads, one for each wanted shard, in their order."""
 
-    reads: tuple[ShardRead, ...]
+    reads: tuple[ReadItem, ...]
 
     @property
     def nbytes(self) -> int:
@@ -65,7 +65,7 @@ def build_load_plan(wants: Sequence[ShardSpec], stored: Mapping[str, ArraySpec])
     )
 
 
-def _shard_read(number: int, want: ShardSpec, array: ArraySpec) -> ShardRead:
+def _shard_read(number: int, want: ShardSpec, array: ArraySpec) -> ReadItem:
     same_rank = len(array.shape) == len(want.array_shape)
     if array.shape != want.array_shape and not (want.may_mismatch and same_rank):
         raise ShapeMismatchError(
@@ -74,9 +74,9 @@ def _shard_read(number: int, want: ShardSpec, array: ArraySpec) -> ShardRead:
             key=want.key,
         )
     if want.region.numel == 0:
-        return ShardRead(number, array, None, None, is_padded=False)
+        return ReadItem(number, array, None, None, is_padded=False)
     if Region.whole(array.shape).contains(want.region):
-        return ShardRead(
+        return ReadItem(
             number, array, want.region, Region.whole(want.region.shape), is_padded=False
         )
     if not want.may_mismatch:
@@ -86,9 +86,9 @@ def _shard_read(number: int, want: ShardSpec, array: ArraySpec) -> ShardRead:
         )
     source = want.region.intersect(Region.whole(array.shape))
     if source is None:
-        return ShardRead(number, array, None, None, is_padded=True)
+        return ReadItem(number, array, None, None, is_padded=True)
     target = source.within(want.region)
-    return ShardRead(number, array, source, target, is_padded=source.shape != want.region.shape)
+    return ReadItem(number, array, source, target, is_padded=source.shape != want.region.shape)
 
 
 def build_batches(staged_nbytes: Sequence[int], budget_nbytes: int) -> tuple[tuple[int, ...], ...]:

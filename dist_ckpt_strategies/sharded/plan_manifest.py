@@ -1,4 +1,4 @@
-"""Decide which part of the manifest each array is listed in, and which rank writes that part."""
+"""Decide which segment of the manifest lists each array, and which rank writes the segment."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.inner_grid import num_inner_chunks
 
-MAX_PART_NBYTES = 4 << 20
-"""About the size of a part: what a rank holds of the manifest while it is written."""
+MAX_SEGMENT_NBYTES = 4 << 20
+"""About the size of a segment: what a rank holds of the manifest while it is written."""
 
 _ENTRY_NBYTES = 160
 _CHUNK_NBYTES = 48
@@ -19,18 +19,18 @@ _DIGEST_NBYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ManifestPlan:
-    """The manifest's parts, by their first keys.
+    """The manifest's segments, by their first keys.
 
     Attributes:
-        firsts: the first key that each part may hold; the empty one first.
-        owners: the rank, within the group, that writes each part.
+        firsts: the first key that each segment may hold; the empty one first.
+        owners: the rank, within the group, that writes each segment.
     """
 
     firsts: tuple[str, ...]
     owners: tuple[int, ...]
 
-    def part_of(self, key: str) -> int:
-        """The number of the part that lists what has this key."""
+    def segment_of(self, key: str) -> int:
+        """The number of the segment that lists this key."""
         return bisect_right(self.firsts, key) - 1
 
 
@@ -38,15 +38,15 @@ def build_manifest_plan(
     arrays: Sequence[ArraySpec],
     object_keys: Iterable[str],
     num_ranks: int,
-    max_part_nbytes: int = MAX_PART_NBYTES,
+    max_segment_nbytes: int = MAX_SEGMENT_NBYTES,
 ) -> ManifestPlan:
-    """Cut the keys into ranges of about equal description, one to a part; at most one to a rank.
+    """Cut the keys into ranges of about equal description, one to a segment; at most one to a rank.
 
     Args:
         arrays: all arrays of the checkpoint.
         object_keys: of its objects, once for each shard.
         num_ranks: in the group that writes it.
-        max_part_nbytes: wanted size of a part.
+        max_segment_nbytes: wanted size of a segment.
     """
     sizes: dict[str, int] = {}
     for array in arrays:
@@ -54,11 +54,11 @@ def build_manifest_plan(
     for key in object_keys:
         sizes[key] = sizes.get(key, 0) + _ENTRY_NBYTES + len(key)
     total = sum(sizes.values())
-    num_parts = max(1, min(num_ranks, -(-total // max_part_nbytes)))
+    num_segments = max(1, min(num_ranks, -(-total // max_segment_nbytes)))
     firsts = [""]
     seen = 0
     for key in sorted(sizes):
-        if len(firsts) < num_parts and seen >= len(firsts) * total / num_parts:
+        if len(firsts) < num_segments and seen >= len(firsts) * total / num_segments:
             firsts.append(key)
         seen += sizes[key]
     owners = tuple(number * num_ranks // len(firsts) for number in range(len(firsts)))

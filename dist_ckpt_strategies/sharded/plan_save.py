@@ -1,4 +1,4 @@
-"""Decide who writes which chunk of which array, and which pieces have to move there first."""
+"""Decide who writes which chunk of which array, and which slices have to move there first."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dist_ckpt_strategies.core.array import (
     ShardId,
     ShardSpec,
 )
-from dist_ckpt_strategies.core.chunk_grids import MAX_ASSEMBLED_NBYTES, Holding
+from dist_ckpt_strategies.core.chunk_grids import MAX_ASSEMBLED_NBYTES, ShardPlacement
 from dist_ckpt_strategies.core.keys import require_storable_keys
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
-from dist_ckpt_strategies.sharded.plan_grids import ArrayGrids, ChunkParts, Cutting
+from dist_ckpt_strategies.sharded.plan_grids import ArrayGrids, ChunkLayout, ChunkSlices
 
-_MAX_SPOKEN = 8
+_MAX_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ShardSlice:
     """A part of a shard, in global coordinates, on the rank that holds it."""
 
     holder: int
@@ -34,7 +34,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class ObjectHolding:
+class ObjectPlacement:
     """One shard of an object and the rank that holds its main replica."""
 
     id: ObjectId
@@ -43,26 +43,26 @@ class ObjectHolding:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A piece that travels to the writer of its chunk. Order is the same on every rank."""
+    """A shard_slice that travels to the writer of its chunk. Order is the same on every rank."""
 
-    piece: Piece
+    shard_slice: ShardSlice
     writer: int
     dtype: DType
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the wire."""
-        return self.piece.region.numel * self.dtype.itemsize
+        """Bytes that are sent."""
+        return self.shard_slice.region.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkWrite:
-    """``writer`` alone writes this chunk, out of pieces that cover its part of the array."""
+class WriteItem:
+    """``writer`` alone writes this chunk, from slices that cover its region."""
 
     array: ArraySpec
     region: Region
     writer: int
-    pieces: tuple[Piece, ...]
+    slices: tuple[ShardSlice, ...]
 
     @property
     def nbytes(self) -> int:
@@ -72,13 +72,13 @@ class ChunkWrite:
     @property
     def is_whole_shard(self) -> bool:
         """Whether the chunk comes from one tensor of its writer, so that nothing is assembled."""
-        return len(self.pieces) == 1 and self.pieces[0].holder == self.writer
+        return len(self.slices) == 1 and self.slices[0].holder == self.writer
 
     @property
     def moves(self) -> tuple[Move, ...]:
-        """The pieces that have to travel to the writer."""
-        away = (piece for piece in self.pieces if piece.holder != self.writer)
-        return tuple(Move(piece, self.writer, self.array.dtype) for piece in away)
+        """The slices that have to travel to the writer."""
+        away = (shard_slice for shard_slice in self.slices if shard_slice.holder != self.writer)
+        return tuple(Move(shard_slice, self.writer, self.array.dtype) for shard_slice in away)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +96,19 @@ class SavePlan:
     Attributes:
         creations: who writes the metadata of each array, and flushes its directory.
         writes: every chunk.
-        rounds: the chunks among them that are put together from pieces, in groups that bound the
+        rounds: the chunks among them that are put together from slices, in groups that bound the
             memory of each rank.
     """
 
     creations: tuple[ArrayCreation, ...]
-    writes: tuple[ChunkWrite, ...]
-    rounds: tuple[tuple[ChunkWrite, ...], ...]
+    writes: tuple[WriteItem, ...]
+    rounds: tuple[tuple[WriteItem, ...], ...]
 
     def creations_of(self, rank: int) -> tuple[ArraySpec, ...]:
         """Arrays whose metadata ``rank`` writes."""
         return tuple(c.array for c in self.creations if c.creator == rank)
 
-    def writes_of(self, rank: int) -> tuple[ChunkWrite, ...]:
+    def writes_of(self, rank: int) -> tuple[WriteItem, ...]:
         """Chunks that ``rank`` writes."""
         return tuple(w for w in self.writes if w.writer == rank)
 
@@ -125,7 +125,7 @@ class SavePlan:
     def sent_nbytes(self, rank: int) -> int:
         """Bytes that ``rank`` sends to the writers of other chunks."""
         moves = (move for round_ in self.rounds for write in round_ for move in write.moves)
-        return sum(move.nbytes for move in moves if move.piece.holder == rank)
+        return sum(move.nbytes for move in moves if move.shard_slice.holder == rank)
 
     @property
     def arrays(self) -> list[ArraySpec]:
@@ -134,29 +134,29 @@ class SavePlan:
         return list({array.key: array for array in found}.values())
 
 
-def _concerns(write: ChunkWrite, rank: int) -> bool:
-    return write.writer == rank or any(move.piece.holder == rank for move in write.moves)
+def _concerns(write: WriteItem, rank: int) -> bool:
+    return write.writer == rank or any(move.shard_slice.holder == rank for move in write.moves)
 
 
 def build_save_plan(
     requests: Iterable[RankShards],
-    objects: Iterable[ObjectHolding] = (),
+    objects: Iterable[ObjectPlacement] = (),
     *,
     max_inflight_bytes: int = MAX_ASSEMBLED_NBYTES,
-    cutting: Cutting = Cutting.WHOLE,
+    chunk_layout: ChunkLayout = ChunkLayout.WHOLE,
 ) -> SavePlan:
     """Give each chunk of each array one writer, the rank that holds most of it.
 
     Where the main replicas lie on a regular grid, a chunk is a shard and nothing moves. Elsewhere,
     and where inner chunks fit no factors of the shards, the plan chooses a grid
-    (``irregular_chunk_shape``, ``cut_chunk``) and moves pieces to the writers.
+    (``irregular_chunk_shape``, ``cut_chunk``) and moves slices to the writers.
 
     Args:
         requests: what each rank of the group holds, replicas included, one entry per rank.
         objects: main replicas of the objects saved beside the arrays, to find collisions.
-        max_inflight_bytes: bound, per rank and round, on chunks being assembled and on pieces
+        max_inflight_bytes: bound, per rank and round, on chunks being assembled and on slices
             being sent; a larger chunk has a round of its own. Equal on all ranks.
-        cutting: what the file of a chunk is made of. Any key can be stored in inner chunks.
+        chunk_layout: what the file of a chunk is made of. Any key can be stored in inner chunks.
 
     Raises:
         CoverageError: the main replicas of an array leave a gap or reach outside.
@@ -168,13 +168,13 @@ def build_save_plan(
         for shard in request.shards:
             by_key[shard.key].append((request.rank, shard))
     object_ranks = _single_writers(objects)
-    if cutting is Cutting.WHOLE:
+    if chunk_layout is ChunkLayout.WHOLE:
         _require_storable(by_key, object_ranks)
     load: Counter[int] = Counter()
     num_created: Counter[int] = Counter()
     creations: list[ArrayCreation] = []
-    writes: list[ChunkWrite] = []
-    grids = ArrayGrids(cutting)
+    writes: list[WriteItem] = []
+    grids = ArrayGrids(chunk_layout)
     for key in sorted(by_key):
         made = _array_of(key, by_key[key], grids)
         creator = _creator(made.main, by_key[key], num_created)
@@ -199,17 +199,17 @@ def _require_storable(
         raise
 
 
-def _single_writers(objects: Iterable[ObjectHolding]) -> dict[str, int]:
+def _single_writers(objects: Iterable[ObjectPlacement]) -> dict[str, int]:
     """A writer of each object, by key, once each shard of each is known to have one."""
     writers: dict[ObjectId, int] = {}
-    for holding in sorted(objects):
-        if holding.id in writers:
+    for placement in sorted(objects):
+        if placement.id in writers:
             raise DuplicateWriterError(
-                f"{holding.id.unique_key}: rank {writers[holding.id]} and rank {holding.rank} both "
-                "hold a main replica; give one of them another replica_id",
-                key=holding.id.key,
+                f"{placement.id.unique_key}: rank {writers[placement.id]} and rank "
+                f"{placement.rank} both hold a main replica; give one of them another replica_id",
+                key=placement.id.key,
             )
-        writers[holding.id] = holding.rank
+        writers[placement.id] = placement.rank
     _require_whole_objects(writers)
     return {object_id.key: rank for object_id, rank in reversed(writers.items())}
 
@@ -230,7 +230,7 @@ def _require_whole_objects(writers: Mapping[ObjectId, int]) -> None:
         if len(of_key) != math.prod(grid):
             raise CoverageError(
                 f"{key}: main replicas of {len(of_key)} of the {math.prod(grid)} shards of an "
-                f"object; each needs one; there are {_spoken_shards(of_key)}",
+                f"object; each needs one; there are {_listed_shards(of_key)}",
                 key=key,
             )
 
@@ -248,10 +248,10 @@ def _require_in_grid(object_id: ObjectId, rank: int) -> None:
         )
 
 
-def _spoken_shards(writers: Mapping[ObjectId, int]) -> str:
+def _listed_shards(writers: Mapping[ObjectId, int]) -> str:
     shown = [f"{object_id.offset} on rank {rank}" for object_id, rank in writers.items()]
-    more = ", ..." if len(shown) > _MAX_SPOKEN else ""
-    return ", ".join(shown[:_MAX_SPOKEN]) + more
+    more = ", ..." if len(shown) > _MAX_LISTED else ""
+    return ", ".join(shown[:_MAX_LISTED]) + more
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,8 +265,8 @@ class _Made:
     """
 
     array: ArraySpec
-    main: Sequence[tuple[Holding, ShardId]]
-    chunks: tuple[ChunkParts, ...] | None
+    main: Sequence[tuple[ShardPlacement, ShardId]]
+    chunks: tuple[ChunkSlices, ...] | None
 
 
 def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]], grids: ArrayGrids) -> _Made:
@@ -275,20 +275,20 @@ def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]], grids: ArrayGrids
     for rank, shard in held:
         if shard.array_shape != first.array_shape or shard.dtype != first.dtype:
             name = "dtype" if shard.array_shape == first.array_shape else "array_shape"
-            mine, theirs = (_spoken(getattr(spec, name)) for spec in (shard, first))
+            mine, theirs = (_text_of(getattr(spec, name)) for spec in (shard, first))
             raise PlanError(
                 f"{key}: {name} {mine} on rank {rank}, {theirs} on rank {first_rank}", key=key
             ).at_rank(rank)
     main = [
-        (Holding(region, rank), shard.id)
+        (ShardPlacement(region, rank), shard.id)
         for rank, shard in held
         if shard.is_main and (region := _stored_part(shard)) is not None
     ]
     main.sort(key=_place)
     grid = grids.of(
         ArraySpec(key, first.array_shape, first.dtype, (1,) * len(first.array_shape)),
-        [holding for holding, _ in main],
-        (Holding(shard.region, rank) for rank, shard in held if not shard.is_main),
+        [placement for placement, _ in main],
+        (ShardPlacement(shard.region, rank) for rank, shard in held if not shard.is_main),
     )
     array = ArraySpec(
         key, first.array_shape, first.dtype, grid.chunk_shape, inner_shape=grid.inner_shape
@@ -296,13 +296,13 @@ def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]], grids: ArrayGrids
     return _Made(array, main, grid.chunks)
 
 
-def _place(held: tuple[Holding, ShardId]) -> tuple[Extent, Extent, int]:
-    """Sorts as holdings do, without a comparison of objects."""
-    holding, _ = held
-    return holding.region.offset, holding.region.shape, holding.rank
+def _place(held: tuple[ShardPlacement, ShardId]) -> tuple[Shape, Shape, int]:
+    """Sorts as placements do, without a comparison of objects."""
+    placement, _ = held
+    return placement.region.offset, placement.region.shape, placement.rank
 
 
-def _spoken(fact: DType | Extent) -> str:
+def _text_of(fact: DType | Shape) -> str:
     return fact.value if isinstance(fact, DType) else str(fact)
 
 
@@ -314,58 +314,58 @@ def _stored_part(shard: ShardSpec) -> Region | None:
 
 
 def _creator(
-    main: Iterable[tuple[Holding, ShardId]],
+    main: Iterable[tuple[ShardPlacement, ShardId]],
     held: Sequence[tuple[int, ShardSpec]],
     num_created: Counter[int],
 ) -> int:
     """A rank that holds a part of the array, or knows an empty one: who has created least."""
-    ranks = {holding.rank for holding, _ in main} or {rank for rank, _ in held}
+    ranks = {placement.rank for placement, _ in main} or {rank for rank, _ in held}
     return min(ranks, key=lambda rank: (num_created[rank], rank))
 
 
-def _shard_writes(made: _Made) -> list[ChunkWrite]:
+def _shard_writes(made: _Made) -> list[WriteItem]:
     """One write for each shard, which is a chunk; ``_chunk_writes`` would find the same."""
     return [
-        ChunkWrite(made.array, h.region, h.rank, (Piece(h.rank, shard, h.region),))
+        WriteItem(made.array, h.region, h.rank, (ShardSlice(h.rank, shard, h.region),))
         for h, shard in made.main
     ]
 
 
-def _chunk_writes(made: _Made, load: Counter[int]) -> list[ChunkWrite]:
+def _chunk_writes(made: _Made, load: Counter[int]) -> list[WriteItem]:
     """One write for each chunk of the array, put together from parts of the shards."""
     added: Counter[int] = Counter()
     writes = []
     for chunk in made.chunks or ():
-        pieces = []
-        for number, part in chunk.parts:
-            holding, shard = made.main[number]
-            pieces.append(Piece(holding.rank, shard, part))
-        writer = _writer(pieces, load, added)
-        write = ChunkWrite(made.array, chunk.region, writer, tuple(pieces))
+        slices = []
+        for number, part in chunk.slices:
+            placement, shard = made.main[number]
+            slices.append(ShardSlice(placement.rank, shard, part))
+        writer = _writer(slices, load, added)
+        write = WriteItem(made.array, chunk.region, writer, tuple(slices))
         added[writer] += write.nbytes
         writes.append(write)
     return writes
 
 
-def _writer(pieces: Sequence[Piece], load: Counter[int], added: Counter[int]) -> int:
+def _writer(slices: Sequence[ShardSlice], load: Counter[int], added: Counter[int]) -> int:
     """The rank that holds most of the chunk; among equals the one with least to write."""
-    first = pieces[0].holder
-    if all(piece.holder == first for piece in pieces):
+    first = slices[0].holder
+    if all(shard_slice.holder == first for shard_slice in slices):
         return first
     held: Counter[int] = Counter()
-    for piece in pieces:
-        held[piece.holder] += piece.region.numel
+    for shard_slice in slices:
+        held[shard_slice.holder] += shard_slice.region.numel
     return min(held, key=lambda rank: (-held[rank], load[rank] + added[rank], rank))
 
 
-def _rounds(writes: Iterable[ChunkWrite], budget_nbytes: int) -> tuple[tuple[ChunkWrite, ...], ...]:
-    """Chunks that are assembled, each in the first round in which its ranks have room for it.
+def _rounds(writes: Iterable[WriteItem], budget_nbytes: int) -> tuple[tuple[WriteItem, ...], ...]:
+    """Chunks that are assembled, each in the first round in which its ranks have memory for it.
 
     No rank goes back to an earlier round, and ranks that have nothing to do with each other share
     rounds: there are as many as the rank with most to do needs, however many groups of ranks there
-    are. Every round is a meeting of all.
+    are. Every round is a collective of all ranks.
     """
-    rounds: list[list[ChunkWrite]] = []
+    rounds: list[list[WriteItem]] = []
     last: dict[int, int] = {}
     used: Counter[int] = Counter()  # of the last round of each rank
     for write in writes:
@@ -373,11 +373,11 @@ def _rounds(writes: Iterable[ChunkWrite], budget_nbytes: int) -> tuple[tuple[Chu
             continue
         needed = {write.writer: 2 * write.nbytes}
         for move in write.moves:
-            holder = move.piece.holder
+            holder = move.shard_slice.holder
             needed[holder] = needed.get(holder, 0) + move.nbytes
         number = max(last.get(rank, 0) for rank in needed)
-        meeting = [rank for rank in needed if last.get(rank) == number]
-        if any(used[rank] + needed[rank] > budget_nbytes for rank in meeting):
+        present = [rank for rank in needed if last.get(rank) == number]
+        if any(used[rank] + needed[rank] > budget_nbytes for rank in present):
             number += 1
         for rank, nbytes in needed.items():
             used[rank] = nbytes + (used[rank] if last.get(rank) == number else 0)

@@ -181,7 +181,7 @@ class ShardedSave:
         planned = self.planned
         self._segments = self.inputs.writer.described(
             planned.plan.arrays,
-            planned.manifest.part_of,
+            planned.manifest.segment_of,
         )
         return [[n, len(content)] for n, content in sorted(self._segments.items())] or None
 
@@ -242,7 +242,7 @@ class ShardedSave:
     def _facts(self) -> list[Any]:
         """What the plan of a save has to know of this rank, of JSON types."""
         inputs = self.inputs
-        budget, layout = inputs.options.max_inflight_bytes, inputs.writer.cutting
+        budget, layout = inputs.options.max_inflight_bytes, inputs.writer.chunk_layout
         return [self._shards.messages, budget, layout, inputs.validates]
 
     def _begin_writing(self, planned: Planned) -> None:

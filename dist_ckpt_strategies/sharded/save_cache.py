@@ -14,7 +14,7 @@ from dist_ckpt_strategies.config import Options, limit_of_wait
 from dist_ckpt_strategies.device import Slot, copy_into, host_memory, pin_while_alive, torch_dtype
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.sharded.async_request import BackgroundWork
-from dist_ckpt_strategies.sharded.plan_save import ChunkWrite
+from dist_ckpt_strategies.sharded.plan_save import WriteItem
 from dist_ckpt_strategies.sharded.writer_main import SharedBytes, is_supported
 from dist_ckpt_strategies.sharded.writer_process import WriterProcess, start_writer
 
@@ -129,7 +129,7 @@ class SaveCache:
         self._process: WriterProcess | None = None
         self._has_process = True
 
-    def reserve(self, writes: Sequence[ChunkWrite], is_cuda: bool) -> list[Slot]:  # noqa: FBT001 - write_plan.Reserve
+    def reserve(self, writes: Sequence[WriteItem], is_cuda: bool) -> list[Slot]:  # noqa: FBT001 - write_plan.Reserve
         """A place for each chunk; those of the save before are gone."""
         layouts = [(write.region.shape, torch_dtype(write.array.dtype)) for write in writes]
         try:

@@ -29,9 +29,9 @@ from dist_ckpt_strategies.megatron.shards import (
     value_from_message,
 )
 from dist_ckpt_strategies.sharded.checks import require_valid
-from dist_ckpt_strategies.sharded.plan_grids import Cutting
+from dist_ckpt_strategies.sharded.plan_grids import ChunkLayout
 from dist_ckpt_strategies.sharded.plan_manifest import ManifestPlan, build_manifest_plan
-from dist_ckpt_strategies.sharded.plan_save import ObjectHolding, SavePlan, build_save_plan
+from dist_ckpt_strategies.sharded.plan_save import ObjectPlacement, SavePlan, build_save_plan
 from dist_ckpt_strategies.sharded.save_cache import SaveCache
 
 
@@ -129,14 +129,14 @@ def planned_save(
         PlanError: the main replicas do not make up the arrays.
     """
     requests: list[RankShards] = []
-    objects: list[ObjectHolding] = []
+    objects: list[ObjectPlacement] = []
     names: tuple[ShardId | None, ...] = ()
     for rank, (messages, *_) in enumerate(everyone):
         global_rank = comm.global_rank(rank)
         shards = list(map(shard_from_message, messages))
         requests.append(RankShards(global_rank, tuple(s for s in shards if s is not None)))
         objects += [
-            ObjectHolding(object_from_message(message), global_rank)
+            ObjectPlacement(object_from_message(message), global_rank)
             for message, shard in zip(messages, shards, strict=True)
             if shard is None and is_main_message(message)
         ]
@@ -147,7 +147,7 @@ def planned_save(
     if len(layouts) > 1:
         raise PlanError(f"ranks save in different forms: {' and '.join(layouts)}")
     plan = build_save_plan(
-        requests, objects, max_inflight_bytes=budget, cutting=Cutting(layouts[0])
+        requests, objects, max_inflight_bytes=budget, chunk_layout=ChunkLayout(layouts[0])
     )
     if any(validates for *_, validates in everyone):
         require_valid([list(map(value_from_message, messages)) for messages, *_ in everyone])
@@ -155,7 +155,7 @@ def planned_save(
     object_keys = [found.id.key for found in objects]
     manifest = (
         ManifestPlan(("",), (0,))
-        if layouts[0] == Cutting.WHOLE.value
+        if layouts[0] == ChunkLayout.WHOLE.value
         else build_manifest_plan(arrays, object_keys, comm.size)
     )
     keys = frozenset(array.key for array in arrays).union(object_keys)

@@ -1,4 +1,4 @@
-"""One rank's share of a save, copied to memory of its own: nobody else is needed to write it.
+"""One rank's share of a save, copied to host memory, from where it is written without other ranks.
 
 Nothing here needs torch, so that a process that only writes starts at once.
 """
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from dist_ckpt_strategies.core.array import ArraySpec
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.core.report import SaveReport
 from dist_ckpt_strategies.storage.base import ArrayWrite, ArrayWriter, HostArray
 from dist_ckpt_strategies.storage.io_pool import AllTransfers
 from dist_ckpt_strategies.storage.time_limit import time_limit
 
-Digests = Mapping[tuple[str, Extent], list[int]]
+Digests = Mapping[tuple[str, Shape], list[int]]
 """Of each chunk, by key and index: of its inner chunks, then of its index."""
 
 

@@ -19,7 +19,7 @@ from dist_ckpt_strategies.core.array import ShardId
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.core.report import SaveReport
 from dist_ckpt_strategies.device import Slot, copy_into, to_host, torch_dtype
-from dist_ckpt_strategies.sharded.plan_save import ChunkWrite, Move, Piece, SavePlan
+from dist_ckpt_strategies.sharded.plan_save import Move, SavePlan, ShardSlice, WriteItem
 from dist_ckpt_strategies.sharded.staged import StagedSave, StagedWrite
 from dist_ckpt_strategies.sharded.transfer import InFlight, TensorWrite, run_writes
 from dist_ckpt_strategies.storage.base import ArrayWriter
@@ -96,14 +96,14 @@ def report_of(plan: SavePlan, rank: int, seconds: float) -> SaveReport:
     )
 
 
-Reserve = Callable[[Sequence[ChunkWrite], bool], Sequence[Slot]]
+Reserve = Callable[[Sequence[WriteItem], bool], Sequence[Slot]]
 """Gives a place for each chunk; whether they are filled from CUDA."""
 
 
 def stage_plan(
     plan: SavePlan, tensors: Tensors, comm: Communicator, reserve: Reserve
 ) -> StagedSave:
-    """Copy what this rank will write, and bring pieces to the writers of their chunks.
+    """Copy what this rank will write, and bring slices to the writers of their chunks.
 
     Collective. When it returns the tensors may be overwritten.
 
@@ -126,7 +126,7 @@ def stage_plan(
         whole = [write for write in mine if write.is_whole_shard]
         copy_into(
             [slots[_place_of(write)].tensor for write in whole],
-            [_piece_tensor(write.pieces[0], tensors) for write in whole],
+            [_slice_tensor(write.slices[0], tensors) for write in whole],
         )
 
     agree(comm, copy_whole)
@@ -140,7 +140,7 @@ def stage_plan(
     )
 
 
-def _place_of(write: ChunkWrite | TensorWrite) -> tuple[str, Region]:
+def _place_of(write: WriteItem | TensorWrite) -> tuple[str, Region]:
     return write.array.key, write.region
 
 
@@ -157,21 +157,21 @@ def _write_chunks(
     run_writes(store, chunks(), options)
 
 
-def _shard_write(write: ChunkWrite, tensors: Tensors) -> TensorWrite:
-    return TensorWrite(write.array, write.region, _piece_tensor(write.pieces[0], tensors))
+def _shard_write(write: WriteItem, tensors: Tensors) -> TensorWrite:
+    return TensorWrite(write.array, write.region, _slice_tensor(write.slices[0], tensors))
 
 
-def _piece_tensor(piece: Piece, tensors: Tensors) -> torch.Tensor:
-    """The piece's elements, as a view of the tensor that holds them."""
-    if piece.region is piece.shard.region:
-        return tensors[piece.shard]
-    return tensors[piece.shard][piece.region.within(piece.shard.region).slices()]
+def _slice_tensor(shard_slice: ShardSlice, tensors: Tensors) -> torch.Tensor:
+    """The shard_slice's elements, as a view of the tensor that holds them."""
+    if shard_slice.region is shard_slice.shard.region:
+        return tensors[shard_slice.shard]
+    return tensors[shard_slice.shard][shard_slice.region.within(shard_slice.shard.region).slices()]
 
 
 def _assembled_chunks(
-    round_: Sequence[ChunkWrite], tensors: Tensors, comm: Communicator
+    round_: Sequence[WriteItem], tensors: Tensors, comm: Communicator
 ) -> Callable[[], list[TensorWrite]]:
-    """Move the pieces of one round to their writers; gives what puts this rank's chunks together.
+    """Move the slices of one round to their writers; gives what puts this rank's chunks together.
 
     Collective; what it gives is rank-local.
     """
@@ -181,8 +181,8 @@ def _assembled_chunks(
     incoming = [move for move in moves if move.writer == me]
 
     def prepare() -> tuple[list[Send], list[Bytes]]:
-        outgoing = [move for move in moves if move.piece.holder == me]
-        hosts = to_host([_piece_tensor(move.piece, tensors) for move in outgoing])
+        outgoing = [move for move in moves if move.shard_slice.holder == me]
+        hosts = to_host([_slice_tensor(move.shard_slice, tensors) for move in outgoing])
         sends = [
             Send(in_group[move.writer], host.reshape(-1).view(np.uint8))
             for move, host in zip(outgoing, hosts, strict=True)
@@ -191,14 +191,14 @@ def _assembled_chunks(
 
     sends, buffers = agree(comm, prepare)
     receives = [
-        Receive(in_group[move.piece.holder], buffer)
+        Receive(in_group[move.shard_slice.holder], buffer)
         for move, buffer in zip(incoming, buffers, strict=True)
     ]
     comm.exchange(sends, receives)
 
     def put_together() -> list[TensorWrite]:
         pairs = zip(incoming, buffers, strict=True)
-        arrived = {move.piece: _as_tensor(move, buffer) for move, buffer in pairs}
+        arrived = {move.shard_slice: _as_tensor(move, buffer) for move, buffer in pairs}
         own = [write for write in round_ if write.writer == me]
         return [TensorWrite(w.array, w.region, _assembled(w, tensors, arrived)) for w in own]
 
@@ -207,17 +207,19 @@ def _assembled_chunks(
 
 def _as_tensor(move: Move, data: Bytes) -> torch.Tensor:
     flat = torch.from_numpy(data).view(torch_dtype(move.dtype))
-    return flat.reshape(move.piece.region.shape)
+    return flat.reshape(move.shard_slice.region.shape)
 
 
 def _assembled(
-    write: ChunkWrite, tensors: Tensors, arrived: Mapping[Piece, torch.Tensor]
+    write: WriteItem, tensors: Tensors, arrived: Mapping[ShardSlice, torch.Tensor]
 ) -> torch.Tensor:
-    """The chunk, put together from own and received pieces, which cover it exactly."""
+    """The chunk, put together from own and received slices, which cover it exactly."""
     chunk = torch.empty(write.region.shape, dtype=torch_dtype(write.array.dtype), device="cpu")
-    for piece in write.pieces:
-        part = arrived[piece] if piece in arrived else _piece_tensor(piece, tensors)
-        _place(chunk, piece.region, write.region, part)
+    for shard_slice in write.slices:
+        part = (
+            arrived[shard_slice] if shard_slice in arrived else _slice_tensor(shard_slice, tensors)
+        )
+        _place(chunk, shard_slice.region, write.region, part)
     return chunk
 
 

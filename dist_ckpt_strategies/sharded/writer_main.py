@@ -29,7 +29,7 @@ def is_supported() -> bool:
 class SharedBytes:
     """Memory without a name: who is sent its file descriptor can map it too.
 
-    All of it is there on return, so that nobody runs out of it in the middle of a copy.
+    All of it is allocated on return, so that no copy fails halfway.
 
     Args:
         nbytes: how much.
@@ -128,7 +128,7 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """A write must not go on when whoever asked for it has gone: another may follow."""
+    """End with the parent process: another may write to the same place."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)
     os._exit(1)

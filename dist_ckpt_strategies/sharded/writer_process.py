@@ -117,7 +117,7 @@ def start_writer() -> WriterProcess | None:
 
 
 def _end(owner: int, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    """Whoever asked for what it may still be doing has gone."""
+    """Finalizer: stop the writer process."""
     connection.close()
     if owner == os.getpid():
         process.kill()

@@ -224,7 +224,7 @@ class Bucket:
         if len(content) > MAX_PUT_NBYTES:
             raise StorageError(
                 f"{self.path(name)}: {len(content)} bytes, and an object takes {MAX_PUT_NBYTES} in "
-                "one request; spread the objects over more ranks",
+                "one request; distribute the objects over more ranks",
                 path=self.path(name),
             )
         self._result(self._store.write(name, content), Operation.PUT, self.path(name))

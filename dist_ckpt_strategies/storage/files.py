@@ -57,8 +57,8 @@ def storage_error(
     if isinstance(error, FileNotFoundError):
         return not_found(f"{_led(key)}{path} does not exist", key=key, path=str(path))
     number = error.errno if isinstance(error, OSError) else None
-    spoken = isinstance(error, OSError) and error.strerror
-    text = _REMEDY.get(number or 0, spoken or str(error))
+    system_text = isinstance(error, OSError) and error.strerror
+    text = _REMEDY.get(number or 0, system_text or str(error))
     return StorageError(f"{_led(key)}{path}: {text}", key=key, path=str(path))
 
 

@@ -1,1 +1,1 @@
-"""Face to training code: the registry, Megatron-Core strategy classes, save and load."""
+"""Public API for training code: registry, Megatron-Core strategy classes, save and load."""

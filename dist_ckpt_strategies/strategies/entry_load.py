@@ -38,8 +38,8 @@ from dist_ckpt_strategies.megatron.flow import (
     needs_stored_keys,
     parsed_strict,
     returns_keys,
+    split_for_load,
     split_objects,
-    take_apart_for_load,
 )
 from dist_ckpt_strategies.megatron.shards import StateDict, sharded_values
 from dist_ckpt_strategies.sharded.checks import check_load
@@ -126,7 +126,7 @@ def load(  # noqa: C901, PLR0913 - Megatron's signature
         require_taken(root, loader)
         loader = verifying(loader, verify)
         found: StateDict = commons.load_common(root)
-        parts = take_apart_for_load(sharded_state_dict)
+        parts = split_for_load(sharded_state_dict)
         if strict_dtype:
             loader = with_strict_dtype(loader, root, parts.sharded)
         state = merged(found, parts.nonpersistent)
@@ -236,7 +236,7 @@ class _Load:
         return self.state
 
     def _stored_keys(self) -> StateDict:
-        """What is stored, but for the object that is the common state: nobody asks for it."""
+        """What is stored, but for the object that is the common state, which no caller requests."""
         found: StateDict = self.sharded.load_sharded_metadata(self.root)
         if not self.sharded.can_handle_sharded_objects:
             found = merged(found, self.common_loader.load_sharded_metadata(self.root))

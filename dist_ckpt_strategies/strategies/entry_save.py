@@ -30,8 +30,8 @@ from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.flow import (
     SaveParts,
     require_objects_handled,
+    split_for_save,
     split_objects,
-    take_apart_for_save,
 )
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.megatron.wrappers import parallel_base, spread_main_replicas
@@ -93,7 +93,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
             compare it.
         content_metadata: stored in the common state, for ``load_content_metadata``.
         overwrite: replace a finished checkpoint, which stays loadable until the new one is durable:
-            there has to be room for both. Without a marker, also remove arrays and objects that
+            this needs space for both. Without a marker, also remove arrays and objects that
             this save does not replace.
         allow: further classes that objects and the common state may be of; ``load`` has to be given
             them too.
@@ -318,7 +318,7 @@ def _prepared(
     sharded, common_saver = save_strategies(*strategies, manner.timeout_s)
     root = location_of(checkpoint_dir, sharded, options)
     require_taken(root, sharded)
-    parts = take_apart_for_save(state_dict, manner.content_metadata)
+    parts = split_for_save(state_dict, manner.content_metadata)
     if manner.is_async and not isinstance(
         parallel_base(sharded) or sharded, ZarrSaveShardedStrategy
     ):

@@ -17,7 +17,7 @@ import torch
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.formats.issues import Watch
 from dist_ckpt_strategies.formats.objects import Allowed, load_content
@@ -70,7 +70,7 @@ class ArrayDifference:
     difference: Difference
     a: str
     b: str
-    index: Extent | None = None
+    index: Shape | None = None
     num_differing: int = 0
     max_abs_difference: float | None = None
 
@@ -257,7 +257,7 @@ class _Comparison:
         return found
 
 
-_Values = tuple[Extent, str, str, int, float]
+_Values = tuple[Shape, str, str, int, float]
 """Of elements that differ: the first one's index and what is there, how many, the largest absolute
 difference or -1."""
 
@@ -312,7 +312,7 @@ def _differing(one: HostArray, other: HostArray) -> HostArray:
     return found
 
 
-def _first(block: Region, one: HostArray, other: HostArray, at: int) -> tuple[Extent, str, str]:
+def _first(block: Region, one: HostArray, other: HostArray, at: int) -> tuple[Shape, str, str]:
     place = np.unravel_index(at, block.shape) if block.shape else ()
     index = tuple(int(o + p) for o, p in zip(block.offset, place, strict=True))
     return index, str(one.reshape(-1)[at]), str(other.reshape(-1)[at])

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.chunk_grids import (
-    Holding,
+    ShardPlacement,
     cut_chunk,
     fills_grid,
     irregular_chunk_shape,
@@ -21,10 +21,10 @@ from dist_ckpt_strategies.core.chunk_grids import (
     require_partition,
 )
 from dist_ckpt_strategies.core.keys import require_storable_keys
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import PlanError
 
-ChunkName = Callable[[ArraySpec, Extent], str]
+ChunkName = Callable[[ArraySpec, Shape], str]
 """Gives the file of a chunk, below the target's directory."""
 
 SAFETENSORS_DTYPES: Mapping[DType, str] = MappingProxyType(
@@ -89,11 +89,11 @@ class SourceArray:
     """
 
     key: str
-    shape: Extent
+    shape: Shape
     dtype: DType
-    chunk_shape: Extent | None = None
+    chunk_shape: Shape | None = None
     shards: tuple[tuple[Region, int], ...] = ()
-    granularity: Extent | None = None
+    granularity: Shape | None = None
 
     @property
     def nbytes(self) -> int:
@@ -116,7 +116,7 @@ class WriteItem:
     source: str
     array: ArraySpec
     region: Region
-    granularity: Extent | None = None
+    granularity: Shape | None = None
     byte_offset: int = 0
 
     @property
@@ -254,7 +254,7 @@ def stored_regions(source: SourceArray) -> Iterator[Region]:
 
 
 def blocks(
-    region: Region, itemsize: int, max_nbytes: int, granularity: Extent | None = None
+    region: Region, itemsize: int, max_nbytes: int, granularity: Shape | None = None
 ) -> Iterator[Region]:
     """The region cut into blocks, each of them contiguous in its C order, and in that order.
 
@@ -281,7 +281,7 @@ def blocks(
             yield Region(offset, (*(1,) * dim, min(step, shape[dim] - start), *shape[dim + 1 :]))
 
 
-def contiguous_runs(region: Region, shape: Extent) -> Iterator[tuple[int, int]]:
+def contiguous_runs(region: Region, shape: Shape) -> Iterator[tuple[int, int]]:
     """The runs of a region in an array in C order: first element and count, in C order."""
     dim = len(shape)
     while dim and region.shape[dim - 1] == shape[dim - 1]:
@@ -320,13 +320,15 @@ def _target_array(
     return replace(array, chunk_shape=cut.chunk_shape, inner_shape=cut.inner_shape)
 
 
-def _grid_of(source: SourceArray) -> tuple[Extent, bool]:
+def _grid_of(source: SourceArray) -> tuple[Shape, bool]:
     """A chunk shape, and whether its chunks are the shards of the source."""
     shape = source.shape
     if source.chunk_shape is not None:
         pairs = zip(source.chunk_shape, shape, strict=True)
         return tuple(min(chunk, max(1, extent)) for chunk, extent in pairs), True
-    holdings = sorted(Holding(region, rank) for region, rank in source.shards if region.numel)
+    holdings = sorted(
+        ShardPlacement(region, rank) for region, rank in source.shards if region.numel
+    )
     regions = [holding.region for holding in holdings]
     chunk = regular_chunk_shape(shape, regions)
     if chunk is None or not fills_grid(shape, chunk, regions):

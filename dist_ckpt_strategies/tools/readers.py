@@ -11,7 +11,7 @@ import numpy as np
 
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import COMMON_OBJECT, ArraySpec, ObjectId
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompatibleVersionError,
@@ -168,7 +168,7 @@ class ZarrReader(CheckpointReader):
 
 
 def read_rows(
-    path: str, key: str, byte_offset: int, shape: Extent, region: Region, target: HostArray
+    path: str, key: str, byte_offset: int, shape: Shape, region: Region, target: HostArray
 ) -> None:
     """Fill ``target``, which is contiguous, with a region of an array in C order in a file.
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.device import host_view
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
@@ -210,8 +210,8 @@ class _Layout:
     dtype: str
     record: str
     offset: int
-    shape: Extent
-    strides: Extent
+    shape: Shape
+    strides: Shape
 
     @classmethod
     def of_v2(cls, storage: Any, offset: int, shape: Any, strides: Any, *_: Any) -> _Layout:
@@ -292,7 +292,7 @@ class _Window(io.RawIOBase):
         return got
 
 
-def open_shard(path: str, key: str, span: Span, dtype: DType, shape: Extent) -> Shard:
+def open_shard(path: str, key: str, span: Span, dtype: DType, shape: Shape) -> Shard:
     """Find the elements of a shard in its file, and compare its records with their checksums.
 
     Reads it once, a megabyte at a time.
@@ -317,7 +317,7 @@ def open_shard(path: str, key: str, span: Span, dtype: DType, shape: Extent) -> 
     return Shard(path, None if byte_offset is None else span.byte_offset + byte_offset, span)
 
 
-def _offset_of_elements(window: Any, dtype: DType, shape: Extent) -> int | None:
+def _offset_of_elements(window: Any, dtype: DType, shape: Shape) -> int | None:
     """Where in an archive the first element lies; None where they are not in C order."""
     with zipfile.ZipFile(window) as archive:
         entries = {info.filename.partition("/")[2]: info for info in archive.infolist()}

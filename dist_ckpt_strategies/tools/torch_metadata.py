@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompatibleVersionError,
@@ -54,7 +54,7 @@ class Span:
 class StoredArray:
     """An array and where each of its shards lies."""
 
-    shape: Extent
+    shape: Shape
     dtype: DType
     shards: tuple[tuple[Region, Span], ...]
 
@@ -134,7 +134,7 @@ def _require_own_shapes(found: Any, path: Path) -> None:
 
 
 def _parsed_metadata(found: Any) -> tuple[dict[str, StoredArray], dict[str, Span]]:
-    shards: dict[str, dict[Extent, Span]] = collections.defaultdict(dict)
+    shards: dict[str, dict[Shape, Span]] = collections.defaultdict(dict)
     objects: dict[str, Span] = {}
     for index, info in found.storage_data.items():
         if getattr(info, "transform_descriptors", None):
@@ -160,7 +160,7 @@ def _parsed_metadata(found: Any) -> tuple[dict[str, StoredArray], dict[str, Span
     return arrays, objects
 
 
-def _stored_array(key: str, stored: Any, spans: Mapping[Extent, Span]) -> StoredArray:
+def _stored_array(key: str, stored: Any, spans: Mapping[Shape, Span]) -> StoredArray:
     dtype = DType.named(str(stored.properties.state[0]), key=key)
     shards = {}
     for chunk in stored.chunks:
@@ -173,7 +173,7 @@ def _stored_array(key: str, stored: Any, spans: Mapping[Extent, Span]) -> Stored
     )
 
 
-def extent_of(numbers: Iterable[Any]) -> Extent:
+def extent_of(numbers: Iterable[Any]) -> Shape:
     """Numbers that a pickle holds, as sizes or offsets."""
     return tuple(map(int, numbers))
 

@@ -22,7 +22,7 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
 from dist_ckpt_strategies.core.chunk_grids import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.core.inner_grid import InnerGrid, Run
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.formats.manifest import (
     INDEX_NAME,
     SAVE_NAME,
@@ -85,7 +85,7 @@ Bytes = npt.NDArray[np.uint8]
 ReadRegion = Callable[[str, Region, HostArray], None]
 """Fills memory with a region of the source's array of a key."""
 
-_MAX_PARTS = 1024
+_MAX_SEGMENTS = 1024
 _MAX_PLAIN_NBYTES = 4 << 10
 """Larger plain objects go to the file of all objects, lest the manifest should grow with them."""
 
@@ -170,7 +170,7 @@ class Memory(threading.local):
             held = self._buffers[name] = np.empty(nbytes, np.uint8)
         return held[:nbytes]
 
-    def array(self, shape: Extent, dtype: DType, name: str = "elements") -> HostArray:
+    def array(self, shape: Shape, dtype: DType, name: str = "elements") -> HostArray:
         """This thread's buffer of that name, as an array in C order."""
         nbytes = Region.whole(shape).numel * dtype.itemsize
         return self.get(name, nbytes).view(dtype.numpy).reshape(shape)
@@ -337,20 +337,22 @@ class Zarr2Writer:
         plan = self._plan
         objects = self._write_objects(contents.objects)
         self._store.write(COMMON_NAME, contents.common)
-        chunks: dict[str, dict[Extent, ChunkRecord]] = defaultdict(dict)
+        chunks: dict[str, dict[Shape, ChunkRecord]] = defaultdict(dict)
         for number, record in records.items():
             (item,) = plan.tasks[number].items
             chunks[item.array.key][_chunk_index(item)] = ChunkRecord(0, bytes.fromhex(record))
-        parts = build_manifest_plan(plan.arrays, (found.id.key for found in objects), _MAX_PARTS)
+        segments = build_manifest_plan(
+            plan.arrays, (found.id.key for found in objects), _MAX_SEGMENTS
+        )
         described: dict[int, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
         for array in plan.arrays:
             record_of = ArrayRecord(array, chunks.get(array.key, {}))
-            described[parts.part_of(array.key)][0].append(array_fields(record_of))
+            described[segments.segment_of(array.key)][0].append(array_fields(record_of))
         for found in objects:
-            described[parts.part_of(found.id.key)][1].append(object_fields(found))
+            described[segments.segment_of(found.id.key)][1].append(object_fields(found))
         entries = tuple(
             write_segment(self._store, number, first, *described[number])
-            for number, first in enumerate(parts.firsts)
+            for number, first in enumerate(segments.firsts)
         )
         common = FileDigest(len(contents.common), digest_of(contents.common))
         index = ManifestIndex(entries, common, contents.layout, package_versions())
@@ -419,7 +421,7 @@ class Zarr2BucketWriter(Zarr2Writer):
         self._store.write(task.name, content.getvalue())
 
 
-def _chunk_index(item: WriteItem) -> Extent:
+def _chunk_index(item: WriteItem) -> Shape:
     index = item.array.chunk_at(item.region)
     assert index is not None  # noqa: S101 - the plan has an item for each chunk
     return index

@@ -376,9 +376,9 @@ class StrategySource:
     def name(self, tensor: Any) -> str:
         """See Source. Replicas have the same name."""
         shard_spec(tensor)  # raises if it is invalid
-        wire = message_of(tensor)
-        wire[3] = 0  # the replica
-        return json.dumps(wire)
+        message = message_of(tensor)
+        message[3] = 0  # the replica
+        return json.dumps(message)
 
     def find(self, names: Sequence[str], comm: Communicator) -> list[ArraySpec]:  # noqa: ARG002
         """See Source. The name describes the shard."""

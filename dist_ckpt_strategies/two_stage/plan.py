@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.inner_grid import raw_spans
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 
 MAX_SLICE_NBYTES = 64 << 20
 """A slice is no larger, unless it is a single chunk that is read whole anyway."""
@@ -220,7 +220,7 @@ def _cut(array: ArraySpec, region: Region, limit_nbytes: int) -> Iterator[Region
 
 
 def _in_cells(
-    region: Region, cell: Extent, itemsize: int, limit_nbytes: int, dim: int
+    region: Region, cell: Shape, itemsize: int, limit_nbytes: int, dim: int
 ) -> Iterator[Region]:
     """The region cut where cells of a grid begin, outermost dim first.
 

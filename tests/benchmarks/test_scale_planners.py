@@ -12,7 +12,7 @@ import pytest
 from benchmarks.scale.job import TRILLION, Job, smaller
 from benchmarks.scale.paper import ASSUMED, GB, Sheet, node_times_of, sheet_of, times_of
 from benchmarks.scale.rehearsals import REHEARSALS, Planner
-from dist_ckpt_strategies.sharded.plan_grids import Cutting
+from dist_ckpt_strategies.sharded.plan_grids import ChunkLayout
 from dist_ckpt_strategies.sharded.plan_save import build_save_plan
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "scale_planners.py"
@@ -55,14 +55,14 @@ def test_every_planner_plans_for_a_part_of_the_job(planner: Planner) -> None:
     assert (tally.num_steps > 0) is (planner is not Planner.RESHARD)
 
 
-@pytest.mark.parametrize("cutting", [Cutting.WHOLE, Cutting.INNER])
-def test_the_paper_counts_what_the_planner_plans_for_all_ranks(cutting: Cutting) -> None:
+@pytest.mark.parametrize("chunk_layout", [ChunkLayout.WHOLE, ChunkLayout.INNER])
+def test_the_paper_counts_what_the_planner_plans_for_all_ranks(chunk_layout: ChunkLayout) -> None:
     requests = [SMALL.shards_of(rank) for rank in range(SMALL.num_ranks)]
-    plan = build_save_plan(requests, cutting=cutting)
+    plan = build_save_plan(requests, chunk_layout=chunk_layout)
     sheet = sheet_of(SMALL)
     by_rank = [sum(w.nbytes for w in plan.writes_of(r)) for r in range(SMALL.num_ranks)]
 
-    num_files = sheet.num_files_1 if cutting is Cutting.WHOLE else sheet.num_files_2
+    num_files = sheet.num_files_1 if chunk_layout is ChunkLayout.WHOLE else sheet.num_files_2
     assert len(plan.writes) == num_files
     assert len(plan.creations) == sheet.num_arrays
     assert sum(by_rank) == sheet.nbytes

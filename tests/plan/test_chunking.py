@@ -13,13 +13,13 @@ from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.chunk_grids import (
     MAX_ASSEMBLED_NBYTES,
     MAX_OBJECT_NBYTES,
-    Holding,
+    ShardPlacement,
     chunk_parts,
     irregular_chunk_shape,
     object_chunk_shape,
     regular_chunk_shape,
 )
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 from tests.support.boxes import Split, regions_in, shapes, splits, times_covered
 
 
@@ -27,7 +27,7 @@ def boxes_of(split: Split) -> list[Region]:
     return [box for _, box in split.main]
 
 
-def num_files(shape: Extent, chunk: Extent) -> int:
+def num_files(shape: Shape, chunk: Shape) -> int:
     return math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
 
 
@@ -75,41 +75,41 @@ def test_a_box_is_cut_along_the_grid_into_parts_that_cover_it(data: st.DataObjec
 def test_an_irregular_grid_has_chunks_of_at_least_one_element_and_few_files(
     split: Split, itemsize: int
 ) -> None:
-    holdings = [Holding(box, rank) for rank, box in split.main]
-    chunk = irregular_chunk_shape(split.shape, itemsize, holdings)
+    placements = [ShardPlacement(box, rank) for rank, box in split.main]
+    chunk = irregular_chunk_shape(split.shape, itemsize, placements)
 
     assert all(1 <= c <= n for c, n in zip(chunk, split.shape, strict=True))
-    assert num_files(split.shape, chunk) <= 4 * len(holdings) + 64
+    assert num_files(split.shape, chunk) <= 4 * len(placements) + 64
 
 
 def test_two_equal_columns_that_one_rank_holds_apart_are_no_reason_for_many_files() -> None:
     shape = (4096, 3)
     boxes = [Region((0, 0), (4096, 2)), Region((0, 2), (4096, 1))]
-    holdings = [Holding(box, rank) for rank, box in enumerate(boxes)]
+    placements = [ShardPlacement(box, rank) for rank, box in enumerate(boxes)]
 
-    assert num_files(shape, irregular_chunk_shape(shape, 4, holdings)) <= 3
+    assert num_files(shape, irregular_chunk_shape(shape, 4, placements)) <= 3
 
 
 def test_a_flat_buffer_is_cut_where_its_owners_change() -> None:
     pieces = flat(0, 300, 700, 1000, 1500, 2000, 2950)
     owners = [0, 0, 0, 1, 1, 2]
-    holdings = [Holding(box, rank) for rank, box in zip(owners, pieces, strict=True)]
+    placements = [ShardPlacement(box, rank) for rank, box in zip(owners, pieces, strict=True)]
 
-    assert irregular_chunk_shape((2950,), 4, holdings) == (1000,)
+    assert irregular_chunk_shape((2950,), 4, placements) == (1000,)
 
 
 def test_a_large_chunk_is_cut_until_it_can_be_assembled() -> None:
     size = 3 * (MAX_ASSEMBLED_NBYTES // 4)
     pieces = flat(0, 5, size)
-    holdings = [Holding(box, rank) for rank, box in enumerate(pieces)]
+    placements = [ShardPlacement(box, rank) for rank, box in enumerate(pieces)]
 
-    (chunk,) = irregular_chunk_shape((size,), 4, holdings)
+    (chunk,) = irregular_chunk_shape((size,), 4, placements)
     assert chunk * 4 <= MAX_ASSEMBLED_NBYTES
     assert num_files((size,), (chunk,)) <= 4
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 7), (5, 0)])
-def test_an_array_without_elements_has_a_grid_all_the_same(shape: Extent) -> None:
+def test_an_array_without_elements_has_a_grid_all_the_same(shape: Shape) -> None:
     assert regular_chunk_shape(shape, []) == tuple(max(1, n) for n in shape)
 
 
@@ -118,7 +118,7 @@ def test_a_scalar_has_a_grid_without_dims() -> None:
 
 
 @given(shapes(), st.sampled_from([1, 2, 4, 8]))
-def test_a_chunk_that_fits_an_object_stays_as_it_is(shape: Extent, itemsize: int) -> None:
+def test_a_chunk_that_fits_an_object_stays_as_it_is(shape: Shape, itemsize: int) -> None:
     assert object_chunk_shape(shape, itemsize) == shape
 
 

@@ -6,19 +6,19 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.core.chunk_grids import Holding, require_partition
+from dist_ckpt_strategies.core.chunk_grids import ShardPlacement, require_partition
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
 from tests.support.boxes import Split, regions_in, shapes, splits, times_covered
 
 
-def holdings_of(split: Split) -> list[Holding]:
-    return [Holding(box, rank) for rank, box in split.main]
+def placements_of(split: Split) -> list[ShardPlacement]:
+    return [ShardPlacement(box, rank) for rank, box in split.main]
 
 
 @given(splits())
 def test_every_partition_is_accepted(split: Split) -> None:
-    require_partition("w", split.shape, holdings_of(split))
+    require_partition("w", split.shape, placements_of(split))
 
 
 @st.composite
@@ -34,16 +34,16 @@ def test_any_boxes_are_refused_unless_they_hold_each_element_once(
 ) -> None:
     shape, boxes = case
     count = times_covered(shape, boxes)
-    holdings = [Holding(box, rank) for rank, box in enumerate(boxes)]
+    placements = [ShardPlacement(box, rank) for rank, box in enumerate(boxes)]
 
     if (count > 1).any():
         with pytest.raises(DuplicateWriterError):
-            require_partition("w", shape, holdings)
+            require_partition("w", shape, placements)
     elif (count == 0).any():
         with pytest.raises(CoverageError):
-            require_partition("w", shape, holdings)
+            require_partition("w", shape, placements)
     else:
-        require_partition("w", shape, holdings)
+        require_partition("w", shape, placements)
 
 
 @given(splits().filter(lambda split: split.main), st.data())
@@ -51,11 +51,11 @@ def test_a_gap_is_refused_naming_the_key_and_its_first_element(
     split: Split, data: st.DataObject
 ) -> None:
     lost = data.draw(st.integers(0, len(split.main) - 1))
-    holdings = holdings_of(split)
-    box = holdings.pop(lost).region
+    placements = placements_of(split)
+    box = placements.pop(lost).region
 
     with pytest.raises(CoverageError, match=r"^layer\.w: main replicas cover") as caught:
-        require_partition("layer.w", split.shape, holdings)
+        require_partition("layer.w", split.shape, placements)
 
     assert caught.value.key == "layer.w"
     assert str(box.offset) in str(caught.value)
@@ -67,10 +67,10 @@ def test_an_overlap_is_refused_naming_the_key_and_both_ranks(
 ) -> None:
     box = data.draw(regions_in(split.shape))
     assume(box.numel)
-    holdings = [*holdings_of(split), Holding(box, 77)]
+    placements = [*placements_of(split), ShardPlacement(box, 77)]
 
     with pytest.raises(DuplicateWriterError, match=r"^layer\.w: ") as caught:
-        require_partition("layer.w", split.shape, holdings)
+        require_partition("layer.w", split.shape, placements)
 
     owners = {rank for rank, held in split.main if held.intersect(box)}
     message = str(caught.value)
@@ -86,16 +86,16 @@ def test_a_box_that_reaches_outside_is_refused_naming_its_rank(
     dim = data.draw(st.integers(0, len(split.shape) - 1))
     reach = data.draw(st.sampled_from([-1, split.shape[dim]]))
     offset = tuple(reach if d == dim else 0 for d in range(len(split.shape)))
-    outside = Holding(Region(offset, (1,) * len(split.shape)), 5)
+    outside = ShardPlacement(Region(offset, (1,) * len(split.shape)), 5)
 
     with pytest.raises(CoverageError, match=r"^w: rank 5 holds .* outside"):
-        require_partition("w", split.shape, [*holdings_of(split), outside])
+        require_partition("w", split.shape, [*placements_of(split), outside])
 
 
 def test_a_gap_is_refused_naming_the_ranks_that_hold_copies_of_it() -> None:
-    main = [Holding(Region((0,), (4,)), 3)]
-    copies = [Holding(Region((4,), (2,)), rank) for rank in (7, 5)]
-    beside = Holding(Region((5,), (3,)), 6)
+    main = [ShardPlacement(Region((0,), (4,)), 3)]
+    copies = [ShardPlacement(Region((4,), (2,)), rank) for rank in (7, 5)]
+    beside = ShardPlacement(Region((5,), (3,)), 6)
 
     with pytest.raises(CoverageError, match=r"\(4,\), which only copies hold \(rank 5, 7\)"):
         require_partition("w", (8,), main, [*copies, beside])
@@ -110,28 +110,28 @@ def test_boxes_around_a_hole_are_a_partition_only_with_what_fills_it() -> None:
         Region((2, 1), (1, 2)),
         Region((1, 0), (2, 1)),
     ]
-    holdings = [Holding(box, rank) for rank, box in enumerate(ring)]
+    placements = [ShardPlacement(box, rank) for rank, box in enumerate(ring)]
 
     with pytest.raises(CoverageError, match=r"8 of 9 .* not covered: \(1, 1\)"):
-        require_partition("w", (3, 3), holdings)
-    require_partition("w", (3, 3), [*holdings, Holding(Region((1, 1), (1, 1)), 0)])
+        require_partition("w", (3, 3), placements)
+    require_partition("w", (3, 3), [*placements, ShardPlacement(Region((1, 1), (1, 1)), 0)])
 
 
 def test_an_overlap_is_found_even_where_the_number_of_elements_is_right() -> None:
     boxes = [Region((0,), (3,)), Region((2,), (3,)), Region((6,), (4,))]
 
     with pytest.raises(DuplicateWriterError):
-        require_partition("w", (10,), [Holding(box, 0) for box in boxes])
+        require_partition("w", (10,), [ShardPlacement(box, 0) for box in boxes])
 
 
 def test_a_scalar_needs_exactly_one_holder() -> None:
     scalar = Region.whole(())
 
-    require_partition("step", (), [Holding(scalar, 1)])
+    require_partition("step", (), [ShardPlacement(scalar, 1)])
     with pytest.raises(CoverageError):
         require_partition("step", (), [])
     with pytest.raises(DuplicateWriterError, match=r"rank 1 .* rank 2"):
-        require_partition("step", (), [Holding(scalar, 1), Holding(scalar, 2)])
+        require_partition("step", (), [ShardPlacement(scalar, 1), ShardPlacement(scalar, 2)])
 
 
 def test_an_array_without_elements_needs_no_holder() -> None:
@@ -145,6 +145,6 @@ def test_both_errors_are_plan_errors_and_value_errors() -> None:
 
 
 def test_many_boxes_along_one_dim_are_checked_quickly() -> None:
-    boxes = [Holding(Region((row, 0), (1, 8)), row % 8) for row in range(20_000)]
+    boxes = [ShardPlacement(Region((row, 0), (1, 8)), row % 8) for row in range(20_000)]
 
     require_partition("w", (20_000, 8), boxes)

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import ShapeMismatchError
 from dist_ckpt_strategies.sharded.plan_load import build_load_plan
 from tests.support.boxes import regions_in, shapes, spec_of
 
 
-def stored_array(shape: Extent) -> ArraySpec:
+def stored_array(shape: Shape) -> ArraySpec:
     return ArraySpec("w", shape, DType.FLOAT32, tuple(max(1, n) for n in shape))
 
 
@@ -56,7 +56,7 @@ def test_with_another_shape_allowed_the_rest_is_clipped_or_padded_with_zeros(
     [((4, 8), (4, 6), False), ((4,), (4, 1), False), ((4,), (4, 1), True), ((), (1,), True)],
 )
 def test_another_shape_is_refused_naming_key_both_shapes_and_the_remedy(
-    stored: Extent, wanted: Extent, may_mismatch: bool
+    stored: Shape, wanted: Shape, may_mismatch: bool
 ) -> None:
     want = spec_of(Region.whole(wanted), wanted, may_mismatch=may_mismatch)
 

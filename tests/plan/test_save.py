@@ -15,9 +15,9 @@ from dist_ckpt_strategies.core.array import DType, ObjectId, RankShards, ShardId
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
 from dist_ckpt_strategies.sharded.plan_save import (
-    ChunkWrite,
-    ObjectHolding,
+    ObjectPlacement,
     SavePlan,
+    WriteItem,
     build_save_plan,
 )
 from tests.support.boxes import (
@@ -65,20 +65,20 @@ def test_the_pieces_of_a_chunk_cover_it_and_lie_in_the_shards_of_their_holders(
 ) -> None:
     main = set(split.main)
     for write in build_save_plan(split.requests()).writes:
-        pieces = [piece.region for piece in write.pieces]
+        slices = [shard_slice.region for shard_slice in write.slices]
         expected = times_covered(split.shape, [write.region])
-        assert (times_covered(split.shape, pieces) == expected).all()
-        for piece in write.pieces:
-            assert (piece.holder, piece.shard.region) in main
-            assert piece.shard.region.contains(piece.region)
+        assert (times_covered(split.shape, slices) == expected).all()
+        for shard_slice in write.slices:
+            assert (shard_slice.holder, shard_slice.shard.region) in main
+            assert shard_slice.shard.region.contains(shard_slice.region)
 
 
 @given(some_splits)
 def test_a_chunk_is_written_by_a_rank_that_holds_most_of_it(split: Split) -> None:
     for write in build_save_plan(split.requests()).writes:
         held: Counter[int] = Counter()
-        for piece in write.pieces:
-            held[piece.holder] += piece.region.numel
+        for shard_slice in write.slices:
+            held[shard_slice.holder] += shard_slice.region.numel
         assert held[write.writer] == max(held.values())
 
 
@@ -160,14 +160,14 @@ def test_exactly_the_chunks_that_are_put_together_have_a_round(split: Split) -> 
         assert [place[write] for write in round_] == sorted(place[write] for write in round_)
 
 
-def memory_by_rank(round_: tuple[ChunkWrite, ...]) -> dict[int, list[int]]:
-    """Bytes that each chunk takes on each rank: put together, arriving in pieces, leaving."""
+def memory_by_rank(round_: tuple[WriteItem, ...]) -> dict[int, list[int]]:
+    """Bytes that each chunk takes on each rank: put together, arriving in slices, leaving."""
     needed: dict[int, list[int]] = defaultdict(list)
     for write in round_:
         of_chunk = Counter({write.writer: write.nbytes})
         for move in write.moves:
             of_chunk[move.writer] += move.nbytes
-            of_chunk[move.piece.holder] += move.nbytes
+            of_chunk[move.shard_slice.holder] += move.nbytes
         for rank, nbytes in of_chunk.items():
             needed[rank].append(nbytes)
     return needed
@@ -199,7 +199,7 @@ def test_no_rank_goes_back_to_an_earlier_round(cases: list[Split], budget: int) 
 
     for write in plan.writes:
         if not write.is_whole_shard:
-            for rank in {write.writer, *(move.piece.holder for move in write.moves)}:
+            for rank in {write.writer, *(move.shard_slice.holder for move in write.moves)}:
                 assert number_of[write] >= last[rank]
                 last[rank] = number_of[write]
 
@@ -296,7 +296,7 @@ def test_a_padded_shard_that_reaches_past_the_end_is_written_up_to_the_end() -> 
         (0, Region((0, 0), (6, 2))),
         (1, Region((6, 0), (2, 2))),
     ]
-    assert {piece.shard for write in plan.writes for piece in write.pieces} == {
+    assert {shard_slice.shard for write in plan.writes for shard_slice in write.slices} == {
         first.id,
         padded.id,
     }
@@ -324,18 +324,18 @@ def test_two_main_replicas_of_an_object_shard_are_refused_naming_it_and_both_ran
     name = ObjectId("rng_state", (0, 1), (2, 2))
 
     with pytest.raises(DuplicateWriterError, match=r"rng_state/shard_0\.1_2\.2: rank 1 .* rank 3"):
-        build_save_plan([], [ObjectHolding(name, 3), ObjectHolding(name, 1)])
+        build_save_plan([], [ObjectPlacement(name, 3), ObjectPlacement(name, 1)])
 
 
 def test_an_object_with_a_gap_is_refused_naming_who_holds_what() -> None:
-    held = [ObjectHolding(ObjectId("rng", (n,), (3,)), n + 4) for n in (0, 2)]
+    held = [ObjectPlacement(ObjectId("rng", (n,), (3,)), n + 4) for n in (0, 2)]
 
     with pytest.raises(CoverageError, match=r"^rng: .* 2 of the 3 .*\(0,\) on rank 4, \(2,\) on"):
         build_save_plan([], held)
 
 
 def test_an_object_in_two_grids_is_refused_naming_a_rank_of_each() -> None:
-    held = [ObjectHolding(ObjectId("rng", (0,), (n,)), n + 4) for n in (1, 2)]
+    held = [ObjectPlacement(ObjectId("rng", (0,), (n,)), n + 4) for n in (1, 2)]
 
     with pytest.raises(PlanError, match=r"^rng: .*\(1,\) on rank 5, \(2,\) on rank 6"):
         build_save_plan([], held)
@@ -348,7 +348,7 @@ def test_an_object_outside_of_its_grid_is_refused_naming_its_rank(
     offset: tuple[int, ...], grid: tuple[int, ...]
 ) -> None:
     with pytest.raises(PlanError, match=r"^rng: rank 3 holds shard"):
-        build_save_plan([], [ObjectHolding(ObjectId("rng", offset, grid), 3)])
+        build_save_plan([], [ObjectPlacement(ObjectId("rng", offset, grid), 3)])
 
 
 def test_a_shard_that_begins_before_its_array_is_refused_naming_its_rank() -> None:
@@ -359,7 +359,7 @@ def test_a_shard_that_begins_before_its_array_is_refused_naming_its_rank() -> No
 
 
 def test_shards_of_one_object_on_several_ranks_are_fine() -> None:
-    names = [ObjectHolding(ObjectId("rng_state", (n,), (4,)), n) for n in range(4)]
+    names = [ObjectPlacement(ObjectId("rng_state", (n,), (4,)), n) for n in range(4)]
 
     assert build_save_plan([], names) == SavePlan((), (), ())
 
@@ -371,7 +371,7 @@ def test_keys_that_cannot_be_stored_are_refused_before_anything_is_planned() -> 
 
 def test_a_key_that_cannot_be_stored_is_the_fault_of_a_rank_that_brings_it() -> None:
     fine, bad = (spec_of(Region.whole((1,)), (1,), key=key) for key in ("w", "x" * 300))
-    unnamed = ObjectHolding(ObjectId("", (0,), (1,)), 3)
+    unnamed = ObjectPlacement(ObjectId("", (0,), (1,)), 3)
 
     with pytest.raises(PlanError, match=r"^rank 2: key 'x+' cannot be stored: .* 300 bytes"):
         build_save_plan([RankShards(0, (fine,)), RankShards(2, (bad,))])

@@ -12,7 +12,7 @@ from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.chunk_grids import MAX_NBYTES, MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
 from dist_ckpt_strategies.core.region import Region
-from dist_ckpt_strategies.sharded.plan_grids import Cutting
+from dist_ckpt_strategies.sharded.plan_grids import ChunkLayout
 from dist_ckpt_strategies.sharded.plan_manifest import build_manifest_plan
 from dist_ckpt_strategies.sharded.plan_save import SavePlan, build_save_plan
 from tests.support.boxes import Split, splits, times_covered
@@ -20,8 +20,10 @@ from tests.support.boxes import Split, splits, times_covered
 some_splits = st.booleans().flatmap(lambda regular: splits(regular=regular))
 
 
-def planned(split: Split, cutting: Cutting = Cutting.INNER) -> tuple[ArraySpec, SavePlan]:
-    plan = build_save_plan(split.requests(num_ranks=8), cutting=cutting)
+def planned(
+    split: Split, chunk_layout: ChunkLayout = ChunkLayout.INNER
+) -> tuple[ArraySpec, SavePlan]:
+    plan = build_save_plan(split.requests(num_ranks=8), chunk_layout=chunk_layout)
     return plan.creations[0].array, plan
 
 
@@ -31,7 +33,7 @@ def require_one_writer_per_file(split: Split, array: ArraySpec, plan: SavePlan) 
     assert {tuple(*indices) for indices in touched} == set(array.chunk_indices())
     for write, (index,) in zip(plan.writes, touched, strict=True):
         assert InnerGrid.of(array, index).region == write.region
-        assert sum(piece.region.numel for piece in write.pieces) == write.region.numel
+        assert sum(shard_slice.region.numel for shard_slice in write.slices) == write.region.numel
     assert array.inner_shape is not None
     divides = zip(array.chunk_shape, array.inner_shape, strict=True)
     assert all(chunk % inner == 0 for chunk, inner in divides)
@@ -91,7 +93,7 @@ def test_every_key_is_listed_in_one_part_and_parts_have_owners(
     assert all(0 <= owner < num_ranks for owner in plan.owners)
     assert len(set(plan.owners)) == len(plan.owners)
     for key in keys:
-        number = plan.part_of(key)
+        number = plan.segment_of(key)
         assert plan.firsts[number] <= key
         assert number + 1 == len(plan.firsts) or key < plan.firsts[number + 1]
 
@@ -101,17 +103,17 @@ def test_a_shard_above_the_size_of_an_object_becomes_several_that_its_holder_wri
     regions = [Region((n * rows, 0), (rows, 1 << 18)) for n in range(2)]
     split = Split((2 * rows, 1 << 18), tuple(enumerate(regions)))
 
-    array, plan = planned(split, Cutting.BOUNDED)
+    array, plan = planned(split, ChunkLayout.BOUNDED)
 
     assert len(plan.writes) == array.num_chunks == 6
     assert array.chunk_nbytes <= MAX_OBJECT_NBYTES
     assert not any(write.moves for write in plan.writes)
     assert all(write.is_whole_shard for write in plan.writes)
     assert [write.writer for write in plan.writes] == [0, 0, 0, 1, 1, 1]
-    whole, _ = planned(split, Cutting.INNER)
+    whole, _ = planned(split, ChunkLayout.INNER)
     assert whole.num_chunks == 2
 
 
 @given(splits(regular=False))
 def test_bounded_plans_of_small_arrays_are_those_of_files(split: Split) -> None:
-    assert planned(split, Cutting.BOUNDED) == planned(split, Cutting.INNER)
+    assert planned(split, ChunkLayout.BOUNDED) == planned(split, ChunkLayout.INNER)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from dist_ckpt_strategies.core import inner_grid as spans
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.inner_grid import MIN_SPAN_NBYTES, ChunkSpans, raw_spans
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 from tests.support.boxes import regions_in, shapes
 from tests.support.samples import Values
 
 
-def chunk_files(array: ArraySpec, values: Values) -> dict[Extent, bytes]:
+def chunk_files(array: ArraySpec, values: Values) -> dict[Shape, bytes]:
     """What each chunk's file holds; the part past the array's edge is filled with 0xEE."""
     files = {}
     for index in array.chunk_indices():
@@ -30,7 +30,7 @@ def chunk_files(array: ArraySpec, values: Values) -> dict[Extent, bytes]:
 
 
 def fill(
-    region: Region, found: tuple[ChunkSpans, ...], files: dict[Extent, bytes], itemsize: int
+    region: Region, found: tuple[ChunkSpans, ...], files: dict[Shape, bytes], itemsize: int
 ) -> bytes:
     target = bytearray(b"\xdd" * (region.numel * itemsize))
     written = np.zeros(len(target), int)

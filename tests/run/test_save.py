@@ -204,14 +204,14 @@ def test_a_parameter_that_needs_a_gradient_is_saved(tmp_path: Path) -> None:
 
 
 def two_arrays() -> tuple[list[RankShards], dict[str, torch.Tensor]]:
-    """One whose shards are its chunks, one that is put together from pieces."""
+    """One whose shards are its chunks, one that is put together from slices."""
     regular = Split((4, 2), tuple((n, Region((n, 0), (1, 2))) for n in range(NUM_RANKS)))
     bounds = ((0, 3), (3, 4), (4, 9), (9, 11))
-    pieces = Split((11,), tuple((n, Region((a,), (b - a,))) for n, (a, b) in enumerate(bounds)))
+    slices = Split((11,), tuple((n, Region((a,), (b - a,))) for n, (a, b) in enumerate(bounds)))
     requests = merged(
-        regular.requests("regular", DType.INT32), pieces.requests("pieces", DType.INT32)
+        regular.requests("regular", DType.INT32), slices.requests("slices", DType.INT32)
     )
-    return requests, {"regular": numbered((4, 2)), "pieces": numbered((11,))}
+    return requests, {"regular": numbered((4, 2)), "slices": numbered((11,))}
 
 
 @pytest.mark.parametrize("failing_rank", range(NUM_RANKS))
@@ -246,7 +246,7 @@ def test_a_store_that_fails_on_one_rank_fails_on_all_naming_rank_and_key(
 
 def test_a_writer_of_pieces_that_fails_fails_on_all(tmp_path: Path) -> None:
     requests, values = two_arrays()
-    errors = save(requests, values, MemoryArrays(fails={"pieces"}), layout=LAYOUTS["dense"])
+    errors = save(requests, values, MemoryArrays(fails={"slices"}), layout=LAYOUTS["dense"])
 
     assert all(isinstance(error, StorageError) for error in errors)
     assert len({str(error) for error in errors if isinstance(error, PeerError)}) <= 1
@@ -260,7 +260,7 @@ def test_a_tensor_that_is_not_there_fails_on_all(tmp_path: Path) -> None:
         tensors = {
             shard.id: values[shard.key][shard.region.slices()]
             for shard in requests[comm.rank].shards
-            if not (comm.rank == 2 and shard.key == "pieces")
+            if not (comm.rank == 2 and shard.key == "slices")
         }
         try:
             run_save(

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.strategies import base
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies import StrategyAction, StrategyKey, StrategyRegistry, register
+from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import LocalOptions, Options
 from dist_ckpt_strategies.errors import (
     IncompatibleVersionError,
@@ -22,6 +23,7 @@ from dist_ckpt_strategies.errors import (
     StrategyExistsError,
     StrategyNotFoundError,
 )
+from dist_ckpt_strategies.sharded.save_inputs import SaveInputs
 from dist_ckpt_strategies.strategies import registry as registry_module
 from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy
 from dist_ckpt_strategies.strategies.registry import (
@@ -76,9 +78,16 @@ class Recording(ZarrSaveShardedStrategy):
         super().__init__()
         self.saved: list[Path] = []
 
-    def inputs(self, comm: Any, state: Any, checkpoint_dir: Any, **options: Any) -> Any:
+    def inputs(
+        self,
+        comm: Communicator,
+        sharded_state_dict: dict[Any, Any],
+        checkpoint_dir: Any,
+        *,
+        overwrite: bool | None = None,
+    ) -> SaveInputs:
         self.saved.append(checkpoint_dir)
-        return super().inputs(comm, state, checkpoint_dir, **options)
+        return super().inputs(comm, sharded_state_dict, checkpoint_dir, overwrite=overwrite)
 
 
 # A registry

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.core.array import DType, RankShards, ShardId, ShardSpec
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 
 NUM_RANKS = 4
 
@@ -27,7 +27,7 @@ class Split:
         copies: rank and box of further replicas and of empty shards.
     """
 
-    shape: Extent
+    shape: Shape
     main: tuple[tuple[int, Region], ...]
     copies: tuple[tuple[int, Region], ...] = ()
 
@@ -44,7 +44,7 @@ class Split:
 
 def spec_of(
     region: Region,
-    array_shape: Extent,
+    array_shape: Shape,
     *,
     key: str = "w",
     dtype: DType = DType.FLOAT32,
@@ -63,13 +63,13 @@ def merged(*requests: list[RankShards]) -> list[RankShards]:
     ]
 
 
-def shapes(max_ndim: int = 4, min_size: int = 0, max_size: int = 12) -> st.SearchStrategy[Extent]:
+def shapes(max_ndim: int = 4, min_size: int = 0, max_size: int = 12) -> st.SearchStrategy[Shape]:
     """Shapes of arrays, scalars and zero-size dims among them."""
     return st.lists(st.integers(min_size, max_size), max_size=max_ndim).map(tuple)
 
 
 @st.composite
-def regions_in(draw: st.DrawFn, shape: Extent) -> Region:
+def regions_in(draw: st.DrawFn, shape: Shape) -> Region:
     """A box inside an array, now and then an empty one."""
     offset, extent = [], []
     for size in shape:
@@ -80,7 +80,7 @@ def regions_in(draw: st.DrawFn, shape: Extent) -> Region:
 
 
 @st.composite
-def irregular_boxes(draw: st.DrawFn, shape: Extent) -> list[Region]:
+def irregular_boxes(draw: st.DrawFn, shape: Shape) -> list[Region]:
     """The array cut at random, again and again."""
     boxes = [Region.whole(shape)] if math.prod(shape) else []
     for _ in range(draw(st.integers(0, 7)) if boxes else 0):
@@ -95,7 +95,7 @@ def irregular_boxes(draw: st.DrawFn, shape: Extent) -> list[Region]:
 
 
 @st.composite
-def grid_boxes(draw: st.DrawFn, shape: Extent) -> list[Region]:
+def grid_boxes(draw: st.DrawFn, shape: Shape) -> list[Region]:
     """The chunks of a regular grid, the last of a dim cut short."""
     chunk = [draw(st.integers(max(1, -(-size // 4)), max(1, size))) for size in shape]
     spans = [range(0, size, step) for size, step in zip(shape, chunk, strict=True)]
@@ -132,7 +132,7 @@ def cut(box: Region, dim: int, at: int) -> tuple[Region, Region]:
     return Region(box.offset, first), Region(offset, rest)
 
 
-def times_covered(shape: Extent, boxes: list[Region]) -> npt.NDArray[np.int_]:
+def times_covered(shape: Shape, boxes: list[Region]) -> npt.NDArray[np.int_]:
     """How many of the boxes hold each element, counted one by one."""
     count = np.zeros(shape, np.int_)
     for box in boxes:

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 
 Values = npt.NDArray[Any]
 
 
-def random_values(shape: Extent, dtype: DType, seed: int = 0) -> Values:
+def random_values(shape: Shape, dtype: DType, seed: int = 0) -> Values:
     """Every kind of bit pattern: NaNs with payloads, infinities, subnormals, negative zeros."""
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, math.prod(shape) * dtype.itemsize, np.uint8)
@@ -42,7 +42,7 @@ def same_bytes(one: Values, other: Values) -> bool:
     )
 
 
-def array_of(values: Values, chunk_shape: Extent | None = None, key: str = "w") -> ArraySpec:
+def array_of(values: Values, chunk_shape: Shape | None = None, key: str = "w") -> ArraySpec:
     """The stored array that the values fill, by default in one chunk."""
     whole = tuple(max(1, n) for n in values.shape)
     dtype = DType.from_numpy(values.dtype, key=key)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.core.array import ArraySpec, DType
-from dist_ckpt_strategies.core.region import Extent, Region
+from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -129,7 +129,7 @@ def test_a_scalar_comes_back(dtype: DType, writer: Engine, reader: Engine, tmp_p
 
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0, 2)])
 def test_an_array_without_elements_is_its_metadata_alone(
-    shape: Extent, writer: Engine, reader: Engine, tmp_path: Path
+    shape: Shape, writer: Engine, reader: Engine, tmp_path: Path
 ) -> None:
     values = np.zeros(shape, np.float32)
     write_array(tmp_path, writer, values)
