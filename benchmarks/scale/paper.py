@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from benchmarks.scale.job import Job, bytes_by_rank
 from dist_ckpt_strategies.core.array import ArraySpec, RankShards
+from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.core.inner_grid import num_inner_chunks
 from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.formats.manifest import (
@@ -20,7 +21,6 @@ from dist_ckpt_strategies.formats.manifest import (
     array_fields,
     segment_content,
 )
-from dist_ckpt_strategies.sharded.plan_grids import ChunkLayout
 from dist_ckpt_strategies.sharded.plan_save import SavePlan, build_save_plan
 
 GB = 10**9

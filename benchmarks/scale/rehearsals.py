@@ -14,6 +14,7 @@ from benchmarks.scale.job import Job
 from dist_ckpt_strategies.comm.base import Exchange, Message, Receive, Send
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ShardSpec, array_from_wire, array_to_wire
+from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.core.inner_grid import num_inner_chunks
 from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.formats.manifest import (
@@ -33,7 +34,6 @@ from dist_ckpt_strategies.local.plan import (
     spread_parts,
 )
 from dist_ckpt_strategies.recovery.plan import HeldState, PartFacts, Phase, RankFacts
-from dist_ckpt_strategies.sharded.plan_grids import ChunkLayout
 from dist_ckpt_strategies.sharded.plan_load import build_load_plan
 from dist_ckpt_strategies.sharded.plan_save import build_save_plan
 from dist_ckpt_strategies.two_stage.plan import build_group_plan, encode_regions

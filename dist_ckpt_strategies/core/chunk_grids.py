@@ -6,10 +6,19 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import product
 
 from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError
+
+
+class ChunkLayout(Enum):
+    """What the file of a chunk is made of."""
+
+    WHOLE = "whole"
+    INNER = "inner chunks"
+    BOUNDED = "inner chunks, few enough for one request"
 
 
 @dataclass(frozen=True, slots=True, order=True)

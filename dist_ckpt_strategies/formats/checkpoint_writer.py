@@ -13,6 +13,7 @@ from typing import Any
 
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
+from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.bucket_arrays import BucketWriter
@@ -96,8 +97,8 @@ class CheckpointWriter(ABC):
 
     @property
     @abstractmethod
-    def chunk_layout(self) -> str:
-        """Which chunks and inner chunks the plan makes: a value of ``plan_grids.ChunkLayout``."""
+    def chunk_layout(self) -> ChunkLayout:
+        """What the file of a chunk consists of."""
 
     @property
     @abstractmethod
@@ -181,7 +182,7 @@ class CheckpointWriter(ABC):
 class Format1Writer(CheckpointWriter):
     """Writes a checkpoint of format ("zarr", 1); see CheckpointWriter."""
 
-    chunk_layout = "one piece"
+    chunk_layout = ChunkLayout.WHOLE
 
     def __init__(
         self, root: Location, options: Options, *, keeps_old: bool, overwrite: bool
@@ -249,10 +250,9 @@ class Format2Writer(CheckpointWriter):
         self._digests: dict[tuple[str, Shape], list[int]] = {}
 
     @property
-    def chunk_layout(self) -> str:
+    def chunk_layout(self) -> ChunkLayout:
         """See CheckpointWriter. An object of a bucket has a few hundred megabytes at most."""
-        is_bounded = isinstance(self.root, Bucket)
-        return "inner chunks, few enough for one request" if is_bounded else "inner chunks"
+        return ChunkLayout.BOUNDED if isinstance(self.root, Bucket) else ChunkLayout.INNER
 
     @property
     def open_elsewhere(self) -> Callable[[], ArrayWriter] | None:

@@ -144,7 +144,7 @@ class BackgroundWork(Generic[T]):
 
 
 def _remove_own(directory: Path, owner: int) -> None:
-    """Remove the files of a save that was never finalised; a forked child leaves it to its parent."""
+    """Remove what a save left that was never finalised; a forked child does not."""
     if os.getpid() == owner:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -302,7 +302,7 @@ class _Finalisation:
     def await_work(self, timeout_s: float) -> None:
         """Return when every rank's share has ended, well or not. Collective.
 
-        However long that is, ranks take part in a collective before any has waited too long for another.
+        Ranks exchange their state before any has waited too long for another.
 
         Raises:
             SaveTimeoutError: some rank's takes longer; on every rank.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.chunk_grids import (
     MAX_OBJECT_NBYTES,
+    ChunkLayout,
     ShardPlacement,
     chunk_parts,
     cut_chunk,
@@ -20,14 +20,6 @@ from dist_ckpt_strategies.core.chunk_grids import (
     require_partition,
 )
 from dist_ckpt_strategies.core.region import Region, Shape
-
-
-class ChunkLayout(Enum):
-    """What the file of a chunk is made of."""
-
-    WHOLE = "one shard_slice"
-    INNER = "inner chunks"
-    BOUNDED = "inner chunks, few enough for one request"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +41,8 @@ class ArrayGrid:
 
     Attributes:
         chunk_shape: in elements.
-        inner_shape: of the inner chunks; None where a chunk is of one shard_slice.
-        chunks: each chunk's slices, in the order of the grid; None where every placement is a chunk.
+        inner_shape: of the inner chunks; None where a chunk is not divided.
+        chunks: each chunk's slices, in the order of the grid; None if every shard is a chunk.
     """
 
     chunk_shape: Shape

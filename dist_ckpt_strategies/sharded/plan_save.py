@@ -15,11 +15,11 @@ from dist_ckpt_strategies.core.array import (
     ShardId,
     ShardSpec,
 )
-from dist_ckpt_strategies.core.chunk_grids import MAX_ASSEMBLED_NBYTES, ShardPlacement
+from dist_ckpt_strategies.core.chunk_grids import MAX_ASSEMBLED_NBYTES, ChunkLayout, ShardPlacement
 from dist_ckpt_strategies.core.keys import require_storable_keys
 from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
-from dist_ckpt_strategies.sharded.plan_grids import ArrayGrids, ChunkLayout, ChunkSlices
+from dist_ckpt_strategies.sharded.plan_grids import ArrayGrids, ChunkSlices
 
 _MAX_LISTED = 8
 
@@ -43,7 +43,7 @@ class ObjectPlacement:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A shard_slice that travels to the writer of its chunk. Order is the same on every rank."""
+    """A slice that travels to the writer of its chunk. Order is the same on every rank."""
 
     shard_slice: ShardSlice
     writer: int

@@ -242,7 +242,7 @@ class ShardedSave:
     def _facts(self) -> list[Any]:
         """What the plan of a save has to know of this rank, of JSON types."""
         inputs = self.inputs
-        budget, layout = inputs.options.max_inflight_bytes, inputs.writer.chunk_layout
+        budget, layout = inputs.options.max_inflight_bytes, inputs.writer.chunk_layout.value
         return [self._shards.messages, budget, layout, inputs.validates]
 
     def _begin_writing(self, planned: Planned) -> None:

@@ -13,6 +13,7 @@ from dist_ckpt_strategies.comm.base import (
 )
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ObjectId, RankShards, ShardId
+from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.device import require_plain
 from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
@@ -29,7 +30,6 @@ from dist_ckpt_strategies.megatron.shards import (
     value_from_message,
 )
 from dist_ckpt_strategies.sharded.checks import require_valid
-from dist_ckpt_strategies.sharded.plan_grids import ChunkLayout
 from dist_ckpt_strategies.sharded.plan_manifest import ManifestPlan, build_manifest_plan
 from dist_ckpt_strategies.sharded.plan_save import ObjectPlacement, SavePlan, build_save_plan
 from dist_ckpt_strategies.sharded.save_cache import SaveCache

@@ -162,7 +162,7 @@ def _shard_write(write: WriteItem, tensors: Tensors) -> TensorWrite:
 
 
 def _slice_tensor(shard_slice: ShardSlice, tensors: Tensors) -> torch.Tensor:
-    """The shard_slice's elements, as a view of the tensor that holds them."""
+    """The elements of a slice, as a view of the tensor that holds them."""
     if shard_slice.region is shard_slice.shard.region:
         return tensors[shard_slice.shard]
     return tensors[shard_slice.shard][shard_slice.region.within(shard_slice.shard.region).slices()]

@@ -12,7 +12,7 @@ import pytest
 from benchmarks.scale.job import TRILLION, Job, smaller
 from benchmarks.scale.paper import ASSUMED, GB, Sheet, node_times_of, sheet_of, times_of
 from benchmarks.scale.rehearsals import REHEARSALS, Planner
-from dist_ckpt_strategies.sharded.plan_grids import ChunkLayout
+from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.sharded.plan_save import build_save_plan
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "scale_planners.py"

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType
-from dist_ckpt_strategies.core.chunk_grids import ShardPlacement
+from dist_ckpt_strategies.core.chunk_grids import ChunkLayout, ShardPlacement
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import CoverageError
-from dist_ckpt_strategies.sharded.plan_grids import ArrayGrid, ArrayGrids, ChunkLayout
+from dist_ckpt_strategies.sharded.plan_grids import ArrayGrid, ArrayGrids
 from tests.support.boxes import NUM_RANKS, Split, splits, times_covered
 
 some_splits = st.booleans().flatmap(lambda regular: splits(regular=regular))

@@ -34,5 +34,5 @@ def test_what_everybody_holds_is_shared_evenly() -> None:
 
 
 def test_a_shard_that_nobody_holds_is_named() -> None:
-    with pytest.raises(PlanError, match="w1: nobody holds"):
+    with pytest.raises(PlanError, match="w1: no rank holds"):
         build_spread({shard(1): []}, {shard(1): 4})
