@@ -47,8 +47,10 @@ def begin_in_background(save: ShardedSave) -> LocalSaveRequest:
         The request, whose finalisation is collective; it raises on every rank if the save has
         failed on any, and then nothing becomes visible.
     """
-    comm, inputs = save.comm, save.inputs
-    staged = stage_plan(save.planned.plan, save.tensors, comm, inputs.cache.reserve)
+    comm = save.comm
+    staged = stage_plan(save.planned.plan, save.tensors, comm, save.inputs.cache.reserve)
+    save.release_tensors()
+    inputs = save.inputs
 
     def prepare() -> BackgroundWork[Outcome]:
         save.open_arrays()

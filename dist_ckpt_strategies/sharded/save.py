@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,9 +31,7 @@ from dist_ckpt_strategies.core.report import SaveReport
 from dist_ckpt_strategies.errors import CheckpointError, PlanError, StorageError
 from dist_ckpt_strategies.formats.locations import make_directory
 from dist_ckpt_strategies.megatron.flow import require_equal_common
-from dist_ckpt_strategies.sharded.async_request import (
-    RUNNING_SAVES,
-)
+from dist_ckpt_strategies.sharded.async_request import RUNNING_SAVES
 from dist_ckpt_strategies.sharded.checks import VALIDATED, digest_of
 from dist_ckpt_strategies.sharded.save_inputs import (
     LocalShards,
@@ -160,6 +159,11 @@ class ShardedSave:
         logger.log(report_level(comm), "rank %s: save to %s: %s", me, where, report)
         return report
 
+    def release_tensors(self) -> None:
+        """Keep no reference to a tensor: all of them have been copied. Rank-local."""
+        self.inputs = replace(self.inputs, state={})
+        self._shards = replace(self._shards, tensors=[])
+
     def open_arrays(self) -> ArrayWriter:
         """What writes arrays to the place that the first rank has made. Rank-local.
 
@@ -180,8 +184,7 @@ class ShardedSave:
         """Sizes of what this rank knows of each segment of the manifest. Rank-local."""
         planned = self.planned
         self._segments = self.inputs.writer.described(
-            planned.plan.arrays,
-            planned.manifest.segment_of,
+            planned.plan.arrays, planned.manifest.segment_of
         )
         return [[n, len(content)] for n, content in sorted(self._segments.items())] or None
 

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dist_ckpt_strategies.comm.base import (
-    Communicator,
-    Message,
-)
+from dist_ckpt_strategies.comm.base import Communicator, Message
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ObjectId, RankShards, ShardId
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
