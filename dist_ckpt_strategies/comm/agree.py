@@ -27,7 +27,7 @@ _NUM_HALVES = 2
 """Of an answer: a verdict, and what the step has returned."""
 
 _NOTHING = [None, None]
-"""An answer that is sent as None, which takes one collective of torch's in place of two."""
+"""The answer of a rank that has neither failed nor a result."""
 
 
 def agree(comm: Communicator, step: Callable[[], T]) -> T:
@@ -48,18 +48,27 @@ def agree(comm: Communicator, step: Callable[[], T]) -> T:
         del outcome  # or a raised error would hold this frame, and all its tensors, in a cycle
 
 
-def agree_and_gather(comm: Communicator, step: Callable[[], Message]) -> list[Message]:
+def agree_and_gather(
+    comm: Communicator, step: Callable[[], Message], *, is_sparse: bool = False
+) -> list[Message]:
     """Like ``agree``, and return what the step returned on every rank, by rank.
 
     Collective. One gather serves for both.
+
+    Args:
+        comm: the ranks.
+        step: what to run.
+        is_sparse: None, the usual result, is sent as nothing, which takes one collective of torch's
+            in place of two; a rank in another step is detected only where a step has a result.
     """
     outcome = _attempt(step)
     try:
         answer = [_verdict(outcome.error), outcome.result]
-        answers = comm.all_gather(None if answer == _NOTHING else answer)
-        both = [_NOTHING if answer is None else answer for answer in answers]
-        _raise_first(comm, outcome.error, _verdicts_in(comm, both))
-        return [result for _, result in both]
+        answers = comm.all_gather(None if is_sparse and answer == _NOTHING else answer)
+        if is_sparse:
+            answers = [_NOTHING if found is None else found for found in answers]
+        _raise_first(comm, outcome.error, _verdicts_in(comm, answers))
+        return [result for _, result in answers]
     finally:
         del outcome
 

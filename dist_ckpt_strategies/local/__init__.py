@@ -32,7 +32,7 @@ _HOMES = {
     "LazyCliqueReplicationStrategy": "local.replication",
     "LazyReplicationStrategyBuilder": "local.replication",
     "LocalCheckpointManager": "local.manager",
-    "LocalSaveRequest": "sharded.requests",
+    "LocalSaveRequest": "sharded.async_request",
     "MCoreTensorAwareStateDict": "local.mcore_state_dict",
     "NoReplicasAvailableError": "errors",
     "ReplicationStrategy": "local.replication",

@@ -62,10 +62,11 @@ def begin_in_background(save: ShardedSave) -> LocalSaveRequest:
                 save.write_small_files()
                 return write_arrays()
 
-        return BackgroundWork(write, "dist-ckpt-save")
+        work = BackgroundWork(write, "dist-ckpt-save")
+        RUNNING_SAVES.add(inputs.writer.root, work)
+        return work
 
     work = inputs.cache.running = agree_to_start(comm, prepare)
-    RUNNING_SAVES.add(inputs.writer.root, work)
     name = SaveName(save.save_id, f"the end of the save to {inputs.writer.root}")
     return LocalSaveRequest.of(
         comm, name, work, _Ending(save, work).finalise, inputs.options.timeout_s
@@ -98,9 +99,9 @@ class _Ending:
 
         try:
             with time_limit(timeout_s):
-                sizes = agree_and_gather(comm, written)
+                described = agree_and_gather(comm, written)
                 restart_limit()
-                self.save.complete(sizes)
+                self.save.complete(described)
         finally:
             self.work.forget_mark()
         me = comm.global_rank(comm.rank)

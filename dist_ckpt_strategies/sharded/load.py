@@ -153,7 +153,7 @@ class ShardedLoad:
             finished.append(finish(self._read()))
             return self._converted or None
 
-        converted = agree_and_gather(self._comm, read)
+        converted = agree_and_gather(self._comm, read, is_sparse=True)
         warn_of_conversions(self._comm, self._inputs.name, filter(None, converted))
         return finished[0]
 

@@ -46,6 +46,10 @@ from dist_ckpt_strategies.storage.time_limit import clean_up_limit, restart_limi
 
 logger = logging.getLogger(__name__)
 
+_EAGER_NBYTES = 4 << 20
+"""What ranks know of the files of a save travels with a gather up to this many bytes, all ranks
+together; what is larger is sent to the rank that writes it."""
+
 
 class ShardedSave:
     """One save, in steps. ``describe`` is rank-local and comes first; the others are collective.
@@ -140,7 +144,7 @@ class ShardedSave:
         started = time.monotonic()
         plan, comm = self.planned.plan, self.comm
         try:
-            sizes = write_plan(
+            described = write_plan(
                 plan,
                 self.tensors,
                 self.open_arrays,
@@ -152,7 +156,7 @@ class ShardedSave:
         except CheckpointError:
             self.abandon()
             raise
-        self.complete(sizes)
+        self.complete(described)
         me = comm.global_rank(comm.rank)
         report = report_of(plan, me, time.monotonic() - started)
         where = self.inputs.writer.root
@@ -181,25 +185,30 @@ class ShardedSave:
             inputs.writer.write_common(inputs.common.content)
 
     def describe_files(self) -> Message:
-        """Sizes of what this rank knows of each segment of the manifest. Rank-local."""
+        """What this rank knows of each segment of the manifest, or its size. Rank-local.
+
+        A description that is small enough travels with the gather that follows.
+        """
         planned = self.planned
         self._segments = self.inputs.writer.described(
             planned.plan.arrays, planned.manifest.segment_of
         )
-        return [[n, len(content)] for n, content in sorted(self._segments.items())] or None
+        limit = _EAGER_NBYTES // self.comm.size
+        found = sorted(self._segments.items())
+        return [[n, len(c), c.decode() if len(c) <= limit else None] for n, c in found] or None
 
-    def complete(self, sizes: Sequence[Message]) -> None:
+    def complete(self, described: Sequence[Message]) -> None:
         """Write the manifest, and make the save the checkpoint's content. Collective.
 
         Args:
-            sizes: what ``describe_files`` has returned on every rank.
+            described: what ``describe_files`` has returned on every rank.
         """
         comm, writer, common = self.comm, self.inputs.writer, self.inputs.common
         if common is not None and common.save is not None:
             save_common = common.save
             agree(comm, lambda: save_common(writer.place.location))
         manifest = self.planned.manifest
-        received = self._exchanged_segments(sizes)
+        received = self._gathered_segments(described)
 
         def write_segments() -> list[Any]:
             return [
@@ -218,29 +227,49 @@ class ShardedSave:
         answers = agree_and_gather(comm, write_segments)
         agree_on_first(comm, lambda: commit([entry for found in answers for entry in found]))
 
-    def _exchanged_segments(self, sizes: Sequence[Message]) -> dict[int, list[bytes]]:
+    def _gathered_segments(self, described: Sequence[Message]) -> dict[int, list[bytes]]:
         """What all ranks know of the segments that this one writes. Collective."""
         me, owners = self.comm.rank, self.planned.manifest.owners
-        incoming: dict[tuple[int, int], Bytes] = {
-            (rank, n): np.empty(nbytes, np.uint8)
-            for rank, of_rank in enumerate(sizes)
-            for n, nbytes in of_rank or ()
-            if rank != me and owners[n] == me
-        }
-        sends = [
-            Send(owners[n], np.frombuffer(bytearray(content), np.uint8))
-            for n, content in sorted(self._segments.items())
-            if owners[n] != me
-        ]
-        if any(sizes):
-            receives = [Receive(rank, memory) for (rank, _), memory in incoming.items()]
-            self.comm.exchange(sends, receives)
         found: dict[int, list[bytes]] = {}
-        for n, content in self._segments.items():
-            found.setdefault(n, []).append(content)
-        for (_, n), memory in incoming.items():
-            found.setdefault(n, []).append(memory.tobytes())
+        large: list[tuple[int, int, int]] = []
+        is_any_large = False
+        for rank, of_rank in enumerate(described):
+            for n, nbytes, text in of_rank or ():
+                is_any_large |= text is None
+                if owners[n] != me:
+                    continue
+                if text is not None:
+                    found.setdefault(n, []).append(text.encode())
+                elif rank == me:
+                    found.setdefault(n, []).append(self._segments[n])
+                else:
+                    large.append((rank, n, nbytes))
+        if is_any_large:
+            for n, content in self._exchanged(large):
+                found.setdefault(n, []).append(content)
         return found
+
+    def _exchanged(self, incoming: Sequence[tuple[int, int, int]]) -> list[tuple[int, bytes]]:
+        """Descriptions that are too large for a gather, by segment. Collective.
+
+        Args:
+            incoming: rank, segment and bytes of those that this rank receives.
+        """
+        me, owners = self.comm.rank, self.planned.manifest.owners
+        limit = _EAGER_NBYTES // self.comm.size
+
+        def prepare() -> tuple[list[Send], list[Bytes]]:
+            sends = [
+                Send(owners[n], np.frombuffer(bytearray(content), np.uint8))
+                for n, content in sorted(self._segments.items())
+                if owners[n] != me and len(content) > limit
+            ]
+            return sends, [np.empty(nbytes, np.uint8) for _, _, nbytes in incoming]
+
+        sends, buffers = agree(self.comm, prepare)
+        pairs = list(zip(incoming, buffers, strict=True))
+        self.comm.exchange(sends, [Receive(rank, buffer) for (rank, _, _), buffer in pairs])
+        return [(n, buffer.tobytes()) for (_, n, _), buffer in pairs]
 
     def _facts(self) -> list[Any]:
         """What the plan of a save has to know of this rank, of JSON types."""

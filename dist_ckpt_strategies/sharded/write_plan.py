@@ -81,7 +81,7 @@ def write_plan(  # noqa: PLR0913, PLR0917
     for round_ in plan.rounds:
         assemble = _assembled_chunks(round_, tensors, comm)
         agree(comm, partial(_write_chunks, writers[0], assemble, options))
-    return agree_and_gather(comm, write_and_finish)
+    return agree_and_gather(comm, write_and_finish, is_sparse=True)
 
 
 def report_of(plan: SavePlan, rank: int, seconds: float) -> SaveReport:

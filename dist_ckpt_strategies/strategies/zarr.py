@@ -447,9 +447,13 @@ class ZarrLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignor
         _remove_arrays(Path(checkpoint_dir).absolute(), key_prefix)
 
     @raises_megatron_errors
-    def check_backend_compatibility(self, loaded_backend: str) -> None:
-        """Raise IncompatibleVersionError unless the backend is ``"zarr"``."""
-        _require_format(loaded_backend, self.versions[-1], self.versions)
+    def check_backend_compatibility(self, loaded_version: str) -> None:
+        """Raise IncompatibleVersionError unless the backend is ``"zarr"``.
+
+        Args:
+            loaded_version: the backend's name; Megatron-Core called it so in this class.
+        """
+        _require_format(loaded_version, self.versions[-1], self.versions)
 
     @raises_megatron_errors
     def check_version_compatibility(self, loaded_version: int) -> None:

@@ -55,7 +55,7 @@ def test_damage_is_reported_once(checkpoint: Path, tmp_path: Path) -> None:
     flip_bit(checkpoint / RNG / "shard_1.1_2.2.pt", b"state")
     verified = run("verify", checkpoint)
     assert (verified.returncode, verified.stderr) == (1, "")
-    assert verified.stdout.count("damaged archive") == 1
+    assert verified.stdout.count("shard_1.1_2.2.pt") == 1
 
     (checkpoint / WEIGHT / "0.0").unlink()
     converted = run("convert", checkpoint, tmp_path / "c", "--to", "zarr@2")
