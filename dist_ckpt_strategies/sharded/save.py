@@ -28,7 +28,7 @@ from dist_ckpt_strategies.comm.base import (
 )
 from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.core.report import SaveReport
-from dist_ckpt_strategies.errors import CheckpointError, PlanError, StorageError
+from dist_ckpt_strategies.errors import PlanError, StorageError
 from dist_ckpt_strategies.formats.locations import make_directory
 from dist_ckpt_strategies.megatron.flow import require_equal_common
 from dist_ckpt_strategies.sharded.async_request import RUNNING_SAVES
@@ -112,7 +112,7 @@ class ShardedSave:
         self._planned = cache.planned
 
     def abandon(self) -> None:
-        """Remove what this save has written, after a failure. Rank-local; an error is logged."""
+        """Remove what ``describe`` and ``begin`` have made. Rank-local; an error is logged."""
         if not self.save_id or self.comm.rank != 0:
             return
         try:
@@ -120,7 +120,7 @@ class ShardedSave:
                 self.inputs.writer.place.abandon()
         except StorageError as error:
             logger.warning(
-                "%s: what a failed save has written stays: %s", self.inputs.writer.root, error
+                "%s: what a refused save has made stays: %s", self.inputs.writer.root, error
             )
 
     @property
@@ -143,19 +143,15 @@ class ShardedSave:
         """
         started = time.monotonic()
         plan, comm = self.planned.plan, self.comm
-        try:
-            described = write_plan(
-                plan,
-                self.tensors,
-                self.open_arrays,
-                comm,
-                self.inputs.options,
-                also=self.write_small_files,
-                finish=self.describe_files,
-            )
-        except CheckpointError:
-            self.abandon()
-            raise
+        described = write_plan(
+            plan,
+            self.tensors,
+            self.open_arrays,
+            comm,
+            self.inputs.options,
+            also=self.write_small_files,
+            finish=self.describe_files,
+        )
         self.complete(described)
         me = comm.global_rank(comm.rank)
         report = report_of(plan, me, time.monotonic() - started)
