@@ -43,8 +43,6 @@ PUBLIC_MODULES = (
     ".strategies.zarr",
     ".strategies.tensorstore",
     ".strategies.two_stage",
-    ".strategies.zarr",
-    ".strategies.zarr",
 )
 """Modules whose public names have to be in the reference; the integrations need libraries."""
 

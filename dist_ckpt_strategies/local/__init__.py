@@ -61,7 +61,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name from its home the first time it is asked for."""
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"dist_ckpt_strategies.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted([*globals(), *__all__])
