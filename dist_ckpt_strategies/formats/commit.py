@@ -284,7 +284,7 @@ class SavePlace(ABC):
         """Remove what ``begin`` has made, if anything; what stays is removed by the next save."""
 
     def require_current(self) -> None:
-        """Raise unless the place is still this save's, on the first rank.
+        """Raise unless the place is still this save's.
 
         Raises:
             StorageError: another save has begun there, or all was removed.
@@ -373,8 +373,8 @@ class DirectoryPlace(SavePlace):
 
     @limited
     def is_current(self) -> bool:
-        """See SavePlace."""
-        return self.location.is_dir()
+        """See SavePlace. A late write may make the directory again, and never the lock."""
+        return (self.location / _LOCK_NAME).exists()
 
     def commit(self, marker: bytes | None) -> None:
         """See SavePlace. That something replaced cannot be removed is logged."""
@@ -388,7 +388,7 @@ class DirectoryPlace(SavePlace):
     def _commit(self, marker: bytes | None) -> None:
         root, staging = self._root, self.location
         with file_errors(None, root), _locked(staging) as is_there:
-            if not is_there:
+            if not (is_there and self.is_current()):
                 raise superseded(root)
             is_alone = os.listdir(root) == [staging.name]  # noqa: PTH208 - the names alone
             replaces = self._replaces and not is_alone

@@ -15,6 +15,7 @@ from dist_ckpt_strategies.comm.base import (
 )
 from dist_ckpt_strategies.config import limit_of_wait
 from dist_ckpt_strategies.core.report import SaveReport
+from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import (
     RUNNING_SAVES,
@@ -90,11 +91,16 @@ class _Ending:
 
         def written() -> Message:
             self.work.wait(limit_of_wait(timeout_s))
-            found = self.work.result()()
+            writer = self.save.inputs.writer
+            try:
+                found = self.work.result()()
+            except StorageError:
+                writer.place.require_current()  # another save may have removed what this one wrote
+                raise
             reports.append(found.report)
-            self.save.inputs.writer.take_digests(found.digests)
+            writer.take_digests(found.digests)
             if comm.rank == 0:
-                self.save.inputs.writer.place.require_current()
+                writer.place.require_current()
             return self.save.describe_files()
 
         try:

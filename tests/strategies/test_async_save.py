@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -227,8 +229,13 @@ def test_a_save_waits_until_the_one_before_has_written_its_share(
 
 
 def overtake(rank: int, root: Path, backend: tuple[str, int]) -> list[Any]:
-    """Another save to the same directory begins before the first one is waited for."""
+    """Another save to the same directory begins before the first is waited for, or all written."""
     prepare(60)
+    dist_ckpt_strategies.save_async(weight(rank), root.with_name("good"), backend).wait()
+    (writer,) = psutil.Process().children()
+    if rank == 1:
+        writer.suspend()
+        threading.Timer(0.5, writer.resume).start()
     first = dist_ckpt_strategies.save_async(weight(rank), root, backend)
     later = weight(rank)
     later["w"].data.neg_()
@@ -247,11 +254,33 @@ def test_a_save_that_another_one_has_overtaken_is_not_made_visible(
     require_failure_everywhere(
         [found[0] for found in results],
         kind=StorageError,
-        culprit=0,
+        culprit=None,  # the second rank may still have been writing when that began
         names=["another save to it has begun", str(tmp_path / "c")],
     )
     assert [found[1:] for found in results] == [[False, None, True]] * 2
     assert not list((tmp_path / "c").glob(".partial-*"))
+
+
+def lose_place(rank: int, root: Path, backend: tuple[str, int]) -> list[Any]:
+    """What was staged goes, and a late write makes the directory again."""
+    prepare(60)
+    request = dist_ckpt_strategies.save_async(weight(rank), root, backend)
+    while not request.done():
+        time.sleep(0.01)
+    (staged,) = root.glob(".partial-*")
+    shutil.rmtree(staged)
+    (staged / "w").mkdir(parents=True)
+    return [outcome(request.wait), (root / "metadata.json").exists()]
+
+
+@by_format
+def test_a_save_that_has_lost_its_place_is_not_made_visible(
+    backend: tuple[str, int], tmp_path: Path
+) -> None:
+    ((failure, is_visible),) = run_processes(1, lose_place, tmp_path / "c", backend)
+    names = ["another save to it has begun", str(tmp_path / "c")]
+    require_failure_everywhere([failure], kind=StorageError, culprit=0, names=names)
+    assert not is_visible
 
 
 def overtake_and_finish(rank: int, root: Path, backend: tuple[str, int]) -> list[Any]:
@@ -274,7 +303,7 @@ def test_a_save_that_comes_to_its_end_too_late_leaves_the_finished_one_alone(
     require_failure_everywhere(
         [found[0] for found in results],
         kind=StorageError,
-        culprit=0,
+        culprit=None,
         names=["another save to it has begun", str(tmp_path / "c")],
     )
     assert [found[1:] for found in results] == [[True, 2]] * 2
