@@ -29,8 +29,6 @@ _PACKAGE = "dist_ckpt_strategies"
 _MAIN_SEAMS: Final[Mapping[str, str]] = {
     f"{_PACKAGE}.comm.torch_communicator.TorchCommunicator.all_gather": "waiting for ranks",
     f"{_PACKAGE}.comm.torch_communicator.TorchCommunicator.exchange": "sending",
-    f"{_PACKAGE}.storage.io_pool.AllTransfers.wait": "waiting for storage",
-    f"{_PACKAGE}.storage.io_pool.PendingTransfers.wait": "waiting for storage",
     f"{_PACKAGE}.storage.io_pool.PooledTransfers.wait": "waiting for storage",
     f"{_PACKAGE}.two_stage.broadcast.copy_into": "copying",
     f"{_PACKAGE}.sharded.save_inputs.build_save_plan": "planning",

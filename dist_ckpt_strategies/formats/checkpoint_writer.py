@@ -51,7 +51,7 @@ from dist_ckpt_strategies.formats.objects import (
     write_dumped,
 )
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
-from dist_ckpt_strategies.formats.zarr2_engines import open_array_store
+from dist_ckpt_strategies.formats.zarr2_arrays import open_array_store
 from dist_ckpt_strategies.formats.zarr3_arrays import ArrayWriterBase, open_writer
 from dist_ckpt_strategies.megatron.parallel_layout import parallel_sizes
 from dist_ckpt_strategies.storage.base import ArrayWriter

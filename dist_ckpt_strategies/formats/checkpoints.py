@@ -29,7 +29,7 @@ from dist_ckpt_strategies.formats.objects import (
     read_content,
 )
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
-from dist_ckpt_strategies.formats.zarr2_engines import open_array_store
+from dist_ckpt_strategies.formats.zarr2_arrays import open_array_store
 from dist_ckpt_strategies.formats.zarr3_arrays import Zarr3Reader
 from dist_ckpt_strategies.formats.zarr3_scan import common_check, manifest_files
 from dist_ckpt_strategies.storage.base import ArrayReader

@@ -9,18 +9,16 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType
-from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import ArrayNotFoundError, CorruptCheckpointError, PlanError
-from dist_ckpt_strategies.storage.base import HostArray, Transfer
 from dist_ckpt_strategies.storage.files import (
     MAX_JSON_NBYTES,
     PARTIAL_PREFIX,
@@ -34,7 +32,6 @@ from dist_ckpt_strategies.storage.files import (
     sync_path,
     write_file,
 )
-from dist_ckpt_strategies.storage.io_pool import Job, run_pooled
 
 METADATA_NAME = ".zarray"
 _LOCKS_SUFFIX = ".sync"
@@ -282,40 +279,3 @@ def _is_lock_directory(path: str) -> bool:
         return os.stat(os.path.join(path, METADATA_NAME)).st_size == 0  # noqa: PTH116, PTH118
     except OSError:  # also where the longer name is too long
         return False
-
-
-def begin_creates(
-    layout: Zarr2Layout, arrays: Sequence[ArraySpec], num_threads: int, *, is_flushed: bool
-) -> Transfer:
-    """Write the metadata of each array."""
-    create = partial(layout.create, is_flushed=is_flushed)
-    jobs = (
-        Job(array.key, layout.metadata_path(array.key), partial(create, array)) for array in arrays
-    )
-    return run_pooled(jobs, num_threads)
-
-
-def begin_syncs(layout: Zarr2Layout, arrays: Sequence[ArraySpec], num_threads: int) -> Transfer:
-    """Flush the directory of each array and those above, each once."""
-    paths = layout.directories(array.key for array in arrays)
-    jobs = (Job(key, path, partial(sync_path, path)) for path, key in paths.items())
-    return run_pooled(jobs, num_threads)
-
-
-def by_chunk(
-    array: ArraySpec, region: Region, memory: HostArray
-) -> Iterator[tuple[Region, HostArray]]:
-    """The part of ``region`` in each of its chunks, with the part of ``memory`` that belongs to it.
-
-    A library that is asked for many chunks at once holds all of them in memory, and may report the
-    first failure while it still moves others.
-    """
-    for index in array.chunks_of(region):
-        box = region.intersect(array.chunk_region(index))
-        if box is not None:
-            yield box, memory[box.within(region).slices() or ...]  # () would copy a scalar
-
-
-def library_nbytes(array: ArraySpec) -> int:
-    """Memory that a library takes to encode or decode one chunk of the array, in bytes."""
-    return array.chunk_nbytes * (1 if array.is_raw else 2)

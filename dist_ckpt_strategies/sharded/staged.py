@@ -15,7 +15,7 @@ from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.core.report import SaveReport
 from dist_ckpt_strategies.storage.base import ArrayWrite, ArrayWriter, HostArray
-from dist_ckpt_strategies.storage.io_pool import AllTransfers
+from dist_ckpt_strategies.storage.io_pool import InFlight
 from dist_ckpt_strategies.storage.time_limit import time_limit
 
 Digests = Mapping[tuple[str, Shape], list[int]]
@@ -91,8 +91,9 @@ class WriteJob:
         staged, writer = self.staged, self.open_writer()
         requests = [ArrayWrite(w.array, w.region, _elements(memory, w)) for w in staged.writes]
         with time_limit(self.timeout_s):
-            creating = writer.begin_creates(staged.creations)
-            AllTransfers((creating, writer.begin_writes(requests))).wait(self.timeout_s)
+            with InFlight(self.timeout_s) as in_flight:
+                in_flight.follow_with(writer.begin_creates(staged.creations))
+                in_flight.follow_with(writer.begin_writes(requests))
             touched = {a.key: a for a in (*staged.creations, *(w.array for w in staged.writes))}
             writer.begin_syncs(list(touched.values())).wait(self.timeout_s)
         report = SaveReport(

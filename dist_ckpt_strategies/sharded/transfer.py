@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import TracebackType
 
 import torch
 
@@ -20,15 +18,14 @@ from dist_ckpt_strategies.device import (
     to_host,
     torch_dtype,
 )
-from dist_ckpt_strategies.errors import CheckpointError
 from dist_ckpt_strategies.sharded.plan_load import build_batches
 from dist_ckpt_strategies.storage.base import (
     ArrayRead,
     ArrayReader,
     ArrayWrite,
     ArrayWriter,
-    Transfer,
 )
+from dist_ckpt_strategies.storage.io_pool import InFlight
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,36 +44,6 @@ class TensorRead:
     array: ArraySpec
     region: Region
     tensor: torch.Tensor
-
-
-class InFlight(AbstractContextManager["InFlight"]):
-    """At most one transfer beside the one being prepared; leaving waits for the last."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._transfer: Transfer | None = None
-
-    def follow_with(self, transfer: Transfer) -> None:
-        """Wait for the transfer before, and keep this one until the next."""
-        before, self._transfer = self._transfer, transfer
-        if before is not None:
-            before.wait(self._timeout_s)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Wait, also after a failure: the transfer uses memory that is about to be freed."""
-        last, self._transfer = self._transfer, None
-        if last is None:
-            return
-        try:
-            last.wait(self._timeout_s)
-        except CheckpointError:
-            if error is None:  # else the first failure is the one to report
-                raise
 
 
 def run_writes(store: ArrayWriter, writes: Sequence[TensorWrite], options: Options) -> None:

@@ -21,8 +21,9 @@ from dist_ckpt_strategies.core.report import SaveReport
 from dist_ckpt_strategies.device import Slot, copy_into, to_host, torch_dtype
 from dist_ckpt_strategies.sharded.plan_save import Move, SavePlan, ShardSlice, WriteItem
 from dist_ckpt_strategies.sharded.staged import StagedSave, StagedWrite
-from dist_ckpt_strategies.sharded.transfer import InFlight, TensorWrite, run_writes
+from dist_ckpt_strategies.sharded.transfer import TensorWrite, run_writes
 from dist_ckpt_strategies.storage.base import ArrayWriter
+from dist_ckpt_strategies.storage.io_pool import InFlight
 
 Tensors = Mapping[ShardId, torch.Tensor]
 """This rank's main replicas, each shaped like its region. Left untouched."""

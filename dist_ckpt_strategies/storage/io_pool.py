@@ -8,19 +8,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, ParamSpec, Protocol, Self, TypeVar
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
 
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     StorageError,
     StorageTimeoutError,
-    as_checkpoint_error,
 )
 from dist_ckpt_strategies.storage.base import Transfer
 from dist_ckpt_strategies.storage.files import storage_error
@@ -33,109 +33,6 @@ from dist_ckpt_strategies.storage.time_limit import (
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-
-class Waitable(Protocol):
-    """What TensorStore's and Python's futures have in common."""
-
-    def result(self, timeout: float | None = None) -> Any:
-        """The outcome, or the error, within ``timeout`` seconds."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """One transfer under way.
-
-    Attributes:
-        name: what is transferred and where, for messages.
-        future: its outcome.
-        translate: turns the library's error into ours; our own pass through.
-    """
-
-    name: str
-    future: Waitable
-    translate: Callable[[Exception], CheckpointError]
-
-
-@dataclass(frozen=True, slots=True)
-class PendingTransfers:
-    """A Transfer over any number of futures."""
-
-    pendings: tuple[Pending, ...]
-
-    def wait(self, timeout_s: float) -> None:
-        """See Transfer."""
-        deadline, limit_s = deadline_of(timeout_s)
-        _raise_first(
-            error for p in self.pendings if (error := _outcome(p, deadline, limit_s)) is not None
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """A transfer that has not begun.
-
-    Attributes:
-        nbytes: memory that the library takes for it while it is under way.
-        begin: begins it.
-    """
-
-    nbytes: int
-    begin: Callable[[], Pending]
-
-
-class BoundedTransfers:
-    """A Transfer that has as much under way as fits a budget, in order; a larger one goes alone.
-
-    What does not fit at once begins during ``wait``. After a failure nothing more begins.
-
-    Args:
-        starts: what to transfer.
-        budget_nbytes: the bound.
-    """
-
-    def __init__(self, starts: Iterable[Start], budget_nbytes: int) -> None:
-        self._budget_nbytes = budget_nbytes
-        self._starts = deque(starts)
-        self._under_way: deque[tuple[int, Pending]] = deque()
-        self._held_nbytes = 0
-        self._begin_what_fits()
-
-    def wait(self, timeout_s: float) -> None:
-        """See Transfer."""
-        deadline, limit_s = deadline_of(timeout_s)
-        failures: list[CheckpointError] = []
-        while self._under_way:
-            nbytes, pending = self._under_way.popleft()
-            try:
-                error = _outcome(pending, deadline, limit_s)
-            except BaseException:  # an interruption: nothing more begins
-                self._starts.clear()
-                raise
-            self._held_nbytes -= nbytes
-            if error is not None:
-                failures.append(error)
-                self._starts.clear()
-            self._begin_what_fits()
-        _raise_first(failures)
-
-    def _begin_what_fits(self) -> None:
-        while self._starts:
-            nbytes = self._starts[0].nbytes
-            if self._under_way and self._held_nbytes + nbytes > self._budget_nbytes:
-                return
-            start = self._starts.popleft()
-            self._held_nbytes += nbytes
-            self._under_way.append((nbytes, _begun(start)))
-
-
-def _begun(start: Start) -> Pending:
-    """The transfer; where it cannot begin that is its outcome, since others are under way."""
-    try:
-        return start.begin()
-    except Exception as error:  # noqa: BLE001 - raised again where it is waited for
-        return Pending("", _failed(as_checkpoint_error(error)), as_checkpoint_error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,27 +115,34 @@ class PooledTransfers:
         return None
 
 
-@dataclass(frozen=True, slots=True)
-class AllTransfers:
-    """Several transfers as one, with one limit; every one is waited for, whichever fails."""
+class InFlight(AbstractContextManager["InFlight"]):
+    """At most one transfer beside the one being prepared; leaving waits for the last."""
 
-    parts: tuple[Transfer, ...]
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._transfer: Transfer | None = None
 
-    def wait(self, timeout_s: float) -> None:
-        """See Transfer."""
-        deadline, _ = deadline_of(timeout_s)
-        failures: list[CheckpointError] = []
-        for number, part in enumerate(self.parts):
-            try:
-                part.wait(max(0.0, deadline - time.monotonic()))
-            except CheckpointError as error:
-                failures.append(error)
-            except BaseException:  # an interruption
-                for other in self.parts[number + 1 :]:
-                    with suppress(CheckpointError):
-                        other.wait(0.0)  # given up
+    def follow_with(self, transfer: Transfer) -> None:
+        """Wait for the transfer before, and keep this one until the next."""
+        before, self._transfer = self._transfer, transfer
+        if before is not None:
+            before.wait(self._timeout_s)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Wait, also after a failure: the transfer uses memory that is about to be freed."""
+        last, self._transfer = self._transfer, None
+        if last is None:
+            return
+        try:
+            last.wait(self._timeout_s)
+        except CheckpointError:
+            if error is None:  # else the first failure is the one to report
                 raise
-        _raise_first(failures)
 
 
 def _raise_first(failures: Iterable[CheckpointError]) -> None:
@@ -426,20 +330,6 @@ def _failure(
         return error
     except Exception as error:  # noqa: BLE001 - libraries raise what they like; named and re-raised
         translated = translate(job, error)
-        translated.__cause__ = error
-        return translated
-    return None
-
-
-def _outcome(pending: Pending, deadline: float, limit_s: float) -> CheckpointError | None:
-    try:
-        pending.future.result(timeout=max(0.0, deadline - time.monotonic()))
-    except CheckpointError as error:
-        return error
-    except (TimeoutError, FutureTimeoutError):
-        return StorageTimeoutError(f"{pending.name}: storage did not answer within {limit_s:g} s")
-    except Exception as error:  # noqa: BLE001 - libraries raise what they like; named and re-raised
-        translated = pending.translate(error)
         translated.__cause__ = error
         return translated
     return None

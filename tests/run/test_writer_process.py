@@ -21,7 +21,7 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import StorageError
-from dist_ckpt_strategies.formats.zarr2_engines import open_array_store
+from dist_ckpt_strategies.formats.zarr2_arrays import open_array_store
 from dist_ckpt_strategies.formats.zarr3_arrays import open_writer
 from dist_ckpt_strategies.sharded.staged import StagedSave, StagedWrite, WriteJob, Written
 from dist_ckpt_strategies.sharded.writer_main import SharedBytes

@@ -7,7 +7,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,35 +14,14 @@ from typing import Any
 import pytest
 
 from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
-from dist_ckpt_strategies.storage.io_pool import (
-    AllTransfers,
-    BoundedTransfers,
-    Job,
-    Pending,
-    PendingTransfers,
-    Start,
-    run_pooled,
-)
+from dist_ckpt_strategies.storage.io_pool import Job, run_pooled
 from tests.support.leaks import threads_left
 
 LIMIT_S = 60.0
 
 
-def translated(error: Exception) -> CheckpointError:
-    return StorageError(f"translated: {error}")
-
-
 def translated_job(job: Job, error: Exception) -> CheckpointError:
     return StorageError(f"{job.key}: translated: {error}", key=job.key, path=str(job.path))
-
-
-def pending(name: str, outcome: object = None, *, done: bool = True) -> Pending:
-    future: Future[Any] = Future()
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-    elif done:
-        future.set_result(outcome)
-    return Pending(name, future, translated)
 
 
 def job(key: str, run: Callable[[], Any]) -> Job:
@@ -59,42 +37,6 @@ def failing(error: Exception) -> Callable[[], None]:
         raise error
 
     return run
-
-
-# Futures
-
-
-def test_nothing_to_wait_for_is_done() -> None:
-    PendingTransfers(()).wait(0.0)
-    PendingTransfers((pending("a"), pending("b"))).wait(0.0)
-
-
-def test_the_first_failure_is_raised_translated_with_its_cause() -> None:
-    causes = [ValueError("one"), ValueError("two")]
-    transfers = PendingTransfers((pending("ok"), *(pending("x", cause) for cause in causes)))
-
-    with pytest.raises(StorageError, match=r"^translated: one$") as caught:
-        transfers.wait(LIMIT_S)
-    assert caught.value.__cause__ is causes[0]
-
-
-def test_our_own_errors_are_raised_as_they_are() -> None:
-    ours = CorruptCheckpointError("w: broken", key="w")
-
-    with pytest.raises(CorruptCheckpointError) as caught:
-        PendingTransfers((pending("w", ours),)).wait(LIMIT_S)
-    assert caught.value is ours
-
-
-def test_what_does_not_end_is_named_after_the_timeout() -> None:
-    started = time.monotonic()
-
-    with pytest.raises(StorageError, match=r"^slow: storage did not answer within 0\.2 s"):
-        PendingTransfers((pending("slow", done=False), pending("slower", done=False))).wait(0.2)
-    assert time.monotonic() - started < LIMIT_S
-
-
-# Jobs on threads
 
 
 def test_every_job_is_done_once() -> None:
@@ -223,95 +165,6 @@ def test_threads_end_with_their_jobs() -> None:
     assert threads_left(before) == []
 
 
-# Several as one
-
-
-def test_every_part_is_waited_for_and_the_first_failure_is_raised() -> None:
-    waited: list[str] = []
-
-    class Part:
-        def __init__(self, name: str, error: CheckpointError | None = None) -> None:
-            self.name = name
-            self.error = error
-
-        def wait(self, timeout_s: float) -> None:
-            waited.append(self.name)
-            if self.error:
-                raise self.error
-
-    parts = (Part("a"), Part("b", StorageError("b")), Part("c", StorageError("c")), Part("d"))
-    with pytest.raises(StorageError, match=r"^b$"):
-        AllTransfers(parts).wait(LIMIT_S)
-    assert waited == ["a", "b", "c", "d"]
-
-
-# Under a budget
-
-
-class Watched:
-    """Futures that end when they are waited for, and what they take while they do not."""
-
-    def __init__(self, failing: int | None = None) -> None:
-        self.failing = failing
-        self.held = self.most = 0
-        self.begun: list[int] = []
-        self.ended: list[int] = []
-
-    def start(self, number: int, nbytes: int) -> Start:
-        return Start(nbytes, partial(self._begin, number, nbytes))
-
-    def _begin(self, number: int, nbytes: int) -> Pending:
-        self.begun.append(number)
-        self.held += nbytes
-        self.most = max(self.most, self.held)
-        return Pending(f"w{number}", _Ending(self, number, nbytes), translated)
-
-
-class _Ending:
-    def __init__(self, watched: Watched, number: int, nbytes: int) -> None:
-        self.watched, self.number, self.nbytes = watched, number, nbytes
-
-    def result(self, timeout: float | None = None) -> None:
-        self.watched.held -= self.nbytes
-        self.watched.ended.append(self.number)
-        if self.number == self.watched.failing:
-            raise ValueError(f"broken {self.number}")
-
-
-def test_no_more_is_under_way_than_the_budget_allows() -> None:
-    watched = Watched()
-    transfer = BoundedTransfers([watched.start(n, 30) for n in range(10)], 100)
-    begun_at_once = list(watched.begun)
-    transfer.wait(LIMIT_S)
-
-    assert begun_at_once == [0, 1, 2]
-    assert watched.most == 90
-    assert watched.begun == watched.ended == list(range(10))
-
-
-def test_what_is_larger_than_the_budget_goes_alone() -> None:
-    watched = Watched()
-    BoundedTransfers([watched.start(n, size) for n, size in enumerate([10, 500, 10])], 100).wait(
-        LIMIT_S
-    )
-
-    assert watched.most == 500
-    assert watched.ended == [0, 1, 2]
-
-
-def test_after_a_failure_what_is_under_way_is_waited_for_and_nothing_more_begins() -> None:
-    watched = Watched(failing=0)
-    transfer = BoundedTransfers([watched.start(n, 30) for n in range(10)], 100)
-
-    with pytest.raises(StorageError, match="translated: broken 0"):
-        transfer.wait(LIMIT_S)
-    assert watched.begun == watched.ended == [0, 1, 2]
-
-
-def test_nothing_to_transfer_is_done_at_once() -> None:
-    BoundedTransfers([], 100).wait(0.0)
-
-
 @pytest.mark.parametrize("first_that_fails", [1, 2, 3])
 def test_work_goes_on_with_the_threads_that_there_are(
     first_that_fails: int, monkeypatch: pytest.MonkeyPatch
@@ -336,23 +189,3 @@ def test_work_goes_on_with_the_threads_that_there_are(
     else:
         transfer.wait(10)
         assert sorted(done) == list(range(20))
-
-
-def test_a_transfer_that_cannot_begin_leaves_none_alone_that_has() -> None:
-    slow: Future[None] = Future()
-
-    def cannot_begin() -> Pending:
-        raise MemoryError("none left")
-
-    begun = BoundedTransfers(
-        [Start(1, lambda: Pending("slow", slow, translated)), Start(1, cannot_begin)], 10
-    )
-    with pytest.raises(CheckpointError, match="storage did not answer"):
-        begun.wait(0.05)
-
-    slow.set_result(None)
-    again = BoundedTransfers(
-        [Start(1, lambda: Pending("slow", slow, translated)), Start(1, cannot_begin)], 10
-    )
-    with pytest.raises(CheckpointError, match="MemoryError: none left"):
-        again.wait(10)

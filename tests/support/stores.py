@@ -11,7 +11,7 @@ from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
-from dist_ckpt_strategies.formats.zarr2_engines import open_array_store
+from dist_ckpt_strategies.formats.zarr2_arrays import open_array_store
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayStore, ArrayWrite
 from tests.support.samples import Values, array_of, whole_of
 

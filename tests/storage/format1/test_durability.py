@@ -18,8 +18,7 @@ from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import StorageError
-from dist_ckpt_strategies.formats import zarr2_engines as stores
-from dist_ckpt_strategies.formats import zarr2_tensorstore as tensorstore_arrays
+from dist_ckpt_strategies.formats import zarr2_arrays as stores
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.storage import file_systems as whole_flush
 from dist_ckpt_strategies.storage.base import ArrayWrite
@@ -80,7 +79,7 @@ def names_of_tensorstore(root: Path) -> set[Path]:
 def test_one_by_one_every_file_and_every_directory_is_flushed(
     engine: Engine, tmp_path: Path, flushed: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tensorstore_arrays, "whole_flush", lambda _: None)
+    monkeypatch.setattr(stores, "whole_flush", lambda _: None)
     save_all(tmp_path, engine)
 
     written = {tmp_path, *tmp_path.rglob("*")}
@@ -126,7 +125,7 @@ def flush_whole(
         return replace(permitted_access(root, options), is_flushed_whole=True)
 
     monkeypatch.setattr(stores, "permitted_access", access)
-    monkeypatch.setattr(tensorstore_arrays, "whole_flush", opened)
+    monkeypatch.setattr(stores, "whole_flush", opened)
 
 
 def test_a_flush_that_fails_is_an_error_that_names_the_directory(
