@@ -26,15 +26,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.page.page import FIGURES_NAME, build_page
-from benchmarks.page.readme_table import build_readme_table
+from benchmarks.page.figures import draw
+from benchmarks.page.page import FIGURES_NAME, build_page, build_readme_table
 from benchmarks.page.results import find_results
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 RESULTS: Final = ROOT / "benchmarks" / "results"
 PAGE_NAME: Final = "measured.md"
-_MAX_NBYTES = 100_000
-"""Of a figure: they are part of the repository."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +67,7 @@ BENCHMARKS: Final = (
     Benchmark("recovery_overhead"),
     Benchmark("recovery_faults"),
     Benchmark("startup"),
-    Benchmark("scale_model"),
-    Benchmark("scale_planners"),
+    Benchmark("planning"),
     Benchmark("format2_faults"),
     Benchmark("local_faults"),
 )
@@ -170,21 +167,15 @@ def write_page(results: Path, out: Path, console: Console) -> None:
     made = build_page(results)
     out.write_text(made.text, encoding="utf-8")
     console.print(f"{out} is made")
-    try:
-        from benchmarks.page.drawing import draw  # noqa: PLC0415 - not all who run this have it
-    except ModuleNotFoundError as error:
-        console.print(f"no figures: {error.name} is not installed")
-        return
     directory = out.parent / FIGURES_NAME
     directory.mkdir(exist_ok=True)
-    names = {f"{figure.name}.svg" for figure in made.figures}
     for old in directory.glob("*.svg"):
-        if old.name not in names:
-            old.unlink()
-    for figure in made.figures:
-        path = draw(figure, directory)
-        if path.stat().st_size > _MAX_NBYTES:
-            console.print(f"{path}: {path.stat().st_size:,} bytes, more than {_MAX_NBYTES:,}")
+        old.unlink()
+    try:
+        for figure in made.figures:
+            draw(figure, directory)
+    except ModuleNotFoundError as error:
+        console.print(f"no figures: {error.name} is not installed")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,29 @@
-"""Figures as plain values: what is to be drawn, and the digest by which a drawing is known."""
+"""Bar charts of the page as plain values, drawn as SVG: the same figure gives the same bytes."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, Self
 
 from benchmarks.page.results import Spread
 
 _NUM_DIGITS = 4
-"""Digits of a figure that count, for the digest too."""
+_WIDTH, _BAR, _AROUND = 8.0, 0.2, 0.5
+"""Inches."""
+
+_OURS, _PEER, _BASELINE = "#1f6fb4", "#b9bec5", "#c0392b"
+_SETTINGS: Final[dict[Any, Any]] = {
+    "svg.hashsalt": "dist_ckpt_strategies",
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+    "font.size": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "figure.constrained_layout.use": True,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,94 +36,95 @@ class Bar:
     high: float
     is_ours: bool
 
+    @classmethod
+    def of(cls, label: str, spread: Spread, *, is_ours: bool) -> Self:
+        """A bar with as many digits as can be seen."""
+        values = (spread.median, spread.low, spread.high)
+        median, low, high = (float(f"{value:.{_NUM_DIGITS}g}") for value in values)
+        return cls(label, median, low, high, is_ours)
+
 
 @dataclass(frozen=True, slots=True)
-class BarPanel:
-    """Some bars on one axis; ``mark`` is a value that all are to be seen beside."""
+class Panel:
+    """Bars below one title."""
 
     title: str
-    axis: str
     bars: tuple[Bar, ...]
-    mark: float | None = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class BarFigure:
-    """Panels of bars, each with an axis of its own."""
+class Figure:
+    """Panels below each other, all with the same scale."""
 
     name: str
-    alt: str
-    panels: tuple[BarPanel, ...]
+    axis: str
+    panels: tuple[Panel, ...]
+    baseline: float | None
+
+    @property
+    def digest(self) -> str:
+        """Of all that is drawn; the drawing has it, which shows whether it is up to date."""
+        content = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """One line of a plot: x, median, least and greatest y of each point."""
+def draw(figure: Figure, directory: Path) -> Path:
+    """Draw a figure into a directory; its path.
 
-    label: str
-    points: tuple[tuple[float, float, float, float], ...]
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    import matplotlib as mpl  # noqa: PLC0415 - not all who run the benchmarks have it
 
+    mpl.use("svg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
 
-@dataclass(frozen=True, slots=True)
-class CurvePanel:
-    """Some lines, on logarithmic axes."""
-
-    title: str
-    x_axis: str
-    y_axis: str
-    curves: tuple[Curve, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class CurveFigure:
-    """Panels of lines."""
-
-    name: str
-    alt: str
-    panels: tuple[CurvePanel, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """What happened in one place: kind, begin and end of each span, in seconds."""
-
-    label: str
-    spans: tuple[tuple[str, float, float], ...]
+    path = directory / f"{figure.name}.svg"
+    heights = [_BAR * len(panel.bars) + _AROUND for panel in figure.panels]
+    defaults: dict[Any, Any] = dict(mpl.rcParamsDefault)
+    with plt.rc_context({**defaults, "backend": "svg", **_SETTINGS}):
+        canvas, axes = plt.subplots(
+            len(heights),
+            figsize=(_WIDTH, sum(heights)),
+            squeeze=False,
+            sharex=True,
+            gridspec_kw={"height_ratios": heights},
+        )
+        for panel, axis in zip(figure.panels, axes[:, 0], strict=True):
+            _draw_panel(panel, axis, figure.baseline)
+        axes[-1, 0].set_xlim(left=0)
+        axes[-1, 0].set_xlabel(figure.axis)
+        facts = {"Date": None, "Creator": None, "Description": figure.digest}
+        canvas.savefig(path, format="svg", metadata=facts)
+        plt.close(canvas)
+    return path
 
 
-@dataclass(frozen=True, slots=True)
-class TimelinePanel:
-    """One call; its lanes are drawn from top to bottom."""
-
-    title: str
-    seconds: float
-    lanes: tuple[Lane, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class TimelineFigure:
-    """Calls, one below the other."""
-
-    name: str
-    alt: str
-    panels: tuple[TimelinePanel, ...]
-
-
-Figure = BarFigure | CurveFigure | TimelineFigure
-
-
-def bar_of(label: str, spread: Spread, *, is_ours: bool) -> Bar:
-    """A bar for a spread."""
-    median, low, high = map(shortened, (spread.median, spread.low, spread.high))
-    return Bar(label, median, low, high, is_ours)
-
-
-def shortened(value: float) -> float:
-    """The value with as many digits as can be seen."""
-    return float(f"{value:.{_NUM_DIGITS}g}")
-
-
-def digest_of(figure: Figure) -> str:
-    """Of all that is drawn; it is part of the drawing, which shows whether that is up to date."""
-    content = json.dumps([type(figure).__name__, asdict(figure)], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+def _draw_panel(panel: Panel, axis: Any, baseline: float | None) -> None:
+    places = range(len(panel.bars))
+    whiskers = [
+        [bar.median - bar.low for bar in panel.bars],
+        [bar.high - bar.median for bar in panel.bars],
+    ]
+    axis.barh(
+        places,
+        [bar.median for bar in panel.bars],
+        height=0.7,
+        xerr=whiskers,
+        color=[_OURS if bar.is_ours else _PEER for bar in panel.bars],
+        error_kw={"elinewidth": 0.8, "ecolor": "#333333"},
+    )
+    axis.set_yticks(places, [bar.label for bar in panel.bars])
+    axis.invert_yaxis()
+    for place, bar in zip(places, panel.bars, strict=True):
+        axis.annotate(
+            f"{bar.median:.2f}",
+            (bar.high, place),
+            xytext=(3, 0),
+            textcoords="offset points",
+            va="center",
+        )
+    if baseline is not None:
+        axis.axvline(baseline, color=_BASELINE, linewidth=0.8)
+    axis.margins(x=0.1)
+    axis.set_title(panel.title, loc="left", fontweight="bold")

@@ -1,43 +1,40 @@
-"""The page of all results: its text, and its figures."""
+"""docs/measured.md and the table of README.md, out of the files in results/."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.page.figures import Figure
-from benchmarks.page.goals import ALL_GOALS, goals_section
-from benchmarks.page.growth import planning_section, scaling_section, timeline_section
-from benchmarks.page.results import GB, Found, find_results
-from benchmarks.page.storage import (
-    reshard_section,
-    save_load_section,
-    stores_section,
-    tools_section,
-    two_stage_section,
-)
-from benchmarks.page.text import Section, table
-from benchmarks.page.training import (
-    async_section,
-    faults_section,
-    local_section,
-    recovery_section,
-)
-from benchmarks.page.words import HEAD
+from benchmarks.contenders.roster import RAW_FLUSHED, RAW_PLAIN
+from benchmarks.page.figures import Bar, Figure, Panel
+from benchmarks.page.results import Found, Spread, find_results, spread_of
+from benchmarks.page.subjects import GOALS, SUBJECTS, TORCH_DIST, Row, Subject
 
 FIGURES_NAME: Final = "measured"
 """Directory of the figures, beside the page."""
 
 STEMS: Final = (
-    *("save_load", "two_stage", "reshard", "local_replicated", "async_save", "tools"),
-    *("object_stores", "recovery_faults", "recovery_overhead", "scaling", "timeline"),
-    *("format2_faults", "local_faults", "scale_model"),
+    *dict.fromkeys(subject.stem for subject in SUBJECTS),
+    *("recovery_faults", "recovery_overhead", "format2_faults", "local_faults"),
+    *("planning", "startup"),
 )
 """Benchmarks that the page is about: names of their scripts, and beginnings of their files."""
 
-_NUM_COMMIT_DIGITS = 12
+_HEAD: Final = """\
+# Measured
+
+This page is made by `python benchmarks/report.py page` from the files in `benchmarks/results`.
+[Benchmarks](../benchmarks/README.md) says how each is measured.
+
+Seconds and ratios are medians, with the least and the greatest in brackets; smaller is better.
+Candidates are interleaved, forwards and backwards, and a ratio is taken within a round. Bars show
+ratios to the baseline, which is the red line; blue is this package."""
+
+_OURS: Final = ("zarr", "two-stage", "plain, zarr", "verify", "to ", "local manager")
+"""How the names of this package's contenders begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,102 +46,275 @@ class Page:
 
 
 def build_page(results: Path) -> Page:
-    """The page of the files in a directory; of benchmarks that are not there it says so.
+    """The page of the files in a directory.
 
     Raises:
         ResultsError: a file is not what a benchmark writes.
     """
     found = {stem: find_results(results, stem) for stem in STEMS}
-    sections = [
-        goals_section(found, ALL_GOALS),
-        save_load_section(found["save_load"]),
-        two_stage_section(found["two_stage"]),
-        reshard_section(found["reshard"]),
-        local_section(found["local_replicated"]),
-        async_section(found["async_save"]),
-        tools_section(found["tools"]),
-        stores_section(found["object_stores"]),
-        recovery_section(found["recovery_faults"], found["recovery_overhead"]),
-        scaling_section(found["scaling"]),
-        timeline_section(found["timeline"]),
-        planning_section(found["scale_model"]),
-        faults_section(
-            {
-                "format 2": found["format2_faults"],
-                "local checkpoints": found["local_faults"],
-            }
-        ),
+    rows = {subject.title: list(subject.rows(found[subject.stem])) for subject in SUBJECTS}
+    figures = [
+        _figure(subject, rows[subject.title])
+        for subject in SUBJECTS
+        if subject.figure and rows[subject.title]
     ]
-    parts = [HEAD, *_missing(found), *_runs(found)]
-    for section in sections:
-        parts += _section_parts(section)
-    figures = tuple(part for s in sections for part in s.parts if not isinstance(part, str))
-    return Page("\n\n".join(parts) + "\n", figures)
+    parts = [_HEAD, *_missing(found), *_runs(found), *_goals(rows)]
+    for subject in SUBJECTS:
+        parts += _subject(subject, rows[subject.title])
+    recovery = _recovery_figure(found["recovery_faults"])
+    figures += [recovery] if recovery else []
+    parts += _recovery(found["recovery_faults"], found["recovery_overhead"], recovery)
+    parts += _damage(found)
+    parts += _planning(found["planning"])
+    parts += _startup(found["startup"])
+    return Page("\n\n".join(parts) + "\n", tuple(figures))
 
 
-def _section_parts(section: Section) -> Iterator[str]:
-    """Its Markdown; nothing of a section that has but its first words."""
-    if len(section.parts) <= 1:
-        return
-    yield f"## {section.title}"
-    for part in section.parts:
-        yield part if isinstance(part, str) else _image(part)
-
-
-def _image(figure: Figure) -> str:
-    return f"![{figure.alt}]({FIGURES_NAME}/{figure.name}.svg)"
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]], num_left: int = 1) -> str:
+    """A table; the first columns are aligned at the left, the others at the right."""
+    aligned = ["---"] * num_left + ["---:"] * (len(titles) - num_left)
+    lines = [titles, aligned, *rows]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
 
 
 def _missing(found: Mapping[str, Found]) -> Iterator[str]:
-    stems = [stem for stem in STEMS if not found[stem].paths]
+    stems = [stem for stem in STEMS if not found[stem].lines]
     if stems:
-        names = ", ".join(f"`{stem}.py`" for stem in stems)
-        yield f"**Not measured yet, or its results are not here:** {names}."
+        yield f"**Not measured yet:** {', '.join(f'`{stem}.py`' for stem in stems)}."
 
 
 def _runs(found: Mapping[str, Found]) -> Iterator[str]:
-    """Machines, versions and commands."""
-    runs = [(stem, run) for stem in STEMS for run in found[stem].of_kind("run")]
+    runs = [run for stem in STEMS for run in found[stem].of_kind("run")]
     if not runs:
         return
     yield "## Where and with what"
-    yield "\n".join(f"- {text}" for text in _distinct(_machine(run) for _, run in runs))
-    yield "\n".join(f"- {text}" for text in _distinct(_versions(run) for _, run in runs))
+    yield "\n".join(f"- {text}" for text in dict.fromkeys(map(_machine, runs)))
     rows = [
-        [
-            f"`{run['command']}`",
-            _commit(run),
-            f"{run['machine']['load_average']:.1f}",
-            _skipped(found[stem]),
-        ]
-        for stem, run in runs
+        [f"`{run['command']}`", str(run["commit"])[:12], f"{run['machine']['load_average']:.1f}"]
+        for run in runs
     ]
-    yield table(("command", "commit", "load before", "left out"), rows)
-
-
-def _distinct(texts: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(texts))
+    yield table(("command", "commit", "load before"), rows)
 
 
 def _machine(run: Mapping[str, Any]) -> str:
     machine = run["machine"]
-    memory = f"{machine['memory_nbytes'] / GB:.0f} GB of memory"
-    cores = f"{machine['num_cores']} cores"
-    return f"{machine['processor']}, {cores}, {memory}, kernel {machine['kernel']}"
-
-
-def _versions(run: Mapping[str, Any]) -> str:
-    versions = [f"{name} {number}" for name, number in run["versions"].items() if number]
-    return ", ".join([f"Python {run['python']}", *versions])
-
-
-def _commit(run: Mapping[str, Any]) -> str:
-    changed = " and changes" if run["has_local_changes"] else ""
-    return f"{str(run['commit'])[:_NUM_COMMIT_DIGITS]}{changed}"
-
-
-def _skipped(found: Found) -> str:
-    names: Sequence[str] = _distinct(
-        f"{line['contender']} ({line['reason']})" for line in found.of_kind("skipped")
+    versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items() if number)
+    return (
+        f"{machine['processor']}, {machine['num_cores']} cores, "
+        f"{machine['memory_nbytes'] / 1e9:.0f} GB, kernel {machine['kernel']}; "
+        f"Python {run['python']}, {versions}"
     )
-    return ", ".join(names) or "-"
+
+
+def _goals(rows: Mapping[str, Sequence[Row]]) -> Iterator[str]:
+    shown = []
+    for goal in GOALS:
+        of_stem = [r for s in SUBJECTS if s.stem == goal.stem for r in rows[s.title]]
+        values = goal.values(of_stem)
+        if values:
+            num_met = sum(value <= goal.limit for value in values)
+            met = f"{num_met} of {len(values)}"
+            low, high = _number(min(values)), _number(max(values))
+            span = low if low == high else f"{low} to {high}"
+            met = met if num_met == len(values) else f"**{met}**"
+            shown.append([goal.text, _number(goal.limit), span, met])
+    if shown:
+        yield "## Goals"
+        yield table(("goal", "at most", "measured", "met in"), shown)
+
+
+def _subject(subject: Subject, rows: Sequence[Row]) -> Iterator[str]:
+    if not rows:
+        return
+    yield f"## {subject.title}"
+    yield subject.words
+    if subject.figure:
+        yield f"![{subject.title}, ratios to the baseline]({FIGURES_NAME}/{subject.stem}.svg)"
+    titles = ["case", "contender", "seconds", "of the baseline", f"of {subject.peer}"]
+    yield table(
+        [*titles, *(title for title, *_ in subject.more)],
+        [
+            [
+                f"{row.case}: {row.step}",
+                row.stat.contender,
+                _spread(row.stat.seconds),
+                _ratio(row, subject.baseline, RAW_PLAIN),
+                _ratio(row, subject.peer),
+                *map(_number, row.more.values()),
+            ]
+            for row in rows
+        ],
+        num_left=2,
+    )
+
+
+def _ratio(row: Row, *baselines: str) -> str:
+    found = next((row.stat.ratios[name] for name in baselines if name in row.stat.ratios), None)
+    return "-" if found is None else _spread(found)
+
+
+def _spread(spread: Spread) -> str:
+    return f"{_number(spread.median)} ({_number(spread.low)}-{_number(spread.high)})"
+
+
+def _number(value: float) -> str:
+    """Three digits, or all before the point."""
+    digits = 2 - math.floor(math.log10(abs(value))) if value else 2
+    return f"{value:,.{max(0, min(3, digits))}f}"
+
+
+def _figure(subject: Subject, rows: Sequence[Row]) -> Figure:
+    panels: dict[str, list[Bar]] = {}
+    for row in rows:
+        ratio = row.stat.ratios.get(subject.baseline) or row.stat.ratios.get(RAW_PLAIN)
+        if ratio is None or ratio == Spread(1.0, 1.0, 1.0):
+            continue
+        bar = Bar.of(row.stat.contender, ratio, is_ours=row.stat.contender.startswith(_OURS))
+        panels.setdefault(f"{row.case}: {row.step}", []).append(bar)
+    shown = tuple(Panel(title, tuple(bars)) for title, bars in panels.items())
+    return Figure(subject.stem, "times the baseline (smaller is better)", shown, baseline=1.0)
+
+
+def _recovered(faults: Found) -> dict[tuple[str, int], list[float]]:
+    groups: dict[tuple[str, int], list[float]] = {}
+    for line in faults.of_kind("recovery"):
+        key = str(line["fault"]["kind"]), int(line["num_spares"])
+        groups.setdefault(key, []).append(float(line["seconds"]))
+    return dict(sorted(groups.items()))
+
+
+def _recovery_figure(faults: Found) -> Figure | None:
+    bars = [
+        Bar.of(f"{kind}, {'a spare' if spares else 'no spare'}", spread_of(seconds), is_ours=True)
+        for (kind, spares), seconds in _recovered(faults).items()
+    ]
+    title = "from the fault until all ranks are in a step again"
+    axis = "seconds (smaller is better)"
+    return Figure("recovery", axis, (Panel(title, tuple(bars)),), None) if bars else None
+
+
+def _recovery(faults: Found, overhead: Found, figure: Figure | None) -> Iterator[str]:
+    if figure is None:
+        return
+    yield "## Recovery"
+    yield (
+        "Four ranks train under `dist-ckpt run`. Seconds are from the fault until the last rank is "
+        "in a step again; for `SIGSTOP` and `stuck` from its detection. After every fault, "
+        "weights, moments, random numbers and losses are compared bit for bit with a run without."
+    )
+    yield f"![seconds until all ranks are in a step again]({FIGURES_NAME}/recovery.svg)"
+    rows = []
+    for (kind, spares), seconds in _recovered(faults).items():
+        spread, ordered = spread_of(seconds), sorted(seconds)
+        ninety = ordered[min(len(ordered) - 1, math.floor(0.9 * len(ordered)))]
+        cells = map(_number, (spread.median, ninety, spread.high))
+        rows.append([kind, str(spares), str(len(seconds)), *cells])
+    yield table(("fault", "spares", "faults", "median s", "90 % s", "longest s"), rows)
+    summaries = overhead.of_kind("summary")
+    if summaries:
+        titles = ("without faults", "ms per step", "of a step of 0.5 s")
+        cells_of = [
+            [line["contender"], _number(line["ms_per_step"]), f"{100 * line['share']:.2f} %"]
+            for line in summaries
+        ]
+        yield table(titles, cells_of)
+
+
+def _damage(found: Mapping[str, Found]) -> Iterator[str]:
+    rows = []
+    for stem, what in (
+        ("format2_faults", "format 2: damaged files, killed saves"),
+        ("local_faults", "local checkpoints: damaged files, killed saves"),
+        ("recovery_faults", "recovery: faults in training"),
+    ):
+        for line in found[stem].of_kind("campaign"):
+            cases = line.get("cases") or {"faults": line["faults"]}
+            text = ", ".join(f"{count:,} {kind}" for kind, count in sorted(cases.items()))
+            rows.append([what, text, str(line["seed"]), str(line["violations"])])
+        rows += [
+            [what, f"stopped: {line['why']}", str(line["seed"]), "1"]
+            for line in found[stem].of_kind("violation")
+        ]
+    if rows:
+        yield "## Faults"
+        yield (
+            "A violation is any value loaded that was not saved, an error that does not name what "
+            "is damaged, or a rank that hangs."
+        )
+        yield table(("campaign", "cases", "seed", "violations"), rows)
+
+
+def _planning(found: Found) -> Iterator[str]:
+    rows = [
+        [
+            line["planner"],
+            f"{line['job']['num_ranks']:,}",
+            f"{line['job']['num_arrays']:,}",
+            f"{line['num_shards']:,}",
+            f"{line['cpu_seconds']:.2f}",
+            f"{line['memory_nbytes'] / (1 << 20):,.0f}",
+        ]
+        for line in found.of_kind("planning")
+    ]
+    if rows:
+        yield "## Planning"
+        yield "What each rank spends on a plan, which it computes from what all ranks describe."
+        yield table(("plan", "ranks", "arrays", "shards", "CPU s", "memory, MiB"), rows)
+
+
+def _startup(found: Found) -> Iterator[str]:
+    names = ("median", "least", "most")
+    rows = [
+        [line["name"], *(f"{line[name]:.2f}" for name in names)]
+        for line in found.of_kind("summary")
+    ]
+    if rows:
+        yield "## Start-up"
+        yield "Seconds of a new process; the checkpoints have 10,000 arrays."
+        yield table(("command", *names), rows)
+
+
+_README_ROWS: Final = (
+    ("save, {disk}, durable", "durable save", False),
+    ("save, memory file system", "save", True),
+    ("load, {disk}, files not cached", "load cold", False),
+    ("load, {disk}, files cached", "load warm", False),
+    ("load, memory file system", "load warm", True),
+)
+
+
+def build_readme_table(found: Found) -> str:
+    """How fast saves and loads are: one group of columns for each size that was measured."""
+    rows = list(SUBJECTS[0].rows(found))
+    sizes = sorted({_gb(row) for row in rows})
+    titles = ["", '`("zarr", n)`']
+    for size in sizes:
+        titles += [f"{size}: seconds", "of the baseline", f"of `{TORCH_DIST}`"]
+    cells = []
+    for text, step, in_memory in _README_ROWS:
+        of_step = [r for r in rows if r.step == step and (_disk(r) == "tmpfs") is in_memory]
+        for version in ("1", "2"):
+            label = text.format(disk=_disk(of_step[0])) if version == "1" and of_step else ""
+            line = [label, version]
+            for size in sizes:
+                line += _readme_cells(of_step, f"zarr {version}", size)
+            cells.append(line)
+    return table(titles, cells, num_left=2)
+
+
+def _readme_cells(rows: Sequence[Row], contender: str, size: str) -> list[str]:
+    for row in rows:
+        if row.stat.contender == contender and _gb(row) == size:
+            ratios = row.stat.ratios
+            of = [ratios.get(RAW_FLUSHED) or ratios.get(RAW_PLAIN), ratios.get(TORCH_DIST)]
+            shown = ["-" if ratio is None else f"{ratio.median:.2f}" for ratio in of]
+            return [f"{row.stat.seconds.median:.2f}", *shown]
+    return ["-"] * 3
+
+
+def _gb(row: Row) -> str:
+    return f"{row.fields['nbytes'] / 1e9:.1g} GB"
+
+
+def _disk(row: Row) -> str:
+    return str(row.fields["file_system"])

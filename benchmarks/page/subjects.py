@@ -1,0 +1,282 @@
+"""The subjects of the page that compare contenders: what is measured, and how a row is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from benchmarks.contenders.roster import (
+    BOTO3_PUT,
+    COPY_FILES,
+    LOCAL_FLOOR,
+    MEMCPY,
+    NVRX,
+    PARALLEL,
+    QUEUE,
+    RAW_FLUSHED,
+    RAW_PLAIN,
+    RAW_PUT,
+    READ_FILES,
+    READ_SHARES,
+    SEND_SHARES,
+)
+from benchmarks.page.results import (
+    Case,
+    Found,
+    Line,
+    Stat,
+    durable_seconds_of,
+    spread_of,
+    summarise_rounds,
+    with_longest,
+)
+
+TORCH_DIST: Final = "torch_dist"
+_GB, _MIB = 10**9, 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One contender in one case: ``case`` is the text, ``fields`` what it is made of."""
+
+    case: str
+    fields: Mapping[str, Any]
+    step: str
+    stat: Stat
+    more: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One table of the page.
+
+    Attributes:
+        stem: name of the benchmark.
+        title: of the table.
+        words: what the rows are.
+        baseline: that seconds are compared with; the bars of the figure are these ratios.
+        peer: the other contender to compare with.
+        more: further columns: title, name of the value, and what is made of all rounds.
+        part: of the benchmark; empty for all.
+        figure: whether there is one.
+    """
+
+    stem: str
+    title: str
+    words: str
+    baseline: str
+    peer: str
+    more: tuple[tuple[str, str, float, Callable[[Sequence[float]], float]], ...] = ()
+    part: str = ""
+    figure: bool = False
+
+    def rows(self, found: Found) -> Iterator[Row]:
+        """All rows, case by case."""
+        for (case, step), samples in found.groups().items():
+            fields = dict(case)
+            if self.part and fields["part"] != self.part:
+                continue
+            for shown_step, stats in self._stats(fields, step, samples):
+                for stat in stats:
+                    more = self._more([x for x in samples if x["contender"] == stat.contender])
+                    yield Row(case_text(case), fields, shown_step, stat, more)
+
+    def _stats(
+        self, fields: Mapping[str, Any], step: str, samples: Sequence[Line]
+    ) -> Iterator[tuple[str, list[Stat]]]:
+        if self.stem in {"save_load", "scaling"} and step == "save":
+            if fields["file_system"] == "tmpfs":
+                yield step, summarise_rounds(samples, (RAW_PLAIN, self.peer))
+            else:
+                baselines = (self.baseline, self.peer)
+                yield "durable save", summarise_rounds(samples, baselines, durable_seconds_of)
+            return
+        if self.stem == "two_stage":
+            samples = with_longest(samples, (READ_SHARES, SEND_SHARES), self.baseline)
+        yield step, summarise_rounds(samples, (self.baseline, self.peer))
+
+    def _more(self, samples: Sequence[Line]) -> dict[str, float]:
+        return {
+            title: combine([float(line["values"][name]) for line in samples]) / unit
+            for title, name, unit, combine in self.more
+            if samples
+        }
+
+
+def _median(values: Sequence[float]) -> float:
+    return spread_of(values).median
+
+
+def case_text(case: Case) -> str:
+    """Such as ``TP2 to TP4, 0.49 GB, 291 arrays, 2 ranks, ext4``."""
+    fields: dict[str, Any] = dict(case)
+    parts = [fields["move"]] if "move" in fields else []
+    parts += [f"from {fields['source']}"] if "source" in fields else []
+    if "rank_nbytes" in fields:
+        parts.append(f"{fields['rank_nbytes'] / _MIB:.0f} MiB a rank")
+    else:
+        parts += [f"{fields['nbytes'] / _GB:.2g} GB", f"{fields['num_arrays']:,} arrays"]
+    ranks = fields["num_ranks"]
+    return ", ".join([*parts, f"{ranks} rank{'s' * (ranks > 1)}", fields["file_system"]])
+
+
+SUBJECTS: Final = (
+    Subject(
+        "save_load",
+        "Saves and loads",
+        "The baseline is one plain stream of the same bytes per rank: write (in memory), write and "
+        "fsync, or read into the tensors. `raw write+fsync in Megatron-Core` is that stream as a "
+        "strategy: the difference is Megatron-Core's own part of every call. A cold load reads "
+        "files that are not in the page cache. `zarr 2` digests and verifies all bytes.",
+        RAW_FLUSHED,
+        TORCH_DIST,
+        figure=True,
+    ),
+    Subject(
+        "two_stage",
+        "Two-stage loads",
+        "Every rank wants the whole state. The baseline of a round is the longer of `raw read` "
+        "(each rank reads its share) and `gloo exchange` (each sends its share to all others). "
+        "`fully parallel` is Megatron-Core's FullyParallelLoadStrategyWrapper.",
+        "floor",
+        PARALLEL,
+        figure=True,
+    ),
+    Subject(
+        "reshard",
+        "Loads in another layout",
+        "The baseline: each rank reads its own bytes from a file of its own. `read` and `from the "
+        "device` are the bytes that all ranks have read, over those that they wanted.",
+        READ_SHARES,
+        TORCH_DIST,
+        (
+            ("read", "read_by_calls", 1, _median),
+            ("from the device", "read_from_device", 1, _median),
+        ),
+        figure=True,
+    ),
+    Subject(
+        "local_replicated",
+        "Local checkpoints",
+        "Every rank is a node of its own; each state is held by two. The baseline moves and writes "
+        "the same bytes in the plainest way. `nvrx` is nvidia-resiliency-ext, which flushes "
+        "nothing and takes no digests.",
+        LOCAL_FLOOR,
+        NVRX,
+        figure=True,
+    ),
+    Subject(
+        "async_save",
+        "Asynchronous saves: what training waits for",
+        "Seconds until training may go on, beside a copy of the rank's bytes in memory.",
+        MEMCPY,
+        QUEUE,
+        (("seconds until durable", "until_there", 1, _median),),
+        part="blocking",
+    ),
+    Subject(
+        "async_save",
+        "Asynchronous saves: steps beside a save",
+        "Seconds are of one step on a core of its own, during a save on another. `slowdown` is its "
+        "median over that of idle steps just before and after; `raw writer` writes as many bytes.",
+        "idle",
+        QUEUE,
+        (
+            ("slowdown", "slowdown", 1, _median),
+            ("worst step", "worst", 1, _median),
+            ("worst idle step", "worst_idle", 1, _median),
+        ),
+        part="training",
+    ),
+    Subject(
+        "tools",
+        "Verify and convert",
+        "`raw read` reads the same files, `raw copy` copies and flushes them, with as many "
+        "threads.",
+        READ_FILES,
+        COPY_FILES,
+        (
+            ("GB/s", "nbytes_per_second", _GB, _median),
+            ("peak memory, MiB", "peak_nbytes", _MIB, max),
+        ),
+    ),
+    Subject(
+        "object_stores",
+        "Object stores",
+        "The server runs on the ranks' own cores. The baseline puts and gets the same bytes as "
+        "plain objects through TensorStore's key-value store.",
+        RAW_PUT,
+        BOTO3_PUT,
+    ),
+    Subject(
+        "scaling",
+        "Scaling",
+        "Arrays of equal size. One of bytes, arrays and ranks grows while the others stay.",
+        RAW_FLUSHED,
+        TORCH_DIST,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A bound on one figure of the rows of a subject.
+
+    Attributes:
+        text: what is bound.
+        limit: the largest value that is good enough.
+        stem: of the subject.
+        contender: whose rows.
+        of: a baseline, for ratios; or the title of a further column.
+        step: beginning of the steps that count; empty for all.
+    """
+
+    text: str
+    limit: float
+    stem: str
+    contender: str
+    of: str
+    step: str = ""
+
+    def values(self, rows: Sequence[Row]) -> list[float]:
+        """The medians that the goal is about."""
+        found = []
+        for row in rows:
+            if row.stat.contender == self.contender and row.step.startswith(self.step):
+                if self.of in row.more:
+                    found.append(row.more[self.of])
+                elif self.of in row.stat.ratios:
+                    found.append(row.stat.ratios[self.of].median)
+        return found
+
+
+GOALS: Final = (
+    Goal("zarr 1: durable save, of raw", 1.0, "save_load", "zarr 1", RAW_FLUSHED, "durable"),
+    Goal("zarr 1: save to memory, of raw", 1.25, "save_load", "zarr 1", RAW_PLAIN, "save"),
+    Goal("zarr 1: save, of torch_dist", 0.65, "save_load", "zarr 1", TORCH_DIST, "save"),
+    Goal("zarr 1: cold load, of raw", 1.1, "save_load", "zarr 1", RAW_FLUSHED, "load cold"),
+    Goal("zarr 1: warm load, of raw", 1.15, "save_load", "zarr 1", RAW_FLUSHED, "load warm"),
+    Goal("zarr 1: warm load, of torch_dist", 0.5, "save_load", "zarr 1", TORCH_DIST, "load warm"),
+    Goal("zarr 2: durable save, of raw", 1.0, "save_load", "zarr 2", RAW_FLUSHED, "durable"),
+    Goal("zarr 2: save to memory, of raw", 1.6, "save_load", "zarr 2", RAW_PLAIN, "save"),
+    Goal("zarr 2: cold load, of raw", 1.08, "save_load", "zarr 2", RAW_FLUSHED, "load cold"),
+    Goal("zarr 2: warm load, of raw", 1.6, "save_load", "zarr 2", RAW_FLUSHED, "load warm"),
+    Goal("two-stage load, of fully parallel", 0.35, "two_stage", "two-stage, zarr 1", PARALLEL),
+    Goal("two-stage load, of the baseline", 1.5, "two_stage", "two-stage, zarr 1", "floor"),
+    Goal("another layout: bytes read, of those needed", 1.1, "reshard", "zarr 2", "read"),
+    Goal("another layout, of torch_dist", 0.33, "reshard", "zarr 2", TORCH_DIST),
+    Goal("asynchronous save: blocking, of memcpy", 1.3, "async_save", "zarr 2", MEMCPY),
+    Goal("asynchronous save: worst step", 1.05, "async_save", "zarr 2", "worst step"),
+    Goal("local: blocking part, of memcpy", 1.3, "local_replicated", "local manager",
+         LOCAL_FLOOR, "blocking"),
+    Goal("local: save, of exchange and write", 1.5, "local_replicated", "local manager",
+         LOCAL_FLOOR, "save"),
+    Goal("local: save, of nvrx", 0.5, "local_replicated", "local manager", NVRX, "save"),
+    Goal("local: recovery, of read and exchange", 1.5, "local_replicated", "local manager",
+         LOCAL_FLOOR, "recovery"),
+    Goal("local: recovery, of nvrx", 0.5, "local_replicated", "local manager", NVRX, "recovery"),
+    Goal("verify, of raw read", 1.43, "tools", "verify", READ_FILES),
+    Goal("convert to zarr 2, of raw copy", 1.43, "tools", "to zarr 2", COPY_FILES),
+    Goal("convert to zarr 2: peak memory, MiB", 1024, "tools", "to zarr 2", "peak memory, MiB"),
+)  # fmt: skip

@@ -1,0 +1,204 @@
+"""What one rank of a large job spends on the plans of saves and loads.
+
+    python benchmarks/planning.py --out planning.jsonl
+    python benchmarks/planning.py --ranks 16384 --arrays 1000
+    python benchmarks/planning.py --smoke
+
+Every rank computes the whole plan from what all ranks have described, so one process can do what
+each of thousands would do. The job has TP 8: three quarters of the arrays are weights, cut into
+eight by rows and held by every data-parallel rank; the others are flat optimizer buffers, each of
+one tensor-parallel rank, cut unevenly among its data-parallel ranks. Each case runs in a new
+process. Nothing is sent, read or written.
+"""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Final
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script finds its neighbours only
+
+import typer
+from rich.table import Table
+
+from benchmarks.measuring.command_line import NOWHERE, Out, Smoke, open_output
+from dist_ckpt_strategies.core.array import ArraySpec, DType, RankShards, ShardId, ShardSpec
+from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
+from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.sharded.plan_load import build_load_plan
+from dist_ckpt_strategies.sharded.plan_save import build_save_plan
+from dist_ckpt_strategies.two_stage.plan import build_group_plan, encode_regions
+
+_TENSOR_PARALLEL: Final = 8
+_ROWS, _COLUMNS = 64, 256
+"""Of what one rank holds of a weight: 64 KiB."""
+
+_FRAGMENT = 10_000
+"""Elements of an optimizer buffer that a data-parallel rank holds, and a few more or less."""
+
+_MAX_INFLIGHT_BYTES = 512 << 20
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A job at TP 8 and DP ``num_ranks / 8`` whose checkpoint has ``num_arrays`` arrays."""
+
+    num_ranks: int
+    num_arrays: int
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that hold the same weights."""
+        return self.num_ranks // _TENSOR_PARALLEL
+
+    def shards_of(self, rank: int) -> tuple[ShardSpec, ...]:
+        """All that a rank holds."""
+        data, tensor = divmod(rank, _TENSOR_PARALLEL)
+        return (*self._weights(tensor, data), *self._optimizer(tensor, data))
+
+    def _weights(self, tensor: int, data: int) -> Iterator[ShardSpec]:
+        region = Region((tensor * _ROWS, 0), (_ROWS, _COLUMNS))
+        shape = (_TENSOR_PARALLEL * _ROWS, _COLUMNS)
+        for number in range(self.num_arrays * 3 // 4):
+            shard = ShardId(f"decoder.layers.{number:06}.weight", region)
+            is_main = number % self.data_parallel == data
+            yield ShardSpec(shard, shape, DType.BFLOAT16, is_main=is_main)
+
+    def _optimizer(self, tensor: int, data: int) -> Iterator[ShardSpec]:
+        starts = [part * _FRAGMENT + part % 7 for part in range(self.data_parallel)]
+        starts.append(self.data_parallel * _FRAGMENT)
+        region = Region((starts[data],), (starts[data + 1] - starts[data],))
+        for number in range(self.num_arrays * 3 // 4, self.num_arrays):
+            if number % _TENSOR_PARALLEL == tensor:
+                shard = ShardId(f"optimizer.buckets.{number:06}.exp_avg", region)
+                yield ShardSpec(shard, (starts[-1],), DType.FLOAT32)
+
+    def stored(self) -> dict[str, ArraySpec]:
+        """The arrays as format 1 stores them."""
+        found = {}
+        for tensor in range(_TENSOR_PARALLEL):
+            for shard in self.shards_of(tensor):
+                chunk = shard.region.shape
+                found[shard.key] = ArraySpec(shard.key, shard.array_shape, shard.dtype, chunk)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one rank spends on a plan.
+
+    Attributes:
+        cpu_seconds: of the planner.
+        memory_nbytes: most resident memory beyond the descriptions that it was given.
+        num_shards: described to it.
+    """
+
+    cpu_seconds: float
+    memory_nbytes: int
+    num_shards: int
+
+
+def _save(job: Job, layout: ChunkLayout) -> Cost:
+    shards = [RankShards(rank, job.shards_of(rank)) for rank in range(job.num_ranks)]
+    plan = lambda: build_save_plan(shards, chunk_layout=layout)  # noqa: E731
+    return _measured(plan, sum(len(of_rank.shards) for of_rank in shards))
+
+
+def _save_1(job: Job) -> Cost:
+    return _save(job, ChunkLayout.WHOLE)
+
+
+def _save_2(job: Job) -> Cost:
+    return _save(job, ChunkLayout.INNER)
+
+
+def _load(job: Job) -> Cost:
+    wants, stored = job.shards_of(0), job.stored()
+    return _measured(lambda: build_load_plan(wants, stored), len(wants))
+
+
+def _two_stage(job: Job) -> Cost:
+    """Of a data-parallel group: all want the same weights, and each its own optimizer state."""
+    arrays = list(job.stored().values())
+    numbers = {array.key: number for number, array in enumerate(arrays)}
+    group = range(0, job.num_ranks, _TENSOR_PARALLEL)
+    requests = [
+        encode_regions((numbers[shard.key], shard.region) for shard in job.shards_of(rank))
+        for rank in group
+    ]
+
+    def plan() -> None:
+        found = build_group_plan(
+            requests, arrays, [None] * len(requests), max_inflight_bytes=_MAX_INFLIGHT_BYTES
+        )
+        found.rounds_of(0)
+
+    return _measured(plan, sum(len(request.splitlines()) for request in requests))
+
+
+PLANNERS: Final[Mapping[str, Callable[[Job], Cost]]] = {
+    "save, format 1": _save_1,
+    "save, format 2": _save_2,
+    "load": _load,
+    "two-stage load": _two_stage,
+}
+
+
+def _measured(plan: Callable[[], object], num_shards: int) -> Cost:
+    """What planning costs in this process, which has done nothing else before."""
+    gc.freeze()  # the descriptions are not looked through again and again
+    before = _peak_nbytes()
+    started = time.process_time()
+    plan()
+    seconds = time.process_time() - started
+    return Cost(seconds, _peak_nbytes() - before, num_shards)
+
+
+def _peak_nbytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main(
+    *,
+    ranks: Annotated[list[int] | None, typer.Option(help="Multiples of 8.")] = None,
+    arrays: Annotated[int, typer.Option(min=8, help="Of the checkpoint.")] = 10_000,
+    out: Out = NOWHERE,
+    smoke: Smoke = False,
+) -> None:
+    """Plan saves and loads for jobs of many ranks."""
+    sizes = ranks or ([16] if smoke else [64, 1024])
+    if any(size < _TENSOR_PARALLEL or size % _TENSOR_PARALLEL for size in sizes):
+        raise typer.BadParameter(f"--ranks {sizes}: expected multiples of {_TENSOR_PARALLEL}")
+    table = Table(title="Planning, on each rank")
+    for column in ("plan", "ranks", "arrays", "CPU s", "us per shard", "memory MiB"):
+        table.add_column(column, justify="left" if column == "plan" else "right")
+    with open_output(out, "planning.py") as output:
+        for name, planner in PLANNERS.items():
+            for size in sizes:
+                # 1,024 ranks describe as many shards with a sixteenth of the arrays.
+                job = Job(size, 80 if smoke else max(80, arrays * 64 // max(64, size)))
+                with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+                    cost = pool.submit(planner, job).result()
+                output.lines.write("planning", cost, planner=name, job=job)
+                table.add_row(
+                    name,
+                    f"{size:,}",
+                    f"{job.num_arrays:,}",
+                    f"{cost.cpu_seconds:.2f}",
+                    f"{cost.cpu_seconds * 1e6 / cost.num_shards:.1f}",
+                    f"{cost.memory_nbytes / _MIB:,.0f}",
+                )
+        output.console.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)
