@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -49,7 +50,7 @@ def run_facts(command: Iterable[str]) -> dict[str, Any]:
     return {
         "commit": _git("rev-parse", "HEAD"),
         "has_local_changes": _git("status", "--porcelain") != "",
-        "command": " ".join(command),
+        "command": shlex.join(command),
         "python": platform.python_version(),
         "versions": {name: _version(name) for name in _PACKAGES},
         "machine": {

@@ -88,12 +88,18 @@ def _runs(found: Mapping[str, Found]) -> Iterator[str]:
     if not runs:
         return
     yield "## Where and with what"
-    yield "\n".join(f"- {text}" for text in dict.fromkeys(map(_machine, runs)))
+    machines = list(dict.fromkeys(map(_machine, runs)))
+    yield "\n".join(f"{number}. {text}" for number, text in enumerate(machines, 1))
     rows = [
-        [f"`{run['command']}`", str(run["commit"])[:12], f"{run['machine']['load_average']:.1f}"]
+        [
+            f"`{run['command'].partition(' --out ')[0]}`",
+            str(run["commit"])[:12],
+            str(machines.index(_machine(run)) + 1),
+            f"{run['machine']['load_average']:.1f}",
+        ]
         for run in runs
     ]
-    yield table(("command", "commit", "load before"), rows)
+    yield table(("command", "commit", "machine", "load before"), rows)
 
 
 def _machine(run: Mapping[str, Any]) -> str:
