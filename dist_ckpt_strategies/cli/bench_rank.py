@@ -127,8 +127,10 @@ def measure(task: BenchTask, comm: Communicator, report: Callable[..., None]) ->
     digests = digests_of(tensors)
     sizes = comm.all_gather(sum(tensor.nbytes for tensor in tensors.values()))
     report("state", nbytes=sum(sizes), num_arrays=len(tensors))
-    candidates: dict[str, _Megatron | _Stream] = {BASELINE: _Stream(tensors, comm)}
-    candidates |= {name: _Megatron(tensors, comm, to) for name, to in _BACKENDS.items()}
+    candidates: dict[str, _Megatron | _Stream] = {
+        name: _Megatron(tensors, comm, backend) for name, backend in _BACKENDS.items()
+    }
+    candidates[BASELINE] = _Stream(tensors, comm)
 
     def timed(step: str, repetition: int, name: str, directory: Path) -> None:
         call = getattr(candidates[name], step)

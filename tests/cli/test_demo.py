@@ -50,7 +50,7 @@ def test_the_demo_shows_that_all_states_are_bit_identical(tmp_path: Path) -> Non
     for layout in ("TP4 x DP1", "TP1 x DP2 x PP2", "TP1 x DP4"):
         # Weights, master weights and two moments, and the loss.
         assert re.search(rf"{layout} +(yes 17/17 +){{4}}0\.0", text)
-    assert re.search(r"save +TP2 x DP2 +[\d.]+ +[\d.]+ kB", text)
+    assert re.search(r"save +TP2 x DP2 +[\d.]+ +[\d.]+ [kM]B", text)
     assert re.search(r"train on +TP2 x DP2 +10-12", text)
     assert (tmp_path / "kept" / "metadata.json").exists()
     assert (tmp_path / "kept" / "decoder.layers.mlp.linear_fc2.weight" / ".zarray").exists()
