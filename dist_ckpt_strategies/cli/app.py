@@ -9,21 +9,22 @@ from __future__ import annotations
 import platform
 import warnings
 from collections.abc import Callable
+from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from inspect import cleandoc
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.status import reported_failures, require_answers
 from dist_ckpt_strategies.config import environment, update_environment
+from dist_ckpt_strategies.errors import PlanError
 
 _CONVERT_STATUS = (
     "0 done, 1 SRC is damaged or incomplete, 2 wrong usage, 3 could not read or write."
 )
-_Function = TypeVar("_Function", bound=Callable[..., None])
 
 
 def _epilog(example: str, status: str) -> str:
@@ -46,18 +47,33 @@ app = typer.Typer(
 )
 
 
-def _command(example: str, status: str, **options: Any) -> Callable[[_Function], _Function]:
-    """Register a command whose docstring is its help, with an example and its exit status below."""
+def _command(
+    example: str, status: str, **options: Any
+) -> Callable[[Callable[..., int | None]], object]:
+    """Register a command: its docstring is its help, its result the exit status (None for 0).
 
-    def register(function: _Function) -> _Function:
+    A failure becomes a status and one line on stderr, or with ``--debug`` a traceback.
+    """
+
+    def register(function: Callable[..., int | None]) -> object:
+        @wraps(function)
+        def run(**arguments: Any) -> None:
+            with reported_failures(debug=arguments["debug"]):
+                status = function(**arguments)
+            raise typer.Exit(status or 0)
+
         paragraphs = cleandoc(function.__doc__ or "").split("\n\n")
         text = "\n\n".join(" ".join(paragraph.split("\n")) for paragraph in paragraphs)
-        return app.command(help=text, epilog=_epilog(example, status), **options)(function)
+        return app.command(help=text, epilog=_epilog(example, status), **options)(run)
 
     return register
 
 
-def _flag(*names: str, help: str) -> Any:  # noqa: A002 - as typer calls it
+def _argument(metavar: str, help: str) -> Any:  # noqa: A002 - as typer calls it
+    return typer.Argument(metavar=metavar, help=help, show_default=False)
+
+
+def _flag(*names: str, help: str) -> Any:  # noqa: A002
     """An option without a value, and without a placeholder for one."""
     return typer.Option(*names, metavar="", help=help)
 
@@ -68,30 +84,18 @@ def _value(*names: str, metavar: str, help: str, **limits: Any) -> Any:  # noqa:
 
 
 _Place = Annotated[
-    str,
-    typer.Argument(
-        metavar="DIR",
-        help="Directory or URL of one checkpoint, or directory of local ones.",
-        show_default=False,
-    ),
+    str, _argument("DIR", "Directory or URL of one checkpoint, or directory of local ones.")
 ]
+_Source = Annotated[str, _argument("SRC", "Directory or URL of a checkpoint.")]
+_Target = Annotated[str, _argument("DST", "New or empty directory, or a URL.")]
 _Json = Annotated[bool, _flag("--json", help="Print one JSON object instead.")]
 _Debug = Annotated[
     bool, _flag("--debug", help="Show a traceback on failure, as DIST_CKPT_DEBUG=1 does.")
 ]
-_Source = Annotated[
-    str, typer.Argument(metavar="SRC", help="Directory or URL of a checkpoint.", show_default=False)
-]
-_Target = Annotated[
-    str, typer.Argument(metavar="DST", help="New or empty directory, or a URL.", show_default=False)
-]
 _Memory = Annotated[
     int,
     typer.Option(
-        "--memory",
-        metavar="MIB",
-        min=1,
-        help="Bound on elements in memory at once, in MiB for each process.",
+        metavar="MIB", min=1, help="Bound on elements in memory at once, in MiB for each process."
     ),
 ]
 _Nproc = Annotated[
@@ -113,10 +117,11 @@ def main() -> None:
     app(prog_name="dist-ckpt")
 
 
-def _silence_torch() -> None:
-    """Let torch's libraries report errors alone, on stderr; read when torch is imported."""
+def _prepare(*addresses: str) -> None:
+    """Require that object stores answer, and let torch's libraries report errors alone."""
     if "TORCH_CPP_LOG_LEVEL" not in environment():
         update_environment({"TORCH_CPP_LOG_LEVEL": "ERROR"})
+    require_answers(*addresses)
 
 
 def _show_version(asked: bool) -> None:  # noqa: FBT001 - typer calls it
@@ -162,24 +167,23 @@ def inspect(
         str | None,
         _value(
             metavar="GLOB",
-            help="Show only keys, or parts, that match; * stands for any characters, / and . too.",
+            help="Show only keys, or local shards, that match; * stands for any characters, / and "
+            ". too.",
         ),
     ] = None,
     objects: Annotated[bool, _flag(help="Show the objects below the arrays.")] = True,
     as_json: _Json = False,
     debug: _Debug = False,
-) -> None:
+) -> int:
     """List the arrays and objects of a checkpoint, and say whether it is complete.
 
-    Of a directory of local checkpoints, the iterations and parts. Reads names, sizes and metadata
-    only.
+    Of a directory of local checkpoints, the iterations and local shards. Reads names, sizes and
+    metadata only.
     """
-    with reported_failures(debug=debug):
-        from dist_ckpt_strategies.cli.inspect import inspect_checkpoint  # noqa: PLC0415
+    from dist_ckpt_strategies.cli.inspect import inspect_checkpoint  # noqa: PLC0415
 
-        require_answers(directory)
-        status = inspect_checkpoint(directory, keys, with_objects=objects, as_json=as_json)
-    raise typer.Exit(status)
+    _prepare(directory)
+    return inspect_checkpoint(directory, keys, with_objects=objects, as_json=as_json)
 
 
 @_command(
@@ -188,34 +192,26 @@ def inspect(
 )
 def verify(
     directory: _Place, *, nproc: _Nproc = None, as_json: _Json = False, debug: _Debug = False
-) -> None:
+) -> int:
     """Check that a checkpoint is whole, and list what is not.
 
     Looks for every chunk file, of the right size, every shard of every object, common.pt and
     metadata.json, and compares objects and common.pt with their own checksums. Format 1 keeps no
-    checksums of arrays: a byte that has changed inside a chunk does not show. Of format 2 every
-    inner chunk and of local checkpoints every tensor is compared with its digest.
+    checksums of arrays: a changed byte inside a chunk is not found. Of format 2 every inner chunk
+    and of local checkpoints every tensor is compared with its digest.
     """
-    with reported_failures(debug=debug):
-        _silence_torch()
-        from dist_ckpt_strategies.cli.inspect import verify_checkpoint  # noqa: PLC0415
+    from dist_ckpt_strategies.cli.inspect import verify_checkpoint  # noqa: PLC0415
 
-        require_answers(directory)
-        status = verify_checkpoint(directory, nproc=nproc, as_json=as_json)
-    raise typer.Exit(status)
+    _prepare(directory)
+    return verify_checkpoint(directory, nproc=nproc, as_json=as_json)
 
 
 @_command(
     "dist-ckpt prune ROOT --keep-last 3 --unfinished",
     "0 done, 2 wrong usage, 3 could not look at ROOT, or remove.",
 )
-def prune(  # noqa: PLR0913 - one parameter for each option
-    root: Annotated[
-        str,
-        typer.Argument(
-            metavar="ROOT", help="Directory or URL that holds the checkpoints.", show_default=False
-        ),
-    ],
+def prune(
+    root: Annotated[str, _argument("ROOT", "Directory or URL that holds the checkpoints.")],
     *,
     keep_last: Annotated[
         int | None, _value(min=1, metavar="N", help="Keep the N newest complete ones.")
@@ -245,20 +241,13 @@ def prune(  # noqa: PLR0913 - one parameter for each option
     nor left by a killed save of these. A checkpoint loses its marker first. Shows what would be
     removed, and asks.
     """
-    with reported_failures(debug=debug):
-        from dist_ckpt_strategies.cli.prune import prune_checkpoints  # noqa: PLC0415
+    from dist_ckpt_strategies.cli.prune import prune_checkpoints  # noqa: PLC0415
 
-        require_answers(root)
-        prune_checkpoints(
-            root,
-            keep_last=keep_last,
-            keep_every=keep_every,
-            unfinished=unfinished,
-            older_than=older_than,
-            dry_run=dry_run,
-            is_agreed=yes,
-            as_json=as_json,
-        )
+    _prepare(root)
+    rules = {"keep_last": keep_last, "keep_every": keep_every, "unfinished": unfinished}
+    prune_checkpoints(
+        root, rules, older_than=older_than, dry_run=dry_run, is_agreed=yes, as_json=as_json
+    )
 
 
 @_command(
@@ -275,23 +264,21 @@ def demo(
         ),
     ] = None,
     debug: _Debug = False,
-) -> None:
+) -> int:
     """Train a small GPT on four CPU ranks, save it as Zarr, resume it in other layouts.
 
     Shows that weights and optimizer state are loaded bit for bit, and that the loss continues from
     its value at the save. Takes a few minutes on two cores.
     """
-    with reported_failures(debug=debug):
-        from rich.console import Console  # noqa: PLC0415
+    from rich.console import Console  # noqa: PLC0415
 
-        from dist_ckpt_strategies.cli.demo.main import run_demo  # noqa: PLC0415
+    from dist_ckpt_strategies.cli.demo.main import run_demo  # noqa: PLC0415
 
-        status = run_demo(keep, Console())
-    raise typer.Exit(status)
+    return run_demo(keep, Console())
 
 
 @_command("dist-ckpt convert SRC DST --to zarr@2", _CONVERT_STATUS)
-def convert(  # noqa: PLR0913
+def convert(
     source: _Source,
     target: _Target,
     *,
@@ -302,7 +289,6 @@ def convert(  # noqa: PLR0913
     max_file: Annotated[
         int | None,
         _value(
-            "--max-file",
             metavar="MB",
             min=1,
             help="Size of a file of safetensors (5000) or torch_dist (537), in MB.",
@@ -320,18 +306,12 @@ def convert(  # noqa: PLR0913
     whatever the checkpoint's size. DST must be new or empty; nothing is visible there before all
     is. After an interruption the same command starts over.
     """
-    with reported_failures(debug=debug):
-        _silence_torch()
-        require_answers(source, target)
-        from dist_ckpt_strategies.cli.convert import convert_checkpoint  # noqa: PLC0415
-
-        arguments = {"source": source, "target": target, "to": to, "memory": memory}
-        limits = {"keys": keys, "max_file": max_file}
-        convert_checkpoint("convert", arguments | limits, nproc, as_json=as_json)
+    arguments = {"to": to, "keys": keys, "max_file": max_file, "memory": memory}
+    _convert("convert", source, target, arguments, nproc, as_json=as_json)
 
 
 @_command("dist-ckpt upgrade SRC DST --to zarr@2", _CONVERT_STATUS)
-def upgrade(  # noqa: PLR0913
+def upgrade(
     source: _Source,
     target: _Target,
     *,
@@ -352,22 +332,32 @@ def upgrade(  # noqa: PLR0913
     Megatron-Core 0.16 cannot load, becomes fully_reshardable (optimizer.state.param.*). Otherwise
     like convert.
     """
-    with reported_failures(debug=debug):
-        _silence_torch()
-        require_answers(source, target)
-        from dist_ckpt_strategies.cli.convert import convert_checkpoint  # noqa: PLC0415
+    _convert("upgrade", source, target, {"to": to, "memory": memory}, nproc, as_json=as_json)
 
-        arguments = {"source": source, "target": target, "to": to, "memory": memory}
-        convert_checkpoint("upgrade", arguments, nproc, as_json=as_json)
+
+def _convert(
+    tool: str,
+    source: str,
+    target: str,
+    arguments: dict[str, Any],
+    nproc: int | None,
+    *,
+    as_json: bool,
+) -> None:
+    _prepare(source, target)
+    from dist_ckpt_strategies.cli.convert import convert_checkpoint  # noqa: PLC0415
+
+    addresses = {"source": source, "target": target}
+    convert_checkpoint(tool, addresses | arguments, nproc, as_json=as_json)
 
 
 @_command(
     "dist-ckpt diff A B --keys 'decoder.*'",
     "0 equal, 1 different, or one is damaged or incomplete, 2 wrong usage, 3 could not look.",
 )
-def diff(  # noqa: PLR0913
-    a: Annotated[str, typer.Argument(metavar="A", help="A checkpoint.", show_default=False)],
-    b: Annotated[str, typer.Argument(metavar="B", help="Another one.", show_default=False)],
+def diff(
+    a: Annotated[str, _argument("A", "A checkpoint.")],
+    b: Annotated[str, _argument("B", "Another one.")],
     *,
     keys: Annotated[
         str | None,
@@ -377,20 +367,17 @@ def diff(  # noqa: PLR0913
     nproc: _Nproc = None,
     as_json: _Json = False,
     debug: _Debug = False,
-) -> None:
+) -> int:
     """Compare two checkpoints of any formats: keys, shapes, dtypes, elements and objects.
 
     Of arrays that differ it shows the first element that does, how many do, and the largest
     absolute difference. Equal means equal to the bit.
     """
-    with reported_failures(debug=debug):
-        _silence_torch()
-        require_answers(a, b)
-        from dist_ckpt_strategies.cli.convert import diff_checkpoints  # noqa: PLC0415
+    _prepare(a, b)
+    from dist_ckpt_strategies.cli.convert import diff_checkpoints  # noqa: PLC0415
 
-        arguments = {"a": a, "b": b, "keys": keys, "memory": memory}
-        status = diff_checkpoints(arguments, nproc, as_json=as_json)
-    raise typer.Exit(status)
+    arguments = {"a": a, "b": b, "keys": keys, "memory": memory}
+    return diff_checkpoints(arguments, nproc, as_json=as_json)
 
 
 @_command(
@@ -398,10 +385,7 @@ def diff(  # noqa: PLR0913
 )
 def bench(
     directory: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="DIR", help="A directory on the file system to measure.", show_default=False
-        ),
+        Path | None, _argument("DIR", "A directory on the file system to measure.")
     ] = None,
     *,
     size: Annotated[
@@ -422,15 +406,9 @@ def bench(
     with what was saved. DIR is left as it was. The default is the temporary directory, which may
     be in memory.
     """
-    with reported_failures(debug=debug):
-        from dist_ckpt_strategies.cli.bench import (  # noqa: PLC0415
-            GB,
-            BenchOptions,
-            bench_directory,
-        )
+    from dist_ckpt_strategies.cli.bench import GB, bench_directory  # noqa: PLC0415
 
-        options = BenchOptions(directory, round(size * GB), ranks, repetitions)
-        bench_directory(options, as_json=as_json)
+    bench_directory(directory, round(size * GB), ranks, repetitions, as_json=as_json)
 
 
 @_command(
@@ -439,7 +417,7 @@ def bench(
     "its number for another signal.",
     context_settings={"allow_interspersed_args": False},
 )
-def run(  # noqa: PLR0913
+def run(
     script: Annotated[
         str, typer.Argument(metavar="SCRIPT", help="A Python file, or with -m a module.")
     ],
@@ -464,7 +442,7 @@ def run(  # noqa: PLR0913
     ] = 30.0,
     is_module: Annotated[bool, _flag("--module", "-m", help="SCRIPT names a module.")] = False,
     debug: _Debug = False,
-) -> None:
+) -> int:
     """Run a training script on N ranks of this node, and replace a worker that dies.
 
     The others stay alive: with HPWrapper around its training the script continues in place. All
@@ -472,15 +450,10 @@ def run(  # noqa: PLR0913
     time without a heartbeat; spares wait with everything imported, for scripts that call
     wait_rank().
     """
-    if not is_module and not Path(script).is_file():
-        raise typer.BadParameter(f"{script} is no file", param_hint="SCRIPT")
-    with reported_failures(debug=debug):
-        from dist_ckpt_strategies.cli.run import run_script  # noqa: PLC0415
-        from dist_ckpt_strategies.inprocess.supervisor import (  # noqa: PLC0415
-            Job,
-            script_command,
-        )
+    from dist_ckpt_strategies.cli.run import run_script  # noqa: PLC0415
+    from dist_ckpt_strategies.inprocess.supervisor import Job, script_command  # noqa: PLC0415
 
-        command = script_command(script, args or (), is_module=is_module)
-        status = run_script(Job(command, nproc, spares, max_restarts, heartbeat_timeout))
-    raise typer.Exit(status)
+    if not is_module and not Path(script).is_file():
+        raise PlanError(f"SCRIPT: {script} is no file")
+    command = script_command(script, args or (), is_module=is_module)
+    return run_script(Job(command, nproc, spares, max_restarts, heartbeat_timeout))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from rich.console import Console
 from rich.text import Text
 
+from dist_ckpt_strategies.cli.ranks import WatchOf, is_reporting, run_tool
 from dist_ckpt_strategies.cli.render import (
     bytes_text,
     counted,
@@ -19,7 +20,6 @@ from dist_ckpt_strategies.cli.render import (
     printable,
 )
 from dist_ckpt_strategies.cli.status import Status
-from dist_ckpt_strategies.cli.tool_ranks import WatchOf, reports, run_tool
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import MIB
 from dist_ckpt_strategies.storage.urls import parsed_address
@@ -32,9 +32,13 @@ from dist_ckpt_strategies.tools.diff import (
     diff,
 )
 
-T = TypeVar("T")
 _MB = 1_000_000
 _MAX_SHOWN = 100
+_TOOLS: Final[Mapping[str, tuple[Callable[..., Any], str]]] = {
+    "convert": (convert, "converting"),
+    "upgrade": (upgrade, "upgrading"),
+    "diff": (diff, "comparing"),
+}
 
 
 def convert_checkpoint(
@@ -48,77 +52,58 @@ def convert_checkpoint(
         nproc: processes of this node that share the work; see ``run_tool``.
         as_json: print one JSON object.
     """
-    report = _run(tool, arguments, nproc)
-    if reports(nproc):
-        _print_report(tool, arguments["source"], arguments["target"], report, as_json=as_json)
+    report: ConvertReport = _run(tool, arguments, nproc)
+    source, target = arguments["source"], arguments["target"]
+    if is_reporting(nproc) and as_json:
+        paths = {"source": _absolute(source), "target": _absolute(target)}
+        print_json(tool, paths | asdict(report))
+    elif is_reporting(nproc):
+        console = Console(highlight=False)
+        console.print(Text(printable(target), "bold green"), soft_wrap=True)
+        print_dim(console, f"{_compared(report)}; {report.seconds:.1f} s")
 
 
 def diff_checkpoints(arguments: dict[str, Any], nproc: int | None, *, as_json: bool) -> Status:
     """Compare two checkpoints and show how they differ; returns the exit status.
 
-    Args:
-        arguments: see ``convert_checkpoint``.
-        nproc: see ``convert_checkpoint``.
-        as_json: see ``convert_checkpoint``.
+    The arguments are as for ``convert_checkpoint``.
     """
-    report = _run("diff", arguments, nproc)
-    if reports(nproc) and as_json:
+    report: DiffReport = _run("diff", arguments, nproc)
+    if is_reporting(nproc) and as_json:
         print_json("diff", _diff_fields(arguments["a"], arguments["b"], report))
-    elif reports(nproc):
+    elif is_reporting(nproc):
         _print_diff(arguments["a"], arguments["b"], report)
     return Status.FINE if report.is_equal else Status.DAMAGED
 
 
 def _run(tool: str, arguments: dict[str, Any], nproc: int | None) -> Any:
+    # Processes of one node share its cores.
+    num_threads = None if nproc is None else max(2, ConvertOptions().threads // nproc)
+    arguments = {"tool": tool, "num_threads": num_threads} | arguments
     with open_bars(in_bytes=True) as open_bar:
-        return run_tool(tool, {"num_threads": _threads_of_each(nproc)} | arguments, nproc, open_bar)
+        return run_tool(f"{__name__}:run_shared", arguments, nproc, open_bar)
 
 
-def _threads_of_each(nproc: int | None) -> int | None:
-    """Threads of each of several processes, which share the cores; None for the default."""
-    return None if nproc is None else max(2, ConvertOptions().threads // nproc)
+def run_shared(
+    *,
+    tool: str,
+    memory: int,
+    num_threads: int | None,
+    comm: Communicator | None,
+    watch_of: WatchOf,
+    max_file: int | None = None,
+    **arguments: Any,
+) -> Any:
+    """Call a tool's library function; collective if ``comm`` has several ranks."""
+    function, description = _TOOLS[tool]
+    max_file_bytes = None if max_file is None else max_file * _MB
+    options = ConvertOptions(memory * MIB, max_file_bytes, num_threads)
+    return function(**arguments, options=options, watch=watch_of(description), comm=comm)
 
 
-def _tool(function: Callable[..., T], description: str) -> Callable[..., T]:
-    """A library function with the arguments of ``run_tool``."""
-
-    def run(
-        *,
-        memory: int,
-        num_threads: int | None,
-        comm: Communicator | None,
-        watch_of: WatchOf,
-        max_file: int | None = None,
-        **arguments: Any,
-    ) -> T:
-        max_file_bytes = None if max_file is None else max_file * _MB
-        options = ConvertOptions(memory * MIB, max_file_bytes, num_threads)
-        watch = watch_of(description)
-        return function(**arguments, options=options, watch=watch, comm=comm)
-
-    return run
-
-
-TOOLS: Final[Mapping[str, Callable[..., Any]]] = {
-    "convert": _tool(convert, "converting"),
-    "upgrade": _tool(upgrade, "upgrading"),
-    "diff": _tool(diff, "comparing"),
-}
-"""What ``run_tool`` runs, by name."""
-
-
-def _print_report(
-    command: str, source: str, target: str, report: ConvertReport, *, as_json: bool
-) -> None:
-    if as_json:
-        paths = {"source": _absolute(source), "target": _absolute(target)}
-        print_json(command, paths | asdict(report))
-        return
+def _compared(report: ConvertReport | DiffReport) -> str:
     arrays = f"{counted(report.num_arrays, 'array')} with {bytes_text(report.nbytes)}"
-    text = f"{arrays}, {counted(report.num_objects, 'object shard')}; {report.seconds:.1f} s"
-    console = Console(highlight=False)
-    console.print(Text(printable(target), "bold green"), soft_wrap=True)
-    print_dim(console, text)
+    return f"{arrays}, {counted(report.num_objects, 'object shard')}"
 
 
 def _absolute(address: str) -> str:
@@ -156,8 +141,7 @@ def _print_diff(a: str, b: str, report: DiffReport) -> None:
     verdict, style = ("are equal", "bold green") if report.is_equal else ("DIFFER", "bold red")
     names = Text(f"{printable(a)} and {printable(b)}")
     console.print(names + Text(f" {verdict}", style), soft_wrap=True)
-    arrays = f"{counted(report.num_arrays, 'array')} with {bytes_text(report.nbytes)}"
-    print_dim(console, f"compared: {arrays}, {counted(report.num_objects, 'object shard')}")
+    print_dim(console, f"compared: {_compared(report)}")
 
 
 def _array_line(found: ArrayDifference) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.text import Text
 
 from dist_ckpt_strategies.cli.render import (
-    Row,
     Table,
     bytes_text,
     counted,
@@ -29,12 +28,10 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
 _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
-def prune_checkpoints(  # noqa: PLR0913 - one parameter for each option
+def prune_checkpoints(
     root: str,
+    rules: Mapping[str, Any],
     *,
-    keep_last: int | None,
-    keep_every: int | None,
-    unfinished: bool,
     older_than: str,
     dry_run: bool,
     is_agreed: bool,
@@ -44,10 +41,8 @@ def prune_checkpoints(  # noqa: PLR0913 - one parameter for each option
 
     Args:
         root: holds the checkpoints.
-        keep_last: complete ones that stay.
-        keep_every: those whose iteration is a multiple of it stay.
-        unfinished: remove what killed saves have left.
-        older_than: but not where something changed less than this ago, such as ``1h``.
+        rules: ``keep_last``, ``keep_every`` and ``unfinished`` of the library's ``prune``.
+        older_than: unfinished ones stay where something changed less than this ago: ``1h``.
         dry_run: only show.
         is_agreed: do not ask.
         as_json: print one JSON object, and ask nothing: it needs ``dry_run`` or ``is_agreed``.
@@ -56,19 +51,13 @@ def prune_checkpoints(  # noqa: PLR0913 - one parameter for each option
         PlanError: nothing is selected, the duration is none, or the shell is not interactive.
         StorageError: something cannot be read or removed.
     """
-    older_than_s = parse_duration_s(older_than)
-    if keep_last is None and keep_every is None and not unfinished:
+    pruned: Callable[..., PruneReport] = partial(
+        prune, root, **rules, older_than_s=parse_duration_s(older_than)
+    )
+    if not any(rules.values()):
         raise PlanError("nothing is selected: add --keep-last N, --keep-every N or --unfinished")
     if as_json and not (dry_run or is_agreed):
         raise PlanError("--json does not ask; add --yes, or --dry-run")
-    pruned: Callable[..., PruneReport] = partial(
-        prune,
-        root,
-        keep_last=keep_last,
-        keep_every=keep_every,
-        unfinished=unfinished,
-        older_than_s=older_than_s,
-    )
     if as_json:
         print_json("prune", _fields(pruned(dry_run=dry_run)))
         return
@@ -109,15 +98,12 @@ def _is_wanted(plan: PruneReport) -> bool:
 
 
 def _print_plan(console: Console, plan: PruneReport) -> None:
-    removed = [
-        Row(printable(one.name), ("remove", _size(one), one.why), is_marked=True)
-        for one in plan.removed
-    ]
-    kept = [Row(printable(one.found.name), ("keep", "", one.why)) for one in plan.kept]
-    rows = sorted((*removed, *kept), key=lambda row: row.name)
+    removed = [(printable(one.name), "remove", _size(one), one.why) for one in plan.removed]
+    kept = [(printable(one.found.name), "keep", "", one.why) for one in plan.kept]
+    rows = tuple(sorted((*removed, *kept)))
     if rows:
-        titles = Row("directory", ("", "size", "why"))
-        print_table(console, Table(titles, tuple(rows), right=("size",)))
+        marked = {number for number, row in enumerate(rows) if row in removed}
+        print_table(console, Table(("directory", "", "size", "why"), rows, ("size",), marked))
         console.print()
     what = f"{_counted(plan)} to remove" if removed else "nothing to remove"
     console.print(Text(f"{printable(str(plan.root))}: {what}"), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``dist-ckpt run``: workers' lines on the terminal, each behind the rank that wrote it."""
+"""``dist-ckpt run``: workers' lines on the terminal, each led by the rank that wrote it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from dist_ckpt_strategies.inprocess.supervisor import Job, Supervisor
 class TerminalListener:
     """Writes what workers write to the same stream of this process, line by line.
 
-    A reader who has gone ends the job, as any command. A line that cannot be written for another
-    reason, as the disk is full or the stream was closed from the start, is lost: no training ends
-    for its log.
+    A reader that has gone ends the job, as any command. A line that cannot be written for another
+    reason, such as a full disk or a closed stream, is lost: no training ends for its log.
     """
 
     def line(self, who: str, stream: str, line: bytes) -> None:
@@ -30,24 +29,17 @@ class TerminalListener:
 
 
 def _write(target: TextIO | None, line: bytes) -> None:
-    """All of it at once, past the buffer of Python, which would try what has failed again."""
-    if target is None:
-        return
-    try:
-        _write_all(target.fileno(), line)
-    except BrokenPipeError:
-        raise
-    except OSError:
-        return  # see TerminalListener
-
-
-def _write_all(fd: int, line: bytes) -> None:
+    """All of it at once, without Python's buffer, which would try again what has failed."""
     rest = memoryview(line)
-    while rest:
+    while rest and target is not None:
         try:
-            rest = rest[os.write(fd, rest) :]
+            rest = rest[os.write(target.fileno(), rest) :]
+        except BrokenPipeError:
+            raise
         except BlockingIOError:  # others have made it non-blocking
-            select.select([], [fd], [])
+            select.select([], [target.fileno()], [])
+        except OSError:
+            return  # see TerminalListener
 
 
 def run_script(job: Job) -> int:

@@ -64,15 +64,6 @@ class Status(IntEnum):
     INTERRUPTED = 130
 
 
-def status_of(error: Exception) -> Status:
-    """The exit status for what a command raised."""
-    if isinstance(error, IncompatibleVersionError):
-        return Status.FAILED
-    if isinstance(error, _DAMAGE):
-        return Status.DAMAGED
-    return Status.USAGE if isinstance(error, _USAGE) else Status.FAILED
-
-
 def status_of_issues(issues: Sequence[Issue]) -> Status:
     """The exit status for what a command found in a checkpoint."""
     if not issues:
@@ -98,12 +89,24 @@ def reported_failures(*, debug: bool) -> Iterator[None]:
         raise  # typer ends the command in silence: the reader of our output has gone
     except Exception as error:
         if _is_reported_by_first_rank(error):
-            raise typer.Exit(status_of(error)) from error
-        if debug or debug_from_environment():
+            pass
+        elif debug or debug_from_environment():
             typer.echo("".join(traceback.format_exception(error)), err=True, nl=False)
         else:
-            _print_error(error)
-        raise typer.Exit(status_of(error)) from error
+            text = printable(str(error))
+            if not isinstance(error, CheckpointError | OSError):
+                text = f"unexpected {type(error).__name__}: {text} (--debug shows where)"
+            label = typer.style("error:", fg=typer.colors.RED, bold=True)
+            typer.echo(f"{label} {text}", err=True)
+        raise typer.Exit(_status_of(error)) from error
+
+
+def _status_of(error: Exception) -> Status:
+    if isinstance(error, IncompatibleVersionError):
+        return Status.FAILED
+    if isinstance(error, _DAMAGE):
+        return Status.DAMAGED
+    return Status.USAGE if isinstance(error, _USAGE) else Status.FAILED
 
 
 def _is_reported_by_first_rank(error: Exception) -> bool:
@@ -114,16 +117,8 @@ def _is_reported_by_first_rank(error: Exception) -> bool:
     return error.global_rank is not None and not is_first_lost
 
 
-def _print_error(error: Exception) -> None:
-    text = printable(str(error))
-    if not isinstance(error, CheckpointError | OSError):
-        text = f"unexpected {type(error).__name__}: {text} (--debug shows where)"
-    label = typer.style("error:", fg=typer.colors.RED, bold=True)
-    typer.echo(f"{label} {text}", err=True)
-
-
 def require_answers(*addresses: str) -> None:
-    """Ask each object store that is named for a short list: one that is out of reach says so soon.
+    """Ask each object store for a short list, so that one out of reach fails the command soon.
 
     ``DIST_CKPT_STORE_TIMEOUT_S`` sets another limit. TensorStore's libraries write to stderr which
     files with credentials they miss; the error says what matters of it.
@@ -144,7 +139,7 @@ def require_answers(*addresses: str) -> None:
 
 @contextmanager
 def _no_library_logs() -> Iterator[None]:
-    """Nothing that is written to file descriptor 2 is seen meanwhile."""
+    """What libraries write to stderr is lost meanwhile."""
     if sys.stderr is None or debug_from_environment():  # closed from the start
         yield
         return

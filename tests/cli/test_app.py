@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 import dist_ckpt_strategies
 from dist_ckpt_strategies.cli.app import app
 from dist_ckpt_strategies.cli.status import reported_failures
-from dist_ckpt_strategies.config import debug_from_environment
 from dist_ckpt_strategies.errors import CorruptCheckpointError
 from tests.support.checkpoints import WEIGHT, write_checkpoint, write_foreign_checkpoint
 from tests.support.format2_checkpoints import write_format2
@@ -41,11 +40,6 @@ def run(*args: str | Path, **environment: str) -> subprocess.CompletedProcess[st
         text=True,
         check=False,
     )
-
-
-@pytest.fixture
-def no_debug(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("DIST_CKPT_DEBUG", raising=False)
 
 
 def test_the_script_verifies_and_inspects_a_checkpoint(tmp_path: Path) -> None:
@@ -90,13 +84,6 @@ def test_help_has_an_example_and_the_exit_status(command: str) -> None:
     assert f"Example: dist-ckpt {command}" in text
     assert "Exit status: 0 " in text
     assert "2 wrong usage" in text
-
-
-def test_help_lists_the_commands() -> None:
-    result = CliRunner().invoke(app, ["--help"])
-
-    assert result.exit_code == 0
-    assert all(command in result.stdout for command in COMMANDS)
 
 
 def test_help_and_looking_at_checkpoints_load_no_torch(tmp_path: Path) -> None:
@@ -188,6 +175,7 @@ def test_looking_at_a_checkpoint_tells_damage_from_what_could_not_be_looked_at(
         ("prune {}/nowhere --keep-last 1", 3),
         ("prune {} --unfinished --dry-run --json", 0),
         ("bench {}/nowhere", 3),
+        ("demo --keep {}", 2),
         ("inspect {}/one-whole --keys nothing", 2),
         ("run -n 1 {}/nowhere.py", 2),
     ],
@@ -255,33 +243,27 @@ def test_wrong_usage_ends_with_status_2(args: list[str]) -> None:
     assert CliRunner().invoke(app, args).exit_code == 2
 
 
-@pytest.mark.usefixtures("no_debug")
-def test_a_deliberate_failure_is_one_line_without_a_traceback(
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (CorruptCheckpointError("w: \x1b[1mbroken\nfile"), 1, "error: w: \\x1b[1mbroken\\nfile"),
+        (KeyError("w"), 3, "error: unexpected KeyError: 'w' (--debug shows where)"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_a_failure_is_one_line_and_a_status(
+    error: BaseException,
+    status: int,
+    line: str,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("DIST_CKPT_DEBUG", raising=False)
     with pytest.raises(typer.Exit) as caught, reported_failures(debug=False):
-        raise CorruptCheckpointError("w: \x1b[1mbroken\nfile")
+        raise error
 
-    assert caught.value.exit_code == 1
-    assert capsys.readouterr().err == "error: w: \\x1b[1mbroken\\nfile\n"
-
-
-@pytest.mark.usefixtures("no_debug")
-def test_an_unexpected_failure_says_how_to_learn_more(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as caught, reported_failures(debug=False):
-        raise KeyError("w")
-
-    assert caught.value.exit_code == 3
-    assert capsys.readouterr().err == "error: unexpected KeyError: 'w' (--debug shows where)\n"
-
-
-@pytest.mark.usefixtures("no_debug")
-def test_an_interruption_ends_with_status_130(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as caught, reported_failures(debug=False):
-        raise KeyboardInterrupt
-
-    assert caught.value.exit_code == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    assert caught.value.exit_code == status
+    assert capsys.readouterr().err == f"{line}\n"
 
 
 def test_a_traceback_is_shown_where_asked_for(tmp_path: Path) -> None:
@@ -294,18 +276,3 @@ def test_a_traceback_is_shown_where_asked_for(tmp_path: Path) -> None:
         assert loud.returncode == 3
         assert "Traceback" in loud.stderr
         assert "CheckpointNotFoundError" in loud.stderr
-
-
-@pytest.mark.parametrize(("value", "asked"), [("", False), ("0", False), ("1", True)])
-def test_the_debug_variable_is_read(value: str, *, asked: bool) -> None:
-    assert debug_from_environment({"DIST_CKPT_DEBUG": value}) is asked
-    assert debug_from_environment({}) is False
-
-
-def test_the_demo_refuses_a_directory_with_files_in_it(tmp_path: Path) -> None:
-    (tmp_path / "mine").touch()
-
-    result = CliRunner().invoke(app, ["demo", "--keep", str(tmp_path)])
-
-    assert result.exit_code == 2
-    assert "expected a new or empty directory" in " ".join(result.stdout.split())

@@ -81,10 +81,7 @@ def test_no_worker_is_left_when_the_supervisor_is_interrupted_or_killed(
         os.kill(process.pid, number)
         assert process.wait(LIMIT_S) == status
 
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+    assert gone(pids)
 
 
 @pytest.mark.multiprocess

@@ -1,12 +1,10 @@
 """What Megatron-Core's training needs in order to run without a GPU.
 
-Megatron-Core's checkpointing is happy on a CPU; its training loop is not. It asks CUDA for the
+Megatron-Core's checkpointing runs on a CPU; its training loop does not. It asks CUDA for the
 current device and the generator's state, writes ``device="cuda"`` in a dozen places, recognises
 parameters by the *name* of their CUDA type, and takes its Adam from Apex or Transformer Engine.
-Inside ``with cpu_stand_ins():`` each of these has a CPU form, and bfloat16 training is bearable on
-processors that lack it. Outside, nothing is changed.
-
-Only the demonstration and the tests that train need this. Saving and loading a checkpoint do not.
+Inside ``with cpu_stand_ins():`` each of these has a CPU form. Only the demonstration and the tests
+that train need this.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
+from unittest.mock import patch
 
 import megatron.core.optimizer as megatron_optimizer
 import torch
@@ -105,15 +104,7 @@ class _CudaMeansCpu(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call ``func``, with CUDA replaced; see the class.
-
-        Args:
-            func: the torch function or method that was called.
-            types: not used here; part of torch's protocol.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
-        """
-        del types
+        """Call ``func``, with CUDA replaced; see the class."""
         named = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]
@@ -138,67 +129,11 @@ class _ProductsInFloat32(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call ``func``, on float32 matrices where it multiplies bfloat16 ones.
-
-        Args:
-            func: the operator that was called.
-            types: not used here; part of torch's protocol.
-            args: its positional arguments, matrices alone if it multiplies.
-            kwargs: its keyword arguments.
-        """
-        del types
+        """Call ``func``, on float32 matrices where it multiplies bfloat16 ones."""
         named = kwargs or {}
         if func in _PRODUCTS and args[0].dtype is torch.bfloat16:
             return func(*(matrix.float() for matrix in args), **named).bfloat16()
         return func(*args, **named)
-
-
-def _current_device() -> torch.device:
-    return _CPU
-
-
-def _synchronize(_device: object = None) -> None:
-    """Nothing runs beside the CPU, so there is nothing to wait for."""
-
-
-def _get_rng_state(*_device: object, **_options: object) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(new_state: torch.Tensor, *_device: object, **_options: object) -> None:
-    torch.set_rng_state(new_state)
-
-
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-
-
-def _stand_ins() -> tuple[tuple[Any, str, Any], ...]:
-    """Owner, name and stand-in of everything that is replaced by name."""
-    return (
-        (torch.cuda, "current_device", _current_device),
-        (torch.cuda, "synchronize", _synchronize),
-        (torch.cuda, "manual_seed", _manual_seed),
-        (torch.cuda, "get_rng_state", _get_rng_state),
-        (torch.cuda, "set_rng_state", _set_rng_state),
-        (megatron_random, "_get_cuda_rng_state", _get_rng_state),
-        (megatron_random, "_set_cuda_rng_state", _set_rng_state),
-        (megatron_optimizer, "Adam", FusedLayoutAdam),
-        (megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False),
-        (distrib_optimizer, "Adam", FusedLayoutAdam),
-        (distrib_optimizer, "HAVE_APEX_OR_TE", True),
-        (distrib_optimizer, "USING_APEX_OPTIMIZER", True),
-    )
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
 
 
 @contextlib.contextmanager
@@ -208,9 +143,30 @@ def cpu_stand_ins() -> Iterator[None]:
     Holds for the thread that enters it (torch function modes are per thread), which is also the
     one that runs the backward pass of CPU tensors.
     """
+
+    def get_rng_state(*_device: object, **_options: object) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(new_state: torch.Tensor, *_device: object, **_options: object) -> None:
+        torch.set_rng_state(new_state)
+
+    replaced = (
+        (torch.cuda, "current_device", lambda: _CPU),
+        (torch.cuda, "synchronize", lambda *_: None),
+        (torch.cuda, "manual_seed", torch.default_generator.manual_seed),
+        (torch.cuda, "get_rng_state", get_rng_state),
+        (torch.cuda, "set_rng_state", set_rng_state),
+        (megatron_random, "_get_cuda_rng_state", get_rng_state),
+        (megatron_random, "_set_cuda_rng_state", set_rng_state),
+        (megatron_optimizer, "Adam", FusedLayoutAdam),
+        (megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False),
+        (distrib_optimizer, "Adam", FusedLayoutAdam),
+        (distrib_optimizer, "HAVE_APEX_OR_TE", True),
+        (distrib_optimizer, "USING_APEX_OPTIMIZER", True),
+    )
     with contextlib.ExitStack() as stack:
-        for owner, name, value in _stand_ins():
-            stack.enter_context(_replaced(owner, name, value))
+        for owner, name, stand_in in replaced:
+            stack.enter_context(patch.object(owner, name, stand_in))
         stack.enter_context(_CudaMeansCpu())
         stack.enter_context(_ProductsInFloat32())  # type: ignore[no-untyped-call]
         yield

@@ -31,15 +31,15 @@ _WEIGHT_DECAY = 0.01
 _TEXT = "alice29.txt"
 
 
-def read_text() -> torch.Tensor:
-    """The bundled text as byte-level tokens, int64, of shape ``(num_bytes,)``."""
-    data = (resources.files("dist_ckpt_strategies.cli") / "data" / _TEXT).read_bytes()
-    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8).astype(np.int64))
+def build_model(size: ModelSize, layout: ParallelLayout) -> Float16Module:
+    """This rank's part of a fresh GPTModel in bfloat16, on the CPU.
 
-
-def build_config(size: ModelSize, layout: ParallelLayout) -> TransformerConfig:
-    """Megatron's configuration for a model of this size, in bfloat16, on the CPU."""
-    return TransformerConfig(
+    Megatron's process groups have to exist. The numbers depend on the pipeline layout, so a model
+    that was built in another one is not equal before the checkpoint is loaded.
+    """
+    torch.manual_seed(_SEED)
+    model_parallel_cuda_manual_seed(_SEED, force_reset_rng=True)
+    config = TransformerConfig(
         num_layers=size.num_layers,
         hidden_size=size.hidden,
         num_attention_heads=size.num_heads,
@@ -59,17 +59,6 @@ def build_config(size: ModelSize, layout: ParallelLayout) -> TransformerConfig:
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
     )
-
-
-def build_model(size: ModelSize, layout: ParallelLayout) -> Float16Module:
-    """This rank's part of a fresh GPTModel in bfloat16.
-
-    Megatron's process groups have to exist. The numbers depend on the pipeline layout, so a model
-    that was built in another one is not equal before the checkpoint is loaded.
-    """
-    torch.manual_seed(_SEED)
-    model_parallel_cuda_manual_seed(_SEED, force_reset_rng=True)
-    config = build_config(size, layout)
     model = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(),
@@ -86,30 +75,53 @@ def build_model(size: ModelSize, layout: ParallelLayout) -> Float16Module:
 class Trainer:
     """One rank's model, optimizer and schedule, and how they become a checkpoint.
 
-    Every method is collective over the whole world.
+    The parallel layout has to be set up in Megatron's parallel_state. Every method is collective
+    over the whole world.
     """
 
     def __init__(self, training: Training, layout: ParallelLayout) -> None:
-        """Build everything afresh.
-
-        Args:
-            training: sizes and learning rate.
-            layout: the parallel layout, already set up in Megatron's parallel_state.
-        """
+        """Build everything afresh."""
         self._training = training
         self._layout = layout
-        self._text = read_text()
-        self._model = _wrap_for_data_parallel(build_model(training.size, layout))
-        self._optimizer = _build_optimizer(self._model, training)
-        self._schedule = _build_schedule(self._optimizer, training)
-        self._model.config.finalize_model_grads_func = finalize_model_grads
-        self._model.config.grad_scale_func = self._optimizer.scale_loss
+        text = (resources.files("dist_ckpt_strategies.cli") / "data" / _TEXT).read_bytes()
+        self._text = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).astype(np.int64))
+        model = build_model(training.size, layout)
+        config = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, grad_reduce_in_fp32=True
+        )
+        self._model = DistributedDataParallel(model.config, config, model)
+        options = OptimizerConfig(
+            optimizer="adam",
+            lr=training.peak_learning_rate,
+            min_lr=0.0,
+            weight_decay=_WEIGHT_DECAY,
+            adam_beta2=0.95,
+            clip_grad=1.0,
+            bf16=True,
+            params_dtype=torch.bfloat16,
+            use_distributed_optimizer=True,
+        )
+        self._optimizer = get_megatron_optimizer(options, [self._model])
+        num_iterations = training.num_before_save + training.num_after_save
+        num_samples = num_iterations * training.global_batch
+        self._schedule = OptimizerParamScheduler(
+            self._optimizer,
+            init_lr=0.0,
+            max_lr=training.peak_learning_rate,
+            min_lr=training.peak_learning_rate / 10,
+            lr_warmup_steps=num_samples // 10,
+            lr_decay_steps=num_samples,
+            lr_decay_style="cosine",
+            start_wd=_WEIGHT_DECAY,
+            end_wd=_WEIGHT_DECAY,
+            wd_incr_steps=num_samples,
+            wd_incr_style="constant",
+        )
+        model.config.finalize_model_grads_func = finalize_model_grads
+        model.config.grad_scale_func = self._optimizer.scale_loss
 
     def step(self, iteration: int) -> float:
-        """Train on the batch of this iteration; the loss before the change, over all ranks.
-
-        Collective: world.
-        """
+        """Train on the batch of this iteration; the loss before the change, over all ranks."""
         training = self._training
         micro_batch = training.global_batch // (self._layout.dp * self._layout.pp)
         self._model.zero_grad_buffer()
@@ -125,18 +137,18 @@ class Trainer:
         )
         self._optimizer.step()
         self._schedule.step(increment=training.global_batch)
-        return _mean_over_ranks([loss["loss"] for loss in losses])
+        # Of all micro-batches, on the ranks that computed a loss.
+        total = sum((loss["loss"] for loss in losses), torch.zeros(()))
+        mean = torch.tensor([total, float(len(losses))], dtype=torch.float64)
+        dist.all_reduce(mean)
+        return float(mean[0] / mean[1])
 
     def sharded_state_dict(
         self, *, is_loading: bool, sharding_type: str | None = None
     ) -> dict[str, Any]:
         """What Megatron-LM's training script hands to ``dist_checkpointing``.
 
-        Collective: world, because the optimizer may gather its state.
-
-        Args:
-            is_loading: it is to be filled by ``load``.
-            sharding_type: form of the optimizer's state; None means the training's own.
+        The optimizer's state has the form ``sharding_type``, by default the training's own.
         """
         metadata = self.content_metadata
         if sharding_type is not None:
@@ -151,11 +163,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what was loaded.
-
-        Args:
-            state: what ``dist_checkpointing.load`` returned for ``sharded_state_dict``.
-        """
+        """Take over what ``dist_checkpointing.load`` returned for ``sharded_state_dict``."""
         self._model.module.module.load_state_dict(state["model"], strict=True)
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["opt_param_scheduler"])
@@ -184,49 +192,6 @@ class Trainer:
         return iter(share.split(micro_batch))
 
 
-def _wrap_for_data_parallel(model: Float16Module) -> DistributedDataParallel:
-    return DistributedDataParallel(
-        config=model.config,
-        ddp_config=DistributedDataParallelConfig(
-            use_distributed_optimizer=True, grad_reduce_in_fp32=True
-        ),
-        module=model,
-    )
-
-
-def _build_optimizer(model: DistributedDataParallel, training: Training) -> Any:
-    config = OptimizerConfig(
-        optimizer="adam",
-        lr=training.peak_learning_rate,
-        min_lr=0.0,
-        weight_decay=_WEIGHT_DECAY,
-        adam_beta2=0.95,
-        clip_grad=1.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        use_distributed_optimizer=True,
-    )
-    return get_megatron_optimizer(config, [model])
-
-
-def _build_schedule(optimizer: Any, training: Training) -> OptimizerParamScheduler:
-    num_iterations = training.num_before_save + training.num_after_save
-    num_samples = num_iterations * training.global_batch
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=training.peak_learning_rate,
-        min_lr=training.peak_learning_rate / 10,
-        lr_warmup_steps=num_samples // 10,
-        lr_decay_steps=num_samples,
-        lr_decay_style="cosine",
-        start_wd=_WEIGHT_DECAY,
-        end_wd=_WEIGHT_DECAY,
-        wd_incr_steps=num_samples,
-        wd_incr_style="constant",
-    )
-
-
 def forward_step(batches: Iterator[torch.Tensor], model: torch.nn.Module) -> tuple[Any, Any]:
     """Megatron's forward step: the model's output and the function that makes it a loss."""
     rows = next(batches)
@@ -238,10 +203,3 @@ def forward_step(batches: Iterator[torch.Tensor], model: torch.nn.Module) -> tup
 def _mean_loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = output.float().mean()
     return loss, {"loss": loss.detach().clone()}
-
-
-def _mean_over_ranks(losses: list[torch.Tensor]) -> float:
-    """Mean over the micro-batches of all ranks that computed a loss. Collective: world."""
-    total = torch.tensor([sum(losses, torch.zeros(())), float(len(losses))], dtype=torch.float64)
-    dist.all_reduce(total)
-    return float(total[0] / total[1])

@@ -1,29 +1,11 @@
-"""The demonstration's task for its ranks, as plain values that travel to them."""
+"""The demonstration's task for its ranks, and its outcome, as plain values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 
-ZARR = ("zarr", 1)
-LOCAL_REPLICATED = ("local_replicated", 1)
 FULLY_RESHARDABLE = "fully_reshardable"
-
-
-class Role(StrEnum):
-    """The purpose of one start of the ranks."""
-
-    TRAIN = "train"
-    RESUME = "resume"
-
-
-class Loading(StrEnum):
-    """Who reads the checkpoint."""
-
-    EACH = "every rank reads what it needs"
-    TWO_STAGE = "a data-parallel group reads each byte once"
-    LOCAL = "every rank reads from its node, and what is lost there from a copy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,28 +66,32 @@ class RankTask:
     """The task of all ranks of one start.
 
     Attributes:
-        role: train and save, or load and resume.
         layout: the parallel layout of this start.
         training: the same for every start.
-        backend: the checkpoint's backend and version.
         checkpoint: the directory that is saved to or loaded from.
-        scratch: a directory of this start alone: rendezvous, events and failures.
-        loading: who reads the checkpoint, where it is loaded.
-        nodes: the directory that holds one for each node, where there is a local checkpoint too.
-        timeout_s: longest wait for a peer, in seconds.
+        resumes: load the checkpoint and train on; else train, save and train on.
+        two_stage: each data-parallel group reads each byte once; else every rank reads its own.
     """
 
-    role: Role
     layout: ParallelLayout
     training: Training
     checkpoint: Path
-    scratch: Path
-    backend: tuple[str, int] = ZARR
-    loading: Loading = Loading.EACH
-    nodes: Path | None = None
-    timeout_s: float = 120.0
+    resumes: bool = False
+    two_stage: bool = False
 
 
-def local_checkpoint(global_rank: int) -> Path:
-    """Where a rank's node has the local checkpoint; every rank is a node of its own here."""
-    return Path(f"node{global_rank}") / "checkpoint"
+@dataclass(slots=True)
+class Outcome:
+    """What the ranks of one start have done.
+
+    Attributes:
+        seconds: duration of each step, by name.
+        iterations: of each step that trained.
+        losses: by iteration.
+        digests: of the state saved or loaded, by key; on rank 0 alone.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    iterations: dict[str, range] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)

@@ -1,15 +1,13 @@
-"""One rank of the demonstration: ``python -m dist_ckpt_strategies.cli.demo.worker RANK TASK``."""
+"""One rank of the demonstration: it trains, saves or loads, and takes the state's digests."""
 
 from __future__ import annotations
 
 import hashlib
 import math
-import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,148 +21,119 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies import LocalOptions
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.cli.demo.model import Trainer
-from dist_ckpt_strategies.cli.demo.task import (
-    FULLY_RESHARDABLE,
-    LOCAL_REPLICATED,
-    Loading,
-    RankTask,
-    Role,
-    local_checkpoint,
-)
-from dist_ckpt_strategies.cli.ranks import rank_process, task_of, write_event
+from dist_ckpt_strategies.cli.demo.task import FULLY_RESHARDABLE, Outcome, RankTask
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 
-_Slice = tuple[tuple[int, ...], tuple[int | slice, ...], torch.Tensor]
-"""Shape of a global tensor, the region of a shard in it, and the shard's elements."""
+
+def carry_out(task: RankTask, _comm: object, report: Callable[..., None]) -> Outcome:
+    """Carry out a task on one rank, over the world's process group. Collective: world."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist_ckpt_strategies.register()
+    with cpu_stand_ins():
+        parallel_state.initialize_model_parallel(task.layout.tp, task.layout.pp)
+        report("build the model")
+        rank = _Rank(task, report)
+        (rank.resume if task.resumes else rank.train)()
+    return rank.outcome
 
 
 class _Rank:
-    """Carries out a task on one rank. Every method is collective over the world."""
+    """One rank. Every method is collective over the world."""
 
-    def __init__(self, global_rank: int, task: RankTask) -> None:
+    def __init__(self, task: RankTask, report: Callable[..., None]) -> None:
         self._task = task
-        self._is_first = global_rank == 0
+        self._report = report
+        self._trainer = Trainer(task.training, task.layout)
+        self.outcome = Outcome()
 
-    def run(self) -> None:
-        with self._phase("build the model"):
-            trainer = Trainer(self._task.training, self._task.layout)
-        if self._task.role is Role.TRAIN:
-            self._train(trainer)
-        else:
-            self._resume(trainer)
-
-    def _train(self, trainer: Trainer) -> None:
+    def train(self) -> None:
+        """Train, save and train on."""
         num_before = self._task.training.num_before_save
-        self._iterate(trainer, "train", 0, num_before)
-        self._report_digests(trainer)
-        with self._phase("save"):
-            self._save(trainer, self._task.checkpoint, num_before, self._task.backend)
-        if self._task.nodes is not None:
-            directory = self._task.nodes / local_checkpoint(dist.get_rank())
-            directory.mkdir(parents=True)
-            with self._phase("save locally"):
-                self._save(trainer, directory, num_before, LOCAL_REPLICATED)
-        num_after = self._task.training.num_after_save
-        self._iterate(trainer, "train on", num_before, num_before + num_after)
+        self._iterate("train", 0, num_before)
+        self._take_digests()
+        with self._step("save"):
+            state = self._trainer.sharded_state_dict(is_loading=False)
+            dist_checkpointing.save(
+                {**state, "iteration": num_before},
+                str(self._task.checkpoint),
+                ("zarr", 1),
+                content_metadata=self._trainer.content_metadata,
+            )
+        self._iterate("train on", num_before, self._task.training.num_after_save)
 
-    def _save(
-        self, trainer: Trainer, directory: Path, iteration: int, backend: tuple[str, int]
-    ) -> None:
-        state = {**trainer.sharded_state_dict(is_loading=False), "iteration": iteration}
-        metadata = trainer.content_metadata
-        dist_checkpointing.save(state, str(directory), backend, content_metadata=metadata)
-
-    def _resume(self, trainer: Trainer) -> None:
-        directory, two_stage = self._task.checkpoint, None
-        if self._task.loading is Loading.TWO_STAGE:
+    def resume(self) -> None:
+        """Load and train on."""
+        two_stage = None
+        if self._task.two_stage:
             group = parallel_state.get_data_parallel_group()
             two_stage = TwoStageDataParallelLoadShardedStrategy(group)
-        with self._phase("load"):
-            if self._task.loading is Loading.LOCAL and self._task.nodes is not None:
-                directory = self._task.nodes / local_checkpoint(dist.get_rank())
-                dist_ckpt_strategies.prepare_local_load(directory)
-            state = dist_checkpointing.load(
-                trainer.sharded_state_dict(is_loading=True), str(directory), two_stage
-            )
-            trainer.load_state_dict(state)
-        times = two_stage.summarize_load_times() if two_stage is not None else None
-        if times is not None:
-            self._report(
-                "reading",
-                read_nbytes=[share.read_nbytes for share in times.shares],
-                filled_nbytes=[share.filled_nbytes for share in times.shares],
-            )
-        self._report_digests(trainer)
-        first = int(state["iteration"])
-        self._iterate(trainer, "resume", first, first + self._task.training.num_after_save)
+        with self._step("load"):
+            wanted = self._trainer.sharded_state_dict(is_loading=True)
+            state = dist_checkpointing.load(wanted, str(self._task.checkpoint), two_stage)
+            self._trainer.load_state_dict(state)
+        self._take_digests()
+        self._iterate("resume", int(state["iteration"]), self._task.training.num_after_save)
 
-    def _iterate(self, trainer: Trainer, phase: str, first: int, end: int) -> None:
-        with self._phase(phase, end - first):
-            for iteration in range(first, end):
-                self._report("iteration", iteration=iteration, loss=trainer.step(iteration))
+    def _iterate(self, step: str, first: int, count: int) -> None:
+        self.outcome.iterations[step] = range(first, first + count)
+        with self._step(step):
+            for iteration in range(first, first + count):
+                loss = self._trainer.step(iteration)
+                self.outcome.losses[iteration] = loss
+                self._report(f"iteration {iteration}, loss {loss:.3f}")
 
-    def _report_digests(self, trainer: Trainer) -> None:
-        """Report the digest of every weight and optimizer state, whole and in model space."""
-        with self._phase("take digests"):
-            state = trainer.sharded_state_dict(is_loading=False, sharding_type=FULLY_RESHARDABLE)
-            self._report("digests", digests=gather_global_digests(state))
+    def _take_digests(self) -> None:
+        """Of every weight and optimizer state, whole and in model space."""
+        self._report("take digests")
+        state = self._trainer.sharded_state_dict(is_loading=False, sharding_type=FULLY_RESHARDABLE)
+        self.outcome.digests = _gather_digests(state)
 
     @contextmanager
-    def _phase(self, name: str, num_iterations: int | None = None) -> Iterator[None]:
-        """Report a phase; it is over when the last rank has left it."""
-        self._report("begun", name=name, num_iterations=num_iterations)
+    def _step(self, name: str) -> Iterator[None]:
+        """Report a step; it is over when the last rank has left it."""
+        self._report(name)
         began = time.monotonic()
         yield
         dist.barrier()
-        self._report("ended", name=name, seconds=time.monotonic() - began)
-
-    def _report(self, event: str, **fields: Any) -> None:
-        if self._is_first:
-            write_event(self._task.scratch, event, **fields)
+        self.outcome.seconds[name] = time.monotonic() - began
+        self._report(name, seconds=self.outcome.seconds[name])
 
 
-def gather_global_digests(sharded_state: Mapping[str, Any]) -> dict[str, str]:
-    """On global rank 0 the digest of every whole tensor, by key; elsewhere nothing.
+def _gather_digests(sharded_state: Mapping[str, Any]) -> dict[str, str]:
+    """On rank 0 the digest of every whole tensor, by key; elsewhere nothing.
 
-    Rank 0 receives the whole state at once; the demonstration's is small.
-
-    Collective: world, with the same keys' shards anywhere among the ranks.
-
-    Args:
-        sharded_state: a Megatron sharded state dict; it is not changed.
+    Rank 0 receives the whole state at once; the demonstration's is small. Collective: world.
 
     Raises:
         ValueError: the shards of a tensor do not cover it exactly once.
     """
-    local = _main_shards(sharded_state)
-    if dist.get_rank() != 0:
-        dist.gather_object(local)
-        return {}
-    gathered: list[dict[str, list[_Slice]]] = [{} for _ in range(dist.get_world_size())]
-    dist.gather_object(local, gathered)
-    shards: dict[str, list[_Slice]] = {}
-    for of_rank in gathered:
-        for key, some in of_rank.items():
-            shards.setdefault(key, []).extend(some)
-    return {key: digest_tensor(_whole(key, some)) for key, some in sorted(shards.items())}
-
-
-def _main_shards(sharded_state: Mapping[str, Any]) -> dict[str, list[_Slice]]:
-    """This rank's main replicas, by key."""
     # apply_factories replaces entries of the dicts it walks through.
     state = _copied_dicts(sharded_state)
     apply_factories(state)
-    found: dict[str, list[_Slice]] = {}
-    for shard in nested_values(state):
-        if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id):
-            # A clone, because pickling a view would send the whole buffer that it looks into.
-            data = shard.data.detach().clone()
-            one = (tuple(shard.global_shape), shard.global_slice(), data)
-            found.setdefault(shard.key, []).append(one)
-    return found
+    # Clones, because pickling a view would send the whole buffer that it looks into.
+    own = [
+        (shard.key, tuple(shard.global_shape), shard.global_slice(), shard.data.detach().clone())
+        for shard in nested_values(state)
+        if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id)
+    ]
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(own, gathered)
+    wholes: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for key, shape, region, data in (shard for of_rank in gathered or () for shard in of_rank):
+        if key not in wholes:
+            counts = torch.zeros(shape, dtype=torch.uint8)
+            wholes[key] = torch.zeros(shape, dtype=data.dtype), counts
+        whole, times_written = wholes[key]
+        whole[region] = data
+        times_written[region] += 1
+    for key, (whole, times_written) in wholes.items():
+        covered = int((times_written == 1).sum())
+        if covered != math.prod(whole.shape):
+            raise ValueError(f"{key}: {covered} of {whole.numel()} elements are held exactly once")
+    return {key: digest_tensor(whole) for key, (whole, _) in sorted(wholes.items())}
 
 
 def _copied_dicts(value: Any) -> Any:
@@ -175,19 +144,6 @@ def _copied_dicts(value: Any) -> Any:
     return value
 
 
-def _whole(key: str, shards: list[_Slice]) -> torch.Tensor:
-    shape = shards[0][0]
-    whole = torch.zeros(shape, dtype=shards[0][2].dtype)
-    times_written = torch.zeros(shape, dtype=torch.uint8)
-    for _, region, data in shards:
-        whole[region] = data
-        times_written[region] += 1
-    if not bool((times_written == 1).all()):
-        covered = int((times_written == 1).sum())
-        raise ValueError(f"{key}: {covered} of {math.prod(shape)} elements are held exactly once")
-    return whole
-
-
 def digest_tensor(tensor: torch.Tensor) -> str:
     """The digest of a tensor's dtype, shape and bytes, in hexadecimal."""
     head = f"{tensor.dtype} {tuple(tensor.shape)} ".encode()
@@ -195,29 +151,3 @@ def digest_tensor(tensor: torch.Tensor) -> str:
     digest = hashlib.blake2b(head, digest_size=16)
     digest.update(body.data)
     return digest.hexdigest()
-
-
-def carry_out(global_rank: int, task: RankTask) -> None:
-    """Carry out a task on one rank, over the world's process group. Collective: world."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    cliques = LocalOptions(replication_jump=1, replication_factor=2)
-    dist_ckpt_strategies.register(local=cliques)
-    with cpu_stand_ins():
-        parallel_state.initialize_model_parallel(task.layout.tp, task.layout.pp)
-        _Rank(global_rank, task).run()
-
-
-def main(arguments: list[str]) -> None:
-    """Run one rank.
-
-    Args:
-        arguments: the global rank, and the task.
-    """
-    global_rank, task = task_of(arguments)
-    with rank_process(task.scratch, global_rank, task.layout.num_ranks, task.timeout_s):
-        carry_out(global_rank, task)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

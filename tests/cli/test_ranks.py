@@ -1,4 +1,4 @@
-"""``--nproc`` of verify, convert and diff, and the same under torchrun."""
+"""Rank processes: their results and failures, and that none is left; ``--nproc`` and torchrun."""
 
 from __future__ import annotations
 
@@ -16,14 +16,59 @@ import pytest
 from typer.testing import CliRunner
 
 from dist_ckpt_strategies.cli.app import app
+from dist_ckpt_strategies.cli.ranks import Event, RankError, run_ranks, run_tool
+from dist_ckpt_strategies.errors import CorruptCheckpointError
 from dist_ckpt_strategies.formats.locations import is_finished
 from tests.support.checkpoints import RNG, WEIGHT, flip_bit
 
 pytestmark = pytest.mark.multiprocess
 
+FUNCTIONS = "tests.cli.rank_functions"
 COMMAND = (sys.executable, "-m", "dist_ckpt_strategies.cli")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
 LIMIT_S = 200
+
+
+def run(name: str, task: Any, num_ranks: int, **options: Any) -> tuple[Any, list[Event]]:
+    events: list[Event] = []
+    result = run_ranks(
+        f"{FUNCTIONS}:{name}", task, num_ranks, timeout_s=60.0, on_event=events.append, **options
+    )
+    return result, events
+
+
+def test_rank_0_reports_events_and_the_result() -> None:
+    result, events = run("report_and_return", {"a": 1}, 3)
+
+    assert result == [{"a": 1}, [0, 1, 2]]
+    assert events == [{"event": "begun", "rank": 0}]
+
+
+def test_a_failing_rank_is_named_with_its_error_and_the_end_of_its_output() -> None:
+    with pytest.raises(RankError, match="rank 1: ValueError") as caught:
+        run("fail_on_rank_1", ValueError("the disk is full"), 2)
+
+    assert str(caught.value) == "rank 1: ValueError: the disk is full"
+    assert "line before the end" in caught.value.__notes__[0]
+
+
+def test_a_tool_raises_the_error_of_the_rank_itself() -> None:
+    with pytest.raises(CorruptCheckpointError, match="rank 1: w: damaged") as caught:
+        run_tool(f"{FUNCTIONS}:corrupt_on_rank_1", {}, 2, lambda _: lambda _done, _total: None)
+
+    assert caught.value.key == "w"
+
+
+def test_a_rank_killed_by_a_signal_is_named_before_those_that_miss_it() -> None:
+    with pytest.raises(RankError, match=r"rank 1 failed \(exit status -9\)"):
+        run("die_on_rank_1", None, 2)
+
+
+def test_ranks_that_do_not_end_are_stopped_when_the_time_is_up(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"rank\(s\) 0 still running, but nothing happened for 8 s"):
+        run("wait", tmp_path, 1, silence_s=8.0)
+
+    assert all(not is_running(int(path.read_text())) for path in tmp_path.iterdir())
 
 
 def finished(*args: str | Path) -> subprocess.CompletedProcess[str]:
@@ -31,7 +76,7 @@ def finished(*args: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
-def run(*args: str | Path) -> subprocess.CompletedProcess[str]:
+def shared(*args: str | Path) -> subprocess.CompletedProcess[str]:
     return finished(*COMMAND, *args, "--nproc", "2")
 
 
@@ -41,24 +86,24 @@ def without_seconds(text: str) -> dict[str, Any]:
 
 
 def test_two_processes_report_as_one(written: Path, tmp_path: Path) -> None:
-    converted = run("convert", written, tmp_path / "c", "--to", "zarr@2", "--json")
+    converted = shared("convert", written, tmp_path / "c", "--to", "zarr@2", "--json")
     assert (converted.returncode, converted.stderr) == (0, "")
     assert json.loads(converted.stdout)["num_arrays"] == 4
     for args in (("diff", written, tmp_path / "c"), ("verify", tmp_path / "c")):
-        shared = run(*args, "--json")
+        by_two = shared(*args, "--json")
         alone = CliRunner().invoke(app, [*map(str, args), "--json"])
-        assert (shared.returncode, shared.stderr) == (0, "")
-        assert without_seconds(shared.stdout) == without_seconds(alone.stdout)
+        assert (by_two.returncode, by_two.stderr) == (0, "")
+        assert without_seconds(by_two.stdout) == without_seconds(alone.stdout)
 
 
 def test_damage_is_reported_once(checkpoint: Path, tmp_path: Path) -> None:
     flip_bit(checkpoint / RNG / "shard_1.1_2.2.pt", b"state")
-    verified = run("verify", checkpoint)
+    verified = shared("verify", checkpoint)
     assert (verified.returncode, verified.stderr) == (1, "")
     assert verified.stdout.count("shard_1.1_2.2.pt") == 1
 
     (checkpoint / WEIGHT / "0.0").unlink()
-    converted = run("convert", checkpoint, tmp_path / "c", "--to", "zarr@2")
+    converted = shared("convert", checkpoint, tmp_path / "c", "--to", "zarr@2")
     assert (converted.returncode, converted.stdout) == (1, "")
     assert converted.stderr.startswith("error: rank ")
     assert converted.stderr.count("\n") == 1
@@ -110,31 +155,35 @@ def until(is_so: Callable[[], Any]) -> Any:
     return found
 
 
-@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
+)
 def test_no_process_is_left_when_the_command_is_ended(
-    written: Path, sent: signal.Signals, status: int
+    written: Path, tmp_path: Path, sent: signal.Signals, status: int
 ) -> None:
-    """The other process hangs, which Ctrl-C ends too."""
+    """One of the processes hangs, which Ctrl-C ends too."""
     command = [*COMMAND, "verify", str(written), "--nproc", "2"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        (child,) = until(lambda: children_of(process.pid))
-        if sent is signal.SIGINT:
-            time.sleep(2)
-            os.kill(child, signal.SIGSTOP)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        children = until(lambda: (found := children_of(process.pid)) * (len(found) == 2))
+        time.sleep(2)
+        if sent is not signal.SIGKILL:
+            os.kill(children[1], signal.SIGSTOP)
         os.kill(process.pid, sent)
         _, stderr = process.communicate(timeout=LIMIT_S / 4)
 
     assert process.returncode == status
     assert stderr == ("interrupted\n" if status == 130 else "")
-    until(lambda: not is_running(child))
+    until(lambda: not any(map(is_running, children)))
+    assert sent is signal.SIGKILL or not list(tmp_path.iterdir())
 
 
 def test_a_process_that_dies_ends_the_command(written: Path) -> None:
     command = [*COMMAND, "verify", str(written), "--nproc", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        (child,) = until(lambda: children_of(process.pid))
-        os.kill(child, signal.SIGKILL)
+        children = until(lambda: (found := children_of(process.pid)) * (len(found) == 2))
+        os.kill(children[1], signal.SIGKILL)
         _, stderr = process.communicate(timeout=LIMIT_S)
 
     assert process.returncode == 3
-    assert stderr.startswith("error: rank 1: its process ended with status -9")
+    assert stderr == "error: rank 1 failed (exit status -9)\n"
