@@ -14,7 +14,7 @@ from typing import Any, Generic
 import pytest
 
 from dist_ckpt_strategies import local
-from dist_ckpt_strategies.megatron.tensor_aware import tensor_aware_class
+from dist_ckpt_strategies.megatron.types import tensor_aware_class
 from tests.support.kept import Kept, own_parameters, require_tested, require_understood
 
 REPLICATION = "tests/local/test_replication.py::"

@@ -53,7 +53,7 @@ from dist_ckpt_strategies.formats.objects import (
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.formats.zarr2_arrays import open_array_store
 from dist_ckpt_strategies.formats.zarr3_arrays import ArrayWriterBase, open_writer
-from dist_ckpt_strategies.megatron.parallel_layout import parallel_sizes
+from dist_ckpt_strategies.megatron.process_state import parallel_sizes
 from dist_ckpt_strategies.storage.base import ArrayWriter
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME

@@ -55,7 +55,7 @@ def abort_megatron() -> None:
     """Take Megatron-Core's parallel layout and its global buffers down."""
     if "megatron.core.parallel_state" not in sys.modules:
         return
-    from dist_ckpt_strategies.megatron.parallel_layout import (  # noqa: PLC0415 - only if imported
+    from dist_ckpt_strategies.megatron.process_state import (  # noqa: PLC0415 - only if imported
         forget_parallel_layout,
     )
 

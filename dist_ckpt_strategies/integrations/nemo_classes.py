@@ -15,7 +15,7 @@ from dist_ckpt_strategies.integrations.lightning_steps import (
 )
 from dist_ckpt_strategies.integrations.megatron_steps import guard_optimizer
 from dist_ckpt_strategies.integrations.nemo_state import NemoStateProvider
-from dist_ckpt_strategies.megatron.microbatches import forget_num_microbatches
+from dist_ckpt_strategies.megatron.process_state import forget_num_microbatches
 
 _ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 

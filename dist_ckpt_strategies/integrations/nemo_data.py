@@ -14,7 +14,7 @@ import torch
 
 from dist_ckpt_strategies.errors import RestartError
 from dist_ckpt_strategies.integrations.lightning_steps import set_epoch
-from dist_ckpt_strategies.megatron.microbatches import set_num_microbatches
+from dist_ckpt_strategies.megatron.process_state import set_num_microbatches
 from dist_ckpt_strategies.recovery.json_values import from_json_value, to_json_value
 
 _FIRST_STEP = "init_global_step"

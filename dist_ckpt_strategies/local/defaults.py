@@ -8,7 +8,7 @@ from typing import Any
 from dist_ckpt_strategies.formats.objects import names_of
 from dist_ckpt_strategies.local.mcore_codecs import mcore_codec, megatron_codec
 from dist_ckpt_strategies.local.state_codecs import StateCodecs, basic_codec
-from dist_ckpt_strategies.megatron.allowed import default_allowed
+from dist_ckpt_strategies.megatron.types import default_allowed
 
 
 def default_codecs() -> StateCodecs:

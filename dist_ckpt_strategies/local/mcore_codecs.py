@@ -12,11 +12,6 @@ from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.plain_values import Extension
 from dist_ckpt_strategies.local.state_codecs import StateCodec
-from dist_ckpt_strategies.megatron.bases import (
-    CheckpointingException,
-    ShardedObject,
-    ShardedTensor,
-)
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     mapped_values,
@@ -25,7 +20,13 @@ from dist_ckpt_strategies.megatron.shards import (
     sharded_values,
     value_from_message,
 )
-from dist_ckpt_strategies.megatron.tensor_aware import TENSOR_AWARE_CLASS, tensor_aware_class
+from dist_ckpt_strategies.megatron.types import (
+    TENSOR_AWARE_CLASS,
+    CheckpointingException,
+    ShardedObject,
+    ShardedTensor,
+    tensor_aware_class,
+)
 
 
 def mcore_codec() -> StateCodec:

@@ -29,7 +29,6 @@ from dist_ckpt_strategies.local.shard_fetching import (
     tensors_at_hand,
 )
 from dist_ckpt_strategies.local.tensor_slots import SlottedStateDict, TensorSlots
-from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor, StrictHandling
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.flow import (
     LoadParts,
@@ -48,6 +47,7 @@ from dist_ckpt_strategies.megatron.shards import (
     shard_spec,
     sharded_values,
 )
+from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor, StrictHandling
 from dist_ckpt_strategies.sharded.checks import check_load, check_save
 
 _ALGORITHMS = ("atomic", "fully_parallel")

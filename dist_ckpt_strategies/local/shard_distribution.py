@@ -11,13 +11,13 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.core.array import ShardId, shard_from_wire, shard_to_wire
 from dist_ckpt_strategies.core.balance import build_spread
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.megatron.bases import ShardedTensor
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     mapped_values,
     shard_spec,
     sharded_values,
 )
+from dist_ckpt_strategies.megatron.types import ShardedTensor
 
 
 @dataclass(frozen=True, slots=True)

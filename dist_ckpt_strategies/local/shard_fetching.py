@@ -24,8 +24,6 @@ from dist_ckpt_strategies.formats.objects import names_of
 from dist_ckpt_strategies.local.plain_values import dump_value, load_value
 from dist_ckpt_strategies.local.plan_reshard import ReshardPlan, build_reshard_plan
 from dist_ckpt_strategies.local.reshard import run_reshard
-from dist_ckpt_strategies.megatron.allowed import default_allowed
-from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     message_of,
@@ -34,6 +32,7 @@ from dist_ckpt_strategies.megatron.shards import (
     sharded_values,
     value_from_message,
 )
+from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor, default_allowed
 
 
 def tensors_at_hand(sharded: StateDict) -> dict[ShardSpec, torch.Tensor]:

@@ -7,7 +7,7 @@ from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 from dist_ckpt_strategies.errors import CheckpointError, joint_class
-from dist_ckpt_strategies.megatron.bases import CheckpointingException
+from dist_ckpt_strategies.megatron.types import CheckpointingException
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -21,14 +21,13 @@ from megatron.core.dist_checkpointing.validation import (
     validate_sharding_integrity,
 )
 
-from dist_ckpt_strategies.errors import PlanError, StrategyError
-from dist_ckpt_strategies.megatron.bases import (
+from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.megatron.shards import StateDict, is_empty, mapped_values
+from dist_ckpt_strategies.megatron.types import (
     CheckpointingException,
     ShardedObject,
-    ShardedTensor,
     StrictHandling,
 )
-from dist_ckpt_strategies.megatron.shards import StateDict, is_empty, mapped_values
 
 CONTENT_METADATA_KEY = "content_metadata"
 
@@ -112,21 +111,22 @@ def require_valid_sharding(everyone: list[list[Any]]) -> None:
     Raises:
         PlanError: elements or objects are missing, or held twice; names the key.
     """
-    tensors = _chosen(
-        everyone, lambda value: isinstance(value, ShardedTensor) and not is_empty(value)
-    )
-    objects = _chosen(everyone, lambda value: isinstance(value, ShardedObject))
-    for chosen in (tensors, objects):
+    for is_object in (False, True):
+        chosen = [
+            [v for v in values if isinstance(v, ShardedObject) is is_object and not is_empty(v)]
+            for values in everyone
+        ]
         error = _sharding_error(chosen)
         if error is not None:
-            key = _key_at_fault(chosen)
+            keys = sorted({value.key for values in chosen for value in values})
+            key = next((key for key in keys if _sharding_error(_of_key(chosen, key))), None)
             raise PlanError(
                 f"{key}: the shards of all ranks do not fit together: {error}", key=key
             ) from error
 
 
-def _chosen(everyone: list[list[Any]], is_chosen: Callable[[Any], bool]) -> list[list[Any]]:
-    return [list(filter(is_chosen, values)) for values in everyone]
+def _of_key(everyone: list[list[Any]], key: str) -> list[list[Any]]:
+    return [[value for value in values if value.key == key] for values in everyone]
 
 
 def _sharding_error(everyone: list[list[Any]]) -> Exception | None:
@@ -144,16 +144,6 @@ def _sharding_error(everyone: list[list[Any]]) -> Exception | None:
     ) as error:
         return error
     return None
-
-
-def _key_at_fault(everyone: list[list[Any]]) -> str | None:
-    """The first key that the check does not pass alone."""
-    keys = sorted({value.key for values in everyone for value in values})
-    return next((key for key in keys if _sharding_error(_of_key(everyone, key))), None)
-
-
-def _of_key(everyone: list[list[Any]], key: str) -> list[list[Any]]:
-    return _chosen(everyone, lambda value: value.key == key)
 
 
 def split_for_load(state_dict: StateDict) -> LoadParts:
@@ -209,16 +199,12 @@ def apply_strictness(
         *validate_integrity_and_strict_load(sharded, compared, False, local, everyone, stored)  # noqa: FBT003 - theirs
     )
     if compared is not strict:
-        _require_no_mismatch(outcome)
+        try:
+            maybe_report_missing_and_unexpected_keys(outcome.missing, outcome.unexpected)
+        except CheckpointingException as error:
+            key = min(outcome.unexpected or outcome.missing)
+            raise PlanError(f"{key}: {error}", key=key) from error
     return outcome
-
-
-def _require_no_mismatch(outcome: StrictOutcome) -> None:
-    try:
-        maybe_report_missing_and_unexpected_keys(outcome.missing, outcome.unexpected)
-    except CheckpointingException as error:
-        key = min(outcome.unexpected or outcome.missing)
-        raise PlanError(f"{key}: {error}", key=key) from error
 
 
 def split_objects(sharded: StateDict) -> tuple[StateDict, StateDict]:
@@ -227,20 +213,6 @@ def split_objects(sharded: StateDict) -> tuple[StateDict, StateDict]:
         sharded, lambda value: isinstance(value, ShardedObject)
     )
     return found
-
-
-def require_objects_handled(sharded_strategy: Any, common_strategy: Any) -> None:
-    """Raise where neither strategy handles ShardedObjects.
-
-    Raises:
-        StrategyError: neither does.
-    """
-    strategies = (sharded_strategy, common_strategy)
-    if not any(strategy.can_handle_sharded_objects for strategy in strategies):
-        raise StrategyError(
-            f"the state dict has ShardedObjects, which neither {sharded_strategy} nor "
-            f"{common_strategy} can handle; choose a strategy that does"
-        )
 
 
 def merged(base: StateDict, *others: StateDict) -> StateDict:

@@ -1,4 +1,4 @@
-"""The random states that Megatron-Core tracks beside torch's own."""
+"""The random states that Megatron-Core tracks beside torch's own; does not import it."""
 
 from __future__ import annotations
 

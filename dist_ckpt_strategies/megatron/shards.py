@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.mapping import is_main_replica
 from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, ShardId, ShardSpec
 from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor
+from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor
 
 StateDict = dict[Any, Any]
 

@@ -20,7 +20,7 @@ from dist_ckpt_strategies.comm.base import Communicator, who_is_where
 from dist_ckpt_strategies.config import limit_of_wait
 from dist_ckpt_strategies.errors import MissingDependencyError, PlanError, SaveTimeoutError
 from dist_ckpt_strategies.formats.locations import Location
-from dist_ckpt_strategies.megatron.requests import AsyncRequest
+from dist_ckpt_strategies.megatron.types import AsyncRequest
 from dist_ckpt_strategies.storage.files import file_errors
 from dist_ckpt_strategies.storage.io_pool import limited
 

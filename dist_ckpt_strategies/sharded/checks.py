@@ -14,7 +14,6 @@ from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.core.array import RankShards
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.formats.objects import dump_object
-from dist_ckpt_strategies.megatron.bases import ShardedObject, ShardedTensor, StrictHandling
 from dist_ckpt_strategies.megatron.flow import (
     StrictOutcome,
     apply_strictness,
@@ -32,6 +31,7 @@ from dist_ckpt_strategies.megatron.shards import (
     sharded_values,
     value_from_message,
 )
+from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor, StrictHandling
 from dist_ckpt_strategies.sharded.plan_save import ObjectPlacement, build_save_plan
 
 

@@ -29,7 +29,6 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.formats.objects import Allowed, load_content
-from dist_ckpt_strategies.megatron.bases import ShardedTensor
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     mapped_values,
@@ -38,6 +37,7 @@ from dist_ckpt_strategies.megatron.shards import (
     shard_from_message,
     sharded_values,
 )
+from dist_ckpt_strategies.megatron.types import ShardedTensor
 from dist_ckpt_strategies.sharded.checks import (
     VALIDATED,
     digest_of,

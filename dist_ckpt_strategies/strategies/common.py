@@ -6,8 +6,7 @@ from pathlib import Path
 
 from dist_ckpt_strategies.comm.agree import agree_on_first
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
-from dist_ckpt_strategies.comm.torch_communicator import open_communicator
-from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.keys import require_storable_keys
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
@@ -29,8 +28,6 @@ from dist_ckpt_strategies.formats.objects import (
     read_object,
     write_dumped,
 )
-from dist_ckpt_strategies.megatron.allowed import default_allowed
-from dist_ckpt_strategies.megatron.bases import LoadCommonStrategy, SaveCommonStrategy
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -40,11 +37,16 @@ from dist_ckpt_strategies.megatron.shards import (
     object_id,
     sharded_values,
 )
+from dist_ckpt_strategies.megatron.types import (
+    LoadCommonStrategy,
+    SaveCommonStrategy,
+)
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file, write_file
-from dist_ckpt_strategies.storage.io_pool import limited, run_with_limit
+from dist_ckpt_strategies.storage.files import COMMON_NAME
+from dist_ckpt_strategies.storage.io_pool import run_with_limit
+from dist_ckpt_strategies.storage.store import Directory, Store
 from dist_ckpt_strategies.storage.time_limit import time_limit
-from dist_ckpt_strategies.strategies.registry import require_own
+from dist_ckpt_strategies.strategies.configured import Configured, require_own
 from dist_ckpt_strategies.tools.readers import open_reader
 
 BACKEND = "torch"
@@ -53,7 +55,7 @@ VERSION = 1
 _OBJECT_FILES = "one file for each ShardedObject"
 
 
-class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
+class TorchCommonSaveStrategy(Configured, SaveCommonStrategy):  # type: ignore[misc]
     """Writes ``common.pt`` atomically, after invalidating an older checkpoint there.
 
     Args:
@@ -76,14 +78,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
     ) -> None:
         require_own((BACKEND, VERSION), backend, version)
         super().__init__(backend, version)
-        self._group = group
-        self._allowed = [*default_allowed(), *allow]
-        self._options = options or options_from_environment()
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """ShardedObjects go to one file each."""
-        return True
+        self._configure(options, allow, group)
 
     @raises_megatron_errors
     def save_common(self, common_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
@@ -96,14 +91,16 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
             StorageError: it cannot be pickled or written; a PeerError of that class elsewhere.
         """
         root = located(checkpoint_dir, self._options)
-        comm = open_communicator(
-            self._group,
-            timeout_s=self._options.timeout_s,
-            purpose="save of common state",
-            detail=f"to {root}",
-        )
+        comm = self._communicator("save of common state", f"to {root}")
+
+        def write() -> None:
+            content = self.dump_common(common_state_dict)
+            if isinstance(root, Path):
+                invalidate(root)
+            _store(root).write(COMMON_NAME, content)
+
         with time_limit(self._options.timeout_s):
-            agree_on_first(comm, lambda: _write_common(root, self.dump_common(common_state_dict)))
+            agree_on_first(comm, write)
 
     def dump_common(self, common_state_dict: StateDict) -> bytes:
         """What ``save_common`` writes. Rank-local.
@@ -112,7 +109,7 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
             UnsafeObjectError: it needs a class that a load would refuse.
             StorageError: it cannot be pickled.
         """
-        return dump_loadable(common_state_dict, name="common state", allow=self._allowed)
+        return dump_loadable(common_state_dict, name="common state", allow=self.allowed())
 
     @raises_megatron_errors
     def save_sharded_objects(
@@ -129,11 +126,11 @@ class TorchCommonSaveStrategy(SaveCommonStrategy):  # type: ignore[misc]
         require_storable_keys((), {object_id(value).key for value in objects})
         for value in objects:
             name = object_id(value)
-            content = dump_loadable(value.data, name=name.unique_key, allow=self._allowed)
+            content = dump_loadable(value.data, name=name.unique_key, allow=self.allowed())
             write_dumped(root, name, content)
 
 
-class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
+class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[misc]
     """Reads ``common.pt`` and object files with an allow-list (``weights_only=True``).
 
     Args:
@@ -144,13 +141,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
     @raises_megatron_errors
     def __init__(self, *, options: Options | None = None, allow: Allowed = ()) -> None:
         super().__init__()
-        self._options = options or options_from_environment()
-        self._allowed = [*default_allowed(), *allow]
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """ShardedObjects are read from one file each."""
-        return True
+        self._configure(options, allow)
 
     @raises_megatron_errors
     def load_common(self, checkpoint_dir: str | Path) -> StateDict:
@@ -164,20 +155,21 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
             UnsafeObjectError: it needs a class that is not allowed; the message names it.
             CorruptCheckpointError: it is damaged.
         """
-        options = self._options
+        options, allow = self._options, self.allowed()
         root = content_of(located(checkpoint_dir, options))
-        path = root.path(COMMON_NAME) if isinstance(root, Bucket) else str(root / COMMON_NAME)
+        store = _store(root)
+        path = store.path(COMMON_NAME)
         with time_limit(options.timeout_s):
             try:
-                content = _read_common(root, path)
+                content = store.read(COMMON_NAME)
             except IncompleteCheckpointError as missing:
                 try:
                     content = run_with_limit(
-                        lambda: _read_common_object(root, options, self._allowed), root
+                        lambda: open_reader(root, options, allow).common_content(), root
                     )
                 except (IncompatibleVersionError, IncompleteCheckpointError):
                     raise missing from None
-            found = load_content(content, path, "common state", self._allowed)
+            found = load_content(content, path, "common state", allow)
         if not isinstance(found, dict):
             raise CorruptCheckpointError(
                 f"common state: {path} holds a {type(found).__name__}, expected a dict",
@@ -190,7 +182,7 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
         self, sharded_objects_state_dict: StateDict, checkpoint_dir: str | Path
     ) -> StateDict:
         """A state dict of the same structure with the stored objects. Rank-local."""
-        root, allow = self._directory(checkpoint_dir), self._allowed
+        root, allow = self._directory(checkpoint_dir), self.allowed()
         return mapped_values(
             lambda value: read_object(root, object_id(value), allow), sharded_objects_state_dict
         )
@@ -215,25 +207,5 @@ class TorchCommonLoadStrategy(LoadCommonStrategy):  # type: ignore[misc]
         return require_path(located(checkpoint_dir, self._options), _OBJECT_FILES)
 
 
-@limited
-def _read_common(root: Location, path: str) -> bytes:
-    if isinstance(root, Bucket):
-        return root.read(COMMON_NAME)
-    with file_errors("common state", path, not_found=IncompleteCheckpointError):
-        return read_file(path)
-
-
-def _read_common_object(root: Location, options: Options, allow: Allowed) -> bytes:
-    """The content of the object that holds the common state, in any format that is read here."""
-    return open_reader(root, options, allow).common_content()
-
-
-@limited
-def _write_common(root: Location, content: bytes) -> None:
-    if isinstance(root, Bucket):
-        root.write(COMMON_NAME, content)
-        return
-    path = root / COMMON_NAME
-    with file_errors("common state", path):
-        invalidate(root)
-        write_file(path, content)
+def _store(root: Location) -> Store:
+    return root if isinstance(root, Bucket) else Directory(root)

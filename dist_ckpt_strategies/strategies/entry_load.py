@@ -1,4 +1,4 @@
-"""Load with the signature of Megatron-Core's, and promises that it does not make.
+"""``load`` with Megatron-Core's signature and further promises.
 
 Every rank raises where one fails. torch_dist never takes the place of a strategy.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,17 @@ from dist_ckpt_strategies.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
     PlanError,
+    StrategyError,
 )
 from dist_ckpt_strategies.formats.locations import (
     Location,
     complete_commit,
     content_of,
     located,
+    read_marker,
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed, allowing
-from dist_ckpt_strategies.megatron.bases import StrictHandling
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.flow import (
     LoadParts,
@@ -42,31 +42,27 @@ from dist_ckpt_strategies.megatron.flow import (
     split_objects,
 )
 from dist_ckpt_strategies.megatron.shards import StateDict, sharded_values
+from dist_ckpt_strategies.megatron.types import ShardedTensor, StrategyAction, StrictHandling
 from dist_ckpt_strategies.sharded.checks import check_load
-from dist_ckpt_strategies.sharded.load import ShardedLoad
-from dist_ckpt_strategies.storage.time_limit import restart_limit
-from dist_ckpt_strategies.strategies.entry_options import (
+from dist_ckpt_strategies.sharded.load import ShardedLoad, conversions
+from dist_ckpt_strategies.storage.files import MARKER_NAME
+from dist_ckpt_strategies.storage.time_limit import restart_limit, time_limit
+from dist_ckpt_strategies.strategies.configured import (
     entry_options,
-    load_strategies,
-    location_of,
+    location_for,
     open_world,
     require_taken,
-    verifying,
-    with_strict_dtype,
-    with_time_limit,
 )
-from dist_ckpt_strategies.strategies.local_replicated import BACKEND as LOCAL_BACKEND
 from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
     restore_common,
 )
-from dist_ckpt_strategies.strategies.registry import StrategyChoice
+from dist_ckpt_strategies.strategies.registry import StrategyChoice, resolve
 from dist_ckpt_strategies.strategies.zarr import ZarrLoadShardedStrategy
 
 
 @raises_megatron_errors
-@with_time_limit
-def load(  # noqa: C901, PLR0913 - Megatron's signature
+def load(  # noqa: PLR0913 - Megatron's signature
     sharded_state_dict: StateDict,
     checkpoint_dir: str | Path,
     sharded_strategy: StrategyChoice = None,
@@ -93,7 +89,7 @@ def load(  # noqa: C901, PLR0913 - Megatron's signature
         strict: what to do about keys that only one side has, as in Megatron-Core.
         allow: further classes that objects of this checkpoint may be unpickled to.
         timeout_s: longest wait for a peer in the steps around the strategies, and within those of
-            ("zarr", 1) and ("zarr", 2) that are not given as instances.
+            this package that are not given as instances.
         verify: what is compared with the digests of ("zarr", 2): ``"read"``, ``"full"`` or
             ``"off"``; by default what the strategy or the environment says, ``"read"``.
         strict_dtype: raise where an array is stored in another dtype than the one requested, before
@@ -113,26 +109,24 @@ def load(  # noqa: C901, PLR0913 - Megatron's signature
         StrategyError: there is no such strategy, or one that ``verify`` means nothing to.
         PeerError: another rank failed; it is of the class of that rank's error too.
     """
-    comm = open_world("load", f"from {checkpoint_dir}", timeout_s)
+    comm, limit_s = open_world("load", f"from {checkpoint_dir}", timeout_s)
     loads: list[_Load] = []
 
     def open_load() -> _Load:
         options = entry_options(timeout_s)
-        place = location_of(checkpoint_dir, sharded_strategy, options)
+        place = location_for(sharded_strategy, checkpoint_dir, options)
         if comm.rank == 0:
             complete_commit(place)
         root = content_of(place)
-        loader, commons = load_strategies(root, sharded_strategy, common_strategy, timeout_s)
+        loader, commons = _loaders(root, sharded_strategy, common_strategy, timeout_s)
         require_taken(root, loader)
-        loader = verifying(loader, verify)
         found: StateDict = commons.load_common(root)
         parts = split_for_load(sharded_state_dict)
-        if strict_dtype:
-            loader = with_strict_dtype(loader, root, parts.sharded)
+        loader = _with_options(loader, root, parts.sharded, verify, strict_dtype=strict_dtype)
         state = merged(found, parts.nonpersistent)
         return _Load(comm, root, options, loader, commons, parts, state, parsed_strict(strict))
 
-    def describe(*, is_last: bool) -> Message:
+    def describe(*, is_last: bool = False) -> Message:
         try:
             loads[:] = [open_load()]
         except (CheckpointNotFoundError, IncompleteCheckpointError):
@@ -141,20 +135,69 @@ def load(  # noqa: C901, PLR0913 - Megatron's signature
             return None  # the first rank may have completed a commit, or another node has it
         return loads[0].describe(checkpoint_dir, validates=validate_access_integrity)
 
-    with allowing(allow):
-        answers = agree_and_gather(comm, partial(describe, is_last=False))
+    with time_limit(limit_s), allowing(allow):
+        answers = agree_and_gather(comm, describe)
         restart_limit()
         if None in answers:
             if _LOCAL in answers:
-                _restore_node(comm, checkpoint_dir)
-            answers = agree_and_gather(comm, partial(describe, is_last=True))
+                directory = agree(
+                    comm, lambda: require_path(located(checkpoint_dir, None), "local_replicated")
+                )
+                restore_common(comm, directory, str(checkpoint_dir))
+            answers = agree_and_gather(comm, lambda: describe(is_last=True))
         return loads[0].run(answers, validates=validate_access_integrity)
 
 
-def _restore_node(comm: Communicator, checkpoint_dir: str | Path) -> None:
-    """Put the files of a local checkpoint's common state where they are lost. Collective."""
-    root = agree(comm, lambda: require_path(located(checkpoint_dir, None), LOCAL_BACKEND))
-    restore_common(comm, root, str(checkpoint_dir))
+def _loaders(
+    root: Location, sharded: StrategyChoice, common: StrategyChoice, timeout_s: float | None
+) -> tuple[Any, Any]:
+    """The strategies that load the sharded and the common state, by default the marker's.
+
+    Errors about the stored formats name ``metadata.json``.
+    """
+    marker = read_marker(root)
+
+    def loader(
+        action: StrategyAction, choice: StrategyChoice, stored: tuple[str, int], limit_s: Any
+    ) -> Any:
+        found = choice and resolve(action, choice, stored, limit_s)
+        try:
+            found = found or resolve(action, None, stored, limit_s)
+            found.check_backend_compatibility(stored[0])
+            found.check_version_compatibility(stored[1])
+        except StrategyError as error:
+            path = f"{root}/{MARKER_NAME}"
+            raise type(error)(f"{path}: {error.message}", path=path) from error
+        return found
+
+    of_sharded = (marker.sharded_backend, marker.sharded_backend_version)
+    of_common = (marker.common_backend, marker.common_backend_version)
+    return (
+        loader(StrategyAction.LOAD_SHARDED, sharded, of_sharded, timeout_s),
+        loader(StrategyAction.LOAD_COMMON, common, of_common, None),
+    )
+
+
+def _with_options(
+    loader: Any, root: Location, wanted: StateDict, verify: str | None, *, strict_dtype: bool
+) -> Any:
+    """The load strategy with the caller's options. Rank-local.
+
+    For a strategy without the option ``strict_dtype`` the stored dtypes are compared here.
+    """
+    if verify is not None and not getattr(loader, "has_digests", False):
+        raise StrategyError(
+            f"verify={verify!r}: digests are kept by format ('zarr', 2), which "
+            f"{type(loader).__name__} does not read itself; set verify on the strategy that does, "
+            "or in its options"
+        )
+    if hasattr(loader, "with_options"):
+        return loader.with_options(verify=verify, strict_dtype=strict_dtype or None)
+    if strict_dtype:
+        stored = {array.key: array.dtype for array in loader.load_tensors_metadata(root).values()}
+        tensors = [value for value in sharded_values(wanted) if isinstance(value, ShardedTensor)]
+        conversions(tensors, stored, is_strict=True)
+    return loader
 
 
 _LOCAL, _OTHER = "local", "other"
@@ -163,18 +206,9 @@ _LOCAL, _OTHER = "local", "other"
 
 @dataclass(slots=True)
 class _Load:
-    """A load of which nothing is read yet.
+    """A load of which nothing is read yet; ``comm`` is all ranks, ``state`` what it returns.
 
-    Attributes:
-        comm: all ranks.
-        root: where the files are.
-        options: those of the steps around the strategies.
-        sharded: loads the sharded part.
-        common_loader: loads the common state, and objects where ``sharded`` does not.
-        parts: what is wanted.
-        state: what ``load`` returns; the common state at first.
-        strictness: what to do about keys that only one side has.
-        direct: set where a strategy of this package loads with the ranks and limit of this call.
+    ``direct`` is set where a strategy of this package loads with the ranks and limit of this call.
     """
 
     comm: Communicator
@@ -187,27 +221,21 @@ class _Load:
     strictness: StrictHandling
     direct: ShardedLoad | None = None
 
-    def describe(self, checkpoint_dir: str | Path, *, validates: bool) -> Message:
+    def describe(self, name: str | Path, *, validates: bool) -> Message:
         """What other ranks have to know at first. Rank-local; errors as of ``load``."""
-        ours = self.sharded
+        ours, strict = self.sharded, self.strictness
         is_direct = (
             isinstance(ours, ZarrLoadShardedStrategy)
             and type(ours).load is ZarrLoadShardedStrategy.load
-            and not ours.has_group
-            and ours.options.timeout_s == self.options.timeout_s
-            and not needs_stored_keys(self.strictness)
-            and not needs_global_keys(self.strictness)
+            and ours.runs_in_world(self.options)
+            and not (needs_stored_keys(strict) or needs_global_keys(strict))
         )
         if is_direct:
             inputs = ours.inputs(self.comm, self.parts.sharded, self.root)
-            self.direct = ShardedLoad(
-                self.comm, replace(inputs, name=checkpoint_dir, validates=validates)
-            )
+            self.direct = ShardedLoad(self.comm, replace(inputs, name=name, validates=validates))
             return self.direct.describe()
-        is_local = isinstance(self.root, Path) and isinstance(
-            ours, LocalReplicatedLoadShardedStrategy
-        )
-        return _LOCAL if is_local else _OTHER
+        is_local = isinstance(ours, LocalReplicatedLoadShardedStrategy)
+        return _LOCAL if is_local and isinstance(self.root, Path) else _OTHER
 
     def run(
         self, answers: Sequence[Message], *, validates: bool
@@ -217,17 +245,22 @@ class _Load:
         Args:
             answers: what ``describe`` has returned on every rank.
             validates: whether Megatron-Core's own checks of the sharding are run.
+
+        Raises:
+            PlanError: ranks load by strategies of different kinds.
         """
-        _require_one_way(self.comm, answers)
+        comm, strict = self.comm, self.strictness
+        kinds = [answer if isinstance(answer, str) else "zarr" for answer in answers]
+        if len(set(kinds)) > 1:
+            texts = [f"a load by a strategy of kind {kind}" for kind in kinds]
+            raise PlanError(f"expected one strategy, found {who_is_where(comm, kinds, texts)}")
         if self.direct is not None:
             self.direct.begin(answers)
             return self.direct.run(self._finished)
-        outcome = check_load(
-            self.comm, self.parts.sharded, self.strictness, self._stored_keys, validates
-        )
+        outcome = check_load(comm, self.parts.sharded, strict, self._stored_keys, validates)
         loaded = self._load_otherwise(outcome.sharded)
-        agree(self.comm, lambda: self._finished(*loaded))
-        if returns_keys(self.strictness):
+        agree(comm, lambda: self._finished(*loaded))
+        if returns_keys(strict):
             return self.state, outcome.missing, outcome.unexpected
         return self.state
 
@@ -252,11 +285,3 @@ class _Load:
         objects, tensors = agree(comm, lambda: split_objects(state))
         loaded = agree(comm, lambda: self.common_loader.load_sharded_objects(objects, root))
         return loaded, agree(comm, lambda: sharded.load(tensors, root))
-
-
-def _require_one_way(comm: Communicator, answers: Sequence[Message]) -> None:
-    """Raise where ranks load by strategies of different kinds."""
-    kinds = [answer if isinstance(answer, str) else "zarr" for answer in answers]
-    if len(set(kinds)) > 1:
-        texts = [f"a load by a strategy of kind {kind}" for kind in kinds]
-        raise PlanError(f"expected one strategy, found {who_is_where(comm, kinds, texts)}")

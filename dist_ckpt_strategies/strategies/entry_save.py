@@ -1,4 +1,4 @@
-"""Save with the signature of Megatron-Core's, and promises that it does not make.
+"""``save`` with Megatron-Core's signature and further promises, and ``save_async``.
 
 Every rank raises where one fails. A finished checkpoint is not overwritten by accident. The marker
 appears whole, after everything else is durable. torch_dist never takes the place of a strategy.
@@ -15,7 +15,9 @@ from typing import Any
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.errors import StrategyError
+from dist_ckpt_strategies.errors import (
+    StrategyError,
+)
 from dist_ckpt_strategies.formats.commit import DirectoryPlace
 from dist_ckpt_strategies.formats.locations import (
     Location,
@@ -29,12 +31,11 @@ from dist_ckpt_strategies.formats.objects import Allowed, allowing, dump_object
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.flow import (
     SaveParts,
-    require_objects_handled,
     split_for_save,
     split_objects,
 )
 from dist_ckpt_strategies.megatron.shards import StateDict
-from dist_ckpt_strategies.megatron.wrappers import parallel_base, spread_main_replicas
+from dist_ckpt_strategies.megatron.types import StrategyAction
 from dist_ckpt_strategies.sharded.async_request import RUNNING_SAVES, LocalSaveRequest
 from dist_ckpt_strategies.sharded.async_save import begin_in_background
 from dist_ckpt_strategies.sharded.checks import check_save, digest_of_common
@@ -42,25 +43,24 @@ from dist_ckpt_strategies.sharded.save import begun_save
 from dist_ckpt_strategies.sharded.save_inputs import CommonState, SaveInputs
 from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.storage.store import Directory
-from dist_ckpt_strategies.storage.time_limit import time_left
+from dist_ckpt_strategies.storage.time_limit import time_left, time_limit
 from dist_ckpt_strategies.strategies.common import TorchCommonSaveStrategy
-from dist_ckpt_strategies.strategies.entry_options import (
+from dist_ckpt_strategies.strategies.configured import (
     entry_options,
-    location_of,
+    location_for,
     open_world,
     require_taken,
-    save_strategies,
-    with_time_limit,
 )
-from dist_ckpt_strategies.strategies.local_replicated import LocalReplicatedSaveShardedStrategy
-from dist_ckpt_strategies.strategies.registry import StrategyChoice
+from dist_ckpt_strategies.strategies.local_replicated import (
+    LocalReplicatedSaveShardedStrategy,
+)
+from dist_ckpt_strategies.strategies.registry import StrategyChoice, resolve
 from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
 
 Preprocess = Callable[[StateDict], StateDict]
 
 
 @raises_megatron_errors
-@with_time_limit
 def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
     sharded_state_dict: StateDict,
     checkpoint_dir: str | Path,
@@ -98,7 +98,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         allow: further classes that objects and the common state may be of; ``load`` has to be given
             them too.
         timeout_s: longest wait for a peer in the steps around the strategies, and within those of
-            ("zarr", 1) and ("zarr", 2) that are not given as instances.
+            this package that are not given as instances.
 
     Raises:
         CheckpointExistsError: the directory holds a finished checkpoint, or other arrays.
@@ -110,20 +110,43 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         StrategyError: there is no such strategy, or it cannot save in the background where that is
             asked for.
     """
-    manner = _Manner(
-        validate_access_integrity,
-        preprocess_common_before_consistancy_check,
-        content_metadata,
-        overwrite,
-        allow,
-        timeout_s,
-        is_async=async_sharded_save,
-    )
-    return _saved(sharded_state_dict, checkpoint_dir, (sharded_strategy, common_strategy), manner)
+    comm, limit_s = open_world("save", f"to {checkpoint_dir}", timeout_s)
+    saves: list[_Save] = []
+
+    def open_inputs() -> SaveInputs | None:
+        options = entry_options(timeout_s)
+        saver = resolve(StrategyAction.SAVE_SHARDED, sharded_strategy, ("zarr", 2), timeout_s)
+        common_saver = resolve(StrategyAction.SAVE_COMMON, common_strategy, ("torch", 1))
+        root = location_for(saver, checkpoint_dir, options)
+        require_taken(root, saver)
+        parts = split_for_save(sharded_state_dict, content_metadata)
+        compared: StateDict | None = None
+        if validate_access_integrity:
+            preprocess = preprocess_common_before_consistancy_check
+            compared = preprocess(parts.common) if preprocess else parts.common
+        common = _common_state(
+            parts.common,
+            common_saver,
+            compared,
+            allow,
+            is_first=comm.rank == 0,
+            is_async=async_sharded_save,
+        )
+        saves.append(_Save(comm, root, options, saver, common_saver, parts, common, overwrite))
+        return saves[0].open_inputs(
+            is_async=async_sharded_save, validates=validate_access_integrity
+        )
+
+    with time_limit(limit_s), allowing(allow):
+        begun = begun_save(comm, open_inputs)
+        if begun is None:
+            return saves[0].run_otherwise(is_async=async_sharded_save)
+        if async_sharded_save:
+            return begin_in_background(begun)
+        begun.run()
+    return None
 
 
-@raises_megatron_errors
-@with_time_limit
 def save_async(  # noqa: PLR0913 - those of save
     sharded_state_dict: StateDict,
     checkpoint_dir: str | Path,
@@ -163,18 +186,20 @@ def save_async(  # noqa: PLR0913 - those of save
         StrategyError: the strategy saves synchronously only.
         CheckpointError: as in ``save``, of what is known before anything is written.
     """
-    manner = _Manner(
+    request = save(
+        sharded_state_dict,
+        checkpoint_dir,
+        sharded_strategy,
+        common_strategy,
         validate_access_integrity,
+        True,  # noqa: FBT003 - Megatron's signature
         preprocess_common_before_consistancy_check,
         content_metadata,
-        overwrite,
-        allow,
-        timeout_s,
-        is_async=True,
+        overwrite=overwrite,
+        allow=allow,
+        timeout_s=timeout_s,
     )
-    chosen = (sharded_strategy, common_strategy)
-    request = _saved(sharded_state_dict, checkpoint_dir, chosen, manner)
-    assert request is not None  # noqa: S101 - is_async
+    assert request is not None  # noqa: S101 - an asynchronous save returns one
     return SaveHandle(request)
 
 
@@ -209,33 +234,33 @@ class SaveHandle:
         self.request.wait(timeout_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Manner:
-    """How a save is carried out; see ``save``."""
+def _common_state(
+    state: StateDict,
+    saver: Any,
+    compared: StateDict | None,
+    allow: Allowed,
+    *,
+    is_first: bool,
+    is_async: bool,
+) -> CommonState:
+    """The common state, ready to be written; one that a load would refuse is an error."""
+    digest = "" if compared is None else digest_of_common(compared)
+    if isinstance(saver, TorchCommonSaveStrategy):
+        return CommonState(compared, digest, saver.dump_common(state) if is_first else None, None)
+    if is_first:
+        dump_object(state, name="common state")
+    kept = deepcopy(state) if is_async else state
 
-    validates: bool
-    preprocess: Preprocess | None
-    content_metadata: dict[str, Any] | None
-    overwrite: bool
-    allow: Allowed
-    timeout_s: float | None
-    is_async: bool
+    def write(place: Location) -> None:
+        with allowing(allow):
+            saver.save_common(kept, place)
+
+    return CommonState(compared, digest, None, write)
 
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """A save of which nothing is written yet.
-
-    Attributes:
-        comm: all ranks.
-        root: where the checkpoint goes.
-        options: those of the steps around the strategies.
-        sharded: saves the sharded part.
-        common_saver: saves the common state.
-        parts: what is saved.
-        common: the common state, ready to be written.
-        manner: see ``save``.
-    """
+    """A save of which nothing is written yet; ``comm`` is all ranks."""
 
     comm: Communicator
     root: Location
@@ -244,187 +269,102 @@ class _Save:
     common_saver: Any
     parts: SaveParts
     common: CommonState
-    manner: _Manner
+    overwrite: bool
 
     @property
     def base(self) -> Any:
-        """The strategy, or the one inside of Megatron-Core's wrapper."""
-        return parallel_base(self.sharded) or self.sharded
+        """The strategy, or the one inside of Megatron-Core's FullyParallelSaveStrategyWrapper."""
+        is_wrapper = hasattr(self.sharded, "apply_saving_parallelization")
+        return self.sharded.base_strategy if is_wrapper else self.sharded
 
     @property
     def marker(self) -> bytes:
         """Content of ``metadata.json``."""
-        names = (self.sharded, self.common_saver)
-        return CheckpointMarker(*(x for s in names for x in (s.backend, s.version))).to_json()
+        saver, common = self.sharded, self.common_saver
+        return CheckpointMarker(
+            saver.backend, saver.version, common.backend, common.version
+        ).to_json()
 
-    @property
-    def is_direct(self) -> bool:
-        """Whether a strategy of this package saves with the ranks and the limit of this call."""
-        ours = self.sharded
-        return (
-            isinstance(ours, ZarrSaveShardedStrategy)
-            and not ours.has_group
-            and ours.options.timeout_s == self.options.timeout_s
-        )
+    def open_inputs(self, *, is_async: bool, validates: bool) -> SaveInputs | None:
+        """What this rank brings to a save with the ranks and the time limit of this call.
+
+        Rank-local. None where another package's strategy saves, or one with other ranks.
+        """
+        base, root = self.base, self.root
+        is_ours = isinstance(base, ZarrSaveShardedStrategy)
+        if is_async and not is_ours:
+            raise StrategyError(
+                f"{self.sharded}: this package saves in the background with ('zarr', 1) and "
+                "('zarr', 2) only; call dist_checkpointing.save for the strategy's own way"
+            )
+        RUNNING_SAVES.wait(root, time_left(self.options.timeout_s))
+        if self.comm.rank == 0:
+            complete_commit(root)
+            if not self.overwrite:
+                require_unfinished(root)
+        if not (is_ours and base is self.sharded and base.runs_in_world(self.options)):
+            return None
+        if is_async:
+            base.cache.get_ready(base.options)
+        return replace(self.inputs(self.comm), validates=validates)
 
     def inputs(self, comm: Communicator) -> SaveInputs:
         """What this rank brings to a save by a strategy of this package. Rank-local."""
-        overwrite = self.manner.overwrite
         found: SaveInputs = self.base.inputs(
-            comm, self.parts.sharded, self.root, overwrite=overwrite
+            comm, self.parts.sharded, self.root, overwrite=self.overwrite
         )
-        validates = self.manner.validates and self.is_direct
-        return replace(found, validates=validates, common=self.common, marker=self.marker)
+        return replace(found, common=self.common, marker=self.marker)
 
+    def run_otherwise(self, *, is_async: bool) -> LocalSaveRequest | None:
+        """Save by a strategy of another package, or with other ranks. Collective."""
+        comm, base, sharded = self.comm, self.base, self.parts.sharded
+        if self.common.compared is not None:
+            check_save(comm, sharded, self.common.compared)
+        agree_on_first(comm, lambda: make_directory(self.root))
+        if isinstance(base, ZarrSaveShardedStrategy):
+            return agree(comm, lambda: self._by_base(base, is_async=is_async))
+        root = require_path(self.root, type(self.sharded).__name__)
+        place = self._staged(root)
+        if isinstance(base, LocalReplicatedSaveShardedStrategy):
+            agree(comm, lambda: self._write_common(place))
+            agree(comm, lambda: base.save_with_common(sharded, root, place.location))
+        else:
+            self._by_foreign(place)
+        agree_on_first(comm, lambda: place.commit(self.marker))
+        return None
 
-def _saved(
-    state_dict: StateDict,
-    checkpoint_dir: str | Path,
-    strategies: tuple[StrategyChoice, StrategyChoice],
-    manner: _Manner,
-) -> LocalSaveRequest | None:
-    """Save, or begin to, and return the request. Collective."""
-    comm = open_world("save", f"to {checkpoint_dir}", manner.timeout_s)
-    found: list[_Save] = []
+    def _by_base(self, base: ZarrSaveShardedStrategy, *, is_async: bool) -> LocalSaveRequest | None:
+        if base is not self.sharded:
+            self.sharded.apply_saving_parallelization(self.parts.sharded)
+        return base.run(self.root, self.inputs, is_async=is_async)
 
-    def open_inputs() -> SaveInputs | None:
-        save = _prepared(comm, state_dict, checkpoint_dir, strategies, manner)
-        found.append(save)
-        if not save.is_direct:
-            return None
-        if manner.is_async:
-            save.base.cache.get_ready(save.base.options)
-        return save.inputs(comm)
+    def _by_foreign(self, place: DirectoryPlace) -> None:
+        """The strategy of another package takes the staging directory for the checkpoint."""
+        comm, sharded, state = self.comm, self.sharded, self.parts.sharded
+        agree(comm, lambda: place.require(f"rank {comm.global_rank(0)}"))
+        if not sharded.can_handle_sharded_objects:
+            objects, state = agree(comm, lambda: split_objects(state))
+            agree(comm, lambda: self._write_objects(objects, place.location))
+        agree(comm, lambda: sharded.save(state, place.location))
+        agree(comm, lambda: self._write_common(place))
 
-    with allowing(manner.allow):
-        begun = begun_save(comm, open_inputs)
-        if begun is None:
-            return _save_otherwise(found[0])
-        if manner.is_async:
-            return begin_in_background(begun)
-        begun.run()
-    return None
+    def _staged(self, root: Path) -> DirectoryPlace:
+        """The staging directory of a save whose strategy makes none. Collective."""
+        place = DirectoryPlace(root, self.options, keeps_old=True, overwrite=self.overwrite)
+        place.join(agree_and_gather(self.comm, place.new_save_id)[0])
+        agree_on_first(self.comm, lambda: place.begin(None))
+        return place
 
+    def _write_common(self, place: DirectoryPlace) -> None:
+        if self.common.save is not None:
+            self.common.save(place.location)
+        elif self.common.content is not None:
+            Directory(place.location).write(COMMON_NAME, self.common.content)
 
-def _prepared(
-    comm: Communicator,
-    state_dict: StateDict,
-    checkpoint_dir: str | Path,
-    strategies: tuple[StrategyChoice, StrategyChoice],
-    manner: _Manner,
-) -> _Save:
-    """What is saved, where to and by which strategies, checked. Rank-local."""
-    options = entry_options(manner.timeout_s)
-    sharded, common_saver = save_strategies(*strategies, manner.timeout_s)
-    root = location_of(checkpoint_dir, sharded, options)
-    require_taken(root, sharded)
-    parts = split_for_save(state_dict, manner.content_metadata)
-    if manner.is_async and not isinstance(
-        parallel_base(sharded) or sharded, ZarrSaveShardedStrategy
-    ):
-        raise StrategyError(
-            f"{sharded}: this package saves in the background with ('zarr', 1) and "
-            "('zarr', 2) only; call dist_checkpointing.save for the strategy's own way"
-        )
-    RUNNING_SAVES.wait(root, time_left(options.timeout_s))
-    common = _common_state(parts.common, common_saver, manner, is_first=comm.rank == 0)
-    if comm.rank == 0:
-        complete_commit(root)
-        if not manner.overwrite:
-            require_unfinished(root)
-    return _Save(comm, root, options, sharded, common_saver, parts, common, manner)
-
-
-def _common_state(state: StateDict, saver: Any, manner: _Manner, *, is_first: bool) -> CommonState:
-    """The common state, ready to be written; one that a load would refuse is an error."""
-    compared, digest = None, ""
-    if manner.validates:
-        compared = manner.preprocess(state) if manner.preprocess else state
-        digest = digest_of_common(compared)
-    with allowing(manner.allow):
-        if isinstance(saver, TorchCommonSaveStrategy):
-            content = saver.dump_common(state) if is_first else None
-            return CommonState(compared, digest, content, None)
-        if is_first:
-            dump_object(state, name="common state")
-    kept = deepcopy(state) if manner.is_async else state
-
-    def save(place: Location) -> None:
-        with allowing(manner.allow):
-            saver.save_common(kept, place)
-
-    return CommonState(compared, digest, None, save)
-
-
-def _save_otherwise(save: _Save) -> LocalSaveRequest | None:
-    """Save by a strategy of another package, or with other ranks. Collective."""
-    comm = save.comm
-    if save.common.compared is not None:
-        check_save(comm, save.parts.sharded, save.common.compared)
-    agree_on_first(comm, lambda: make_directory(save.root))
-    if isinstance(save.base, ZarrSaveShardedStrategy):
-        return agree(comm, lambda: _save_by_ours(save))
-    if isinstance(save.base, LocalReplicatedSaveShardedStrategy):
-        _save_on_nodes(save)
-    else:
-        _save_staged(save)
-    return None
-
-
-def _save_by_ours(save: _Save) -> LocalSaveRequest | None:
-    base = save.base
-    if base is not save.sharded:
-        spread_main_replicas(save.sharded, save.parts.sharded)
-    comm = base.communicator(save.root)
-    if save.manner.is_async:
-        request: LocalSaveRequest = base.begin_with(comm, lambda: save.inputs(comm))
-        return request
-    base.save_with(comm, lambda: save.inputs(comm))
-    return None
-
-
-def _save_common(save: _Save, place: DirectoryPlace) -> None:
-    """Write the common state to the place of the save. Rank-local, on every rank."""
-    if save.common.save is not None:
-        save.common.save(place.location)
-    elif save.common.content is not None:
-        Directory(place.location).write(COMMON_NAME, save.common.content)
-
-
-def _save_on_nodes(save: _Save) -> None:
-    """Shards to the nodes' own disks; every node gets a copy of the rest, which is staged."""
-    comm, place = save.comm, _staged(save)
-    agree(comm, lambda: _save_common(save, place))
-    agree(
-        comm,
-        lambda: save.base.save_with_common(save.parts.sharded, save.root, place.location),
-    )
-    agree_on_first(comm, lambda: place.commit(save.marker))
-
-
-def _save_staged(save: _Save) -> None:
-    """By a strategy of another package, which takes the staging directory for the checkpoint."""
-    comm, sharded, state = save.comm, save.sharded, save.parts.sharded
-    place = _staged(save)
-    agree(comm, lambda: place.require(f"rank {comm.global_rank(0)}"))
-    if not sharded.can_handle_sharded_objects:
-        objects, state = agree(comm, lambda: split_objects(state))
-        agree(comm, lambda: _save_objects(objects, place.location, sharded, save.common_saver))
-    agree(comm, lambda: sharded.save(state, place.location))
-    agree(comm, lambda: _save_common(save, place))
-    agree_on_first(comm, lambda: place.commit(save.marker))
-
-
-def _staged(save: _Save) -> DirectoryPlace:
-    """The staging directory of a save whose strategy makes none. Collective."""
-    root = require_path(save.root, type(save.sharded).__name__)
-    place = DirectoryPlace(root, save.options, keeps_old=True, overwrite=save.manner.overwrite)
-    save_id = agree_and_gather(save.comm, place.new_save_id)[0]
-    place.join(save_id)
-    agree_on_first(save.comm, lambda: place.begin(None))
-    return place
-
-
-def _save_objects(objects: StateDict, root: Location, sharded: Any, common_saver: Any) -> None:
-    require_objects_handled(sharded, common_saver)
-    common_saver.save_sharded_objects(objects, root)
+    def _write_objects(self, objects: StateDict, root: Location) -> None:
+        if not self.common_saver.can_handle_sharded_objects:
+            raise StrategyError(
+                f"the state dict has ShardedObjects, which neither {self.sharded} nor "
+                f"{self.common_saver} can handle; choose a strategy that does"
+            )
+        self.common_saver.save_sharded_objects(objects, root)

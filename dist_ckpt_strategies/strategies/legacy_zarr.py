@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,6 @@ from dist_ckpt_strategies.formats.zarr2_tensorstore import array_store_spec
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_tensor
 
-_DETAILS = re.compile(r" \[(?:source locations|tensorstore_spec)=.*", re.DOTALL)
-"""What TensorStore says for its own authors."""
-
 
 def load_zarr_based_sharded_metadata(
     checkpoint_dir: Path,
@@ -37,17 +33,13 @@ def load_zarr_based_sharded_metadata(
     Args:
         checkpoint_dir: the checkpoint.
         get_shape_dtype_fn: gives shape, in elements, and numpy dtype of the array at a path.
-
-    Source: the function of this name in Megatron-Core 0.15; keys with ``/`` are found too.
     """
     layout = Zarr2Layout(Path(checkpoint_dir).absolute())
     found = {}
     for key in layout.keys():
         shape, dtype = get_shape_dtype_fn(str(layout.directory(key)))
-        whole = tuple(shape)
-        array = ArraySpec(
-            key, whole, DType.from_numpy(dtype, key=key), tuple(max(1, n) for n in whole)
-        )
+        chunk = tuple(max(1, extent) for extent in shape)
+        array = ArraySpec(key, tuple(shape), DType.from_numpy(dtype, key=key), chunk)
         found[key] = metadata_tensor(array)
     return found
 
@@ -69,7 +61,10 @@ def postprocess_numpy_array(
     Raises:
         ShapeMismatchError: the shapes differ, and ``allow_shape_mismatch`` is not set.
     """
-    tensor = _as_torch(loaded_array, sharded_tensor.key)
+    dtype = DType.from_numpy(loaded_array.dtype, key=sharded_tensor.key)
+    native = np.ascontiguousarray(loaded_array, dtype=dtype.numpy)
+    bits = native.view(f"i{dtype.itemsize}") if dtype.is_extension else native
+    tensor = torch.from_numpy(bits).view(getattr(torch, dtype.value)).reshape(loaded_array.shape)
     expected = tuple(sharded_tensor.local_shape)
     if tuple(tensor.shape) != expected:
         if not sharded_tensor.allow_shape_mismatch:
@@ -84,17 +79,8 @@ def postprocess_numpy_array(
     return tensor
 
 
-def _as_torch(array: npt.NDArray[Any], key: str) -> torch.Tensor:
-    dtype = DType.from_numpy(array.dtype, key=key)
-    native = np.ascontiguousarray(array, dtype=dtype.numpy).reshape(array.shape)
-    if not dtype.is_extension:
-        return torch.from_numpy(native)
-    bits = native.view(np.dtype(f"i{dtype.itemsize}"))
-    return torch.from_numpy(bits).view(getattr(torch, dtype.value))
-
-
 def flatten_range(sharded_tensor: Any, x: torch.Tensor) -> torch.Tensor:
-    """The part of a flattened tensor that the ShardedTensor's flattened range names."""
+    """The elements of a flattened tensor that the ShardedTensor's flattened range names."""
     return x.flatten()[sharded_tensor.flattened_range]
 
 
@@ -111,34 +97,31 @@ def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: Any) -> torch.T
             f"{expected_sharded_ten.key}: shape {found} cannot be padded to {expected}",
             key=expected_sharded_ten.key,
         )
-    missing = [(0, e - f) for f, e in zip(found, expected, strict=True)]
-    return torch.nn.functional.pad(x, [n for pair in reversed(missing) for n in pair])
+    padded = x.new_zeros(expected)
+    padded[tuple(map(slice, found))] = x
+    return padded
 
 
 @raises_megatron_errors
 def open_ts_array(arr_path: str | Path) -> ts.TensorStore:
-    """The Zarr v2 array at a path, opened with TensorStore for reading.
+    """The Zarr v2 array at a path, relative ones too, opened with TensorStore for reading.
 
-    Missing chunks are errors, not zeros. Relative paths work.
+    Missing chunks are errors, not zeros.
 
     Raises:
         ArrayNotFoundError: there is no array.
         StorageError: it cannot be opened.
     """
     path = Path(arr_path).absolute()
+    fields = {"key": path.name, "path": str(path)}
+    if not (path / METADATA_NAME).exists():
+        text = f"no Zarr v2 array at {path}: expected a file {METADATA_NAME} there"
+        raise ArrayNotFoundError(f"{path.name}: {text}", **fields)
     try:
         return ts.open(array_store_spec(path), read=True).result()
     except ValueError as error:
-        key, text = path.name, _DETAILS.sub("", str(error))
-        if text.startswith("NOT_FOUND"):
-            raise ArrayNotFoundError(
-                f"{key}: no Zarr v2 array at {path}: expected a file {METADATA_NAME} there",
-                key=key,
-                path=str(path),
-            ) from error
-        raise StorageError(
-            f"{key}: array {path} cannot be opened: {text}", key=key, path=str(path)
-        ) from error
+        text = f"array {path} cannot be opened: {str(error).partition(' [')[0]}"
+        raise StorageError(f"{path.name}: {text}", **fields) from error
 
 
 @raises_megatron_errors
@@ -161,16 +144,14 @@ def merge_global_slice_with_shape(
             f"{tuple(actual_shape)}",
             key=key,
         )
-    return tuple(
-        _cut(part, size, key) for part, size in zip(global_slice, actual_shape, strict=True)
-    )
-
-
-def _cut(part: int | slice, size: int, key: str) -> int | slice:
-    if not isinstance(part, slice):
-        return part
-    start = 0 if part.start is None else part.start
-    stop = size if part.stop is None else part.stop
-    if start >= size:
-        raise PlanError(f"{key}: slice {start}:{stop} lies beyond extent {size}", key=key)
-    return slice(start, min(stop, size), part.step)
+    found: list[int | slice] = []
+    for wanted, size in zip(global_slice, actual_shape, strict=True):
+        if isinstance(wanted, slice):
+            if (wanted.start or 0) >= size:
+                span = f"{wanted.start}:{wanted.stop}"
+                raise PlanError(f"{key}: slice {span} lies beyond extent {size}", key=key)
+            stop = size if wanted.stop is None else min(wanted.stop, size)
+            found.append(slice(wanted.start or 0, stop, wanted.step))
+        else:
+            found.append(wanted)
+    return tuple(found)

@@ -7,11 +7,10 @@ node also gets ``common.pt`` and ``metadata.json``, which Megatron-Core looks fo
 from __future__ import annotations
 
 import re
-from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 import xxhash
@@ -20,8 +19,7 @@ from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
-from dist_ckpt_strategies.comm.torch_communicator import open_communicator
-from dist_ckpt_strategies.config import LocalOptions, Options, options_from_environment
+from dist_ckpt_strategies.config import LocalOptions, Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
@@ -40,11 +38,6 @@ from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.part_files import PartDirectory, read_first_header
 from dist_ckpt_strategies.local.replication import LazyCliqueReplicationStrategy
-from dist_ckpt_strategies.megatron.bases import (
-    LoadShardedStrategy,
-    SaveShardedStrategy,
-    ShardedTensor,
-)
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -55,6 +48,11 @@ from dist_ckpt_strategies.megatron.shards import (
     shard_spec,
     sharded_values,
 )
+from dist_ckpt_strategies.megatron.types import (
+    LoadShardedStrategy,
+    SaveShardedStrategy,
+    ShardedTensor,
+)
 from dist_ckpt_strategies.sharded.load import (
     Conversions,
     conversions,
@@ -64,7 +62,7 @@ from dist_ckpt_strategies.sharded.load import (
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file, write_file
 from dist_ckpt_strategies.storage.io_pool import limited, run_with_limit
 from dist_ckpt_strategies.storage.time_limit import restart_limit, time_limit
-from dist_ckpt_strategies.strategies.registry import require_own
+from dist_ckpt_strategies.strategies.configured import Configured, require_own
 
 BACKEND = "local_replicated"
 VERSION = 1
@@ -73,33 +71,10 @@ _ITERATION = re.compile(r"(\d+)\D*$")
 """The number that the directory's name ends with."""
 
 
-class _OnNodes:
+class _OnNodes(Configured):
     """What both strategies know about this rank's node."""
 
-    _options: Options
-
-    def _configure(
-        self,
-        local: LocalOptions | None,
-        changes: dict[str, Any],
-        group: ProcessGroup | None,
-        options: Options | None,
-        allow: Allowed,
-    ) -> None:
-        self._local = replace(local or LocalOptions(), **changes)
-        self._group = group
-        self._options = options or options_from_environment()
-        self._allow = tuple(allow)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """ShardedObjects are part of a rank's state."""
-        return True
-
-    def _communicator(self, purpose: str, detail: str = "") -> Communicator:
-        return open_communicator(
-            self._group, timeout_s=self._options.timeout_s, purpose=purpose, detail=detail
-        )
+    _local: LocalOptions
 
     def _root(self, checkpoint_dir: str | Path, comm: Communicator) -> Path:
         """The checkpoint's directory on this rank's node."""
@@ -155,7 +130,8 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
     ) -> None:
         require_own((BACKEND, VERSION), backend, version)
         super().__init__(backend, version)
-        self._configure(local, changes, group, options, allow)
+        self._configure(options, allow, group)
+        self._local = replace(local or LocalOptions(), **changes)
         self._cliques = cliques or LazyCliqueReplicationStrategy(
             self._local.replication_jump,
             self._local.replication_factor,
@@ -251,13 +227,8 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
         **changes: Any,
     ) -> None:
         super().__init__()
-        self._configure(local, changes, group, options, allow)
-
-    def with_strict_dtype(self) -> Self:
-        """The same strategy with the option ``strict_dtype`` set."""
-        other = copy(self)
-        other._options = self._options.with_changes(strict_dtype=True)  # noqa: SLF001 - a copy
-        return other
+        self._configure(options, allow, group)
+        self._local = replace(local or LocalOptions(), **changes)
 
     def prepare(self, checkpoint_dir: str | Path) -> None:
         """See ``prepare_local_load``."""
@@ -319,15 +290,13 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
         Raises:
             IncompleteCheckpointError: this node has no file of it; call ``prepare_local_load``.
         """
-        arrays, _ = self._stored(checkpoint_dir)
-        return {array.key: metadata_tensor(array) for array in arrays}
+        found = self._stored(checkpoint_dir).items()
+        return {key: value for key, value in found if isinstance(value, ShardedTensor)}
 
     @raises_megatron_errors
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """Like ``load_tensors_metadata``, with ShardedObjects by unique key. Rank-local."""
-        arrays, objects = self._stored(checkpoint_dir)
-        found: StateDict = {array.key: metadata_tensor(array) for array in arrays}
-        return found | {name.unique_key: metadata_object(name) for name in objects}
+        return self._stored(checkpoint_dir)
 
     @raises_megatron_errors
     def remove_sharded_tensors(self, checkpoint_dir: str | Path, key_prefix: str) -> None:
@@ -347,26 +316,27 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
         """Raise IncompatibleVersionError unless the version is 1."""
         require_own((BACKEND, VERSION), BACKEND, loaded_version)
 
-    def _stored(self, checkpoint_dir: str | Path) -> tuple[list[ArraySpec], list[ObjectId]]:
+    def _stored(self, checkpoint_dir: str | Path) -> StateDict:
         """The arrays and objects of the whole checkpoint, from a file on this node."""
         comm = self._communicator("look at a checkpoint")
         with time_limit(self._options.timeout_s):
             root = self._root(checkpoint_dir, comm)
-            found = read_first_header(PartDirectory(root))
-        if found is None:
+            header = read_first_header(PartDirectory(root))
+        if header is None:
             raise IncompleteCheckpointError(
                 f"{root}: this node has no local shard file of the checkpoint; every rank has to "
                 "call prepare_local_load first",
                 path=str(root),
             )
-        stored = found.content["common"]["stored"]
-        arrays = [
-            ArraySpec(key, tuple(shape), DType(dtype), tuple(max(1, extent) for extent in shape))
-            for key, shape, dtype in stored["arrays"]
-        ]
-        return arrays, [
-            ObjectId(key, tuple(offset), tuple(shape)) for key, offset, shape in stored["objects"]
-        ]
+        stored = header.content["common"]["stored"]
+        found: StateDict = {}
+        for key, shape, dtype in stored["arrays"]:
+            chunk = tuple(max(1, extent) for extent in shape)
+            found[key] = metadata_tensor(ArraySpec(key, tuple(shape), DType(dtype), chunk))
+        for key, offset, shape in stored["objects"]:
+            name = ObjectId(key, tuple(offset), tuple(shape))
+            found[name.unique_key] = metadata_object(name)
+        return found
 
 
 @raises_megatron_errors

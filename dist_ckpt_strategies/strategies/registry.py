@@ -11,21 +11,18 @@ from typing import Any
 
 from dist_ckpt_strategies.config import LocalOptions, Options, options_from_environment
 from dist_ckpt_strategies.errors import (
-    IncompatibleVersionError,
     StrategyError,
     StrategyExistsError,
     StrategyNotFoundError,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.megatron.bases import (
+from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.megatron.types import (
     LoadCommonStrategy,
     LoadShardedStrategy,
     SaveCommonStrategy,
     SaveShardedStrategy,
     StrategyAction,
-)
-from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
-from dist_ckpt_strategies.megatron.registry import (
     has_registry,
     register_strategy,
     registered_strategy,
@@ -79,23 +76,25 @@ class StrategyKey:
 
 
 class StrategyRegistry:
-    """Factories of strategies by key. The first look-up makes a strategy, later ones return it."""
+    """Strategies, or factories of them, by key. A factory is called at the first look-up."""
 
     def __init__(self) -> None:
-        self._factories: dict[StrategyKey, StrategyFactory] = {}
+        self._factories: dict[StrategyKey, Any] = {}
         self._strategies: dict[StrategyKey, Strategy] = {}
 
     def register(
-        self, key: StrategyKey, factory: StrategyFactory, *, replace: bool = False
+        self, key: StrategyKey, factory: Strategy | StrategyFactory, *, replace: bool = False
     ) -> None:
-        """Register a factory. Registering an equal one again changes nothing.
+        """Register a factory or an instance. Registering an equal one again changes nothing.
 
         Raises:
-            StrategyExistsError: another factory is there and ``replace`` is not set.
+            StrategyExistsError: another one is there and ``replace`` is not set.
             StrategyError: the key is no StrategyKey, or the factory cannot be called.
         """
         found: Any = (key, factory)
-        if not (isinstance(found[0], StrategyKey) and callable(found[1])):
+        if not isinstance(found[0], StrategyKey) or not (
+            _is_instance(factory) or callable(factory)
+        ):
             raise StrategyError(
                 f"expected a StrategyKey and a callable, found {key!r} and {factory!r}"
             )
@@ -106,9 +105,9 @@ class StrategyRegistry:
         self._factories[key] = factory
         self._strategies.pop(key, None)
 
-    def has(self, key: StrategyKey, factory: StrategyFactory) -> bool:
+    def has(self, key: StrategyKey, factory: Strategy | StrategyFactory) -> bool:
         """Whether this factory, or an equal one, is registered under the key."""
-        return key in self and self._factories[key] == factory
+        return key in self and bool(self._factories[key] == factory)
 
     def get(self, key: StrategyKey) -> Strategy:
         """The strategy for the key, the same one at every look-up.
@@ -119,15 +118,16 @@ class StrategyRegistry:
         if key not in self:
             raise _strategy_not_found(key, self.keys())
         if key not in self._strategies:
-            self._strategies[key] = self._factories[key]()
+            found = self._factories[key]
+            self._strategies[key] = found if _is_instance(found) else found()
         return self._strategies[key]
 
     def keys(self) -> tuple[StrategyKey, ...]:
-        """Every key that has a factory, sorted."""
+        """Every key that something is registered under, sorted."""
         return tuple(sorted(self._factories, key=lambda k: (k.backend, k.version, k.action.value)))
 
     def __contains__(self, key: object) -> bool:
-        """Whether a factory is registered under the key."""
+        """Whether something is registered under the key."""
         return key in self._factories
 
 
@@ -135,7 +135,9 @@ DEFAULT_REGISTRY = StrategyRegistry()
 """The registry behind get_default_strategy, save and load."""
 
 _SAVE, _LOAD = StrategyAction.SAVE_SHARDED, StrategyAction.LOAD_SHARDED
-_COMMON = (StrategyAction.SAVE_COMMON, StrategyAction.LOAD_COMMON)
+_SAVE_COMMON, _LOAD_COMMON = StrategyAction.SAVE_COMMON, StrategyAction.LOAD_COMMON
+
+_LOCAL = "local_replicated"
 
 _DEFAULTS: Mapping[StrategyKey, str] = MappingProxyType(
     {
@@ -143,24 +145,20 @@ _DEFAULTS: Mapping[StrategyKey, str] = MappingProxyType(
         StrategyKey(_LOAD, "zarr", 1): "zarr.ZarrLoadShardedStrategy",
         StrategyKey(_SAVE, "zarr", 2): "zarr.Format2SaveShardedStrategy",
         StrategyKey(_LOAD, "zarr", 2): "zarr.Format2LoadShardedStrategy",
-        StrategyKey(
-            _SAVE, "local_replicated", 1
-        ): "local_replicated.LocalReplicatedSaveShardedStrategy",
-        StrategyKey(
-            _LOAD, "local_replicated", 1
-        ): "local_replicated.LocalReplicatedLoadShardedStrategy",
-        StrategyKey(StrategyAction.SAVE_COMMON, "torch", 1): "common.TorchCommonSaveStrategy",
-        StrategyKey(StrategyAction.LOAD_COMMON, "torch", 1): "common.TorchCommonLoadStrategy",
+        StrategyKey(_SAVE, _LOCAL, 1): f"{_LOCAL}.LocalReplicatedSaveShardedStrategy",
+        StrategyKey(_LOAD, _LOCAL, 1): f"{_LOCAL}.LocalReplicatedLoadShardedStrategy",
+        StrategyKey(_SAVE_COMMON, "torch", 1): "common.TorchCommonSaveStrategy",
+        StrategyKey(_LOAD_COMMON, "torch", 1): "common.TorchCommonLoadStrategy",
     }
 )
 """Module and class of this package's strategy for each key, imported at the first look-up."""
 
 _KINDS: Mapping[StrategyAction, Any] = MappingProxyType(
     {
-        StrategyAction.SAVE_SHARDED: SaveShardedStrategy,
-        StrategyAction.LOAD_SHARDED: LoadShardedStrategy,
-        StrategyAction.SAVE_COMMON: SaveCommonStrategy,
-        StrategyAction.LOAD_COMMON: LoadCommonStrategy,
+        _SAVE: SaveShardedStrategy,
+        _LOAD: LoadShardedStrategy,
+        _SAVE_COMMON: SaveCommonStrategy,
+        _LOAD_COMMON: LoadCommonStrategy,
     }
 )
 
@@ -177,19 +175,9 @@ class _OwnFactory:
     def __call__(self) -> Strategy:
         module, _, cls = self.name.partition(".")
         arguments: dict[str, Any] = {"options": self.options, "allow": self.allow}
-        if module == "local_replicated":
+        if module == _LOCAL:
             arguments["local"] = self.local
         return getattr(import_module(f"{__package__}.{module}"), cls)(**arguments)
-
-
-@dataclass(frozen=True, slots=True)
-class _Instance:
-    """A factory that returns the instance it was made with."""
-
-    strategy: Strategy
-
-    def __call__(self) -> Strategy:
-        return self.strategy
 
 
 @raises_megatron_errors
@@ -228,7 +216,7 @@ def register(
         key: _OwnFactory(name, chosen, tuple(allow), local or LocalOptions())
         for key, name in _DEFAULTS.items()
     }
-    common = {key: factories.pop(key) for key in _DEFAULTS if key.action in _COMMON}
+    common = {key: factories.pop(key) for key in _DEFAULTS if key.backend == "torch"}
     _register_everywhere(factories, replace=replace)
     if replace_common:
         _register_everywhere(common, replace=True)
@@ -245,9 +233,7 @@ def register_default_zarr_strategies() -> None:
     Raises:
         StrategyExistsError: another strategy is registered for that, or one with other options.
     """
-    key = StrategyKey(_SAVE, "zarr", 1)
-    factory = _OwnFactory(_DEFAULTS[key], options_from_environment())
-    _register_everywhere({key: factory}, replace=False)
+    _register_one(_SAVE, "zarr.ZarrSaveShardedStrategy")
 
 
 @raises_megatron_errors
@@ -259,9 +245,7 @@ def register_default_tensorstore_strategies() -> None:
     Raises:
         StrategyExistsError: another strategy is registered for that, or one with other options.
     """
-    key = StrategyKey(_LOAD, "zarr", 1)
-    name = "tensorstore.TensorStoreLoadShardedStrategy"
-    _register_everywhere({key: _OwnFactory(name, options_from_environment())}, replace=False)
+    _register_one(_LOAD, "tensorstore.TensorStoreLoadShardedStrategy")
 
 
 @raises_megatron_errors
@@ -297,12 +281,15 @@ def register_default_strategy(
         StrategyExistsError: the key is taken and ``replace`` is not set.
         StrategyError: the action is none, or the strategy neither a strategy nor a callable.
     """
-    is_instance = hasattr(strategy, "can_handle_sharded_objects") and not isinstance(strategy, type)
-    factory = _Instance(strategy) if is_instance else strategy
-    DEFAULT_REGISTRY.register(StrategyKey(action, backend, version), factory, replace=replace)
+    DEFAULT_REGISTRY.register(StrategyKey(action, backend, version), strategy, replace=replace)
 
 
-def resolve(action: StrategyAction, choice: StrategyChoice, default: tuple[str, int]) -> Strategy:
+def resolve(
+    action: StrategyAction,
+    choice: StrategyChoice,
+    default: tuple[str, int],
+    timeout_s: float | None = None,
+) -> Strategy:
     """The strategy that ``save`` or ``load`` uses for an argument. Registers nothing.
 
     Args:
@@ -311,6 +298,7 @@ def resolve(action: StrategyAction, choice: StrategyChoice, default: tuple[str, 
             What is registered comes first, then this package's strategies with the options of the
             environment, then Megatron-Core's torch_dist.
         default: backend and version.
+        timeout_s: time limit of a strategy that is not an instance; None for its own.
 
     Raises:
         StrategyNotFoundError: there is no strategy for that backend and version.
@@ -329,12 +317,15 @@ def resolve(action: StrategyAction, choice: StrategyChoice, default: tuple[str, 
         strategy = DEFAULT_REGISTRY.get(key)
         if not isinstance(strategy, kind):
             raise StrategyError(f"{key}: expected a {kind.__name__} there, found {strategy!r}")
-        return strategy
-    if key in _DEFAULTS:
-        return _unregistered(key, options_from_environment())
-    if (key.backend, key.version) == ("torch_dist", 1):
+    elif key in _DEFAULTS:
+        strategy = _unregistered(key, options_from_environment())
+    elif (key.backend, key.version) == ("torch_dist", 1):
         return torch_dist_strategy(action)
-    raise _strategy_not_found(key, dict.fromkeys([*DEFAULT_REGISTRY.keys(), *_DEFAULTS]))
+    else:
+        raise _strategy_not_found(key, dict.fromkeys([*DEFAULT_REGISTRY.keys(), *_DEFAULTS]))
+    if timeout_s is not None and hasattr(strategy, "with_options"):
+        return strategy.with_options(timeout_s=timeout_s)
+    return strategy
 
 
 @cache
@@ -343,10 +334,13 @@ def _unregistered(key: StrategyKey, options: Options) -> Strategy:
     return _OwnFactory(_DEFAULTS[key], options)()
 
 
-def require_own(own: tuple[str, int], backend: str, version: int) -> None:
-    """Raise IncompatibleVersionError unless backend and version are a strategy's own."""
-    if (backend, version) != own:
-        raise IncompatibleVersionError(f"expected backend {own}, found ({backend!r}, {version!r})")
+def _is_instance(strategy: Any) -> bool:
+    return hasattr(strategy, "can_handle_sharded_objects") and not isinstance(strategy, type)
+
+
+def _register_one(action: StrategyAction, name: str) -> None:
+    factory = _OwnFactory(name, options_from_environment())
+    _register_everywhere({StrategyKey(action, "zarr", 1): factory}, replace=False)
 
 
 def _register_everywhere(

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from functools import partial, wraps
+from functools import wraps
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -27,26 +27,18 @@ from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.core.report import BroadcastReport, GroupReport
 from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.formats.checkpoints import Share
-from dist_ckpt_strategies.formats.locations import Location, located, require_path
+from dist_ckpt_strategies.formats.locations import located
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.megatron.allowed import default_allowed
-from dist_ckpt_strategies.megatron.bases import LoadShardedStrategy
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
-from dist_ckpt_strategies.sharded.load import destination, warn_of_conversions
-from dist_ckpt_strategies.storage.base import StoredCheckpoint
+from dist_ckpt_strategies.megatron.types import LoadShardedStrategy, default_allowed
+from dist_ckpt_strategies.sharded.load import warn_of_conversions
 from dist_ckpt_strategies.storage.time_limit import restart_limit, time_limit
 from dist_ckpt_strategies.strategies.zarr import (
     EitherFormatLoadShardedStrategy,
     ZarrLoadShardedStrategy,
 )
-from dist_ckpt_strategies.two_stage.load import (
-    CheckpointSource,
-    GroupLoad,
-    Source,
-    StrategySource,
-)
+from dist_ckpt_strategies.two_stage.load import CheckpointLoad, StrategyLoad
 
 logger = logging.getLogger(__name__)
 
@@ -154,8 +146,8 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             raise StrategyError(
                 f"base_strategy: expected a sharded load strategy, found {base_strategy!r}"
             )
-        is_own = isinstance(base_strategy, ZarrLoadShardedStrategy)
-        own_options = base_strategy.options if is_own else options_from_environment()
+        self._is_own = isinstance(base_strategy, ZarrLoadShardedStrategy)
+        own_options = base_strategy.options if self._is_own else options_from_environment()
         self.base_strategy = base_strategy
         self.call_times: dict[str, list[float]] = {}
         self._channels: tuple[ProcessGroup, ...] = ()
@@ -230,8 +222,8 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         if not self.cpu_transfer:
             agree(world, lambda: require_member(self.data_parallel_group))
         group = self._group(checkpoint_dir)
-        source = self._source(checkpoint_dir, group)
-        load = GroupLoad(sharded_state_dict, source, group, self._options)
+        kind = CheckpointLoad if self._is_own else StrategyLoad
+        load = kind(self.base_strategy, checkpoint_dir, sharded_state_dict, group, self._options)
         with time_limit(self._options.timeout_s):
             converted = agree_and_gather(world, load.prepare)
             restart_limit()
@@ -296,7 +288,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         root = located(checkpoint_dir, self._options)
         wanted = {"tensor": ten_meta.sharded_tensor_no_data.without_data()}
         base = self.base_strategy
-        read = base.load_alone if isinstance(base, ZarrLoadShardedStrategy) else base.load
+        read = base.load_alone if self._is_own else base.load
         tensor: torch.Tensor = read(wanted, root)["tensor"]
         return tensor
 
@@ -315,28 +307,6 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
                 lowest[chunk] = meta
         return [meta for _, meta in sorted(lowest.items(), key=itemgetter(0))]
 
-    def _source(self, checkpoint_dir: str | Path, group: Communicator) -> Source:
-        base, options = self.base_strategy, self._options
-        if isinstance(base, ZarrLoadShardedStrategy):
-            share = Share(group.rank, group.size)
-
-            def open_checkpoint() -> tuple[Location, StoredCheckpoint]:
-                location = located(checkpoint_dir, options)
-                return location, base.open_checkpoint(location, options, share)
-
-            return CheckpointSource(open_checkpoint, partial(base.tensors_to_fill, options=options))
-        name = type(base).__name__
-
-        def open_directory() -> Path:
-            if options.strict_dtype:
-                raise StrategyError(
-                    f"strict_dtype: {name} converts by itself; pass strict_dtype=True to "
-                    "dist_ckpt_strategies.load instead"
-                )
-            return require_path(located(checkpoint_dir, options), name)
-
-        return StrategySource(open_directory, base.load, destination)
-
     def _group(self, checkpoint_dir: object) -> Communicator:
         group = self.data_parallel_group
         return open_communicator(
@@ -349,6 +319,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         )
 
     def _allowed(self) -> Allowed:
-        if isinstance(self.base_strategy, ZarrLoadShardedStrategy):
-            return self.base_strategy.allowed()
+        if self._is_own:
+            allowed: Allowed = self.base_strategy.allowed()
+            return allowed
         return [*default_allowed(), *self._allow]

@@ -36,8 +36,8 @@ from dist_ckpt_strategies.formats.locations import (
 )
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.formats.zarr3 import chunk_name
-from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.megatron.types import default_allowed
 from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (

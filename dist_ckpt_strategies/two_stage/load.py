@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import json
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,10 +22,10 @@ from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, array_from_wire
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.core.report import BroadcastReport
 from dist_ckpt_strategies.device import to_host
-from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.formats.locations import Location
+from dist_ckpt_strategies.errors import PlanError, StrategyError
+from dist_ckpt_strategies.formats.checkpoints import Share
+from dist_ckpt_strategies.formats.locations import Location, located, require_path
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object, load_content, object_path
-from dist_ckpt_strategies.megatron.bases import ShardedTensor
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     mapped_values,
@@ -35,6 +35,8 @@ from dist_ckpt_strategies.megatron.shards import (
     sharded_values,
     value_from_message,
 )
+from dist_ckpt_strategies.megatron.types import ShardedTensor
+from dist_ckpt_strategies.sharded.load import destination
 from dist_ckpt_strategies.sharded.plan_load import build_load_plan
 from dist_ckpt_strategies.storage.base import (
     ArrayRead,
@@ -53,88 +55,67 @@ _FREE_PER_NBYTES = 2
 """Pages stay in the cache until all ranks have read them if so many times as much is free."""
 
 
-@dataclass(frozen=True, slots=True)
-class Filling:
-    """What a load fills on this rank.
-
-    Attributes:
-        results: one tensor for each ShardedTensor.
-        targets: the regions of arrays that are read into them.
-        padding: those that storage covers in part only; they are zeroed first.
-        report: for the caller of ``prepare``.
-    """
-
-    results: Sequence[torch.Tensor]
-    targets: Sequence[Target]
-    padding: Sequence[torch.Tensor] = ()
-    report: Any = ()
-
-
-class Source(Protocol):
-    """Where a group load reads arrays and objects."""
-
-    def open(self) -> Path | None:
-        """Open the checkpoint; its directory, if arrays are read from files there. Called first."""
-        ...
-
-    def name(self, tensor: Any) -> str:
-        """The name of the array that a ShardedTensor is a region of."""
-        ...
-
-    def find(self, names: Sequence[str], comm: Communicator) -> list[ArraySpec]:
-        """The arrays of these names, the same on all ranks. Collective."""
-        ...
-
-    def filling(self, tensors: Sequence[Any], found: Sequence[tuple[int, ArraySpec]]) -> Filling:
-        """What is filled for ShardedTensors, given number and description of their arrays."""
-        ...
-
-    def open_reader(self, load: GroupLoad, *, fills_page_cache: bool) -> ArrayReader:
-        """The reader of the arrays. Called when every rank knows that its request is valid."""
-        ...
-
-    def object_content(self, unique_key: str) -> bytes:
-        """The stored content of an object."""
-        ...
-
-    def object_path(self, object_id: ObjectId) -> str:
-        """Where an object is stored, for messages."""
-        ...
-
-
-class GroupLoad:
+class GroupLoad(ABC):
     """A load by the ranks of a group: call ``prepare``, then ``run``.
 
     Args:
+        base: the strategy that reads.
+        checkpoint_dir: what it reads.
         state_dict: what this rank requests.
-        source: where it is stored.
         comm: the group.
         options: timeout and memory budget; the smallest budget of the group counts.
-
-    Attributes:
-        tensors: the requested ShardedTensors.
-        objects: the requested ShardedObjects.
-        arrays: what any rank of the group requests regions of.
-        filling: what is filled on this rank.
-        plan: who reads which region.
     """
 
-    arrays: Sequence[ArraySpec]
-    filling: Filling
-    plan: GroupPlan
-
     def __init__(
-        self, state_dict: StateDict, source: Source, comm: Communicator, options: Options
+        self,
+        base: Any,
+        checkpoint_dir: str | Location,
+        state_dict: StateDict,
+        comm: Communicator,
+        options: Options,
     ) -> None:
-        self._state_dict, self._source = state_dict, source
+        self._base, self._checkpoint_dir, self._state_dict = base, checkpoint_dir, state_dict
         self._comm, self._options = comm, options
-        self.tensors: list[Any] = []
-        self.objects: list[Any] = []
+        self._tensors: list[Any] = []
+        self._objects: list[Any] = []
+        self._arrays: Sequence[ArraySpec] = ()
+        self._plan = GroupPlan((), frozenset(), ())
+        self._results: list[torch.Tensor] = []
+        self._targets: list[Target] = []
+        self._padding: list[torch.Tensor] = []
         self._object_readers: dict[str, int] = {}
         self._shared_objects: set[str] = set()
 
+    @abstractmethod
+    def _open(self) -> Path | None:
+        """Open the checkpoint; its directory, if arrays are read from files there."""
+
+    @abstractmethod
+    def _name(self, tensor: Any) -> str:
+        """The name of the array that a ShardedTensor is a region of."""
+
+    @abstractmethod
+    def _find(self, names: Sequence[str]) -> list[ArraySpec]:
+        """The arrays of these names, the same on all ranks. Collective."""
+
+    @abstractmethod
+    def _choose_targets(self, found: Sequence[tuple[int, ArraySpec]]) -> Any:
+        """Set what is filled, given number and array of each ShardedTensor; what is converted."""
+
+    @abstractmethod
+    def _open_reader(self, *, fills_page_cache: bool) -> ArrayReader:
+        """The reader of the arrays. Called when every rank knows that its request is valid."""
+
+    @abstractmethod
+    def _object_content(self, unique_key: str) -> bytes:
+        """The stored content of an object."""
+
+    @abstractmethod
+    def _object_path(self, object_id: ObjectId) -> str:
+        """Where an object is stored, for messages."""
+
     def prepare(self) -> Any:
-        """Gather what the ranks request, check it, and plan; the report of ``Source.filling``.
+        """Gather what the ranks request, check it, and plan; what this rank will convert.
 
         Collective. No tensor has been filled. The caller runs it within an error check.
 
@@ -142,23 +123,23 @@ class GroupLoad:
             ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError, StorageError: on every rank
                 if one failed.
         """
-        comm, source = self._comm, self._source
+        comm = self._comm
         answers = agree_and_gather_bytes(comm, self._request)
         restart_limit()
         parsed = {answer: json.loads(answer) for answer in set(answers)}
         budgets, _, have_objects, all_names = zip(*parsed.values(), strict=True)
         budget, names = min(budgets), sorted(set(chain.from_iterable(all_names)))
         caches = [parsed[answer][1] and PageCache(*parsed[answer][1]) for answer in answers]
-        self.arrays = source.find(names, comm)
+        self._arrays = self._find(names)
+        converted: list[Any] = []
 
         def describe() -> bytes:
             numbers = {name: number for number, name in enumerate(names)}
-            own = [numbers[source.name(tensor)] for tensor in self.tensors]
-            self.filling = source.filling(self.tensors, [(n, self.arrays[n]) for n in own])
-            targets = self.filling.targets
-            wanted_nbytes = min(budget, sum(target.tensor.nbytes for target in targets))
-            regions = encode_regions((target.array, target.region) for target in targets)
-            return f"{int(_stays_cached(caches, comm.rank, wanted_nbytes))}\n{regions}".encode()
+            own = [numbers[self._name(tensor)] for tensor in self._tensors]
+            converted.append(self._choose_targets([(n, self._arrays[n]) for n in own]))
+            nbytes = min(budget, sum(target.tensor.nbytes for target in self._targets))
+            regions = encode_regions((target.array, target.region) for target in self._targets)
+            return f"{int(_stays_cached(caches, comm.rank, nbytes))}\n{regions}".encode()
 
         requests = agree_and_gather_bytes(comm, describe)
         if any(have_objects):
@@ -167,11 +148,13 @@ class GroupLoad:
         fits = all(stays_cached == "1" for stays_cached, _, _ in distinct.values())
         cache_names = tuple(cache.name if cache and fits else None for cache in caches)
         if all(cache and cache.is_storage for cache in caches):
-            self.plan = GroupPlan((), frozenset(), cache_names)  # every rank reads from memory
-            return self.filling.report
-        regions = [distinct[request][2] for request in requests]
-        self.plan = build_group_plan(regions, self.arrays, cache_names, max_inflight_bytes=budget)
-        return self.filling.report
+            self._plan = GroupPlan((), frozenset(), cache_names)  # every rank reads from memory
+        else:
+            regions = [distinct[request][2] for request in requests]
+            self._plan = build_group_plan(
+                regions, self._arrays, cache_names, max_inflight_bytes=budget
+            )
+        return converted[0]
 
     def run(self, allowed: Callable[[], Allowed]) -> tuple[StateDict, BroadcastReport]:
         """Read and send everything; a state dict of the structure of the request. Collective.
@@ -182,60 +165,47 @@ class GroupLoad:
         Raises:
             StorageError: on every rank if one failed.
         """
-        comm, source, filling = self._comm, self._source, self.filling
+        comm = self._comm
 
         def open_reader() -> ArrayReader:
-            for tensor in filling.padding:
+            for tensor in self._padding:
                 tensor.zero_()
-            caches = self.plan.page_caches
+            caches = self._plan.page_caches
             cache = caches[comm.rank]
-            fills_page_cache = cache is not None and caches.count(cache) > 1
-            return source.open_reader(self, fills_page_cache=fills_page_cache)
+            return self._open_reader(fills_page_cache=cache is not None and caches.count(cache) > 1)
 
         report = run_group_plan(
-            self.plan, self.arrays, filling.targets, open_reader, comm, self._options
+            self._plan, self._arrays, self._targets, open_reader, comm, self._options
         )
         contents = self._object_contents() if self._object_readers else {}
 
         def finish() -> StateDict:
-            allow = allowed() if self.objects else ()
+            allow = allowed() if self._objects else ()
             loaded: dict[int, Any] = {}
-            for found in self.objects:
+            for found in self._objects:
                 name = object_id(found)
-                content, path = contents[name.unique_key], source.object_path(name)
+                content, path = contents[name.unique_key], self._object_path(name)
                 loaded[id(found)] = load_content(content, path, name.unique_key, allow)
-            loaded |= {id(t): r for t, r in zip(self.tensors, filling.results, strict=True)}
+            loaded |= {id(t): r for t, r in zip(self._tensors, self._results, strict=True)}
             return mapped_values(lambda value: loaded[id(value)], self._state_dict)
 
         return agree(comm, finish), report
 
-    def arrays_read(self) -> list[int]:
-        """The numbers of the arrays of which this rank reads a region."""
-        batches = chain.from_iterable(self.plan.rounds)
-        found = {s.array for b in batches if b.reader == self._comm.rank for s in b.slices}
-        targets, shared = self.filling.targets, self.plan.shared
-        found |= {t.array for t in targets if (t.array, t.region) not in shared}
-        return sorted(found)
-
-    def objects_read(self) -> list[str]:
-        """The unique keys of the objects that this rank reads, sorted."""
-        return [key for key, rank in self._object_readers.items() if rank == self._comm.rank]
-
     def _request(self) -> bytes:
-        root = self._source.open()
+        root = self._open()
         for value in sharded_values(self._state_dict):
-            (self.tensors if isinstance(value, ShardedTensor) else self.objects).append(value)
+            (self._tensors if isinstance(value, ShardedTensor) else self._objects).append(value)
         cache = None if root is None or self._comm.device.type != "cpu" else page_cache_of(root)
-        told = None if cache is None else [cache.name, cache.is_storage]
-        names = sorted({self._source.name(tensor) for tensor in self.tensors})
+        fields = None if cache is None else [cache.name, cache.is_storage]
+        names = sorted({self._name(tensor) for tensor in self._tensors})
         budget = self._options.max_inflight_bytes
-        return json.dumps([budget, told, bool(self.objects), names]).encode()
+        return json.dumps([budget, fields, bool(self._objects), names]).encode()
 
     def _assign_objects(self) -> None:
         """Give each object that any rank requests a reader among its requesters. Collective."""
 
         def names() -> list[str]:
-            return sorted({object_id(found).unique_key for found in self.objects})
+            return sorted({object_id(found).unique_key for found in self._objects})
 
         requesters: dict[str, list[int]] = {}
         for rank, found in enumerate(agree_and_gather(self._comm, names)):
@@ -247,13 +217,17 @@ class GroupLoad:
             if len(ranks) > 1:
                 self._shared_objects.add(key)
 
+    def _objects_read(self) -> list[str]:
+        """The unique keys of the objects that this rank reads, sorted."""
+        return [key for key, rank in self._object_readers.items() if rank == self._comm.rank]
+
     def _object_contents(self) -> dict[str, bytes]:
         """Read this rank's objects, and gather the shared ones. Collective."""
         contents: dict[str, bytes] = {}
 
         def read() -> bytes:
-            own = self.objects_read()
-            contents.update({key: self._source.object_content(key) for key in own})
+            own = self._objects_read()
+            contents.update({key: self._object_content(key) for key in own})
             shared = [key for key in own if key in self._shared_objects]
             sizes = json.dumps([[key, len(contents[key])] for key in shared])
             return b"\n".join([sizes.encode(), b"".join(contents[key] for key in shared)])
@@ -275,113 +249,85 @@ def _stays_cached(caches: Sequence[PageCache | None], rank: int, wanted_nbytes: 
     return _FREE_PER_NBYTES * num_sharing * wanted_nbytes <= available_nbytes()
 
 
-class CheckpointSource:
-    """A checkpoint of a format of this package; see Source.
-
-    Args:
-        open_checkpoint: opens it; its location, and what reads it.
-        tensors_to_fill: for ShardedTensors and the arrays of their keys, the tensors to fill and a
-            report. May raise if they cannot be filled.
-    """
+class CheckpointLoad(GroupLoad):
+    """A load from a checkpoint of a format of this package, which ``base`` opens."""
 
     _checkpoint: StoredCheckpoint
 
-    def __init__(
-        self,
-        open_checkpoint: Callable[[], tuple[Location, StoredCheckpoint]],
-        tensors_to_fill: Callable[
-            [Sequence[Any], Mapping[str, ArraySpec]], tuple[list[torch.Tensor], Any]
-        ],
-    ) -> None:
-        self._open = open_checkpoint
-        self._tensors_to_fill = tensors_to_fill
+    def _open(self) -> Path | None:
+        root = located(self._checkpoint_dir, self._options)
+        share = Share(self._comm.rank, self._comm.size)
+        self._checkpoint = self._base.open_checkpoint(root, self._options, share)
+        return root if isinstance(root, Path) else None
 
-    def open(self) -> Path | None:
-        """See Source."""
-        location, self._checkpoint = self._open()
-        return location if isinstance(location, Path) else None
-
-    def name(self, tensor: Any) -> str:
-        """See Source."""
+    def _name(self, tensor: Any) -> str:
         return str(tensor.key)
 
-    def find(self, names: Sequence[str], comm: Communicator) -> list[ArraySpec]:
-        """See Source. The metadata of each array is read by one rank."""
+    def _find(self, names: Sequence[str]) -> list[ArraySpec]:
+        """The metadata of each array is read by one rank."""
+        rank, size = self._comm.rank, self._comm.size
 
         def look_up() -> bytes:
-            share = names[comm.rank :: comm.size]
-            found = self._checkpoint.find(share)
-            return json.dumps([array_to_wire(found[key]) for key in share]).encode()
+            found = self._checkpoint.find(names[rank::size])
+            return json.dumps([array_to_wire(found[key]) for key in names[rank::size]]).encode()
 
-        shares = [json.loads(share) for share in agree_and_gather_bytes(comm, look_up)]
-        return [array_from_wire(shares[n % comm.size][n // comm.size]) for n in range(len(names))]
+        shares = [json.loads(share) for share in agree_and_gather_bytes(self._comm, look_up)]
+        return [array_from_wire(shares[n % size][n // size]) for n in range(len(names))]
 
-    def filling(self, tensors: Sequence[Any], found: Sequence[tuple[int, ArraySpec]]) -> Filling:
-        """See Source."""
+    def _choose_targets(self, found: Sequence[tuple[int, ArraySpec]]) -> Any:
         stored = {array.key: array for _, array in found}
-        plan = build_load_plan([shard_spec(tensor) for tensor in tensors], stored)
-        results, report = self._tensors_to_fill(tensors, stored)
-        targets = []
+        plan = build_load_plan([shard_spec(tensor) for tensor in self._tensors], stored)
+        self._results, converted = self._base.tensors_to_fill(self._tensors, stored, self._options)
         for read in plan.reads:
-            tensor = _in_array_dims(results[read.number], tensors[read.number])
+            result = self._results[read.number]
+            tensor = _in_array_dims(result, self._tensors[read.number])
             if read.source is not None and read.target is not None:
-                number, _ = found[read.number]
-                targets.append(Target(number, read.source, tensor[read.target.slices()]))
-        padding = [results[read.number].detach() for read in plan.reads if read.is_padded]
-        return Filling(results, targets, padding, report)
+                view = tensor[read.target.slices()]
+                self._targets.append(Target(found[read.number][0], read.source, view))
+            if read.is_padded:
+                self._padding.append(result.detach())
+        return converted
 
-    def open_reader(self, load: GroupLoad, *, fills_page_cache: bool) -> ArrayReader:  # noqa: ARG002
-        """See Source."""
+    def _open_reader(self, *, fills_page_cache: bool) -> ArrayReader:
         checkpoint = self._checkpoint
         return checkpoint.buffered_reader if fills_page_cache else checkpoint.array_reader
 
-    def object_content(self, unique_key: str) -> bytes:
-        """See Source."""
+    def _object_content(self, unique_key: str) -> bytes:
         found = ObjectId.parse(unique_key)
         assert found is not None  # noqa: S101 - made from an ObjectId on another rank
         return self._checkpoint.object_content(found)
 
-    def object_path(self, object_id: ObjectId) -> str:
-        """See Source."""
+    def _object_path(self, object_id: ObjectId) -> str:
         return self._checkpoint.object_path(object_id)
 
 
-class StrategySource:
-    """Any load strategy, called once with all shards and objects that this rank reads; see Source.
+class StrategyLoad(GroupLoad):
+    """A load by any strategy, which is called once with all shards and objects this rank reads.
 
     Each distinct shard counts as an array of its own, which is read whole.
-
-    Args:
-        open_directory: returns the checkpoint's directory, or raises.
-        load: loads a flat state dict from it. Collective over the world.
-        destination: returns the tensor to fill for a ShardedTensor.
     """
 
     _root: Path
+    _loaded: StateDict
 
-    def __init__(
-        self,
-        open_directory: Callable[[], Path],
-        load: Callable[[StateDict, Path], StateDict],
-        destination: Callable[[Any], torch.Tensor],
-    ) -> None:
-        self._open, self._base_load, self._destination = open_directory, load, destination
-        self._loaded: StateDict = {}
+    def _open(self) -> None:
+        name = type(self._base).__name__
+        if self._options.strict_dtype:
+            raise StrategyError(
+                f"strict_dtype: {name} converts by itself; pass strict_dtype=True to "
+                "dist_ckpt_strategies.load instead"
+            )
+        self._root = require_path(located(self._checkpoint_dir, self._options), name)
 
-    def open(self) -> Path | None:
-        """See Source. Ranks send what is in their memory."""
-        self._root = self._open()
-        return None
-
-    def name(self, tensor: Any) -> str:
-        """See Source. Replicas have the same name."""
+    def _name(self, tensor: Any) -> str:
+        """Replicas have the same name."""
         shard_spec(tensor)  # raises if it is invalid
         message = message_of(tensor)
         message[3] = 0  # the replica
         return json.dumps(message)
 
-    def find(self, names: Sequence[str], comm: Communicator) -> list[ArraySpec]:  # noqa: ARG002
-        """See Source. The name describes the shard."""
+    def _find(self, names: Sequence[str]) -> list[ArraySpec]:
+        """The name describes the shard."""
         found = []
         for name in names:
             spec = shard_spec(value_from_message(json.loads(name)))
@@ -390,49 +336,46 @@ class StrategySource:
             found.append(ArraySpec(name, shape, spec.dtype, chunk, is_raw=False))
         return found
 
-    def filling(self, tensors: Sequence[Any], found: Sequence[tuple[int, ArraySpec]]) -> Filling:
-        """See Source."""
-        results = [self._destination(tensor) for tensor in tensors]
-        targets = [
+    def _choose_targets(self, found: Sequence[tuple[int, ArraySpec]]) -> Any:
+        self._results = [destination(tensor) for tensor in self._tensors]
+        self._targets = [
             Target(number, Region.whole(array.shape), _in_array_dims(result, tensor))
-            for (number, array), result, tensor in zip(found, results, tensors, strict=True)
+            for (number, array), result, tensor in zip(
+                found, self._results, self._tensors, strict=True
+            )
             if result.numel()
         ]
-        return Filling(results, targets)
+        return ()
 
-    def open_reader(self, load: GroupLoad, *, fills_page_cache: bool) -> ArrayReader:  # noqa: ARG002
-        """See Source. Calls the strategy."""
-        requested = {self.name(tensor): tensor for tensor in load.tensors}
+    def _open_reader(self, *, fills_page_cache: bool) -> ArrayReader:  # noqa: ARG002
+        """Calls the strategy. Collective over the world."""
+        batches = chain.from_iterable(self._plan.rounds)
+        numbers = {s.array for b in batches if b.reader == self._comm.rank for s in b.slices}
+        shared = self._plan.shared
+        numbers |= {t.array for t in self._targets if (t.array, t.region) not in shared}
+        requested = {self._name(tensor): tensor for tensor in self._tensors}
         # torch_dist changes the ShardedTensors that it is given, and loses empty nested dicts.
-        own: StateDict = {
-            number: copy.copy(requested[load.arrays[number].key]) for number in load.arrays_read()
-        }
-        objects = {object_id(found).unique_key: found for found in load.objects}
-        own |= {key: objects[key] for key in load.objects_read()}
-        self._loaded = self._base_load(own, self._root)
-        return _MemoryReader(self._arrays_in_memory(load))
+        own: StateDict = {n: copy.copy(requested[self._arrays[n].key]) for n in sorted(numbers)}
+        objects = {object_id(found).unique_key: found for found in self._objects}
+        own |= {key: objects[key] for key in self._objects_read()}
+        self._loaded = self._base.load(own, self._root)
+        return _MemoryReader({self._arrays[n].key: self._in_memory(n) for n in sorted(numbers)})
 
-    def object_content(self, unique_key: str) -> bytes:
-        """See Source."""
+    def _in_memory(self, number: int) -> HostArray:
+        tensor: torch.Tensor = self._loaded[number]
+        array = self._arrays[number]
+        if tensor.numel() != math.prod(array.shape):
+            key = json.loads(array.key)[0]
+            raise PlanError(
+                f"{key}: shape {tuple(tensor.shape)} loaded, {array.shape} expected", key=key
+            )
+        return to_host([tensor.to(getattr(torch, array.dtype.value)).reshape(array.shape)])[0]
+
+    def _object_content(self, unique_key: str) -> bytes:
         return dump_object(self._loaded[unique_key], name=unique_key)
 
-    def object_path(self, object_id: ObjectId) -> str:
-        """See Source."""
+    def _object_path(self, object_id: ObjectId) -> str:
         return str(object_path(self._root, object_id))
-
-    def _arrays_in_memory(self, load: GroupLoad) -> dict[str, HostArray]:
-        found = {}
-        for number in load.arrays_read():
-            tensor: torch.Tensor = self._loaded[number]
-            array = load.arrays[number]
-            if tensor.numel() != math.prod(array.shape):
-                key = json.loads(array.key)[0]
-                raise PlanError(
-                    f"{key}: shape {tuple(tensor.shape)} loaded, {array.shape} expected", key=key
-                )
-            shaped = tensor.to(getattr(torch, array.dtype.value)).reshape(array.shape)
-            found[array.key] = to_host([shaped])[0]
-        return found
 
 
 class _MemoryReader:

@@ -117,17 +117,14 @@ class GroupPlan:
             found.append(own)
         return found
 
-    def is_cached_for(self, rank: int, batch: Batch) -> bool:
-        """Whether a batch is in the rank's page cache once its reader has read it."""
-        cache = self.page_caches[rank]
-        return (
-            rank != batch.reader and cache is not None and cache == self.page_caches[batch.reader]
-        )
-
     def receivers(self, batch: Batch) -> list[int]:
-        """The ranks that a batch is sent to."""
-        ranks = (rank for rank in batch.requesters if rank != batch.reader)
-        return [rank for rank in ranks if not self.is_cached_for(rank, batch)]
+        """The ranks that a batch is sent to: not those that share its reader's page cache."""
+        caches, cache = self.page_caches, self.page_caches[batch.reader]
+        return [
+            rank
+            for rank in batch.requesters
+            if rank != batch.reader and (cache is None or caches[rank] != cache)
+        ]
 
 
 def encode_regions(regions: Iterable[tuple[int, Region]]) -> str:

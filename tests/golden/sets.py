@@ -17,7 +17,7 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.formats.objects import allowing
-from dist_ckpt_strategies.megatron.allowed import default_allowed
+from dist_ckpt_strategies.megatron.types import default_allowed
 
 _HERE = Path(__file__).parent / "data"
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from dist_ckpt_strategies.cli.app import app
 from dist_ckpt_strategies.formats.objects import dump_object, load_pickle
-from dist_ckpt_strategies.megatron.allowed import default_allowed
+from dist_ckpt_strategies.megatron.types import default_allowed
 from tests.golden.sets import GoldenSet
 from tests.support.pages import ROOT, blocks_of
 

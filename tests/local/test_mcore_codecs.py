@@ -21,7 +21,7 @@ from dist_ckpt_strategies.local.defaults import default_allowed_names, default_c
 from dist_ckpt_strategies.local.part_format import PartId, SaveId
 from dist_ckpt_strategies.local.retrieve import RetrievedPart
 from dist_ckpt_strategies.local.state_codecs import decode_parts, encode_state
-from dist_ckpt_strategies.megatron.tensor_aware import TENSOR_AWARE_CLASS, tensor_aware_class
+from dist_ckpt_strategies.megatron.types import TENSOR_AWARE_CLASS, tensor_aware_class
 
 
 class Unknown:

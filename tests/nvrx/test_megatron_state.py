@@ -19,7 +19,7 @@ from dist_ckpt_strategies.local import (
     LocalCheckpointManager,
     MCoreTensorAwareStateDict,
 )
-from dist_ckpt_strategies.megatron.tensor_aware import tensor_aware_class
+from dist_ckpt_strategies.megatron.types import tensor_aware_class
 from tests.support.ranks import run_processes
 
 pytest.importorskip("nvidia_resiliency_ext", reason="needs nvidia-resiliency-ext: tox -e nvrx")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from signal import Signals
 from types import SimpleNamespace
@@ -14,12 +13,10 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import base
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
@@ -35,7 +32,6 @@ from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,
 )
-from tests.support.registries import fresh_registries
 
 
 class Homemade:
@@ -136,8 +132,10 @@ def test_objects_with_slashes_in_their_key_are_saved_found_and_loaded(tmp_path: 
     objects = {
         n: ShardedObject("layer/0/extra", {"n": n}, (2, 2), (n // 2, n % 2)) for n in range(4)
     }
-    TorchCommonSaveStrategy().save_sharded_objects(objects, tmp_path)
-    loader = TorchCommonLoadStrategy()
+    replica = ShardedObject("layer/0/extra", {"n": 9}, (2, 2), (0, 0), replica_id=1)
+    saver, loader = TorchCommonSaveStrategy(), TorchCommonLoadStrategy()
+    saver.save_sharded_objects({**objects, "replica": [replica]}, tmp_path)
+    assert saver.can_handle_sharded_objects is loader.can_handle_sharded_objects is True
 
     assert set(loader.load_sharded_metadata(tmp_path)) == {o.unique_key for o in objects.values()}
     wanted = {n: ShardedObject("layer/0/extra", None, (2, 2), (n // 2, n % 2)) for n in range(4)}
@@ -153,23 +151,3 @@ def test_object_names_without_the_last_shape_are_found(tmp_path: Path) -> None:
 
     assert loader.load_sharded_objects(wanted, tmp_path) == {0: {"n": 0}, 1: {"n": 1}}
     assert set(loader.load_sharded_metadata(tmp_path)) == {o.unique_key for o in wanted.values()}
-
-
-@pytest.fixture
-def megatrons_registry() -> Iterator[dict[str, dict[Any, Any]]]:
-    """Megatron-Core's own registry, put back as it was afterwards."""
-    with fresh_registries():
-        yield base.default_strategies
-
-
-def test_common_strategies_of_megatron_are_replaced_only_with_replace_common(
-    megatrons_registry: dict[str, dict[Any, Any]],
-) -> None:
-    key = ("torch", 1)
-    theirs = megatrons_registry["save_common"][key]
-    dist_ckpt_strategies.register()
-    assert megatrons_registry["save_common"][key] is theirs
-
-    dist_ckpt_strategies.register(replace_common=True)
-    assert isinstance(megatrons_registry["save_common"][key], TorchCommonSaveStrategy)
-    assert isinstance(megatrons_registry["load_common"][key], TorchCommonLoadStrategy)

@@ -58,37 +58,10 @@ NUM_CONVERTED = 4 * 4
 """Each is stored on a grid, in random boxes, by every rank, and in stacked layers."""
 
 
-class DerivedFormat1(ZarrLoadShardedStrategy):
-    """Does what its base does, one frame further up."""
-
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: Any = None) -> Any:
-        """See ZarrLoadShardedStrategy."""
-        return super().load(sharded_state_dict, checkpoint_dir, async_strategy)
-
-
-class DerivedFormat2(Format2LoadShardedStrategy):
-    """The same for format 2."""
-
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: Any = None) -> Any:
-        """See Format2LoadShardedStrategy."""
-        return super().load(sharded_state_dict, checkpoint_dir, async_strategy)
-
-
-class DerivedLocal(LocalReplicatedLoadShardedStrategy):
-    """The same for local checkpoints."""
-
-    def load(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: Any = None) -> Any:
-        """See LocalReplicatedLoadShardedStrategy."""
-        return super().load(sharded_state_dict, checkpoint_dir, async_strategy)
-
-
-STRATEGIES: dict[tuple[str, int], tuple[Callable[..., Any], Callable[..., Any]]] = {
-    ("zarr", 1): (ZarrLoadShardedStrategy, DerivedFormat1),
-    ("zarr", 2): (Format2LoadShardedStrategy, DerivedFormat2),
-    ("local_replicated", 1): (
-        partial(LocalReplicatedLoadShardedStrategy, local=LOCAL),
-        partial(DerivedLocal, local=LOCAL),
-    ),
+STRATEGIES: dict[tuple[str, int], Callable[..., Any]] = {
+    ("zarr", 1): ZarrLoadShardedStrategy,
+    ("zarr", 2): Format2LoadShardedStrategy,
+    ("local_replicated", 1): partial(LocalReplicatedLoadShardedStrategy, local=LOCAL),
 }
 
 
@@ -96,11 +69,9 @@ def loaders(
     backend: tuple[str, int], options: Options | None = None
 ) -> Iterator[tuple[str, Any, bool]]:
     """Ways to load: a name, the strategy, and whether it fills what this rank does not read."""
-    plain, derived = STRATEGIES[backend]
+    plain = STRATEGIES[backend]
     yield "plain", plain(options=options), True
-    yield "derived", derived(options=options), True
     yield "wrapped", FullyParallelLoadStrategyWrapper(plain(options=options)), False
-    yield "wrapped derived", FullyParallelLoadStrategyWrapper(derived(options=options)), False
     if backend[0] == "zarr":
         base = plain(options=options)
         yield "two-stage", TwoStageDataParallelLoadShardedStrategy(None, base_strategy=base), True
@@ -347,9 +318,9 @@ def load_every_pair(rank: int, backend: tuple[str, int], root: Path, target: Any
     options = Options(timeout_s=60, max_inflight_bytes=4096)
     wrong = []
     for strategy in (
-        STRATEGIES[backend][0](options=options),
+        STRATEGIES[backend](options=options),
         TwoStageDataParallelLoadShardedStrategy(
-            None, base_strategy=STRATEGIES[backend][0](options=options)
+            None, base_strategy=STRATEGIES[backend](options=options)
         ),
     ):
         loaded = load(
@@ -382,7 +353,7 @@ def load_large(rank: int, backend: tuple[str, int], root: Path) -> int:
     wanted = {
         cut.key: sharded(cut, cut.parts[0], targets[cut.key], dtype=torch.float64) for cut in arrays
     }
-    strategy = STRATEGIES[backend][0](options=Options(timeout_s=60, max_inflight_bytes=32 << 20))
+    strategy = STRATEGIES[backend](options=Options(timeout_s=60, max_inflight_bytes=32 << 20))
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before = _peak_nbytes()
     load(Entry.OURS, wanted, root, sharded_strategy=strategy)

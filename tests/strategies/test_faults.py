@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -415,64 +414,6 @@ def test_what_hinders_one_rank_in_saving_is_raised_on_every_rank(
             assert result[f"{name}: marker"] is False
             assert result[f"{name}: again"] == []
             assert result[f"{name}: remains"] == []
-
-
-def save_pieces(rank: int, entry: Entry, root: Path) -> Any:
-    prepare(TIMEOUT_S)
-    runs = ((CULPRIT, 0, 1000), (0, 1000, 200), (CULPRIT, 1200, 1800), (1, 3000, 96))
-    parts = tuple(Part(holder, (start,), (length,)) for holder, start, length in runs)
-    cut = Cut("flat", (3096,), torch.float32, parts)
-    hinder: Any = small_files_only() if rank == CULPRIT else _nothing()
-    with hinder:
-        return outcome(partial(save, entry, state_of(rank, [cut]), root))
-
-
-@both_entries
-def test_a_full_disk_under_a_chunk_put_together_from_pieces_is_raised_on_every_rank(
-    entry: Entry, tmp_path: Path
-) -> None:
-    results = run_processes(4, save_pieces, entry, tmp_path / "c")
-
-    require_failure_everywhere(results, kind=StorageError, culprit=CULPRIT, names=("flat",))
-
-
-@pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A checkpoint directory on a file system of 192 KiB."""
-    root = disk = tmp_path / "checkpoint"
-    disk.mkdir(parents=True)
-    mount = shutil.which("mount")
-    if mount is None:
-        pytest.skip("no mount")
-    made = subprocess.run(
-        [mount, "-t", "tmpfs", "-o", "size=192k", "tmpfs", str(disk)],
-        check=False,
-        capture_output=True,
-    )
-    if made.returncode != 0:
-        pytest.skip(f"mounting is not permitted: {made.stderr!r}")
-    yield root
-    subprocess.run(["umount", str(disk)], check=True)  # noqa: S607
-
-
-def fill_disk(rank: int, entry: Entry, engine: str, root: Path) -> Any:
-    prepare(TIMEOUT_S, engine)
-    state = full_state(rank)
-    if rank == CULPRIT:
-        state[NAME] = ShardedTensor.from_rank_offsets(KEY, torch.ones(64, 1024))
-    return outcome(partial(save, entry, state, root))
-
-
-@both_entries
-@pytest.mark.parametrize("engine", ["tensorstore", "zarr"])
-def test_a_full_disk_is_raised_on_every_rank(entry: Entry, engine: str, tiny_disk: Path) -> None:
-    results = run_processes(4, fill_disk, entry, engine, tiny_disk)
-
-    for failure in results:
-        assert isinstance(failure, Failure), failure
-        assert StorageError.__name__ in failure.kinds, failure
-        assert "no space left" in failure.text
-    assert not (tiny_disk / "metadata.json").exists()
 
 
 def raise_in_build(*_: Any) -> Any:

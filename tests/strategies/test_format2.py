@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tensorstore as ts
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject
@@ -26,28 +25,16 @@ from dist_ckpt_strategies.formats.checkpoints import Format2Checkpoint
 from dist_ckpt_strategies.formats.commit import read_marker
 from dist_ckpt_strategies.formats.manifest import digest_of
 from dist_ckpt_strategies.formats.objects import dump_object
-from dist_ckpt_strategies.formats.zarr3 import array_directory
 from dist_ckpt_strategies.sharded.save_cache import SaveCache
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy
 from tests.support.entries import Entry, Failure, load, outcome, prepare, save
 from tests.support.formats import load_format2, save_format2
-from tests.support.layouts import (
-    empties,
-    irregular,
-    irregular_otherwise,
-    random_layouts,
-    scattered,
-    scattered_otherwise,
-)
 from tests.support.ranks import run_processes
 from tests.support.sharding import (
-    ALL_DTYPES,
-    Cut,
     differences,
     no_data,
     on_grid,
-    part_of,
     state_of,
     zeros,
 )
@@ -55,82 +42,6 @@ from tests.support.sharding import (
 pytestmark = pytest.mark.multiprocess
 
 FORMAT2 = ("zarr", 2)
-
-
-def all_dtypes(grid: tuple[int, ...]) -> list[Cut]:
-    return [on_grid(f"x.{d}", (12, 8), grid, dtype=d) for d in ALL_DTYPES]
-
-
-def layouts() -> list[tuple[str, list[Cut], list[Cut]]]:
-    """Name, what is saved, and what is loaded."""
-    found = [
-        ("dtypes", all_dtypes((2, 4)), all_dtypes((4, 1))),
-        ("scattered", scattered(), scattered_otherwise()),
-        ("irregular", irregular(), irregular_otherwise()),
-        ("odd keys", odd_keys((4, 1)), odd_keys((1, 4))),
-    ]
-    return found + [(f"random {seed}", *random_layouts(seed)) for seed in range(8)]
-
-
-def odd_keys(grid: tuple[int, ...]) -> list[Cut]:
-    keys = ["a/b", "a", ".hidden", "..", "manifest", "k" * 300, "metadata.json", "ключ", "c.0"]
-    return [on_grid(key, (8, 4), grid) for key in keys]
-
-
-def save_and_load_all(rank: int, root: Path) -> list[str]:
-    """Save and load every layout by either entry, and by a group; what came back wrong."""
-    prepare(60)
-    wrong = []
-    two_stage = TwoStageDataParallelLoadShardedStrategy(dist.group.WORLD)
-    for number, (name, saved, wanted) in enumerate(layouts()):
-        entry = list(Entry)[number % 2]
-        directory = root / str(number)
-        save(entry, state_of(rank, saved), directory, sharded_strategy=FORMAT2)
-        for how in ({}, {"sharded_strategy": two_stage}):
-            target = (zeros, no_data)[number % 2]
-            loaded = load(entry, state_of(rank, wanted, target), directory, **how)
-            wrong += [f"{name} {how}: {key}" for key in differences(rank, wanted, loaded)]
-    return wrong
-
-
-def test_every_layout_and_dtype_comes_back_in_another(tmp_path: Path) -> None:
-    assert run_processes(4, save_and_load_all, tmp_path, timeout_s=150) == [[]] * 4
-    for number, (_, saved, _) in enumerate(layouts()):
-        for cut in saved[:2]:
-            require_readable_without_us(tmp_path / str(number), cut)
-
-
-def require_readable_without_us(root: Path, cut: Cut) -> None:
-    """Plain TensorStore finds every element, and no chunk missing."""
-    path = f"{root}/{array_directory(cut.key)}"
-    spec = {"driver": "zarr3", "kvstore": {"driver": "file", "path": path}}
-    stored = ts.open(spec | {"fill_missing_data_reads": False}, open=True).result()
-    found = stored.read().result()
-    assert found.shape == cut.shape
-    for part in cut.parts:
-        if part.replica == 0:
-            assert found[part.slices()].tobytes() == bits_of(part_of(cut, part))
-
-
-def bits_of(tensor: torch.Tensor) -> bytes:
-    flat = tensor.contiguous().reshape(-1)
-    return (
-        (torch.view_as_real(flat) if flat.is_complex() else flat)
-        .view(torch.uint8)
-        .numpy()
-        .tobytes()
-    )
-
-
-def save_and_load_empties(rank: int, root: Path) -> list[str]:
-    prepare(60)
-    cuts = empties()
-    save(Entry.OURS, state_of(rank, cuts), root, sharded_strategy=FORMAT2)
-    return differences(rank, cuts, load(Entry.OURS, state_of(rank, cuts, zeros), root))
-
-
-def test_empty_tensors_come_back(tmp_path: Path) -> None:
-    assert run_processes(4, save_and_load_empties, tmp_path / "c") == [[]] * 4
 
 
 def objects_of(rank: int) -> dict[str, Any]:

@@ -2,128 +2,198 @@
 
 from __future__ import annotations
 
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing import ShardedObject
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelLoadStrategyWrapper,
     FullyParallelSaveStrategyWrapper,
 )
 
+from dist_ckpt_strategies import LocalOptions
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
+from dist_ckpt_strategies.errors import (
+    IncompleteCheckpointError,
+    NoReplicasAvailableError,
+    UnsafeObjectError,
+)
+from dist_ckpt_strategies.strategies.local_replicated import (
+    LocalReplicatedLoadShardedStrategy,
+    LocalReplicatedSaveShardedStrategy,
+)
 from dist_ckpt_strategies.strategies.zarr import (
     Format2LoadShardedStrategy,
     Format2SaveShardedStrategy,
     ZarrLoadShardedStrategy,
     ZarrSaveShardedStrategy,
 )
-from tests.support.entries import prepare
+from tests.support.entries import Entry, load, outcome, prepare, require_failure_everywhere, save
+from tests.support.groups import group_of_size
 from tests.support.ranks import run_processes
+from tests.support.sharding import (
+    Cut,
+    at_random,
+    differences,
+    no_data,
+    on_grid,
+    replicated,
+    state_of,
+    zeros,
+)
 
 pytestmark = pytest.mark.multiprocess
 
+both_entries = pytest.mark.parametrize("entry", list(Entry))
+sizes = pytest.mark.parametrize("size", [1, 2, 4])
+
 SIZE = 4
-WHOLE = torch.arange(48, dtype=torch.float32).reshape(8, 6)
-GROUPINGS = {
-    "one group": [[0, 1, 2, 3]],
-    "pairs": [[0, 1], [2, 3]],
-    "singles": [[0], [1], [2], [3]],
-}
+ALGORITHMS = ("broadcast", "gather_object", "gather_rounds")
+KINDS = ("zarr 1", "zarr 2", "local atomic", "local fully_parallel")
 
 
-def group_of(rank: int, grouping: list[list[int]]) -> tuple[Any, list[int]]:
-    groups = [dist.new_group(ranks) for ranks in grouping]
-    number = next(n for n, ranks in enumerate(grouping) if rank in ranks)
-    return groups[number], grouping[number]
+def strategies(kind: str, scratch: Path) -> tuple[Any, Any]:
+    """What saves and what loads; local checkpoints with two ranks to a node."""
+    backend, _, how = kind.partition(" ")
+    if backend == "zarr" and how == "1":
+        return ZarrSaveShardedStrategy(), ZarrLoadShardedStrategy()
+    if backend == "zarr":
+        return Format2SaveShardedStrategy(), Format2LoadShardedStrategy()
+    local = LocalOptions(
+        replication_jump=2,
+        algo=how,
+        node_directory=lambda rank: scratch / f"node{rank // 2}",
+    )
+    return (
+        LocalReplicatedSaveShardedStrategy(local=local),
+        LocalReplicatedLoadShardedStrategy(local=local),
+    )
 
 
-def state_of(rank: int, ranks: list[int], *, objects: bool, data: bool = True) -> dict[str, Any]:
-    """One replicated array for each group, one array in rows over all ranks, and an object."""
-    filled = WHOLE if data else torch.zeros_like(WHOLE)
-    group, replica = ranks[0], ranks.index(rank)
-    state: dict[str, Any] = {
-        f"replicated {n}": ShardedTensor.from_rank_offsets(
-            f"group {group}.{n}", filled * (n + 1), replica_id=replica
-        )
-        for n in range(5)
+def cuts(algorithm: str = "broadcast") -> list[Cut]:
+    """Arrays that all ranks want, that some want, and that one wants; regular and not.
+
+    gather_rounds gathers tensors of several sizes at once, which NCCL does and gloo does not: for
+    it, as many arrays of one size as four ranks can share evenly.
+    """
+    if algorithm == "gather_rounds":
+        return [on_grid(f"all.{n}", (8, 4), (1, 1), num_replicas=4) for n in range(12)]
+    dtypes = (torch.float32, torch.bfloat16, torch.bool, torch.int64)
+    return [
+        *(on_grid(f"all.{d}", (8, 4), (2, 1), dtype=d, num_replicas=4) for d in dtypes),
+        on_grid("layers", (4, 6), (4, 1), num_replicas=2, num_prepended=1),
+        on_grid("own", (4, 3), (4, 1)),
+        replicated(at_random("boxes", (12, 9), 5)),
+    ]
+
+
+def objects(rank: int, *, has_data: bool) -> dict[str, Any]:
+    """An object that all hold alike, and one for each rank."""
+    return {
+        "own": ShardedObject("o.own", {"rank": rank} if has_data else None, (4,), (rank,)),
+        "all": ShardedObject("o.all", {"x": 1} if has_data else None, (1,), (0,), replica_id=rank),
     }
-    rows = filled[2 * rank : 2 * rank + 2].clone()
-    state["rows"] = ShardedTensor.from_rank_offsets("rows", rows, (0, rank, SIZE))
-    if objects:
-        state["object"] = ShardedObject("object", {"rank": rank}, (SIZE,), (rank,))
-    return state
 
 
-FORMATS: dict[int, tuple[Any, Any]] = {
-    1: (ZarrSaveShardedStrategy, ZarrLoadShardedStrategy),
-    2: (Format2SaveShardedStrategy, Format2LoadShardedStrategy),
-}
+def full_state(rank: int, arrays: list[Cut], data: Any = None) -> dict[str, Any]:
+    """Arrays and objects: with their content, or what a load asks for with ``data``."""
+    tensors = state_of(rank, arrays, data) if data else state_of(rank, arrays)
+    return {"tensors": tensors, "objects": objects(rank, has_data=data is None)}
 
 
-def save_and_load(
-    rank: int, root: str, grouping: list[list[int]], objects: bool, version: int = 1
-) -> list[str]:
-    prepare(60)
-    saving, loading = FORMATS[version]
-    group, ranks = group_of(rank, grouping)
-    saver = FullyParallelSaveStrategyWrapper(saving(), group)
-    dist_checkpointing.save(state_of(rank, ranks, objects=objects), root, saver)
-    loader = FullyParallelLoadStrategyWrapper(loading(), group)
-    wanted = state_of(rank, ranks, objects=objects, data=False)
+def load_wrapped(
+    entry: Entry, wanted: dict[str, Any], root: Path, loader: Any, group: Any, **options: Any
+) -> Any:
+    wrapped = FullyParallelLoadStrategyWrapper(loader, group, **options)
     with cpu_stand_ins():  # the wrapper moves what it exchanges to CUDA and synchronises it
-        loaded = dist_checkpointing.load(wanted, root, loader)
-    dist.barrier()
-    right = state_of(rank, ranks, objects=objects)
-    wrong = [k for k, v in right.items() if k != "object" and not torch.equal(loaded[k], v.data)]
-    return wrong + ["object"] * (objects and loaded["object"] != {"rank": rank})
+        return load(entry, wanted, root, sharded_strategy=wrapped)
 
 
-@pytest.mark.parametrize("objects", [False, True], ids=["tensors alone", "with objects"])
-@pytest.mark.parametrize("grouping", list(GROUPINGS.values()), ids=list(GROUPINGS))
-def test_the_wrappers_save_and_load_with_groups_of_one_size(
-    grouping: list[list[int]],
-    objects: bool,
-    tmp_path: Path,
-) -> None:
-    found = run_processes(SIZE, save_and_load, str(tmp_path), grouping, objects)
-    assert found == [[]] * SIZE
-
-
-def test_the_wrappers_save_and_load_format_2(tmp_path: Path) -> None:
-    arguments = (str(tmp_path), GROUPINGS["pairs"], True, 2)
-    assert run_processes(SIZE, save_and_load, *arguments) == [[]] * SIZE
-
-
-def load_damaged(rank: int, root: str, grouping: list[list[int]]) -> str:
+def save_and_load(rank: int, entry: Entry, size: int, scratch: Path) -> list[str]:
+    """What differs, over all strategies and ways to exchange; a node is lost before the load."""
     prepare(60)
-    group, ranks = group_of(rank, grouping)
-    dist_checkpointing.save(state_of(rank, ranks, objects=True), root, ZarrSaveShardedStrategy())
-    if rank == 0:
-        (Path(root) / "rows" / "2.0").unlink()
-    dist.barrier()
-    loader = FullyParallelLoadStrategyWrapper(ZarrLoadShardedStrategy(), group)
-    wanted = state_of(rank, ranks, objects=True, data=False)
-    try:
-        with cpu_stand_ins():
-            dist_checkpointing.load(wanted, root, loader)
-    except dist_checkpointing.core.CheckpointingException as error:
-        return str(error)
-    return "loaded"
+    group, wrong = group_of_size(size), []
+    for kind in KINDS:
+        saver, loader = strategies(kind, scratch)
+        for algorithm in ALGORITHMS if kind == "zarr 1" and size == SIZE else ALGORITHMS[:1]:
+            arrays, root = cuts(algorithm), scratch / f"{kind} {algorithm} 4"
+            if rank == 0:
+                root.mkdir()
+            dist.barrier()
+            state = full_state(rank, arrays)
+            wrapper = FullyParallelSaveStrategyWrapper(saver, group)
+            save(entry, state, root, sharded_strategy=wrapper, validate_access_integrity=False)
+            dist.barrier()
+            if rank == 0:
+                shutil.rmtree(scratch / "node1", ignore_errors=True)
+            dist.barrier()
+            for target in (zeros, no_data):
+                wanted = full_state(rank, arrays, target)
+                way = {"do_cache_distribution": True, "exchange_algo": algorithm}
+                loaded = load_wrapped(entry, wanted, root, loader, group, **way)
+                found = differences(rank, arrays, loaded["tensors"])
+                if loaded["objects"] != {"own": {"rank": rank}, "all": {"x": 1}}:
+                    found.append("objects")
+                wrong += [f"{root.name} {target.__name__}: {key}" for key in found]
+    return wrong
 
 
-@pytest.mark.parametrize("grouping", list(GROUPINGS.values()), ids=list(GROUPINGS))
-def test_a_missing_chunk_reaches_every_rank_through_the_wrapper(
-    grouping: list[list[int]], tmp_path: Path
+@both_entries
+@sizes
+def test_the_wrappers_save_and_load_with_groups_of_one_size(
+    entry: Entry, size: int, tmp_path: Path
 ) -> None:
-    texts = run_processes(SIZE, load_damaged, str(tmp_path), grouping)
+    assert run_processes(SIZE, save_and_load, entry, size, tmp_path) == [[]] * SIZE
 
-    assert len(set(texts)) == 1, texts
-    assert "rank" in texts[0]
-    assert "rows" in texts[0]
-    assert str(tmp_path / "rows" / "2.0") in texts[0]
+
+class NotAllowed:
+    """A class that no list of classes allows."""
+
+
+def load_damaged(rank: int, entry: Entry, size: int, scratch: Path) -> list[Any]:
+    """A chunk that one rank needs is missing; an object is of another class; copies are lost."""
+    prepare(60)
+    group = group_of_size(size)
+    seen: list[Any] = []
+    for kind in ("zarr 1", "zarr 1", "local atomic"):
+        saver, loader = strategies(kind, scratch)
+        root = scratch / f"{len(seen)}" / "iter_0000004"
+        if rank == 0:
+            root.mkdir(parents=True)
+        dist.barrier()
+        save(entry, full_state(rank, cuts()), root, sharded_strategy=saver)
+        dist.barrier()
+        if rank == 0 and not seen:
+            (root / "own" / "3.0").unlink()
+        elif rank == 0 and len(seen) == 1:
+            torch.save(NotAllowed(), root / "o.own" / "shard_3_4.pt")
+        elif rank == 0:
+            for part in scratch.glob("node*/iter_0000004/*/iter_*_1_local_*"):
+                part.unlink()
+        dist.barrier()
+        wanted = full_state(rank, cuts(), no_data)
+        seen.append(outcome(partial(load_wrapped, entry, wanted, root, loader, group)))
+    return seen
+
+
+@both_entries
+@sizes
+def test_what_one_rank_cannot_read_fails_on_every_rank_through_the_wrapper(
+    entry: Entry, size: int, tmp_path: Path
+) -> None:
+    results = run_processes(SIZE, load_damaged, entry, size, tmp_path)
+
+    chunk, shard, lost = zip(*results, strict=True)
+    names = ["own", str(tmp_path / "0" / "iter_0000004" / "own" / "3.0")]
+    require_failure_everywhere(chunk, kind=IncompleteCheckpointError, culprit=3, names=names)
+    names = ["NotAllowed", str(tmp_path / "1" / "iter_0000004" / "o.own" / "shard_3_4.pt")]
+    require_failure_everywhere(shard, kind=UnsafeObjectError, culprit=3, names=names)
+    for failure in lost:
+        assert NoReplicasAvailableError.__name__ in failure.kinds, failure
+        assert "ranks 1" in failure.text
+    assert all(failure.seconds < 50 for failure in (*chunk, *shard, *lost))

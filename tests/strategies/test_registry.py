@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import base
 
 import dist_ckpt_strategies
@@ -25,7 +27,10 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.sharded.save_inputs import SaveInputs
 from dist_ckpt_strategies.strategies import registry as registry_module
-from dist_ckpt_strategies.strategies.common import TorchCommonLoadStrategy
+from dist_ckpt_strategies.strategies.common import (
+    TorchCommonLoadStrategy,
+    TorchCommonSaveStrategy,
+)
 from dist_ckpt_strategies.strategies.registry import (
     get_default_strategy,
     register_default_strategy,
@@ -93,15 +98,22 @@ class Recording(ZarrSaveShardedStrategy):
 # A registry
 
 
-def test_every_look_up_returns_the_same_strategy() -> None:
-    registry = StrategyRegistry()
-    registry.register(KEY, Plain)
-    first = registry.get(KEY)
-
-    assert isinstance(first, Plain)
-    assert registry.get(KEY) is first
-    registry.register(KEY, partial(Plain), replace=True)
-    assert registry.get(KEY) is not first
+def test_a_registry_makes_one_strategy_for_each_key() -> None:
+    registry, other = StrategyRegistry(), StrategyRegistry()
+    keys = [
+        KEY,
+        StrategyKey(StrategyAction.LOAD_SHARDED, "mine", 1),
+        StrategyKey(StrategyAction.SAVE_SHARDED, "other", 1),
+        StrategyKey(StrategyAction.SAVE_SHARDED, "mine", 2),
+    ]
+    for key in keys:
+        assert key not in registry
+        registry.register(key, Plain)
+        registry.register(key, Plain)  # changes nothing
+    assert set(registry.keys()) == set(keys)
+    assert len({id(registry.get(key)) for key in keys}) == len(keys)
+    assert registry.get(KEY) is registry.get(KEY)
+    assert KEY not in other
 
 
 def test_an_unknown_key_is_an_error_that_lists_the_registered_ones() -> None:
@@ -131,33 +143,6 @@ def test_a_taken_key_is_refused_without_replace() -> None:
     assert registry.get(KEY) == {}
 
 
-def test_registering_the_same_factory_again_changes_nothing() -> None:
-    registry = StrategyRegistry()
-    registry.register(KEY, Plain)
-    registry.register(KEY, Plain)
-
-    assert registry.keys() == (KEY,)
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        StrategyKey(StrategyAction.LOAD_SHARDED, "mine", 1),
-        StrategyKey(StrategyAction.SAVE_SHARDED, "other", 1),
-        StrategyKey(StrategyAction.SAVE_SHARDED, "mine", 2),
-    ],
-    ids=str,
-)
-def test_action_backend_and_version_each_make_another_key(other: StrategyKey) -> None:
-    registry = StrategyRegistry()
-    registry.register(KEY, Plain)
-
-    assert KEY in registry
-    assert other not in registry
-    registry.register(other, dict)
-    assert set(registry.keys()) == {KEY, other}
-
-
 @pytest.mark.parametrize("action", ["save_sharded", None])
 def test_a_wrong_action_is_refused(action: Any) -> None:
     with pytest.raises(StrategyError, match=r"expected one of .*StrategyAction.SAVE_SHARDED"):
@@ -166,39 +151,21 @@ def test_a_wrong_action_is_refused(action: Any) -> None:
         get_default_strategy(action, "mine", 1)
 
 
-def test_registries_are_independent() -> None:
-    one, other = StrategyRegistry(), StrategyRegistry()
-    one.register(KEY, Plain)
-
-    assert KEY not in other
-
-
 # The default registry
 
 
-def test_a_registered_instance_is_returned() -> None:
+def test_an_instance_is_returned_and_a_callable_is_called_once() -> None:
     strategy = Foreign()
-    register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1, strategy)
+    for version, made in enumerate((strategy, Foreign, partial(Foreign))):
+        register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", version, made)
+        with pytest.raises(StrategyExistsError):
+            register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", version, dict)
 
-    assert get_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1) is strategy
-
-
-def test_a_class_or_callable_is_a_factory() -> None:
-    register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1, Foreign)
-    register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 2, partial(Foreign))
-
+    assert get_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 0) is strategy
     for version in (1, 2):
         found = get_default_strategy(StrategyAction.LOAD_SHARDED, "mine", version)
         assert isinstance(found, Foreign)
-
-
-def test_the_default_registry_refuses_a_taken_key_too() -> None:
-    register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1, Plain)
-    with pytest.raises(StrategyExistsError):
-        register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1, dict)
-    register_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1, dict, replace=True)
-
-    assert get_default_strategy(StrategyAction.LOAD_SHARDED, "mine", 1) == {}
+        assert get_default_strategy(StrategyAction.LOAD_SHARDED, "mine", version) is found
 
 
 def test_the_names_of_the_package_are_those_of_the_registry() -> None:
@@ -325,13 +292,6 @@ def test_register_keeps_the_strategy_of_register_default_zarr_strategies() -> No
     assert get_default_strategy(*key) is before
 
 
-def test_an_unknown_backend_is_an_error_that_lists_the_registered_ones() -> None:
-    register()
-
-    with pytest.raises(StrategyNotFoundError, match=r"registered: .*'zarr', 1"):
-        get_default_strategy(StrategyAction.LOAD_SHARDED, "hdf5", 1)
-
-
 @pytest.mark.parametrize(("backend", "version"), [("mine", "1"), ("mine", 1.0), (None, 1)])
 def test_a_key_of_wrong_types_is_refused(backend: Any, version: Any) -> None:
     with pytest.raises(StrategyError, match=r"str as backend and an int as version, found \("):
@@ -351,7 +311,46 @@ def test_a_value_that_is_no_strategy_is_refused(tmp_path: Path) -> None:
         dist_ckpt_strategies.save({}, tmp_path / "c", ("a loader", 1))
 
 
-def test_a_version_of_another_type_is_incompatible() -> None:
-    wrong: Any = "1"
-    with pytest.raises(IncompatibleVersionError, match=r"found \('zarr', '1'\)"):
-        ZarrLoadShardedStrategy().check_version_compatibility(wrong)
+# The classes without a registry
+
+
+@pytest.mark.parametrize("make", [ZarrLoadShardedStrategy, TensorStoreLoadShardedStrategy])
+def test_another_format_is_refused_by_name(make: Any) -> None:
+    loader, common = make(), TorchCommonLoadStrategy()
+    loader.check_backend_compatibility("zarr")
+    loader.check_version_compatibility(1)
+    common.check_backend_compatibility("torch")
+    common.check_version_compatibility(1)
+
+    for check, argument, named in [
+        (loader.check_backend_compatibility, "torch_dist", "'torch_dist'"),
+        (loader.check_version_compatibility, 2, "2"),
+        (loader.check_version_compatibility, "1", r"\('zarr', '1'\)"),
+        (common.check_backend_compatibility, "zarr", "'zarr'"),
+        (common.check_version_compatibility, 2, "2"),
+    ]:
+        with pytest.raises(IncompatibleVersionError, match=named) as caught:
+            check(argument)
+        assert isinstance(caught.value, CheckpointingException)
+
+
+@pytest.mark.parametrize("make", [ZarrSaveShardedStrategy, TorchCommonSaveStrategy])
+def test_a_save_strategy_cannot_be_made_for_another_format(make: Any) -> None:
+    with pytest.raises(IncompatibleVersionError, match=r"found \('other', 1\)"):
+        make("other", 1)
+
+
+def save_and_load_by_instance(_rank: int, root: Path) -> None:
+    root.mkdir()
+    weight, target = torch.arange(6.0), torch.zeros(6)
+    state = {"w": ShardedTensor.from_rank_offsets("w", weight)}
+    dist_checkpointing.save(state, str(root), ZarrSaveShardedStrategy())
+    wanted = {"w": ShardedTensor.from_rank_offsets("w", target)}
+    dist_checkpointing.load(wanted, str(root), ZarrLoadShardedStrategy(engine="zarr"))
+    assert torch.equal(target, weight)
+    assert ("zarr", 1) not in base.default_strategies["load_sharded"]
+
+
+@pytest.mark.multiprocess
+def test_instances_work_without_any_registration(tmp_path: Path) -> None:
+    assert run_processes(1, save_and_load_by_instance, tmp_path / "ckpt") == [None]

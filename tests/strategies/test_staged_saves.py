@@ -197,39 +197,6 @@ def test_a_save_that_is_refused_leaves_the_finished_checkpoint(tmp_path: Path) -
             assert kept == 1.0, refused
 
 
-def refuse_classes(rank: int, root: Path) -> list[Any]:
-    """What a load would refuse, with and without its class allowed."""
-    prepare(60)
-    found: list[Any] = []
-    for number, backend in enumerate(FORMATS):
-        for place, state in enumerate(
-            (
-                {"common": Foreign()},
-                {"o": ShardedObject("o", Foreign(), (2,), (rank,))},
-            )
-        ):
-            directory = root / f"{number}{place}"
-            save = partial(dist_ckpt_strategies.save, state, directory, backend)
-            found.append(outcome(save))
-            found.append(outcome(partial(save, allow=[Foreign])))
-            found.append(outcome(partial(dist_ckpt_strategies.load, state, directory)))
-            found.append(
-                outcome(partial(dist_ckpt_strategies.load, state, directory, allow=[Foreign]))
-            )
-    return [one if isinstance(one, Failure) else "done" for one in found]
-
-
-def test_a_save_refuses_the_classes_that_a_load_refuses(tmp_path: Path) -> None:
-    for found in run_processes(2, refuse_classes, tmp_path):
-        assert isinstance(found, list), found
-        for refused, saved_, refused_at_load, loaded in zip(*[iter(found)] * 4, strict=True):
-            for failure in (refused, refused_at_load):
-                assert "UnsafeObjectError" in failure.kinds, failure
-                assert "Foreign" in failure.text
-                assert "allow=" in failure.text
-            assert (saved_, loaded) == ("done", "done")
-
-
 # Kills
 
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.dist_checkpointing import ShardedTensor
@@ -20,14 +17,10 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.formats.checkpoints import Share
 from dist_ckpt_strategies.sharded.save_cache import SaveCache
-from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import EitherFormatLoadShardedStrategy
-from dist_ckpt_strategies.two_stage.load import CheckpointSource, GroupLoad
-from tests.support.entries import prepare
+from dist_ckpt_strategies.two_stage.load import CheckpointLoad
 from tests.support.formats import save_format1, save_format2
-from tests.support.ranks import run_processes
 from tests.support.sharding import (
     ALL_DTYPES,
     Cut,
@@ -133,11 +126,8 @@ def test_a_group_gets_bit_for_bit_what_each_rank_reads_alone(seed: int, num_rank
         save(state_of(0, cuts), root, SoloCommunicator(), OPTIONS, SaveCache())
 
         def together(comm: ThreadCommunicator) -> Any:
-            source = CheckpointSource(
-                lambda: (root, strategy.open_checkpoint(root, OPTIONS, Share())),
-                partial(strategy.tensors_to_fill, options=OPTIONS),
-            )
-            load = GroupLoad(state_requested(requests[comm.rank]), source, comm, OPTIONS)
+            state = state_requested(requests[comm.rank])
+            load = CheckpointLoad(strategy, root, state, comm, OPTIONS)
             load.prepare()
             return load.run(strategy.allowed)
 
@@ -146,41 +136,3 @@ def test_a_group_gets_bit_for_bit_what_each_rank_reads_alone(seed: int, num_rank
             alone = strategy.load_alone(state_requested(own), root)
             assert all(same_bits(loaded[name], alone[name]) for name in alone)
             assert list(loaded) == list(alone)
-
-
-def load_random_layouts(rank: int, root: Path, seeds: list[int], budget: int) -> list[str]:
-    """Names of what the group did not get as each rank gets it alone. Collective: world."""
-    prepare(60)
-    size = dist.get_world_size()
-    strategy = TwoStageDataParallelLoadShardedStrategy(dist.group.WORLD, max_inflight_bytes=budget)
-    alone = EitherFormatLoadShardedStrategy()
-    wrong = []
-    for seed in seeds:
-        chance = random.Random(seed)
-        cuts = random_cuts(chance)
-        directory = root / str(seed)
-        if rank == 0:
-            directory.mkdir()
-            save = chance.choice([save_format1, save_format2])
-            save(state_of(0, cuts), directory, SoloCommunicator(), OPTIONS, SaveCache())
-        dist.barrier()
-        requests = random_requests(cuts, size, random.Random(seed + 1))[rank]
-        loaded = strategy.load(state_requested(requests), directory)
-        expected = alone.load_alone(state_requested(requests), directory)
-        wrong += [f"{seed}: {k}" for k, v in expected.items() if not same_bits(loaded[k], v)]
-    return wrong
-
-
-@pytest.mark.multiprocess
-@pytest.mark.parametrize(
-    ("num_ranks", "budget"), [(2, 20_000), (4, 20_000), (8, 20_000), (3, 512 << 20)]
-)
-def test_processes_get_bit_for_bit_what_each_rank_reads_alone(
-    num_ranks: int, budget: int, tmp_path: Path
-) -> None:
-    """With little memory in many rounds."""
-    seeds = list(range(1000 * num_ranks, 1000 * num_ranks + 6))
-
-    results = run_processes(num_ranks, load_random_layouts, tmp_path, seeds, budget, timeout_s=150)
-
-    assert results == [[]] * num_ranks

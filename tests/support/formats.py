@@ -11,7 +11,7 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.report import SaveReport
 from dist_ckpt_strategies.formats.checkpoint_writer import Format1Writer, Format2Writer
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, Format2Checkpoint
-from dist_ckpt_strategies.megatron.allowed import default_allowed
+from dist_ckpt_strategies.megatron.types import default_allowed
 from dist_ckpt_strategies.sharded.load import LoadInputs, destination, load_sharded
 from dist_ckpt_strategies.sharded.save import begun_save
 from dist_ckpt_strategies.sharded.save_cache import SaveCache

@@ -1,8 +1,8 @@
-"""How Megatron-Core has laid the job out, to be written down; and how that is forgotten."""
+"""What Megatron-Core keeps for the whole process: parallel layout, number of micro-batches."""
 
 from __future__ import annotations
 
-from megatron.core import parallel_state
+from megatron.core import num_microbatches_calculator, parallel_state
 
 
 def parallel_sizes() -> dict[str, int]:
@@ -21,3 +21,13 @@ def parallel_sizes() -> dict[str, int]:
 def forget_parallel_layout() -> None:
     """Forget its groups, which are dead, and the global buffers; again does nothing. Rank-local."""
     parallel_state.destroy_model_parallel()
+
+
+def forget_num_microbatches() -> None:
+    """Have the number of micro-batches in a step determined anew; without one does nothing."""
+    num_microbatches_calculator.destroy_num_microbatches_calculator()
+
+
+def set_num_microbatches(num_samples: int) -> None:
+    """Set it to what it is after so many samples: it may grow during a training."""
+    num_microbatches_calculator.update_num_microbatches(num_samples, consistency_check=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ import dist_ckpt_strategies
 from tests.support.disks import fill_disk, read_only, tiny_ext4, tiny_tmpfs
 from tests.support.entries import Entry, Failure, load, outcome, prepare
 from tests.support.ranks import run_processes
-from tests.support.sharding import differences, no_data, on_grid, state_of
+from tests.support.sharding import at_random, differences, no_data, on_grid, state_of
 
 pytestmark = pytest.mark.multiprocess
 
-FORMAT2 = ("zarr", 2)
-CUTS = [on_grid("w", (64, 64), (4, 1)), on_grid("b", (8,), (4,), dtype=torch.bfloat16)]
+CUTS = [
+    on_grid("w", (64, 64), (4, 1)),
+    on_grid("b", (8,), (4,), dtype=torch.bfloat16),
+    at_random("assembled from several ranks", (60, 20), 7),
+]
 LEFT_NBYTES = (0, 40 << 10)
 """Of a full disk; the second is enough for some of the files."""
 
@@ -30,60 +34,43 @@ def whole_state(rank: int) -> dict[str, Any]:
     return state_of(rank, CUTS) | objects | {"iteration": 7}
 
 
-def save_behind(rank: int, root: Path) -> None:
-    dist_ckpt_strategies.save_async(whole_state(rank), root, FORMAT2).wait()
-
-
-def save_now(rank: int, root: Path) -> None:
-    dist_ckpt_strategies.save(whole_state(rank), root, FORMAT2)
-
-
-def save_twice(rank: int, root: Path, name: str) -> list[Any]:
-    return [
-        outcome(lambda: save_now(rank, root / f"{name}-now")),
-        outcome(lambda: save_behind(rank, root / f"{name}-behind")),
-    ]
-
-
-def on_bad_disks(rank: int, root: Path) -> tuple[list[Any], list[str]]:
+def on_bad_disks(rank: int, root: Path, backend: tuple[str, int]) -> tuple[list[Any], list[str]]:
     """How saves to a full and a read-only disk end, and what is wrong with the one before."""
     prepare(60)
-    save_now(rank, root / "good")
+    save, save_async = dist_ckpt_strategies.save, dist_ckpt_strategies.save_async
+    save(whole_state(rank), root / "good", backend)
     ends: list[Any] = []
-    for number, left_nbytes in enumerate(LEFT_NBYTES):
+
+    def fail(name: str) -> None:
+        state = whole_state(rank)
+        ends.append(outcome(lambda: save(state, root / f"{name} now", backend)))
+        ends.append(outcome(lambda: save_async(state, root / f"{name} async", backend).wait()))
+
+    def together(step: Callable[[], Any]) -> None:
         if rank == 0:
-            fill_disk(root, leaving_nbytes=left_nbytes)
+            step()
         dist.barrier()
-        ends += save_twice(rank, root, f"full{number}")
-        if rank == 0:
-            (root / ".ballast").unlink()
+
+    for left_nbytes in LEFT_NBYTES:
+        together(lambda: fill_disk(root, leaving_nbytes=left_nbytes))  # noqa: B023
+        fail(f"full {left_nbytes}")
+        together((root / ".ballast").unlink)
+    with read_only(root) if rank == 0 else nullcontext():
         dist.barrier()
-    ends += _on_read_only(rank, root)
+        fail("locked")
+        dist.barrier()
     wanted = state_of(rank, CUTS, no_data)
-    wrong = differences(rank, CUTS, load(Entry.OURS, wanted, root / "good"))
-    return ends, wrong
+    return ends, differences(rank, CUTS, load(Entry.OURS, wanted, root / "good"))
 
 
-def _on_read_only(rank: int, root: Path) -> list[Any]:
-    if rank != 0:
-        dist.barrier()
-        ends = save_twice(rank, root, "locked")
-        dist.barrier()
-        return ends
-    with read_only(root):
-        dist.barrier()
-        ends = save_twice(rank, root, "locked")
-        dist.barrier()
-    return ends
-
-
+@pytest.mark.parametrize("backend", [("zarr", 1), ("zarr", 2)], ids=str)
 @pytest.mark.parametrize("disk", [tiny_tmpfs, tiny_ext4])
 def test_a_full_or_read_only_disk_fails_every_rank_and_leaves_the_checkpoint_before(
-    disk: Any, tmp_path: Path
+    disk: Any, backend: tuple[str, int], tmp_path: Path
 ) -> None:
     mounted: AbstractContextManager[Path] = disk(tmp_path / "disk")
     with mounted as root:
-        results = run_processes(4, on_bad_disks, root, timeout_s=100)
+        results = run_processes(4, on_bad_disks, root, backend, timeout_s=100)
         published = sorted(path.parent.name for path in root.glob("*/metadata.json"))
 
     assert [wrong for _, wrong in results] == [[]] * 4
