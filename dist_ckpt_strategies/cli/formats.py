@@ -26,7 +26,6 @@ from dist_ckpt_strategies.formats.issues import (
     Scan,
     ScannedArray,
     ScannedObject,
-    ScanStatus,
     StaleKind,
 )
 
@@ -120,9 +119,8 @@ def _verdict(scan: Scan, issues: Sequence[Issue]) -> str:
     if scan.is_foreign:
         return "cannot be verified: another backend wrote it"
     if _has_manifest(scan):
-        is_unfinished = scan.status is ScanStatus.INCOMPLETE
         unfinished = f"is NOT finished: {_unfinished(scan.begun)}"
-        return unfinished if is_unfinished else verdict_by_file(issues)
+        return unfinished if scan.is_unfinished else verdict_by_file(issues)
     if not issues:
         return "is whole"
     num_keys = len({issue.key for issue in issues})
@@ -202,7 +200,7 @@ def _stale_facts(scan: Scan) -> Iterator[tuple[str, str]]:
 def _completeness(scan: Scan) -> str:
     if scan.is_foreign:
         return "not known; dist-ckpt looks into zarr 1 and zarr 2 only"
-    if _has_manifest(scan) and scan.status is ScanStatus.INCOMPLETE:
+    if _has_manifest(scan) and scan.is_unfinished:
         return f"NO, {_unfinished(scan.begun)}"
     if scan.issues:
         return incomplete(scan.issues)
@@ -310,7 +308,7 @@ def _common_fields(scan: Scan) -> dict[str, Any]:
     if _has_manifest(scan):
         fields |= {
             "begun": asdict(scan.begun) if scan.begun else None,
-            "unfinished": scan.status is ScanStatus.INCOMPLETE,
+            "unfinished": scan.is_unfinished,
             "layout": dict(scan.index.layout) if scan.index else None,
             "versions": dict(scan.index.versions) if scan.index else None,
             "others": scan.others,

@@ -20,7 +20,6 @@ from dist_ckpt_strategies.formats.commit import DirectoryPlace
 from dist_ckpt_strategies.formats.locations import (
     Location,
     complete_commit,
-    make_directory,
     require_path,
     require_unfinished,
 )
@@ -361,7 +360,6 @@ def _save_otherwise(save: _Save) -> LocalSaveRequest | None:
     comm = save.comm
     if save.common.compared is not None:
         check_save(comm, save.parts.sharded, save.common.compared)
-    agree_on_first(comm, lambda: make_directory(save.root))
     if isinstance(save.base, ZarrSaveShardedStrategy):
         return agree(comm, lambda: _save_by_ours(save))
     if isinstance(save.base, LocalReplicatedSaveShardedStrategy):

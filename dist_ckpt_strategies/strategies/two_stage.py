@@ -27,7 +27,6 @@ from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.core.report import BroadcastReport, GroupReport
 from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.formats.checkpoints import Share
 from dist_ckpt_strategies.formats.locations import Location, located, require_path
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.megatron.allowed import default_allowed
@@ -318,11 +317,10 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
     def _source(self, checkpoint_dir: str | Path, group: Communicator) -> Source:
         base, options = self.base_strategy, self._options
         if isinstance(base, ZarrLoadShardedStrategy):
-            share = Share(group.rank, group.size)
 
             def open_checkpoint() -> tuple[Location, StoredCheckpoint]:
                 location = located(checkpoint_dir, options)
-                return location, base.open_checkpoint(location, options, share)
+                return location, base.open_checkpoint(location, options, group)
 
             return CheckpointSource(open_checkpoint, partial(base.tensors_to_fill, options=options))
         name = type(base).__name__

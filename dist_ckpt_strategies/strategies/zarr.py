@@ -20,19 +20,15 @@ from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, Verify, options_from_environment
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.errors import IncompatibleVersionError, StrategyError
-from dist_ckpt_strategies.formats.checkpoint_writer import (
-    CheckpointWriter,
-    Format1Writer,
-    Format2Writer,
-)
+from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.checkpoints import (
     Format1Checkpoint,
     Format2Checkpoint,
-    Share,
     has_manifest,
 )
 from dist_ckpt_strategies.formats.locations import Location, located, require_path
-from dist_ckpt_strategies.formats.objects import Allowed, object_ids, remove_object
+from dist_ckpt_strategies.formats.object_files import object_ids, remove_object
+from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.megatron.allowed import default_allowed
 from dist_ckpt_strategies.megatron.bases import AsyncSaveShardedStrategy, LoadShardedStrategy
@@ -218,9 +214,11 @@ class ZarrSaveShardedStrategy(_WithOptions, AsyncSaveShardedStrategy):  # type: 
                 else an earlier checkpoint stays loadable until this one is durable, and this
                 tells whether arrays that belong to no finished checkpoint are replaced.
         """
-        writer = self._writer(
+        writer = CheckpointWriter(
+            self.version,
             located(checkpoint_dir, self._options),
-            comm.global_rank(comm.rank),
+            self._options,
+            global_rank=comm.global_rank(comm.rank),
             keeps_old=overwrite is not None,
             overwrite=bool(overwrite),
         )
@@ -244,19 +242,6 @@ class ZarrSaveShardedStrategy(_WithOptions, AsyncSaveShardedStrategy):  # type: 
         with time_limit(self._options.timeout_s):
             begun = _begun(comm, open_when_ready)
         return begin_in_background(begun)
-
-    def _writer(
-        self, root: Location, global_rank: int, *, keeps_old: bool, overwrite: bool
-    ) -> CheckpointWriter:
-        if self.version == 1:
-            return Format1Writer(root, self._options, keeps_old=keeps_old, overwrite=overwrite)
-        return Format2Writer(
-            root,
-            self._options,
-            global_rank=global_rank,
-            keeps_old=keeps_old,
-            overwrite=overwrite,
-        )
 
     @property
     def has_group(self) -> bool:
@@ -386,11 +371,10 @@ class ZarrLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignor
         self, comm: Communicator, sharded_state_dict: StateDict, checkpoint_dir: str | Location
     ) -> LoadInputs:
         """What this rank brings to a load by the ranks of ``comm``. Rank-local."""
-        share = Share(comm.rank, comm.size)
         root = located(checkpoint_dir, self._options)
         return LoadInputs(
             sharded_state_dict,
-            self.open_checkpoint(root, self._options, share),
+            self.open_checkpoint(root, self._options, comm),
             checkpoint_dir,
             self._options,
             self.allowed,
@@ -460,20 +444,22 @@ class ZarrLoadShardedStrategy(_WithOptions, LoadShardedStrategy):  # type: ignor
         """Raise IncompatibleVersionError unless it reads that version."""
         _require_format(BACKEND, loaded_version, self.versions)
 
-    def open_checkpoint(self, root: Location, options: Options, share: Share) -> StoredCheckpoint:
+    def open_checkpoint(
+        self, root: Location, options: Options, comm: Communicator
+    ) -> StoredCheckpoint:
         """The checkpoint at a place. Rank-local.
 
         Args:
             root: its directory, or its place in an object store.
             options: how to read it.
-            share: which part of what ranks verify together is this one's.
+            comm: ranks that load together, each of which verifies a share of all files.
         """
         if self._is_format1(root):
             return Format1Checkpoint(require_path(root, self.format_name), options)
         checkpoint = Format2Checkpoint(root, options)
         if options.verify is Verify.FULL:
-            checkpoint.require_whole(share)
-        elif share.rank == 0:
+            checkpoint.require_whole(comm.rank, comm.size)
+        elif comm.rank == 0:
             checkpoint.require_common()
         return checkpoint
 

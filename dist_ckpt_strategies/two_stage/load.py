@@ -24,7 +24,8 @@ from dist_ckpt_strategies.core.report import BroadcastReport
 from dist_ckpt_strategies.device import to_host
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.formats.locations import Location
-from dist_ckpt_strategies.formats.objects import Allowed, dump_object, load_content, object_path
+from dist_ckpt_strategies.formats.object_files import object_path
+from dist_ckpt_strategies.formats.objects import Allowed, dump_object, load_content
 from dist_ckpt_strategies.megatron.bases import ShardedTensor
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,

@@ -20,7 +20,6 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.formats.checkpoints import Share
 from dist_ckpt_strategies.sharded.save_cache import SaveCache
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import EitherFormatLoadShardedStrategy
@@ -134,7 +133,7 @@ def test_a_group_gets_bit_for_bit_what_each_rank_reads_alone(seed: int, num_rank
 
         def together(comm: ThreadCommunicator) -> Any:
             source = CheckpointSource(
-                lambda: (root, strategy.open_checkpoint(root, OPTIONS, Share())),
+                lambda: (root, strategy.open_checkpoint(root, OPTIONS, SoloCommunicator())),
                 partial(strategy.tensors_to_fill, options=OPTIONS),
             )
             load = GroupLoad(state_requested(requests[comm.rank]), source, comm, OPTIONS)
