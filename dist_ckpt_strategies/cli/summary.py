@@ -17,7 +17,6 @@ from dist_ckpt_strategies.formats.issues import (
     Scan,
     ScannedArray,
     ScannedObject,
-    ScanStatus,
     StaleFile,
     StaleKind,
 )
@@ -81,7 +80,7 @@ def summary_of(
     num_keys = len(found.arrays) + len(found.objects)
     _require_match(found.root, f"{num_keys} keys", keys, arrays or objects)
     objects = objects if with_objects else []
-    common, is_unfinished = found.common_nbytes, found.status is ScanStatus.INCOMPLETE
+    common, is_unfinished = found.common_nbytes, found.is_unfinished
     begun = f", which began {_begun(found.begun)}," if found.begun else ""
     fields = {
         "marker": asdict(found.marker) if found.marker else None,

@@ -24,16 +24,9 @@ from dist_ckpt_strategies.errors import (
     StorageError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.commit import SavePlace, superseded
-from dist_ckpt_strategies.formats.manifest import (
-    INDEX_NAME,
-    MANIFEST_NAME,
-    OBJECTS_NAME,
-    SAVE_NAME,
-    begun_content,
-)
+from dist_ckpt_strategies.formats.commit import SavePlace
+from dist_ckpt_strategies.formats.manifest import FOLDER_NAMES, INDEX_NAME, SAVE_NAME, begun_content
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
-from dist_ckpt_strategies.formats.zarr3 import ARRAYS_NAME
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
 
@@ -43,14 +36,6 @@ SAVE_PREFIX = "save-"
 _SAVE_FIELD = "save"
 _SAVE_ID = re.compile(r"[0-9]{17}-[0-9a-f]{32}")
 
-_FOLDERS = (MANIFEST_NAME, ARRAYS_NAME, OBJECTS_NAME)
-"""Where the objects of an earlier release's checkpoint lie, below the URL."""
-
-
-def place_of(bucket: Bucket, save_id: str) -> Bucket:
-    """What one save puts its objects below."""
-    return bucket.place(SAVE_PREFIX + save_id)
-
 
 def current_place(bucket: Bucket) -> Bucket:
     """What the objects of a checkpoint lie below: the prefix of its save, or the bucket itself."""
@@ -59,7 +44,7 @@ def current_place(bucket: Bucket) -> Bucket:
     save_id = _current_id(bucket)
     if save_id is None:
         return bucket.place()
-    place = place_of(bucket, save_id)
+    place = bucket.place(SAVE_PREFIX + save_id)
     if place.has(INDEX_NAME):
         return place
     whole = [name for name in _names_of_saves(bucket) if name.endswith(f"/{MARKER_NAME}")]
@@ -100,7 +85,7 @@ class BucketPlace(SavePlace):
     @property
     def location(self) -> Bucket:
         """See SavePlace."""
-        return place_of(self._bucket, self._save_id)
+        return self._bucket.place(SAVE_PREFIX + self.save_id)
 
     def new_save_id(self) -> str:
         """See SavePlace. It is larger than that of the current save, whatever the clocks say."""
@@ -111,7 +96,7 @@ class BucketPlace(SavePlace):
     def begin(self, keys: Collection[str] | None) -> None:  # noqa: ARG002 - a prefix of its own
         """See SavePlace. What earlier saves left without finishing is removed."""
         _remove_others(self._bucket, current_place(self._bucket))
-        self.location.write(SAVE_NAME, begun_content(self._save_id))
+        self.location.write(SAVE_NAME, begun_content(self.save_id))
 
     def abandon(self) -> None:
         """See SavePlace. A prefix that no marker names is not read; prune removes it."""
@@ -127,10 +112,10 @@ class BucketPlace(SavePlace):
                 f"{self}: call dist_ckpt_strategies.save, which also puts the marker"
             )
         bucket, place = self._bucket, self.location
-        if (_current_id(bucket) or "") > self._save_id or not self.is_current():
-            raise superseded(bucket)
+        if (_current_id(bucket) or "") > self.save_id or not self.is_current():
+            raise self.superseded()
         place.write(MARKER_NAME, marker)
-        content = {**json.loads(marker), _SAVE_FIELD: self._save_id}
+        content = {**json.loads(marker), _SAVE_FIELD: self.save_id}
         bucket.write(MARKER_NAME, json.dumps(content).encode())
         try:
             _remove_others(bucket, place)
@@ -162,7 +147,7 @@ def _names_of_saves(bucket: Bucket) -> list[str]:
 
 
 def _names_of_earlier_release(bucket: Bucket) -> list[str]:
-    return [COMMON_NAME, *(name for folder in _FOLDERS for name in bucket.names(folder))]
+    return [COMMON_NAME, *(name for folder in FOLDER_NAMES for name in bucket.names(folder))]
 
 
 def read_marker(bucket: Bucket) -> CheckpointMarker:
@@ -190,12 +175,7 @@ def read_marker(bucket: Bucket) -> CheckpointMarker:
             "missing",
             path=place.path(INDEX_NAME),
         )
-    try:
-        return CheckpointMarker.from_json(content)
-    except (ValueError, TypeError) as error:
-        raise IncompleteCheckpointError(
-            f"{bucket} is incomplete: {path} is not whole ({error})", path=path
-        ) from error
+    return CheckpointMarker.of_checkpoint(content, bucket, path)
 
 
 def require_something(bucket: Bucket) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import importlib.metadata
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,15 @@ from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.bucket_arrays import BucketWriter
 from dist_ckpt_strategies.formats.clearing import require_room_for_format2
-from dist_ckpt_strategies.formats.commit import SavePlace
 from dist_ckpt_strategies.formats.locations import Location, open_save_place, require_path
 from dist_ckpt_strategies.formats.manifest import (
     INDEX_NAME,
+    MANIFEST_NAME,
+    OBJECTS_NAME,
     SAVE_NAME,
     ArrayRecord,
     ChunkRecord,
+    Fields,
     FileDigest,
     ManifestIndex,
     ObjectRecord,
@@ -36,23 +37,13 @@ from dist_ckpt_strategies.formats.manifest import (
     index_content,
     merged_segment,
     object_fields,
-    pack_name,
-    package_versions,
     segment_content,
-    write_segment,
 )
-from dist_ckpt_strategies.formats.object_files import OBJECT_SUFFIX
-from dist_ckpt_strategies.formats.objects import (
-    Allowed,
-    dump_loadable,
-    is_plain,
-    plain_content,
-    plain_value,
-    write_dumped,
-)
+from dist_ckpt_strategies.formats.object_files import is_plain, plain_content, plain_value
+from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, write_dumped
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.formats.zarr2_arrays import open_array_store
-from dist_ckpt_strategies.formats.zarr3_arrays import ArrayWriterBase, open_writer
+from dist_ckpt_strategies.formats.zarr3_arrays import open_writer
 from dist_ckpt_strategies.megatron.process_state import parallel_sizes
 from dist_ckpt_strategies.storage.base import ArrayWriter
 from dist_ckpt_strategies.storage.bucket import Bucket
@@ -63,18 +54,22 @@ from dist_ckpt_strategies.storage.store import Directory, Store
 Digests = Mapping[tuple[str, Shape], list[int]]
 """Of each chunk, by key and index: of its inner chunks, then of its index."""
 
+_FORMAT1 = 1
 _OBJECT_THREADS = 8
+_PACKAGES = ("dist-ckpt-strategies", "megatron-core", "torch", "numpy", "tensorstore", "zarr")
 
 _MAX_PLAIN_NBYTES = 4 << 10
-"""Larger plain objects go to the file of all objects, which keeps the manifest small."""
+"""Larger plain objects go to a file of objects, which keeps the manifest small."""
 
 
-class CheckpointWriter(ABC):
+class CheckpointWriter:
     """Writes one rank's share of a checkpoint to a place that only this save writes to.
 
     Args:
+        version: of the format, ("zarr", 1) or ("zarr", 2).
         root: the checkpoint: a directory, or for ("zarr", 2) a place in an object store.
         options: how to write.
+        global_rank: this rank, named in the manifest as the writer.
         keeps_old: see DirectoryPlace.
         overwrite: see DirectoryPlace.
 
@@ -87,51 +82,30 @@ class CheckpointWriter(ABC):
     arrays: ArrayWriter
 
     def __init__(
-        self, root: Location, options: Options, *, keeps_old: bool, overwrite: bool
+        self,
+        version: int,
+        root: Location,
+        options: Options,
+        *,
+        global_rank: int,
+        keeps_old: bool,
+        overwrite: bool,
     ) -> None:
+        self._is_format1 = version == _FORMAT1
         self.root = root
-        self.options = options
-        self.place: SavePlace = open_save_place(
-            root, options, keeps_old=keeps_old, overwrite=overwrite
-        )
+        if self._is_format1:
+            require_path(root, "format ('zarr', 1)")
+        self.place = open_save_place(root, options, keeps_old=keeps_old, overwrite=overwrite)
+        self._options, self._global_rank = options, global_rank
+        self._objects: list[ObjectRecord] = []
+        self._digests: dict[tuple[str, Shape], list[int]] = {}
 
     @property
-    @abstractmethod
     def chunk_layout(self) -> ChunkLayout:
-        """What the file of a chunk consists of."""
-
-    @property
-    @abstractmethod
-    def open_elsewhere(self) -> Callable[[], ArrayWriter] | None:
-        """Picklable factory of ``arrays`` for another process; None if not supported."""
-
-    @abstractmethod
-    def dump(self, obj: Any, *, name: str, allow: Allowed) -> bytes:
-        """What will be stored of an object.
-
-        Raises:
-            UnsafeObjectError: it needs a class that a load would refuse.
-        """
-
-    def begin(self, keys: Collection[str]) -> None:
-        """Make the place of the save; on the first rank. ``keys`` of all arrays and objects."""
-        self.place.begin(keys)
-
-    @abstractmethod
-    def require(self, owner: str) -> None:
-        """Open ``arrays`` in the place that ``begin`` has made on the rank called ``owner``.
-
-        Raises:
-            StorageError: this rank does not see it.
-        """
-
-    @abstractmethod
-    def write_objects(self, objects: Mapping[ObjectId, bytes]) -> None:
-        """Store what was dumped of this rank's objects, durably."""
-
-    def write_common(self, content: bytes) -> None:
-        """Store the common state's file, durably; on the first rank."""
-        self.store.write(COMMON_NAME, content)
+        """What a chunk's file consists of; an object of a bucket has a few hundred MB at most."""
+        if self._is_format1:
+            return ChunkLayout.WHOLE
+        return ChunkLayout.BOUNDED if isinstance(self.root, Bucket) else ChunkLayout.INNER
 
     @property
     def store(self) -> Store:
@@ -139,9 +113,68 @@ class CheckpointWriter(ABC):
         location = self.place.location
         return location if isinstance(location, Bucket) else Directory(location)
 
+    @property
+    def open_elsewhere(self) -> Callable[[], ArrayWriter] | None:
+        """Picklable factory of ``arrays`` for another process; None if not supported.
+
+        Credentials for object stores may be this process's alone.
+        """
+        location = self.place.location
+        if isinstance(location, Bucket):
+            return None
+        if self._is_format1:
+            return partial(open_array_store, location, self._options)
+        return partial(open_writer, location, self._options)
+
+    def dump(self, obj: Any, *, name: str, allow: Allowed) -> bytes:
+        """What will be stored of an object.
+
+        Raises:
+            UnsafeObjectError: it needs a class that a load would refuse.
+        """
+        if not self._is_format1 and is_plain(obj):
+            return plain_content(obj)
+        return dump_loadable(obj, name=name, allow=allow)
+
+    def begin(self, keys: Collection[str]) -> None:
+        """Make the place of the save; on the first rank. ``keys`` of all arrays and objects."""
+        root = self.root
+        if self._is_format1 or isinstance(root, Bucket):
+            self.place.begin(keys)
+            return
+        require_room_for_format2(root)
+        self.place.begin(keys)
+        self.store.write(SAVE_NAME, begun_content(self.place.save_id))
+
+    def require(self, owner: str) -> None:
+        """Open ``arrays`` in the place that ``begin`` has made on the rank called ``owner``.
+
+        Raises:
+            StorageError: this rank does not see it.
+        """
+        self.place.require(owner)
+        location, opened = self.place.location, self.open_elsewhere
+        if isinstance(location, Bucket):
+            self.arrays = BucketWriter(location, self._options)
+        elif opened is not None:
+            self.arrays = opened()
+
+    def write_objects(self, objects: Mapping[ObjectId, bytes]) -> None:
+        """Store what was dumped of this rank's objects, durably: files of one, or of many."""
+        location = self.place.location
+        if self._is_format1 and isinstance(location, Path):
+            _write_object_files(location, objects, self._options.timeout_s)
+        else:
+            in_order = sorted(objects.items())
+            self._objects += write_packs(self.store, in_order, writer=self._global_rank)
+
+    def write_common(self, content: bytes) -> None:
+        """Store the common state's file, durably; on the first rank."""
+        self.store.write(COMMON_NAME, content)
+
     def take_digests(self, digests: Digests) -> None:
         """Take the digests of chunks that another process has written."""
-        del digests
+        self._digests.update(digests)
 
     def described(
         self, arrays: Iterable[ArraySpec], segment_of: Callable[[str], int]
@@ -152,188 +185,34 @@ class CheckpointWriter(ABC):
             arrays: those that this rank has created or written to.
             segment_of: gives the segment that lists a key.
         """
-        del arrays, segment_of
-        return {}
+        if self._is_format1:
+            return {}
+        chunks: dict[str, dict[Shape, ChunkRecord]] = defaultdict(dict)
+        written = {**getattr(self.arrays, "digests", {}), **self._digests}
+        for (key, index), digests in written.items():
+            chunks[key][index] = ChunkRecord.of(self._global_rank, digests)
+        records = (ArrayRecord(array, chunks.get(array.key, {})) for array in arrays)
+        return described_segments(records, self._objects, segment_of)
 
-    def write_segment(self, number: int, first: str, contents: Sequence[bytes]) -> Any:
-        """Write a segment of the manifest, durably; its entry in the index, of JSON types.
-
-        Args:
-            number: of the segment.
-            first: the first key that it may list.
-            contents: what ranks know of it, as ``described`` gives it.
-
-        Raises:
-            IncompleteCheckpointError: no rank has written some chunk.
-        """
-        del number, first, contents
+    def write_segment(self, number: int, first: str, contents: Iterable[bytes]) -> Any:
+        """Write a segment of the manifest; its entry, of JSON types. See ``write_segment``."""
+        if self._is_format1:
+            return None
+        return list(write_segment(self.store, number, first, contents))
 
     def write_index(self, entries: Sequence[Any], num_ranks: int, common: bytes | None) -> None:
         """Write the manifest's index, durably; on the first rank.
 
         Args:
-            entries: of all segments.
+            entries: of all segments, as ``write_segment`` gave them.
             num_ranks: that saved together.
             common: content of the common state's file; None where others have written that.
         """
-        del entries, num_ranks, common
-
-
-class Format1Writer(CheckpointWriter):
-    """Writes a checkpoint of format ("zarr", 1); see CheckpointWriter."""
-
-    chunk_layout = ChunkLayout.WHOLE
-
-    def __init__(
-        self, root: Location, options: Options, *, keeps_old: bool, overwrite: bool
-    ) -> None:
-        path = require_path(root, "format ('zarr', 1)")
-        super().__init__(path, options, keeps_old=keeps_old, overwrite=overwrite)
-
-    @property
-    def open_elsewhere(self) -> Callable[[], ArrayWriter]:
-        """See CheckpointWriter."""
-        return partial(open_array_store, self._directory, self.options)
-
-    @property
-    def _directory(self) -> Path:
-        return require_path(self.place.location, "format ('zarr', 1)")
-
-    def dump(self, obj: Any, *, name: str, allow: Allowed) -> bytes:
-        """See CheckpointWriter."""
-        return dump_loadable(obj, name=name, allow=allow)
-
-    def require(self, owner: str) -> None:
-        """See CheckpointWriter."""
-        self.place.require(owner)
-        self.arrays = open_array_store(self._directory, self.options)
-
-    def write_objects(self, objects: Mapping[ObjectId, bytes]) -> None:
-        """See CheckpointWriter. One file for each."""
-        if not objects:
+        if self._is_format1:
             return
-        root = self._directory
-        jobs = (
-            Job(
-                name.key,
-                root / f"{name.unique_key}{OBJECT_SUFFIX}",
-                partial(write_dumped, root, name, content),
-            )
-            for name, content in objects.items()
-        )
-        run_pooled(jobs, _OBJECT_THREADS).wait(self.options.timeout_s)
-        sync = partial(Zarr2Layout(root).sync_directories, {name.key for name in objects})
-        run_with_limit(sync, root)
-
-
-class Format2Writer(CheckpointWriter):
-    """Writes a checkpoint of format ("zarr", 2); see CheckpointWriter.
-
-    Args:
-        global_rank: this rank, named in the manifest as the writer.
-    """
-
-    arrays: ArrayWriterBase
-
-    def __init__(
-        self,
-        root: Location,
-        options: Options,
-        *,
-        global_rank: int,
-        keeps_old: bool,
-        overwrite: bool,
-    ) -> None:
-        super().__init__(root, options, keeps_old=keeps_old, overwrite=overwrite)
-        self._global_rank = global_rank
-        self._objects: list[ObjectRecord] = []
-        self._digests: dict[tuple[str, Shape], list[int]] = {}
-
-    @property
-    def chunk_layout(self) -> ChunkLayout:
-        """See CheckpointWriter. An object of a bucket has a few hundred megabytes at most."""
-        return ChunkLayout.BOUNDED if isinstance(self.root, Bucket) else ChunkLayout.INNER
-
-    @property
-    def open_elsewhere(self) -> Callable[[], ArrayWriter] | None:
-        """See CheckpointWriter. Credentials for object stores may be this process's alone."""
-        location = self.place.location
-        return partial(open_writer, location, self.options) if isinstance(location, Path) else None
-
-    def dump(self, obj: Any, *, name: str, allow: Allowed) -> bytes:
-        """See CheckpointWriter."""
-        return plain_content(obj) if is_plain(obj) else dump_loadable(obj, name=name, allow=allow)
-
-    def begin(self, keys: Collection[str]) -> None:
-        """See CheckpointWriter."""
-        if isinstance(self.root, Path):
-            require_room_for_format2(self.root)
-        self.place.begin(keys)
-        location = self.place.location
-        if isinstance(location, Path):
-            self.store.write(SAVE_NAME, begun_content(location.name))
-
-    def require(self, owner: str) -> None:
-        """See CheckpointWriter."""
-        self.place.require(owner)
-        location = self.place.location
-        if isinstance(location, Bucket):
-            self.arrays = BucketWriter(location, self.options)
-        else:
-            self.arrays = open_writer(location, self.options)
-
-    def write_objects(self, objects: Mapping[ObjectId, bytes]) -> None:
-        """See CheckpointWriter. Small plain values go to the manifest, the others to one file."""
-        name = pack_name(self._global_rank)
-        pack = bytearray()
-        for object_id, content in sorted(objects.items()):
-            found = plain_value(content) if len(content) <= _MAX_PLAIN_NBYTES else None
-            if found is not None:
-                self._objects.append(ObjectRecord(object_id, self._global_rank, None, found.value))
-                continue
-            span = Span(name, len(pack), len(content), digest_of(content))
-            self._objects.append(ObjectRecord(object_id, self._global_rank, span))
-            pack += content
-        if pack:
-            self.store.write(name, bytes(pack))
-
-    def take_digests(self, digests: Digests) -> None:
-        """See CheckpointWriter."""
-        self._digests.update(digests)
-
-    def described(
-        self, arrays: Iterable[ArraySpec], segment_of: Callable[[str], int]
-    ) -> dict[int, bytes]:
-        """See CheckpointWriter."""
-        chunks: dict[str, dict[Shape, ChunkRecord]] = defaultdict(dict)
-        for (key, index), digests in {**self.arrays.digests, **self._digests}.items():
-            chunks[key][index] = ChunkRecord.of(self._global_rank, digests)
-        found: dict[int, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
-        for array in arrays:
-            record = ArrayRecord(array, chunks.get(array.key, {}))
-            found[segment_of(array.key)][0].append(array_fields(record))
-        for one in self._objects:
-            found[segment_of(one.id.key)][1].append(object_fields(one))
-        return {number: segment_content(*both) for number, both in found.items()}
-
-    def write_segment(self, number: int, first: str, contents: Sequence[bytes]) -> Any:
-        """See CheckpointWriter."""
-        try:
-            arrays, objects = merged_segment(contents)
-        except ValueError as error:
-            raise IncompleteCheckpointError(
-                f"{self.store}: what the ranks have written makes no checkpoint: {error}"
-            ) from error
-        return list(astuple(write_segment(self.store, number, first, arrays, objects)))
-
-    def write_index(self, entries: Sequence[Any], num_ranks: int, common: bytes | None) -> None:
-        """See CheckpointWriter."""
-        segments = sorted((SegmentEntry(*entry) for entry in entries), key=_first_key)
-        content = common or self._written_common()
-        listed = None if content is None else FileDigest(len(content), digest_of(content))
+        segments = [SegmentEntry(*entry) for entry in entries]
         layout = {"ranks": num_ranks, **parallel_sizes()}
-        index = ManifestIndex(tuple(segments), listed, layout, package_versions())
-        self.store.write(INDEX_NAME, index_content(index))
+        write_index(self.store, segments, common or self._written_common(), layout)
 
     def _written_common(self) -> bytes | None:
         """The common state's file; through Megatron-Core's own save it is in place already."""
@@ -344,5 +223,113 @@ class Format2Writer(CheckpointWriter):
         return None
 
 
-def _first_key(entry: SegmentEntry) -> str:
-    return entry.first
+def _write_object_files(root: Path, objects: Mapping[ObjectId, bytes], timeout_s: float) -> None:
+    jobs = (
+        Job(name.key, f"{root}/{name.unique_key}", partial(write_dumped, root, name, content))
+        for name, content in objects.items()
+    )
+    run_pooled(jobs, _OBJECT_THREADS).wait(timeout_s)
+    if objects:
+        sync = partial(Zarr2Layout(root).sync_directories, {name.key for name in objects})
+        run_with_limit(sync, root)
+
+
+def write_packs(
+    store: Store,
+    objects: Iterable[tuple[ObjectId, bytes]],
+    *,
+    writer: int,
+    max_nbytes: int | None = None,
+) -> list[ObjectRecord]:
+    """Write objects to files that hold many of them, durably; small plain values need none.
+
+    Args:
+        store: the checkpoint.
+        objects: what is stored of each shard.
+        writer: global rank of the writer; the number of its file.
+        max_nbytes: begin further files, of the next numbers, beyond this size; None: one file.
+    """
+    found: list[ObjectRecord] = []
+    pack, number = bytearray(), writer
+
+    def name() -> str:
+        return f"{OBJECTS_NAME}/rank-{number:05d}.bin"
+
+    for object_id, content in objects:
+        plain = plain_value(content) if len(content) <= _MAX_PLAIN_NBYTES else None
+        if plain is not None:
+            found.append(ObjectRecord(object_id, writer, None, plain.value))
+            continue
+        if pack and max_nbytes is not None and len(pack) + len(content) > max_nbytes:
+            store.write(name(), bytes(pack))
+            pack, number = bytearray(), number + 1
+        span = Span(name(), len(pack), len(content), digest_of(content))
+        found.append(ObjectRecord(object_id, writer, span))
+        pack += content
+    if pack:
+        store.write(name(), bytes(pack))
+    return found
+
+
+def described_segments(
+    arrays: Iterable[ArrayRecord],
+    objects: Iterable[ObjectRecord],
+    segment_of: Callable[[str], int],
+) -> dict[int, bytes]:
+    """What one rank knows of each segment, for ``write_segment``.
+
+    Args:
+        arrays: with the chunks that this rank has written.
+        objects: that it has written.
+        segment_of: gives the number of the segment that lists a key.
+    """
+    found: dict[int, tuple[list[Fields], list[Fields]]] = defaultdict(lambda: ([], []))
+    for array in arrays:
+        found[segment_of(array.array.key)][0].append(array_fields(array))
+    for one in objects:
+        found[segment_of(one.id.key)][1].append(object_fields(one))
+    return {number: segment_content(*both) for number, both in found.items()}
+
+
+def write_segment(store: Store, number: int, first: str, contents: Iterable[bytes]) -> SegmentEntry:
+    """Write a segment, durably; its entry in the index.
+
+    Args:
+        store: the checkpoint.
+        number: of the segment.
+        first: the first key that it may list.
+        contents: what ranks know of it, as ``described_segments`` gives it.
+
+    Raises:
+        IncompleteCheckpointError: ranks describe an array differently, or no rank has written some
+            chunk.
+    """
+    try:
+        arrays, objects = merged_segment(contents)
+    except ValueError as error:
+        raise IncompleteCheckpointError(
+            f"{store}: what the ranks have written makes no checkpoint: {error}"
+        ) from error
+    content, name = segment_content(arrays, objects), f"{MANIFEST_NAME}/part-{number:05d}.json"
+    store.write(name, content)
+    return SegmentEntry(name, first, len(content), digest_of(content), len(arrays), len(objects))
+
+
+def write_index(
+    store: Store, entries: Iterable[SegmentEntry], common: bytes | None, layout: Mapping[str, int]
+) -> None:
+    """Write the manifest's table of contents, durably: the last file but the marker.
+
+    Args:
+        store: the checkpoint.
+        entries: of all segments.
+        common: content of the common state's file, if there is one.
+        layout: see ManifestIndex.
+    """
+    segments = tuple(sorted(entries, key=lambda entry: entry.first))
+    listed = None if common is None else FileDigest(len(common), digest_of(common))
+    versions = {}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):  # a package run from its sources
+            versions[name] = importlib.metadata.version(name)
+    store.write(INDEX_NAME, index_content(ManifestIndex(segments, listed, layout, versions)))

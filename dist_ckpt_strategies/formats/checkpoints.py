@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -21,8 +19,8 @@ from dist_ckpt_strategies.formats.bucket_arrays import BucketReader, num_request
 from dist_ckpt_strategies.formats.bucket_commit import require_something
 from dist_ckpt_strategies.formats.issues import FileCheck
 from dist_ckpt_strategies.formats.locations import Location, content_of
-from dist_ckpt_strategies.formats.manifest import INDEX_NAME, Manifest, digest_of
-from dist_ckpt_strategies.formats.objects import (
+from dist_ckpt_strategies.formats.manifest import INDEX_NAME, Manifest, digest_of, similar_text
+from dist_ckpt_strategies.formats.object_files import (
     object_ids,
     object_path,
     plain_content,
@@ -36,21 +34,8 @@ from dist_ckpt_strategies.storage.base import ArrayReader
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access, permitted_access
 from dist_ckpt_strategies.storage.files import require_directory
-from dist_ckpt_strategies.storage.io_pool import Job, limited, run_pooled
+from dist_ckpt_strategies.storage.io_pool import Job, limited, run_pooled, run_with_limit
 from dist_ckpt_strategies.storage.store import Directory, Store
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Which part of a task that ranks share out is whose.
-
-    Attributes:
-        rank: this one, within its group.
-        num_ranks: in the group.
-    """
-
-    rank: int = 0
-    num_ranks: int = 1
 
 
 @limited
@@ -85,6 +70,7 @@ class Format1Checkpoint:
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """See StoredCheckpoint. One metadata file is read for each; sorted by key."""
         layout = self._layout
+        paths = {key: layout.metadata_path(key) for key in sorted(keys)}
         found: dict[str, ArraySpec] = {}
 
         def find(key: str) -> None:
@@ -93,7 +79,6 @@ class Format1Checkpoint:
             except ArrayNotFoundError as error:
                 raise self._not_found(key) from error
 
-        paths = {key: layout.metadata_path(key) for key in sorted(keys)}
         jobs = [Job(key, path, partial(find, key)) for key, path in paths.items()]
         num_threads = file_access(layout.root).num_metadata_threads
         if num_threads == 1:
@@ -129,10 +114,8 @@ class Format1Checkpoint:
                 path=str(root),
             )
         keys = list(self._layout.keys())
-        near = difflib.get_close_matches(key, keys, n=3)
-        hint = f"; similar keys: {', '.join(near)}" if near else ""
         return ArrayNotFoundError(
-            f"{key}: no such array among the {len(keys)} in {root}{hint}",
+            f"{key}: no such array among the {len(keys)} in {root}{similar_text(key, keys)}",
             key=key,
             path=str(self._layout.directory(key)),
         )
@@ -155,22 +138,16 @@ class Format2Checkpoint:
     def __init__(self, root: Location, options: Options) -> None:
         self._root = root = content_of(root)
         self._options = options
-        self.file_store: Store = root if isinstance(root, Bucket) else _directory(root)
-        self.manifest = self._manifest()
-
-    @property
-    def identity(self) -> str:
-        """See StoredCheckpoint."""
-        return self.manifest.digest
-
-    def _manifest(self) -> Manifest:
-        """Asked for by its name: lists of an object store may not know of it yet."""
-        try:
-            return Manifest(self.file_store)
+        if isinstance(root, Path):
+            run_with_limit(partial(require_directory, root), root)
+        self.file_store: Store = root if isinstance(root, Bucket) else Directory(root)
+        try:  # asked for by its name: lists of an object store may not know of it yet
+            self.manifest = Manifest(self.file_store)
         except IncompleteCheckpointError:
-            if isinstance(self._root, Bucket):
-                require_something(self._root)
+            if isinstance(root, Bucket):
+                require_something(root)
             raise
+        self.identity = self.manifest.digest
 
     @cached_property
     def array_reader(self) -> ArrayReader:
@@ -223,7 +200,7 @@ class Format2Checkpoint:
             )
         return content
 
-    def require_whole(self, share: Share) -> None:
+    def require_whole(self, rank: int, num_ranks: int) -> None:
         """Raise unless this rank's share of all files is as it was written.
 
         Raises:
@@ -234,11 +211,9 @@ class Format2Checkpoint:
             num_threads = num_requests(self._options, MAX_OBJECT_NBYTES)
         else:
             num_threads = permitted_access(self._root, self._options).num_read_threads
-        manifest = self.manifest
-        checks = manifest_files(
-            self.file_store, manifest.arrays(), manifest.objects(), manifest.index.common
-        )
-        jobs = map(self._job, islice(checks, share.rank, None, share.num_ranks))
+        manifest, store = self.manifest, self.file_store
+        checks = manifest_files(store, manifest.arrays(), manifest.objects(), manifest.index.common)
+        jobs = map(self._job, islice(checks, rank, None, num_ranks))
         run_pooled(jobs, num_threads).wait(self._options.timeout_s)
 
     def _job(self, check: FileCheck) -> Job:
@@ -253,9 +228,8 @@ class Format2Checkpoint:
             CorruptCheckpointError: it is another.
         """
         listed = self.manifest.index.common
-        if listed is None:
-            return
-        self._job(common_check(self.file_store, listed)).run()
+        if listed is not None:
+            self._job(common_check(self.file_store, listed)).run()
 
 
 def _require_clean(check: FileCheck, path: str) -> None:
@@ -267,9 +241,3 @@ def _require_clean(check: FileCheck, path: str) -> None:
             key=issue.key,
             path=path,
         )
-
-
-@limited
-def _directory(root: Path) -> Directory:
-    require_directory(root)
-    return Directory(root)

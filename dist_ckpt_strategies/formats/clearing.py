@@ -8,23 +8,13 @@ from collections.abc import Collection
 from pathlib import Path
 
 from dist_ckpt_strategies.errors import CheckpointExistsError
-from dist_ckpt_strategies.formats.manifest import MANIFEST_NAME, OBJECTS_NAME, SAVE_NAME
+from dist_ckpt_strategies.formats.manifest import FOLDER_NAMES, SAVE_NAME
 from dist_ckpt_strategies.formats.object_files import object_ids, object_path
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
-from dist_ckpt_strategies.formats.zarr3 import ARRAYS_NAME
-from dist_ckpt_strategies.storage.files import (
-    PARTIAL_PREFIX,
-    REMOVED_PREFIX,
-    file_errors,
-    is_directory,
-    is_elsewhere,
-)
+from dist_ckpt_strategies.storage.files import file_errors, is_elsewhere
 from dist_ckpt_strategies.storage.io_pool import limited
 
 _MAX_NAMED = 5
-
-_FOLDERS = (ARRAYS_NAME, OBJECTS_NAME, MANIFEST_NAME)
-"""The folders of a save of format 2; the one that it is recognised by last."""
 
 _ENDS = re.compile(r"(?=/|\Z)")
 """Where the path of a directory above a key, or of its own, ends within it."""
@@ -59,16 +49,13 @@ def require_nothing_in_the_way(root: Path, keys: Collection[str]) -> None:
     Raises:
         CheckpointExistsError: a key leads into another checkpoint, or through a link.
     """
-    with file_errors(None, root), os.scandir(root) as scan:
-        present = {entry.name for entry in scan if is_directory(entry)}
+    with file_errors(None, root):
+        present = set(os.listdir(root))  # noqa: PTH208 - the names alone
     inside = sorted(key for key in keys if key.partition("/")[0] in present)
     above = {key[: match.start()]: key for key in inside for match in _ENDS.finditer(key)}
-    found = {inner: key for inner, key in above.items() if is_elsewhere(root / inner)}
-    if not found:
-        return
-    going = set(Zarr2Layout(root).keys())  # an array may be a link, which goes
-    for inner, key in found.items():
-        if inner not in going:
+    for inner, key in above.items():
+        # An array may be a link, which goes.
+        if is_elsewhere(root / inner) and inner not in set(Zarr2Layout(root).keys()):
             raise CheckpointExistsError(
                 f"{key}: {root / inner} is a link or another checkpoint, of which this key would "
                 "become a part; save elsewhere",
@@ -81,27 +68,18 @@ def require_nothing_in_the_way(root: Path, keys: Collection[str]) -> None:
 def require_room_for_format2(root: Path) -> None:
     """Raise where a folder of format 2 is there that is not ours.
 
-    An empty one may be replaced: a save that was cut short before its first file leaves it.
-
     Raises:
         CheckpointExistsError: it is; names it.
     """
     if (root / SAVE_NAME).is_file():
         return
-    for name in _FOLDERS:
-        if os.path.lexists(root / name) and not _holds_nothing(root / name):
+    for name in FOLDER_NAMES:
+        if os.path.lexists(root / name):
             raise CheckpointExistsError(
                 f"{root / name} is not of a checkpoint of format ('zarr', 2), which would put its "
                 "own files there; remove it, or save elsewhere",
                 path=str(root / name),
             )
-
-
-def _holds_nothing(path: Path) -> bool:
-    """Whether it is a directory, with at most what had not been renamed into place."""
-    if path.is_symlink() or not path.is_dir():
-        return False
-    return all(one.name.startswith((REMOVED_PREFIX, PARTIAL_PREFIX)) for one in path.iterdir())
 
 
 def require_no_obstacle(source: Path, target: Path, going: Collection[str]) -> None:
@@ -148,7 +126,7 @@ def names_of_contents(root: Path, *, with_torch_dist: bool) -> list[str]:
     for key in sorted(layout.keys(), key=len, reverse=True):
         names += [key, *layout.lock_directories(key)]
     if (root / SAVE_NAME).is_file():
-        names += [name for name in _FOLDERS if (root / name).exists()]
+        names += [name for name in FOLDER_NAMES if (root / name).exists()]
     if with_torch_dist:
         names += [
             entry.name

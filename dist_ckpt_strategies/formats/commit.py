@@ -40,8 +40,6 @@ from dist_ckpt_strategies.formats.clearing import (
 )
 from dist_ckpt_strategies.formats.manifest import SAVE_NAME
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
-from dist_ckpt_strategies.formats.object_files import object_ids
-from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
@@ -100,12 +98,7 @@ def read_marker(root: Path) -> CheckpointMarker:
             f"last file of a save, is missing; {_what_is_there(root)}",
             path=str(path),
         )
-    try:
-        return CheckpointMarker.from_json(content)
-    except (ValueError, TypeError) as error:
-        raise IncompleteCheckpointError(
-            f"{root} is incomplete: {path} is not whole ({error})", path=str(path)
-        ) from error
+    return CheckpointMarker.of_checkpoint(content, root, str(path))
 
 
 def _what_is_there(root: Path) -> str:
@@ -115,24 +108,29 @@ def _what_is_there(root: Path) -> str:
             "a save was interrupted while it moved its files into place, and nothing is lost: "
             "`dist-ckpt verify`, dist_ckpt_strategies.load and load_latest complete it"
         )
-    staged = sorted(path.name for path in root.glob(f"{PARTIAL_PREFIX}*/"))
-    if staged:
-        return f"a save began and has not come to its end; what it has written is in {staged[-1]}"
-    if (root / SAVE_NAME).exists():
-        return (
-            f"{SAVE_NAME} says that a save of format ('zarr', 2) began and has not come to its end"
-        )
+    if (root / SAVE_NAME).exists() or any(root.glob(f"{PARTIAL_PREFIX}*/")):
+        return "a save began and has not come to its end"
     if are_safetensors(path.name for path in root.iterdir()):
         return HOLDS_SAFETENSORS
-    num_arrays = sum(1 for _ in Zarr2Layout(root).keys())
-    num_objects = sum(1 for _ in object_ids(root))
-    common = "is there" if (root / COMMON_NAME).exists() else "is missing too"
-    return f"{COMMON_NAME} {common}; found {num_arrays} arrays and {num_objects} objects"
+    return f"{COMMON_NAME} {'is there' if (root / COMMON_NAME).exists() else 'is missing too'}"
 
 
 def are_safetensors(names: Iterable[str]) -> bool:
     """Whether there are files of safetensors among those of a directory without a marker."""
     return any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
+
+
+@limited
+def is_finished(root: Path) -> bool:
+    """Whether a directory holds a checkpoint with a whole marker."""
+    with file_errors(None, root):
+        if not (root / MARKER_NAME).exists():
+            return False
+    try:
+        read_marker(root)
+    except (CheckpointNotFoundError, IncompleteCheckpointError):
+        return False
+    return True
 
 
 @limited
@@ -154,20 +152,13 @@ def make_directory(root: Path) -> None:
 def set_marker_aside(root: Path) -> None:
     """Make the directory count as incomplete, durably, before anything of it changes.
 
-    That it has held a checkpoint is still known afterwards: see has_old_marker. Several ranks may
-    do it at once.
+    That it has held a checkpoint is still known afterwards. Several ranks may do it at once.
     """
     path = root / MARKER_NAME
     with file_errors(None, path), suppress(FileNotFoundError):
         raise_if_cancelled()
         path.replace(root / OLD_MARKER_NAME)
         sync_path(root)
-
-
-@limited
-def has_old_marker(root: Path) -> bool:
-    """Whether a save has begun to replace a checkpoint, and has not removed its arrays yet."""
-    return (root / OLD_MARKER_NAME).exists()
 
 
 @limited
@@ -185,7 +176,6 @@ def invalidate(root: Path) -> None:
         if _has_interrupted_commit(root):
             (root / OLD_MARKER_NAME).touch()
     _remove_stale(root, completes=False)
-    raise_if_cancelled()
     set_marker_aside(root)
 
 
@@ -215,27 +205,21 @@ def complete_commit(root: Path) -> bool:
         return any(_take_away(root, marker.parent) for marker in _staged_markers(root))
 
 
-def superseded(root: object) -> StorageError:
-    """The error for a save whose place belongs to another one by now."""
-    return StorageError(
-        f"{root}: another save to it has begun before this one was finished, or what this one had "
-        "written was removed; nothing of it was made visible",
-        path=str(root),
-    )
-
-
 class SavePlace(ABC):
     """Where the files of one save go until it is committed. Nothing else writes there.
 
     Args:
         root: the checkpoint.
         timeout_s: of the save.
+
+    Attributes:
+        save_id: of this save; after ``join``.
     """
 
     def __init__(self, root: Path | Bucket, timeout_s: float) -> None:
         self._name = str(root)
         self._timeout_s = timeout_s
-        self._save_id = ""
+        self.save_id = ""
 
     def __str__(self) -> str:
         """The checkpoint, for messages."""
@@ -252,7 +236,7 @@ class SavePlace(ABC):
 
     def join(self, save_id: str) -> None:
         """Take the id that the first rank has made."""
-        self._save_id = save_id
+        self.save_id = save_id
 
     @abstractmethod
     def begin(self, keys: Collection[str] | None) -> None:
@@ -290,7 +274,15 @@ class SavePlace(ABC):
             StorageError: another save has begun there, or all was removed.
         """
         if not self.is_current():
-            raise superseded(self)
+            raise self.superseded()
+
+    def superseded(self) -> StorageError:
+        """The error of a save whose place belongs to another one by now."""
+        return StorageError(
+            f"{self}: another save to it has begun before this one was finished, or what this one "
+            "had written was removed; nothing of it was made visible",
+            path=str(self),
+        )
 
     @abstractmethod
     def is_current(self) -> bool:
@@ -314,7 +306,7 @@ class DirectoryPlace(SavePlace):
     """A staging directory in the checkpoint's own; see SavePlace.
 
     Args:
-        root: the checkpoint's directory, which exists before ``new_save_id``.
+        root: the checkpoint's directory, which ``begin`` makes.
         options: limits.
         keeps_old: leave an earlier checkpoint whole until the commit. Not where the caller has
             replaced its ``common.pt`` already.
@@ -331,13 +323,13 @@ class DirectoryPlace(SavePlace):
     @property
     def location(self) -> Path:
         """See SavePlace."""
-        return self._root / f"{PARTIAL_PREFIX}{self._save_id}"
+        return self._root / f"{PARTIAL_PREFIX}{self.save_id}"
 
     def new_save_id(self) -> str:
         """See SavePlace."""
         if not self._keeps_old:
             invalidate(self._root)
-            self._overwrite = self._overwrite or has_old_marker(self._root)
+            self._overwrite = self._overwrite or (self._root / OLD_MARKER_NAME).exists()
         return uuid.uuid4().hex
 
     @limited
@@ -353,11 +345,12 @@ class DirectoryPlace(SavePlace):
         """
         root = self._root
         self._replaces = keys is not None or self._overwrite
-        require_directory(root)
         with file_errors(None, root):
+            make_directories(root)
+            require_directory(root)
             is_empty = not os.listdir(root)  # noqa: PTH208 - the names alone
         if keys is not None and not is_empty:
-            if not (self._overwrite or _is_finished(root)):
+            if not (self._overwrite or is_finished(root)):
                 require_replaceable(root, keys)
             require_nothing_in_the_way(root, keys)
         if not is_empty:
@@ -387,9 +380,8 @@ class DirectoryPlace(SavePlace):
     @limited
     def _commit(self, marker: bytes | None) -> None:
         root, staging = self._root, self.location
-        with file_errors(None, root), _locked(staging) as is_there:
-            if not (is_there and self.is_current()):
-                raise superseded(root)
+        with file_errors(None, root), _locked(staging):
+            self.require_current()
             is_alone = os.listdir(root) == [staging.name]  # noqa: PTH208 - the names alone
             replaces = self._replaces and not is_alone
             if not is_alone:
@@ -404,16 +396,6 @@ class DirectoryPlace(SavePlace):
                 _trash_of(staging).mkdir()  # a full disk refuses that while the old marker is there
                 _mark_for_replacement(root)
             _finish(root, staging)
-
-
-def _is_finished(root: Path) -> bool:
-    try:
-        if not (root / MARKER_NAME).exists():
-            return False
-        read_marker(root)
-    except (CheckpointNotFoundError, IncompleteCheckpointError):
-        return False
-    return True
 
 
 def _staged_markers(root: Path) -> list[Path]:
@@ -454,9 +436,6 @@ def _move_old_out(root: Path, trash: Path, *, with_torch_dist: bool) -> None:
     """Move the arrays and objects of a checkpoint aside, then its old marker.
 
     Directories above them that become empty go; another call carries an interrupted one on.
-
-    Raises:
-        OSError: something cannot be moved.
     """
     trash.mkdir(exist_ok=True)
     names = names_of_contents(root, with_torch_dist=with_torch_dist)
@@ -466,9 +445,8 @@ def _move_old_out(root: Path, trash: Path, *, with_torch_dist: bool) -> None:
         raise_if_cancelled()
         os.rename(f"{root}/{name}", f"{prefix}{number}")  # noqa: PTH104 - 10,000 times
     for inner in sorted(above, key=lambda path: len(path.parts), reverse=True)[:-1]:  # not the root
-        directory = root / inner
-        if directory.is_dir() and not any(directory.iterdir()):
-            directory.rmdir()
+        with suppress(OSError):  # it is gone, or not empty
+            (root / inner).rmdir()
     sync_path(root)
     with suppress(FileNotFoundError):  # of a directory that was never finished
         (root / OLD_MARKER_NAME).replace(trash / MARKER_NAME)
@@ -495,12 +473,11 @@ def _move_below(
 def _remove_stale(root: Path, *, completes: bool = True) -> None:
     """Remove staging directories, and what was moved out; on one rank.
 
-    A commit that was interrupted is completed first. What cannot be removed stays, with a warning:
-    readers pass over it.
+    What cannot be removed stays, with a warning: readers pass over it.
 
     Args:
         root: the checkpoint's directory.
-        completes: False: an interrupted commit is given up.
+        completes: complete a commit that was interrupted before; False: it is given up.
 
     Raises:
         StorageError: another process is committing a save there.
@@ -521,14 +498,12 @@ def _take_away(root: Path, staging: Path, *, completes: bool = True) -> bool:
     Under another name no thread of that save finds it.
     """
     doomed = root / f"{REMOVED_PREFIX}{uuid.uuid4().hex}"
-    with _locked(staging) as is_there:
-        if not is_there:
-            return False
+    with _locked(staging):
         is_decided = (staging / MARKER_NAME).exists() and not (root / MARKER_NAME).exists()
         if is_decided and completes:
             _finish(root, staging)
             logger.warning("%s: completed the commit of a save that was interrupted", root)
-        with suppress(FileNotFoundError):  # on a file system without locks
+        with suppress(FileNotFoundError):  # another process has taken it away
             staging.replace(doomed)
     _remove(doomed)
     _remove(_trash_of(staging))
@@ -557,8 +532,8 @@ def _remove(path: Path) -> None:
 
 
 @contextmanager
-def _locked(staging: Path) -> Iterator[bool]:
-    """Hold the lock of a commit; yields whether the staging directory is still there.
+def _locked(staging: Path) -> Iterator[None]:
+    """Hold the lock of a commit; none where the save was killed before it made the file.
 
     Raises:
         StorageError: another thread or process holds it.
@@ -566,7 +541,7 @@ def _locked(staging: Path) -> Iterator[bool]:
     try:
         handle = os.open(staging / _LOCK_NAME, os.O_RDWR | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
-        yield os.path.lexists(staging)  # a save was killed before it made the lock
+        yield
         return
     try:
         deadline = time.monotonic() + _WAIT_S
@@ -578,6 +553,6 @@ def _locked(staging: Path) -> Iterator[bool]:
                     path=str(staging),
                 )
             time.sleep(_PAUSE_S)
-        yield staging.exists()
+        yield
     finally:
         os.close(handle)

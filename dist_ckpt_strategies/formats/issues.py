@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import islice
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # numpy and TensorStore take a while to import
     from dist_ckpt_strategies.storage.store import Store
 
 MAX_LISTED = 1000
-"""Missing files of one key that have an issue each; one more issue stands for the others."""
+"""Missing files of one key that have an issue each; one issue stands for more of them."""
 
 NO_FILE = "no file"
 
@@ -96,23 +96,11 @@ class StaleFile:
     nbytes: int
 
 
-class ScanStatus(StrEnum):
-    """What a scan says of a checkpoint; INCOMPLETE: its save did not write the marker."""
-
-    WHOLE = "whole"
-    DAMAGED = "damaged"
-    INCOMPLETE = "incomplete"
-
-
 @dataclass(frozen=True, slots=True)
 class ScannedArray:
-    """An array whose metadata could be read.
+    """An array whose metadata could be read, and those of its chunk files that are there.
 
-    Attributes:
-        array: its metadata.
-        num_chunks: chunk files of its grid that are there, of whatever size.
-        file_nbytes: their bytes.
-        writers: the global ranks that wrote them, sorted; empty where the format does not say.
+    ``writers`` are global ranks, sorted; none where the format does not say.
     """
 
     array: ArraySpec
@@ -123,15 +111,9 @@ class ScannedArray:
 
 @dataclass(frozen=True, slots=True)
 class ScannedObject:
-    """A grid of objects.
+    """A grid of objects: its shape in shards, and how many of these are there.
 
-    Attributes:
-        key: the object's.
-        shape: of the grid, in shards.
-        num_shards: shards of the grid that are there.
-        num_expected: shards of the complete grid.
-        file_nbytes: their bytes; 0 where the manifest itself holds them.
-        writers: the global ranks that wrote them, sorted; empty where the format does not say.
+    ``file_nbytes`` is 0 where the manifest itself holds them; ``writers`` as in ScannedArray.
     """
 
     key: str
@@ -144,12 +126,7 @@ class ScannedObject:
 
 @dataclass(frozen=True, slots=True)
 class SaveBegun:
-    """When and where a save began, as its first file says.
-
-    Attributes:
-        seconds: since the epoch.
-        host: name of the machine of the first rank.
-    """
+    """When a save began, in seconds since the epoch, and on which host."""
 
     seconds: float
     host: str
@@ -178,21 +155,19 @@ class FileCheck:
 class Scan:
     """What a checkpoint holds, and what is wrong with it, by names, sizes and metadata.
 
+    Arrays, objects and issues are sorted by key.
+
     Attributes:
         root: the directory, absolute, or the place in an object store.
         version: of the sharded format, 1 or 2; None where another backend wrote the arrays, which
             are not looked for then.
         marker: None where it is missing or cannot be read.
         common_nbytes: size of the common state's file; None where it is missing.
-        arrays: sorted by key; those whose metadata can be read.
-        objects: sorted by key.
         stale_files: what killed processes have left, sorted by path; harmless.
-        issues: what is wrong, sorted by key.
-        num_files: all files of the checkpoint.
-        nbytes: their bytes; in an object store, of those whose size the manifest lists.
+        nbytes: of all files; in an object store, of those whose size the manifest lists.
         checks: gives the checks of all files that have digests or checksums of their own.
         num_threads: to run them with.
-        begun: when the save began; None where no file says it.
+        begun: None where no file says it.
         index: the manifest's table of contents; None where there is none, or it is damaged.
         others: names beside the checkpoint's own, which the manifest says nothing about.
     """
@@ -214,11 +189,9 @@ class Scan:
     others: tuple[str, ...] = ()
 
     @property
-    def status(self) -> ScanStatus:
-        """Whether anything is wrong; without a marker the checkpoint counts as incomplete."""
-        if any(issue.problem is Problem.MISSING_MARKER for issue in self.issues):
-            return ScanStatus.INCOMPLETE
-        return ScanStatus.DAMAGED if self.issues else ScanStatus.WHOLE
+    def is_unfinished(self) -> bool:
+        """Whether the save did not write the marker."""
+        return any(issue.problem is Problem.MISSING_MARKER for issue in self.issues)
 
     @property
     def is_foreign(self) -> bool:
@@ -269,22 +242,13 @@ def missing_files(
     """
     num_files = math.prod(grid)
     num_missing = num_files - len(present)
-    missing = (index for index in _indices(grid) if index not in present)
-    for index in islice(missing, min(num_missing, MAX_LISTED)):
-        yield Issue(Problem.MISSING_FILE, key, path_of(index), expected, NO_FILE)
     if num_missing > MAX_LISTED:
-        found = f"{len(present)}; {num_missing - MAX_LISTED} more are missing than listed here"
+        found = f"{len(present)}; {num_missing} are missing"
         yield Issue(Problem.MISSING_FILE, key, key, f"{num_files} files", found)
-
-
-def _indices(grid: Shape) -> Iterator[Shape]:
-    """Every index of a grid in C order, one at a time: ``product`` would make lists of ranges."""
-    for number in range(math.prod(grid)):
-        index, rest = [], number
-        for size in reversed(grid):
-            rest, position = divmod(rest, size)
-            index.append(position)
-        yield tuple(reversed(index))
+    elif num_missing:
+        for index in product(*map(range, grid)):
+            if index not in present:
+                yield Issue(Problem.MISSING_FILE, key, path_of(index), expected, NO_FILE)
 
 
 def require_no_inner(place: object, inner: Sequence[str]) -> None:
@@ -323,14 +287,9 @@ def marker_or_issue(store: Store) -> CheckpointMarker | Issue:
         return Issue(Problem.DAMAGED, None, MARKER_NAME, expected, str(error))
 
 
-def sharded_format(marker: CheckpointMarker) -> tuple[str, int]:
-    """Backend and version of the sharded state."""
-    return marker.sharded_backend, marker.sharded_backend_version
-
-
 def has_own_common(marker: CheckpointMarker | Issue) -> bool:
     """Whether the common state lies in ``common.pt``, as far as the marker says."""
-    return isinstance(marker, Issue) or _common_format(marker) == _COMMON_FORMAT
+    return isinstance(marker, Issue) or marker.common_format == _COMMON_FORMAT
 
 
 def check_marker(marker: CheckpointMarker | Issue, expected: tuple[str, int]) -> Iterator[Issue]:
@@ -343,15 +302,11 @@ def check_marker(marker: CheckpointMarker | Issue, expected: tuple[str, int]) ->
     if isinstance(marker, Issue):
         yield marker
         return
-    for which, (name, version), known in (
-        ("sharded", sharded_format(marker), expected),
-        ("common", _common_format(marker), _COMMON_FORMAT),
+    for which, found, known in (
+        ("sharded", marker.sharded_format, expected),
+        ("common", marker.common_format, _COMMON_FORMAT),
     ):
-        if (name, version) != known:
+        if found != known:
             text = f"{which} backend {known[0]} version {known[1]}"
-            found = f"{name} version {version}"
-            yield Issue(Problem.UNKNOWN_BACKEND, None, MARKER_NAME, text, found)
-
-
-def _common_format(marker: CheckpointMarker) -> tuple[str, int]:
-    return marker.common_backend, marker.common_backend_version
+            what = f"{found[0]} version {found[1]}"
+            yield Issue(Problem.UNKNOWN_BACKEND, None, MARKER_NAME, text, what)

@@ -17,8 +17,6 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats import bucket_commit, commit
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.files import MARKER_NAME, file_errors
-from dist_ckpt_strategies.storage.io_pool import limited
 from dist_ckpt_strategies.storage.urls import parsed_address
 
 Location = Path | Bucket
@@ -65,19 +63,13 @@ def read_marker(location: Location) -> CheckpointMarker:
 
 def is_finished(location: Location) -> bool:
     """Whether there is a checkpoint with a whole marker."""
+    if isinstance(location, Path):
+        return commit.is_finished(location)
     try:
-        if isinstance(location, Path) and not _has_marker(location):
-            return False
-        read_marker(location)
+        bucket_commit.read_marker(location)
     except (CheckpointNotFoundError, IncompleteCheckpointError):
         return False
     return True
-
-
-@limited
-def _has_marker(root: Path) -> bool:
-    with file_errors(None, root):
-        return (root / MARKER_NAME).exists()
 
 
 def require_unfinished(location: Location) -> None:
@@ -91,12 +83,6 @@ def require_unfinished(location: Location) -> None:
             f"{location} already holds a finished checkpoint; pass overwrite=True to replace it",
             path=str(location),
         )
-
-
-def make_directory(location: Location) -> None:
-    """Make a directory, durably; an object store needs none."""
-    if isinstance(location, Path):
-        commit.make_directory(location)
 
 
 def content_of(location: Location) -> Location:

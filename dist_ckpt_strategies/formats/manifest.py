@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import importlib.metadata
 import json
 import socket
 import time
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -25,9 +23,28 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompatibleVersionError,
 )
+from dist_ckpt_strategies.formats.zarr3 import ARRAYS_NAME
 from dist_ckpt_strategies.storage.store import Store
 
+MANIFEST_NAME = "manifest"
+INDEX_NAME = f"{MANIFEST_NAME}/index.json"
+SAVE_NAME = f"{MANIFEST_NAME}/save.json"
+"""The first file of a save: by it the directory is known to be one of format 2."""
+
+OBJECTS_NAME = "objects"
+
+FOLDER_NAMES = (ARRAYS_NAME, OBJECTS_NAME, MANIFEST_NAME)
+"""The folders of a save, which hold all its files but two; the one that it is known by last."""
+
+SCHEMA = "dist_ckpt_strategies.manifest"
+SCHEMA_VERSION = 1
+
 DIGEST_NBYTES = 8
+
+_DIGEST_LEAD = b'{"digest":"'
+_DIGEST_HEX = 32
+
+Fields = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,27 +78,14 @@ class ChunkRecord:
 
 @dataclass(frozen=True, slots=True)
 class ArrayRecord:
-    """An array and its files.
-
-    Attributes:
-        array: what is stored.
-        chunks: the file of each chunk, by its index in the chunk grid.
-    """
+    """An array, and the file of each chunk by its index in the chunk grid."""
 
     array: ArraySpec
     chunks: Mapping[Shape, ChunkRecord]
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Bytes of a file that holds several objects.
-
-    Attributes:
-        name: of the file, below the checkpoint's directory.
-        byte_offset: where they begin.
-        nbytes: how many there are.
-        digest: XXH3, 128 bits, in hexadecimal.
-    """
+class Span(NamedTuple):
+    """Bytes of a file of objects, and their digest: XXH3, 128 bits, in hexadecimal."""
 
     name: str
     byte_offset: int
@@ -106,8 +110,7 @@ class ObjectRecord:
     value: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class SegmentEntry:
+class SegmentEntry(NamedTuple):
     """One file of the manifest, a segment, as the index lists it; the field names are on disk.
 
     Attributes:
@@ -127,14 +130,8 @@ class SegmentEntry:
     num_objects: int
 
 
-@dataclass(frozen=True, slots=True)
-class FileDigest:
-    """A file that is read whole.
-
-    Attributes:
-        nbytes: its size.
-        digest: XXH3, 128 bits, in hexadecimal.
-    """
+class FileDigest(NamedTuple):
+    """Size and digest of a file that is read whole."""
 
     nbytes: int
     digest: str
@@ -157,29 +154,6 @@ class ManifestIndex:
     versions: Mapping[str, str]
 
 
-MANIFEST_NAME = "manifest"
-INDEX_NAME = f"{MANIFEST_NAME}/index.json"
-SAVE_NAME = f"{MANIFEST_NAME}/save.json"
-"""The first file of a save: by it the directory is known to be one of format 2."""
-
-OBJECTS_NAME = "objects"
-
-SCHEMA = "dist_ckpt_strategies.manifest"
-SCHEMA_VERSION = 1
-
-_PACKAGES = ("dist-ckpt-strategies", "megatron-core", "torch", "numpy", "tensorstore", "zarr")
-
-_DIGEST_LEAD = b'{"digest":"'
-_DIGEST_HEX = 32
-
-Fields = dict[str, Any]
-
-
-def segment_name(number: int) -> str:
-    """The name of a segment, below the checkpoint's directory."""
-    return f"{MANIFEST_NAME}/part-{number:05d}.json"
-
-
 def begun_content(save_id: str) -> bytes:
     """The bytes of the first file of a save, which says where and when it began."""
     begun = {
@@ -190,11 +164,6 @@ def begun_content(save_id: str) -> bytes:
         "time": time.time(),
     }
     return json.dumps(begun).encode()
-
-
-def pack_name(writer: int) -> str:
-    """The file of all objects that one rank wrote."""
-    return f"{OBJECTS_NAME}/rank-{writer:05d}.bin"
 
 
 def digest_of(content: bytes) -> str:
@@ -224,7 +193,8 @@ def array_record(fields: Fields) -> ArrayRecord:
     """The array that ``array_fields`` described.
 
     Raises:
-        ValueError, LookupError, TypeError: these are not fields of an array.
+        ValueError, LookupError, TypeError: these are not fields of an array, or it lacks the file
+            of a chunk or the digest of an inner chunk.
     """
     key = str(fields["key"])
     shape, chunk_shape, inner_shape = (
@@ -234,62 +204,37 @@ def array_record(fields: Fields) -> ArrayRecord:
         raise ValueError(f"{key}: dims of shape, chunk_shape and inner_shape differ")
     if any(i < 1 or c < i or c % i for c, i in zip(chunk_shape, inner_shape, strict=True)):
         raise ValueError(f"{key}: inner_shape {inner_shape} does not divide {chunk_shape}")
+    dtype, has_crc32c = DType.named(fields["dtype"], key=key), bool(fields["crc32c"])
     array = ArraySpec(
-        key,
-        shape,
-        DType.named(fields["dtype"], key=key),
-        chunk_shape,
-        inner_shape=inner_shape,
-        has_crc32c=bool(fields["crc32c"]),
+        key, shape, dtype, chunk_shape, inner_shape=inner_shape, has_crc32c=has_crc32c
     )
     chunks = {
         _extent(chunk["index"]): ChunkRecord(int(chunk["writer"]), bytes.fromhex(chunk["digests"]))
         for chunk in fields["chunks"]
     }
-    return ArrayRecord(array, chunks)
-
-
-def require_complete(record: ArrayRecord) -> None:
-    """Raise unless an array has a file for every chunk and a digest for every inner chunk.
-
-    Raises:
-        ValueError: it has not.
-    """
-    array = record.array
-    if len(record.chunks) != array.num_chunks:
-        raise ValueError(f"{array.key}: {len(record.chunks)} of {array.num_chunks} chunks")
+    if len(chunks) != array.num_chunks:
+        raise ValueError(f"{key}: {len(chunks)} of {array.num_chunks} chunks")
     for index in array.chunk_indices():
-        expected = num_inner_chunks(array, index) + 1
-        if record.chunks[index].num_digests != expected:
-            raise ValueError(
-                f"{array.key}: chunk {index} has {record.chunks[index].num_digests} digests, "
-                f"expected {expected}"
-            )
+        found, expected = chunks[index].num_digests, num_inner_chunks(array, index) + 1
+        if found != expected:
+            raise ValueError(f"{key}: chunk {index} has {found} digests, expected {expected}")
+    return ArrayRecord(array, chunks)
 
 
 def object_fields(record: ObjectRecord) -> Fields:
     """One shard of an object, of JSON types."""
-    fields: Fields = {
-        "key": record.id.key,
-        "offset": list(record.id.offset),
-        "shape": list(record.id.shape),
-        "writer": record.writer,
-    }
-    if record.span is None:
-        return fields | {"value": record.value}
-    span = record.span
-    return fields | {"span": [span.name, span.byte_offset, span.nbytes, span.digest]}
+    where: Fields = {"value": record.value} if record.span is None else {"span": list(record.span)}
+    return {**asdict(record.id), "writer": record.writer, **where}
 
 
-def object_record(fields: Fields) -> ObjectRecord:
-    """The shard that ``object_fields`` described; errors as in ``array_record``."""
+def _object_record(fields: Fields) -> ObjectRecord:
     found = ObjectId(str(fields["key"]), _extent(fields["offset"]), _extent(fields["shape"]))
     writer = int(fields["writer"])
     if "span" not in fields:
         return ObjectRecord(found, writer, None, fields["value"])
     name, byte_offset, nbytes, digest = fields["span"]
     _require_below(name, OBJECTS_NAME)
-    (byte_offset, nbytes) = _extent([byte_offset, nbytes])
+    byte_offset, nbytes = _extent([byte_offset, nbytes])
     return ObjectRecord(found, writer, Span(name, byte_offset, nbytes, str(digest)))
 
 
@@ -316,7 +261,7 @@ def merged_segment(contents: Iterable[bytes]) -> tuple[list[Fields], list[Fields
                 _require_same(known, fields)
                 known["chunks"] += fields["chunks"]
     for fields in arrays.values():
-        require_complete(array_record(fields))
+        array_record(fields)  # raises
     objects.sort(key=lambda fields: (fields["key"], fields["offset"]))
     return [arrays[key] for key in sorted(arrays)], objects
 
@@ -329,34 +274,6 @@ def _require_same(one: Fields, other: Fields) -> None:
             )
 
 
-def write_segment(
-    store: Store, number: int, first: str, arrays: list[Fields], objects: list[Fields]
-) -> SegmentEntry:
-    """Write a segment, durably; its entry in the index.
-
-    Args:
-        store: the checkpoint.
-        number: of the segment.
-        first: the first key that it may list.
-        arrays: as ``array_fields`` describes them.
-        objects: as ``object_fields`` describes them.
-    """
-    content, name = segment_content(arrays, objects), segment_name(number)
-    store.write(name, content)
-    return SegmentEntry(name, first, len(content), digest_of(content), len(arrays), len(objects))
-
-
-def package_versions() -> dict[str, str]:
-    """Versions of the packages that take part in a save, by name."""
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # a package run from its sources
-    return found
-
-
 def index_content(index: ManifestIndex) -> bytes:
     """The bytes of the index: JSON whose first field is the digest of all that follows."""
     body = {
@@ -364,8 +281,8 @@ def index_content(index: ManifestIndex) -> bytes:
         "version": SCHEMA_VERSION,
         "layout": dict(index.layout),
         "versions": dict(index.versions),
-        "common": None if index.common is None else [index.common.nbytes, index.common.digest],
-        "parts": [asdict(segment) for segment in index.segments],
+        "common": index.common,
+        "parts": [segment._asdict() for segment in index.segments],
     }
     rest = b'",' + json.dumps(body, indent=1).encode()[1:]
     return _DIGEST_LEAD + digest_of(rest).encode() + rest
@@ -380,16 +297,10 @@ def parse_index(content: bytes, path: str) -> ManifestIndex:
     """
     start = len(_DIGEST_LEAD)
     digest, rest = content[start : start + _DIGEST_HEX], content[start + _DIGEST_HEX :]
-    if not content.startswith(_DIGEST_LEAD) or len(digest) < _DIGEST_HEX:
+    if not content.startswith(_DIGEST_LEAD) or digest != digest_of(rest).encode():
         raise CorruptCheckpointError(
-            f"{path} is damaged: its {len(content)} bytes do not begin with a digest of "
-            f"{_DIGEST_HEX} digits, expected those that a save writes",
-            path=path,
-        )
-    if digest != digest_of(rest).encode():
-        raise CorruptCheckpointError(
-            f"{path} is damaged: its content has digest {digest_of(rest)}, "
-            f"expected {digest.decode(errors='replace')}",
+            f"{path} is damaged: its {len(content)} bytes do not begin with the digest of what "
+            f"follows, {digest_of(rest)}",
             path=path,
         )
     try:
@@ -466,13 +377,12 @@ class Manifest:
             ArrayNotFoundError: there is none; names similar ones.
             CorruptCheckpointError: the segment that lists it is damaged.
         """
-        found = self._records.get(key)
-        if found is None:
+        if key not in self._records:
             contents = self._contents_for(key)
             if contents is None or key not in contents.arrays:
                 raise self._not_found(key, list(self.keys()), "array")
-            found = self._records[key] = contents.array(key)
-        return found
+            self._records[key] = contents.array(key)
+        return self._records[key]
 
     def find_object(self, object_id: ObjectId) -> ObjectRecord:
         """One shard of an object; errors as in ``find``."""
@@ -523,13 +433,16 @@ class Manifest:
         return self._contents[segment.name]
 
     def _not_found(self, name: str, known: Sequence[str], what: str) -> ArrayNotFoundError:
-        near = difflib.get_close_matches(name, known, n=3)
-        hint = f"; similar ones: {', '.join(near)}" if near else ""
+        count = f"{name}: no such {what} among the {len(known)} in {self._store}"
         return ArrayNotFoundError(
-            f"{name}: no such {what} among the {len(known)} in {self._store}{hint}",
-            key=name,
-            path=self._store.path(INDEX_NAME),
+            count + similar_text(name, known), key=name, path=self._store.path(INDEX_NAME)
         )
+
+
+def similar_text(name: str, known: Sequence[str]) -> str:
+    """What follows an error about a name that is not there: similar ones, if there are."""
+    near = difflib.get_close_matches(name, known, n=3)
+    return f"; similar ones: {', '.join(near)}" if near else ""
 
 
 class _Contents:
@@ -539,20 +452,19 @@ class _Contents:
         self._damage = partial(_damage, path)
         with self._damage():
             fields = json.loads(content)
-            self.arrays = _by_name(fields["arrays"], _key)
-            self.objects = _by_name(fields["objects"], _unique_key)
+            self.arrays = {_key(found): found for found in fields["arrays"]}
+            self.objects = {_unique_key(found): found for found in fields["objects"]}
+            for listed, by_name in (("arrays", self.arrays), ("objects", self.objects)):
+                if len(by_name) < len(fields[listed]):
+                    raise ValueError(f"one of the {listed} is listed twice")
 
     def array(self, key: str) -> ArrayRecord:
-        """The array of a key that the segment has."""
         with self._damage():
-            record = array_record(self.arrays[key])
-            require_complete(record)
-            return record
+            return array_record(self.arrays[key])
 
     def object(self, unique_key: str) -> ObjectRecord:
-        """An object shard that the segment has."""
         with self._damage():
-            return object_record(self.objects[unique_key])
+            return _object_record(self.objects[unique_key])
 
 
 @contextmanager
@@ -565,14 +477,6 @@ def _damage(path: str) -> Iterator[None]:
         raise CorruptCheckpointError(
             f"{path} is no segment of a manifest: {error!r}", path=path
         ) from error
-
-
-def _by_name(listed: list[Fields], name_of: Callable[[Fields], str]) -> dict[str, Fields]:
-    found = {name_of(fields): fields for fields in listed}
-    if len(found) < len(listed):
-        counts = Counter(map(name_of, listed))
-        raise ValueError(f"{counts.most_common(1)[0][0]}: listed twice")
-    return found
 
 
 def _key(fields: Fields) -> str:

@@ -6,6 +6,8 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Self
 
+from dist_ckpt_strategies.errors import IncompleteCheckpointError
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMarker:
@@ -15,6 +17,16 @@ class CheckpointMarker:
     sharded_backend_version: int = 1
     common_backend: str = "torch"
     common_backend_version: int = 1
+
+    @property
+    def sharded_format(self) -> tuple[str, int]:
+        """Backend and version of the sharded state."""
+        return self.sharded_backend, self.sharded_backend_version
+
+    @property
+    def common_format(self) -> tuple[str, int]:
+        """Backend and version of the common state."""
+        return self.common_backend, self.common_backend_version
 
     def to_json(self) -> bytes:
         """The file's content."""
@@ -38,3 +50,17 @@ class CheckpointMarker:
             if type(value) is not known.get(name):
                 raise ValueError(f"unexpected field {name} = {value!r}")
         return cls(**found)
+
+    @classmethod
+    def of_checkpoint(cls, content: bytes, root: object, path: str) -> Self:
+        """The marker of the checkpoint at ``root``, from the content of the file at ``path``.
+
+        Raises:
+            IncompleteCheckpointError: it does not parse.
+        """
+        try:
+            return cls.from_json(content)
+        except (ValueError, TypeError) as error:
+            raise IncompleteCheckpointError(
+                f"{root} is incomplete: {path} is not whole ({error})", path=path
+            ) from error

@@ -1,31 +1,36 @@
-"""Object files by name and by their own checksums: everything about them but unpickling.
-
-Imports no torch, so that tools which only look at a checkpoint start at once.
-"""
+"""Objects in files: names, checksums, and values that need no pickle. Imports no torch."""
 
 from __future__ import annotations
 
 import io
+import json
+import math
 import os
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from dist_ckpt_strategies.core.array import UNKNOWN, ObjectId
+from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     file_errors,
     is_directory,
     is_elsewhere,
+    read_file,
     remove_empty,
 )
 from dist_ckpt_strategies.storage.io_pool import limited
 
 OBJECT_SUFFIX = ".pt"
+
+_PLAIN_LEAD = b"json:"
+"""No pickle and no archive starts like this."""
 
 _REFUSED_FLAGS = 0x2061
 """Encrypted, patched, masked: torch's reader refuses such entries."""
@@ -77,6 +82,18 @@ def object_path(root: Path, object_id: ObjectId) -> Path:
     return path if path.exists() or not older.exists() else older
 
 
+@limited
+def read_content(root: Path, object_id: ObjectId) -> bytes:
+    """The bytes of the file of one shard of an object, to be loaded by ``load_pickle``.
+
+    Raises:
+        ArrayNotFoundError: there is no such shard.
+    """
+    path = object_path(root, object_id)
+    with file_errors(object_id.unique_key, path, not_found=ArrayNotFoundError):
+        return read_file(path)
+
+
 def remove_object(root: Path, object_id: ObjectId) -> None:
     """Remove one shard of an object, durably; directories that it leaves empty go too."""
     path = object_path(root, object_id)
@@ -116,8 +133,10 @@ def file_damage(file: IO[bytes]) -> str | None:
         return None if head.startswith(b"\x80") else "it is not a file that torch.save wrote"
     try:
         with zipfile.ZipFile(file) as archive:
-            bad = archive.testzip()
-            return f"checksum mismatch in its record {bad}" if bad else _misfit(archive)
+            if bad := archive.testzip():
+                return f"checksum mismatch in its record {bad}"
+            foreign = next(filter(_is_foreign, archive.infolist()), None)
+            return f"the entry of its record {foreign.filename} is not torch's" if foreign else None
     except (
         zipfile.BadZipFile,
         zlib.error,
@@ -131,15 +150,8 @@ def file_damage(file: IO[bytes]) -> str | None:
         return str(error) or type(error).__name__
 
 
-def _misfit(archive: zipfile.ZipFile) -> str | None:
-    """What entry of the archive's directory torch's reader would refuse, or read wrongly."""
-    for entry in archive.infolist():
-        if _is_foreign(entry):
-            return f"the directory entry of its record {entry.filename} is not torch's"
-    return None
-
-
 def _is_foreign(entry: zipfile.ZipInfo) -> bool:
+    """Whether torch's reader would refuse the entry, or read it wrongly."""
     return bool(
         entry.compress_type != zipfile.ZIP_STORED
         or entry.compress_size != entry.file_size
@@ -148,3 +160,33 @@ def _is_foreign(entry: zipfile.ZipInfo) -> bool:
         or entry.volume
         or entry.comment
     )
+
+
+def is_plain(obj: Any) -> bool:
+    """Whether JSON gives an object back as it is."""
+    if type(obj) is list:
+        return all(map(is_plain, obj))
+    if type(obj) is dict:
+        return all(type(key) is str and is_plain(held) for key, held in obj.items())
+    return (
+        obj is None or type(obj) in {bool, int, str} or (type(obj) is float and math.isfinite(obj))
+    )
+
+
+def plain_content(obj: Any) -> bytes:
+    """What stands for an object that JSON gives back as it is."""
+    return _PLAIN_LEAD + json.dumps(obj, allow_nan=False).encode()
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A value that JSON gives back as it is."""
+
+    value: Any
+
+
+def plain_value(content: bytes) -> Plain | None:
+    """The value that ``plain_content`` stands for; None of what is pickled."""
+    if not content.startswith(_PLAIN_LEAD):
+        return None
+    return Plain(json.loads(content[len(_PLAIN_LEAD) :]))

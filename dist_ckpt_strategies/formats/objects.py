@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import io
-import json
-import math
 import pickle
 import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ import torch
 
 from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.errors import (
-    ArrayNotFoundError,
     CheckpointError,
     CorruptCheckpointError,
     IncompatibleVersionError,
@@ -31,33 +27,14 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.object_files import (
     OBJECT_SUFFIX,
     archive_damage,
-    object_ids,
+    is_plain,
     object_path,
-    remove_object,
+    plain_content,
+    plain_value,
+    read_content,
 )
-from dist_ckpt_strategies.storage.files import file_errors, read_file, write_file
+from dist_ckpt_strategies.storage.files import file_errors, write_file
 from dist_ckpt_strategies.storage.io_pool import limited
-
-__all__ = [
-    "Allowed",
-    "archive_damage",
-    "dump_content",
-    "dump_loadable",
-    "dump_object",
-    "is_plain",
-    "load_content",
-    "load_pickle",
-    "names_of",
-    "object_ids",
-    "object_path",
-    "plain_content",
-    "plain_value",
-    "read_content",
-    "read_object",
-    "read_pickle",
-    "remove_object",
-    "write_dumped",
-]
 
 _UNSAFE_GLOBAL = re.compile(r"GLOBAL (\S+)")
 """In torch's message; of a file in the older form torch lists no more than the first."""
@@ -69,9 +46,6 @@ _UNPICKLER_SAYS = re.compile(r"WeightsUnpickler error:\s*(.*)")
 """In torch's message; what stands before it advises to unpickle freely."""
 
 _NOT_A_MEMBER = re.compile(r"(\S+) is not a valid (\w+)$")
-
-_PLAIN_LEAD = b"json:"
-"""No pickle and no archive starts like this."""
 
 Allowed = Sequence[Any]
 """Classes and functions that may be unpickled, or (class, "module.name it was pickled as")."""
@@ -135,27 +109,8 @@ def read_object(root: Path, object_id: ObjectId, allow: Allowed) -> Any:
         UnsafeObjectError: it needs a class that is not in ``allow``.
         CorruptCheckpointError: the file is not what ``torch.save`` wrote.
     """
-    return read_pickle(object_path(root, object_id), object_id.unique_key, allow)
-
-
-@limited
-def read_content(root: Path, object_id: ObjectId) -> bytes:
-    """The bytes of the file of one shard of an object, to be loaded by ``load_pickle``.
-
-    Raises:
-        ArrayNotFoundError: there is no such shard.
-    """
-    path = object_path(root, object_id)
-    with file_errors(object_id.unique_key, path, not_found=ArrayNotFoundError):
-        return read_file(path)
-
-
-@limited
-def read_pickle(path: Path, name: str, allow: Allowed) -> Any:
-    """Load a ``.pt`` file with ``weights_only=True``, the allow-list, and tensors on the CPU."""
-    with file_errors(name, path, not_found=ArrayNotFoundError):
-        content = read_file(path)
-    return load_pickle(content, path, name, allow)
+    content = read_content(root, object_id)
+    return load_pickle(content, object_path(root, object_id), object_id.unique_key, allow)
 
 
 @contextmanager
@@ -229,46 +184,18 @@ def dump_content(obj: Any, *, name: str) -> bytes:
     return plain_content(obj) if is_plain(obj) else dump_object(obj, name=name)
 
 
-def is_plain(obj: Any) -> bool:
-    """Whether JSON gives an object back as it is."""
-    if type(obj) is list:
-        return all(map(is_plain, obj))
-    if type(obj) is dict:
-        return all(type(key) is str and is_plain(held) for key, held in obj.items())
-    return (
-        obj is None or type(obj) in {bool, int, str} or (type(obj) is float and math.isfinite(obj))
-    )
-
-
-def plain_content(obj: Any) -> bytes:
-    """What stands for an object that JSON gives back as it is."""
-    return _PLAIN_LEAD + json.dumps(obj, allow_nan=False).encode()
-
-
-@dataclass(frozen=True, slots=True)
-class Plain:
-    """A value that JSON gives back as it is."""
-
-    value: Any
-
-
-def plain_value(content: bytes) -> Plain | None:
-    """The value that ``plain_content`` stands for; None of what is pickled."""
-    if not content.startswith(_PLAIN_LEAD):
-        return None
-    return Plain(json.loads(content[len(_PLAIN_LEAD) :]))
-
-
 def load_content(content: bytes, path: Path | str, name: str, allow: Allowed) -> Any:
-    """The object that ``dump_object`` or ``dump_content`` made bytes of; see read_pickle."""
+    """The object that ``dump_object`` or ``dump_content`` made bytes of; see load_pickle."""
     plain = plain_value(content)
     return load_pickle(content, path, name, allow) if plain is None else plain.value
 
 
 def load_pickle(content: bytes, path: Path | str, name: str, allow: Allowed) -> Any:
-    """The object that the bytes of a ``.pt`` file hold; see read_pickle.
+    """The object that the bytes of a ``.pt`` file hold, its tensors on the CPU.
 
     Raises:
+        UnsafeObjectError: it needs a class that is not in ``allow``.
+        CorruptCheckpointError: they are not what ``torch.save`` wrote.
         IncompatibleVersionError: it needs a member of an enum that the installed release lacks.
     """
     damage = archive_damage(content)
@@ -284,14 +211,13 @@ def load_pickle(content: bytes, path: Path | str, name: str, allow: Allowed) -> 
 def _load_error(
     error: Exception, content: bytes, path: Path | str, name: str, allow: Allowed
 ) -> CheckpointError:
-    unsafe = _unsafe_error(error, content, name, path)
-    if unsafe is not None:
-        return unsafe
-    lost = _lost_member_error(error, path, name, allow)
-    if lost is not None:
-        return lost
     said = _UNPICKLER_SAYS.search(str(error))
-    return _corrupt(name, path, (said[1] if said else str(error)) or "it cannot be unpickled")
+    why = (said[1] if said else str(error)) or "it cannot be unpickled"
+    return (
+        _unsafe_error(error, content, name, path)
+        or _lost_member_error(error, path, name, allow)
+        or _corrupt(name, path, why)
+    )
 
 
 def _lost_member_error(
@@ -299,17 +225,17 @@ def _lost_member_error(
 ) -> IncompatibleVersionError | None:
     """The error for a member that an enum no longer has; None where it has another reason."""
     said = _NOT_A_MEMBER.search(str(error))
-    enums = [kind for kind in allow if isinstance(kind, type) and issubclass(kind, Enum)]
-    for kind in enums:
-        if said is not None and kind.__qualname__ == said[2]:
-            return IncompatibleVersionError(
-                f"{name}: {path} holds the member of {_name_of(kind)} with the value {said[1]}, "
-                "which the installed release lacks; before the load say what stands for it, such "
-                f"as {said[2]}._missing_ = classmethod(lambda cls, value: {next(iter(kind))}), or "
-                "load with the release that wrote it",
-                key=name,
-            )
-    return None
+    enums = (kind for kind in allow if isinstance(kind, type) and issubclass(kind, Enum))
+    kind = next((one for one in enums if said and one.__qualname__ == said[2]), None)
+    if said is None or kind is None:
+        return None
+    return IncompatibleVersionError(
+        f"{name}: {path} holds the member of {_name_of(kind)} with the value {said[1]}, which the "
+        "installed release lacks; before the load say what stands for it, such as "
+        f"{said[2]}._missing_ = classmethod(lambda cls, value: {next(iter(kind))}), or load with "
+        "the release that wrote it",
+        key=name,
+    )
 
 
 def _unsafe_error(

@@ -33,7 +33,6 @@ from dist_ckpt_strategies.formats.issues import (
     missing_common,
     missing_files,
     require_no_inner,
-    sharded_format,
     sorted_by_key,
     unreadable,
 )
@@ -56,9 +55,6 @@ from dist_ckpt_strategies.storage.store import Directory, nbytes_text
 
 FORMAT1 = ("zarr", 1)
 
-_MAX_BARE = 1000
-"""Directories to look at before a place without marker and common state is given up."""
-
 _NUM_THREADS = 8
 """That read objects: many small files, on a file system that may be far away."""
 
@@ -74,25 +70,17 @@ def scan_format1(root: Path, watch: Watch | None = None) -> Scan:
     root = root.absolute()
     require_directory(root)
     top, marker = read_folder(root, ""), marker_or_issue(Directory(root))
-    is_foreign = isinstance(marker, CheckpointMarker) and sharded_format(marker) != FORMAT1
-    is_bare = not {MARKER_NAME, COMMON_NAME} & top.files.keys()
+    is_foreign = isinstance(marker, CheckpointMarker) and marker.sharded_format != FORMAT1
     found = _Contents(root)
-    for number, folder in enumerate(_folders(root, watch)):
-        if is_bare and number == _MAX_BARE and found.is_empty():
-            raise CheckpointNotFoundError(
-                f"{root} is no checkpoint: expected {MARKER_NAME} and {COMMON_NAME}, found "
-                f"neither, and no array or object in the first {_MAX_BARE} directories below it",
-                path=str(root),
-            )
+    for folder in _folders(root, watch):
         found.count(folder)
         if not is_foreign:
             found.look_into(folder)
+    found.issues[:0] = check_marker(marker, FORMAT1)
+    arrays, objects = tuple(found.compared_arrays()), tuple(found.compared_objects())
     common_nbytes = top.files.get(COMMON_NAME)
-    issues = [*check_marker(marker, FORMAT1), *found.issues]
-    arrays = tuple(_compared_arrays(found, issues))
-    objects = tuple(_compared_objects(found.shards, issues))
     if common_nbytes is None and has_own_common(marker):
-        issues.append(missing_common())
+        found.issues.append(missing_common())
     if not (isinstance(marker, CheckpointMarker) or common_nbytes is not None or arrays or objects):
         _require_no_other(root, top)
     return Scan(
@@ -103,7 +91,7 @@ def scan_format1(root: Path, watch: Watch | None = None) -> Scan:
         arrays=arrays,
         objects=objects,
         stale_files=tuple(sorted(found.stale_files, key=lambda stale: stale.path)),
-        issues=sorted_by_key(issues),
+        issues=sorted_by_key(found.issues),
         num_files=found.num_files,
         nbytes=found.nbytes,
         checks=partial(_archive_checks, root, common_nbytes, found.shards),
@@ -137,30 +125,23 @@ class _Contents:
     """What the directories of a checkpoint hold, as far as they were looked at.
 
     Attributes:
-        arrays: what the metadata of each array says, or what is wrong with it.
-        chunks: for each key, the files with names of chunks, and their sizes.
         shards: files of objects, and their sizes.
         stale_files: harmless.
-        issues: of what cannot be read.
+        issues: what is wrong.
         num_files: all of them.
         nbytes: their bytes.
     """
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self.arrays: dict[str, ArraySpec | Issue] = {}
-        self.chunks: dict[str, dict[str, int]] = defaultdict(dict)
+        self._arrays: dict[str, ArraySpec | Issue] = {}
+        self._chunks: dict[str, dict[str, int]] = defaultdict(dict)
         self.shards: dict[ObjectId, int] = {}
         self.stale_files: list[StaleFile] = []
         self.issues: list[Issue] = []
         self.num_files = self.nbytes = 0
 
-    def is_empty(self) -> bool:
-        """Whether there was nothing of a checkpoint so far."""
-        return not (self.arrays or self.shards or self.stale_files)
-
     def count(self, folder: Folder) -> None:
-        """Count a directory's files."""
         self.num_files += len(folder.files)
         self.nbytes += folder.nbytes
         if folder.failure:
@@ -180,13 +161,13 @@ class _Contents:
             return
         key, prefix = folder.key, ""
         if METADATA_NAME in folder.files:
-            self.arrays[key] = _read_metadata(self._root, folder)
+            self._arrays[key] = _read_metadata(self._root, folder)
         else:  # chunks in numbered directories, w/0/1, belong to the one above the numbers
             key = _CHUNK_FOLDERS.sub("", folder.key)
             prefix = f"{folder.key}/".removeprefix(f"{key}/")
         for name, nbytes in folder.files.items():
             if _CHUNK_NAME.fullmatch(name):
-                self.chunks[key][prefix + name] = nbytes
+                self._chunks[key][prefix + name] = nbytes
             elif shard := shard_id(folder.path_of(name)):
                 self.shards[shard] = nbytes
         self.issues += (
@@ -194,6 +175,50 @@ class _Contents:
             for path in map(folder.path_of, (*folder.folders, *folder.links, *folder.others))
             if shard_id(path)
         )
+
+    def compared_arrays(self) -> Iterator[ScannedArray]:
+        """The arrays, sorted by key; what is wrong with them joins the issues."""
+        for key, array in sorted(self._arrays.items()):
+            named = self._chunks.pop(key, {})
+            if isinstance(array, Issue):
+                self.issues.append(array)
+                continue
+            indices = {name: _chunk_index(array, name) for name in sorted(named)}
+            chunks = {index: named[n] for n, index in indices.items() if index is not None}
+            outside = [f"{key}/{name}" for name, index in indices.items() if index is None]
+            yield ScannedArray(array, len(chunks), sum(chunks.values()))
+            expected = nbytes_text(array.chunk_nbytes) if array.is_raw else "a compressed chunk"
+            path_of = partial(_chunk_path, array)
+            for index, nbytes in sorted(chunks.items()):
+                if nbytes != array.chunk_nbytes if array.is_raw else nbytes == 0:
+                    found, path = nbytes_text(nbytes), path_of(index)
+                    self.issues.append(Issue(Problem.WRONG_SIZE, key, path, expected, found))
+            self.issues += missing_files(key, array.grid, chunks, path_of, expected)
+            self.issues += _unexpected(key, outside, "chunks", array.grid)
+        for key, named in self._chunks.items():
+            text = f"{NO_FILE}; files that look like chunks: {len(named)}"
+            path, expected = f"{key}/{METADATA_NAME}", "the array's metadata"
+            self.issues.append(Issue(Problem.MISSING_FILE, key, path, expected, text))
+
+    def compared_objects(self) -> Iterator[ScannedObject]:
+        """The grids that files of objects make up, sorted by key; what is wrong joins the issues.
+
+        Shards of one key that state different shapes make up a grid each. One of the older form,
+        with the last number of its shape left out, ends at the largest offset that is there.
+        """
+        by_grid: dict[tuple[str, Shape], list[ObjectId]] = defaultdict(list)
+        for shard in sorted(self.shards):
+            by_grid[shard.key, shard.shape].append(shard)
+        for (key, stated), some in sorted(by_grid.items()):
+            last = 1 + max(shard.offset[-1] for shard in some)
+            shape = (*stated[:-1], last) if stated[-1] == UNKNOWN else stated
+            present = {s.offset for s in some if all(map(int.__lt__, s.offset, shape))}
+            num_shards, nbytes = math.prod(shape), sum(self.shards[shard] for shard in some)
+            yield ScannedObject(key, shape, len(present), num_shards, nbytes)
+            path_of, expected = partial(_shard_path, key, stated), f"one of {num_shards} shards"
+            self.issues += missing_files(key, shape, present, path_of, expected)
+            outside = [shard_path(shard) for shard in some if shard.offset not in present]
+            self.issues += _unexpected(key, outside, "shards", shape)
 
 
 def _stale_kind(folder: Folder) -> StaleKind | None:
@@ -231,29 +256,6 @@ def _cause(error: CheckpointError) -> str:
     return str(cause) if cause else error.message.removeprefix(f"{error.key}: ")
 
 
-def _compared_arrays(found: _Contents, issues: list[Issue]) -> Iterator[ScannedArray]:
-    """The arrays, sorted by key; what is wrong with their chunks or metadata joins ``issues``."""
-    for key, array in sorted(found.arrays.items()):
-        if isinstance(array, Issue):
-            issues.append(array)
-            continue
-        chunks: dict[Shape, int] = {}
-        outside = []
-        for name, nbytes in sorted(found.chunks.get(key, {}).items()):
-            index = _chunk_index(array, name)
-            if index is None:
-                outside.append(f"{key}/{name}")
-            else:
-                chunks[index] = nbytes
-        yield ScannedArray(array, len(chunks), sum(chunks.values()))
-        issues += _check_chunks(array, chunks)
-        issues += _unexpected(key, outside, f"chunks of the grid {_grid_text(array.grid)} only")
-    for key in found.chunks.keys() - found.arrays.keys():
-        text = f"{NO_FILE}; files that look like chunks: {len(found.chunks[key])}"
-        path, expected = f"{key}/{METADATA_NAME}", "the array's metadata"
-        issues.append(Issue(Problem.MISSING_FILE, key, path, expected, text))
-
-
 def _chunk_index(array: ArraySpec, name: str) -> Shape | None:
     """The chunk that a file of that name holds; None where the array has no such chunk."""
     parts = name.split(array.separator)
@@ -264,67 +266,29 @@ def _chunk_index(array: ArraySpec, name: str) -> Shape | None:
     return index if fits and array.chunk_name(index) == name else None
 
 
-def _check_chunks(array: ArraySpec, chunks: Mapping[Shape, int]) -> Iterator[Issue]:
-    """Issues of the sizes of an array's chunk files, and of those that are missing."""
-
-    def path_of(index: Shape) -> str:
-        return f"{array.key}/{array.chunk_name(index)}"
-
-    expected = nbytes_text(array.chunk_nbytes) if array.is_raw else "a compressed chunk"
-    for index, nbytes in sorted(chunks.items()):
-        if nbytes != array.chunk_nbytes if array.is_raw else nbytes == 0:
-            found = nbytes_text(nbytes)
-            yield Issue(Problem.WRONG_SIZE, array.key, path_of(index), expected, found)
-    yield from missing_files(array.key, array.grid, chunks.keys(), path_of, expected)
+def _chunk_path(array: ArraySpec, index: Shape) -> str:
+    return f"{array.key}/{array.chunk_name(index)}"
 
 
-def _compared_objects(
-    shards: Mapping[ObjectId, int], issues: list[Issue]
-) -> Iterator[ScannedObject]:
-    """The grids that files of objects make up, sorted by key; what is wrong joins ``issues``.
-
-    Shards of one key that state different shapes make up a grid each. One of the older form, with
-    the last number of its shape left out, ends at the largest offset that is there.
-    """
-    by_grid: dict[tuple[str, Shape], list[ObjectId]] = defaultdict(list)
-    for shard in sorted(shards):
-        by_grid[shard.key, shard.shape].append(shard)
-    for (key, stated), some in sorted(by_grid.items()):
-        last = 1 + max(shard.offset[-1] for shard in some)
-        shape = (*stated[:-1], last) if stated[-1] == UNKNOWN else stated
-        present = {s.offset for s in some if all(map(int.__lt__, s.offset, shape))}
-        num_shards, nbytes = math.prod(shape), sum(shards[shard] for shard in some)
-        yield ScannedObject(key, shape, len(present), num_shards, nbytes)
-
-        def path_of(offset: Shape, key: str = key, stated: Shape = stated) -> str:
-            return shard_path(ObjectId(key, offset, stated))
-
-        issues += missing_files(key, shape, present, path_of, f"one of {num_shards} shards")
-        outside = (shard_path(shard) for shard in some if shard.offset not in present)
-        issues += _unexpected(key, outside, f"shards of the grid {_grid_text(shape)} only")
+def _shard_path(key: str, stated: Shape, offset: Shape) -> str:
+    return shard_path(ObjectId(key, offset, stated))
 
 
-def _unexpected(key: str, paths: Iterable[str], expected: str) -> Iterator[Issue]:
+def _unexpected(key: str, paths: Iterable[str], what: str, grid: Shape) -> Iterator[Issue]:
+    expected = f"{what} of the grid {' x '.join(map(str, grid)) or '1'} only"
     for path in paths:
         yield Issue(Problem.UNEXPECTED_FILE, key, path, expected, "a file outside of it")
-
-
-def _grid_text(grid: Shape) -> str:
-    """Such as ``2 x 4``; a scalar has the grid ``1``."""
-    return " x ".join(map(str, grid)) or "1"
 
 
 def _archive_checks(
     root: Path, common_nbytes: int | None, shards: Mapping[ObjectId, int]
 ) -> Iterator[FileCheck]:
     """Checks of the common state and of all objects: each archive has checksums of its own."""
-    if common_nbytes is not None:
-        run = partial(_check_archive, root, None, COMMON_NAME)
-        yield FileCheck(None, COMMON_NAME, common_nbytes, run)
-    for shard in sorted(shards):
-        path = shard_path(shard)
-        run = partial(_check_archive, root, shard.key, path)
-        yield FileCheck(shard.key, path, shards[shard], run)
+    files: list[tuple[str | None, str, int]]
+    files = [] if common_nbytes is None else [(None, COMMON_NAME, common_nbytes)]
+    files += [(shard.key, shard_path(shard), shards[shard]) for shard in sorted(shards)]
+    for key, path, nbytes in files:
+        yield FileCheck(key, path, nbytes, partial(_check_archive, root, key, path))
 
 
 def _check_archive(root: Path, key: str | None, path: str) -> Iterator[Issue]:

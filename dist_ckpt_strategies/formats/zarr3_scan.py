@@ -8,7 +8,8 @@ those that are there; ``verify`` and loads with ``verify="full"`` compare the by
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -36,13 +37,12 @@ from dist_ckpt_strategies.formats.issues import (
     marker_or_issue,
     missing_common,
     require_no_inner,
-    sharded_format,
     sorted_by_key,
 )
 from dist_ckpt_strategies.formats.manifest import (
+    FOLDER_NAMES,
     INDEX_NAME,
     MANIFEST_NAME,
-    OBJECTS_NAME,
     SAVE_NAME,
     SCHEMA,
     ArrayRecord,
@@ -57,7 +57,7 @@ from dist_ckpt_strategies.formats.manifest import (
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.raw_chunks import missing_chunk
 from dist_ckpt_strategies.formats.zarr3 import (
-    ARRAYS_NAME,
+    METADATA_NAME,
     chunk_name,
     digests_of,
     metadata_content,
@@ -86,10 +86,10 @@ if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go wit
 
 FORMAT2 = ("zarr", 2)
 
-_FOLDER_NAMES = (ARRAYS_NAME, OBJECTS_NAME, MANIFEST_NAME)
-"""Directories, or the first parts of names, that hold all files but two."""
-
 _TOP_NAMES = (MARKER_NAME, COMMON_NAME)
+
+_UNLISTED_NAMES = (MARKER_NAME, COMMON_NAME, SAVE_NAME, INDEX_NAME)
+"""Files that belong to a checkpoint, though the manifest may not list them."""
 
 
 def scan_format2(place: Path | Bucket) -> Scan | None:
@@ -105,20 +105,19 @@ def scan_format2(place: Path | Bucket) -> Scan | None:
         there = _files_of_bucket(place)
     if there is None:
         return None
-    index, arrays, objects, of_manifest = _read_manifest(there.store)
+    store = there.store
+    index, arrays, objects, of_manifest = _read_manifest(store)
     common = None if index is None else index.common
-    scanned = tuple(map(there.compare_array, arrays))
-    for file in _packs(there.store, objects):
-        there.compare(file)
-    if common is not None:
-        common_nbytes = there.compare(common_check(there.store, common))
-    else:
-        common_nbytes = there.files.get(COMMON_NAME)
-        there.listed.add(COMMON_NAME)
-        if COMMON_NAME not in there.files:
-            there.issues.append(missing_common())
+    chunks: dict[str, list[int]] = defaultdict(list)
+    for check in manifest_files(store, arrays, objects, common):
+        nbytes = there.compare(check)
+        if check.key is not None and nbytes is not None and not check.name.endswith(METADATA_NAME):
+            chunks[check.key].append(nbytes)
+    if common is None and COMMON_NAME not in there.files:
+        there.issues.append(missing_common())
     if index is not None and not of_manifest:
         there.add_unexpected(index)
+    issues = [*check_marker(there.marker, FORMAT2), *of_manifest]
     stale = (
         StaleFile(StaleKind.PARTIAL, name, nbytes or 0)
         for name, nbytes in sorted(there.files.items())
@@ -128,22 +127,16 @@ def scan_format2(place: Path | Bucket) -> Scan | None:
         root=place,
         version=2,
         marker=there.marker if isinstance(there.marker, CheckpointMarker) else None,
-        common_nbytes=common_nbytes,
-        arrays=scanned,
+        common_nbytes=there.files.get(COMMON_NAME),
+        arrays=tuple(_scanned_array(record, chunks[record.array.key]) for record in arrays),
         objects=tuple(_grids(objects)),
         stale_files=tuple(stale),
-        issues=sorted_by_key(
-            (
-                *check_marker(there.marker, FORMAT2),
-                *of_manifest,
-                *sorted(there.issues, key=lambda i: i.path),
-            )
-        ),
+        issues=sorted_by_key([*issues, *sorted(there.issues, key=lambda issue: issue.path)]),
         num_files=len(there.files),
-        nbytes=there.nbytes + sum(nbytes or 0 for nbytes in there.files.values()),
-        checks=partial(manifest_files, there.store, arrays, objects, common),
-        num_threads=there.store.num_readers,
-        begun=read_begun(there.store),
+        nbytes=sum(nbytes or 0 for nbytes in there.files.values()),
+        checks=partial(manifest_files, store, arrays, objects, common),
+        num_threads=store.num_readers,
+        begun=read_begun(store),
         index=index,
         others=there.others,
     )
@@ -169,20 +162,19 @@ class _Found:
     Attributes:
         store: gives the content of the files.
         marker: of the checkpoint, or what is wrong with it.
-        files: size of each of its files, by name; None where a listing does not have it.
+        files: size of each of its files, by name; None where neither a listing nor the manifest
+            has it.
         others: names beside them, which are no part of it.
         issues: what the comparison shows.
         listed: names of the files that were compared.
-        nbytes: of files whose size only the manifest has.
     """
 
     store: Store
     marker: CheckpointMarker | Issue
-    files: Mapping[str, int | None]
+    files: dict[str, int | None]
     others: tuple[str, ...]
     issues: list[Issue] = field(default_factory=list)
-    listed: set[str] = field(default_factory=lambda: {MARKER_NAME, SAVE_NAME, INDEX_NAME})
-    nbytes: int = 0
+    listed: set[str] = field(default_factory=lambda: set(_UNLISTED_NAMES))
 
     def compare(self, file: FileCheck) -> int | None:
         """The size of a file that the manifest lists; None, and an issue, where it is missing."""
@@ -193,27 +185,18 @@ class _Found:
             return None
         found = self.files[file.name]
         if found is None:
-            self.nbytes += file.nbytes
-            return file.nbytes
+            found = self.files[file.name] = file.nbytes
         if found != file.nbytes:
             text = nbytes_text(found)
             self.issues.append(Issue(Problem.WRONG_SIZE, file.key, file.name, file.expected, text))
         return found
-
-    def compare_array(self, record: ArrayRecord) -> ScannedArray:
-        """The array, and what is there of its files."""
-        metadata, *chunks = _files_of_array(self.store, record)
-        self.compare(metadata)
-        sizes = [nbytes for nbytes in map(self.compare, chunks) if nbytes is not None]
-        writers = tuple(sorted({chunk.writer for chunk in record.chunks.values()}))
-        return ScannedArray(record.array, len(sizes), sum(sizes), writers)
 
     def add_unexpected(self, index: ManifestIndex) -> None:
         """Add an issue for each file that the manifest, all of which was read, does not list."""
         for segment in index.segments:
             self.listed.add(segment.name)
             if self.files.get(segment.name, 0) is None:
-                self.nbytes += segment.nbytes
+                self.files[segment.name] = segment.nbytes
         for name in sorted(self.files.keys() - self.listed):
             if not _is_stale(name):
                 nbytes = self.files[name]
@@ -231,11 +214,13 @@ def _files_of_directory(root: Path) -> _Found | None:
     if not is_known and not _is_format2(marker):
         return None
     top = read_folder(root, "")
-    files = {n: nbytes for n, nbytes in top.files.items() if n in _TOP_NAMES or _is_stale(n)}
-    for folder in folders_below(root, [name for name in _FOLDER_NAMES if name in top.folders]):
+    files: dict[str, int | None] = {
+        name: nbytes for name, nbytes in top.files.items() if name in _TOP_NAMES or _is_stale(name)
+    }
+    for folder in folders_below(root, [name for name in FOLDER_NAMES if name in top.folders]):
         files |= {folder.path_of(name): nbytes for name, nbytes in folder.files.items()}
     names = {*top.files, *top.folders, *top.links, *top.others}
-    others = sorted(n for n in names.difference(files, _FOLDER_NAMES) if not _is_stale(n))
+    others = sorted(n for n in names.difference(files, FOLDER_NAMES) if not _is_stale(n))
     return _Found(store, marker, files, tuple(others))
 
 
@@ -269,7 +254,7 @@ def _files_of_bucket(bucket: Bucket) -> _Found | None:
 
 
 def _is_format2(marker: CheckpointMarker | Issue) -> bool:
-    return isinstance(marker, CheckpointMarker) and sharded_format(marker) == FORMAT2
+    return isinstance(marker, CheckpointMarker) and marker.sharded_format == FORMAT2
 
 
 def _is_stale(name: str) -> bool:
@@ -279,7 +264,7 @@ def _is_stale(name: str) -> bool:
 
 def _is_of_checkpoint(name: str) -> bool:
     top, slash, _ = name.partition("/")
-    return name in _TOP_NAMES or _is_stale(name) or (bool(slash) and top in _FOLDER_NAMES)
+    return name in _TOP_NAMES or _is_stale(name) or (bool(slash) and top in FOLDER_NAMES)
 
 
 def _read_manifest(
@@ -319,6 +304,11 @@ def _bad_manifest(name: str, error: CheckpointError) -> Issue:
         return Issue(Problem.MISSING_FILE, None, name, "a file of the manifest", NO_FILE)
     text = error.message.removeprefix(f"{error.path} ")
     return Issue(Problem.DAMAGED, None, name, "what the save wrote", text)
+
+
+def _scanned_array(record: ArrayRecord, sizes: Sequence[int]) -> ScannedArray:
+    writers = tuple(sorted({chunk.writer for chunk in record.chunks.values()}))
+    return ScannedArray(record.array, len(sizes), sum(sizes), writers)
 
 
 def _grids(objects: Sequence[ObjectRecord]) -> Iterator[ScannedObject]:

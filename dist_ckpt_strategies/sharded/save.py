@@ -29,7 +29,6 @@ from dist_ckpt_strategies.comm.base import (
 from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.core.report import SaveReport
 from dist_ckpt_strategies.errors import PlanError, StorageError
-from dist_ckpt_strategies.formats.locations import make_directory
 from dist_ckpt_strategies.megatron.flow import require_equal_common
 from dist_ckpt_strategies.sharded.async_request import RUNNING_SAVES
 from dist_ckpt_strategies.sharded.checks import VALIDATED, digest_of
@@ -277,7 +276,6 @@ class ShardedSave:
         """Make the place of the save; on the first rank."""
         writer = self.inputs.writer
         writer.place.join(self.save_id)
-        make_directory(writer.root)
         writer.begin(planned.keys)
 
     def _new_plan(self, group: str, everyone: Sequence[Message]) -> Planned:

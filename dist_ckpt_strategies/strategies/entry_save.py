@@ -22,7 +22,6 @@ from dist_ckpt_strategies.formats.commit import DirectoryPlace
 from dist_ckpt_strategies.formats.locations import (
     Location,
     complete_commit,
-    make_directory,
     require_path,
     require_unfinished,
 )
@@ -320,7 +319,6 @@ class _Save:
         comm, base, sharded = self.comm, self.base, self.parts.sharded
         if self.common.compared is not None:
             check_save(comm, sharded, self.common.compared)
-        agree_on_first(comm, lambda: make_directory(self.root))
         if isinstance(base, ZarrSaveShardedStrategy):
             return agree(comm, lambda: self._by_base(base, is_async=is_async))
         root = require_path(self.root, type(self.sharded).__name__)

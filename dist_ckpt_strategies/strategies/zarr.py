@@ -17,15 +17,15 @@ from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.config import Options, Verify
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.errors import IncompatibleVersionError, StrategyError
-from dist_ckpt_strategies.formats.checkpoint_writer import Format1Writer, Format2Writer
+from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.checkpoints import (
     Format1Checkpoint,
     Format2Checkpoint,
-    Share,
     has_manifest,
 )
 from dist_ckpt_strategies.formats.locations import Location, located, require_path
-from dist_ckpt_strategies.formats.objects import Allowed, object_ids, remove_object
+from dist_ckpt_strategies.formats.object_files import object_ids, remove_object
+from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
@@ -190,14 +190,15 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
                 else an earlier checkpoint stays loadable until this one is durable, and this
                 tells whether arrays that belong to no finished checkpoint are replaced.
         """
-        root, options = located(checkpoint_dir, self._options), self._options
-        how = {"keeps_old": overwrite is not None, "overwrite": bool(overwrite)}
-        writer = (
-            Format1Writer(root, options, **how)
-            if self.version == 1
-            else Format2Writer(root, options, global_rank=comm.global_rank(comm.rank), **how)
+        writer = CheckpointWriter(
+            self.version,
+            located(checkpoint_dir, self._options),
+            self._options,
+            global_rank=comm.global_rank(comm.rank),
+            keeps_old=overwrite is not None,
+            overwrite=bool(overwrite),
         )
-        return SaveInputs(sharded_state_dict, writer, options, self.cache, self.allowed())
+        return SaveInputs(sharded_state_dict, writer, self._options, self.cache, self.allowed())
 
     def run(
         self,
@@ -318,7 +319,7 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
         root, options = located(checkpoint_dir, self._options), self._options
         return LoadInputs(
             sharded_state_dict,
-            self.open_checkpoint(root, options, Share(comm.rank, comm.size)),
+            self.open_checkpoint(root, options, comm),
             checkpoint_dir,
             options,
             self.allowed,
@@ -326,24 +327,24 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
         )
 
     def open_checkpoint(
-        self, root: Location, options: Options, share: Share | None = None
+        self, root: Location, options: Options, comm: Communicator | None = None
     ) -> StoredCheckpoint:
         """The checkpoint at a place. Rank-local.
 
         Args:
             root: its directory, or its place in an object store.
             options: how to read it.
-            share: which part of what ranks verify together is this one's; None: nothing is
+            comm: ranks that verify together, each of which a share of all files; None: nothing is
                 verified before it is read.
         """
         if self._is_format1(root):
             return Format1Checkpoint(require_path(root, self.format_name), options)
         checkpoint = Format2Checkpoint(root, options)
-        if share is None:
+        if comm is None:
             return checkpoint
         if options.verify is Verify.FULL:
-            checkpoint.require_whole(share)
-        elif share.rank == 0:
+            checkpoint.require_whole(comm.rank, comm.size)
+        elif comm.rank == 0:
             checkpoint.require_common()
         return checkpoint
 

@@ -30,7 +30,6 @@ from dist_ckpt_strategies.formats.locations import (
     complete_commit,
     is_finished,
     located,
-    make_directory,
     open_save_place,
     require_path,
 )
@@ -409,7 +408,6 @@ def _require_free(root: Location, source: Location | str) -> None:
         CheckpointExistsError: there is something else; where ``source`` is given, names the command
             that compares the two.
     """
-    make_directory(root)
     complete_commit(root)
     if isinstance(root, Bucket):
         root.require_bucket()
@@ -417,7 +415,7 @@ def _require_free(root: Location, source: Location | str) -> None:
         is_free = all(name.startswith(SAVE_PREFIX) for name in names)
     else:
         with file_errors(None, root):
-            names = {path.name for path in root.iterdir()}
+            names = {path.name for path in root.iterdir()} if root.exists() else set()
         is_free = all(name.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)) for name in names)
     if not is_free:
         is_whole = is_finished(root) or is_safetensors_directory(root)

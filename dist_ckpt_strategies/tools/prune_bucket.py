@@ -17,12 +17,7 @@ from dist_ckpt_strategies.formats.bucket_commit import (
     require_something,
     visible_place,
 )
-from dist_ckpt_strategies.formats.issues import (
-    Problem,
-    lacks_files,
-    marker_or_issue,
-    sharded_format,
-)
+from dist_ckpt_strategies.formats.issues import Problem, lacks_files, marker_or_issue
 from dist_ckpt_strategies.formats.manifest import INDEX_NAME, SAVE_NAME, parse_index
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.zarr3_scan import FORMAT2, read_begun, scan_format2
@@ -95,7 +90,7 @@ def _status(bucket: Bucket, *, has_begun: bool) -> Status:
     place = current_place(bucket)
     marker = marker_or_issue(place)
     if isinstance(marker, CheckpointMarker):
-        is_whole = sharded_format(marker) == FORMAT2 and _has_index(place)
+        is_whole = marker.sharded_format == FORMAT2 and _has_index(place)
         return Status.COMPLETE if is_whole else Status.OTHER
     is_unfinished = has_begun and marker.problem is Problem.MISSING_MARKER
     return Status.UNFINISHED if is_unfinished else Status.OTHER

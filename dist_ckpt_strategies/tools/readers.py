@@ -20,12 +20,8 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, Format2Checkpoint
 from dist_ckpt_strategies.formats.locations import Location, read_marker
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
-from dist_ckpt_strategies.formats.objects import (
-    Allowed,
-    archive_damage,
-    dump_object,
-    plain_value,
-)
+from dist_ckpt_strategies.formats.object_files import archive_damage, plain_value
+from dist_ckpt_strategies.formats.objects import Allowed, dump_object
 from dist_ckpt_strategies.storage.base import ArrayRead, HostArray
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.direct_io import pread_into

@@ -23,31 +23,21 @@ from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
 from dist_ckpt_strategies.core.chunk_grids import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.core.inner_grid import InnerGrid, Run
 from dist_ckpt_strategies.core.region import Region, Shape
+from dist_ckpt_strategies.formats.checkpoint_writer import (
+    described_segments,
+    write_index,
+    write_packs,
+    write_segment,
+)
 from dist_ckpt_strategies.formats.manifest import (
-    INDEX_NAME,
     SAVE_NAME,
     ArrayRecord,
     ChunkRecord,
-    FileDigest,
-    ManifestIndex,
-    ObjectRecord,
-    Span,
-    array_fields,
     begun_content,
-    digest_of,
-    index_content,
-    object_fields,
-    pack_name,
-    package_versions,
-    write_segment,
 )
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
-from dist_ckpt_strategies.formats.objects import (
-    Allowed,
-    dump_object,
-    plain_value,
-    write_dumped,
-)
+from dist_ckpt_strategies.formats.object_files import plain_value
+from dist_ckpt_strategies.formats.objects import Allowed, dump_object, write_dumped
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.formats.zarr3 import (
     at_box,
@@ -86,8 +76,6 @@ ReadRegion = Callable[[str, Region, HostArray], None]
 """Fills memory with a region of the source's array of a key."""
 
 _MAX_SEGMENTS = 1024
-_MAX_PLAIN_NBYTES = 4 << 10
-"""Larger plain objects go to the file of all objects, lest the manifest should grow with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +323,7 @@ class Zarr2Writer:
     def finish(self, records: Mapping[int, str], contents: Contents) -> None:
         """See CheckpointWriter. The manifest's index comes last."""
         plan = self._plan
-        objects = self._write_objects(contents.objects)
+        objects = write_packs(self._store, contents.objects, writer=0, max_nbytes=MAX_OBJECT_NBYTES)
         self._store.write(COMMON_NAME, contents.common)
         chunks: dict[str, dict[Shape, ChunkRecord]] = defaultdict(dict)
         for number, record in records.items():
@@ -344,38 +332,13 @@ class Zarr2Writer:
         segments = build_manifest_plan(
             plan.arrays, (found.id.key for found in objects), _MAX_SEGMENTS
         )
-        described: dict[int, tuple[list[Any], list[Any]]] = defaultdict(lambda: ([], []))
-        for array in plan.arrays:
-            record_of = ArrayRecord(array, chunks.get(array.key, {}))
-            described[segments.segment_of(array.key)][0].append(array_fields(record_of))
-        for found in objects:
-            described[segments.segment_of(found.id.key)][1].append(object_fields(found))
-        entries = tuple(
-            write_segment(self._store, number, first, *described[number])
+        records_of = (ArrayRecord(a, chunks.get(a.key, {})) for a in plan.arrays)
+        described = described_segments(records_of, objects, segments.segment_of)
+        entries = [
+            write_segment(self._store, number, first, filter(None, [described.get(number)]))
             for number, first in enumerate(segments.firsts)
-        )
-        common = FileDigest(len(contents.common), digest_of(contents.common))
-        index = ManifestIndex(entries, common, contents.layout, package_versions())
-        self._store.write(INDEX_NAME, index_content(index))
-
-    def _write_objects(self, objects: Iterable[tuple[ObjectId, bytes]]) -> list[ObjectRecord]:
-        """Small plain values are for the manifest; the others go together, 64 MiB at a time."""
-        found: list[ObjectRecord] = []
-        pack, number = bytearray(), 0
-        for object_id, content in objects:
-            plain = plain_value(content) if len(content) <= _MAX_PLAIN_NBYTES else None
-            if plain is not None:
-                found.append(ObjectRecord(object_id, 0, None, plain.value))
-                continue
-            if pack and len(pack) + len(content) > MAX_OBJECT_NBYTES:
-                self._store.write(pack_name(number), bytes(pack))
-                pack, number = bytearray(), number + 1
-            span = Span(pack_name(number), len(pack), len(content), digest_of(content))
-            found.append(ObjectRecord(object_id, 0, span))
-            pack += content
-        if pack:
-            self._store.write(pack_name(number), bytes(pack))
-        return found
+        ]
+        write_index(self._store, entries, contents.common, contents.layout)
 
     def _new_file(self, task: FileTask) -> Any:
         """A context that gives what appends bytes to the file of a chunk."""

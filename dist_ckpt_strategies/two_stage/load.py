@@ -23,9 +23,9 @@ from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.core.report import BroadcastReport
 from dist_ckpt_strategies.device import to_host
 from dist_ckpt_strategies.errors import PlanError, StrategyError
-from dist_ckpt_strategies.formats.checkpoints import Share
 from dist_ckpt_strategies.formats.locations import Location, located, require_path
-from dist_ckpt_strategies.formats.objects import Allowed, dump_object, load_content, object_path
+from dist_ckpt_strategies.formats.object_files import object_path
+from dist_ckpt_strategies.formats.objects import Allowed, dump_object, load_content
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     mapped_values,
@@ -256,8 +256,7 @@ class CheckpointLoad(GroupLoad):
 
     def _open(self) -> Path | None:
         root = located(self._checkpoint_dir, self._options)
-        share = Share(self._comm.rank, self._comm.size)
-        self._checkpoint = self._base.open_checkpoint(root, self._options, share)
+        self._checkpoint = self._base.open_checkpoint(root, self._options, self._comm)
         return root if isinstance(root, Path) else None
 
     def _name(self, tensor: Any) -> str:

@@ -16,10 +16,8 @@ import zarr
 from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
 from dist_ckpt_strategies.errors import CheckpointNotFoundError
 from dist_ckpt_strategies.formats.issues import (
-    MAX_LISTED,
     Issue,
     Problem,
-    ScanStatus,
     StaleFile,
     StaleKind,
     Watch,
@@ -98,7 +96,7 @@ def test_a_scan_says_what_a_checkpoint_holds(written: Path) -> None:
     files = [path for path in written.rglob("*") if path.is_file()]
     assert found.num_files == len(files)
     assert found.nbytes == sum(path.stat().st_size for path in files)
-    assert (found.stale_files, found.issues, found.status) == ((), (), ScanStatus.WHOLE)
+    assert (found.stale_files, found.issues, found.is_unfinished) == ((), (), False)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -125,14 +123,6 @@ DAMAGES: dict[str, tuple[Damage, list[tuple[Problem, str | None, str]]]] = {
         lambda root: (root / WEIGHT / "0.1").write_bytes(b"\1" * 15),
         [(Problem.WRONG_SIZE, WEIGHT, f"{WEIGHT}/0.1")],
     ),
-    "an emptied chunk": (
-        lambda root: (root / SCALAR / "0").write_bytes(b""),
-        [(Problem.WRONG_SIZE, SCALAR, f"{SCALAR}/0")],
-    ),
-    "a chunk that is too long": (
-        lambda root: (root / NESTED / "2").write_bytes(b"\1" * 5),
-        [(Problem.WRONG_SIZE, NESTED, f"{NESTED}/2")],
-    ),
     "chunks outside of the grid": (
         lambda root: [
             shutil.copy(root / WEIGHT / "0.0", root / WEIGHT / name)
@@ -147,10 +137,6 @@ DAMAGES: dict[str, tuple[Damage, list[tuple[Problem, str | None, str]]]] = {
     "missing metadata": (
         lambda root: (root / NESTED / ".zarray").unlink(),
         [(Problem.MISSING_FILE, NESTED, f"{NESTED}/.zarray")],
-    ),
-    "garbage for metadata": (
-        lambda root: (root / WEIGHT / ".zarray").write_bytes(b"\xff\0{"),
-        [(Problem.DAMAGED, WEIGHT, f"{WEIGHT}/.zarray")],
     ),
     "truncated metadata": (
         lambda root: (root / WEIGHT / ".zarray").write_bytes(b'{"shape": [4, 6]'),
@@ -176,10 +162,6 @@ DAMAGES: dict[str, tuple[Damage, list[tuple[Problem, str | None, str]]]] = {
         lambda root: flip_bit(root / RNG / "shard_1.1_2.2.pt", b"state"),
         [(Problem.DAMAGED, RNG, f"{RNG}/shard_1.1_2.2.pt")],
     ),
-    "an emptied object": (
-        lambda root: (root / RNG / "shard_1.1_2.2.pt").write_bytes(b""),
-        [(Problem.DAMAGED, RNG, f"{RNG}/shard_1.1_2.2.pt")],
-    ),
     "a directory in the place of an object": (
         lambda root: replace(root / WEIGHT / "shard_0_1.pt", Path.mkdir),
         [(Problem.UNREADABLE, WEIGHT, f"{WEIGHT}/shard_0_1.pt")],
@@ -192,10 +174,6 @@ DAMAGES: dict[str, tuple[Damage, list[tuple[Problem, str | None, str]]]] = {
         lambda root: replace(root / SCALAR / "0", os.mkfifo),
         [(Problem.MISSING_FILE, SCALAR, f"{SCALAR}/0")],
     ),
-    "a link in a circle in the place of a chunk": (
-        lambda root: replace(root / SCALAR / "0", link_to_itself),
-        [(Problem.MISSING_FILE, SCALAR, f"{SCALAR}/0")],
-    ),
     "a pipe in the place of the marker": (
         lambda root: replace(root / "metadata.json", os.mkfifo),
         [(Problem.UNREADABLE, None, "metadata.json")],
@@ -204,24 +182,12 @@ DAMAGES: dict[str, tuple[Damage, list[tuple[Problem, str | None, str]]]] = {
         lambda root: (root / "common.pt").unlink(),
         [(Problem.MISSING_FILE, None, "common.pt")],
     ),
-    "truncated common state": (
-        lambda root: (root / "common.pt").write_bytes((root / "common.pt").read_bytes()[:-1]),
-        [(Problem.DAMAGED, None, "common.pt")],
-    ),
     "a missing marker": (
         lambda root: (root / "metadata.json").unlink(),
         [(Problem.MISSING_MARKER, None, "metadata.json")],
     ),
     "garbage for a marker": (
         lambda root: (root / "metadata.json").write_bytes(b"\xff\xfe"),
-        [(Problem.DAMAGED, None, "metadata.json")],
-    ),
-    "a marker nested without end": (
-        lambda root: (root / "metadata.json").write_text("[" * 100_000),
-        [(Problem.DAMAGED, None, "metadata.json")],
-    ),
-    "half a marker": (
-        lambda root: (root / "metadata.json").write_text('{"sharded_backend": "za'),
         [(Problem.DAMAGED, None, "metadata.json")],
     ),
     "a marker of an unknown common backend": (
@@ -239,21 +205,8 @@ def test_damage_is_found_and_nothing_else(checkpoint: Path, name: str) -> None:
     damage(checkpoint)
 
     assert summary(check_checkpoint(checkpoint)) == expected
-    if any(problem is Problem.MISSING_MARKER for problem, _, _ in expected):
-        assert scan(checkpoint).status is ScanStatus.INCOMPLETE
-    elif expected[0][0] is not Problem.DAMAGED:
-        assert scan(checkpoint).status is ScanStatus.DAMAGED
-
-
-def test_a_scan_sees_damage_without_reading_objects(checkpoint: Path) -> None:
-    (checkpoint / WEIGHT / "0.1").unlink()
-    flip_bit(checkpoint / RNG / "shard_1.1_2.2.pt", b"state")
-
-    found = scan(checkpoint)
-
-    assert summary(found.issues) == [(Problem.MISSING_FILE, WEIGHT, f"{WEIGHT}/0.1")]
-    stored = next(stored for stored in found.arrays if stored.array.key == WEIGHT)
-    assert (stored.num_chunks, stored.array.num_chunks, stored.file_nbytes) == (5, 6, 80)
+    has_marker = expected[0][0] is not Problem.MISSING_MARKER
+    assert scan(checkpoint).is_unfinished is not has_marker
 
 
 def test_compressed_chunks_need_only_hold_something(tmp_path: Path) -> None:
@@ -343,20 +296,8 @@ def test_a_shape_beyond_all_bounds_takes_neither_time_nor_memory(
 
     issues = check_checkpoint(checkpoint)
 
-    assert len(issues) == MAX_LISTED + 1
-    assert issues[-1].path == "huge"
-    assert "more are missing" in issues[-1].found
-
-
-def test_a_grid_of_objects_beyond_all_bounds_takes_neither_time_nor_memory(
-    checkpoint: Path,
-) -> None:
-    shutil.copy(checkpoint / RNG / "shard_0.0_2.2.pt", checkpoint / RNG / f"shard_0_{10**15}.pt")
-
-    issues = check_checkpoint(checkpoint)
-
-    assert len(issues) == MAX_LISTED + 1
-    assert {issue.problem for issue in issues} == {Problem.MISSING_FILE}
+    assert summary(issues) == [(Problem.MISSING_FILE, "huge", "huge")]
+    assert "are missing" in issues[0].found
 
 
 def test_another_backend_is_counted_and_not_looked_into(tmp_path: Path) -> None:
@@ -391,17 +332,6 @@ def test_an_empty_directory_is_an_incomplete_checkpoint(tmp_path: Path) -> None:
     ]
 
 
-def test_a_checkpoint_within_a_checkpoint_is_none_of_its_business(
-    checkpoint: Path, written: Path
-) -> None:
-    before = scan(checkpoint)
-    copied(written, checkpoint / "inner")
-    (checkpoint / "inner" / WEIGHT / "0.0").unlink()
-
-    assert scan(checkpoint) == before
-    assert check_checkpoint(checkpoint) == ()
-
-
 def test_an_array_may_be_a_link_and_links_in_circles_end(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / WEIGHT).rename(tmp_path / "elsewhere")
     (checkpoint / WEIGHT).symlink_to(tmp_path / "elsewhere")
@@ -416,14 +346,6 @@ def test_an_array_may_be_a_link_and_links_in_circles_end(checkpoint: Path, tmp_p
     assert summary(check_checkpoint(checkpoint)) == [
         (Problem.MISSING_FILE, WEIGHT, f"{WEIGHT}/0.0")
     ]
-
-
-def test_a_key_may_hold_anything_that_a_file_name_may(checkpoint: Path) -> None:
-    key = "line\nbreak \x1b[31m [red] \udcff"
-    shutil.copytree(checkpoint / WEIGHT, checkpoint / key)
-    (checkpoint / key / "0.0").unlink()
-
-    assert summary(check_checkpoint(checkpoint)) == [(Problem.MISSING_FILE, key, f"{key}/0.0")]
 
 
 def test_progress_ends_at_all_of_it(written: Path) -> None:
@@ -445,28 +367,3 @@ print([name for name in ("torch", "tensorstore", "zarr", "megatron") if name in 
     result = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 
     assert result.stdout.decode().strip() == "[]"
-
-
-def test_a_large_directory_that_is_no_checkpoint_is_given_up_early(tmp_path: Path) -> None:
-    for number in range(1100):
-        (tmp_path / f"folder{number:04}").mkdir()
-    seen: list[int] = []
-
-    with pytest.raises(CheckpointNotFoundError) as caught:
-        scan(tmp_path, lambda done, _: seen.append(done))
-
-    assert str(caught.value) == (
-        f"{tmp_path} is no checkpoint: expected metadata.json and common.pt, found neither, and no "
-        "array or object in the first 1000 directories below it"
-    )
-    assert len(seen) <= 1001
-
-
-def test_a_large_checkpoint_without_its_marker_is_looked_at_to_the_end(tmp_path: Path) -> None:
-    for number in range(1100):
-        (tmp_path / f"folder{number:04}").mkdir()
-    write_metadata(tmp_path / "folder0500")
-
-    found = scan(tmp_path)
-
-    assert [stored.array.key for stored in found.arrays] == ["folder0500"]

@@ -22,10 +22,7 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     UnsafeObjectError,
 )
-from dist_ckpt_strategies.formats.commit import (
-    has_old_marker,
-    write_marker,
-)
+from dist_ckpt_strategies.formats.commit import OLD_MARKER_NAME, write_marker
 from dist_ckpt_strategies.formats.locations import is_finished
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.strategies.common import (
@@ -92,7 +89,7 @@ def test_saving_common_state_invalidates_an_older_checkpoint(tmp_path: Path) -> 
     TorchCommonSaveStrategy().save_common({}, tmp_path)
 
     assert not is_finished(tmp_path)
-    assert has_old_marker(tmp_path)
+    assert (tmp_path / OLD_MARKER_NAME).exists()
 
 
 def test_a_class_that_is_not_allowed_is_named_with_the_remedy(tmp_path: Path) -> None:

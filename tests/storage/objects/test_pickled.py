@@ -21,7 +21,6 @@ import torch
 
 from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.errors import (
-    ArrayNotFoundError,
     CheckpointError,
     CorruptCheckpointError,
     IncompatibleVersionError,
@@ -29,17 +28,9 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
     UnsafeObjectError,
 )
-from dist_ckpt_strategies.formats.objects import (
-    allowing,
-    dump_object,
-    load_pickle,
-    object_ids,
-    object_path,
-    read_object,
-    read_pickle,
-    remove_object,
-)
-from tests.support.disks import fill_disk, read_only
+from dist_ckpt_strategies.formats.object_files import object_ids, object_path, remove_object
+from dist_ckpt_strategies.formats.objects import allowing, dump_object, load_pickle, read_object
+from tests.support.disks import fill_disk
 from tests.support.objects import write_object
 
 NAME = ObjectId("rng_state", (0, 1), (2, 2))
@@ -52,6 +43,9 @@ PLAIN: dict[str, Any] = {
     "dtype": torch.float32,
     "size": torch.Size((1, 2)),
 }
+
+
+DIRECTORY_ATTRIBUTE_OFFSET = 38
 
 
 class Colour(Enum):
@@ -95,21 +89,6 @@ def test_plain_objects_and_tensors_come_back(tmp_path: Path) -> None:
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
-def test_what_we_write_torch_reads(tmp_path: Path) -> None:
-    write_object(tmp_path, NAME, PLAIN)
-    found = torch.load(tmp_path / "rng_state" / "shard_0.1_2.2.pt", weights_only=True)
-
-    assert equal(found, PLAIN)
-
-
-def test_an_object_under_a_key_with_slashes_comes_back(tmp_path: Path) -> None:
-    name = ObjectId("chained_0/optimizer/state", (3,), (4,))
-    write_object(tmp_path, name, 7)
-
-    assert read_object(tmp_path, name, ()) == 7
-    assert list(object_ids(tmp_path)) == [name]
-
-
 @pytest.mark.parametrize(
     ("obj", "allowed"),
     [
@@ -128,25 +107,6 @@ def test_a_class_is_read_once_it_is_allowed(
     assert read_object(tmp_path, NAME, allowed) == obj
     with pytest.raises(UnsafeObjectError):  # the permission held for that call only
         read_object(tmp_path, NAME, ())
-
-
-def test_the_state_of_numpys_random_generator_is_read_once_its_parts_are_allowed(
-    tmp_path: Path,
-) -> None:
-    state: Any = np.random.RandomState(5).get_state()
-    write_object(tmp_path, NAME, state)
-    reconstruct = np.arange(1).__reduce__()[0]
-    allowed = [
-        reconstruct,
-        (reconstruct, "numpy.core.multiarray._reconstruct"),
-        np.ndarray,
-        np.dtype,
-        type(np.dtype(np.uint32)),
-    ]
-    name, words, *_ = read_object(tmp_path, NAME, allowed)
-
-    assert name == "MT19937"
-    assert words.tobytes() == state[1].tobytes()
 
 
 def test_a_class_that_the_file_does_not_name_is_no_damage_and_can_be_allowed(
@@ -178,27 +138,7 @@ def test_a_full_disk_is_an_error_that_names_key_and_file(small_disk: Path) -> No
     assert list((small_disk / "rng_state").iterdir()) == []
 
 
-def test_a_read_only_disk_is_an_error_that_names_key_and_file(small_disk: Path) -> None:
-    with read_only(small_disk), pytest.raises(StorageError, match=r"^rng_state: .*read-only"):
-        write_object(small_disk, NAME, PLAIN)
-
-
-def test_a_missing_object_is_an_error_that_names_it_and_its_file(tmp_path: Path) -> None:
-    with pytest.raises(ArrayNotFoundError, match=r"rng_state/shard_0\.1_2\.2") as caught:
-        read_object(tmp_path, NAME, ())
-
-    assert caught.value.path == str(tmp_path / "rng_state" / "shard_0.1_2.2.pt")
-    assert isinstance(caught.value, FileNotFoundError)
-
-
 # Names
-
-
-def test_an_object_under_its_older_name_is_read(tmp_path: Path) -> None:
-    (tmp_path / "rng_state").mkdir()
-    torch.save("older", tmp_path / "rng_state" / "shard_0.1_2.pt")
-
-    assert read_object(tmp_path, NAME, ()) == "older"
 
 
 def test_the_present_name_is_read_where_both_are_there(tmp_path: Path) -> None:
@@ -235,14 +175,6 @@ def test_objects_are_listed_in_order_and_nothing_else_is(tmp_path: Path) -> None
     (tmp_path / "loop").symlink_to(tmp_path)
 
     assert list(object_ids(tmp_path)) == names
-
-
-def test_a_removed_object_is_gone(tmp_path: Path) -> None:
-    write_object(tmp_path, NAME, 1)
-    remove_object(tmp_path, NAME)
-    remove_object(tmp_path, NAME)
-
-    assert list(object_ids(tmp_path)) == []
 
 
 def test_removed_objects_leave_no_empty_directory_and_take_nothing_else(tmp_path: Path) -> None:
@@ -288,14 +220,6 @@ def test_what_one_thread_allows_stays_allowed_while_another_leaves() -> None:
     assert not may_be_read()
 
 
-def test_what_others_allow_stays_allowed() -> None:
-    with torch.serialization.safe_globals([Fraction]):
-        with allowing([Fraction]):
-            pass
-        assert may_be_read()
-    assert not may_be_read()
-
-
 def test_what_others_allow_or_no_longer_allow_meanwhile_is_theirs_alone() -> None:
     with allowing([Fraction]):
         torch.serialization.add_safe_globals([Fraction])
@@ -332,16 +256,6 @@ def test_a_call_of_a_command_is_refused_by_name_and_never_made(
     assert "allow=" in message
     assert str(path) in message
     assert caught.value.key == "rng_state/shard_0.1_2.2"
-    assert not trace.exists()
-
-
-def test_a_plain_pickle_is_not_run_either(tmp_path: Path) -> None:
-    trace = tmp_path / "it ran"
-    path = tmp_path / "common.pt"
-    path.write_bytes(pickle.dumps(RunsACommand(f"touch '{trace}'")))
-
-    with pytest.raises(StorageError, match=r"common\.pt"):
-        read_pickle(path, "common state", ())
     assert not trace.exists()
 
 
@@ -388,7 +302,7 @@ def load_or_error(content: bytes) -> Any:
         return error
 
 
-@pytest.mark.parametrize("mask", [0x01, 0x20, 0x80, 0xFF])
+@pytest.mark.parametrize("mask", [0x20, 0xFF])
 def test_no_flipped_byte_changes_what_is_loaded(mask: int) -> None:
     """At any of its places: an error that says so, or (in names and padding) the same object."""
     for position in range(len(CONTENT)):
@@ -400,16 +314,6 @@ def test_no_flipped_byte_changes_what_is_loaded(mask: int) -> None:
             assert str(found).startswith("x: x.pt is damaged"), (position, found)
         else:
             assert equal(found, PLAIN), position
-
-
-def test_a_flipped_byte_in_the_data_of_a_tensor_is_always_found() -> None:
-    content = dump_object(torch.arange(1000), name="x")
-    start = content.index(torch.arange(1000).numpy().tobytes())
-    for position in range(start, start + 8000, 97):
-        damaged = bytearray(content)
-        damaged[position] ^= 0x10
-        with pytest.raises(CorruptCheckpointError, match="checksum"):
-            load_pickle(bytes(damaged), Path("x.pt"), "x", ())
 
 
 def test_a_file_cut_short_anywhere_is_damaged() -> None:
@@ -440,11 +344,12 @@ def test_what_is_no_file_of_torch_save_is_damaged(content: bytes) -> None:
     assert found.path == "x.pt"
 
 
-def test_the_older_form_is_read() -> None:
-    buffer = io.BytesIO()
-    torch.save(PLAIN, buffer, _use_new_zipfile_serialization=False)
+def test_a_record_marked_as_a_directory_is_found() -> None:
+    """Torch takes it for empty, and returns uninitialised memory without an error."""
+    marked = bytearray(CONTENT)
+    marked[CONTENT.index(b"PK\1\2") + DIRECTORY_ATTRIBUTE_OFFSET] ^= 1 << 4
 
-    assert equal(load_or_error(buffer.getvalue()), PLAIN)
+    assert "is not torch's" in str(load_or_error(bytes(marked)))
 
 
 def test_a_directory_in_the_place_of_an_object_is_an_error_that_names_it(tmp_path: Path) -> None:
@@ -468,7 +373,7 @@ class FormerKind:
 
 
 def test_a_member_that_an_enum_has_lost_is_named_with_the_remedy(tmp_path: Path) -> None:
-    torch.save({"args": FormerKind()}, tmp_path / "common.pt")
+    write_object(tmp_path, NAME, {"args": FormerKind()})
 
     with pytest.raises(IncompatibleVersionError, match=r"Kind with the value 2.*Kind\._missing_"):
-        read_pickle(tmp_path / "common.pt", "common state", [Kind])
+        read_object(tmp_path, NAME, [Kind])
