@@ -47,7 +47,6 @@ __all__ = [
     "is_plain",
     "load_content",
     "load_pickle",
-    "names_of",
     "object_ids",
     "object_path",
     "plain_content",
@@ -183,15 +182,6 @@ def allowing(allow: Allowed) -> Iterator[None]:
             for found in [found for found in wanted if _NUM_USERS[found] == 0]:
                 del _NUM_USERS[found]
                 _HELD.pop(found).__exit__(None, None, None)
-
-
-def names_of(allow: Allowed) -> dict[str, Any]:
-    """What may be made again when a checkpoint is read, by the name that asks for it.
-
-    Raises:
-        StrategyError: something in it is neither a class, a function, nor such a tuple.
-    """
-    return {name: found for found, name in map(_by_name, allow)}
 
 
 class _Entry(tuple[Any, str]):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.errors import PlanError, StorageError
-from dist_ckpt_strategies.local.availability import Availability
+from dist_ckpt_strategies.local.loading import Availability
 from dist_ckpt_strategies.local.part_files import FoundPart, PartDirectory
 from dist_ckpt_strategies.local.part_format import SaveId
 from dist_ckpt_strategies.local.plan import build_retention, outdated

@@ -8,8 +8,3 @@ from megatron.core import num_microbatches_calculator
 def forget_num_microbatches() -> None:
     """Have it determined anew; without an earlier one does nothing."""
     num_microbatches_calculator.destroy_num_microbatches_calculator()
-
-
-def set_num_microbatches(num_samples: int) -> None:
-    """Set it to what it is after so many samples: it may grow during a training."""
-    num_microbatches_calculator.update_num_microbatches(num_samples, consistency_check=False)
