@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dist_ckpt_strategies import inprocess, recovery
-from dist_ckpt_strategies.integrations.nemo_classes import auto_resume_class, strategy_class
+from dist_ckpt_strategies.integrations.nemo import auto_resume_class, strategy_class
 from tests.support.kept import Kept, own_parameters, require_tested, require_understood
 
 ABORT = "tests/inprocess/test_abort.py::"

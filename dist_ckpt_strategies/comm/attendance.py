@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from dist_ckpt_strategies.comm.processes import has_ended, process_name
 from dist_ckpt_strategies.errors import PeerLostError
 
 _LOOKUP_S = 5.0
 """Longest wait for the job's key-value store, once a collective has failed."""
 
 _LOOKUP_PAUSE_S = 0.05
+
+_PF_EXITING = 0x4
+"""In the flags of ``/proc/PID/stat``: the process ends, its connections are about to break off."""
 
 _MEETINGS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 """Collectives of each group so far. It belongs to the group, which takes no attributes; torch's
@@ -128,3 +132,57 @@ def described(absent: list[int] | None) -> str:
     if absent is None:
         return "a peer (perhaps rank 0: the job's key-value store does not answer)"
     return f"ranks {absent}" if absent else "a peer"
+
+
+def host_name() -> str | None:
+    """What tells this host, and what of it this process can see, from others; None if unknown."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        processes = Path("/proc/self/ns/pid").readlink()
+    except OSError:
+        return None
+    return f"{boot}/{processes}"
+
+
+def process_name() -> str:
+    """What tells this process from all others, of other hosts and other times too."""
+    pid = os.getpid()
+    try:
+        return f"{host_name()} {pid} {_stat(pid)[_STARTED]}"
+    except OSError:
+        return ""
+
+
+def has_ended(name: str) -> bool:
+    """Whether a process that gave itself this name is known to have ended, or to be ending."""
+    host, _, rest = name.partition(" ")
+    pid, _, started = rest.partition(" ")
+    if not started or host != host_name():
+        return False
+    try:
+        stat = _stat(int(pid))
+    except (FileNotFoundError, ProcessLookupError):
+        return not _exists(int(pid))  # it may be hidden, as another user's
+    except OSError:
+        return False
+    is_ending = stat[_STATE] in {"Z", "X"} or int(stat[_FLAGS]) & _PF_EXITING
+    return stat[_STARTED] != started or bool(is_ending)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    else:
+        return True
+
+
+_STATE, _FLAGS, _STARTED = 0, 6, 19
+"""Where these stand in ``/proc/PID/stat``, counted behind the name; see proc(5)."""
+
+
+def _stat(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""The meeting of every step: four bytes of all ranks, and a few bytes among replicas."""
+"""The collectives of every step: two numbers of all ranks, and a few bytes among replicas."""
 
 from __future__ import annotations
 
@@ -9,26 +9,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 
-from dist_ckpt_strategies.comm.group_users import GROUP_USERS
-from dist_ckpt_strategies.comm.process_group import ProcessGroup, is_distributed
-from dist_ckpt_strategies.config import limit_of_wait
+from dist_ckpt_strategies.comm.process_group import (
+    ProcessGroup,
+    is_distributed,
+    message_device,
+)
 
 logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<q")
 _TOO_LONG = -1
-_LARGEST_SUM = (1 << 31) - 1
 
 
 class Ballot:
     """Votes of a group of ranks, and what each of them mirrors to its replicas.
 
     Plain collectives of torch.distributed, two in each step: an error ends them as it ends those
-    of the training beside them. Without torch.distributed this process is alone. A local save
-    behind training that sends over one of the groups is waited for, so that training stalls: it
-    is better given a group of its own.
+    of the training beside them. Without torch.distributed this process is alone.
 
     Args:
         group: ranks that vote; None for the world.
@@ -49,8 +47,6 @@ class Ballot:
         self._group = group
         self._replicas = replica_group if replica_group is not None else group
         self._limit = timedelta(seconds=timeout_s)
-        self._longest_wait_s = limit_of_wait(timeout_s)
-        self._has_waited = False
         self._capacity: int | None = None
         self.is_new = True
 
@@ -83,47 +79,19 @@ class Ballot:
         return found
 
     def is_unanimous(self, number: int) -> bool:
-        """Whether all ranks vote on the same number; four bytes. Collective over those that vote.
-
-        What is added up tells each whether any differs, not only those below the highest. Where
-        they differ, a rank whose value happens to be the mean of all takes them for equal: that
-        is one chance in about 2**31 divided by the number of ranks.
-        """
+        """Whether all ranks vote on the same number. Collective over those that vote."""
         if not is_distributed():
             return True
-        size = dist.get_world_size(self._group)
-        mine = _scattered(number) % (_LARGEST_SUM // size)
-        self._let_others_finish(self._group)
-        value = torch.tensor([mine], dtype=torch.int32, device=_device_of(self._group))
-        work: Any = dist.all_reduce(value, group=self._group, async_op=True)
+        device = message_device(self._group)
+        value = torch.tensor([number, -number], dtype=torch.int64, device=device)
+        work: Any = dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group, async_op=True)
         work.wait(self._limit)
-        return int(value.item()) == size * mine
-
-    def _let_others_finish(self, group: ProcessGroup | None) -> None:
-        if GROUP_USERS.is_used(group) and not self._has_waited:
-            self._has_waited = True
-            logger.warning(
-                "a step waits for a save behind training that sends over the group of its votes; "
-                "give the save's strategy a group of its own"
-            )
-        GROUP_USERS.wait(group, self._longest_wait_s)
+        return value.tolist() == [number, -number]
 
     def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        self._let_others_finish(self._replicas)
-        mine = mine.to(_device_of(self._replicas))
+        mine = mine.to(message_device(self._replicas))
         size = dist.get_world_size(self._replicas)
         found = [torch.empty_like(mine) for _ in range(size)]
         work: Any = dist.all_gather(found, mine, group=self._replicas, async_op=True)
         work.wait(self._limit)
         return [one.cpu() for one in found]
-
-
-def _scattered(number: int) -> int:
-    """A number by which sums of different numbers differ."""
-    return xxhash.xxh3_64_intdigest(str(number).encode())
-
-
-def _device_of(group: ProcessGroup | None) -> torch.device:
-    if "nccl" in dist.get_backend(group) and "gloo" not in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from dist_ckpt_strategies.comm.interruptible_work import (
-    AverageWork,
     InterruptibleWork,
     MessageWork,
     OnceFuture,
@@ -204,14 +203,17 @@ class InterruptibleGloo(dist.ProcessGroup):
         return self._waiters.run(wait)
 
     def allreduce(self, *args: Any, **kwargs: Any) -> Any:
-        """As gloo's, and the average of whole numbers too."""
-        tensors, options = args[0], args[1] if len(args) > 1 else None
-        if options is None or not _is_average_of_integers(tensors, options):
-            return self.begun(self.inner.allreduce(*args, **kwargs))
-        options.reduceOp = dist.ReduceOp.SUM
-        inner = self.inner.allreduce(*args, **kwargs)
-        self.begun(inner)
-        return AverageWork(self, inner, tensors)
+        """As gloo's. An average of whole numbers, which gloo lacks, is there when this returns."""
+        tensors, options = args[0], args[1] if len(args) > 1 else dist.AllreduceOptions()
+        is_average = _is_average_of_integers(tensors, options)
+        if is_average:
+            options.reduceOp = dist.ReduceOp.SUM
+        work = self.begun(self.inner.allreduce(*args, **kwargs))
+        if is_average:
+            work.wait()
+            for tensor in tensors:
+                tensor.div_(self.size(), rounding_mode="floor")
+        return work
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
         """As gloo's. ``dist.monitored_barrier`` takes only groups whose backend is named gloo."""

@@ -123,41 +123,6 @@ class MessageWork(InterruptibleWork):
         return future
 
 
-class AverageWork(InterruptibleWork):
-    """A sum of whole numbers that becomes their average, rounded down, where it is asked for.
-
-    Gloo's own average divides into a float, which whole numbers cannot hold. Who finds the
-    backend's name to be another than gloo asks for an average, of counts too: Lightning does.
-    """
-
-    def __init__(self, group: InterruptibleGroup, inner: Any, tensors: list[torch.Tensor]) -> None:
-        super().__init__(group, inner)
-        self._tensors = tensors
-        self._dividing = threading.Lock()
-
-    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """See above."""
-        super().wait(timeout)
-        self._divide()
-        return True
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """See above; of the averages."""
-        return super().get_future().then(self._averages_of)
-
-    def _averages_of(self, done: torch.futures.Future[Any]) -> Any:
-        found = done.value()
-        self._divide()
-        return found
-
-    def _divide(self) -> None:
-        """Once, whoever comes first; the others wait for it."""
-        with self._dividing:
-            tensors, self._tensors = self._tensors, []
-            for tensor in tensors:
-                tensor.div_(self._group.size(), rounding_mode="floor")
-
-
 class OnceFuture:
     """A future that is set once, by whoever comes first.
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError, DistStoreError
@@ -25,54 +25,11 @@ _NUM_LOOKS = 3
 """After so many pauses without an answer a request is given up."""
 
 
-class KeyValues(Protocol):
-    """Text by key, seen alike by all ranks; values are never empty. No method but ``wait`` waits.
-
-    Each raises PeerLostError where the store is gone, or has been silent for too long.
-    """
-
-    def read(self, key: str) -> str | None:
-        """The value; None where nobody has written one."""
-        ...
-
-    def write(self, key: str, value: str) -> None:
-        """Set the value; once this returns, everybody reads it."""
-        ...
-
-    def write_once(self, key: str, value: str) -> str:
-        """Set the value where there is none; the value that is there then."""
-        ...
-
-    def replace(self, key: str, expected: str, value: str) -> str:
-        """Set the value where it is the expected one; the value that is there then."""
-        ...
-
-    def add(self, key: str) -> int:
-        """Count one more; the count, this one included. Such keys are for counting alone."""
-        ...
-
-    def has_all(self, keys: Sequence[str]) -> bool:
-        """Whether somebody has written each of the keys; one question, however many they are."""
-        ...
-
-    def wait(self, key: str, timeout_s: float | None = None) -> bool:
-        """Whether somebody has written the key in time. Holds up all others who ask this object.
-
-        Without ``timeout_s`` it waits until then.
-        """
-        ...
-
-    def another(self) -> KeyValues:
-        """The same store, over a connection of its own."""
-        ...
-
-    def close(self) -> None:
-        """Give up the connection; who waits over it may go on waiting until the store ends."""
-        ...
-
-
 class TcpKeyValues:
-    """A TCPStore that another process hosts.
+    """A TCPStore that another process hosts: text by key, seen alike by all ranks, never empty.
+
+    Each method raises PeerLostError where the store is gone, or has been silent for too long; none
+    but ``wait`` waits.
 
     A client of torch's waits for ever for a host that is silent: one that is stopped, or has lost
     its network. So requests are made on a thread of their own, which is given up then.
@@ -116,7 +73,7 @@ class TcpKeyValues:
         )
 
     def read(self, key: str) -> str | None:
-        """See KeyValues."""
+        """The value; None where no rank has written one."""
         # Comparing with a value that no key has would do it in one question, but where the key is
         # missing that wakes all who wait for it (torch 2.13).
         if not self.has_all([key]):
@@ -125,33 +82,36 @@ class TcpKeyValues:
         return found.decode()
 
     def write(self, key: str, value: str) -> None:
-        """See KeyValues."""
+        """Set the value; once this returns, every rank reads it."""
         name = self._prefix + key
         self._asked(lambda: self._store.set(name, value))
         # Setting does not wait for an answer, so the question after it does.
         self._asked(lambda: self._store.check([name]))
 
     def write_once(self, key: str, value: str) -> str:
-        """See KeyValues."""
+        """Set the value where there is none; the value that is there then."""
         return self.replace(key, "", value)
 
     def replace(self, key: str, expected: str, value: str) -> str:
-        """See KeyValues."""
+        """Set the value where it is the expected one; the value that is there then."""
         name = self._prefix + key
         found: bytes = self._asked(lambda: self._store.compare_set(name, expected, value))
         return found.decode()
 
     def add(self, key: str) -> int:
-        """See KeyValues."""
+        """Count one more; the count, this one included. Such keys are for counting alone."""
         return self._asked(lambda: self._store.add(self._prefix + key, 1))
 
     def has_all(self, keys: Sequence[str]) -> bool:
-        """See KeyValues."""
+        """Whether each of the keys has been written; one question, however many they are."""
         names = [self._prefix + key for key in keys]
         return self._asked(lambda: self._store.check(names))
 
     def wait(self, key: str, timeout_s: float | None = None) -> bool:
-        """See KeyValues."""
+        """Whether the key has been written in time. Holds up all others who ask this object.
+
+        Without ``timeout_s`` it waits until then.
+        """
         longest_s = _LONGEST_WAIT_S if timeout_s is None else timeout_s
         deadline = time.monotonic() + longest_s
 
@@ -175,12 +135,12 @@ class TcpKeyValues:
         return False
 
     def another(self) -> TcpKeyValues:
-        """See KeyValues. It learns over this one that the host is silent."""
+        """The same store, over a connection that learns over this one that the host is silent."""
         host, port = self._place
         return TcpKeyValues(host, port, prefix=self._prefix, timeout_s=self._timeout_s, beside=self)
 
     def close(self) -> None:
-        """See KeyValues. The socket itself is closed with the last reference."""
+        """Give up the connection; its socket is closed with the last reference."""
         vars(self).pop("_store", None)
         self._waiters.close()
 
@@ -242,45 +202,45 @@ class LocalKeyValues:
         self._is_closed = False
 
     def read(self, key: str) -> str | None:
-        """See KeyValues."""
+        """See TcpKeyValues."""
         with self._changed:
             self._require_open()
             return self._values.get(key)
 
     def write(self, key: str, value: str) -> None:
-        """See KeyValues."""
+        """See TcpKeyValues."""
         with self._changed:
             self._set(key, value)
 
     def write_once(self, key: str, value: str) -> str:
-        """See KeyValues."""
+        """See TcpKeyValues."""
         with self._changed:
             if key not in self._values:
                 self._set(key, value)
             return self._values[key]
 
     def replace(self, key: str, expected: str, value: str) -> str:
-        """See KeyValues."""
+        """See TcpKeyValues."""
         with self._changed:
             if self._values.get(key) == expected:
                 self._set(key, value)
             return self._values.get(key, expected)
 
     def add(self, key: str) -> int:
-        """See KeyValues."""
+        """See TcpKeyValues."""
         with self._changed:
             count = int(self._values.get(key, "0")) + 1
             self._set(key, str(count))
             return count
 
     def has_all(self, keys: Sequence[str]) -> bool:
-        """See KeyValues."""
+        """See TcpKeyValues."""
         with self._changed:
             self._require_open()
             return all(key in self._values for key in keys)
 
     def wait(self, key: str, timeout_s: float | None = None) -> bool:
-        """See KeyValues; unlike there, nobody is held up."""
+        """See TcpKeyValues; unlike there, nobody is held up."""
         deadline = time.monotonic() + (_LONGEST_WAIT_S if timeout_s is None else timeout_s)
         with self._changed:
             while key not in self._values and time.monotonic() < deadline:
@@ -289,7 +249,7 @@ class LocalKeyValues:
             return key in self._values
 
     def another(self) -> LocalKeyValues:
-        """See KeyValues: this one, which everybody may use."""
+        """See TcpKeyValues: this one, which everybody may use."""
         return self
 
     def close(self) -> None:
@@ -306,3 +266,6 @@ class LocalKeyValues:
     def _require_open(self) -> None:
         if self._is_closed:
             raise PeerLostError(None, "the coordinator's store has been closed")
+
+
+KeyValues = TcpKeyValues | LocalKeyValues

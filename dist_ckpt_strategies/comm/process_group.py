@@ -31,13 +31,6 @@ def group_ranks(group: ProcessGroup | None) -> tuple[int, ...]:
     return tuple(sorted(dist.get_process_group_ranks(group)))
 
 
-def group_itself(group: ProcessGroup | None) -> ProcessGroup | None:
-    """The group that ranks meet in, the default one by name too; None where this one is alone."""
-    if not is_distributed():
-        return None
-    return dist.group.WORLD if group is None else group
-
-
 def is_default_group(group: ProcessGroup | None) -> bool:
     """Whether this is the group that everybody uses by default, and it has several ranks."""
     if not is_distributed() or dist.get_world_size(group) == 1:
@@ -69,7 +62,7 @@ def require_member(group: object) -> None:
         )
 
 
-def message_device(group: ProcessGroup) -> torch.device:
+def message_device(group: ProcessGroup | None) -> torch.device:
     """Where messages have to be to travel over the group: the host, unless it has NCCL alone."""
     if "nccl" in dist.get_backend(group) and "gloo" not in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())

@@ -1,10 +1,13 @@
-"""Ends all communication of this process, and takes its process groups down."""
+"""Ends all communication of this process; keeps the groups of one attempt from those of others."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from dist_ckpt_strategies.comm.sockets import (
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.005
+_SCHEMES = ("env", "tcp")
 GRACE_S = 2.0
 """Longest time for sockets to close before waits are released all the same."""
 
@@ -145,3 +149,44 @@ def _known_groups() -> dict[Any, tuple[Any, Any]]:
     if not dist.is_available():
         return {}
     return dict(dist.distributed_c10d._world.pg_map)  # noqa: SLF001 - no public way
+
+
+def store_of_attempt(base: Any, attempt: str) -> Any:
+    """A store over another one, with keys of this attempt only."""
+    return PrefixStore(f"attempt{attempt}", base)
+
+
+@contextmanager
+def rendezvous_by_attempt(
+    attempt: Callable[[], int], note_store: Callable[[Any], None]
+) -> Iterator[None]:
+    """While this is open, ``init_process_group`` meets only ranks in the same attempt.
+
+    That is, without a store of the caller's: with ``env://`` or ``tcp://``. The launcher's store
+    outlives the attempts, and with it the addresses of dead connections: torch gives them the same
+    names each time (torch 2.13; older ones looked at TORCHELASTIC_RESTART_COUNT). It has no public
+    way to replace a handler; the one that was there comes back.
+
+    Args:
+        attempt: its number, the same on all ranks.
+        note_store: is given each store that ranks find each other in.
+    """
+    module = import_module("torch.distributed.rendezvous")  # a function has its name in torch
+    handlers = module._rendezvous_handlers  # noqa: SLF001 - see above
+    before = {scheme: handlers[scheme] for scheme in _SCHEMES}
+    handlers.update({name: _apart(found, attempt, note_store) for name, found in before.items()})
+    try:
+        yield
+    finally:
+        handlers.update(before)
+
+
+def _apart(
+    handler: Callable[..., Any], attempt: Callable[[], int], note_store: Callable[[Any], None]
+) -> Callable[..., Any]:
+    def by_attempt(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+        for store, rank, size in handler(*args, **kwargs):
+            note_store(store)
+            yield PrefixStore(f"dist_ckpt/attempt/{attempt()}", store), rank, size
+
+    return by_attempt

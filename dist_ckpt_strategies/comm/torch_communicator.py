@@ -27,10 +27,8 @@ from dist_ckpt_strategies.comm.base import (
     out_of_step,
     who_is_where,
 )
-from dist_ckpt_strategies.comm.group_users import GROUP_USERS
 from dist_ckpt_strategies.comm.process_group import ProcessGroup, is_distributed, message_device
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
-from dist_ckpt_strategies.config import limit_of_wait
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerError,
@@ -111,8 +109,7 @@ class TorchCommunicator:
     """A Communicator over an existing process group of two or more ranks.
 
     Works over gloo on the CPU and, where the group has no CPU backend, over NCCL through device
-    buffers. A save behind training that sends over the group is waited for first, whatever is
-    asked: it raises SaveTimeoutError where one goes on for most of the limit.
+    buffers.
     """
 
     def __init__(
@@ -143,7 +140,6 @@ class TorchCommunicator:
 
     def all_gather(self, item: Message) -> list[Message]:
         """See Communicator."""
-        self._let_others_finish()
         content, failure = _encoded(item)
         size = len(content) if failure is None else -len(content)
         sizes = self._gathered_sizes(size)
@@ -161,9 +157,6 @@ class TorchCommunicator:
             if size < 0:
                 raise error_from_peer(self.global_rank(rank), "CheckpointError", str(message))
         return messages
-
-    def _let_others_finish(self) -> None:
-        GROUP_USERS.wait(self._group, limit_of_wait(self._timeout_s))
 
     def _gathered_sizes(self, size: int) -> list[int]:
         """The size that each rank tells, all of them for the same purpose.
@@ -206,7 +199,6 @@ class TorchCommunicator:
 
     def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
         """See Communicator."""
-        self._let_others_finish()
         self._attendance.sign()
         staged = [self._tensor_of(receive.into, self.device) for receive in receives]
         data = [self._tensor_of(send.data, self.device) for send in sends]

@@ -36,30 +36,9 @@ if TYPE_CHECKING:
     from dist_ckpt_strategies.inprocess.interruption import RankShouldRestart
     from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
 
-_HOMES = {
-    "Abort": "abort",
-    "AbortTransformerEngine": "abort",
-    "ChainedHealthCheck": "health_check",
-    "CheckpointlessAbortManager": "abort",
-    "CheckpointlessFinalizeCleanup": "finalize",
-    "Compose": "abort",
-    "Coordinator": "coordinator",
-    "CudaHealthCheck": "health_check",
-    "Epoch": "coordinator",
-    "Fault": "coordinator",
-    "FaultCounter": "health_check",
-    "FaultMode": "coordinator",
-    "Finalize": "finalize",
-    "HPAbortTorchDistributed": "abort",
-    "HPCallWrapper": "wrap",
-    "HPCheckpointingAbort": "abort",
-    "HPDataLoaderAbort": "abort",
-    "HPState": "health_check",
-    "HPWrapper": "wrap",
-    "HealthCheck": "health_check",
-    "RankInfo": "coordinator",
-    "RankShouldRestart": "interruption",
-}
+_MODULES = ("coordinator", "abort", "finalize", "health_check", "interruption", "wrap")
+"""Where the public names are; the first of them imports no torch."""
+
 
 __all__ = [
     "Abort",
@@ -88,11 +67,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name from its home the first time it is asked for."""
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{home}"), name)
+    """Import a public name the first time it is asked for."""
+    for module in _MODULES if name in __all__ else ():
+        found = import_module(f"{__name__}.{module}")
+        if name in vars(found):
+            return vars(found)[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

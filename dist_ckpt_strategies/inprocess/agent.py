@@ -11,8 +11,13 @@ from typing import Any, Protocol
 from dist_ckpt_strategies.comm.key_values import TcpHost
 from dist_ckpt_strategies.config import claim_meeting_place, update_environment
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, PeerTimeoutError
-from dist_ckpt_strategies.inprocess.coordinator import Epoch, Fault, FaultMode, RankInfo
-from dist_ckpt_strategies.inprocess.rank_assignment import environment_of
+from dist_ckpt_strategies.inprocess.coordinator import (
+    Epoch,
+    Fault,
+    FaultMode,
+    RankInfo,
+    environment_of,
+)
 
 _PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 

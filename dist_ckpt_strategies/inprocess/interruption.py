@@ -1,8 +1,7 @@
-"""Takes the thread that runs the block out of it, wherever it is."""
+"""Takes the main thread out of the block, wherever it is."""
 
 from __future__ import annotations
 
-import ctypes
 import signal
 import sys
 import threading
@@ -10,8 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
+from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.inprocess.coordinator import Fault
 
 T = TypeVar("T")
@@ -41,66 +41,52 @@ class RankShouldRestart(BaseException):
         self.fault = fault
 
 
-class UpdateLock(Protocol):
-    """Held while parameters change: the block is not interrupted then."""
-
-    def held_by(self, thread_id: int) -> bool:
-        """Whether that thread holds it."""
-        ...
-
-
 class Interrupter:
     """Raises RankShouldRestart in the block, again and again, until the block has been left.
 
-    In the main thread by a signal, which also ends ``time.sleep``, waits for locks and system
-    calls; in another one by an asynchronous exception, which does not.
+    By a signal, which also ends ``time.sleep``, waits for locks and system calls. Python delivers
+    signals to the main thread alone, so the block has to run there.
 
     Args:
-        lock: the update lock, where there is one.
+        lock: a ParameterUpdateLock, where there is one. While the block holds it, parameters
+            change, and the block is not interrupted.
     """
 
-    def __init__(self, lock: UpdateLock | None = None) -> None:
+    def __init__(self, lock: Any = None) -> None:
         self._lock = lock
         self._guard: FrameType | None = None
         self._thread_id = 0
-        self._is_main = False
         self._is_installed = False
         self._fault: Fault | None = None
         self._requested_at = 0.0
         self._num_raised = 0
         self._wants_raise = False
-        self._async = threading.Lock()
         self._left = threading.Event()
         self._left.set()
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """While this is open, the signal is ours. For the thread that calls ``guarded``.
+        """While this is open, the signal is ours. Within another one it does nothing.
 
-        Within another one it does nothing.
+        Raises:
+            StrategyError: this is not the main thread.
         """
         if self._is_installed:
             yield
             return
-        self._is_installed = True
-        try:
-            with self._heard():
-                yield
-        finally:
-            self._is_installed = False
-
-    @contextmanager
-    def _heard(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            raise StrategyError(
+                "HPWrapper: the block has to run in the main thread, the only one that a fault can "
+                f"interrupt; found {threading.current_thread().name}"
+            )
         self._thread_id = threading.get_ident()
-        self._is_main = threading.current_thread() is threading.main_thread()
-        if not self._is_main:
-            yield
-            return
+        self._is_installed = True
         before = signal.signal(SIGNAL, self._on_signal)
         try:
             yield
         finally:
             signal.signal(SIGNAL, before)
+            self._is_installed = False
 
     def guarded(self, fn: Callable[[], T]) -> T:
         """Call ``fn``; RankShouldRestart may be raised in it, and never after it.
@@ -108,8 +94,6 @@ class Interrupter:
         The signal's handler raises only where a frame above this one is running, so there is no
         moment at which the exception could come too late.
         """
-        if not self._is_main:
-            return self._guarded_elsewhere(fn)
         self._left.clear()
         self._guard = sys._getframe()  # noqa: SLF001 - the handler compares
         try:
@@ -131,7 +115,7 @@ class Interrupter:
             raised = self._num_raised
             self._wants_raise = True
             while self._num_raised == raised and time.monotonic() < deadline:
-                self._knock()
+                signal.pthread_kill(self._thread_id, SIGNAL)
                 if self._left.wait(_RETRY_S):
                     return True
             self._left.wait(min(pause_s, max(0.0, deadline - time.monotonic())))
@@ -151,16 +135,6 @@ class Interrupter:
     def has_left(self) -> bool:
         """Whether the block is not running, and not about to."""
         return self._left.is_set()
-
-    def _knock(self) -> None:
-        if self._is_main:
-            signal.pthread_kill(self._thread_id, SIGNAL)
-            return
-        with self._async:
-            if self._left.is_set() or self._is_locked():
-                return
-            _raise_in(self._thread_id, RankShouldRestart)
-            self._num_raised += 1
 
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
         if not self._wants_raise or not self._may_raise_at(frame) or self._is_locked():
@@ -182,24 +156,7 @@ class Interrupter:
         return frame is not None
 
     def _is_locked(self) -> bool:
-        return self._lock is not None and self._lock.held_by(self._thread_id)
-
-    def _guarded_elsewhere(self, fn: Callable[[], T]) -> T:
-        self._left.clear()
-        try:
-            return fn()
-        finally:
-            self._leave_elsewhere()
-
-    def _leave_elsewhere(self) -> None:
-        """From here on no exception is set, and one that is pending is gone."""
-        while not self._left.is_set():
-            try:
-                with self._async:
-                    _raise_in(self._thread_id, None)
-                    self._left.set()
-            except RankShouldRestart:
-                continue
+        return self._lock is not None and bool(self._lock.held_by(self._thread_id))
 
 
 def _is_importing(frame: FrameType) -> bool:
@@ -210,9 +167,3 @@ def _is_fragile(frame: FrameType) -> bool:
     if frame.f_code.co_name in _FRAGILE_FUNCTIONS:
         return True
     return frame.f_globals.get("__name__") in _FRAGILE_MODULES
-
-
-def _raise_in(thread_id: int, error: Any) -> None:
-    """Raise in a thread at its next step in Python; None takes back what is pending."""
-    what = ctypes.py_object(error) if error is not None else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), what)

@@ -10,9 +10,8 @@ from dist_ckpt_strategies.config import (
     update_environment,
     world_from_environment,
 )
-from dist_ckpt_strategies.inprocess.coordinator import Coordinator, Epoch, RankInfo
+from dist_ckpt_strategies.inprocess.coordinator import Coordinator, Epoch, RankInfo, environment_of
 from dist_ckpt_strategies.inprocess.heartbeat import start_heartbeat
-from dist_ckpt_strategies.inprocess.rank_assignment import environment_of
 from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
 
 KEY_PREFIX = "dist_ckpt/"

@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol
+from types import FrameType
+from typing import Any, Protocol, Self
 
 from dist_ckpt_strategies.comm.key_values import TcpHost, TcpKeyValues
 from dist_ckpt_strategies.config import COORDINATOR
 from dist_ckpt_strategies.errors import RestartError, RestartLimitError
-from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode, RankInfo
-from dist_ckpt_strategies.inprocess.epoch_book import EpochBook, FinishState
-from dist_ckpt_strategies.inprocess.launched import KEY_PREFIX
-from dist_ckpt_strategies.inprocess.rank_assignment import (
+from dist_ckpt_strategies.inprocess.coordinator import (
+    Fault,
+    FaultMode,
+    RankInfo,
     assignment_key,
     environment_of,
     rank_info_to_text,
     ready_key,
 )
-from dist_ckpt_strategies.inprocess.signal_inbox import SignalInbox
+from dist_ckpt_strategies.inprocess.epoch_book import EpochBook, FinishState
+from dist_ckpt_strategies.inprocess.launched import KEY_PREFIX
 from dist_ckpt_strategies.inprocess.worker_process import WorkerProcess, reason_of
 
 _HOST = "127.0.0.1"
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _SIGNAL_CODE = 128
 _PATIENCE_S = 1.0
 _AWAY_S = 0.5
@@ -357,3 +362,44 @@ def _environment(job: Job, given: Mapping[str, str], host: TcpHost) -> dict[str,
 
 def _nothing() -> None:
     """A signal has come: the loop looks for it after each step."""
+
+
+class SignalInbox:
+    """While entered, signals to end are noted in ``received`` and have no other effect.
+
+    In another thread than the main one nothing is noted: Python lets only that one hear signals.
+    A SIGHUP that is ignored, as under nohup, stays so.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+        self._ours, self._theirs = -1, -1
+        self.received: list[int] = []
+
+    def __enter__(self) -> Self:
+        """Hear signals from now on."""
+        self._ours, self._theirs = os.pipe()
+        for number in _SIGNALS if _is_main() else ():
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Put the earlier handlers back."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._ours)
+        os.close(self._theirs)
+
+    def fileno(self) -> int:
+        """Readable as long as something has been received."""
+        return self._ours
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.received.append(number)
+        os.write(self._theirs, b".")
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()

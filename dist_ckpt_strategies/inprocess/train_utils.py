@@ -10,9 +10,8 @@ from typing import cast
 from dist_ckpt_strategies.config import update_environment
 from dist_ckpt_strategies.errors import MissingDependencyError, StrategyError
 from dist_ckpt_strategies.inprocess.agent import AgentClient, AgentCoordinator
-from dist_ckpt_strategies.inprocess.coordinator import Coordinator
+from dist_ckpt_strategies.inprocess.coordinator import Coordinator, environment_of
 from dist_ckpt_strategies.inprocess.launched import coordinator_from_environment
-from dist_ckpt_strategies.inprocess.rank_assignment import environment_of
 
 __all__ = ["HPAgentK8sAPIFactory", "wait_rank"]
 

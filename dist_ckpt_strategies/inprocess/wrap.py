@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from dist_ckpt_strategies.comm.interruptible_gloo import register_interruptible_gloo
-from dist_ckpt_strategies.comm.rendezvous import rendezvous_by_attempt
-from dist_ckpt_strategies.comm.teardown import Communication
+from dist_ckpt_strategies.comm.teardown import Communication, rendezvous_by_attempt
 from dist_ckpt_strategies.config import update_environment
 from dist_ckpt_strategies.errors import (
     MissingDependencyError,
@@ -24,21 +25,18 @@ from dist_ckpt_strategies.errors import (
     text_of,
 )
 from dist_ckpt_strategies.inprocess.abort import Abort, Compose, HPAbortTorchDistributed
-from dist_ckpt_strategies.inprocess.attempt import Attempt, AttemptOptions
-from dist_ckpt_strategies.inprocess.attempt_limits import AttemptLimits
-from dist_ckpt_strategies.inprocess.block import parameter_of, without_argument
+from dist_ckpt_strategies.inprocess.attempt import Attempt, AttemptLimits, AttemptOptions
+from dist_ckpt_strategies.inprocess.block import parameter_of, require_usable, without_argument
 from dist_ckpt_strategies.inprocess.coordinator import Coordinator, RankInfo
-from dist_ckpt_strategies.inprocess.finalize import Finalize, release_cached_memory
-from dist_ckpt_strategies.inprocess.health_check import HealthCheck, HPState
-from dist_ckpt_strategies.inprocess.interruption import Interrupter, RankShouldRestart
-from dist_ckpt_strategies.inprocess.memory_status import (
+from dist_ckpt_strategies.inprocess.finalize import (
+    Finalize,
     MemoryLog,
     MemoryStatus,
     give_back_free_memory,
+    release_cached_memory,
 )
-from dist_ckpt_strategies.inprocess.states import Event, State, next_state
-from dist_ckpt_strategies.inprocess.torch_modes import TorchModes
-from dist_ckpt_strategies.inprocess.wrapper_options import require_usable
+from dist_ckpt_strategies.inprocess.health_check import HealthCheck, HPState
+from dist_ckpt_strategies.inprocess.interruption import Interrupter, RankShouldRestart
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +181,6 @@ class HPCallWrapper:
 
     Attributes:
         step_upon_restart: steps since the attempt began; for the block to count.
-        state: what this rank is doing.
         num_attempts: that this process has taken part in.
         last_fault: what has ended the attempt before this one.
     """
@@ -191,7 +188,7 @@ class HPCallWrapper:
     def __init__(self, wrapper: HPWrapper) -> None:
         self.wrapper = wrapper
         self.step_upon_restart = 0
-        self.state = State.JOINING
+        self._is_in_block = False
         self.num_attempts = 0
         self.last_fault: Any = None
         self._coordinator: Coordinator | None = None
@@ -206,7 +203,7 @@ class HPCallWrapper:
         self._memory = MemoryLog()
         give_back_free_memory()
         self._memory_before = MemoryStatus.take()
-        self._modes: TorchModes | None = None
+        self._records_gradients = torch.is_grad_enabled()
 
     def run(self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]) -> Any:
         """What ``fn`` returns in the first attempt that no fault ends.
@@ -229,10 +226,8 @@ class HPCallWrapper:
                     if outcome is not None:
                         return outcome.result()
         except BaseException as error:  # a request to leave the process gives up too
-            if self.state is State.RUNNING:
+            if self._is_in_block:
                 self._leave(error)
-            if self.state not in {State.DONE, State.FAILED}:
-                self._move(Event.GAVE_UP)
             raise
         finally:
             self.shutdown()
@@ -245,7 +240,7 @@ class HPCallWrapper:
         self.step_upon_restart = 0
         self._first_step = self._step()
         update_environment({"TORCHELASTIC_RESTART_COUNT": str(epoch.number)})
-        self._move(Event.JOINED)
+        self._is_in_block = True
         _call_hook(self.wrapper.checkpoint_manager, "on_attempt", epoch)
 
     def start_hp_fault_handling_thread(self) -> None:
@@ -301,18 +296,15 @@ class HPCallWrapper:
             RestartLimitError, HealthCheckError: as ``run``.
         """
         attempt = self._running()
-        self._move(Event.FAULT)
+        self._is_in_block = False
         attempt.wait_stopped()
         self.last_fault = attempt.fault
-        self._move(Event.STOPPED)
         train_ex = term_ex.__cause__
         forget_frames(term_ex)
         if attempt.lost is not None:
             raise attempt.lost
         self._finalize(attempt)
-        self._move(Event.FINALIZED)
         self._require_fit(attempt.state, train_ex)
-        self._move(Event.HEALTHY)
 
     def shutdown(self) -> None:
         """Watch no longer, and give the coordinator up. Again does nothing."""
@@ -331,7 +323,6 @@ class HPCallWrapper:
     def _open(self) -> None:
         self._coordinator, self._closes = self.wrapper.open_coordinator()
         self._place = self._coordinator.wait_rank()
-        self._modes = TorchModes.take()
         register_interruptible_gloo()
 
     def _attempted(
@@ -358,11 +349,10 @@ class HPCallWrapper:
     def _finished(self, outcome: _Outcome) -> _Outcome:
         """The outcome, once all ranks have one."""
         attempt = self._running()
-        self._move(Event.RETURNED)
+        self._is_in_block = False
         if not self._asked().finish(attempt.epoch, self.wrapper.finish_timeout_s):
             attempt.wait_stopped()
             raise RankShouldRestart(attempt.fault)
-        self._move(Event.ALL_RETURNED)
         return outcome
 
     def _leave(self, error: BaseException) -> None:
@@ -383,8 +373,8 @@ class HPCallWrapper:
         attempt.state.communication.take_down()
 
     def _finalize(self, attempt: Attempt) -> None:
-        if self._modes is not None:
-            self._modes.restore()
+        # An interruption may come within torch.no_grad() before its body, which would undo it.
+        torch.set_grad_enabled(self._records_gradients)
         _call_hook(self.wrapper.checkpoint_manager, "on_fault", attempt.fault)
         state = attempt.state
         assert state.communication is not None  # noqa: S101 - made with the attempt
@@ -425,9 +415,6 @@ class HPCallWrapper:
         if name is None or not without_argument(name, fn, a, kw):
             return kw
         return {**kw, name: self}
-
-    def _move(self, event: Event) -> None:
-        self.state = next_state(self.state, event)
 
     def _running(self) -> Attempt:
         if self._attempt is None:

@@ -19,9 +19,9 @@ from dist_ckpt_strategies.integrations.lightning_faults import (
     InjectedFaultError,
     PlannedFault,
 )
-from dist_ckpt_strategies.integrations.lightning_loops import KnowsLoops
 from dist_ckpt_strategies.integrations.lightning_state import (
     LightningStateProvider,
+    LoopState,
     attach_state_provider,
 )
 from dist_ckpt_strategies.integrations.lightning_steps import (
@@ -151,7 +151,7 @@ class CheckpointlessCallback(_Callback):  # type: ignore[misc]
         if not self.enable_checkpointless:
             return
         manager, provider = manager_of(trainer), trainer.state_provider
-        if isinstance(provider, KnowsLoops):
+        if isinstance(provider, LoopState):
             provider.begin_training(lambda: self._gradients_are_final(trainer))
         manager.save_checkpoint(trainer)
         manager.track(provider)
@@ -183,10 +183,9 @@ class CheckpointlessCallback(_Callback):  # type: ignore[misc]
         if not self.enable_checkpointless:
             return
         manager, provider = manager_of(trainer), trainer.state_provider
-        has_updated = manager.phase in {Phase.UPDATING, Phase.UPDATED}
-        if has_updated and isinstance(provider, KnowsLoops):
-            provider.capture()
         if manager.phase is Phase.UPDATING:
+            if isinstance(provider, LoopState):
+                provider.capture()
             manager.end_update()
         if manager.phase is Phase.UPDATED:
             manager.end_step()
@@ -270,6 +269,11 @@ class CheckpointlessCompatibleConnector(_CheckpointConnector):  # type: ignore[m
 
     def _recovered(self, callback: CheckpointlessCallback) -> bool:
         manager, peft = manager_of(self.trainer), peft_callback_of(self.trainer)
+        provider = self.trainer.state_provider
+        why = provider.why_declined() if isinstance(provider, LoopState) else ""
+        if why:
+            manager.decline(why)
+            return False
         if not isinstance(manager, PEFTCheckpointManager):
             return manager.try_checkpointless_load(self.trainer) is not None
         params = manager.params_to_save if peft is None else set(peft.params_to_save)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.integrations.lightning_loops import Loops
+from dist_ckpt_strategies.errors import RestartError, StrategyError
 from dist_ckpt_strategies.integrations.lightning_steps import (
     begin_epoch_if_over,
     call_after_closure,
     go_to_batch,
 )
-from dist_ckpt_strategies.recovery.json_values import from_json_value
 from dist_ckpt_strategies.recovery.torch_provider import TorchStateProvider
 
 _REPLICATING = frozenset({"DDPStrategy", "SingleDeviceStrategy"})
@@ -24,27 +23,112 @@ _DIVIDING = frozenset({"MegatronStrategy"})
 """Made from one of those, and yet its ranks hold different parts."""
 
 
-class LightningStateProvider:
+class LoopState:
+    """What Lightning's checkpoint holds of a trainer's loops, schedules, precision and callbacks.
+
+    It is captured at the end of each step: the moment at which Lightning's own checkpoints are
+    made, and that its loops can go on from. Only the trainer can end a step, so a rank that was
+    interrupted between the vote and the end of its step takes the state of another rank.
+
+    The loops are held from the first use on: a trainer that is torn down drops them.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._captured: dict[str, Any] | None = None
+        self._held: tuple[Any, ...] | None = None
+
+    def objects(self) -> Mapping[str, Any]:
+        """See StateProvider; as they were captured."""
+        if self._captured is None:
+            self.capture()
+        assert self._captured is not None  # noqa: S101 - just taken
+        return self._captured
+
+    def capture(self) -> None:
+        """Take the objects as they are now, at the end of a step."""
+        self._captured = copy.deepcopy({**self._other_objects(), **self._loop_objects()})
+
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """See StateProvider; before the data loader is made."""
+        self._captured = dict(objects)
+        found = copy.deepcopy(self._captured)
+        self._load_others(found)
+        fit, precision, schedules, callbacks = self._bound()
+        # To a loop that has not begun, a state would say that it goes on from somewhere.
+        if found["loops"]["epoch_loop.batch_progress"]["total"]["ready"]:
+            fit.load_state_dict(found["loops"])
+        for one, state in zip(schedules, found["schedules"], strict=True):
+            one.scheduler.load_state_dict(state)
+        precision.load_state_dict(found["precision"])
+        for callback in callbacks:
+            if callback.state_key in found["callbacks"]:
+                callback.load_state_dict(found["callbacks"][callback.state_key])
+
+    def why_declined(self) -> str:
+        """Why a recovery from memory is not tried, in words; empty if it is."""
+        return ""
+
+    def begin_training(self, on_final_gradients: Callable[[], None]) -> None:
+        """The state is loaded, and the first step comes next.
+
+        Args:
+            on_final_gradients: to be called in each step before a parameter changes, where the
+                optimizer has no vote in it.
+        """
+        raise NotImplementedError
+
+    def apply_update(self) -> None:
+        """See StateProvider.
+
+        Raises:
+            RestartError: always: only the trainer can end a step.
+        """
+        raise RestartError(
+            "it was interrupted before the end of its step, which only its trainer can complete"
+        )
+
+    def _other_objects(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _load_others(self, objects: Mapping[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _loop_objects(self) -> dict[str, Any]:
+        fit, precision, schedules, callbacks = self._bound()
+        states = {callback.state_key: callback.state_dict() for callback in callbacks}
+        return {
+            "loops": fit.state_dict(),
+            "schedules": [one.scheduler.state_dict() for one in schedules],
+            "precision": precision.state_dict(),
+            "callbacks": {key: state for key, state in states.items() if state},
+        }
+
+    def _bound(self) -> tuple[Any, ...]:
+        if self._held is None:
+            trainer = self._trainer
+            schedules, callbacks = list(trainer.lr_scheduler_configs), list(trainer.callbacks)
+            self._held = (trainer.fit_loop, trainer.precision_plugin, schedules, callbacks)
+        return self._held
+
+
+class LightningStateProvider(LoopState):
     """A StateProvider over a trainer whose ranks all hold everything.
 
-    Tensors: the LightningModule's and its optimizer's. Objects: loops, schedules, precision and
-    callbacks, as they were at the end of the last step; ``capture`` takes them. That is the moment
-    at which Lightning's own checkpoints of a step are made, and its loops know how to go on from.
+    Tensors: the LightningModule's and its optimizer's. Objects: see LoopState.
 
-    Nothing of the trainer is asked for before it is set up. From then on module, optimizer,
-    schedules and loops are held here, so that an update can be finished after its teardown.
+    Nothing of the trainer is asked for before it is set up.
 
     Args:
         trainer: with automatic optimization, hence one optimizer.
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._live: _Live | None = None
-        self._captured: dict[str, Any] | None = None
+        super().__init__(trainer)
+        self._tensors: TorchStateProvider | None = None
+        self._module: Any = None
         self._buffers: dict[str, torch.Tensor] = {}
         self._step: int | None = None
-        self._is_captured_ahead = False
 
     @property
     def step(self) -> int:
@@ -53,71 +137,24 @@ class LightningStateProvider:
 
     def set_step(self, step: int) -> None:
         """See StateProvider."""
-        self._step, self._is_captured_ahead = step, False
+        self._step = step
 
     def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See StateProvider."""
         return {
             part_id: {**tensors, **self._buffers}
-            for part_id, tensors in self._bound().tensors.parts().items()
+            for part_id, tensors in self._provider().parts().items()
         }
 
     def gathered_parts(self) -> frozenset[str]:
         """See StateProvider; none, as every rank updates everything."""
         return frozenset()
 
-    def objects(self) -> Mapping[str, Any]:
-        """See StateProvider."""
-        if self._captured is None:
-            self._take()
-        assert self._captured is not None  # noqa: S101 - just taken
-        return self._captured
-
-    def why_no_objects(self) -> str:
-        """See HasLateObjects."""
-        return "" if self._is_captured_ahead else self._bound().loops.why_not_advance()
-
-    def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """See StateProvider."""
-        live = self._bound()
-        live.tensors.load_objects(objects["optimizer"])
-        live.loops.load(objects)
-        self._captured = dict(objects)
-        self._buffers = live.copied_buffers()
-
-    def apply_update(self) -> None:
-        """See StateProvider; the optimizer's step and what Lightning does right after it.
-
-        Where a callback's state would be left behind, objects are not taken: another rank's serve.
-        """
-        live = self._bound()
-        live.update()
-        if not self.why_no_objects():
-            live.loops.advance()
-            self.capture()
-
     def gather_weights(self) -> None:
         """See StateProvider; there is nothing to gather."""
 
-    def capture(self) -> None:
-        """Take objects and buffers as they are now, at the end of a step, for those of the state.
-
-        Buffers are copied: forward changes them, and a step that is run again must not find that.
-        """
-        self._take()
-        self._is_captured_ahead = True
-
-    def _take(self) -> None:
-        live = self._bound()
-        self._buffers = live.copied_buffers()
-        self._captured = {"optimizer": dict(live.tensors.objects()), **live.loops.objects()}
-
     def begin_training(self, on_final_gradients: Callable[[], None]) -> None:
-        """Have the data go on from where the state is, and be told when gradients are final.
-
-        Args:
-            on_final_gradients: called in each step, before a parameter changes.
-        """
+        """See LoopState; the data goes on from where the state is."""
         if self._trainer.fit_loop.is_resuming:
             go_to_batch(self._trainer, self.num_batches_done())
             begin_epoch_if_over(self._trainer)
@@ -129,45 +166,38 @@ class LightningStateProvider:
 
         0 where the epoch is over, and where the loader has a state of its own.
         """
-        loops = from_json_value(self.objects()["loops"])
+        loops = self.objects()["loops"]
         if loops["state_dict"].get("combined_loader"):
             return 0
         progress = loops["epoch_loop.batch_progress"]
         done = int(progress["current"]["ready"])
         return 0 if progress["is_last_batch"] else done
 
-    def _bound(self) -> _Live:
-        if self._live is None:
-            self._live = _Live(self._trainer)
-        return self._live
+    def _other_objects(self) -> dict[str, Any]:
+        found = self._provider().objects()
+        self._copy_buffers()
+        return {"optimizer": found}
 
+    def _load_others(self, objects: Mapping[str, Any]) -> None:
+        self._provider().load_objects(objects["optimizer"])
+        self._copy_buffers()
 
-class _Live:
-    """What a trainer that has been set up trains with."""
-
-    def __init__(self, trainer: Any) -> None:
-        _require_replicated(trainer)
-        self._module = trainer.lightning_module
-        (self._optimizer,) = trainer.optimizers
-        self.tensors = TorchStateProvider(self._module, self._optimizer)
-        self.loops = Loops(trainer)
-
-    def copied_buffers(self) -> dict[str, torch.Tensor]:
+    def _copy_buffers(self) -> None:
+        """Forward changes buffers, and a step that is run again must not find that."""
         buffers = self._module.named_buffers()
-        return {f"module/{name}": buffer.detach().clone() for name, buffer in buffers}
+        self._buffers = {f"module/{name}": buffer.detach().clone() for name, buffer in buffers}
 
-    def update(self) -> None:
-        """The optimizer's step, from gradients that are there, unscaled and clipped."""
-        scaler = getattr(self.loops.precision, "scaler", None)
-        if scaler is None:
-            self._optimizer.step()
-            return
-        scaler.step(self._optimizer)
-        scaler.update()
+    def _provider(self) -> TorchStateProvider:
+        if self._tensors is None:
+            _require_replicated(self._trainer)
+            self._module = self._trainer.lightning_module
+            (optimizer,) = self._trainer.optimizers
+            self._tensors = TorchStateProvider(self._module, optimizer)
+        return self._tensors
 
 
 def attach_state_provider(trainer: Any) -> None:
-    """Give a trainer a StateProvider, unless it has one that somebody else has made."""
+    """Give a trainer a StateProvider, unless it has one of another class."""
     if isinstance(getattr(trainer, "state_provider", None), LightningStateProvider | None):
         trainer.state_provider = LightningStateProvider(trainer)
 

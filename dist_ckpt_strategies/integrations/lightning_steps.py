@@ -19,45 +19,30 @@ _ITERATING = "_DataLoaderIterDataFetcher"
 """Hands the iterator itself to the training step, which then keeps the position."""
 
 
-class AfterClosure:
-    """A precision plugin's ``_after_closure``, and then a call.
-
-    Lightning runs forward, backward and the clipping of gradients within the optimizer's step, and
-    this method last: after it gradients are final, and the parameters change next.
-
-    Args:
-        before: the plugin's own method.
-        then: called with nothing once that has returned.
-    """
-
-    def __init__(self, before: Callable[..., Any], then: Callable[[], None]) -> None:
-        self.before = before
-        self._then = then
-
-    def __call__(self, *a: Any, **kw: Any) -> Any:
-        """What the plugin's own method returns."""
-        found = self.before(*a, **kw)
-        self._then()
-        return found
-
-
 def call_after_closure(plugin: Any, then: Callable[[], None]) -> None:
     """Have ``then`` called between the last change of a gradient and the first of a parameter.
 
-    In the place of what an earlier call has set.
+    Lightning runs forward, backward and the clipping of gradients within the optimizer's step, and
+    the precision plugin's ``_after_closure`` last. An earlier call's ``then`` is replaced.
 
     Raises:
         StrategyError: the plugin has no such moment.
     """
-    before = getattr(plugin, "_after_closure", None)
-    if before is None:
+    found = getattr(plugin, "_after_closure", None)
+    if found is None:
         raise StrategyError(
             f"{type(plugin).__name__}: expected one of Lightning's precision plugins, with "
             "_after_closure"
         )
-    if isinstance(before, AfterClosure):
-        before = before.before
-    plugin._after_closure = AfterClosure(before, then)  # noqa: SLF001 - there is no public place
+    before = getattr(found, "plugins_own", found)
+
+    def after(*a: Any, **kw: Any) -> Any:
+        result = before(*a, **kw)
+        then()
+        return result
+
+    setattr(after, "plugins_own", before)  # noqa: B010 - a function has no such attribute to mypy
+    plugin._after_closure = after  # noqa: SLF001 - there is no public place
 
 
 def wrapper_of(trainer: Any) -> HPCallWrapper:
@@ -106,7 +91,7 @@ def go_to_batch(trainer: Any, num_batches: int) -> None:
     fetcher = loop._data_fetcher  # noqa: SLF001 - there is no public place
     if fetcher is None or type(fetcher).__name__ == _ITERATING:
         return
-    set_epoch(loop)
+    _set_epoch(loop)
     iter(fetcher)
     for _ in range(num_batches):
         next(fetcher)
@@ -125,32 +110,6 @@ def begin_epoch_if_over(trainer: Any) -> None:
         reset()
 
 
-def begin_epoch_of_steps_if_over(trainer: Any) -> None:
-    """The same where a step draws several batches: Lightning does not see that the epoch is over.
-
-    It compares the steps with the length of the loader; before 2.5 it does not even do that, and
-    trains one more batch in that epoch.
-    """
-    loop = trainer.fit_loop
-    if not loop.epoch_loop.batch_progress.is_last_batch:
-        return
-    if knows_batch_end(loop):
-        loop.reset_restart_stage()
-        loop.epoch_loop.reset_restart_stage()
-        loop.epoch_loop.batch_progress.increment_completed()  # these two as its restart does
-        loop.epoch_loop._batches_that_stepped += 1  # noqa: SLF001 - there is no public place
-    else:
-        number = loop.epoch_progress.current.completed + 1
-        counts = dict.fromkeys(("ready", "started", "processed", "completed"), number)
-        loop.epoch_progress.current.load_state_dict(counts)
-    loop.epoch_loop.restarting = False
-
-
-def knows_batch_end(loop: Any) -> bool:
-    """Whether Lightning's fit loop knows a state from the end of a batch; from 2.5 on it does."""
-    return hasattr(loop, "reset_restart_stage")
-
-
 def clear_tensor_hooks(device_type: str) -> int:
     """Take all hooks off the tensors of a device; the number of tensors that had any."""
     found = [
@@ -165,7 +124,7 @@ def clear_tensor_hooks(device_type: str) -> int:
     return len(found)
 
 
-def set_epoch(loop: Any) -> None:
+def _set_epoch(loop: Any) -> None:
     """Tell the samplers of the fit loop's loaders which epoch it is."""
     for loader in loop._combined_loader.flattened:  # noqa: SLF001 - there is no public place
         batches = getattr(loader, "batch_sampler", None)

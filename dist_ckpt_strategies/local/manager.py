@@ -6,7 +6,7 @@ import logging
 import operator
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,20 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.local.availability import availability_of, gather_listings
-from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
-from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
-from dist_ckpt_strategies.local.loading import LocalParts, find_newest, load_newest
-from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
+from dist_ckpt_strategies.local.encoding import (
+    RESHARDED_KINDS,
+    EncodedState,
+    decode_parts,
+    default_local_allowed,
+    encode_state,
+)
+from dist_ckpt_strategies.local.loading import (
+    LocalParts,
+    availability_of,
+    find_newest,
+    gather_listings,
+    load_newest,
+)
 from dist_ckpt_strategies.local.part_files import PartDirectory
 from dist_ckpt_strategies.local.part_format import Part, PartId, PartLayout, SaveId, part_layout
 from dist_ckpt_strategies.local.part_streams import FileSink
@@ -48,12 +57,7 @@ from dist_ckpt_strategies.local.saving import (
     require_complete,
     require_possible,
 )
-from dist_ckpt_strategies.local.state_codecs import (
-    EncodedState,
-    StateCodecs,
-    decode_parts,
-    encode_state,
-)
+from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import (
     BackgroundWork,
@@ -95,7 +99,6 @@ class LocalCheckpointManager:
         max_bucket_bytes: bound, in bytes, on what travels at once in a load. In a save the
             strategy's holds.
         allow: further classes that the state may hold objects of.
-        codecs: how classes of state dicts are taken apart; by default those of this package.
     """
 
     def __init__(  # noqa: PLR0913 - NVRx's three, and options by name
@@ -109,7 +112,6 @@ class LocalCheckpointManager:
         timeout_s: float | None = None,
         max_bucket_bytes: int = DEFAULT_BUCKET_NBYTES,
         allow: Allowed = (),
-        codecs: StateCodecs | None = None,
     ) -> None:
         if keep < 1:
             raise PlanError(f"keep: expected 1 or more saves, found {keep}")
@@ -125,8 +127,7 @@ class LocalCheckpointManager:
         self._group = group
         self.timeout_s = options_from_environment().with_changes(timeout_s=timeout_s).timeout_s
         self._max_bucket_nbytes = max_bucket_bytes
-        self._allowed: Mapping[str, Any] = default_allowed_names(allow)
-        self._codecs = codecs or default_codecs()
+        self._allowed = default_local_allowed(allow)
         self._snapshot = HostSnapshot()
         self._running: BackgroundWork[ReplicationReport] | None = None
         self._newest: SaveId | None = None
@@ -153,8 +154,9 @@ class LocalCheckpointManager:
             state_dict: this rank's state.
             iteration: the training iteration; equal on all ranks.
             is_async: return when the tensors have been copied to host memory, and do the rest
-                behind training; equal on all ranks. The copy's memory is kept for the next save.
-                The save counts once the request has been finalised.
+                in the background; equal on all ranks. The copy's memory is kept for the next
+                save. The save counts once the request has been finalised. Until then nothing else
+                may send over the strategy's process group.
 
         Returns:
             With ``is_async``, a request for a checkpoint queue, which is also complete in itself:
@@ -165,7 +167,8 @@ class LocalCheckpointManager:
                 called another method; or a tensor cannot be stored.
             UnsafeObjectError: the state holds an object of a class that is not allowed.
             StorageError: there is no room for it, or a part cannot be written.
-            StrategyError: with ``is_async``, the strategy's group is the one that training uses.
+            StrategyError: the state is of a class that cannot be stored; or, with ``is_async``,
+                the strategy's group is the one that training uses.
             PeerError: the same on another rank.
         """
         comm = self.communicator("local save", f"of iteration {iteration}")
@@ -217,7 +220,7 @@ class LocalCheckpointManager:
         comm = self.communicator("search for local checkpoints")
         self._let_finish(comm)
         with time_limit(self.timeout_s):
-            newest = find_newest(comm, self._parts, self._codecs.resharded_kinds())
+            newest = find_newest(comm, self._parts, RESHARDED_KINDS)
         return newest.save.iteration if newest else _NO_ITERATION
 
     @raises_megatron_errors
@@ -242,10 +245,8 @@ class LocalCheckpointManager:
         comm = self.communicator("load of a local checkpoint")
         self._let_finish(comm)
         with time_limit(self.timeout_s):
-            parts = load_newest(comm, self._parts, self._codecs.resharded_kinds(), at_least)
-        state = agree(comm, lambda: decode_parts(parts, codecs=self._codecs, allowed=self._allowed))
-        if isinstance(state, MCoreTensorAwareStateDict):
-            state.allow(self._allowed)
+            parts = load_newest(comm, self._parts, RESHARDED_KINDS, at_least)
+        state = agree(comm, lambda: decode_parts(parts, allowed=self._allowed))
         own = PartId(parts[0].part.part_id.save, comm.global_rank(comm.rank))
         logger.log(report_level(comm), "rank %s: loaded %s", own.global_rank, own)
         return state, str(own)
@@ -321,7 +322,6 @@ class LocalCheckpointManager:
                 placeholder,
                 world_size=comm.size,
                 session_id=self.session_id,
-                codecs=self._codecs,
                 allowed=self._allowed,
             )
             held.append(encoded)

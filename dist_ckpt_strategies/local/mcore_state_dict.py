@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence, ValuesView
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from dist_ckpt_strategies.core.array import (
     ObjectId,
     ShardId,
     ShardSpec,
+    shard_from_wire,
     shard_to_wire,
 )
+from dist_ckpt_strategies.core.balance import build_spread
 from dist_ckpt_strategies.errors import PlanError, StrategyError
-from dist_ckpt_strategies.local.shard_distribution import ShardDistribution, deal_out, only_kept
 from dist_ckpt_strategies.local.shard_fetching import (
     fetched_objects,
     fetched_shards,
@@ -28,7 +30,7 @@ from dist_ckpt_strategies.local.shard_fetching import (
     stored_keys,
     tensors_at_hand,
 )
-from dist_ckpt_strategies.local.tensor_slots import SlottedStateDict, TensorSlots
+from dist_ckpt_strategies.local.state_dicts import SlottedStateDict
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.flow import (
     LoadParts,
@@ -51,6 +53,17 @@ from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor, St
 from dist_ckpt_strategies.sharded.checks import check_load, check_save
 
 _ALGORITHMS = ("atomic", "fully_parallel")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardDistribution:
+    """Which rank of a group keeps each shard; valid as long as the sharding is the same.
+
+    Attributes:
+        keepers: rank within the group, by shard.
+    """
+
+    keepers: Mapping[ShardId, int]
 
 
 class MCoreTensorAwareStateDict(SlottedStateDict):
@@ -81,18 +94,8 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
             return bare
 
         self._frame = mapped_values(take, sharded)
-        self._slots = TensorSlots(tensors, devices)
-        self._allowed: Mapping[str, Any] | None = None
+        self._hold(tensors, devices)
         self.common_state_dict = common
-
-    def allow(self, allowed: Mapping[str, Any]) -> None:
-        """Say which classes the objects may be of that ``to_state_dict`` brings to other ranks.
-
-        Args:
-            allowed: by name, as the manager that loaded this has them; by default those that
-                Megatron-Core allows.
-        """
-        self._allowed = allowed
 
     @classmethod
     @raises_megatron_errors
@@ -112,13 +115,11 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
             sharded_state_dict: as for ``dist_checkpointing.save``.
             algo: ``"atomic"`` keeps all shards on every rank; ``"fully_parallel"`` lets one of
                 the ranks of the group that hold a shard keep it.
-            parallelization_group: the ranks that deal them out; the world by default. A save
-                behind training that sends over it is waited for.
+            parallelization_group: the ranks that deal them out; the world by default.
             cached_metadata: what an earlier call returned, if the sharding has not changed.
 
         Raises:
             PlanError: the algorithm is unknown, or the shards of all ranks do not fit together.
-            SaveTimeoutError: a save sends over the group for too long.
         """
         world = _communicator(None, "taking a state apart")
 
@@ -151,7 +152,7 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
             sharded: this rank's ShardedTensors and ShardedObjects; left as they are.
             distribution: who keeps what, if that is known.
         """
-        dealt = distribution or deal_out(comm, sharded)
+        dealt = distribution or distribute_shards(comm, sharded)
         return agree(comm, lambda: cls(common, only_kept(sharded, dealt, comm.rank))), dealt
 
     @raises_megatron_errors
@@ -193,7 +194,7 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
         def begin() -> bool:
             options_from_environment()
             _require_algorithm(algo)
-            self._slots.require_tensors()
+            self._require_tensors()
             wanted = {} if sharded_state_dict is None else sharded_state_dict
             parts = split_for_load(mapped_values(copy.copy, wanted))
             begun.append((mapped_values(lambda value: value, self.common_state_dict), parts))
@@ -220,7 +221,7 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
     @property
     def sharded_state_dict(self) -> StateDict:
         """The ShardedTensors and ShardedObjects, new ones each time; without data if hollow."""
-        tensors = None if self.is_hollow else self._slots.require_tensors()
+        tensors = None if self.is_hollow else self._require_tensors()
 
         def give(value: Any) -> Any:
             place = self._places.get(id(value))
@@ -235,7 +236,7 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
     @property
     def state_dict(self) -> StateDict:
         """The common state, with the sharded values in their places."""
-        self._slots.require_tensors()
+        self._require_tensors()
         return self._merged()
 
     def values(self) -> ValuesView[Any]:
@@ -283,7 +284,7 @@ class MCoreTensorAwareStateDict(SlottedStateDict):
 
         answers = agree_and_gather(comm, describe)
         lost = [names for _, names in answers]
-        objects.update(fetched_objects(comm, objects, lost, self._allowed))
+        objects.update(fetched_objects(comm, objects, lost))
         missing = [wires for wires, _ in answers]
         if any(missing):
             at_hand.update(fetched_shards(comm, held, missing))
@@ -314,3 +315,44 @@ def _require_algorithm(algo: str) -> None:
 def _taken_apart(sharded_state_dict: StateDict, algo: str) -> SaveParts:
     _require_algorithm(algo)
     return split_for_save(sharded_state_dict, None)
+
+
+def distribute_shards(comm: Communicator, sharded: StateDict) -> ShardDistribution:
+    """Deal the shards out among the ranks of a group. Collective over it."""
+
+    def describe() -> list[Any]:
+        values = (v for v in sharded_values(sharded) if isinstance(v, ShardedTensor))
+        return [shard_to_wire(shard_spec(value)) for value in values]
+
+    everyone = agree_and_gather(comm, describe)
+
+    def deal() -> ShardDistribution:
+        holders: dict[ShardId, list[int]] = {}
+        nbytes: dict[ShardId, int] = {}
+        for rank, wires in enumerate(everyone):
+            for spec in map(shard_from_wire, wires):
+                nbytes[spec.id] = spec.nbytes
+                having = holders.setdefault(spec.id, [])
+                if not having or having[-1] != rank:  # ranks come in order, each once
+                    having.append(rank)
+        return ShardDistribution(build_spread(holders, nbytes))
+
+    return agree(comm, deal)
+
+
+def only_kept(sharded: StateDict, distribution: ShardDistribution, rank: int) -> StateDict:
+    """The state dict without the data of tensors that other ranks keep."""
+
+    def keep(value: Any) -> Any:
+        if not isinstance(value, ShardedTensor):
+            return value
+        keeper = distribution.keepers.get(shard_spec(value).id)
+        if keeper is None:
+            raise PlanError(
+                f"{value.key}: cached_metadata does not know this shard; leave it out after the "
+                "sharding has changed",
+                key=value.key,
+            )
+        return value if keeper == rank else value.without_data()
+
+    return mapped_values(keep, sharded)

@@ -108,9 +108,10 @@ class Part:
         part_id: the save and the rank.
         world_size: ranks that took part in the save.
         session_id: the training session, as the manager was told.
-        kind: name of the encoding of the state that ``content`` is in.
-        content: the state without its tensors, of JSON types.
-        buffers: the state's tensors in order, then what else of its content is bytes.
+        kind: of the state's class.
+        content: of JSON types, for readers of the header alone: the common state, if it is such.
+        buffers: the state's tensors in order, then those of its common state, then the state
+            without its tensors, pickled.
     """
 
     part_id: PartId
@@ -128,6 +129,7 @@ BLOCK_NBYTES = 4096
 _SMALL_ALIGNMENT = 64
 _LARGE_NBYTES = 64 << 10
 _FORMAT = "dist_ckpt_strategies part"
+_VERSION = 2
 _NUM_DIGITS = 16
 _MAX_DESCRIPTION_NBYTES = 1 << 30
 _MAX_WORLD_SIZE = 1 << 24
@@ -268,7 +270,7 @@ def _description(part: Part, digests: Sequence[Digest]) -> bytes:
     ]
     fields = {
         "format": _FORMAT,
-        "version": 1,
+        "version": _VERSION,
         "id": str(part.part_id),
         "world_size": part.world_size,
         "session": part.session_id,
@@ -280,9 +282,10 @@ def _description(part: Part, digests: Sequence[Digest]) -> bytes:
 
 
 def _stored(fields: Any, description_nbytes: int) -> StoredPart:
-    if fields["format"] != _FORMAT or fields["version"] != 1:
+    if fields["format"] != _FORMAT or fields["version"] != _VERSION:
         raise ValueError(
-            f"format {fields['format']!r} version {fields['version']!r}, expected {_FORMAT!r} 1"
+            f"format {fields['format']!r} version {fields['version']!r}, expected {_FORMAT!r} "
+            f"{_VERSION}"
         )
     part_id = PartId.parse(fields["id"])
     if part_id is None:

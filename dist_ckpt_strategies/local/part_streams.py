@@ -119,30 +119,14 @@ class BufferDigests:
         return [self._digests.get(n, nothing).intdigest() for n in range(self._num_buffers)]
 
 
-class PartSource(Protocol):
-    """A copy of a part that other ranks may get.
+class FileSource:
+    """A copy of a part in a file, that other ranks may get. Threads may share it.
 
     Attributes:
         header: its description, digests and all; None if it cannot be used.
         failure: what is wrong with it, once that is known.
         read_nbytes: bytes read from storage so far.
     """
-
-    header: bytes | None
-    failure: CheckpointError | None
-    read_nbytes: int
-
-    def read_into(self, message: Message, target: Bytes) -> None:
-        """Fill ``target`` with a message; with zeros once something is wrong."""
-        ...
-
-    def close(self) -> None:
-        """Let go of the file."""
-        ...
-
-
-class FileSource:
-    """A copy in a file; see PartSource. Threads may share it."""
 
     def __init__(self, part_id: str, path: Path | None) -> None:
         self._name = str(path or part_id)
@@ -166,7 +150,7 @@ class FileSource:
         return self._name
 
     def read_into(self, message: Message, target: Bytes) -> None:
-        """See PartSource."""
+        """Fill ``target`` with a message; with zeros once something is wrong."""
         try:
             if self.failure is None and self._reader is not None:
                 self._reader.read(message.byte_offset, target)
@@ -178,13 +162,13 @@ class FileSource:
         target[:] = 0
 
     def close(self) -> None:
-        """See PartSource."""
+        """Let go of the file."""
         if self._reader is not None:
             self._reader.close()
 
 
 class MemorySource:
-    """A copy in this process; see PartSource."""
+    """A copy in this process; see FileSource."""
 
     def __init__(self, part: Part, payloads: Sequence[torch.Tensor]) -> None:
         self._tensors = TensorSource(part, payloads)
@@ -193,11 +177,15 @@ class MemorySource:
         self.read_nbytes = 0
 
     def read_into(self, message: Message, target: Bytes) -> None:
-        """See PartSource."""
+        """See FileSource."""
         target[:] = self._tensors.content(message)
 
     def close(self) -> None:
-        """See PartSource."""
+        """See FileSource."""
+
+
+PartSource = FileSource | MemorySource
+"""A copy of a part that other ranks may get."""
 
 
 class PartSink(Protocol):

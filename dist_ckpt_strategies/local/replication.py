@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
@@ -11,7 +12,6 @@ import xxhash
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.group_users import GROUP_USERS
 from dist_ckpt_strategies.comm.new_groups import new_group_of
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
@@ -29,14 +29,18 @@ from dist_ckpt_strategies.config import (
     options_from_environment,
 )
 from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
-from dist_ckpt_strategies.local.base_state_dict import TensorAwareStateDict
-from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
+from dist_ckpt_strategies.local.encoding import (
+    EncodedState,
+    decode_state,
+    default_local_allowed,
+    encode_state,
+)
 from dist_ckpt_strategies.local.part_format import Part, PartId, PartLayout, SaveId
 from dist_ckpt_strategies.local.part_streams import MemorySink, MemorySource
 from dist_ckpt_strategies.local.plan import Clique, ExchangePlan, build_cliques, build_exchange_plan
 from dist_ckpt_strategies.local.replicate import run_replicate
 from dist_ckpt_strategies.local.retrieve import RetrievedPart, run_retrieve
-from dist_ckpt_strategies.local.state_codecs import decode_state, encode_state
+from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import BackgroundWork
 
@@ -88,7 +92,9 @@ class CliqueReplicationStrategy(ReplicationStrategy):
     """All ranks of a group keep copies for each other.
 
     Args:
-        local_group: the clique's process group.
+        local_group: the clique's process group. An asynchronous save sends over it in the
+            background, so nothing else may use it then; ``from_replication_params`` makes such
+            groups.
         target_device: where the bytes travel: ``cpu``, or ``cuda`` over a group with NCCL.
         max_bucket_bytes: bound, in bytes, on what travels at once in each direction.
         timeout_s: longest wait for a peer, in seconds; by default what the environment says.
@@ -106,6 +112,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         self.target_device = target_device
         self.max_bucket_bytes = max_bucket_bytes
         self._timeout_s = options_from_environment().with_changes(timeout_s=timeout_s).timeout_s
+        self._work: weakref.ref[BackgroundWork[Any]] | None = None
 
     @classmethod
     @raises_megatron_errors
@@ -191,22 +198,20 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         )
 
     def note_use(self, work: BackgroundWork[Any]) -> None:
-        """Have ``let_finish`` wait for a save that sends over the group behind training.
-
-        Rank-local. The save is not kept alive: its own thread does that, as long as it runs.
-        """
-        GROUP_USERS.note(self._group, work)
+        """Have ``let_finish`` wait for a save in the background. Rank-local."""
+        self._work = weakref.ref(work)
 
     def let_finish(self, timeout_s: float) -> None:
-        """Return when no save behind training sends over the group any more.
+        """Return when no save in the background uses this strategy any more. Rank-local.
 
-        Rank-local. Several managers may share a strategy, and several strategies a group; messages
-        of two saves at once would be taken for each other.
+        Several managers may share a strategy: the messages of two saves must not mix.
 
         Raises:
             SaveTimeoutError: one goes on for longer.
         """
-        GROUP_USERS.wait(self._group, timeout_s)
+        work = None if self._work is None else self._work()
+        if work is not None:
+            work.wait(timeout_s, "a save in the background with the same strategy")
 
     @raises_megatron_errors
     def replicate(
@@ -218,22 +223,20 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         states are on the CPU; ``restore_tensor_device`` moves them to their devices.
         """
         comm = self.communicator("replication", f"of {id_}")
-        codecs, allowed = default_codecs(), default_allowed_names()
+        allowed = default_local_allowed()
         sinks: dict[int, MemorySink] = {}
 
-        def begin() -> list[Any]:
+        def encode() -> EncodedState:
             self.let_finish(limit_of_wait(self._timeout_s))
-            encoded = encode_state(
+            return encode_state(
                 local_ckpt,
                 PartId(_IN_MEMORY, comm.global_rank(comm.rank)),
                 world_size=1,
                 session_id="",
-                codecs=codecs,
                 allowed=allowed,
             )
-            return [encoded]
 
-        (encoded,) = agree(comm, begin)
+        encoded = agree(comm, encode)
         ids = agree_and_gather(comm, lambda: str(id_))
 
         def open_sink(part: Part, layout: PartLayout) -> MemorySink | None:
@@ -257,9 +260,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
                 states.append(
                     local_ckpt
                     if sink is None
-                    else decode_state(
-                        RetrievedPart(sink.part, sink.tensors), codecs=codecs, allowed=allowed
-                    )
+                    else decode_state(RetrievedPart(sink.part, sink.tensors), allowed=allowed)
                 )
             return states
 
@@ -307,7 +308,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         comm = self.communicator("retrieval")
         agree(comm, lambda: self.let_finish(limit_of_wait(self._timeout_s)))
         me = comm.global_rank(comm.rank)
-        codecs, allowed = default_codecs(), default_allowed_names()
+        allowed = default_local_allowed()
 
         def open_source(id_: str) -> MemorySource:
             if id_ not in my_data:
@@ -317,7 +318,6 @@ class CliqueReplicationStrategy(ReplicationStrategy):
                 PartId(_IN_MEMORY, me),
                 world_size=1,
                 session_id="",
-                codecs=codecs,
                 allowed=allowed,
             )
             return MemorySource(encoded.part, encoded.payloads)
@@ -333,9 +333,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             if found.bad:
                 raise CorruptCheckpointError("; ".join(bad.reason for bad in found.bad))
             return {
-                id_: my_data[id_]
-                if _is_own(plan, id_, me)
-                else decode_state(part, codecs=codecs, allowed=allowed)
+                id_: my_data[id_] if _is_own(plan, id_, me) else decode_state(part, allowed=allowed)
                 for id_, part in found.parts.items()
             }
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.errors import PlanError, StorageError
-from dist_ckpt_strategies.local.availability import Availability
+from dist_ckpt_strategies.local.loading import Availability
 from dist_ckpt_strategies.local.part_files import FoundPart, PartDirectory
 from dist_ckpt_strategies.local.part_format import SaveId
 from dist_ckpt_strategies.local.plan import build_retention, outdated
@@ -28,7 +28,7 @@ class Intent:
         device: tells the file system that it writes to from every other.
         freed_nbytes: of leftovers that it has removed there.
         free_nbytes: room there after that.
-        is_async: whether it does so behind training.
+        is_async: whether it does so in the background.
     """
 
     iteration: int
@@ -51,7 +51,7 @@ def require_possible(intents: Mapping[int, Intent], directory: PartDirectory) ->
         directory: for messages.
 
     Raises:
-        PlanError: they save different iterations, or some behind training and others not.
+        PlanError: they save different iterations, or some in the background and others not.
         StorageError: a file system lacks room; says how much.
     """
     first = min(intents)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
-from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
 from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
 from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.core.array import (
@@ -18,12 +21,9 @@ from dist_ckpt_strategies.core.array import (
     shard_from_wire,
     shard_to_wire,
 )
-from dist_ckpt_strategies.device import torch_dtype
+from dist_ckpt_strategies.device import as_bytes, to_host, torch_dtype
 from dist_ckpt_strategies.errors import ArrayNotFoundError
-from dist_ckpt_strategies.formats.objects import names_of
-from dist_ckpt_strategies.local.plain_values import dump_value, load_value
-from dist_ckpt_strategies.local.plan_reshard import ReshardPlan, build_reshard_plan
-from dist_ckpt_strategies.local.reshard import run_reshard
+from dist_ckpt_strategies.local.plan_reshard import Piece, ReshardPlan, build_reshard_plan
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     message_of,
@@ -32,7 +32,10 @@ from dist_ckpt_strategies.megatron.shards import (
     sharded_values,
     value_from_message,
 )
-from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor, default_allowed
+from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor
+
+_Shards = Mapping[ShardId, torch.Tensor]
+"""Tensors by shard, each shaped like its region."""
 
 
 def tensors_at_hand(sharded: StateDict) -> dict[ShardSpec, torch.Tensor]:
@@ -70,7 +73,6 @@ def fetched_objects(
     comm: Communicator,
     objects: Mapping[ObjectId, Any],
     lost: Sequence[Sequence[Any]],
-    allow: Mapping[str, Any] | None,
 ) -> dict[ObjectId, Any]:
     """Objects that some rank wants and does not hold, from the first rank that does. Collective.
 
@@ -86,10 +88,8 @@ def fetched_objects(
         return {}
     names = sorted(wanted)
     holding = agree_and_gather(comm, lambda: [n for n, name in enumerate(names) if name in objects])
-    allowed: dict[str, Any] = {}
 
     def senders() -> dict[ObjectId, int]:
-        allowed.update(names_of(default_allowed()) if allow is None else allow)
         able = _first_holders(holding)
         found = {}
         for number, name in enumerate(names):
@@ -104,15 +104,14 @@ def fetched_objects(
 
     planned = agree(comm, senders)
     mine = [name for name, rank in planned.items() if rank == comm.rank]
-    contents = agree_and_gather_bytes(
-        comm, lambda: dump_value([objects[name] for name in mine], allowed)
-    )
+    contents = agree_and_gather_bytes(comm, lambda: pickle.dumps([objects[name] for name in mine]))
 
     def take() -> dict[ObjectId, Any]:
         found: dict[ObjectId, Any] = {}
         for rank, content in enumerate(contents):
             sent = [name for name, sender in planned.items() if sender == rank]
-            found.update(zip(sent, load_value(content, allowed), strict=True))
+            held = pickle.loads(content)  # noqa: S301 - of a rank of this job
+            found.update(zip(sent, held, strict=True))
         return found
 
     return agree(comm, take)
@@ -160,5 +159,45 @@ def fetched_shards(
         }
 
     plan, targets = agree(comm, prepare)
-    run_reshard(plan, {spec.id: tensor for spec, tensor in held.items()}, targets, comm)
+    _run_reshard(plan, {spec.id: tensor for spec, tensor in held.items()}, targets, comm)
     return targets
+
+
+def _run_reshard(plan: ReshardPlan, held: _Shards, targets: _Shards, comm: Communicator) -> None:
+    """Fill every target from what the ranks hold. Collective, with an equal plan."""
+
+    def copy_local() -> None:
+        for piece in plan.local:
+            if piece.receiver == comm.rank:
+                _part(piece, piece.target, targets).copy_(_part(piece, piece.source, held))
+
+    agree(comm, copy_local)
+    for round_ in plan.rounds:
+        outgoing = [piece for piece in round_ if piece.sender == comm.rank]
+        incoming = [piece for piece in round_ if piece.receiver == comm.rank]
+
+        def prepare(
+            outgoing: list[Piece] = outgoing, incoming: list[Piece] = incoming
+        ) -> tuple[list[Bytes], list[Bytes]]:
+            sources = [_part(piece, piece.source, held).contiguous() for piece in outgoing]
+            contents = to_host([as_bytes(source) for source in sources])
+            return contents, [np.empty(piece.nbytes, np.uint8) for piece in incoming]
+
+        contents, buffers = agree(comm, prepare)
+        comm.exchange(
+            [Send(p.receiver, content) for p, content in zip(outgoing, contents, strict=True)],
+            [Receive(p.sender, buffer) for p, buffer in zip(incoming, buffers, strict=True)],
+        )
+        agree(comm, partial(_fill, incoming, buffers, targets))
+
+
+def _fill(incoming: Sequence[Piece], buffers: Sequence[Bytes], targets: _Shards) -> None:
+    """Put what has arrived in its places."""
+    for piece, buffer in zip(incoming, buffers, strict=True):
+        elements = torch.from_numpy(buffer).view(torch_dtype(piece.dtype))
+        _part(piece, piece.target, targets).copy_(elements.reshape(piece.region.shape))
+
+
+def _part(piece: Piece, shard: ShardId, tensors: _Shards) -> torch.Tensor:
+    """The piece's elements, as a view of the tensor of a shard."""
+    return tensors[shard].detach()[piece.region.within(shard.region).slices()]

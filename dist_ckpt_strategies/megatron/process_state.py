@@ -26,8 +26,3 @@ def forget_parallel_layout() -> None:
 def forget_num_microbatches() -> None:
     """Have the number of micro-batches in a step determined anew; without one does nothing."""
     num_microbatches_calculator.destroy_num_microbatches_calculator()
-
-
-def set_num_microbatches(num_samples: int) -> None:
-    """Set it to what it is after so many samples: it may grow during a training."""
-    num_microbatches_calculator.update_num_microbatches(num_samples, consistency_check=False)

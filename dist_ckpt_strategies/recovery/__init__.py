@@ -9,12 +9,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dist_ckpt_strategies.recovery.checksums import MemoryChecksumManager
+from dist_ckpt_strategies.recovery.kept_state import MemoryChecksumManager
 from dist_ckpt_strategies.recovery.manager import CheckpointManager
 from dist_ckpt_strategies.recovery.peft import PEFTCheckpointManager
 from dist_ckpt_strategies.recovery.provider import Phase, StateProvider
+from dist_ckpt_strategies.recovery.step_keeper import ParameterUpdateLock
 from dist_ckpt_strategies.recovery.torch_provider import TorchStateProvider
-from dist_ckpt_strategies.recovery.update_lock import ParameterUpdateLock
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.recovery.latest import Attempt, Loaded, Tier, load_latest

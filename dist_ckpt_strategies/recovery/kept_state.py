@@ -6,18 +6,65 @@ import copy
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 
 from dist_ckpt_strategies.device import to_host
 from dist_ckpt_strategies.errors import RestartError
-from dist_ckpt_strategies.recovery.checksums import MemoryChecksumManager
-from dist_ckpt_strategies.recovery.part_transfer import FlatPart
+from dist_ckpt_strategies.recovery.part_transfer import FlatPart, flat_parts
 from dist_ckpt_strategies.recovery.plan import HeldState, Phase
-from dist_ckpt_strategies.recovery.state_provider import HasLateObjects, StateProvider
+from dist_ckpt_strategies.recovery.provider import StateProvider
 
 logger = logging.getLogger(__name__)
+
+Parts = Mapping[str, Mapping[str, torch.Tensor]]
+
+
+class MemoryChecksumManager:
+    """The digests (xxh3) of every tensor of a state, of any dtype, at one step.
+
+    Attributes:
+        step: that the digests are of; None where there are none.
+    """
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self._digests: dict[str, dict[str, str]] = {}
+
+    def record(self, step: int, parts: Parts) -> None:
+        """Take the digests of a state; looks at every byte."""
+        self._digests = _digests_of(parts)
+        self.step = step
+
+    def verify(self, parts: Parts) -> bool:
+        """Whether the state is the recorded one, bit for bit; True where nothing is recorded."""
+        return not self.differences(parts)
+
+    def differences(self, parts: Parts) -> list[str]:
+        """The tensors that are not as they were recorded, each in a line that says how."""
+        if self.step is None:
+            return []
+        found: list[str] = []
+        now = _digests_of(parts)
+        for part_id in sorted(self._digests.keys() | now.keys()):
+            before, after = self._digests.get(part_id, {}), now.get(part_id, {})
+            found += [
+                f"{part_id}: {name}: has digest {after.get(name)}, expected {before.get(name)}"
+                for name in sorted(before.keys() | after.keys())
+                if before.get(name) != after.get(name)
+            ]
+        return found
+
+    def clear(self) -> None:
+        """Forget the digests."""
+        self.step = None
+        self._digests = {}
+
+
+def _digests_of(parts: Parts) -> dict[str, dict[str, str]]:
+    return {part_id: part.tensor_digests() for part_id, part in flat_parts(parts).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +103,12 @@ def held_state(
     if kept is None:
         return None, "has no state"
     damage = damage_of(kept, recorded)
-    no_objects = why_no_objects(kept)
     if damage:
         logger.error("the state in memory is not used: %s", "; ".join(damage))
-        return HeldState(kept.step, kept.phase, (), no_objects), damage[0]
+        return HeldState(kept.step, kept.phase, ()), damage[0]
     tells = with_digests and recorded is not None and kept.phase < Phase.COMMITTED
     found = tuple(part.facts(with_digest=tells) for part in parts.values())
-    return HeldState(kept.step, kept.phase, found, no_objects), ""
-
-
-def why_no_objects(kept: KeptState) -> str:
-    """Of the step after this one; a provider that does not say has them with its update."""
-    if kept.phase is Phase.RUNNING or not isinstance(kept.provider, HasLateObjects):
-        return ""
-    return kept.provider.why_no_objects()
+    return HeldState(kept.step, kept.phase, found), ""
 
 
 def damage_of(kept: KeptState, recorded: MemoryChecksumManager | None) -> list[str]:
@@ -79,22 +118,28 @@ def damage_of(kept: KeptState, recorded: MemoryChecksumManager | None) -> list[s
     return recorded.differences(kept.provider.parts())
 
 
-class HostCopy:
-    """A copy of a state on the host, as a StateProvider: others can take it over.
+class HeldTensors:
+    """A StateProvider of tensors and objects at hand, which trains nothing.
 
     Args:
-        provider: what is copied.
-        holds_parts: whether its tensors are; not of a torn state, of which only the step counts.
+        tensors: gives the tensors, by part id and name.
+        step: that they are in.
+        gathered: ids of the parts that are made anew from others.
+        objects: the state that is no tensor.
     """
 
-    def __init__(self, provider: StateProvider, step: int, *, holds_parts: bool = True) -> None:
+    def __init__(
+        self,
+        tensors: Callable[[], Parts],
+        *,
+        step: int = 0,
+        gathered: frozenset[str] = frozenset(),
+        objects: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self._tensors = tensors
+        self._gathered = gathered
+        self._objects = objects
         self._step = step
-        self._objects = copy.deepcopy(dict(provider.objects()))
-        self._gathered = provider.gathered_parts()
-        self._parts = {
-            part_id: _on_host(tensors)
-            for part_id, tensors in (provider.parts().items() if holds_parts else ())
-        }
 
     @property
     def step(self) -> int:
@@ -105,9 +150,9 @@ class HostCopy:
         """See StateProvider."""
         self._step = step
 
-    def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+    def parts(self) -> Parts:
         """See StateProvider."""
-        return self._parts
+        return self._tensors()
 
     def gathered_parts(self) -> frozenset[str]:
         """See StateProvider."""
@@ -122,20 +167,33 @@ class HostCopy:
         self._objects = copy.deepcopy(dict(objects))
 
     def apply_update(self) -> NoReturn:
-        """A copy has no gradients.
+        """Held tensors have no gradients.
 
         Raises:
             RestartError: always.
         """
-        raise RestartError("a copy on the host has no gradients to update from")
+        raise RestartError("held tensors have no gradients to update from")
 
-    def gather_weights(self) -> NoReturn:
-        """A copy trains nothing.
+    def gather_weights(self) -> None:
+        """See StateProvider; nothing trains with these."""
 
-        Raises:
-            RestartError: always.
-        """
-        raise RestartError("a copy on the host gathers no weights")
+
+def host_copy(provider: StateProvider, step: int, *, holds_parts: bool = True) -> HeldTensors:
+    """A copy of a state on the host: others can take it over.
+
+    Args:
+        provider: what is copied.
+        step: that it is in.
+        holds_parts: whether its tensors are; not of a torn state, of which only the step counts.
+    """
+    parts = provider.parts() if holds_parts else {}
+    copied = {part_id: _on_host(tensors) for part_id, tensors in parts.items()}
+    return HeldTensors(
+        lambda: copied,
+        step=step,
+        gathered=provider.gathered_parts(),
+        objects=copy.deepcopy(dict(provider.objects())),
+    )
 
 
 class PartsView:
@@ -144,54 +202,22 @@ class PartsView:
     Args:
         provider: whose state it is.
         parts: gives the tensors of this view, as they are when asked for.
-        is_bare: whether the view is of tensors alone: no objects, no step, nothing to gather.
     """
 
-    def __init__(
-        self,
-        provider: StateProvider,
-        parts: Callable[[], Mapping[str, Mapping[str, torch.Tensor]]],
-        *,
-        is_bare: bool = False,
-    ) -> None:
+    def __init__(self, provider: StateProvider, parts: Callable[[], Parts]) -> None:
         self._provider = provider
-        self._parts = parts
-        self._is_bare = is_bare
+        self.parts = parts
+        self.set_step = provider.set_step
+        self.gathered_parts = provider.gathered_parts
+        self.objects = provider.objects
+        self.load_objects = provider.load_objects
+        self.apply_update = provider.apply_update
+        self.gather_weights = provider.gather_weights
 
     @property
     def step(self) -> int:
         """See StateProvider."""
-        return 0 if self._is_bare else self._provider.step
-
-    def set_step(self, step: int) -> None:
-        """See StateProvider."""
-        if not self._is_bare:
-            self._provider.set_step(step)
-
-    def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """See StateProvider."""
-        return self._parts()
-
-    def gathered_parts(self) -> frozenset[str]:
-        """See StateProvider."""
-        return frozenset() if self._is_bare else self._provider.gathered_parts()
-
-    def objects(self) -> Mapping[str, Any]:
-        """See StateProvider."""
-        return {} if self._is_bare else self._provider.objects()
-
-    def load_objects(self, objects: Mapping[str, Any]) -> None:
-        """See StateProvider."""
-        if not self._is_bare:
-            self._provider.load_objects(objects)
-
-    def apply_update(self) -> None:
-        """See StateProvider."""
-        self._provider.apply_update()
-
-    def gather_weights(self) -> None:
-        """See StateProvider."""
-        self._provider.gather_weights()
+        return self._provider.step
 
 
 def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

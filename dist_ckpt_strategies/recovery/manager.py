@@ -23,26 +23,24 @@ from dist_ckpt_strategies.errors import (
     forget_frames,
 )
 from dist_ckpt_strategies.recovery.kept_state import (
-    HostCopy,
+    HeldTensors,
     KeptState,
     damage_of,
     held_state,
-    why_no_objects,
+    host_copy,
 )
 from dist_ckpt_strategies.recovery.part_transfer import FlatPart, flat_parts
 from dist_ckpt_strategies.recovery.plan import Phase, RankFacts
-from dist_ckpt_strategies.recovery.provider import HasStateProvider, provider_of
+from dist_ckpt_strategies.recovery.provider import HasStateProvider, StateProvider, provider_of
 from dist_ckpt_strategies.recovery.recover import (
     BrokenGatherError,
     Recovered,
-    RecoveryOptions,
     Survivor,
     UnfinishedStepError,
     gather_facts,
     plan_recovery,
     run_recovery,
 )
-from dist_ckpt_strategies.recovery.state_provider import StateProvider
 from dist_ckpt_strategies.recovery.step_keeper import StepKeeper
 
 logger = logging.getLogger(__name__)
@@ -128,23 +126,22 @@ class CheckpointManager(StepKeeper):
         what it was stays too: a copy would pass for whole.
         """
         kept = self._kept
-        if not self.enable_offload or kept is None or isinstance(kept.provider, HostCopy):
+        if not self.enable_offload or kept is None or isinstance(kept.provider, HeldTensors):
             return
         if kept.phase is Phase.GRADS_FINAL:
             logger.info("step %d may count or not: its state stays where it is", kept.step)
             return
-        why = why_no_objects(kept)
-        if why:
-            logger.info("step %d: this rank %s: its state stays where it is", kept.step, why)
-            return
         if self.enable_checksum and damage_of(kept, self.checksum_manager):
             return
         if kept.phase is Phase.COMMITTED:
-            self._finish_step()
+            try:
+                self._finish_step()
+            except RestartError as error:  # only its trainer could: the state is torn now
+                logger.warning("step %d is not finished: %s", kept.step, error)
         kept = self._kept
         assert kept is not None  # noqa: S101 - finishing a step keeps it
         is_whole = kept.phase is not Phase.UPDATING
-        host = HostCopy(self._view(kept.provider), kept.step, holds_parts=is_whole)
+        host = host_copy(self._view(kept.provider), kept.step, holds_parts=is_whole)
         self._kept = KeptState(host, kept.step, kept.phase)
         self._record_checksums()  # of the copy, which need not have all that the state has
 
@@ -215,6 +212,14 @@ class CheckpointManager(StepKeeper):
             return None
         return {"global_step": recovered.report.step, **asdict(recovered.report)}
 
+    def decline(self, why: str) -> None:
+        """Let the kept state go, for a reason that all ranks see: a checkpoint is loaded instead.
+
+        Rank-local, called on all ranks alike in place of ``try_checkpointless_load``.
+        """
+        self._is_filling = False
+        self._give_up(RestartError(why))
+
     def on_attempt(self, _epoch: object) -> None:
         """An attempt begins; HPWrapper calls this in the block's thread."""
         self._is_run_again = True
@@ -240,11 +245,6 @@ class CheckpointManager(StepKeeper):
             ) from error
         if self._is_filling:
             logger.warning("the state is filled in part: load a checkpoint, or make it anew")
-
-    def _options(self) -> RecoveryOptions:
-        """Of a recovery that begins."""
-        self._is_filling = False
-        return RecoveryOptions(compares_copies=self.enable_checksum, on_filling=self._note_filling)
 
     def _note_filling(self) -> None:
         self._is_filling = True
@@ -293,7 +293,7 @@ class CheckpointManager(StepKeeper):
                 raise RestartError(f"{unfinished}; without it: {error}") from error
 
     def _carry_out(self, comm: Communicator, new: StateProvider) -> Recovered:
-        options = self._options()
+        self._is_filling = False
         plan = self._plan(comm, new, with_digests=False)
         kept = self._kept
         survivor = (
@@ -307,7 +307,8 @@ class CheckpointManager(StepKeeper):
             survivor,
             self._view(new),
             self._random.all(),
-            options,
+            compares_copies=self.enable_checksum,
+            on_filling=self._note_filling,
         )
 
     def _view(self, provider: StateProvider) -> StateProvider:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,7 +21,6 @@ from dist_ckpt_strategies.megatron.training_state import (
     update_shards,
     weight_tensors,
 )
-from dist_ckpt_strategies.recovery.json_values import from_json_value, to_json_value
 
 
 class MegatronStateProvider:
@@ -89,23 +89,17 @@ class MegatronStateProvider:
         return frozenset({f"weights/{self._place}"})
 
     def objects(self) -> Mapping[str, Any]:
-        """See StateProvider.
-
-        Raises:
-            PlanError: something of the optimizer or the schedule is no number, text, container or
-                tensor.
-        """
+        """See StateProvider."""
         schedule = self._scheduler.state_dict() if self._scheduler else None
-        return {
-            "groups": to_json_value(group_values(self._optimizers)),
-            "scheduler": to_json_value(schedule),
-        }
+        groups = group_values(self._optimizers)
+        return copy.deepcopy({"groups": groups, "scheduler": schedule})
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         """See StateProvider."""
+        found = copy.deepcopy(dict(objects))
         if self._scheduler:
-            self._scheduler.load_state_dict(from_json_value(objects["scheduler"]))
-        set_group_values(self._optimizers, from_json_value(objects["groups"]))
+            self._scheduler.load_state_dict(found["scheduler"])
+        set_group_values(self._optimizers, found["groups"])
 
     def finish_gradients(self) -> bool:
         """Make the gradients final; False if they are not finite, and the update does nothing.

@@ -193,31 +193,15 @@ def flat_parts(parts: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Fla
     return {part_id: FlatPart(part_id, parts[part_id]) for part_id in sorted(parts)}
 
 
-@dataclass(frozen=True, slots=True)
-class LayoutDifference:
-    """A tensor that two ranks have differently; None where one has none of that name."""
-
-    name: str
-    first: tuple[str, tuple[int, ...]] | None
-    second: tuple[str, tuple[int, ...]] | None
-
-    def __str__(self) -> str:
-        """In words."""
-        shown = [
-            "no such tensor" if one is None else f"{one[0].removeprefix('torch.')} {one[1]}"
-            for one in (self.first, self.second)
-        ]
-        return f"{self.name}: {shown[0]} and {shown[1]}"
-
-
-def layout_differences(
-    first: Sequence[TensorLine], second: Sequence[TensorLine]
-) -> list[LayoutDifference]:
-    """The tensors in which two lists of them differ."""
-    mine = {name: (dtype, tuple(shape)) for name, dtype, shape in first}
-    theirs = {name: (dtype, tuple(shape)) for name, dtype, shape in second}
+def layout_differences(first: Sequence[TensorLine], second: Sequence[TensorLine]) -> list[str]:
+    """The tensors in which two lists of them differ, in words."""
+    mine, theirs = (
+        {name: f"{dtype.removeprefix('torch.')} {tuple(shape)}" for name, dtype, shape in lines}
+        for lines in (first, second)
+    )
+    missing = "no such tensor"
     return [
-        LayoutDifference(name, mine.get(name), theirs.get(name))
+        f"{name}: {mine.get(name, missing)} and {theirs.get(name, missing)}"
         for name in sorted(mine.keys() | theirs.keys())
         if mine.get(name) != theirs.get(name)
     ]

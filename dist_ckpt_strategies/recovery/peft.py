@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -14,19 +14,17 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.core.report import RecoveryReport
 from dist_ckpt_strategies.errors import CheckpointError, PeerLostError, PeerTimeoutError
-from dist_ckpt_strategies.recovery.checksums import MemoryChecksumManager
-from dist_ckpt_strategies.recovery.kept_state import PartsView
+from dist_ckpt_strategies.recovery.kept_state import HeldTensors, MemoryChecksumManager, PartsView
 from dist_ckpt_strategies.recovery.manager import CheckpointManager
 from dist_ckpt_strategies.recovery.part_transfer import FlatPart
 from dist_ckpt_strategies.recovery.plan import HeldState, Phase, RankFacts
-from dist_ckpt_strategies.recovery.provider import HasStateProvider, provider_of
+from dist_ckpt_strategies.recovery.provider import HasStateProvider, StateProvider, provider_of
 from dist_ckpt_strategies.recovery.recover import (
     Survivor,
     gather_facts,
     plan_recovery,
     run_recovery,
 )
-from dist_ckpt_strategies.recovery.state_provider import StateProvider
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +129,7 @@ class PEFTCheckpointManager(CheckpointManager):
         return asdict(report)
 
     def _fill_base(self, comm: Communicator, provider: StateProvider) -> RecoveryReport:
-        options, weights = self._options(), self.base_model_weights
+        self._is_filling, weights = False, self.base_model_weights
         known = {(comm.global_rank(rank), 0): b"" for rank in range(comm.size)}
         parts: list[dict[str, FlatPart]] = []
 
@@ -142,11 +140,19 @@ class PEFTCheckpointManager(CheckpointManager):
             return RankFacts((new.facts(),), (), held, why, tuple(sorted(known)) if held else ())
 
         plan = plan_recovery(comm, gather_facts(comm, describe), parts)
-        old = None if weights is None else _bare(provider, lambda: weights)
+        old = None if weights is None else HeldTensors(lambda: {_BASE: weights})
         survivor = None if old is None else Survivor(old, 0, Phase.RUNNING, old.apply_update)
-        target = _bare(provider, lambda: self._base_of(provider))
+        target = HeldTensors(lambda: {_BASE: self._base_of(provider)})
         random_states = {} if weights is None else known
-        recovered = run_recovery(comm, plan, survivor, target, random_states, options)
+        recovered = run_recovery(
+            comm,
+            plan,
+            survivor,
+            target,
+            random_states,
+            compares_copies=self.enable_checksum,
+            on_filling=self._note_filling,
+        )
         agree(comm, lambda: self._note_base(self._base_of(provider)))
         return recovered.report
 
@@ -190,7 +196,3 @@ class PEFTCheckpointManager(CheckpointManager):
                 for part_id, tensors in provider.parts().items()
             },
         )
-
-
-def _bare(provider: StateProvider, weights: Callable[[], Mapping[str, torch.Tensor]]) -> PartsView:
-    return PartsView(provider, lambda: {_BASE: weights()}, is_bare=True)

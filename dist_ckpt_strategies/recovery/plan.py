@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
 from dist_ckpt_strategies.errors import (
@@ -78,14 +78,11 @@ class HeldState:
         step: that it was in.
         phase: how far it was within it.
         parts: sorted by id.
-        no_objects: why the rank cannot tell the objects of the step after this one; empty where
-            it can.
     """
 
     step: int
     phase: Phase
     parts: tuple[PartFacts, ...]
-    no_objects: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,16 +355,20 @@ def _why_not(one: RankFacts, role: Role) -> str:
 def _object_sources(
     facts: Sequence[RankFacts], roles: Sequence[Role], target: int
 ) -> Iterator[int]:
-    """Of those that have them, the one that shares most parts; objects are equal among these."""
+    """Of those at the target, the one that shares most parts; objects are equal among these."""
     sharing: defaultdict[str, list[int]] = defaultdict(list)
     ready: list[int] = []
     for rank, (one, role) in enumerate(zip(facts, roles, strict=True)):
-        if one.held is not None and role is not Role.RECEIVE and _has_objects(one.held, target):
+        if one.held is not None and role is not Role.RECEIVE:
             ready.append(rank)
             for part_id in {part.part_id for part in one.held.parts}:
                 sharing[part_id].append(rank)
     if not ready:
-        raise _nobody_has_objects(facts, roles, target)
+        why = "; ".join(
+            f"rank {rank} {_why_not(one, role)}"
+            for rank, (one, role) in enumerate(zip(facts[:_MAX_SHOWN], roles, strict=False))
+        )
+        raise NoReplicasAvailableError(None, f"no rank has the state of step {target}: {why}")
     is_ready = frozenset(ready)
     for rank, one in enumerate(facts):
         if rank in is_ready:
@@ -376,29 +377,6 @@ def _object_sources(
         wanted = {part.part_id for part in one.wanted}
         shared = Counter(source for part_id in wanted for source in sharing.get(part_id, ()))
         yield min(shared, key=lambda source: (-shared[source], source), default=ready[0])
-
-
-def _has_objects(held: HeldState, target: int) -> bool:
-    return held.step == target or not held.no_objects
-
-
-def _nobody_has_objects(
-    facts: Sequence[RankFacts], roles: Sequence[Role], target: int
-) -> NoReplicasAvailableError:
-    whys = [
-        replace(one, why=_why_no_objects(one, role))
-        for one, role in zip(facts[:_MAX_SHOWN], roles, strict=False)
-    ]
-    why = "; ".join(_each_why(whys))
-    return NoReplicasAvailableError(
-        None, f"no rank has the loops, schedules and callbacks of step {target}: {why}"
-    )
-
-
-def _why_no_objects(one: RankFacts, role: Role) -> str:
-    if one.held is not None and role is not Role.RECEIVE:
-        return one.held.no_objects
-    return _why_not(one, role)
 
 
 def _random_sources(facts: Sequence[RankFacts], target: int) -> Iterator[int]:

@@ -1,15 +1,75 @@
-"""What recovery asks of a training, under the names by which users import it."""
+"""What recovery asks of a training: its state by name, its step, and how an update is finished."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol, cast
 
-from dist_ckpt_strategies.errors import PlanError, StrategyError
+import torch
+
+from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.recovery.part_transfer import flat_parts
 from dist_ckpt_strategies.recovery.plan import Phase
-from dist_ckpt_strategies.recovery.state_provider import StateProvider
+from dist_ckpt_strategies.recovery.state_exchange import dump_objects
 
 __all__ = ["HasStateProvider", "Phase", "StateProvider", "provider_of"]
+
+
+class StateProvider(Protocol):
+    """One rank's training state. Nothing here but ``gather_weights`` talks to other ranks.
+
+    A *part* is a set of tensors; ranks that give a part the same id hold equal copies of it. Two
+    ranks need not have the same parts: weights may be one part of all ranks, an optimizer's shard
+    a part of the two that hold it.
+    """
+
+    @property
+    def step(self) -> int:
+        """Steps that the state has seen; ``set_step`` changes it."""
+        ...
+
+    def set_step(self, step: int) -> None:
+        """Take the state for that of ``step``."""
+        ...
+
+    def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
+        """The live tensors, by part id and name: recovery reads them, and writes into them.
+
+        All of them are there from the beginning, an optimizer's moments too: what a fresh rank
+        has not, it cannot receive.
+        """
+        ...
+
+    def gathered_parts(self) -> frozenset[str]:
+        """Ids of the parts of which ``gather_weights`` makes every tensor anew."""
+        ...
+
+    def objects(self) -> Mapping[str, Any]:
+        """State that is no tensor: schedulers, counters, data position. A copy, to be pickled.
+
+        Equal on all ranks that share a part. It changes together with the tensors: in the update.
+        """
+        ...
+
+    def load_objects(self, objects: Mapping[str, Any]) -> None:
+        """Take over what ``objects`` gave on another rank, or here before."""
+        ...
+
+    def apply_update(self) -> None:
+        """Update this rank's shard, and its objects, from its final gradients.
+
+        Local: no peer is asked, and none of the groups of the attempt that ended is left. Called
+        for a rank whose step counts and that was interrupted before its update. What needs the
+        other ranks, the norm of the gradients for one, is done before the vote.
+        """
+        ...
+
+    def gather_weights(self) -> None:
+        """Make the weights anew from the shards. Collective over the ranks that share them.
+
+        May be called again: equal shards give equal weights.
+        """
+        ...
 
 
 class HasStateProvider(Protocol):
@@ -38,22 +98,7 @@ def require_movable(provider: StateProvider) -> None:
     """Raise unless all of a state could be sent to another rank: at the start, not at the fault.
 
     Raises:
-        PlanError: a tensor has no memory of its own, or an object is no JSON.
+        PlanError: a tensor has no memory of its own, or an object cannot be pickled.
     """
     flat_parts(provider.parts())
-    _require_json("objects", dict(provider.objects()))
-
-
-def _require_json(where: str, value: Any) -> None:
-    if value is None or isinstance(value, bool | int | float | str):
-        return
-    if isinstance(value, list | tuple):
-        for number, one in enumerate(value):
-            _require_json(f"{where}[{number}]", one)
-        return
-    if not isinstance(value, dict):
-        raise PlanError(f"{where}: expected JSON types, found {type(value).__name__}")
-    for key, one in value.items():
-        if not isinstance(key, str):  # it would come back as text, and nobody would find it
-            raise PlanError(f"{where}: expected keys of type str, found {key!r}")
-        _require_json(f"{where}[{key!r}]", one)
+    dump_objects(provider.objects())

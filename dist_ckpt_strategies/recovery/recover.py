@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import logging
+import pickle
 import time
 import traceback
 from collections import defaultdict
@@ -27,8 +29,6 @@ from dist_ckpt_strategies.recovery.part_transfer import (
     layout_differences,
 )
 from dist_ckpt_strategies.recovery.plan import (
-    HeldState,
-    PartFacts,
     Phase,
     RankFacts,
     RecoveryPlan,
@@ -37,33 +37,14 @@ from dist_ckpt_strategies.recovery.plan import (
     find_layout_conflict,
     require_equal_copies,
 )
+from dist_ckpt_strategies.recovery.provider import StateProvider
 from dist_ckpt_strategies.recovery.state_exchange import RandomStates, exchange_states
-from dist_ckpt_strategies.recovery.state_provider import StateProvider
 
 logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 3
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class RecoveryOptions:
-    """How a recovery is carried out.
-
-    Attributes:
-        compares_copies: whether all copies of a part have to be equal before any is sent.
-        max_bucket_nbytes: bound on what a rank has under way to, or from, all of its peers
-            together; a message to each of them may be 1 MiB in any case.
-        on_filling: called when the new state is about to be changed; on all ranks, or on none.
-    """
-
-    compares_copies: bool = False
-    max_bucket_nbytes: int = 64 << 20
-    on_filling: Callable[[], None] = lambda: None
-
-
-DEFAULT_OPTIONS = RecoveryOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +96,13 @@ def gather_facts(comm: Communicator, describe: Callable[[], RankFacts]) -> tuple
 
     Collective.
     """
-    answers = agree_and_gather(comm, lambda: _to_wire(describe()))
-    return agree(comm, lambda: tuple(map(_from_wire, answers)))
+    answers = agree_and_gather(comm, lambda: base64.b85encode(pickle.dumps(describe())).decode())
+
+    def decode() -> tuple[RankFacts, ...]:
+        contents = [base64.b85decode(answer) for answer in answers]
+        return tuple(pickle.loads(content) for content in contents)  # noqa: S301 - of this job
+
+    return agree(comm, decode)
 
 
 def plan_recovery(
@@ -138,13 +124,16 @@ def plan_recovery(
     return _decided(comm, lambda: build_recovery_plan(facts))
 
 
-def run_recovery(
+def run_recovery(  # noqa: PLR0913 - options by name
     comm: Communicator,
     plan: RecoveryPlan,
     survivor: Survivor | None,
     new: StateProvider,
     random_states: RandomStates,
-    options: RecoveryOptions = DEFAULT_OPTIONS,
+    *,
+    compares_copies: bool = False,
+    max_bucket_nbytes: int = 64 << 20,
+    on_filling: Callable[[], None] = lambda: None,
 ) -> Recovered:
     """Carry out a plan: afterwards ``new`` has the state of the target on every rank.
 
@@ -158,7 +147,10 @@ def run_recovery(
         survivor: what this rank has kept; None if nothing.
         new: what is to be filled; it may have the survivor's tensors, or be the same object.
         random_states: that this rank knows.
-        options: equal on all ranks.
+        compares_copies: whether all copies of a part have to be equal before any is sent.
+        max_bucket_nbytes: bound on what a rank has under way to, or from, all of its peers
+            together, equal on all ranks; a message to each of them may be 1 MiB in any case.
+        on_filling: called when the new state is about to be changed; on all ranks, or on none.
 
     Raises:
         UnfinishedStepError: a rank could not finish its step; another plan may do without it.
@@ -170,15 +162,15 @@ def run_recovery(
     if any(one is Role.ROLL_FORWARD for one in plan.roles):
         _finish_steps(comm, survivor, role)
     sources = agree(comm, lambda: _sources(survivor, role))
-    if options.compares_copies:
+    if compares_copies:
         _compare_copies(comm, plan, sources)
 
     def prepare() -> PartTransfer:
         targets = flat_parts(_asked("parts", new.parts))
-        return PartTransfer(comm, plan, sources, targets, options.max_bucket_nbytes)
+        return PartTransfer(comm, plan, sources, targets, max_bucket_nbytes)
 
     transfer = agree(comm, prepare)
-    options.on_filling()
+    on_filling()
     copied_nbytes = agree(comm, transfer.copy_own)
     transfer.run()
     has_objects = plan.object_sources[comm.rank] == comm.rank
@@ -310,43 +302,10 @@ def _raise_conflict(
     answers = agree_and_gather(comm, describe)
     pairs = ((answers[first][0], lines) for lines in (*answers[second], *answers[first]))
     differences = next(filter(None, (layout_differences(*pair) for pair in pairs)), [])
-    shown = "; ".join(map(str, differences[:_MAX_SHOWN]))
+    shown = "; ".join(differences[:_MAX_SHOWN])
     more = f", and {len(differences) - _MAX_SHOWN} more" if len(differences) > _MAX_SHOWN else ""
     raise ShapeMismatchError(
         f"{part_id}: tensors differ between ranks {comm.global_rank(first)} and "
         f"{comm.global_rank(second)}: {shown}{more}",
         key=part_id,
-    )
-
-
-def _to_wire(facts: RankFacts) -> list[Any]:
-    held = facts.held
-    return [
-        [[p.part_id, p.nbytes, p.layout, p.digest] for p in facts.wanted],
-        list(facts.gathered),
-        None
-        if held is None
-        else [
-            held.step,
-            int(held.phase),
-            [[p.part_id, p.nbytes, p.layout, p.digest] for p in held.parts],
-            held.no_objects,
-        ],
-        facts.why,
-        [list(pair) for pair in facts.random_states],
-    ]
-
-
-def _from_wire(wire: Sequence[Any]) -> RankFacts:
-    wanted, gathered, held, why, random_states = wire
-    return RankFacts(
-        tuple(PartFacts(*part) for part in wanted),
-        tuple(gathered),
-        None
-        if held is None
-        else HeldState(
-            held[0], Phase(held[1]), tuple(PartFacts(*part) for part in held[2]), held[3]
-        ),
-        why,
-        tuple((rank, step) for rank, step in random_states),
     )

@@ -1,20 +1,19 @@
-"""Objects and random states on their way: small, and from whoever the plan names."""
+"""Objects and random states on their way: small, and from the ranks that the plan names."""
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
-from collections.abc import Callable, Mapping, Sequence
+import io
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
-from dist_ckpt_strategies.errors import CorruptCheckpointError
+from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
 from dist_ckpt_strategies.recovery.plan import RecoveryPlan
 
 RandomStates = Mapping[tuple[int, int], bytes]
@@ -34,6 +33,27 @@ class SmallStates:
     random: dict[int, bytes]
 
 
+def dump_objects(value: Any) -> bytes:
+    """A value for another rank of this job.
+
+    Raises:
+        PlanError: it cannot be pickled.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception as error:
+        raise PlanError(
+            f"the state's objects cannot be sent to another rank: {type(error).__name__}: {error}"
+        ) from error
+    return buffer.getvalue()
+
+
+def load_objects(content: bytes) -> Any:
+    """What ``dump_objects`` was given by a rank of this job; tensors are on the CPU."""
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)  # noqa: TID251 - not from disk
+
+
 def exchange_states(
     comm: Communicator,
     plan: RecoveryPlan,
@@ -47,7 +67,7 @@ def exchange_states(
     Args:
         comm: the ranks of the plan.
         plan: equal on all of them.
-        own_objects: what this rank has of the target, as JSON types; None if it receives.
+        own_objects: what this rank has of the target; None if it receives.
         known: random states that it knows.
 
     Raises:
@@ -56,73 +76,43 @@ def exchange_states(
     held: list[bytes] = []
 
     def describe() -> list[Any]:
-        random = {
-            str(rank): base64.b64encode(content).decode()
-            for (rank, step), content in sorted(known.items())
-            if step == plan.target
-        }
-        held.append(json.dumps([own_objects(), random]).encode())
+        random = {rank: content for (rank, step), content in known.items() if step == plan.target}
+        held.append(dump_objects((own_objects(), random)))
         return [len(held[0]), xxhash.xxh3_64_hexdigest(held[0])]
 
     described = agree_and_gather(comm, describe)
+    pairs = plan.message_pairs()
 
-    def prepare() -> _Messages:
-        return _Messages.of(comm.rank, plan, held[0], [size for size, _ in described])
+    def prepare() -> tuple[list[Send], list[Receive]]:
+        mine = np.frombuffer(bytearray(held[0]), np.uint8)
+        return [Send(to, mine) for source, to in pairs if source == comm.rank], [
+            Receive(source, np.empty(described[source][0], np.uint8))
+            for source, to in pairs
+            if to == comm.rank
+        ]
 
-    messages = agree(comm, prepare)
-    if plan.message_pairs():
-        comm.exchange(messages.sends, messages.receives)
+    sends, receives = agree(comm, prepare)
+    if pairs:
+        comm.exchange(sends, receives)
 
     def decoded() -> SmallStates:
-        found = {one.from_rank: np.asarray(one.into).tobytes() for one in messages.receives}
-        digests = [digest for _, digest in described]
-        return _decoded_states(comm, plan, found | {comm.rank: held[0]}, digests)
+        found = {comm.rank: held[0]}
+        for one in receives:
+            found[one.from_rank] = np.asarray(one.into).tobytes()
+        for source, content in found.items():
+            if xxhash.xxh3_64_hexdigest(content) != described[source][1]:
+                raise CorruptCheckpointError(
+                    f"objects and random states from rank {comm.global_rank(source)} arrived "
+                    "damaged"
+                )
+        return _chosen(comm.rank, plan, {rank: load_objects(one) for rank, one in found.items()})
 
     return agree(comm, decoded)
 
 
-@dataclass(frozen=True, slots=True)
-class _Messages:
-    sends: list[Send]
-    receives: list[Receive]
-
-    @classmethod
-    def of(cls, rank: int, plan: RecoveryPlan, content: bytes, sizes: Sequence[int]) -> _Messages:
-        """Those of a rank, with room for what arrives."""
-        mine = np.frombuffer(bytearray(content), np.uint8)
-        pairs = plan.message_pairs()
-        return cls(
-            [Send(to, mine) for source, to in pairs if source == rank],
-            [
-                Receive(source, np.empty(sizes[source], np.uint8))
-                for source, to in pairs
-                if to == rank
-            ],
-        )
-
-
-def _decoded_states(
-    comm: Communicator,
-    plan: RecoveryPlan,
-    found: Mapping[int, bytes],
-    digests: Sequence[str],
-) -> SmallStates:
-    decoded: dict[int, Any] = {}
-    for source, content in found.items():
-        if xxhash.xxh3_64_hexdigest(content) != digests[source]:
-            raise CorruptCheckpointError(
-                f"objects and random states from rank {comm.global_rank(source)} arrived damaged"
-            )
-        decoded[source] = json.loads(content)
+def _chosen(rank: int, plan: RecoveryPlan, states: Mapping[int, Any]) -> SmallStates:
+    """What a rank takes of the states that it has, by their ranks."""
     random: dict[int, bytes] = {}
-    for source in {plan.random_sources[comm.rank], *decoded}:
-        for rank, text in decoded[source][1].items():
-            random.setdefault(int(rank), _from_base64(text))
-    return SmallStates(decoded[plan.object_sources[comm.rank]][0], random)
-
-
-def _from_base64(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except binascii.Error as error:
-        raise CorruptCheckpointError(f"random states that are no base64: {error}") from error
+    for source in {plan.random_sources[rank], *states}:
+        random = {**states[source][1], **random}
+    return SmallStates(states[plan.object_sources[rank]][0], random)

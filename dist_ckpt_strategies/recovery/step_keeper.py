@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
 
 from dist_ckpt_strategies.comm.ballot import Ballot
 from dist_ckpt_strategies.comm.process_group import ProcessGroup, global_rank
 from dist_ckpt_strategies.errors import RestartError
-from dist_ckpt_strategies.recovery.checksums import MemoryChecksumManager
-from dist_ckpt_strategies.recovery.kept_state import KeptState
+from dist_ckpt_strategies.recovery.kept_state import KeptState, MemoryChecksumManager
 from dist_ckpt_strategies.recovery.plan import Phase
-from dist_ckpt_strategies.recovery.provider import HasStateProvider, provider_of, require_movable
+from dist_ckpt_strategies.recovery.provider import (
+    HasStateProvider,
+    StateProvider,
+    provider_of,
+    require_movable,
+)
 from dist_ckpt_strategies.recovery.random_states import (
     RandomLog,
     RandomState,
@@ -21,8 +28,73 @@ from dist_ckpt_strategies.recovery.random_states import (
     encode_random_states,
     restore_random_states,
 )
-from dist_ckpt_strategies.recovery.state_provider import StateProvider
-from dist_ckpt_strategies.recovery.update_lock import ParameterUpdateLock
+
+_PAUSE_S = 0.001
+
+
+class ParameterUpdateLock:
+    """Held by the one thread that changes parameters.
+
+    Waiting for it is done in slices, so that an exception that another thread or a signal raises
+    arrives. Taking it is one operation of the interpreter: a signal handler that looks at
+    ``held_by`` sees it either held or not, never in between.
+    """
+
+    def __init__(self) -> None:
+        self._slot: dict[str, int] = {}
+
+    def acquire(self, timeout_s: float | None = None) -> bool:
+        """Take the lock; False if that was not possible within ``timeout_s``.
+
+        Raises:
+            RestartError: this thread has it already.
+        """
+        own = threading.get_ident()
+        if self.held_by(own):
+            raise RestartError("the parameter update lock is held by this thread already")
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._slot.setdefault("owner", own) != own:
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            time.sleep(_PAUSE_S)
+        return True
+
+    def release(self) -> None:
+        """Give the lock back; only the thread that holds it can.
+
+        Raises:
+            RestartError: another thread holds it, or none.
+        """
+        owner = self._slot.get("owner")
+        if owner != threading.get_ident():
+            who = "by no thread" if owner is None else f"by thread {owner}"
+            raise RestartError(
+                f"thread {threading.get_ident()} gives the parameter update lock back: it is held "
+                f"{who}"
+            )
+        self._slot.pop("owner")
+
+    def held_by(self, thread_id: int) -> bool:
+        """Whether the thread of that ``threading.get_ident()`` holds the lock."""
+        return self._slot.get("owner") == thread_id
+
+    def locked(self) -> bool:
+        """Whether any thread holds the lock."""
+        return bool(self._slot)
+
+    def __enter__(self) -> Self:
+        """Take the lock, however long that takes."""
+        self.acquire()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Give it back."""
+        self.release()
 
 
 class StepKeeper:
@@ -100,7 +172,7 @@ class StepKeeper:
     def vote(self) -> None:
         """Meet all ranks after the last change of a gradient; afterwards the step counts.
 
-        Collective: four bytes among those that vote, the random states among the replicas. What
+        Collective: two numbers among those that vote, the random states among the replicas. What
         needs other ranks for the update, such as the norm of the gradients, comes before.
 
         Raises:
@@ -148,14 +220,6 @@ class StepKeeper:
         kept, _ = self._tracked({Phase.UPDATING})
         self._kept = KeptState(kept.provider, kept.step, Phase.UPDATED)
         self.parameter_update_lock.release()
-
-    def hold_until_end(self) -> None:
-        """Take the lock again until ``end_step``: objects that come after the shard change now.
-
-        Where the weights are gathered in between, which needs the other ranks.
-        """
-        self._tracked({Phase.UPDATED})
-        self.parameter_update_lock.acquire()
 
     def abandon_update(self) -> None:
         """Give the lock back if this thread holds it; a state in the middle of it is torn."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dist_ckpt_strategies.errors import PlanError, StrategyError
-from dist_ckpt_strategies.recovery.json_values import from_json_value, to_json_value
+from dist_ckpt_strategies.errors import StrategyError
 
 _ZERO_AT_FIRST = frozenset({"Adam", "AdamW", "Adamax", "RAdam", "RMSprop", "Adadelta", "SGD"})
 """Optimizers of torch whose state before the first step, where they make it then, is zeros."""
@@ -86,37 +86,30 @@ class TorchStateProvider:
         return frozenset()
 
     def objects(self) -> Mapping[str, Any]:
-        """See StateProvider.
-
-        Raises:
-            PlanError: something of the optimizer or the schedule is no number, text, container or
-                tensor; says what.
-        """
-        return {
+        """See StateProvider."""
+        found = {
             "groups": [
-                _plain(f"group {number}", {k: v for k, v in group.items() if k != "params"})
-                for number, group in enumerate(self._optimizer.param_groups)
+                {k: v for k, v in group.items() if k != "params"}
+                for group in self._optimizer.param_groups
             ],
             "state": {
-                name: _plain(
-                    f"state of {name}",
-                    {k: v for k, v in self._optimizer.state[param].items() if not _is_tensor(v)},
-                )
+                name: {k: v for k, v in self._optimizer.state[param].items() if not _is_tensor(v)}
                 for param, name in self._optimized()
             },
-            "scheduler": _plain("schedule", self._scheduler and self._scheduler.state_dict()),
+            "scheduler": self._scheduler and self._scheduler.state_dict(),
         }
+        return copy.deepcopy(found)
 
     def load_objects(self, objects: Mapping[str, Any]) -> None:
         """See StateProvider."""
         self._buffers.put_back()
         for group, values in zip(self._optimizer.param_groups, objects["groups"], strict=True):
-            _take_over(group, from_json_value(values))
+            _take_over(group, values)
         for param, name in self._optimized():
             if name in objects["state"]:
-                _take_over(self._optimizer.state[param], from_json_value(objects["state"][name]))
+                _take_over(self._optimizer.state[param], objects["state"][name])
         if self._scheduler:
-            self._scheduler.load_state_dict(from_json_value(objects["scheduler"]))
+            self._scheduler.load_state_dict(copy.deepcopy(objects["scheduler"]))
 
     def apply_update(self) -> None:
         """See StateProvider; the block calls it too."""
@@ -181,20 +174,13 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _plain(where: str, value: Any) -> Any:
-    try:
-        return to_json_value(value)
-    except PlanError as error:
-        raise PlanError(f"{where}: {error.message}") from error
-
-
 def _take_over(mine: dict[str, Any], values: Mapping[str, Any]) -> None:
     """Set what is in ``values``; a tensor, such as a rate on a device, stays the one it is."""
     for key, value in values.items():
         if _is_tensor(mine.get(key)) and _is_tensor(value):
             mine[key].copy_(value)
         else:
-            mine[key] = value
+            mine[key] = copy.deepcopy(value)
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:

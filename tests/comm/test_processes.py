@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from dist_ckpt_strategies.comm.processes import has_ended, host_name, process_name
+from dist_ckpt_strategies.comm.attendance import has_ended, host_name, process_name
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[str]]:
     code = (
-        "from dist_ckpt_strategies.comm.processes import process_name\n"
+        "from dist_ckpt_strategies.comm.attendance import process_name\n"
         "print(process_name(), flush=True)\n"
         "input()"
     )

@@ -24,17 +24,17 @@ from dist_ckpt_strategies.inprocess.abort import (
     HPDataLoaderAbort,
 )
 from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode
-from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup
+from dist_ckpt_strategies.inprocess.finalize import (
+    CheckpointlessFinalizeCleanup,
+    MemoryLog,
+    MemoryStatus,
+    give_back_free_memory,
+)
 from dist_ckpt_strategies.inprocess.health_check import (
     ChainedHealthCheck,
     CudaHealthCheck,
     FaultCounter,
     HPState,
-)
-from dist_ckpt_strategies.inprocess.memory_status import (
-    MemoryLog,
-    MemoryStatus,
-    give_back_free_memory,
 )
 
 STATE = HPState(rank=1, world_size=4, epoch=3, attempt=2)

@@ -225,29 +225,6 @@ def test_a_block_that_is_not_left_is_told() -> None:
     assert found.result() is False
 
 
-def test_a_block_outside_the_main_thread_is_left_and_nothing_stays_pending() -> None:
-    ends: Future[str] = Future()
-
-    def elsewhere() -> None:
-        interrupter = Interrupter()
-        try:
-            with interrupter.installed(), interrupted_after(interrupter, 0.02):
-                try:
-                    interrupter.guarded(spinning)
-                except RankShouldRestart:
-                    for _ in range(1000):
-                        sys.getrefcount(None)
-                    ends.set_result("left")
-        except BaseException as error:  # noqa: BLE001 - looked at below
-            ends.set_exception(error)
-
-    thread = threading.Thread(target=elsewhere)
-    thread.start()
-    thread.join(LIMIT_S)
-
-    assert ends.result(0) == "left"
-
-
 def test_an_import_is_not_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module of which half was run would stay like that as long as the process lives."""
     name = "takes_long_to_import"

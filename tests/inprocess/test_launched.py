@@ -12,10 +12,14 @@ import pytest
 from dist_ckpt_strategies.comm.key_values import TcpHost, TcpKeyValues
 from dist_ckpt_strategies.config import Launch, launch_from_environment
 from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.inprocess.coordinator import FaultMode, RankInfo
+from dist_ckpt_strategies.inprocess.coordinator import (
+    FaultMode,
+    RankInfo,
+    assignment_key,
+    rank_info_to_text,
+)
 from dist_ckpt_strategies.inprocess.heartbeat import start_heartbeat
 from dist_ckpt_strategies.inprocess.launched import KEY_PREFIX, coordinator_from_environment
-from dist_ckpt_strategies.inprocess.rank_assignment import assignment_key, rank_info_to_text
 from dist_ckpt_strategies.inprocess.train_utils import wait_rank
 from tests.support.leaks import threads_left
 

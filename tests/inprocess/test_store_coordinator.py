@@ -12,9 +12,15 @@ import pytest
 
 from dist_ckpt_strategies.comm.key_values import KeyValues, LocalKeyValues, TcpHost, TcpKeyValues
 from dist_ckpt_strategies.errors import PeerLostError, PeerTimeoutError
-from dist_ckpt_strategies.inprocess.coordinator import Epoch, Fault, FaultMode, RankInfo
+from dist_ckpt_strategies.inprocess.coordinator import (
+    Epoch,
+    Fault,
+    FaultMode,
+    RankInfo,
+    assignment_key,
+    rank_info_to_text,
+)
 from dist_ckpt_strategies.inprocess.epoch_book import BarrierState, EpochBook
-from dist_ckpt_strategies.inprocess.rank_assignment import assignment_key, rank_info_to_text
 from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
 
 LIMIT_S = 60.0

@@ -309,7 +309,7 @@ if rank is None:
 elif rank == "1":
     from dist_ckpt_strategies.comm.key_values import TcpKeyValues
     from dist_ckpt_strategies.inprocess.launched import KEY_PREFIX
-    from dist_ckpt_strategies.inprocess.rank_assignment import ready_key
+    from dist_ckpt_strategies.inprocess.coordinator import ready_key
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     assert TcpKeyValues(*place, prefix=KEY_PREFIX).wait(ready_key("worker2"), 120)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -86,86 +85,54 @@ class Model(LightningModule):  # type: ignore[misc]
         self.trainer.optimizers[0].mcore_optimizer.zero_grad()
         losses = []
         for _ in range(NUM_MICRO_BATCHES):
-            batch, number, _ = next(dataloader_iter)
+            batch, _, _ = next(dataloader_iter)
             loss = self.chunk(batch).square().mean()
             loss.backward()
             losses.append(loss.detach())
-            self.seen.append((self.global_step, number, float(loss.detach()).hex()))
+            self.seen.append((self.global_step, float(loss.detach()).hex()))
         self.chunk.finish_grad_sync()
-        self.trainer.strategy.data_sampler.count(self.global_step)
         return torch.stack(losses).mean()
 
 
-class MegatronPretrainingSampler:
-    """A sampler of batches, named as NeMo's, and with what that is known by.
+class Batches:
+    """A sampler of micro-batches that begins after those that were consumed, as NeMo's do."""
 
-    Args:
-        num_samples: in an epoch.
-        counts: whether it notes how many samples it has given, as NeMo's cyclic one does.
-        consumed_samples: those that come before.
-    """
-
-    micro_batch_times_data_parallel_size = MICRO_BATCH
-
-    def __init__(self, num_samples: int, counts: bool, consumed_samples: int) -> None:
-        self.num_samples, self.counts = num_samples, counts
-        self.consumed_samples = consumed_samples
-        self.num_given = 0
+    def __init__(self, num_samples: int, consumed_samples: int) -> None:
+        self.num_samples, self.consumed_samples = num_samples, consumed_samples
 
     def __len__(self) -> int:
         return self.num_samples // MICRO_BATCH
 
     def __iter__(self) -> Iterator[list[int]]:
-        first = self.consumed_samples % self.num_samples
-        for start in range(first, self.num_samples, MICRO_BATCH):
-            if self.counts:
-                self.consumed_samples += MICRO_BATCH
-            self.num_given += 1
+        for start in range(self.consumed_samples, self.num_samples, MICRO_BATCH):
             yield list(range(start, start + MICRO_BATCH))
 
 
 class Data(LightningDataModule):  # type: ignore[misc]
-    """Its state is not what a recovery from memory goes by, as that has the sampler's counts."""
+    """Says how many samples were consumed, as NeMo's, unless it has no state."""
 
-    def __init__(self, num_samples: int, counts: bool) -> None:
+    def __init__(self, num_samples: int, has_state: bool) -> None:
         super().__init__()
-        self.num_samples, self.counts = num_samples, counts
-        self.init_global_step = 0
-        self.data_sampler = SimpleNamespace(
-            init_consumed_samples=0,
-            prev_consumed_samples=0,
-            if_first_step=0,
-            prev_global_batch_size=None,
-            init_global_step=0,
-            count=self._count,
-        )
-
-    def _count(self, step: int) -> None:
-        samples, begun = self.data_sampler, self.data_sampler.init_global_step
-        samples.if_first_step = 1
-        per_step = MICRO_BATCH * NUM_MICRO_BATCHES
-        samples.prev_consumed_samples = samples.init_consumed_samples + (step - begun) * per_step
+        self.num_samples, self.has_state = num_samples, has_state
+        self.first = 0
 
     def train_dataloader(self) -> DataLoader[Any]:
-        self.init_global_step = self.trainer.global_step
-        self.data_sampler.init_global_step = self.init_global_step
         inputs = torch.randn(self.num_samples, 4, generator=torch.Generator().manual_seed(5))
-        first = self.data_sampler.init_consumed_samples
-        self.batches = MegatronPretrainingSampler(self.num_samples, self.counts, first)
-        return DataLoader(inputs, batch_sampler=self.batches)  # type: ignore[arg-type]
+        batches: Any = Batches(self.num_samples, self.first)
+        return DataLoader(inputs, batch_sampler=batches)  # type: ignore[arg-type]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"consumed_samples": self.data_sampler.prev_consumed_samples + 4}
+        per_step = MICRO_BATCH * NUM_MICRO_BATCHES
+        return {"consumed_samples": self.trainer.global_step * per_step} if self.has_state else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.data_sampler.init_consumed_samples = state["consumed_samples"]
+        self.first = state["consumed_samples"]
 
 
 class Strategy(SingleDeviceStrategy):  # type: ignore[misc]
     """What of NeMo's strategy matters here."""
 
     restore_checkpoint_after_setup = True
-    data_sampler: Any = None
     store: Any = None
 
     def setup_environment(self) -> None:
@@ -180,7 +147,6 @@ class Strategy(SingleDeviceStrategy):  # type: ignore[misc]
         num_microbatches_calculator.init_num_microbatches_calculator(0, None, 4, MICRO_BATCH, 1)
 
     def setup(self, trainer: Any) -> None:
-        self.data_sampler = trainer.datamodule.data_sampler
         super().setup(trainer)
         self.megatron_parallel = [trainer.lightning_module.chunk]
         trainer.fit_loop._skip_backward = True
@@ -206,8 +172,7 @@ class FailingManager(CheckpointManager):
     """Raises at points between the vote and the end of the batch; at each once.
 
     Args:
-        faults: step and point: ``voted``, ``updated`` (before the weights are gathered),
-            ``gathered``.
+        faults: step and point: ``voted`` or ``updating``.
     """
 
     def __init__(self, faults: set[tuple[int, str]]) -> None:
@@ -218,13 +183,9 @@ class FailingManager(CheckpointManager):
         super().vote()
         self._reach("voted")
 
-    def end_update(self) -> None:
-        super().end_update()
-        self._reach("updated")
-
-    def hold_until_end(self) -> None:
-        self._reach("gathered")
-        super().hold_until_end()
+    def begin_update(self) -> None:
+        super().begin_update()
+        self._reach("updating")
 
     def _reach(self, point: str) -> None:
         here = (self.global_step or 0, point)
@@ -241,7 +202,7 @@ def digest(trainer: Any) -> str:
         for name, tensor in sorted(tensors.items()):
             found.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())
     objects = provider.objects()
-    of_step = [objects[name] for name in ("optimizer", "schedules", "callbacks", "data")]
+    of_step = [objects[name] for name in ("optimizer", "schedules", "callbacks", "datamodule")]
     found.update(repr(of_step).encode())
     trainer.wrapper.wrapper.checkpoint_manager.load_rng_states()
     found.update(torch.rand(8).numpy().tobytes())

@@ -23,9 +23,9 @@ from dist_ckpt_strategies.inprocess import (
 )
 from dist_ckpt_strategies.integrations import nemo
 from dist_ckpt_strategies.integrations.lightning_state import LightningStateProvider
-from dist_ckpt_strategies.integrations.megatron_steps import guard_optimizer
-from dist_ckpt_strategies.integrations.nemo_classes import (
+from dist_ckpt_strategies.integrations.nemo import (
     auto_resume_class,
+    guard_optimizer,
     strategy_class,
 )
 from dist_ckpt_strategies.recovery import CheckpointManager, Phase
@@ -175,12 +175,9 @@ class GuardedProvider(MemoryProvider):
         self.held += (self.lock.locked(),)
         super().gather_weights()
 
-    def begin_ending(self) -> None:
-        self.held += (self.lock.locked(),)
-
 
 def test_a_guarded_optimizer_votes_and_updates_under_the_lock() -> None:
-    provider = GuardedProvider({"p": {"x": torch.zeros(2)}})
+    provider: Any = GuardedProvider({"p": {"x": torch.zeros(2)}})
     manager, optimizer = CheckpointManager(), SimpleNamespace(step=None)
     guard_optimizer(optimizer, provider, manager)
     provider.lock = manager.parameter_update_lock
@@ -189,9 +186,11 @@ def test_a_guarded_optimizer_votes_and_updates_under_the_lock() -> None:
 
     assert optimizer.step() == (True, None, None)
 
-    assert (manager.phase, provider.num_gathers) == (Phase.UPDATED, 1)
+    assert (manager.phase, provider.num_gathers) == (Phase.UPDATING, 1)
     assert provider.parts()["p"]["x"].tolist() == [1, 1]
-    assert provider.held == (True, False, True)
+    assert provider.held == (True, False)
+    assert provider.lock.locked()
+    manager.end_update()
     manager.end_step()
     assert not provider.lock.locked()
 

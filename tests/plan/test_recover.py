@@ -211,45 +211,6 @@ def test_objects_come_from_the_first_of_those_that_share_most_parts() -> None:
     assert build_recovery_plan(facts).object_sources == (0, 1, 2, 1, 0)
 
 
-def without_objects(facts: Sequence[RankFacts], whys: Sequence[str]) -> list[RankFacts]:
-    """Ranks that hold their shards, but cannot tell the objects of the step after theirs."""
-    return [
-        one if one.held is None else replace(one, held=replace(one.held, no_objects=why))
-        for one, why in zip(facts, whys, strict=True)
-    ]
-
-
-@pytest.mark.parametrize("phase", [Phase.UPDATED, Phase.COMMITTED])
-def test_a_rank_keeps_its_shard_and_takes_the_objects_of_another(phase: Phase) -> None:
-    ends = [(STEP, phase), (STEP, phase), (STEP + 1, Phase.RUNNING), (STEP, phase)]
-    facts = without_objects(facts_of(ends), ["was interrupted", "was too", "is at the target", ""])
-
-    plan = build_recovery_plan(facts)
-
-    require_sound(facts, plan)
-    assert plan.target == STEP + 1
-    assert plan.object_sources == (2, 3, 2, 3)
-    assert plan.roles[0] is (Role.KEEP if phase is Phase.UPDATED else Role.ROLL_FORWARD)
-
-
-def test_objects_of_the_step_that_a_rank_is_in_are_always_known() -> None:
-    states = [(STEP, Phase.GRADS_FINAL)] * 2
-    facts = without_objects(facts_of(states), ["cannot finish it"] * 2)
-
-    assert build_recovery_plan(facts).object_sources == (0, 1)
-
-
-def test_without_anybody_who_has_the_objects_there_is_no_plan() -> None:
-    states = [(STEP, Phase.UPDATED), (STEP, Phase.COMMITTED), None, (STEP, Phase.UPDATING)]
-    facts = without_objects(facts_of(states, 1), ["was in between", "cannot say", "", ""])
-    expected = re.escape(
-        f"no rank has the loops, schedules and callbacks of step {STEP + 1}: rank 0 was in "
-        "between; rank 1 cannot say; rank 2 died; rank 3 was interrupted in its update of step"
-    )
-    with pytest.raises(NoReplicasAvailableError, match=expected):
-        build_recovery_plan(facts)
-
-
 def test_ranks_that_name_a_part_alike_must_have_the_same_tensors() -> None:
     facts = list(facts_of([(STEP, Phase.RUNNING)] * 2 + [None], num_shards=1))
     other = (PartFacts("shard/0", 30_000, "another"), WEIGHTS)

@@ -264,21 +264,32 @@ def test_a_state_that_may_have_to_finish_its_step_is_not_offloaded() -> None:
     assert manager._kept.provider is old
 
 
-class Late(MemoryProvider):
-    """Has its tensors before its objects."""
+class OnlyTrainer(MemoryProvider):
+    """Whose step only a trainer can end."""
 
-    def why_no_objects(self) -> str:
-        return "cannot tell its counters"
+    def apply_update(self) -> None:
+        raise RestartError("only its trainer can")
 
 
-@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.COMMITTED, Phase.UPDATED])
-def test_a_state_that_lacks_its_objects_is_not_offloaded_without_them(phase: Phase) -> None:
-    old = Late({"p": {"x": torch.ones(4)}}, step=6)
-    manager = tracking(old, phase, enable_offload=True)
+def test_a_step_that_only_a_trainer_can_end_is_torn_and_refused_with_the_reason() -> None:
+    old = OnlyTrainer({"p": {"x": torch.ones(4)}}, step=6)
+    manager = tracking(old, Phase.COMMITTED, enable_offload=True)
+    other = tracking(OnlyTrainer({"p": {"x": torch.ones(4)}}, step=6), Phase.COMMITTED)
     manager.maybe_offload_checkpoint()
 
-    assert manager._kept is not None
-    assert (manager._kept.provider is old) == (phase is not Phase.RUNNING)
+    assert manager.try_checkpointless_load(provider(9.0)) is None
+    assert "was interrupted in its update of step 6" in str(manager.last_failure)
+    assert other.try_checkpointless_load(provider(9.0)) is None
+    assert "only its trainer can" in str(other.last_failure)
+
+
+def test_a_declined_recovery_lets_the_state_go_and_keeps_the_reason() -> None:
+    manager = tracking(provider(1.0))
+
+    manager.decline("the data has no state")
+
+    assert "the data has no state" in str(manager.last_failure)
+    assert manager.try_checkpointless_load(provider(9.0)) is None
 
 
 def test_a_state_whose_bytes_have_flipped_is_not_copied_as_if_it_were_whole() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +23,6 @@ from dist_ckpt_strategies.recovery.part_transfer import FlatPart, flat_parts
 from dist_ckpt_strategies.recovery.plan import HeldState, Phase, RankFacts
 from dist_ckpt_strategies.recovery.recover import (
     Recovered,
-    RecoveryOptions,
     Survivor,
     gather_facts,
     plan_recovery,
@@ -75,8 +74,8 @@ def recover(
     new: MemoryProvider,
     old: MemoryProvider | None,
     phase: Phase = Phase.RUNNING,
-    options: RecoveryOptions = RecoveryOptions(max_bucket_nbytes=1 << 20),  # noqa: B008 - frozen
-    no_objects: str = "",
+    *,
+    compares_copies: bool = False,
 ) -> Recovered:
     """Facts, plan and run, as the manager does it."""
     wanted, held = flat_parts(new.parts()), flat_parts(old.parts() if old else {})
@@ -85,15 +84,21 @@ def recover(
         return RankFacts(
             tuple(part.facts() for part in wanted.values()),
             tuple(new.gathered_parts()),
-            HeldState(STEP, phase, tuple(p.facts() for p in held.values()), no_objects)
-            if old
-            else None,
+            HeldState(STEP, phase, tuple(p.facts() for p in held.values())) if old else None,
             random_states=tuple(sorted(ALL_KNOWN)) if old else (),
         )
 
     plan = plan_recovery(comm, gather_facts(comm, describe), [wanted, held])
     survivor = Survivor(old, STEP, phase, old.apply_update) if old else None
-    return run_recovery(comm, plan, survivor, new, ALL_KNOWN if old else {}, options)
+    return run_recovery(
+        comm,
+        plan,
+        survivor,
+        new,
+        ALL_KNOWN if old else {},
+        compares_copies=compares_copies,
+        max_bucket_nbytes=1 << 20,
+    )
 
 
 def outcome(call: Callable[[], Any]) -> Any:
@@ -156,25 +161,6 @@ def test_a_laggard_finishes_its_step_and_all_gather() -> None:
     ]
 
 
-class _WithoutObjects(MemoryProvider):
-    """Cannot tell them."""
-
-    def objects(self) -> NoReturn:
-        raise AssertionError("asked for objects that it does not have")
-
-
-def test_objects_come_from_a_rank_that_has_them_and_tensors_stay_where_they_are() -> None:
-    def body(comm: Communicator) -> tuple[str, float, Any, int]:
-        parts = {"shard": {"x": torch.full((3,), float(comm.rank))}}
-        kind, why = (MemoryProvider, "") if comm.rank else (_WithoutObjects, "was in between")
-        old, new = kind(parts, step=STEP), MemoryProvider({"shard": {"x": torch.zeros(3)}})
-        found = recover(comm, new, old, Phase.UPDATED, no_objects=why).report
-        return found.role, float(new.parts()["shard"]["x"][0]), new.objects(), found.sent_nbytes
-
-    objects = {"step": STEP}
-    assert run_ranks(2, body) == [("keep", 0.0, objects, 0), ("keep", 1.0, objects, 0)]
-
-
 class _Flipping:
     """A communicator that changes one bit of what its rank receives."""
 
@@ -234,8 +220,7 @@ def test_copies_that_differ_in_memory_are_found_where_they_are_compared() -> Non
             tensors["torch.bfloat16"][0, 0] += 1
         old = MemoryProvider({"a": tensors}, step=STEP) if comm.rank else None
         new = MemoryProvider({"a": one_of_everything(2)})
-        options = RecoveryOptions(compares_copies=True)
-        return outcome(lambda: recover(comm, new, old, options=options))
+        return outcome(lambda: recover(comm, new, old, compares_copies=True))
 
     errors = run_ranks(4, body)
 

@@ -159,7 +159,7 @@ def test_the_header_that_the_crafted_ones_differ_from_is_good() -> None:
     "changes",
     [
         {"format": "another"},
-        {"version": 2},
+        {"version": 1},
         {"version": None},
         {"id": "iter_7_1_local_a1"},
         {"id": "iter_0000007_1_local_../../etc"},

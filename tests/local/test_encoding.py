@@ -1,8 +1,13 @@
-"""Sharded state dicts in files: our class and Megatron-Core's, which needs no NVRx for that."""
+"""States in files: plain ones, our sharded class, and Megatron-Core's, which needs no NVRx."""
 
 from __future__ import annotations
 
-import json
+import argparse
+import collections
+import datetime as dt
+import pathlib
+import random
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,17 +15,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError, UnsafeObjectError
-from dist_ckpt_strategies.local import LocalCheckpointManager, MCoreTensorAwareStateDict
-from dist_ckpt_strategies.local.defaults import default_allowed_names, default_codecs
+from dist_ckpt_strategies.errors import (
+    CorruptCheckpointError,
+    PlanError,
+    StrategyError,
+    UnsafeObjectError,
+)
+from dist_ckpt_strategies.local import (
+    BasicTensorAwareStateDict,
+    LocalCheckpointManager,
+    MCoreTensorAwareStateDict,
+)
+from dist_ckpt_strategies.local.encoding import decode_parts, default_local_allowed, encode_state
 from dist_ckpt_strategies.local.part_format import PartId, SaveId
 from dist_ckpt_strategies.local.retrieve import RetrievedPart
-from dist_ckpt_strategies.local.state_codecs import decode_parts, encode_state
 from dist_ckpt_strategies.megatron.types import TENSOR_AWARE_CLASS, tensor_aware_class
 
 
@@ -50,7 +64,7 @@ def megatrons(state: dict[str, Any] | None = None, **common: Any) -> Any:
 
 def parts_of(*states: Any, forge: Callable[[Any], Any] = lambda part: part) -> Any:
     """What comes back from the parts of these states, once ``forge`` has been at them."""
-    codecs, allowed = default_codecs(), default_allowed_names()
+    allowed = default_local_allowed()
     retrieved = []
     for rank, state in enumerate(states):
         encoded = encode_state(
@@ -58,12 +72,11 @@ def parts_of(*states: Any, forge: Callable[[Any], Any] = lambda part: part) -> A
             PartId(SaveId(1, "a"), rank),
             world_size=len(states),
             session_id="",
-            codecs=codecs,
             allowed=allowed,
         )
         payloads = tuple(payload.clone() for payload in encoded.payloads)
         retrieved.append(RetrievedPart(forge(encoded.part), payloads))
-    return decode_parts(retrieved, codecs=codecs, allowed=allowed)
+    return decode_parts(retrieved, allowed=allowed)
 
 
 def fields_of(value: Any) -> dict[str, Any]:
@@ -136,42 +149,79 @@ def test_parts_of_several_ranks_become_one_state_of_ours() -> None:
     assert [value["key"] for value in described(first)] == ["rows", "ragged", "away", "rng"]
 
 
-def with_fields(place: str, **fields: Any) -> Callable[[Any], Any]:
-    """Forges a part's description of the array ``rows``, or of the object."""
-
-    def forge(part: Any) -> Any:
-        content = json.loads(json.dumps(part.content))
-        sharded_part = content["sharded"]
-        found = sharded_part["rng"] if place == "rng" else sharded_part["model"][place]
-        wire = found["value"][0]
-        for name, value in fields.items():
-            wire[("key", "shape", "offset").index(name)] = {"$": "tuple", "items": value}
-        return replace(part, content=content)
-
-    return forge
-
-
 def with_device(part: Any) -> Any:
     return replace(part, buffers=tuple(replace(one, device="nowhere") for one in part.buffers))
 
 
-@pytest.mark.parametrize(
-    "forge",
-    [
-        with_fields("rows", shape=[1]),
-        with_fields("rows", offset=[0, 0, 0, 0]),
-        with_fields("rng", offset=[0]),
-        with_device,
-    ],
-)
 @pytest.mark.parametrize("is_megatrons", [True, False], ids=["megatron's", "ours"])
-def test_a_description_without_sense_is_an_error_of_ours(
-    forge: Callable[[Any], Any], is_megatrons: bool
-) -> None:
+def test_a_device_without_sense_is_an_error_of_ours(is_megatrons: bool) -> None:
     state = megatrons() if is_megatrons else MCoreTensorAwareStateDict({}, sharded())
 
     with pytest.raises(CorruptCheckpointError):
-        parts_of(state, forge=forge)
+        parts_of(state, forge=with_device)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {1: "a", "1": "b", (1, 2): "c"},
+        collections.OrderedDict([("b", 1), ("a", 2)]),
+        {1, 2, 3},
+        frozenset({"x"}),
+        torch.Size([2, 3]),
+        slice(1, None, 2),
+        torch.bfloat16,
+        torch.device("cuda", 1),
+        pathlib.PosixPath("/a/b"),
+        dt.datetime(2026, 1, 2, 3, 4, 5, 6, tzinfo=dt.UTC),
+        dt.timedelta(days=-1, microseconds=7),
+        1j,
+        np.float64(0.1),
+        np.bool_(1),
+        np.str_("text"),
+        np.arange(3, dtype=np.int16),
+        1 << 80,
+        float("nan"),
+        -0.0,
+        bytearray(b"abc"),
+        b"",
+        signal.Signals.SIGTERM,
+        argparse.Namespace(lr=0.1, layers=[1, 2], path=pathlib.PosixPath("/x")),
+        random.Random(7).getstate(),
+    ],
+    ids=repr,
+)
+def test_it_comes_back_equal_and_of_the_same_type(value: Any) -> None:
+    found = parts_of(BasicTensorAwareStateDict({"value": value})).state_dict["value"]
+
+    assert type(found) is type(value)
+    assert repr(found) == repr(value)
+
+
+def test_tensors_of_objects_stay_apart_from_those_of_the_state() -> None:
+    value = {"args": argparse.Namespace(t=torch.ones(2)), "w": torch.arange(3), "n": 5}
+    found = parts_of(BasicTensorAwareStateDict(value))
+
+    assert found.state_dict["args"].t.tolist() == [1, 1]
+    assert [tensor.tolist() for tensor in found.tensors] == [[0, 1, 2]]
+
+
+def test_the_device_that_a_tensor_came_from_is_remembered() -> None:
+    state = BasicTensorAwareStateDict(
+        {"a": torch.ones(1), "b": torch.ones(1)}, devices=["cuda", "cpu"]
+    )
+
+    assert parts_of(state).devices == ["cuda", "cpu"]
+
+
+def test_a_class_that_cannot_be_saved_is_named_with_the_one_to_wrap_it_in() -> None:
+    with pytest.raises(StrategyError, match=r"a Unknown cannot be saved.*BasicTensorAware"):
+        parts_of(Unknown())
+
+
+def test_a_sparse_tensor_is_refused_by_its_place() -> None:
+    with pytest.raises(PlanError, match=r"model\.w"):
+        parts_of(BasicTensorAwareStateDict({"model": {"w": torch.eye(2).to_sparse()}}))
 
 
 def test_a_hollow_state_is_refused() -> None:
@@ -196,7 +246,7 @@ def test_an_object_of_an_unknown_class_is_refused_by_name(place: str) -> None:
     state["rng"].data = Unknown() if place == "object" else None
     common = {"mine": Unknown()} if place == "common" else {}
 
-    with pytest.raises(UnsafeObjectError, match=r"test_mcore_codecs\.Unknown"):
+    with pytest.raises(UnsafeObjectError, match=r"test_encoding\.Unknown"):
         parts_of(megatrons(state, **common))
 
 

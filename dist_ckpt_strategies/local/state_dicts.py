@@ -1,0 +1,265 @@
+"""State dicts whose tensors can be taken out and put back; names and signatures are NVRx's."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dist_ckpt_strategies.errors import PlanError
+
+
+class TensorAwareStateDict(ABC):
+    """A state dict whose tensors can be told from the rest of it.
+
+    The names are those of NVIDIA's resiliency extension. The manager stores the classes of this
+    package and Megatron-Core's.
+    """
+
+    @abstractmethod
+    def pop_tensors(self) -> Sequence[torch.Tensor]:
+        """Take the tensors out, in their order; the state is hollow then.
+
+        Raises:
+            PlanError: it is hollow already.
+        """
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors, always in the same order.
+
+        Raises:
+            PlanError: the state is hollow.
+        """
+
+    @property
+    @abstractmethod
+    def is_hollow(self) -> bool:
+        """Whether the tensors have been taken out, and nothing put in their place."""
+
+    @abstractmethod
+    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
+        """Put tensors into a hollow state, in the order of ``pop_tensors``.
+
+        Raises:
+            PlanError: the state is not hollow, or it is another number of tensors.
+        """
+
+    @abstractmethod
+    def init_tensors(self) -> None:
+        """Fill a hollow state with uninitialised tensors of the shapes, dtypes and devices it had.
+
+        Raises:
+            PlanError: the state is not hollow.
+        """
+
+    @abstractmethod
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Replace every tensor by a copy on the CPU, and remember the device of each.
+
+        Args:
+            non_blocking: return before copies from a device are done.
+        """
+
+    @abstractmethod
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
+        """Move every tensor back to the device that it was on.
+
+        Args:
+            non_blocking: return before copies to a device are done.
+        """
+
+    @property
+    @abstractmethod
+    def state_dict(self) -> Any:
+        """What a training script loads: the state with its tensors in their places.
+
+        Raises:
+            PlanError: the state is hollow.
+        """
+
+    def values(self) -> ValuesView[Any]:
+        """The values of the state dict's first level."""
+        found: ValuesView[Any] = self.state_dict.values()
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """What is known of a tensor that has been taken out."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class SlottedStateDict(TensorAwareStateDict):
+    """A state dict that holds its tensors in order or, once they are taken out, their outlines."""
+
+    def _hold(self, tensors: Iterable[torch.Tensor], devices: Sequence[str] | None = None) -> None:
+        """Begin with these tensors; by default each belongs to the device that it is on."""
+        self._tensors: list[torch.Tensor] | None = list(tensors)
+        self._outlines: list[_Outline] = []
+        if devices is None:
+            self._homes = [tensor.device for tensor in self._tensors]
+        else:
+            self._homes = [torch.device(device) for device in devices]
+
+    def _require_tensors(self) -> list[torch.Tensor]:
+        if self._tensors is None:
+            raise PlanError("the state is hollow: call insert_tensors or init_tensors first")
+        return self._tensors
+
+    def _require_hollow(self) -> None:
+        if self._tensors is not None:
+            raise PlanError("the state is not hollow: call pop_tensors first")
+
+    @property
+    def devices(self) -> list[str]:
+        """The kind of device that each tensor belongs to."""
+        return [home.type for home in self._homes]
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """See TensorAwareStateDict."""
+        return iter(self._require_tensors())
+
+    @property
+    def is_hollow(self) -> bool:
+        """See TensorAwareStateDict."""
+        return self._tensors is None
+
+    def pop_tensors(self) -> Sequence[torch.Tensor]:
+        """See TensorAwareStateDict."""
+        tensors = self._require_tensors()
+        self._outlines = [_Outline(t.shape, t.dtype, t.device) for t in tensors]
+        self._tensors = None
+        return tensors
+
+    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
+        """See TensorAwareStateDict."""
+        self._require_hollow()
+        found = list(tensor_data)
+        if len(found) != len(self._homes):
+            raise PlanError(f"expected {len(self._homes)} tensors, found {len(found)}")
+        self._tensors = found
+
+    def init_tensors(self) -> None:
+        """See TensorAwareStateDict."""
+        self._require_hollow()
+        self._tensors = [
+            torch.empty(outline.shape, dtype=outline.dtype, device=home)
+            for outline, home in zip(self._outlines, self._homes, strict=True)
+        ]
+
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002
+        """See TensorAwareStateDict."""
+        cpu = torch.device("cpu")
+        self._tensors = [
+            tensor.detach().clone()
+            if tensor.device.type == "cpu"
+            else tensor.detach().to(cpu, non_blocking=non_blocking)
+            for tensor in self._require_tensors()
+        ]
+
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
+        """See TensorAwareStateDict."""
+        self._tensors = [
+            tensor
+            if tensor.device.type == home.type
+            else tensor.to(home, non_blocking=non_blocking)
+            for tensor, home in zip(self._require_tensors(), self._homes, strict=True)
+        ]
+
+
+class TensorPlace(int):
+    """Stands for the tensor of this number where a state has had it taken out."""
+
+    __slots__ = ()
+
+
+class BasicTensorAwareStateDict(SlottedStateDict):
+    """Any nested dicts, lists and tuples; their tensors may be on the CPU and on devices.
+
+    The caller's containers are left as they are: what is taken out and put in concerns this
+    object alone. The tensors themselves are shared until ``copy_tensors_to_cpu``.
+
+    Args:
+        state_dict: the state.
+        devices: the kind of device that each tensor belongs to, in order; by default the one
+            that it is on.
+    """
+
+    def __init__(self, state_dict: Any, *, devices: Sequence[str] | None = None) -> None:
+        found: dict[str, torch.Tensor] = {}
+        self._frame = take_tensors(state_dict, found)
+        self._names = tuple(found)
+        self._hold(found.values(), devices)
+
+    @property
+    def state_dict(self) -> Any:
+        """The state with its tensors in their places; new containers each time."""
+        return put_tensors(self._frame, self._require_tensors())
+
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """The tensors by their places in the state, in order."""
+        return dict(zip(self._names, self._require_tensors(), strict=True))
+
+    @property
+    def frame(self) -> Any:
+        """The state with a TensorPlace for each tensor."""
+        return self._frame
+
+
+def take_tensors(value: Any, found: dict[str, torch.Tensor], where: str = "") -> Any:
+    """The same containers, with a TensorPlace for each tensor.
+
+    Args:
+        value: nested dicts, lists and tuples; left as it is.
+        found: where the tensors go, by their places.
+        where: the place of ``value``.
+    """
+
+    def take(held: Any, place: str) -> Any:
+        if not isinstance(held, torch.Tensor):
+            return held
+        found[place if place not in found else f"{place} ({len(found)})"] = held
+        return TensorPlace(len(found) - 1)
+
+    return _mapped(take, value, where)
+
+
+def put_tensors(frame: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """What ``take_tensors`` was given, with these tensors; new containers."""
+    return _mapped(lambda v, _: tensors[v] if isinstance(v, TensorPlace) else v, frame, "")
+
+
+def _mapped(convert: Callable[[Any, str], Any], value: Any, where: str) -> Any:
+    """The same containers with every other value converted."""
+
+    def below(key: Any, held: Any) -> Any:
+        return _mapped(convert, held, f"{where}.{key}" if where else str(key))
+
+    if isinstance(value, dict):
+        items = {key: below(key, held) for key, held in value.items()}
+        return items if type(value) is dict else _like(value, items)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(below(number, held) for number, held in enumerate(value)))
+    if type(value) in {list, tuple}:
+        return type(value)(below(number, held) for number, held in enumerate(value))
+    return convert(value, where)
+
+
+def _like(value: Any, items: dict[Any, Any]) -> Any:
+    """A dict of the same class with these items; its own code makes it, if it can copy itself."""
+    made = value.copy()
+    if type(made) is not type(value):
+        made = copy.copy(value)
+    for key, held in items.items():
+        dict.__setitem__(made, key, held)  # a class's own way may do more, as a Counter's does
+    return made
