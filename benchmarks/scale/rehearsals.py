@@ -40,7 +40,7 @@ from dist_ckpt_strategies.two_stage.plan import build_group_plan, encode_regions
 
 with quiet_imports():
     from dist_ckpt_strategies.recovery.recover import gather_facts, plan_recovery
-    from dist_ckpt_strategies.sharded.save_inputs import planned_save
+    from dist_ckpt_strategies.sharded.save import planned_save
 
 COPIES = 2
 """Of each part of a local checkpoint, and of each optimizer shard in memory."""

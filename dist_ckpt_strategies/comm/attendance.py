@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +41,7 @@ class Attendance:
         self._mine = self._keys[dist.get_rank()]
         self._purpose = purpose
         self._group = group
-        self._process = process_name()
+        self._process = process_name(os.getpid())
         self._count = 0
         self._total = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import lru_cache
 from pathlib import Path
 
 _PF_EXITING = 0x4
@@ -19,9 +20,9 @@ def host_name() -> str | None:
     return f"{boot}/{processes}"
 
 
-def process_name() -> str:
-    """What tells this process from all others, of other hosts and other times too."""
-    pid = os.getpid()
+@lru_cache(maxsize=1)
+def process_name(pid: int) -> str:
+    """What tells a process of this host from all others, of other hosts and other times too."""
     try:
         return f"{host_name()} {pid} {_stat(pid)[_STARTED]}"
     except OSError:
