@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from numbers import Integral, Real
 from pathlib import Path
@@ -19,14 +19,6 @@ _SHARE_OF_WAIT = 0.75
 _Choice = TypeVar("_Choice", bound=StrEnum)
 _PREFIX = "DIST_CKPT_"
 
-_RANGES: Mapping[str, tuple[type[Any], float]] = MappingProxyType(
-    {
-        "timeout_s": (Real, 1e9),  # some 30 years; what waits for longer overflows somewhere
-        "max_inflight_bytes": (Real, math.inf),
-        "io_threads": (Integral, math.inf),
-    }
-)
-
 _STORE_VARIABLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "endpoint": ("DIST_CKPT_S3_ENDPOINT", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
@@ -38,10 +30,6 @@ _STORE_VARIABLES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 """Of each field of StoreOptions; those of other tools come after our own."""
-
-_STORE_PARSERS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
-    {"timeout_s": float, "max_retries": int}
-)
 
 
 def limit_of_wait(timeout_s: float) -> float:
@@ -158,8 +146,10 @@ class Options:
         """Refuse values that could only hang or crash later."""
         object.__setattr__(self, "engine", _choice("engine", Engine, self.engine))
         object.__setattr__(self, "verify", _choice("verify", Verify, self.verify))
-        for name, (kind, limit) in _RANGES.items():
-            require_in_range(name, kind, limit, getattr(self, name))
+        # Some 30 years; what waits for longer overflows somewhere.
+        require_in_range("timeout_s", Real, 1e9, self.timeout_s)
+        require_in_range("max_inflight_bytes", Real, math.inf, self.max_inflight_bytes)
+        require_in_range("io_threads", Integral, math.inf, self.io_threads)
 
     def with_changes(self, **changes: Any) -> Options:
         """A copy with the given fields changed; None leaves a field as it is."""
@@ -228,22 +218,11 @@ def options_from_environment(environ: Mapping[str, str] | None = None) -> Option
         StrategyError: a value does not parse, or is out of range.
     """
     source = os.environ if environ is None else environ
-    parsers: dict[str, Callable[[str], Any]] = {
-        "timeout_s": float,
-        "max_inflight_bytes": int,
-        "io_threads": int,
-        "engine": str,
-        "direct_io": _switch,
-        "whole_flush": _switch,
-        "verify": str,
-        "strict_dtype": _switch,
-        "writer_process": _switch,
-    }
     changes: dict[str, Any] = {}
-    for option, parse in parsers.items():
+    for option, default in _defaults(Options()).items():
         name = _PREFIX + option.upper()
-        if name in source:
-            changes[option] = _parsed(name, source[name], parse)
+        if name in source and option != "store":
+            changes[option] = _parsed(name, source[name], _parser_of(default))
     return Options().with_changes(**changes)
 
 
@@ -261,10 +240,11 @@ def store_options_from_environment(
     """
     source = os.environ if environ is None else environ
     changes: dict[str, Any] = {}
-    for option, names in _STORE_VARIABLES.items():
+    for option, default in _defaults(StoreOptions()).items():
+        names = _STORE_VARIABLES[option]
         name = next((name for name in names if source.get(name)), None)
         if name is not None:
-            changes[option] = _parsed(name, source[name], _STORE_PARSERS.get(option, str))
+            changes[option] = _parsed(name, source[name], _parser_of(default))
             _require_makes_sense(name, option, changes[option])
     return StoreOptions(**(defaults | changes))
 
@@ -282,14 +262,13 @@ def debug_from_environment(environ: Mapping[str, str] | None = None) -> bool:
     return source.get(_PREFIX + "DEBUG", "") not in {"", "0"}
 
 
-def local_world_size(environ: Mapping[str, str] | None = None) -> int:
+def local_world_size() -> int:
     """Ranks of this node, as launchers say in ``LOCAL_WORLD_SIZE``.
 
     Raises:
         StrategyError: it is not set, or is no number.
     """
-    source = os.environ if environ is None else environ
-    text = source.get("LOCAL_WORLD_SIZE", "")
+    text = os.environ.get("LOCAL_WORLD_SIZE", "")
     if not text.isdecimal() or int(text) == 0:
         raise StrategyError(
             f"LOCAL_WORLD_SIZE: expected the number of ranks of this node, found {text!r}; set it, "
@@ -298,7 +277,7 @@ def local_world_size(environ: Mapping[str, str] | None = None) -> int:
     return int(text)
 
 
-def local_rank(environ: Mapping[str, str] | None = None) -> int | None:
+def local_rank() -> int | None:
     """This process's place among those of its node, as launchers say in ``LOCAL_RANK``.
 
     None if not set.
@@ -306,9 +285,7 @@ def local_rank(environ: Mapping[str, str] | None = None) -> int | None:
     Raises:
         StrategyError: it is no number.
     """
-    source = os.environ if environ is None else environ
-    text = source.get("LOCAL_RANK", "")
-    return _parsed("LOCAL_RANK", text, int) if text else None
+    return _number("LOCAL_RANK") if os.environ.get("LOCAL_RANK") else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,8 +297,8 @@ class Launch:
         worker: what the launcher calls this process.
         rank: its place as torchrun says; None where the supervisor assigns it.
         attempt: how often the launcher has restarted all of them.
-        heartbeat_pipe: file descriptor and inode of what signs of life go to; None: nobody
-            listens.
+        heartbeat_pipe: file descriptor and inode of the heartbeats go to; None: no
+            process listens.
         heartbeat_s: seconds between two of them.
     """
 
@@ -362,7 +339,7 @@ def launch_from_environment(environ: MutableMapping[str, str] | None = None) -> 
 def claim_meeting_place(
     environ: MutableMapping[str, str] | None = None,
 ) -> tuple[str, int] | None:
-    """Host and port of a store for process groups that nobody else hosts; None where there is none.
+    """Host and port for the store of process groups that no other process hosts; None if one does.
 
     From then on ``init_process_group`` looks for one that is there, and rank 0 hosts none itself.
 
@@ -426,31 +403,40 @@ def _pipe(text: str) -> tuple[int, int]:
     return int(fd), int(inode)
 
 
-def rank_from_environment(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
+def rank_from_environment() -> tuple[int, int]:
     """RANK and WORLD_SIZE, as torchrun sets them; 0 and 1 where nothing is set.
 
     Raises:
         StrategyError: only one of them is set, or one is no number.
     """
-    source = os.environ if environ is None else environ
-    if not (source.get("RANK") or source.get("WORLD_SIZE")):
+    if not (os.environ.get("RANK") or os.environ.get("WORLD_SIZE")):
         return 0, 1
-    rank, size = (_parsed(name, source.get(name, ""), int) for name in ("RANK", "WORLD_SIZE"))
-    return rank, size
+    return _number("RANK"), _number("WORLD_SIZE")
 
 
-def world_from_environment(environ: Mapping[str, str] | None = None) -> tuple[int, int, int]:
+def world_from_environment() -> tuple[int, int, int]:
     """WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them.
 
     Raises:
         StrategyError: one is missing, or is no number.
     """
-    source = os.environ if environ is None else environ
-    names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    world_size, local_rank, local_size = (
-        _parsed(name, source.get(name, ""), int) for name in names
-    )
-    return world_size, local_rank, local_size
+    return _number("WORLD_SIZE"), _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE")
+
+
+def _number(name: str) -> int:
+    number: int = _parsed(name, os.environ.get(name, ""), int)
+    return number
+
+
+def _defaults(options: Options | StoreOptions) -> dict[str, Any]:
+    return {field.name: getattr(options, field.name) for field in fields(options)}
+
+
+def _parser_of(default: object) -> Callable[[str], Any]:
+    """What makes a variable's text a value like an option's default."""
+    if isinstance(default, bool):
+        return _switch
+    return type(default) if isinstance(default, (int, float)) else str
 
 
 def _switch(text: str) -> bool:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import mmap
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy.typing as npt
@@ -25,6 +27,7 @@ logger = logging.getLogger(__name__)
 HostArray = npt.NDArray[Any]
 
 _HOST = torch.device("cpu")
+_ALIGNMENT = 64
 
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -220,6 +223,59 @@ def host_memory(nbytes: int, *, is_pinned: bool) -> torch.Tensor:
         if nbytes
         else torch.empty(0, dtype=torch.uint8, device=_HOST)
     )
+
+
+class HostSnapshot:
+    """Memory for one copy of the tensors, which grows to their size and is kept with the object.
+
+    Memory that was touched before is written several times as fast as new memory.
+
+    Args:
+        allocate: gives bytes on the host, pinned or not.
+    """
+
+    def __init__(self, allocate: Callable[..., torch.Tensor] = host_memory) -> None:
+        self._allocate = allocate
+        self._memory: torch.Tensor | None = None
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it, as bytes; of no use before anything was placed there."""
+        assert self._memory is not None  # noqa: S101 - see above
+        return self._memory
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Copies of the tensors, contiguous and on the host; done on return.
+
+        The copies of the call before are overwritten.
+        """
+        is_pinned = any(tensor.device.type == "cuda" for tensor in tensors)
+        slots = self.slots([(t.shape, t.dtype) for t in tensors], is_pinned=is_pinned)
+        copies = tuple(slot.tensor for slot in slots)
+        copy_into(copies, tensors)
+        return copies
+
+    def slots(
+        self, layouts: Sequence[tuple[Sequence[int], torch.dtype]], *, is_pinned: bool
+    ) -> list[Slot]:
+        """A place for each tensor of these shapes and dtypes; those of the call before are gone.
+
+        Args:
+            layouts: shape and dtype of each.
+            is_pinned: whether the memory is filled from CUDA.
+        """
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layouts]
+        aligned = (-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
+        starts = list(accumulate(aligned, initial=0))
+        nbytes = starts.pop()
+        if self._memory is None or self._memory.numel() < nbytes:
+            self._memory = None  # before the new one is made
+            self._memory = self._allocate(nbytes, is_pinned=is_pinned)
+        memory = self._memory
+        return [
+            Slot(start, memory[start : start + size].view(dtype).reshape(tuple(shape)))
+            for start, size, (shape, dtype) in zip(starts, sizes, layouts, strict=True)
+        ]
 
 
 def pin_while_alive(owner: object, memory: torch.Tensor) -> None:

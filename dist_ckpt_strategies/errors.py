@@ -296,7 +296,7 @@ def error_from_peer(
 def kind_of(error: CheckpointError) -> str:
     """What ``error_from_peer`` makes the same class of: the class that a handler would choose by.
 
-    Classes that a face made come down to ours, and what a peer reported to what it reported.
+    Classes that an adapter made come down to ours, and what a peer reported to what it reported.
     """
     ours = _family(CheckpointError)
     known = [cls for cls in type(error).__mro__ if ours.get(cls.__name__) is cls]

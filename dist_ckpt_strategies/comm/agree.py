@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
 
 from dist_ckpt_strategies.comm.base import Communicator, Message, out_of_step
 from dist_ckpt_strategies.errors import (
@@ -26,9 +25,6 @@ _NUM_FIELDS = 5
 _NUM_HALVES = 2
 """Of an answer: a verdict, and what the step has returned."""
 
-_NOTHING = [None, None]
-"""The answer of a rank that has neither failed nor a result."""
-
 
 def agree(comm: Communicator, step: Callable[[], T]) -> T:
     """Run a rank-local step, then raise on every rank if it failed on any.
@@ -39,13 +35,14 @@ def agree(comm: Communicator, step: Callable[[], T]) -> T:
     becomes a CheckpointError too. The others raise a PeerError of the same class as the first
     failed rank's error, which names that rank, the key and the file.
     """
-    outcome = _attempt(step)
+    result, error = _attempt(step)
     try:
-        verdicts = comm.all_gather(_verdict(outcome.error))
-        _raise_first(comm, outcome.error, verdicts)
-        return cast("T", outcome.result)
+        verdicts = comm.all_gather(None if error is None else _verdict(error))
+        if any(verdict is not None for verdict in verdicts):
+            _raise_first(comm, error, verdicts)
+        return cast("T", result)
     finally:
-        del outcome  # or a raised error would hold this frame, and all its tensors, in a cycle
+        del result, error  # or a raised error would hold this frame and its tensors, in a cycle
 
 
 def agree_and_gather(
@@ -61,16 +58,20 @@ def agree_and_gather(
         is_sparse: None, the usual result, is sent as nothing, which takes one collective of torch's
             in place of two; a rank in another step is detected only where a step has a result.
     """
-    outcome = _attempt(step)
+    result, error = _attempt(step)
     try:
-        answer = [_verdict(outcome.error), outcome.result]
-        answers = comm.all_gather(None if is_sparse and answer == _NOTHING else answer)
+        answer = [None if error is None else _verdict(error), result]
+        answers = comm.all_gather(None if is_sparse and answer == [None, None] else answer)
         if is_sparse:
-            answers = [_NOTHING if found is None else found for found in answers]
-        _raise_first(comm, outcome.error, _verdicts_in(comm, answers))
+            answers = [[None, None] if found is None else found for found in answers]
+        for rank, found in enumerate(answers):
+            if not (isinstance(found, list) and len(found) == _NUM_HALVES):
+                raise out_of_step(comm.global_rank(rank), "this step")
+        if any(verdict is not None for verdict, _ in answers):
+            _raise_first(comm, error, [verdict for verdict, _ in answers])
         return [result for _, result in answers]
     finally:
-        del outcome
+        del result, error
 
 
 def agree_on_first(comm: Communicator, step: Callable[[], None]) -> None:
@@ -81,76 +82,50 @@ def agree_on_first(comm: Communicator, step: Callable[[], None]) -> None:
     agree(comm, step if comm.rank == 0 else lambda: None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome(Generic[T]):
-    result: T | None
-    error: CheckpointError | None
-
-
-def _attempt(step: Callable[[], T]) -> _Outcome[T]:
-    """The step's outcome; but where ranks are out of step, there is nobody left to agree with."""
+def _attempt(step: Callable[[], T]) -> tuple[T | None, CheckpointError | None]:
+    """The step's result or error; where ranks are out of step there is no collective any more."""
     try:
-        return _Outcome(step(), None)
+        return step(), None
     except SaveTimeoutError as error:
-        return _Outcome(None, error)
+        return None, error
     except (PeerTimeoutError, PeerLostError):
         raise
     except Exception as error:  # noqa: BLE001 - raised again by the caller, on every rank
-        return _Outcome(None, as_checkpoint_error(error))
-
-
-def _verdicts_in(comm: Communicator, answers: Iterable[Message]) -> Iterator[Message]:
-    """The first half of each answer."""
-    for rank, answer in enumerate(answers):
-        if not _is_list(answer, _NUM_HALVES):
-            raise out_of_step(comm.global_rank(rank), "this step")
-        yield answer[0]
-
-
-def _is_list(message: Message, size: int) -> bool:
-    return isinstance(message, list) and len(message) == size
+        return None, as_checkpoint_error(error)
 
 
 def _raise_first(
-    comm: Communicator, own: CheckpointError | None, verdicts: Iterable[Message]
+    comm: Communicator, own: CheckpointError | None, verdicts: Sequence[Message]
 ) -> None:
     """Raise a rank's own error, else the first other rank's.
 
     Where storage was silent on any rank, every rank raises that: no rank must go on to another
     checkpoint for the damage that it has found itself.
     """
-    found = [] if own is None else [_named(own, comm.global_rank(comm.rank))]
+    found = []
     try:
+        if own is not None:
+            if own.global_rank is None:
+                own.at_rank(comm.global_rank(comm.rank))
+            found.append(own)
         for rank, verdict in enumerate(verdicts):
             if verdict is not None:
                 found.append(_reported(comm, rank, verdict))
-        found.sort(key=_is_damage)
-        if found:
-            raise found[0]
+        raise min(found, key=lambda error: not isinstance(error, StorageTimeoutError))
     finally:
         del own, found
 
 
 def _reported(comm: Communicator, rank: int, verdict: Message) -> CheckpointError:
     """The error that another rank's verdict stands for."""
-    if not _is_list(verdict, _NUM_FIELDS):
+    if not (isinstance(verdict, list) and len(verdict) == _NUM_FIELDS):
         return out_of_step(comm.global_rank(rank), "this step")
-    kind, message, key, path, global_rank = cast("list[Any]", verdict)
+    kind, message, key, path, global_rank = verdict
     who = comm.global_rank(rank) if global_rank is None else global_rank
     return error_from_peer(who, kind, message, key=key, path=path)
 
 
-def _is_damage(error: CheckpointError) -> bool:
-    return not isinstance(error, StorageTimeoutError)
-
-
-def _verdict(error: CheckpointError | None) -> Message:
+def _verdict(error: CheckpointError) -> Message:
     """What the others learn; the rank only where it is another one's that this rank reports."""
-    if error is None:
-        return None
     key, path = (None if text is None else str(text) for text in (error.key, error.path))
     return [kind_of(error), error.message, key, path, error.global_rank]
-
-
-def _named(error: CheckpointError, global_rank: int) -> CheckpointError:
-    return error if error.global_rank is not None else error.at_rank(global_rank)

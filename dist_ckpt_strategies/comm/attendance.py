@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -44,7 +45,7 @@ class Attendance:
         self._mine = self._keys[dist.get_rank()]
         self._purpose = purpose
         self._group = group
-        self._process = process_name()
+        self._process = process_name(os.getpid())
         self._count = 0
         self._total = 0
 
@@ -144,9 +145,9 @@ def host_name() -> str | None:
     return f"{boot}/{processes}"
 
 
-def process_name() -> str:
-    """What tells this process from all others, of other hosts and other times too."""
-    pid = os.getpid()
+@lru_cache(maxsize=1)
+def process_name(pid: int) -> str:
+    """What tells a process of this host from all others, of other hosts and other times too."""
     try:
         return f"{host_name()} {pid} {_stat(pid)[_STARTED]}"
     except OSError:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from dist_ckpt_strategies.errors import (
 _DEVICE_PAUSE_S = 0.0002
 
 _TAG_OF_NOTHING = 1 << 30
-"""Of a message that nobody sends; others have the tag 0."""
+"""Of a message that no rank sends; others have the tag 0."""
 
 _SIZE_BITS = 41
 """Of the number that leads a message: its size. The bits above say what for."""
@@ -50,8 +50,6 @@ _SIZE_BITS = 41
 _PURPOSE_BITS = 63 - _SIZE_BITS
 _PURPOSE_NBYTES = 160
 """Of what ranks tell each other where their purposes differ."""
-
-T = TypeVar("T")
 
 
 class _Work(Protocol):
@@ -176,7 +174,7 @@ class TorchCommunicator:
         return [-s if number < 0 else s for s, number in zip(sizes, numbers, strict=True)]
 
     def _other_purpose(self, purposes: Sequence[int]) -> PlanError:
-        """The error for ranks that meet for different purposes. Collective: all of them see it."""
+        """The error for ranks that call for different purposes. Collective: all of them see it."""
         mine = self._attendance.what.encode()[:_PURPOSE_NBYTES]
         padded = self._gathered_bytes(mine, _PURPOSE_NBYTES)
         texts = [text.rstrip(b"\0").decode(errors="replace") for text in padded]
@@ -216,7 +214,8 @@ class TorchCommunicator:
             ),
         ]
         is_batched = self.device.type != "cpu"
-        works = self._begun(lambda: _started(operations, is_batched=is_batched))
+        with self._peer_errors(time.monotonic() + self._timeout_s):
+            works = _started(operations, is_batched=is_batched)
         return _Arriving(self, tuple(works), tuple(zip(receives, staged, strict=True)))
 
     def finish(
@@ -229,14 +228,13 @@ class TorchCommunicator:
             PeerLostError: contact broke off.
         """
         deadline = time.monotonic() + self._timeout_s
-        with self._or_broken_off():
-            for peer, work in works:
-                if work is not None:
-                    self._wait(work, deadline, peer, device)
+        for peer, work in works:
+            if work is not None:
+                self._wait(work, deadline, peer, device)
 
     @contextmanager
-    def _or_broken_off(self) -> Iterator[None]:
-        """Where a peer is late or lost meanwhile, no later call is to take this one's bytes.
+    def _peer_errors(self, deadline: float, peer: int | None = None) -> Iterator[None]:
+        """Raise errors of torch's as ours; no later call is to take the bytes of this one.
 
         Gloo breaks off all connections of a group that has waited in vain, but of no other: the
         channels beside it would carry the next call's bytes, to peers that still are in
@@ -244,14 +242,18 @@ class TorchCommunicator:
         """
         try:
             yield
-        except PeerError:
+        except (PeerError, RuntimeError) as error:
+            is_ours = isinstance(error, PeerError)
+            found = error if is_ours else self._peer_error(error, deadline, peer)
             if self._has_own_channels:
                 for channel in self._channels:
                     self._break_off(channel)
-            raise
+            if is_ours:
+                raise
+            raise found from error
 
     def _break_off(self, channel: ProcessGroup) -> None:
-        """Wait in vain, for something that nobody sends."""
+        """Wait in vain, for something that no rank sends."""
         if self._message_device.type != "cpu":
             return
         peer = self._global_ranks[self.rank - 1]
@@ -274,36 +276,23 @@ class TorchCommunicator:
         self._attendance.sign()
         mine = tensor.to(self._message_device)
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        work = self._begun(lambda: dist.all_gather(found, mine, group=self._group, async_op=True))
-        self.finish([(None, work)], self._message_device)
+        deadline = time.monotonic() + self._timeout_s
+        with self._peer_errors(deadline):
+            work = dist.all_gather(found, mine, group=self._group, async_op=True)
+        self._wait(work, deadline, None, self._message_device)
         return [t.cpu() for t in found]
 
     @staticmethod
     def _tensor_of(data: Buffer, device: torch.device) -> torch.Tensor:
         return (torch.from_numpy(data) if isinstance(data, np.ndarray) else data).to(device)
 
-    def _begun(self, start: Callable[[], T]) -> T:
-        """What was started; a connection that had broken off before shows here."""
-        deadline = time.monotonic() + self._timeout_s
-        with self._or_broken_off():
-            try:
-                return start()
-            except PeerError:
-                raise
-            except RuntimeError as error:
-                raise self._peer_error(error, deadline, None) from error
-
     def _wait(self, work: _Work, deadline: float, peer: int | None, device: torch.device) -> None:
-        try:
+        with self._peer_errors(deadline, peer):
             if device.type != "cpu":
                 _wait_for_device(work, deadline)
             work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except PeerError:
-            raise
-        except RuntimeError as error:
-            raise self._peer_error(error, deadline, peer) from error
 
-    def _peer_error(self, error: RuntimeError, deadline: float, peer: int | None) -> PeerError:
+    def _peer_error(self, error: Exception, deadline: float, peer: int | None) -> PeerError:
         """Who is to blame for a collective that timed out or broke off."""
         what = self._attendance.what
         if time.monotonic() >= deadline - 0.001:

@@ -1,4 +1,4 @@
-"""Element types, under the names that torch gives them."""
+"""What is stored and what is held: arrays, their shards and objects, as frozen values."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class ArraySpec:
         separator: what joins the chunk index in a file name, ``.`` or ``/``.
         is_raw: whether a chunk's bytes are its elements in C order, little-endian, with no codec.
         inner_shape: of the inner chunks that make up a chunk, in elements; it divides
-            ``chunk_shape``. None in format 1, whose chunks are of one piece.
+            ``chunk_shape``. None in format 1, whose chunks are not divided.
         has_crc32c: whether a CRC32C follows every inner chunk, as earlier releases could write it.
     """
 
@@ -140,12 +140,12 @@ class ArraySpec:
         return math.prod(self.grid)
 
     def chunk_region(self, index: Shape) -> Region:
-        """The chunk's whole box, which may reach past the array's edge."""
+        """The chunk's whole region, which may reach past the array's edge."""
         offset = tuple(i * c for i, c in zip(index, self.chunk_shape, strict=True))
         return Region(offset, self.chunk_shape)
 
     def chunk_at(self, region: Region) -> Shape | None:
-        """The index of the chunk whose whole box is ``region``; None where no chunk's is."""
+        """The index of the chunk whose whole region is ``region``; None where no chunk's is."""
         if region.shape != self.chunk_shape:
             return None
         index = tuple(map(operator.floordiv, region.offset, self.chunk_shape))
@@ -228,11 +228,6 @@ class ObjectId:
         """The name that early releases used: the last number of the shape is missing."""
         return f"{self.key}/shard_{_joined(self.offset)}_{_joined(self.shape[:-1])}"
 
-    @property
-    def num_shards(self) -> int:
-        """Shards of the whole grid."""
-        return math.prod(self.shape)
-
     @classmethod
     def parse(cls, unique_key: str) -> Self | None:
         """The shard of that name, in the present or the older form; None for another name."""
@@ -267,7 +262,7 @@ class ShardSpec:
     """One replica of one shard, without its data.
 
     Attributes:
-        id: key of the array and the box of it.
+        id: key of the array and the region of it.
         array_shape: shape of the whole array as this rank sees it, in elements.
         dtype: element type.
         is_main: whether this replica is the one that is written.
@@ -287,7 +282,7 @@ class ShardSpec:
 
     @property
     def region(self) -> Region:
-        """Box of the array, in elements."""
+        """Region of the array, in elements."""
         return self.id.region
 
     @property
@@ -307,9 +302,6 @@ class RankShards:
 
     rank: int
     shards: tuple[ShardSpec, ...]
-
-
-"""What travels between ranks in place of a spec: JSON types only, nothing to unpickle."""
 
 
 def shard_to_wire(spec: ShardSpec) -> Wire:

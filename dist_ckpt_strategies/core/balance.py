@@ -1,4 +1,4 @@
-"""Let one of the ranks that hold a shard keep it, so that all keep about as many bytes."""
+"""Assign items to ranks, so that all ranks get about as many bytes: LPT, after Graham 1969."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dist_ckpt_strategies.errors import PlanError
 def build_spread(
     holders: Mapping[ShardId, Sequence[int]], nbytes: Mapping[ShardId, int]
 ) -> dict[ShardId, int]:
-    """The rank that keeps each shard.
+    """The rank that keeps each shard, one of its holders.
 
     Shards with few holders come first, since they leave the least choice, then the largest; each
     goes to the holder that has the least so far.
@@ -24,8 +24,6 @@ def build_spread(
 
     Raises:
         PlanError: no rank holds a shard.
-
-    Source: Graham 1969 (LPT).
     """
     load: Counter[int] = Counter()
     keepers: dict[ShardId, int] = {}
@@ -38,12 +36,7 @@ def build_spread(
 
 
 def assign_lpt(nbytes: Sequence[int], num_ranks: int) -> list[int]:
-    """The rank that takes each item, so that all ranks take about as many bytes.
-
-    The largest items come first; each goes to the rank that has the least so far.
-
-    Source: Graham 1969 (LPT).
-    """
+    """The rank that takes each item: the largest first, each to the rank that has the least."""
     loads = [(0, rank) for rank in range(num_ranks)]
     owners = [0] * len(nbytes)
     for item in sorted(range(len(nbytes)), key=lambda number: (-nbytes[number], number)):

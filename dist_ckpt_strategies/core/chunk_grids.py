@@ -1,4 +1,4 @@
-"""Prove that shards make up an array: every element once, none twice, none outside."""
+"""Prove that shards make up an array, and choose its chunks and inner chunks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import product
+from typing import NamedTuple
 
 from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError
@@ -37,7 +38,7 @@ def require_partition(
 ) -> None:
     """Raise unless the (non-empty) placements cover the array exactly once.
 
-    Disjoint boxes inside the array that add up to its number of elements leave no gap, so the
+    Disjoint regions inside the array that add up to its number of elements leave no gap, so the
     proof is: inside, disjoint, and the sum.
 
     Args:
@@ -99,7 +100,7 @@ def _first_gap(whole: Region, placements: Sequence[ShardPlacement]) -> Shape:
     """Lowest corner of what is left of ``whole`` once every placement is cut away."""
     rest = [whole]
     for placement in sorted(placements):
-        rest = [piece for box in rest for piece in _cut(box, placement.region)]
+        rest = [left for box in rest for left in box.without(placement.region)]
     return min(box.offset for box in rest)
 
 
@@ -113,26 +114,8 @@ def _held_by(element: Shape, copies: Iterable[ShardPlacement]) -> str:
     return f"which only copies hold (rank {listed}); one of them needs replica_id 0"
 
 
-def _cut(box: Region, hole: Region) -> list[Region]:
-    """The parts of ``box`` outside ``hole``, as disjoint boxes."""
-    common = box.intersect(hole)
-    if common is None:
-        return [box]
-    parts = []
-    low, high = list(box.offset), list(box.end)
-    for dim in range(box.ndim):
-        for start, stop in ((low[dim], common.offset[dim]), (common.end[dim], high[dim])):
-            if start < stop:
-                offset = (*low[:dim], start, *low[dim + 1 :])
-                end = (*high[:dim], stop, *high[dim + 1 :])
-                shape = tuple(e - a for a, e in zip(offset, end, strict=True))
-                parts.append(Region(offset, shape))
-        low[dim], high[dim] = common.offset[dim], common.end[dim]
-    return parts
-
-
 MAX_ASSEMBLED_NBYTES = 256 << 20
-"""A chunk put together from pieces needs a buffer of its size on its writer."""
+"""A chunk that is assembled from slices needs a buffer of its size on its writer."""
 
 MAX_OBJECT_NBYTES = 64 << 20
 """What goes to an object store in one request, which is lost as a whole where it fails."""
@@ -164,7 +147,7 @@ def regular_chunk_shape(shape: Shape, regions: Sequence[Region]) -> Shape | None
 def fills_grid(shape: Shape, chunk: Shape, regions: Sequence[Region]) -> bool:
     """Whether regions that are each one chunk of a grid are all of its chunks, once each.
 
-    The proof that shards make up an array, for the regular case: no box is compared with another.
+    The proof that shards make up an array, for the regular case: without comparing regions.
     """
     indices = {tuple(o // c for o, c in zip(r.offset, chunk, strict=True)) for r in regions}
     num_chunks = math.prod(-(-n // c) for n, c in zip(shape, chunk, strict=True))
@@ -203,7 +186,7 @@ def irregular_chunk_shape(
 def object_chunk_shape(chunk: Shape, itemsize: int, max_nbytes: int = MAX_OBJECT_NBYTES) -> Shape:
     """A chunk of a shard's shape, cut until it has ``max_nbytes`` at most.
 
-    Outer dims first: the parts of a tensor in C order are in one piece then. Into equal parts
+    Outer dims first: the parts of a tensor in C order are contiguous then. Into equal parts
     where a number of parts near the least one allows it, so that no part reaches across shards.
     """
     sizes = list(chunk)
@@ -219,7 +202,7 @@ def object_chunk_shape(chunk: Shape, itemsize: int, max_nbytes: int = MAX_OBJECT
 
 
 def _hulls(placements: Sequence[ShardPlacement]) -> list[Region]:
-    """For each rank the box around all it holds."""
+    """For each rank the region around all it holds."""
     by_rank: dict[int, list[Region]] = defaultdict(list)
     for placement in placements:
         by_rank[placement.rank].append(placement.region)
@@ -296,8 +279,7 @@ _SMALL_FACTOR = 7
 _MATRIX_DIMS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkCut:
+class ChunkCut(NamedTuple):
     """A chunk's shape and that of its inner chunks, which divides it. In elements."""
 
     chunk_shape: Shape
@@ -307,7 +289,7 @@ class ChunkCut:
 def cut_chunk(chunk: Shape, shape: Shape, itemsize: int, *, is_movable: bool) -> ChunkCut | None:
     """Choose inner chunks for a chunk grid.
 
-    Dimensions before the last two, experts say, are cut first, down to single elements. Of the last
+    Dimensions before the last two (experts) are cut first, down to single elements. Of the last
     two, those are cut that the chunks cut already, along which other layouts will cut too: Megatron
     never changes the axis along which a parameter is sharded. Rows stay whole where they can, so
     that an inner chunk is one segment of a tensor's memory, and is written and read without a copy;

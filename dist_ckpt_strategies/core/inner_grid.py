@@ -55,7 +55,7 @@ class InnerGrid:
     """The inner chunks of a chunk that hold elements of the array; in C order in the file.
 
     Attributes:
-        region: the chunk's box, cut at the array's edge.
+        region: the chunk's region, cut at the array's edge.
         inner_shape: of one inner chunk, in elements; those at the edge are padded to it.
         counts: inner chunks in each dim.
         slot_counts: the same for a chunk away from the edge; the file's index has an entry for
@@ -110,7 +110,7 @@ class InnerGrid:
         return self.data_nbytes + self.index_nbytes
 
     def box(self, offset: Shape, shape: Shape | None = None) -> Region:
-        """The array's box of one inner chunk, or of several; cut at the array's edge."""
+        """The array's region of one inner chunk, or of several; cut at the array's edge."""
         whole, inner = self.region, self.inner_shape
         start = tuple(map(operator.add, whole.offset, map(operator.mul, offset, inner)))
         wanted = map(operator.mul, shape, inner) if shape else inner
@@ -131,7 +131,7 @@ class InnerGrid:
         return self._runs(low, high, max_chunks)
 
     def _runs(self, low: Shape, high: Shape, max_chunks: int) -> Iterator[Run]:
-        """The box of inner chunks ``[low, high)``, cut into runs."""
+        """The inner chunks ``[low, high)``, cut into runs."""
         if not self.counts:
             yield Run(0, (), ())
             return
@@ -179,7 +179,7 @@ class ChunkSpans:
 
 
 def stored_nbytes(array: ArraySpec, region: Region) -> int:
-    """Bytes that leave storage where a box, not empty, is read: inner chunks are read whole.
+    """Bytes that leave storage where a region, not empty, is read: inner chunks are read whole.
 
     So are chunks of format 1 whose runs are too short to be read one by one; of compressed ones
     the bytes that they had before count.

@@ -1,4 +1,4 @@
-"""A box of elements inside a global array."""
+"""A region of elements inside a global array."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Region:
-    """Half-open box ``[offset, offset + shape)``, in elements of the global array."""
+    """Half-open region ``[offset, offset + shape)``, in elements of the global array."""
 
     offset: Shape
     shape: Shape
 
     @classmethod
     def whole(cls, shape: Shape) -> Region:
-        """The box that covers an array of that shape."""
+        """The region that covers an array of that shape."""
         return cls((0,) * len(shape), shape)
 
     @property
@@ -29,16 +29,16 @@ class Region:
 
     @property
     def numel(self) -> int:
-        """Elements in the box; 1 for a scalar."""
+        """Elements in the region; 1 for a scalar."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> Shape:
-        """First element past the box, in each dim."""
+        """First element past the region, in each dim."""
         return tuple(map(operator.add, self.offset, self.shape))
 
     def intersect(self, other: Region) -> Region | None:
-        """The common box, or None where the two share no element."""
+        """The common region, or None where the two share no element."""
         low = tuple(map(max, self.offset, other.offset))
         shape = tuple(map(operator.sub, map(min, self.end, other.end), low))
         return Region(low, shape) if min(shape, default=1) > 0 else None
@@ -51,27 +51,26 @@ class Region:
         )
 
     def without(self, other: Region) -> Iterator[Region]:
-        """Boxes that together are this one less ``other``; no two of them share an element."""
+        """Regions that together are this one less ``other``; no two of them share an element."""
         hole = self.intersect(other)
         if hole is None:
             yield self
             return
-        low, shape = list(self.offset), list(self.shape)
+        low, high = list(self.offset), list(self.end)
         for dim in range(self.ndim):
-            below = hole.offset[dim] - low[dim]
-            above = low[dim] + shape[dim] - hole.end[dim]
-            for start, extent in ((low[dim], below), (hole.end[dim], above)):
-                if extent > 0:
+            for start, stop in ((low[dim], hole.offset[dim]), (hole.end[dim], high[dim])):
+                if start < stop:
                     offset = (*low[:dim], start, *low[dim + 1 :])
-                    yield Region(offset, (*shape[:dim], extent, *shape[dim + 1 :]))
-            low[dim], shape[dim] = hole.offset[dim], hole.shape[dim]
+                    end = (*high[:dim], stop, *high[dim + 1 :])
+                    yield Region(offset, tuple(map(operator.sub, end, offset)))
+            low[dim], high[dim] = hole.offset[dim], hole.end[dim]
 
     def within(self, frame: Region) -> Region:
-        """The same box, in coordinates relative to ``frame``."""
+        """The same region, in coordinates relative to ``frame``."""
         return Region(tuple(map(operator.sub, self.offset, frame.offset)), self.shape)
 
     def slices(self) -> tuple[slice, ...]:
-        """Indexing form of the box."""
+        """Indexing form of the region."""
         return tuple(slice(a, a + n) for a, n in zip(self.offset, self.shape, strict=True))
 
     def __str__(self) -> str:

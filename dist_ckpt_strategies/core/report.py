@@ -6,7 +6,19 @@ from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True, slots=True)
-class SaveReport:
+class _Report:
+    """Prints as its figures, in one line for a log."""
+
+    def __str__(self) -> str:
+        figures = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return ", ".join(
+            f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}"
+            for name, value in figures
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport(_Report):
     """One rank's share of a save.
 
     Attributes:
@@ -23,16 +35,9 @@ class SaveReport:
     moved_nbytes: int
     seconds: float
 
-    def __str__(self) -> str:
-        """One line for a log."""
-        return (
-            f"{self.num_chunks} chunks and {self.nbytes} bytes written, "
-            f"{self.moved_nbytes} bytes sent to other writers, in {self.seconds:.3f} s"
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class LoadReport:
+class LoadReport(_Report):
     """One rank's share of a load.
 
     Attributes:
@@ -45,13 +50,9 @@ class LoadReport:
     nbytes: int
     seconds: float
 
-    def __str__(self) -> str:
-        """One line for a log."""
-        return f"{self.num_tensors} tensors, {self.nbytes} bytes read in {self.seconds:.3f} s"
-
 
 @dataclass(frozen=True, slots=True)
-class BroadcastReport:
+class BroadcastReport(_Report):
     """One rank's share of a load that a group shares.
 
     Attributes:
@@ -76,15 +77,6 @@ class BroadcastReport:
     waiting_s: float
     seconds: float
 
-    def __str__(self) -> str:
-        """One line for a log."""
-        return (
-            f"{self.num_tensors} tensors, {self.read_nbytes} bytes read, {self.received_nbytes} "
-            f"received in {self.seconds:.3f} s (waiting for reads {self.reading_s:.3f} s, for "
-            f"bytes under way {self.sending_s:.3f} s, for copies {self.copying_s:.3f} s, for "
-            f"other ranks {self.waiting_s:.3f} s)"
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class GroupReport:
@@ -108,7 +100,7 @@ class GroupReport:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicationReport:
+class ReplicationReport(_Report):
     """One rank's share of a local save.
 
     Attributes:
@@ -123,16 +115,9 @@ class ReplicationReport:
     received_nbytes: int
     seconds: float
 
-    def __str__(self) -> str:
-        """One line for a log."""
-        return (
-            f"{self.num_parts} parts written, {self.own_nbytes} bytes of its own and "
-            f"{self.received_nbytes} of peers, in {self.seconds:.3f} s"
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class RetrievalReport:
+class RetrievalReport(_Report):
     """One rank's share of a local load.
 
     Attributes:
@@ -147,16 +132,9 @@ class RetrievalReport:
     received_nbytes: int
     seconds: float
 
-    def __str__(self) -> str:
-        """One line for a log."""
-        return (
-            f"{self.num_parts} parts, {self.read_nbytes} bytes read and {self.received_nbytes} "
-            f"received in {self.seconds:.3f} s"
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class RecoveryReport:
+class RecoveryReport(_Report):
     """One rank's share of a recovery from the memory of others.
 
     Attributes:
@@ -178,11 +156,3 @@ class RecoveryReport:
     copied_nbytes: int
     gathered: bool
     seconds: float
-
-    def __str__(self) -> str:
-        """One line for a log."""
-        return (
-            f"step {self.step}: {self.role}; {self.received_nbytes} bytes received from ranks "
-            f"{list(self.sources)}, {self.sent_nbytes} sent, {self.copied_nbytes} copied, in "
-            f"{self.seconds:.3f} s"
-        )

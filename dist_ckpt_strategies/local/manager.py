@@ -18,6 +18,7 @@ from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import limit_of_wait, options_from_environment
 from dist_ckpt_strategies.core.report import ReplicationReport
+from dist_ckpt_strategies.device import HostSnapshot
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerLostError,
@@ -62,11 +63,9 @@ from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import (
     BackgroundWork,
     LocalSaveRequest,
-    SaveName,
-    agree_to_start,
+    start_on_all,
     yield_to_training,
 )
-from dist_ckpt_strategies.sharded.save_cache import HostSnapshot
 from dist_ckpt_strategies.storage.time_limit import clean_up_limit, time_left, time_limit
 
 logger = logging.getLogger(__name__)
@@ -203,10 +202,10 @@ class LocalCheckpointManager:
 
             return BackgroundWork(write, "local-save")
 
-        work = self._running = agree_to_start(comm, prepare)
+        work = self._running = start_on_all(comm, prepare)
         if strategy is not None:
             strategy.note_use(work)
-        name = SaveName(save.token, f"the end of the local save of iteration {save.iteration}")
+        name = (save.token, f"the end of the local save of iteration {save.iteration}")
         return LocalSaveRequest.of(
             comm, name, work, lambda: self._finalise(comm, save, work), self.timeout_s
         )
@@ -388,11 +387,8 @@ class LocalCheckpointManager:
             work.wait(limit_of_wait(self.timeout_s))
             return work.result()
 
-        try:
-            with time_limit(self.timeout_s):
-                report = self._stored(comm, save, outcome)
-        finally:
-            work.forget_mark()
+        with time_limit(self.timeout_s):
+            report = self._stored(comm, save, outcome)
         if self._running is work:
             self._running = None
         with time_limit(self.timeout_s):

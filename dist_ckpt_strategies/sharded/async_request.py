@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
 import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from concurrent.futures import CancelledError, Future, wait
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from queue import SimpleQueue
+from typing import Any, Generic, NoReturn, TypeVar
+from weakref import WeakKeyDictionary
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator, who_is_where
@@ -33,64 +35,52 @@ _LOW_PRIORITY = 10
 
 
 class BackgroundWork(Generic[T]):
-    """Work on a thread of its own, from ``start`` on; other processes can see its end.
+    """Work on a thread of its own; other processes can see its end.
 
-    ``hold`` and ``let_go`` are ``start`` in two steps: that the system has a thread for it is known
-    before anybody else has to rely on that.
+    The thread waits for ``begin`` or ``call_off``: that the system has one is known before any
+    other rank relies on it.
 
     Args:
         work: what to do.
         name: for the thread.
 
+    Attributes:
+        mark: a file that is there until the work has ended.
+
     Raises:
         StorageError: the temporary directory is full.
+        RuntimeError: the system starts no more threads.
     """
 
     def __init__(self, work: Callable[[], T], name: str) -> None:
         self._work = work
-        self._results: list[T] = []
-        self._errors: list[BaseException] = []
-        self._decided = threading.Event()
+        self._tasks: SimpleQueue[Callable[[], T]] = SimpleQueue()
         # The thread itself does not tell: Python <= 3.12 takes one for ended whose join() was
         # interrupted by a signal.
-        self._ended = threading.Event()
-        self._is_called_off = False
+        self._future: Future[T] = Future()
         with file_errors(None, tempfile.gettempdir()):
-            self.end_mark = Path(tempfile.mkdtemp(prefix="dist_ckpt-")) / "ended"
-        weakref.finalize(self, _remove_own, self.end_mark.parent, os.getpid())
+            handle, mark = tempfile.mkstemp(prefix="dist_ckpt-")
+        os.close(handle)
+        self.mark = Path(mark)
+        weakref.finalize(self, _remove_own, self.mark, os.getpid())
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    def start(self) -> None:
-        """Begin."""
-        self.hold()
-        self.let_go()
-
-    def hold(self) -> None:
-        """Start the thread, which waits for ``let_go`` or ``call_off``.
-
-        Raises:
-            RuntimeError: the system starts no more threads.
-        """
         self._thread.start()
 
-    def let_go(self) -> None:
-        """Have the thread begin."""
-        self._decided.set()
+    def begin(self) -> None:
+        """Have the thread do the work."""
+        self._tasks.put(self._work)
 
     def call_off(self) -> None:
-        """Nothing is to be done: the thread ends, if there is one."""
-        self._is_called_off = True
-        self._decided.set()
-        self._ended.set()
-        self.forget_mark()
+        """Have the thread end without doing anything."""
+        self._tasks.put(_called_off)
 
     def is_done(self) -> bool:
         """Whether it has ended, well or not."""
-        return self._ended.is_set()
+        return self._future.done()
 
     def ends_within(self, seconds: float) -> bool:
         """Wait for it to end, well or not; whether it has."""
-        return self._ended.wait(seconds)
+        return bool(wait([self._future], seconds).done)
 
     def wait(self, timeout_s: float, what: str = "the save") -> None:
         """Return when it has ended, well or not; at once where its own thread asks.
@@ -107,68 +97,46 @@ class BackgroundWork(Generic[T]):
 
     def result(self) -> T:
         """What came out, once it has ended; raises what it raised."""
-        for error in self._errors:
-            raise error
-        return self._results[0]
-
-    def forget_mark(self) -> None:
-        """Remove what tells other processes of its end. A failure is logged: the work is done."""
-        try:
-            self.end_mark.unlink(missing_ok=True)
-            if self.end_mark.parent.exists():
-                self.end_mark.parent.rmdir()
-        except OSError as error:
-            logger.warning("%s is still there: %s", self.end_mark.parent, error)
+        return self._future.result(0)
 
     def _run(self) -> None:
-        self._decided.wait()
-        if self._is_called_off:
-            return
+        finish: Callable[[], None]
+        work = self._tasks.get()
         try:
-            self._results.append(self._work())
+            finish = partial(self._future.set_result, work())
         except BaseException as error:  # noqa: BLE001 - raised again by ``result``
-            self._errors.append(error)
-        finally:
-            self._mark_end()
-            self._ended.set()
-
-    def _mark_end(self) -> None:
-        """Others wait for the mark as long as its directory is there; a full disk takes no mark."""
-        try:
-            self.end_mark.touch()
-        except OSError as error:
-            if not self.end_mark.parent.exists():
-                return  # it is removed as the process ends, and no worker waits
-            logger.warning("%s cannot be made, so its directory goes: %s", self.end_mark, error)
-            shutil.rmtree(self.end_mark.parent, ignore_errors=True)
+            finish = partial(self._future.set_exception, error)
+        _remove_own(self.mark, os.getpid())
+        finish()
 
 
-def _remove_own(directory: Path, owner: int) -> None:
-    """Remove what a save left that was never finalised; a forked child does not."""
-    if os.getpid() == owner:
-        shutil.rmtree(directory, ignore_errors=True)
+def _called_off() -> NoReturn:
+    raise CancelledError
 
 
-def agree_to_start(
-    comm: Communicator, prepare: Callable[[], BackgroundWork[T]]
-) -> BackgroundWork[T]:
-    """What ``prepare`` gives, begun on every rank; if that fails on one, nothing begins on any.
+def _remove_own(mark: Path, owner: int) -> None:
+    """Remove the mark of a work of this process; a forked child leaves it."""
+    if os.getpid() != owner:
+        return
+    try:
+        mark.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s is still there: %s", mark, error)
+
+
+def start_on_all(comm: Communicator, prepare: Callable[[], BackgroundWork[T]]) -> BackgroundWork[T]:
+    """What ``prepare`` returns, begun on every rank; if it raises on one, nothing begins on any.
 
     Collective: one check.
     """
     works: list[BackgroundWork[T]] = []
-
-    def begin() -> None:
-        works.append(prepare())
-        works[0].hold()
-
     try:
-        agree(comm, begin)
+        agree(comm, lambda: works.append(prepare()))
     except BaseException:
         for work in works:
             work.call_off()
         raise
-    works[0].let_go()
+    works[0].begin()
     return works[0]
 
 
@@ -181,19 +149,17 @@ def yield_to_training() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)
 
 
-def wait_for_mark(end_mark: str, pid: int) -> None:
+def wait_for_mark(mark: str, pid: int) -> None:
     """Return when the work of process ``pid`` has ended, or the process has.
 
     This is what the worker process of a checkpoint queue runs: it lasts as long as the save, and
-    does nothing that could fail. How the save ended is for the finalisation to tell.
+    does nothing that could fail. The finalisation reports how the save ended.
 
     Args:
-        end_mark: a file that is there once the work has ended; gone again after finalisation,
-            with its directory.
+        mark: a file that is there until the work has ended.
         pid: the process whose thread does the work.
     """
-    path = Path(end_mark)
-    while path.parent.exists() and not path.exists() and _is_alive(pid):
+    while Path(mark).exists() and _is_alive(pid):
         time.sleep(_PAUSE_S)
 
 
@@ -211,19 +177,19 @@ class RunningSaves:
     """The saves that this process writes in the background, by the place that they write to.
 
     Another save to the same place waits for them first, whichever strategy wrote them: their
-    files may have the names of the new ones. One that has ended is not kept for this: with it goes
-    the memory that it was written from.
+    files may have the names of the new ones. A save is not kept alive for this: the memory that it
+    was written from goes with it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._works: list[tuple[str, weakref.ref[BackgroundWork[Any]]]] = []
+        self._places: WeakKeyDictionary[BackgroundWork[Any], str] = WeakKeyDictionary()
 
     def add(self, place: Location, work: BackgroundWork[Any]) -> None:
-        """Take note of one that has begun; it lives as long as its thread, at least."""
+        """Note one that has begun."""
+        name = _name_of(place)
         with self._lock:
-            running = [(known, held) for known, held in self._works if held() is not None]
-            self._works = [*running, (_name_of(place), weakref.ref(work))]
+            self._places[work] = name
 
     def wait(self, place: Location, timeout_s: float) -> None:
         """Return when all that write to a place have ended, well or not. Rank-local.
@@ -231,11 +197,12 @@ class RunningSaves:
         Raises:
             SaveTimeoutError: that takes longer.
         """
-        name = _name_of(place)
+        if not self._places:
+            return
+        name, deadline = _name_of(place), time.monotonic() + timeout_s
         with self._lock:
-            held = [work() for known, work in self._works if known == name]
-        deadline = time.monotonic() + timeout_s
-        for work in filter(None, held):
+            works = [work for work, known in self._places.items() if known == name]
+        for work in works:
             work.wait(max(0.0, deadline - time.monotonic()))
 
 
@@ -248,17 +215,8 @@ def _name_of(place: Location) -> str:
     return str(place.resolve() if isinstance(place, Path) else place)
 
 
-@dataclass(frozen=True, slots=True)
-class SaveName:
-    """What a request is told from others by.
-
-    Attributes:
-        save_id: equal on all ranks, and of this save alone.
-        what: is ended, in words; each rank may see it in its own way.
-    """
-
-    save_id: str
-    what: str
+SaveName = tuple[str, str]
+"""The id of a save, equal on all ranks and of this save alone, and what its end is called."""
 
 
 class _Finalisation:
@@ -288,7 +246,7 @@ class _Finalisation:
         if self._is_called:
             return
         if not self._is_the_same:
-            self._require_the_same(agree_and_gather(self._comm, lambda: astuple(self._name)))
+            self._require_the_same(agree_and_gather(self._comm, lambda: [*self._name]))
         self._is_called = True
         try:
             self._finalise()
@@ -323,7 +281,7 @@ class _Finalisation:
 
         are_done = False
         while not are_done:
-            answers = agree_and_gather(self._comm, lambda: [*astuple(self._name), is_done()])
+            answers = agree_and_gather(self._comm, lambda: [*self._name, is_done()])
             self._require_the_same([name for *name, _ in answers])
             are_done = all(done for *_, done in answers)
 
@@ -370,7 +328,7 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
             timeout_s: longest wait for it, in seconds.
         """
         end = _Finalisation(comm, name, work, finalise, timeout_s)
-        return cls(wait_for_mark, (str(work.end_mark), os.getpid()), [end], {})
+        return cls(wait_for_mark, (str(work.mark), os.getpid()), [end], {})
 
     def for_nvrx(self) -> Any:
         """The same request in the class of NVRx.

@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
-import logging
 import pickle
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 from dist_ckpt_strategies.comm.agree import agree_and_gather
-from dist_ckpt_strategies.comm.base import (
-    Message,
-    report_level,
-)
+from dist_ckpt_strategies.comm.base import Message
 from dist_ckpt_strategies.config import limit_of_wait
-from dist_ckpt_strategies.core.report import SaveReport
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import (
     RUNNING_SAVES,
     BackgroundWork,
     LocalSaveRequest,
-    SaveName,
-    agree_to_start,
+    start_on_all,
     yield_to_training,
 )
 from dist_ckpt_strategies.sharded.save import ShardedSave
-from dist_ckpt_strategies.sharded.save_inputs import SaveInputs
-from dist_ckpt_strategies.sharded.staged import StagedSave, WriteJob, Written
 from dist_ckpt_strategies.sharded.write_plan import stage_plan
-from dist_ckpt_strategies.sharded.writer_process import outcome_of
+from dist_ckpt_strategies.sharded.writer_process import (
+    Digests,
+    StagedWrite,
+    WriteJob,
+    digests_from,
+)
 from dist_ckpt_strategies.storage.time_limit import restart_limit, time_limit
 
-logger = logging.getLogger(__name__)
 
-Outcome = Callable[[], Written]
-"""Returns what writing the arrays has returned, or raises what it raised."""
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What the thread of a save has done: the digests, or the writer process's answer.
+
+    Python that takes long runs before the thread or after it: a busy thread keeps training waiting.
+    """
+
+    outcome: Digests | bytes
+    seconds: float
+
+    def digests(self) -> Digests:
+        """Of all chunks; raises what the writer process has raised."""
+        return digests_from(self.outcome) if isinstance(self.outcome, bytes) else self.outcome
 
 
 def begin_in_background(save: ShardedSave) -> LocalSaveRequest:
@@ -53,82 +61,69 @@ def begin_in_background(save: ShardedSave) -> LocalSaveRequest:
     save.release_tensors()
     inputs = save.inputs
 
-    def prepare() -> BackgroundWork[Outcome]:
+    def prepare() -> BackgroundWork[_Written]:
         save.open_arrays()
-        write_arrays = _array_write(staged, inputs)
+        write_arrays = _array_write(save, staged)
 
-        def write() -> Outcome:
+        def write() -> _Written:
             yield_to_training()
+            started = time.monotonic()
             with time_limit(inputs.options.timeout_s):
                 save.write_small_files()
-                return write_arrays()
+                outcome = write_arrays()
+            return _Written(outcome, time.monotonic() - started)
 
         work = BackgroundWork(write, "dist-ckpt-save")
         RUNNING_SAVES.add(inputs.writer.root, work)
         return work
 
-    work = inputs.cache.running = agree_to_start(comm, prepare)
-    name = SaveName(save.save_id, f"the end of the save to {inputs.writer.root}")
+    work = inputs.cache.running = start_on_all(comm, prepare)
+    name = (save.save_id, f"the end of the save to {inputs.writer.root}")
     return LocalSaveRequest.of(
-        comm, name, work, _Ending(save, work).finalise, inputs.options.timeout_s
+        comm, name, work, partial(_finalise, save, work), inputs.options.timeout_s
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Ending:
-    """What is left of an asynchronous save, for all ranks to do together.
+@raises_megatron_errors
+def _finalise(save: ShardedSave, work: BackgroundWork[_Written]) -> None:
+    """Make the save the checkpoint's content, once all ranks have written it. Collective.
 
     Where another save has begun in its place, maybe ended too, nothing there is touched.
     """
+    comm, writer, timeout_s = save.comm, save.inputs.writer, save.inputs.options.timeout_s
+    seconds: list[float] = []
 
-    save: ShardedSave
-    work: BackgroundWork[Outcome]
-
-    @raises_megatron_errors
-    def finalise(self) -> None:
-        comm, timeout_s = self.save.comm, self.save.inputs.options.timeout_s
-        reports: list[SaveReport] = []
-
-        def written() -> Message:
-            self.work.wait(limit_of_wait(timeout_s))
-            writer = self.save.inputs.writer
-            try:
-                found = self.work.result()()
-            except StorageError:
-                writer.place.require_current()  # another save may have removed what this one wrote
-                raise
-            reports.append(found.report)
-            writer.take_digests(found.digests)
-            if comm.rank == 0:
-                writer.place.require_current()
-            return self.save.describe_files()
-
+    def written() -> Message:
+        work.wait(limit_of_wait(timeout_s))
         try:
-            with time_limit(timeout_s):
-                described = agree_and_gather(comm, written)
-                restart_limit()
-                self.save.complete(described)
-        finally:
-            self.work.forget_mark()
-        me = comm.global_rank(comm.rank)
-        logger.log(report_level(comm), "rank %s: %s", me, reports[0])
+            found = work.result()
+            digests = found.digests()
+        except StorageError:
+            writer.place.require_current()  # another save may have removed what this one wrote
+            raise
+        seconds.append(found.seconds)
+        writer.take_digests(digests)
+        if comm.rank == 0:
+            writer.place.require_current()
+        return save.describe_files()
+
+    with time_limit(timeout_s):
+        described = agree_and_gather(comm, written)
+        restart_limit()
+        save.complete(described)
+    save.log_report(seconds[0])
 
 
-def _array_write(staged: StagedSave, inputs: SaveInputs) -> Callable[[], Outcome]:
-    """What writes the arrays, for a thread to call.
-
-    All that takes Python long is done here, or where the outcome is asked for: a busy thread keeps
-    training waiting.
-    """
-    cache, writer, options = inputs.cache, inputs.writer, inputs.options
+def _array_write(
+    save: ShardedSave, staged: tuple[StagedWrite, ...]
+) -> Callable[[], Digests | bytes]:
+    """What writes the arrays, for a thread to call: by the writer process if there is one."""
+    cache, writer, options = save.inputs.cache, save.inputs.writer, save.inputs.options
+    creations = save.planned.plan.creations_of(save.comm.global_rank(save.comm.rank))
     shared = cache.shared_bytes()
     process = cache.writer_process() if options.writer_process and shared else None
     if process is None or shared is None or writer.open_elsewhere is None:
-        job = WriteJob(staged, lambda: writer.arrays, options.timeout_s)
-        return lambda: partial(_itself, job.run(cache.staged_bytes()))
-    content = pickle.dumps(WriteJob(staged, writer.open_elsewhere, options.timeout_s))
-    return lambda: partial(outcome_of, process.run(content, shared))
-
-
-def _itself(written: Written) -> Written:
-    return written
+        here = WriteJob(creations, staged, lambda: writer.arrays, options.timeout_s)
+        return lambda: here.run(cache.staged_bytes())
+    there = WriteJob(creations, staged, writer.open_elsewhere, options.timeout_s)
+    return partial(process.run, pickle.dumps(there), shared)

@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
-from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.base import Communicator, Message
 from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.core.array import RankShards
 from dist_ckpt_strategies.errors import PlanError
@@ -32,7 +32,7 @@ from dist_ckpt_strategies.megatron.shards import (
     value_from_message,
 )
 from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor, StrictHandling
-from dist_ckpt_strategies.sharded.plan_save import ObjectPlacement, build_save_plan
+from dist_ckpt_strategies.sharded.plan_save import build_save_plan
 
 
 class _Validated:
@@ -110,20 +110,24 @@ def check_load(
         PlanError: the main replicas of a key do not fit together, or ``strict`` forbids a key that
             only one side has.
     """
-    stored = agree(comm, lambda: stored_keys() if needs_stored_keys(strict) else None)
-    if not (validate or needs_global_keys(strict)):
-        return agree(comm, lambda: apply_strictness(state, strict, None, None, stored))
-    answers = agree_and_gather(comm, lambda: _messages(state))
+    needs_all = validate or needs_global_keys(strict)
+    stored: list[StateDict] = []
 
-    def parse() -> list[list[Any]]:
-        everyone = _values(answers)
+    def describe() -> Message:
+        if needs_stored_keys(strict):
+            stored.append(stored_keys())
+        return _messages(state) if needs_all else None
+
+    answers = agree_and_gather(comm, describe, is_sparse=not needs_all)
+
+    def check() -> StrictOutcome:
+        everyone = _values(answers) if needs_all else None
         if validate:
-            require_valid(everyone)
-        return everyone
+            require_valid(everyone or [])
+        local = None if everyone is None else everyone[comm.rank]
+        return apply_strictness(state, strict, local, everyone, stored[0] if stored else None)
 
-    everyone = agree(comm, parse)
-    local = everyone[comm.rank]
-    return agree(comm, lambda: apply_strictness(state, strict, local, everyone, stored))
+    return agree(comm, check)
 
 
 def _messages(state: StateDict) -> list[Any]:
@@ -157,7 +161,7 @@ def _require_plan(everyone: list[list[Any]], key: str | None) -> None:
         for rank, values in enumerate(of_key)
     ]
     objects = [
-        ObjectPlacement(object_id(value), rank)
+        (object_id(value), rank)
         for rank, values in enumerate(of_key)
         for value in values
         if isinstance(value, ShardedObject) and is_main(value)

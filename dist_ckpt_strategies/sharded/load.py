@@ -44,7 +44,7 @@ from dist_ckpt_strategies.sharded.checks import (
     require_validated,
 )
 from dist_ckpt_strategies.sharded.plan_load import LoadPlan, build_load_plan
-from dist_ckpt_strategies.sharded.transfer import TensorRead, run_reads
+from dist_ckpt_strategies.sharded.transfer import run_reads
 from dist_ckpt_strategies.storage.base import ArrayReader, StoredCheckpoint
 from dist_ckpt_strategies.storage.io_pool import Job, run_pooled
 from dist_ckpt_strategies.storage.time_limit import restart_limit
@@ -224,7 +224,7 @@ def run_load(
             tensor.zero_()
         if read.source is not None and read.target is not None:
             part = tensor[read.target.slices()] if read.is_padded else tensor
-            reads.append(TensorRead(read.array, read.source, part))
+            reads.append((read.array, read.source, part))
     run_reads(store, reads, options)
     return LoadReport(len(plan.reads), plan.nbytes, time.monotonic() - started)
 

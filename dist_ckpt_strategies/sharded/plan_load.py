@@ -1,4 +1,4 @@
-"""Decide which box of which stored array goes to which box of each wanted tensor."""
+"""Decide which region of which stored array goes to which region of each wanted tensor."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ReadItem:
     Attributes:
         number: position of the shard among the wanted ones; the same shard may be wanted twice.
         array: the stored array.
-        source: box of the stored array to read; None where the shard lies wholly beyond it.
-        target: the same box, in coordinates of the wanted tensor.
+        source: region of the stored array to read; None where the shard lies wholly beyond it.
+        target: the same region, in coordinates of the wanted tensor.
         is_padded: whether a part of the tensor has no counterpart in storage and becomes zeros.
     """
 
@@ -89,25 +89,3 @@ def _shard_read(number: int, want: ShardSpec, array: ArraySpec) -> ReadItem:
         return ReadItem(number, array, None, None, is_padded=True)
     target = source.within(want.region)
     return ReadItem(number, array, source, target, is_padded=source.shape != want.region.shape)
-
-
-def build_batches(staged_nbytes: Sequence[int], budget_nbytes: int) -> tuple[tuple[int, ...], ...]:
-    """Positions of the transfers, batch by batch, in order.
-
-    What needs no staging memory goes into the first batch, so that it is issued at once.
-
-    Args:
-        staged_nbytes: staging memory that each transfer needs, in bytes; 0 for none.
-        budget_nbytes: bound on the sum within a batch; a larger transfer goes alone.
-    """
-    batches: list[list[int]] = [[n for n, size in enumerate(staged_nbytes) if size == 0]]
-    used = 0
-    for number, size in enumerate(staged_nbytes):
-        if size == 0:
-            continue
-        if used and used + size > budget_nbytes:
-            batches.append([])
-            used = 0
-        batches[-1].append(number)
-        used += size
-    return tuple(tuple(batch) for batch in batches if batch)

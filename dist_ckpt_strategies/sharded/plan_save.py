@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dist_ckpt_strategies.core.array import (
     ArraySpec,
@@ -15,44 +16,32 @@ from dist_ckpt_strategies.core.array import (
     ShardId,
     ShardSpec,
 )
-from dist_ckpt_strategies.core.chunk_grids import MAX_ASSEMBLED_NBYTES, ChunkLayout, ShardPlacement
+from dist_ckpt_strategies.core.chunk_grids import (
+    MAX_ASSEMBLED_NBYTES,
+    ChunkLayout,
+    ShardPlacement,
+    chunk_parts,
+    cut_chunk,
+    fills_grid,
+    irregular_chunk_shape,
+    object_chunk_shape,
+    regular_chunk_shape,
+    require_partition,
+)
 from dist_ckpt_strategies.core.keys import require_storable_keys
 from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
-from dist_ckpt_strategies.sharded.plan_grids import ArrayGrids, ChunkSlices
 
 _MAX_LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSlice:
-    """A part of a shard, in global coordinates, on the rank that holds it."""
+    """A region of a shard, in global coordinates, on the rank that holds it."""
 
     holder: int
     shard: ShardId
     region: Region
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class ObjectPlacement:
-    """One shard of an object and the rank that holds its main replica."""
-
-    id: ObjectId
-    rank: int
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A slice that travels to the writer of its chunk. Order is the same on every rank."""
-
-    shard_slice: ShardSlice
-    writer: int
-    dtype: DType
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are sent."""
-        return self.shard_slice.region.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +64,13 @@ class WriteItem:
         return len(self.slices) == 1 and self.slices[0].holder == self.writer
 
     @property
-    def moves(self) -> tuple[Move, ...]:
+    def moves(self) -> tuple[ShardSlice, ...]:
         """The slices that have to travel to the writer."""
-        away = (shard_slice for shard_slice in self.slices if shard_slice.holder != self.writer)
-        return tuple(Move(shard_slice, self.writer, self.array.dtype) for shard_slice in away)
+        return tuple(s for s in self.slices if s.holder != self.writer)
+
+    def nbytes_of(self, shard_slice: ShardSlice) -> int:
+        """Bytes of one of the slices."""
+        return shard_slice.region.numel * self.array.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +116,8 @@ class SavePlan:
 
     def sent_nbytes(self, rank: int) -> int:
         """Bytes that ``rank`` sends to the writers of other chunks."""
-        moves = (move for round_ in self.rounds for write in round_ for move in write.moves)
-        return sum(move.nbytes for move in moves if move.shard_slice.holder == rank)
+        writes = (write for round_ in self.rounds for write in round_)
+        return sum(w.nbytes_of(move) for w in writes for move in w.moves if move.holder == rank)
 
     @property
     def arrays(self) -> list[ArraySpec]:
@@ -135,12 +127,12 @@ class SavePlan:
 
 
 def _concerns(write: WriteItem, rank: int) -> bool:
-    return write.writer == rank or any(move.shard_slice.holder == rank for move in write.moves)
+    return write.writer == rank or any(s.holder == rank for s in write.slices)
 
 
 def build_save_plan(
     requests: Iterable[RankShards],
-    objects: Iterable[ObjectPlacement] = (),
+    objects: Iterable[tuple[ObjectId, int]] = (),
     *,
     max_inflight_bytes: int = MAX_ASSEMBLED_NBYTES,
     chunk_layout: ChunkLayout = ChunkLayout.WHOLE,
@@ -153,7 +145,8 @@ def build_save_plan(
 
     Args:
         requests: what each rank of the group holds, replicas included, one entry per rank.
-        objects: main replicas of the objects saved beside the arrays, to find collisions.
+        objects: main replicas of the objects saved beside the arrays, and the ranks that hold
+            them, to find collisions.
         max_inflight_bytes: bound, per rank and round, on chunks being assembled and on slices
             being sent; a larger chunk has a round of its own. Equal on all ranks.
         chunk_layout: what the file of a chunk is made of. Any key can be stored in inner chunks.
@@ -174,16 +167,24 @@ def build_save_plan(
     num_created: Counter[int] = Counter()
     creations: list[ArrayCreation] = []
     writes: list[WriteItem] = []
-    grids = ArrayGrids(chunk_layout)
+    grids: dict[_Pattern, _Grid] = {}
     for key in sorted(by_key):
-        made = _array_of(key, by_key[key], grids)
-        creator = _creator(made.main, by_key[key], num_created)
-        creations.append(ArrayCreation(made.array, creator))
+        held = by_key[key]
+        main = _main_replicas(key, held)
+        array, chunks = _array_of(held, main, grids, chunk_layout)
+        creator = _creator(main, held, num_created)
+        creations.append(ArrayCreation(array, creator))
         num_created[creator] += 1
-        chunk_writes = _shard_writes(made) if made.chunks is None else _chunk_writes(made, load)
-        for write in chunk_writes:
+        if chunks is None:
+            found = [
+                WriteItem(array, p.region, p.rank, (ShardSlice(p.rank, shard, p.region),))
+                for p, shard in main
+            ]
+        else:
+            found = _assembled_items(array, main, chunks, load)
+        for write in found:
             load[write.writer] += write.nbytes
-        writes.extend(chunk_writes)
+        writes.extend(found)
     return SavePlan(tuple(creations), tuple(writes), _rounds(writes, max_inflight_bytes))
 
 
@@ -199,17 +200,17 @@ def _require_storable(
         raise
 
 
-def _single_writers(objects: Iterable[ObjectPlacement]) -> dict[str, int]:
+def _single_writers(objects: Iterable[tuple[ObjectId, int]]) -> dict[str, int]:
     """A writer of each object, by key, once each shard of each is known to have one."""
     writers: dict[ObjectId, int] = {}
-    for placement in sorted(objects):
-        if placement.id in writers:
+    for object_id, rank in sorted(objects):
+        if object_id in writers:
             raise DuplicateWriterError(
-                f"{placement.id.unique_key}: rank {writers[placement.id]} and rank "
-                f"{placement.rank} both hold a main replica; give one of them another replica_id",
-                key=placement.id.key,
+                f"{object_id.unique_key}: rank {writers[object_id]} and rank {rank} both hold a "
+                "main replica; give one of them another replica_id",
+                key=object_id.key,
             )
-        writers[placement.id] = placement.rank
+        writers[object_id] = rank
     _require_whole_objects(writers)
     return {object_id.key: rank for object_id, rank in reversed(writers.items())}
 
@@ -254,94 +255,143 @@ def _listed_shards(writers: Mapping[ObjectId, int]) -> str:
     return ", ".join(shown[:_MAX_LISTED]) + more
 
 
-@dataclass(frozen=True, slots=True)
-class _Made:
-    """An array, and the shards that make it up.
-
-    Attributes:
-        array: with its chunk grid.
-        main: who holds which main replica, sorted.
-        chunks: what each chunk is put together from; None where each main replica is one.
-    """
-
-    array: ArraySpec
-    main: Sequence[tuple[ShardPlacement, ShardId]]
-    chunks: tuple[ChunkSlices, ...] | None
+_Main = Sequence[tuple[ShardPlacement, ShardId]]
+"""Who holds which main replica of an array, sorted."""
 
 
-def _array_of(key: str, held: Sequence[tuple[int, ShardSpec]], grids: ArrayGrids) -> _Made:
-    """The array that the shards of one key make up."""
+def _main_replicas(key: str, held: Sequence[tuple[int, ShardSpec]]) -> _Main:
+    """The main replicas of one key; all ranks see one array there."""
     first_rank, first = held[0]
     for rank, shard in held:
         if shard.array_shape != first.array_shape or shard.dtype != first.dtype:
-            name = "dtype" if shard.array_shape == first.array_shape else "array_shape"
-            mine, theirs = (_text_of(getattr(spec, name)) for spec in (shard, first))
+            if shard.array_shape == first.array_shape:
+                name, mine, theirs = "dtype", shard.dtype.value, first.dtype.value
+            else:
+                name, mine, theirs = "array_shape", str(shard.array_shape), str(first.array_shape)
             raise PlanError(
                 f"{key}: {name} {mine} on rank {rank}, {theirs} on rank {first_rank}", key=key
             ).at_rank(rank)
     main = [
         (ShardPlacement(region, rank), shard.id)
         for rank, shard in held
-        if shard.is_main and (region := _stored_part(shard)) is not None
+        if shard.is_main and (region := _stored_region(shard)) is not None
     ]
-    main.sort(key=_place)
-    grid = grids.of(
-        ArraySpec(key, first.array_shape, first.dtype, (1,) * len(first.array_shape)),
-        [placement for placement, _ in main],
-        (ShardPlacement(shard.region, rank) for rank, shard in held if not shard.is_main),
-    )
-    array = ArraySpec(
-        key, first.array_shape, first.dtype, grid.chunk_shape, inner_shape=grid.inner_shape
-    )
-    return _Made(array, main, grid.chunks)
+    # As placements are sorted, without a comparison of objects.
+    return sorted(main, key=lambda m: (m[0].region.offset, m[0].region.shape, m[0].rank))
 
 
-def _place(held: tuple[ShardPlacement, ShardId]) -> tuple[Shape, Shape, int]:
-    """Sorts as placements do, without a comparison of objects."""
-    placement, _ = held
-    return placement.region.offset, placement.region.shape, placement.rank
-
-
-def _text_of(fact: DType | Shape) -> str:
-    return fact.value if isinstance(fact, DType) else str(fact)
-
-
-def _stored_part(shard: ShardSpec) -> Region | None:
+def _stored_region(shard: ShardSpec) -> Region | None:
     """The shard's elements that the array has; a padded shard may reach past its end."""
     if shard.may_mismatch:
         return shard.region.intersect(Region.whole(shard.array_shape))
     return shard.region if shard.region.numel else None
 
 
-def _creator(
-    main: Iterable[tuple[ShardPlacement, ShardId]],
+_Chunks = tuple[tuple[Region, tuple[tuple[int, Region], ...]], ...]
+"""Each chunk's region, and the slices that cover it, with the numbers of their main replicas."""
+
+_Grid = tuple[Shape, Shape | None, _Chunks | None]
+"""Shape of the chunks and of their inner chunks; the chunks, None where every shard is one."""
+
+_Pattern = tuple[Shape, DType, tuple[tuple[Shape, Shape, int], ...]]
+"""Shape and dtype of an array, and offset, shape and holder of each main replica. Holders are
+numbered as they come: who they are makes no difference to the grid. Thousands of groups of ranks
+cut their optimizer's buffers in the same way, and the same way for each kind of state."""
+
+
+def _array_of(
     held: Sequence[tuple[int, ShardSpec]],
-    num_created: Counter[int],
-) -> int:
+    main: _Main,
+    grids: dict[_Pattern, _Grid],
+    chunk_layout: ChunkLayout,
+) -> tuple[ArraySpec, _Chunks | None]:
+    """The array that the shards make up, and its chunks; None where each main replica is one.
+
+    Args:
+        held: all replicas, to say who holds what the main ones leave out.
+        main: the main ones.
+        grids: those found so far; a new one is added.
+        chunk_layout: what the file of a chunk is made of.
+    """
+    first = held[0][1]
+    array = ArraySpec(first.key, first.array_shape, first.dtype, (1,) * len(first.array_shape))
+    numbers: dict[int, int] = {}
+    shards = tuple(
+        (p.region.offset, p.region.shape, numbers.setdefault(p.rank, len(numbers))) for p, _ in main
+    )
+    pattern = (array.shape, array.dtype, shards)
+    if pattern not in grids:
+        copies = (ShardPlacement(shard.region, rank) for rank, shard in held if not shard.is_main)
+        grids[pattern] = _grid_of(array, [p for p, _ in main], copies, chunk_layout)
+    chunk, inner, chunks = grids[pattern]
+    return replace(array, chunk_shape=chunk, inner_shape=inner), chunks
+
+
+def _grid_of(
+    array: ArraySpec,
+    placements: Sequence[ShardPlacement],
+    copies: Iterable[ShardPlacement],
+    chunk_layout: ChunkLayout,
+) -> _Grid:
+    regions = [placement.region for placement in placements]
+    regular = regular_chunk_shape(array.shape, regions)
+    if regular is None or not fills_grid(array.shape, regular, regions):
+        require_partition(array.key, array.shape, placements, list(copies))
+    chunk = regular
+    if chunk is None:
+        chunk = irregular_chunk_shape(array.shape, array.dtype.itemsize, placements)
+    if chunk_layout is ChunkLayout.BOUNDED:
+        chunk = object_chunk_shape(chunk, array.dtype.itemsize)
+    cut = _cut(chunk, array, chunk_layout, is_movable=regular is None)
+    if cut is not None and chunk == regular:
+        return *cut, None
+    if cut is None:
+        cut = _cut(chunk, array, chunk_layout, is_movable=True)
+        assert cut is not None  # noqa: S101 - where boundaries may move, every chunk can be cut
+    return *cut, _chunks_of(array.shape, cut[0], placements)
+
+
+def _cut(
+    chunk: Shape, array: ArraySpec, chunk_layout: ChunkLayout, *, is_movable: bool
+) -> tuple[Shape, Shape | None] | None:
+    """The shapes of chunks and inner chunks; None where a chunk has no factors for them."""
+    if chunk_layout is ChunkLayout.WHOLE:
+        return chunk, None
+    return cut_chunk(chunk, array.shape, array.dtype.itemsize, is_movable=is_movable)
+
+
+def _chunks_of(shape: Shape, chunk: Shape, placements: Sequence[ShardPlacement]) -> _Chunks:
+    parts: dict[Shape, list[tuple[int, Region]]] = defaultdict(list)
+    for number, placement in enumerate(placements):
+        for index, part in chunk_parts(chunk, placement.region):
+            parts[index].append((number, part))
+    chunks = []
+    for index in sorted(parts):
+        offset = tuple(map(operator.mul, index, chunk))
+        region = Region(offset, tuple(map(min, chunk, map(operator.sub, shape, offset))))
+        chunks.append((region, tuple(parts[index])))
+    return tuple(chunks)
+
+
+def _creator(main: _Main, held: Sequence[tuple[int, ShardSpec]], num_created: Counter[int]) -> int:
     """A rank that holds a part of the array, or knows an empty one: who has created least."""
     ranks = {placement.rank for placement, _ in main} or {rank for rank, _ in held}
     return min(ranks, key=lambda rank: (num_created[rank], rank))
 
 
-def _shard_writes(made: _Made) -> list[WriteItem]:
-    """One write for each shard, which is a chunk; ``_chunk_writes`` would find the same."""
-    return [
-        WriteItem(made.array, h.region, h.rank, (ShardSlice(h.rank, shard, h.region),))
-        for h, shard in made.main
-    ]
-
-
-def _chunk_writes(made: _Made, load: Counter[int]) -> list[WriteItem]:
-    """One write for each chunk of the array, put together from parts of the shards."""
+def _assembled_items(
+    array: ArraySpec, main: _Main, chunks: _Chunks, load: Counter[int]
+) -> list[WriteItem]:
+    """One write for each chunk of the array, assembled from slices of the shards."""
     added: Counter[int] = Counter()
     writes = []
-    for chunk in made.chunks or ():
+    for region, parts in chunks:
         slices = []
-        for number, part in chunk.slices:
-            placement, shard = made.main[number]
+        for number, part in parts:
+            placement, shard = main[number]
             slices.append(ShardSlice(placement.rank, shard, part))
         writer = _writer(slices, load, added)
-        write = WriteItem(made.array, chunk.region, writer, tuple(slices))
+        write = WriteItem(array, region, writer, tuple(slices))
         added[writer] += write.nbytes
         writes.append(write)
     return writes
@@ -373,8 +423,7 @@ def _rounds(writes: Iterable[WriteItem], budget_nbytes: int) -> tuple[tuple[Writ
             continue
         needed = {write.writer: 2 * write.nbytes}
         for move in write.moves:
-            holder = move.shard_slice.holder
-            needed[holder] = needed.get(holder, 0) + move.nbytes
+            needed[move.holder] = needed.get(move.holder, 0) + write.nbytes_of(move)
         number = max(last.get(rank, 0) for rank in needed)
         present = [rank for rank in needed if last.get(rank) == number]
         if any(used[rank] + needed[rank] > budget_nbytes for rank in present):

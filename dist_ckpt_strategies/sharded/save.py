@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
 from dist_ckpt_strategies.comm.base import (
@@ -27,18 +29,32 @@ from dist_ckpt_strategies.comm.base import (
     who_is_where,
 )
 from dist_ckpt_strategies.comm.process_group import is_distributed
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.core.array import ObjectId, RankShards, ShardId
+from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.core.report import SaveReport
-from dist_ckpt_strategies.errors import PlanError, StorageError
+from dist_ckpt_strategies.device import require_plain
+from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError, StorageError
+from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
+from dist_ckpt_strategies.formats.locations import Location
+from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.megatron.flow import require_equal_common
-from dist_ckpt_strategies.sharded.async_request import RUNNING_SAVES
-from dist_ckpt_strategies.sharded.checks import VALIDATED, digest_of
-from dist_ckpt_strategies.sharded.save_inputs import (
-    LocalShards,
-    Planned,
-    SaveInputs,
-    local_shards,
-    planned_save,
+from dist_ckpt_strategies.megatron.shards import (
+    StateDict,
+    is_main_message,
+    message_of,
+    object_from_message,
+    shard_data,
+    shard_from_message,
+    sharded_values,
+    value_from_message,
 )
+from dist_ckpt_strategies.megatron.types import ShardedTensor
+from dist_ckpt_strategies.sharded.async_request import RUNNING_SAVES
+from dist_ckpt_strategies.sharded.checks import VALIDATED, digest_of, require_valid
+from dist_ckpt_strategies.sharded.plan_manifest import ManifestPlan, build_manifest_plan
+from dist_ckpt_strategies.sharded.plan_save import SavePlan, build_save_plan
+from dist_ckpt_strategies.sharded.save_cache import SaveCache
 from dist_ckpt_strategies.sharded.write_plan import Tensors, report_of, write_plan
 from dist_ckpt_strategies.storage.base import ArrayWriter
 from dist_ckpt_strategies.storage.time_limit import clean_up_limit, restart_limit, time_left
@@ -50,21 +66,93 @@ _EAGER_NBYTES = 4 << 20
 together; what is larger is sent to the rank that writes it."""
 
 
+@dataclass(frozen=True, slots=True)
+class CommonState:
+    """What every rank holds alike.
+
+    Attributes:
+        compared: what ranks compare with each other; None where they do not.
+        digest: of that.
+        content: of its file, on the first rank; None where ``save`` writes it.
+        save: writes it to the place of the save, called on every rank; None where ``content`` is
+            what the first rank writes.
+    """
+
+    compared: StateDict | None
+    digest: str
+    content: bytes | None
+    save: Callable[[Location], None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class SaveInputs:
+    """What one rank brings to a save.
+
+    Attributes:
+        state: its ShardedTensors and ShardedObjects.
+        writer: writes the checkpoint.
+        options: timeout and memory budget.
+        cache: the plan of the last save; it is used again where every rank saves the same shards.
+        allow: further classes that objects may be of.
+        validates: whether Megatron-Core's own checks of the sharding are run too.
+        common: the common state; None where Megatron-Core's own save has written it.
+        marker: content of ``metadata.json``; None where Megatron-Core's own save writes it.
+    """
+
+    state: StateDict
+    writer: CheckpointWriter
+    options: Options
+    cache: SaveCache
+    allow: Allowed = ()
+    validates: bool = False
+    common: CommonState | None = None
+    marker: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One rank's share of a plan, and what it followed from.
+
+    Attributes:
+        own: digest of what this rank holds.
+        digest: of what all ranks hold.
+        plan: this rank's share.
+        shards: names its tensors, in the order of its state dict; None for an object.
+        keys: of all arrays and objects.
+        manifest: which rank writes which segment of the manifest.
+        report: what this rank writes, but for the seconds.
+    """
+
+    own: str
+    digest: str
+    plan: SavePlan
+    shards: tuple[ShardId | None, ...]
+    keys: frozenset[str]
+    manifest: ManifestPlan
+    report: SaveReport
+
+
 class ShardedSave:
     """One save, in steps. ``describe`` is rank-local and comes first; the others are collective.
 
     Args:
         comm: ranks that save together.
         inputs: what this rank brings.
+
+    Attributes:
+        planned: the plan, after ``begin``.
     """
+
+    planned: Planned
 
     def __init__(self, comm: Communicator, inputs: SaveInputs) -> None:
         self.comm = comm
         self.inputs = inputs
         self.save_id = ""
-        self._shards = LocalShards([], [], {})
+        self._messages: list[Message] = []
+        self._tensors: list[torch.Tensor | None] = []
+        self._objects: dict[ObjectId, bytes] = {}
         self._own = ""
-        self._planned: Planned | None = None
         self._segments: Mapping[int, bytes] = {}
 
     def describe(self) -> Message:
@@ -77,7 +165,8 @@ class ShardedSave:
         """
         inputs, writer = self.inputs, self.inputs.writer
         RUNNING_SAVES.wait(writer.root, time_left(inputs.options.timeout_s))
-        self._shards = local_shards(inputs.state, partial(writer.dump, allow=inputs.allow))
+        for value in sharded_values(inputs.state):
+            self._take(value)
         self._own, last = digest_of(self._facts()), inputs.cache.planned
         if self.comm.rank == 0:
             self.save_id = writer.place.new_save_id()
@@ -108,7 +197,8 @@ class ShardedSave:
             everyone = comm.all_gather(self._facts())
             cache.planned = None
             cache.planned = agree(comm, partial(self._new_plan, group, everyone))
-        self._planned = cache.planned
+        assert cache.planned is not None  # noqa: S101 - another plan would have another digest
+        self.planned = cache.planned
 
     def abandon(self) -> None:
         """Remove what ``describe`` and ``begin`` have made. Rank-local; an error is logged."""
@@ -123,15 +213,9 @@ class ShardedSave:
             )
 
     @property
-    def planned(self) -> Planned:
-        """The plan, after ``begin``."""
-        assert self._planned is not None  # noqa: S101 - see above
-        return self._planned
-
-    @property
     def tensors(self) -> Tensors:
         """This rank's main replicas, by their names."""
-        named = zip(self.planned.shards, self._shards.tensors, strict=True)
+        named = zip(self.planned.shards, self._tensors, strict=True)
         return {name: data for name, data in named if name is not None and data is not None}
 
     def run(self) -> SaveReport:
@@ -141,27 +225,30 @@ class ShardedSave:
             StorageError: a write failed here; a PeerError of the same class on the other ranks.
         """
         started = time.monotonic()
-        plan, comm = self.planned.plan, self.comm
         described = write_plan(
-            plan,
+            self.planned.plan,
             self.tensors,
             self.open_arrays,
-            comm,
+            self.comm,
             self.inputs.options,
             also=self.write_small_files,
             finish=self.describe_files,
         )
         self.complete(described)
-        me = comm.global_rank(comm.rank)
-        report = report_of(plan, me, time.monotonic() - started)
+        return self.log_report(time.monotonic() - started)
+
+    def log_report(self, seconds: float) -> SaveReport:
+        """Log what this rank has written, in so many seconds; returns that. Rank-local."""
+        me = self.comm.global_rank(self.comm.rank)
+        report = replace(self.planned.report, seconds=seconds)
         where = self.inputs.writer.root
-        logger.log(report_level(comm), "rank %s: save to %s: %s", me, where, report)
+        logger.log(report_level(self.comm), "rank %s: save to %s: %s", me, where, report)
         return report
 
     def release_tensors(self) -> None:
         """Keep no reference to a tensor: all of them have been copied. Rank-local."""
         self.inputs = replace(self.inputs, state={})
-        self._shards = replace(self._shards, tensors=[])
+        self._tensors = []
 
     def open_arrays(self) -> ArrayWriter:
         """What writes arrays to the place that the first rank has made. Rank-local.
@@ -175,7 +262,7 @@ class ShardedSave:
     def write_small_files(self) -> None:
         """Write this rank's objects, and on the first rank the common state. Rank-local."""
         inputs = self.inputs
-        inputs.writer.write_objects(self._shards.objects)
+        inputs.writer.write_objects(self._objects)
         if inputs.common and inputs.common.content is not None:
             inputs.writer.write_common(inputs.common.content)
 
@@ -190,7 +277,7 @@ class ShardedSave:
         )
         limit = _EAGER_NBYTES // self.comm.size
         found = sorted(self._segments.items())
-        return [[n, len(c), c.decode() if len(c) <= limit else None] for n, c in found] or None
+        return [[n, c.decode() if len(c) <= limit else len(c)] for n, c in found] or None
 
     def complete(self, described: Sequence[Message]) -> None:
         """Write the manifest, and make the save the checkpoint's content. Collective.
@@ -203,7 +290,7 @@ class ShardedSave:
             save_common = common.save
             agree(comm, lambda: save_common(writer.place.location))
         manifest = self.planned.manifest
-        received = self._gathered_segments(described)
+        received = self._received_segments(described)
 
         def write_segments() -> list[Any]:
             return [
@@ -222,35 +309,22 @@ class ShardedSave:
         answers = agree_and_gather(comm, write_segments)
         agree_on_first(comm, lambda: commit([entry for found in answers for entry in found]))
 
-    def _gathered_segments(self, described: Sequence[Message]) -> dict[int, list[bytes]]:
+    def _received_segments(self, described: Sequence[Message]) -> dict[int, list[bytes]]:
         """What all ranks know of the segments that this one writes. Collective."""
         me, owners = self.comm.rank, self.planned.manifest.owners
-        found: dict[int, list[bytes]] = {}
-        large: list[tuple[int, int, int]] = []
+        found: dict[int, list[bytes]] = defaultdict(list)
+        incoming: list[tuple[int, int, int]] = []
         is_any_large = False
         for rank, of_rank in enumerate(described):
-            for n, nbytes, text in of_rank or ():
-                is_any_large |= text is None
-                if owners[n] != me:
-                    continue
-                if text is not None:
-                    found.setdefault(n, []).append(text.encode())
-                elif rank == me:
-                    found.setdefault(n, []).append(self._segments[n])
-                else:
-                    large.append((rank, n, nbytes))
-        if is_any_large:
-            for n, content in self._exchanged(large):
-                found.setdefault(n, []).append(content)
-        return found
-
-    def _exchanged(self, incoming: Sequence[tuple[int, int, int]]) -> list[tuple[int, bytes]]:
-        """Descriptions that are too large for a gather, by segment. Collective.
-
-        Args:
-            incoming: rank, segment and bytes of those that this rank receives.
-        """
-        me, owners = self.comm.rank, self.planned.manifest.owners
+            for n, text in of_rank or ():
+                is_large = isinstance(text, int)
+                is_any_large |= is_large
+                if owners[n] == me and is_large and rank != me:
+                    incoming.append((n, rank, text))
+                elif owners[n] == me:
+                    found[n].append(self._segments[n] if is_large else text.encode())
+        if not is_any_large:
+            return found
         limit = _EAGER_NBYTES // self.comm.size
 
         def prepare() -> tuple[list[Send], list[Bytes]]:
@@ -263,14 +337,39 @@ class ShardedSave:
 
         sends, buffers = agree(self.comm, prepare)
         pairs = list(zip(incoming, buffers, strict=True))
-        self.comm.exchange(sends, [Receive(rank, buffer) for (rank, _, _), buffer in pairs])
-        return [(n, buffer.tobytes()) for (_, n, _), buffer in pairs]
+        self.comm.exchange(sends, [Receive(rank, buffer) for (_, rank, _), buffer in pairs])
+        for (n, _, _), buffer in pairs:
+            found[n].append(buffer.tobytes())
+        return found
+
+    def _take(self, value: Any) -> None:
+        """Describe a ShardedTensor or ShardedObject; dump the object of a main replica."""
+        message = message_of(value)
+        self._messages.append(message)
+        self._tensors.append(None)
+        if not is_main_message(message):
+            return
+        if isinstance(value, ShardedTensor):
+            if value.data is not None:
+                require_plain(value.data, key=value.key)
+            self._tensors[-1] = shard_data(value)
+            return
+        name = object_from_message(message)
+        if name in self._objects:
+            raise DuplicateWriterError(
+                f"{name.unique_key}: two main replicas on this rank; give one of them another "
+                "replica_id",
+                key=name.key,
+            )
+        self._objects[name] = self.inputs.writer.dump(
+            value.data, name=name.unique_key, allow=self.inputs.allow
+        )
 
     def _facts(self) -> list[Any]:
         """What the plan of a save has to know of this rank, of JSON types."""
         inputs = self.inputs
         budget, layout = inputs.options.max_inflight_bytes, inputs.writer.chunk_layout.value
-        return [self._shards.messages, budget, layout, inputs.validates]
+        return [self._messages, budget, layout, inputs.validates]
 
     def _begin_writing(self, planned: Planned) -> None:
         """Make the place of the save; on the first rank."""
@@ -330,3 +429,53 @@ def _require_no_answer(comm: Communicator, answers: Sequence[Message]) -> None:
     if not all(kinds):
         texts = ["a save by another strategy" if kind else "a save by zarr" for kind in kinds]
         raise PlanError(f"expected one strategy, found {who_is_where(comm, kinds, texts)}")
+
+
+def planned_save(
+    comm: Communicator, everyone: Sequence[Message], *, own: str = "", group: str = ""
+) -> Planned:
+    """The plan that follows from what all ranks hold. Rank-local.
+
+    Args:
+        comm: ranks that save together.
+        everyone: their inputs, as gathered.
+        own: digest of this rank's.
+        group: digest of all of them.
+
+    Raises:
+        PlanError: the main replicas do not make up the arrays.
+    """
+    requests: list[RankShards] = []
+    objects: list[tuple[ObjectId, int]] = []
+    names: tuple[ShardId | None, ...] = ()
+    for rank, (messages, *_) in enumerate(everyone):
+        global_rank = comm.global_rank(rank)
+        shards = list(map(shard_from_message, messages))
+        requests.append(RankShards(global_rank, tuple(s for s in shards if s is not None)))
+        objects += [
+            (object_from_message(message), global_rank)
+            for message, shard in zip(messages, shards, strict=True)
+            if shard is None and is_main_message(message)
+        ]
+        if rank == comm.rank:
+            names = tuple(None if shard is None else shard.id for shard in shards)
+    budget = min(budget for _, budget, *_ in everyone)
+    layouts = sorted({layout for _, _, layout, _ in everyone})
+    if len(layouts) > 1:
+        raise PlanError(f"ranks save in different forms: {' and '.join(layouts)}")
+    plan = build_save_plan(
+        requests, objects, max_inflight_bytes=budget, chunk_layout=ChunkLayout(layouts[0])
+    )
+    if any(validates for *_, validates in everyone):
+        require_valid([list(map(value_from_message, messages)) for messages, *_ in everyone])
+    arrays = [creation.array for creation in plan.creations]
+    object_keys = [object_id.key for object_id, _ in objects]
+    manifest = (
+        ManifestPlan(("",), (0,))
+        if layouts[0] == ChunkLayout.WHOLE.value
+        else build_manifest_plan(arrays, object_keys, comm.size)
+    )
+    keys = frozenset(array.key for array in arrays).union(object_keys)
+    me = comm.global_rank(comm.rank)
+    share = plan.share_of(me)
+    return Planned(own, group, share, names, keys, manifest, report_of(share, me, 0.0))

@@ -3,84 +3,31 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dist_ckpt_strategies.config import Options, limit_of_wait
-from dist_ckpt_strategies.device import Slot, copy_into, host_memory, pin_while_alive, torch_dtype
+from dist_ckpt_strategies.device import HostSnapshot, Slot, pin_while_alive, torch_dtype
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.sharded.async_request import BackgroundWork
 from dist_ckpt_strategies.sharded.plan_save import WriteItem
-from dist_ckpt_strategies.sharded.writer_main import SharedBytes, is_supported
-from dist_ckpt_strategies.sharded.writer_process import WriterProcess, start_writer
+from dist_ckpt_strategies.sharded.writer_process import (
+    SharedBytes,
+    WriterProcess,
+    is_supported,
+    start_writer,
+)
 
 if TYPE_CHECKING:
-    from dist_ckpt_strategies.sharded.save_inputs import Planned
+    from dist_ckpt_strategies.sharded.save import Planned
+
+logger = logging.getLogger(__name__)
 
 
-_ALIGNMENT = 64
-
-
-class HostSnapshot:
-    """Memory for one copy of the tensors, which grows to their size and is kept with the object.
-
-    Memory that was touched before is written several times as fast as new memory.
-
-    Args:
-        allocate: gives bytes on the host, pinned or not.
-    """
-
-    def __init__(self, allocate: Callable[..., torch.Tensor] = host_memory) -> None:
-        self._allocate = allocate
-        self._memory: torch.Tensor | None = None
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """All of it, as bytes; of no use before anything was placed there."""
-        assert self._memory is not None  # noqa: S101 - see above
-        return self._memory
-
-    def take(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Copies of the tensors, contiguous and on the host; done on return.
-
-        The copies of the call before are overwritten.
-        """
-        is_pinned = any(tensor.device.type == "cuda" for tensor in tensors)
-        slots = self.slots([(t.shape, t.dtype) for t in tensors], is_pinned=is_pinned)
-        copies = tuple(slot.tensor for slot in slots)
-        copy_into(copies, tensors)
-        return copies
-
-    def slots(
-        self, layouts: Sequence[tuple[Sequence[int], torch.dtype]], *, is_pinned: bool
-    ) -> list[Slot]:
-        """A place for each tensor of these shapes and dtypes; those of the call before are gone.
-
-        Args:
-            layouts: shape and dtype of each.
-            is_pinned: whether the memory is filled from CUDA.
-        """
-        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in layouts]
-        starts = list(accumulate(map(_aligned, sizes), initial=0))
-        memory = self._room(starts.pop(), is_pinned=is_pinned)
-        return [
-            Slot(start, memory[start : start + size].view(dtype).reshape(tuple(shape)))
-            for start, size, (shape, dtype) in zip(starts, sizes, layouts, strict=True)
-        ]
-
-    def _room(self, nbytes: int, *, is_pinned: bool) -> torch.Tensor:
-        if self._memory is None or self._memory.numel() < nbytes:
-            self._memory = None  # before the new one is made
-            self._memory = self._allocate(nbytes, is_pinned=is_pinned)
-        return self._memory
-
-
-class SharedMemory:
-    """Gives the memory of a snapshot, so that another process can map it.
+class _SharedMemory:
+    """Allocates the memory of a snapshot, so that another process can map it.
 
     Attributes:
         shared: what was given last.
@@ -103,13 +50,6 @@ class SharedMemory:
         return memory
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-logger = logging.getLogger(__name__)
-
-
 class SaveCache:
     """What is kept from save to save, because a training run saves the same shards again and again.
 
@@ -123,13 +63,13 @@ class SaveCache:
 
     def __init__(self) -> None:
         self.planned: Planned | None = None
-        self._shared = SharedMemory() if is_supported() else None
+        self._shared = _SharedMemory() if is_supported() else None
         self._snapshot = HostSnapshot(self._shared.allocate) if self._shared else HostSnapshot()
         self.running: BackgroundWork[Any] | None = None
         self._process: WriterProcess | None = None
         self._has_process = True
 
-    def reserve(self, writes: Sequence[WriteItem], is_cuda: bool) -> list[Slot]:  # noqa: FBT001 - write_plan.Reserve
+    def reserve(self, writes: Sequence[WriteItem], is_cuda: bool) -> list[Slot]:  # noqa: FBT001 - see stage_plan
         """A place for each chunk; those of the save before are gone."""
         layouts = [(write.region.shape, torch_dtype(write.array.dtype)) for write in writes]
         try:

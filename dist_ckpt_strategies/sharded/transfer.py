@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -18,93 +17,86 @@ from dist_ckpt_strategies.device import (
     to_host,
     torch_dtype,
 )
-from dist_ckpt_strategies.sharded.plan_load import build_batches
-from dist_ckpt_strategies.storage.base import (
-    ArrayRead,
-    ArrayReader,
-    ArrayWrite,
-    ArrayWriter,
-)
+from dist_ckpt_strategies.storage.base import ArrayRead, ArrayReader, ArrayWrite, ArrayWriter
 from dist_ckpt_strategies.storage.io_pool import InFlight
 
-
-@dataclass(frozen=True, slots=True)
-class TensorWrite:
-    """A tensor that is exactly ``region`` of the array, and covers whole chunks of it."""
-
-    array: ArraySpec
-    region: Region
-    tensor: torch.Tensor
+TensorRegion = tuple[ArraySpec, Region, torch.Tensor]
+"""A region of an array, and the tensor that has its shape: of any strides and device."""
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRead:
-    """A tensor, of any dtype, strides and device, to be filled with ``region`` of the array."""
-
-    array: ArraySpec
-    region: Region
-    tensor: torch.Tensor
-
-
-def run_writes(store: ArrayWriter, writes: Sequence[TensorWrite], options: Options) -> None:
-    """Store every tensor, durably.
+def run_writes(store: ArrayWriter, writes: Sequence[TensorRegion], options: Options) -> None:
+    """Store every tensor, durably. Each region covers whole chunks of its array.
 
     Tensors whose elements lie in C order on the host are written from their own memory, all at
     once. Others are copied first, batch by batch: while one batch is written the next is copied,
     so that copies take at most ``max_inflight_bytes`` (or twice the largest tensor).
     """
-    batches = build_batches(
-        [staged_nbytes(write.tensor) for write in writes], options.max_inflight_bytes // 2
-    )
+    sizes = [staged_nbytes(tensor) for _, _, tensor in writes]
     with InFlight(options.timeout_s) as in_flight:
-        for batch in batches:
-            hosts = to_host([writes[number].tensor for number in batch])
+        for batch in build_batches(sizes, options.max_inflight_bytes // 2):
+            hosts = to_host([writes[number][2] for number in batch])
             requests = [
-                ArrayWrite(writes[number].array, writes[number].region, host)
+                ArrayWrite(*writes[number][:2], host)
                 for number, host in zip(batch, hosts, strict=True)
             ]
             in_flight.follow_with(store.begin_writes(requests))
 
 
-def run_reads(store: ArrayReader, reads: Sequence[TensorRead], options: Options) -> None:
-    """Fill every tensor from storage.
+def run_reads(store: ArrayReader, reads: Sequence[TensorRegion], options: Options) -> None:
+    """Fill every tensor, of any dtype, from storage.
 
     CPU tensors of the stored dtype are read into directly, all at once. Others are read through
     memory of the stored dtype, pinned for CUDA, batch by batch, and converted as ``copy_`` does;
     that takes at most ``max_inflight_bytes`` (or the largest tensor).
     """
-    batches = build_batches([_read_staging(read) for read in reads], options.max_inflight_bytes)
-    for batch in batches:
+    sizes = [
+        region.numel * array.dtype.itemsize if _needs_staging(array, tensor) else 0
+        for array, region, tensor in reads
+    ]
+    for batch in build_batches(sizes, options.max_inflight_bytes):
         _run_batch(store, [reads[number] for number in batch], options)
 
 
-def _run_batch(store: ArrayReader, reads: Sequence[TensorRead], options: Options) -> None:
+def _run_batch(store: ArrayReader, reads: Sequence[TensorRegion], options: Options) -> None:
     """A function, so that the memory of a batch is free before the next one takes its own."""
-    hosts = [_host_side(read) for read in reads]
+    hosts = [
+        host_buffer(region.shape, array.dtype, like=tensor)
+        if _needs_staging(array, tensor)
+        else tensor
+        for array, region, tensor in reads
+    ]
     requests = [
-        ArrayRead(read.array, read.region, host_view(host))
-        for read, host in zip(reads, hosts, strict=True)
+        ArrayRead(array, region, host_view(host))
+        for (array, region, _), host in zip(reads, hosts, strict=True)
     ]
     store.begin_reads(requests).wait(options.timeout_s)
-    staged = [
-        (read.tensor, host)
-        for read, host in zip(reads, hosts, strict=True)
-        if host is not read.tensor
-    ]
-    copy_into([target for target, _ in staged], [host for _, host in staged])
+    pairs = [(t, host) for (_, _, t), host in zip(reads, hosts, strict=True) if host is not t]
+    if pairs:
+        copy_into(*zip(*pairs, strict=True))
 
 
-def _needs_staging(read: TensorRead) -> bool:
-    tensor = read.tensor
-    is_direct = tensor.device.type == "cpu" and tensor.dtype == torch_dtype(read.array.dtype)
+def _needs_staging(array: ArraySpec, tensor: torch.Tensor) -> bool:
+    is_direct = tensor.device.type == "cpu" and tensor.dtype == torch_dtype(array.dtype)
     return not is_direct or tensor.is_conj() or tensor.is_neg()
 
 
-def _read_staging(read: TensorRead) -> int:
-    return read.region.numel * read.array.dtype.itemsize if _needs_staging(read) else 0
+def build_batches(staged_nbytes: Sequence[int], budget_nbytes: int) -> tuple[tuple[int, ...], ...]:
+    """Positions of the transfers, batch by batch, in order.
 
+    What needs no staging memory goes into the first batch, so that it is issued at once.
 
-def _host_side(read: TensorRead) -> torch.Tensor:
-    if not _needs_staging(read):
-        return read.tensor
-    return host_buffer(read.region.shape, read.array.dtype, like=read.tensor)
+    Args:
+        staged_nbytes: staging memory that each transfer needs, in bytes; 0 for none.
+        budget_nbytes: bound on the sum within a batch; a larger transfer goes alone.
+    """
+    batches: list[list[int]] = [[n for n, size in enumerate(staged_nbytes) if size == 0]]
+    used = 0
+    for number, size in enumerate(staged_nbytes):
+        if size == 0:
+            continue
+        if used and used + size > budget_nbytes:
+            batches.append([])
+            used = 0
+        batches[-1].append(number)
+        used += size
+    return tuple(tuple(batch) for batch in batches if batch)

@@ -1,7 +1,7 @@
 """Carry out a save plan: whole shards first, then chunks assembled from slices of several ranks.
 
 Either at once, or in two steps: stage, which every rank does, and write, which each does alone
-(staged.py).
+(writer_process.py).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dist_ckpt_strategies.core.array import ShardId
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.core.report import SaveReport
 from dist_ckpt_strategies.device import Slot, copy_into, to_host, torch_dtype
-from dist_ckpt_strategies.sharded.plan_save import Move, SavePlan, ShardSlice, WriteItem
-from dist_ckpt_strategies.sharded.staged import StagedSave, StagedWrite
-from dist_ckpt_strategies.sharded.transfer import TensorWrite, run_writes
+from dist_ckpt_strategies.sharded.plan_save import SavePlan, ShardSlice, WriteItem
+from dist_ckpt_strategies.sharded.transfer import TensorRegion, run_writes
+from dist_ckpt_strategies.sharded.writer_process import StagedWrite
 from dist_ckpt_strategies.storage.base import ArrayWriter
 from dist_ckpt_strategies.storage.io_pool import InFlight
 
@@ -46,7 +46,7 @@ def write_plan(  # noqa: PLR0913, PLR0917
     Args:
         plan: this rank's share, or the whole.
         tensors: this rank's main replicas.
-        open_writer: gives what writes the arrays; called first, may raise.
+        open_writer: returns what writes the arrays; called first, may raise.
         comm: the group that the plan was made for.
         options: timeout and memory budget.
         also: further rank-local writes that belong to this rank's share.
@@ -66,7 +66,11 @@ def write_plan(  # noqa: PLR0913, PLR0917
         writers.append(open_writer())
         with InFlight(options.timeout_s) as in_flight:
             in_flight.follow_with(writers[0].begin_creates(created))
-            whole = [_shard_write(write, tensors) for write in mine if write.is_whole_shard]
+            whole = [
+                (w.array, w.region, _elements(w.slices[0], tensors))
+                for w in mine
+                if w.is_whole_shard
+            ]
             run_writes(writers[0], whole, options)
             also()
 
@@ -79,9 +83,7 @@ def write_plan(  # noqa: PLR0913, PLR0917
 
     if plan.rounds:
         agree(comm, write_own)
-    for round_ in plan.rounds:
-        assemble = _assembled_chunks(round_, tensors, comm)
-        agree(comm, partial(_write_chunks, writers[0], assemble, options))
+        _assemble(plan, tensors, comm, lambda chunks: run_writes(writers[0], chunks, options))
     return agree_and_gather(comm, write_and_finish, is_sparse=True)
 
 
@@ -97,13 +99,12 @@ def report_of(plan: SavePlan, rank: int, seconds: float) -> SaveReport:
     )
 
 
-Reserve = Callable[[Sequence[WriteItem], bool], Sequence[Slot]]
-"""Gives a place for each chunk; whether they are filled from CUDA."""
-
-
 def stage_plan(
-    plan: SavePlan, tensors: Tensors, comm: Communicator, reserve: Reserve
-) -> StagedSave:
+    plan: SavePlan,
+    tensors: Tensors,
+    comm: Communicator,
+    reserve: Callable[[Sequence[WriteItem], bool], Sequence[Slot]],
+) -> tuple[StagedWrite, ...]:
     """Copy what this rank will write, and bring slices to the writers of their chunks.
 
     Collective. When it returns the tensors may be overwritten.
@@ -112,117 +113,97 @@ def stage_plan(
         plan: what is written by whom.
         tensors: this rank's main replicas.
         comm: the group that the plan was made for.
-        reserve: gives memory on the host.
+        reserve: returns a place on the host for each chunk, which is filled from CUDA or not.
 
     Raises:
         PeerError: another rank failed.
     """
-    me = comm.global_rank(comm.rank)
-    mine = plan.writes_of(me)
+    mine = plan.writes_of(comm.global_rank(comm.rank))
     slots: dict[tuple[str, Region], Slot] = {}
 
     def copy_whole() -> None:
         is_cuda = any(tensor.device.type == "cuda" for tensor in tensors.values())
-        slots.update(zip(map(_place_of, mine), reserve(mine, is_cuda), strict=True))
+        places = [(write.array.key, write.region) for write in mine]
+        slots.update(zip(places, reserve(mine, is_cuda), strict=True))
         whole = [write for write in mine if write.is_whole_shard]
         copy_into(
-            [slots[_place_of(write)].tensor for write in whole],
-            [_slice_tensor(write.slices[0], tensors) for write in whole],
+            [slots[write.array.key, write.region].tensor for write in whole],
+            [_elements(write.slices[0], tensors) for write in whole],
         )
 
+    def fill(chunks: Sequence[TensorRegion]) -> None:
+        for array, region, tensor in chunks:
+            slots[array.key, region].tensor.copy_(tensor)
+
     agree(comm, copy_whole)
-    for round_ in plan.rounds:
-        assemble = _assembled_chunks(round_, tensors, comm)
-        agree(comm, partial(_fill, assemble, slots))
-    return StagedSave(
-        plan.creations_of(me),
-        tuple(StagedWrite(w.array, w.region, slots[_place_of(w)].byte_offset) for w in mine),
-        plan.sent_nbytes(me),
+    _assemble(plan, tensors, comm, fill)
+    return tuple(
+        StagedWrite(w.array, w.region, slots[w.array.key, w.region].byte_offset) for w in mine
     )
 
 
-def _place_of(write: WriteItem | TensorWrite) -> tuple[str, Region]:
-    return write.array.key, write.region
-
-
-def _fill(
-    assemble: Callable[[], list[TensorWrite]], slots: Mapping[tuple[str, Region], Slot]
-) -> None:
-    for chunk in assemble():
-        slots[_place_of(chunk)].tensor.copy_(chunk.tensor)
-
-
-def _write_chunks(
-    store: ArrayWriter, chunks: Callable[[], list[TensorWrite]], options: Options
-) -> None:
-    run_writes(store, chunks(), options)
-
-
-def _shard_write(write: WriteItem, tensors: Tensors) -> TensorWrite:
-    return TensorWrite(write.array, write.region, _slice_tensor(write.slices[0], tensors))
-
-
-def _slice_tensor(shard_slice: ShardSlice, tensors: Tensors) -> torch.Tensor:
+def _elements(shard_slice: ShardSlice, tensors: Tensors) -> torch.Tensor:
     """The elements of a slice, as a view of the tensor that holds them."""
     if shard_slice.region is shard_slice.shard.region:
         return tensors[shard_slice.shard]
     return tensors[shard_slice.shard][shard_slice.region.within(shard_slice.shard.region).slices()]
 
 
-def _assembled_chunks(
-    round_: Sequence[WriteItem], tensors: Tensors, comm: Communicator
-) -> Callable[[], list[TensorWrite]]:
-    """Move the slices of one round to their writers; gives what puts this rank's chunks together.
+def _assemble(
+    plan: SavePlan,
+    tensors: Tensors,
+    comm: Communicator,
+    use: Callable[[Sequence[TensorRegion]], None],
+) -> None:
+    """Assemble this rank's chunks that are slices of several shards, round by round. Collective."""
+    me = comm.global_rank(comm.rank)
+    for round_ in plan.rounds:
+        arrived = _exchanged(round_, tensors, comm)
+        own = [write for write in round_ if write.writer == me]
+        agree(comm, partial(_use_chunks, own, tensors, arrived, use))
 
-    Collective; what it gives is rank-local.
-    """
+
+def _use_chunks(
+    writes: Sequence[WriteItem],
+    tensors: Tensors,
+    arrived: Mapping[ShardSlice, torch.Tensor],
+    use: Callable[[Sequence[TensorRegion]], None],
+) -> None:
+    chunks = []
+    for write in writes:
+        dtype = torch_dtype(write.array.dtype)
+        chunk = torch.empty(write.region.shape, dtype=dtype, device="cpu")
+        for one in write.slices:
+            found = arrived[one] if one in arrived else _elements(one, tensors)
+            chunk[one.region.within(write.region).slices()].copy_(found.detach())
+        chunks.append((write.array, write.region, chunk))
+    use(chunks)
+
+
+def _exchanged(
+    round_: Sequence[WriteItem], tensors: Tensors, comm: Communicator
+) -> dict[ShardSlice, torch.Tensor]:
+    """Move the slices of one round to their writers; those that have come here. Collective."""
     me = comm.global_rank(comm.rank)
     in_group = {comm.global_rank(rank): rank for rank in range(comm.size)}
-    moves = [move for write in round_ for move in write.moves]
-    incoming = [move for move in moves if move.writer == me]
+    moves = [(write, move) for write in round_ for move in write.moves]
+    incoming = [(write, move) for write, move in moves if write.writer == me]
 
     def prepare() -> tuple[list[Send], list[Bytes]]:
-        outgoing = [move for move in moves if move.shard_slice.holder == me]
-        hosts = to_host([_slice_tensor(move.shard_slice, tensors) for move in outgoing])
+        outgoing = [(write, move) for write, move in moves if move.holder == me]
+        hosts = to_host([_elements(move, tensors) for _, move in outgoing])
         sends = [
-            Send(in_group[move.writer], host.reshape(-1).view(np.uint8))
-            for move, host in zip(outgoing, hosts, strict=True)
+            Send(in_group[write.writer], host.reshape(-1).view(np.uint8))
+            for (write, _), host in zip(outgoing, hosts, strict=True)
         ]
-        return sends, [np.empty(move.nbytes, np.uint8) for move in incoming]
+        return sends, [np.empty(write.nbytes_of(move), np.uint8) for write, move in incoming]
 
     sends, buffers = agree(comm, prepare)
-    receives = [
-        Receive(in_group[move.shard_slice.holder], buffer)
-        for move, buffer in zip(incoming, buffers, strict=True)
-    ]
-    comm.exchange(sends, receives)
-
-    def put_together() -> list[TensorWrite]:
-        pairs = zip(incoming, buffers, strict=True)
-        arrived = {move.shard_slice: _as_tensor(move, buffer) for move, buffer in pairs}
-        own = [write for write in round_ if write.writer == me]
-        return [TensorWrite(w.array, w.region, _assembled(w, tensors, arrived)) for w in own]
-
-    return put_together
-
-
-def _as_tensor(move: Move, data: Bytes) -> torch.Tensor:
-    flat = torch.from_numpy(data).view(torch_dtype(move.dtype))
-    return flat.reshape(move.shard_slice.region.shape)
-
-
-def _assembled(
-    write: WriteItem, tensors: Tensors, arrived: Mapping[ShardSlice, torch.Tensor]
-) -> torch.Tensor:
-    """The chunk, put together from own and received slices, which cover it exactly."""
-    chunk = torch.empty(write.region.shape, dtype=torch_dtype(write.array.dtype), device="cpu")
-    for shard_slice in write.slices:
-        part = (
-            arrived[shard_slice] if shard_slice in arrived else _slice_tensor(shard_slice, tensors)
-        )
-        _place(chunk, shard_slice.region, write.region, part)
-    return chunk
-
-
-def _place(chunk: torch.Tensor, part: Region, frame: Region, tensor: torch.Tensor) -> None:
-    chunk[part.within(frame).slices()].copy_(tensor.detach())
+    pairs = list(zip(incoming, buffers, strict=True))
+    comm.exchange(sends, [Receive(in_group[move.holder], buffer) for (_, move), buffer in pairs])
+    return {
+        move: torch.from_numpy(buffer)
+        .view(torch_dtype(write.array.dtype))
+        .reshape(move.region.shape)
+        for (write, move), buffer in pairs
+    }

@@ -1,31 +1,132 @@
 """A process that writes for this one, so that writing does not take Python's lock from training.
 
-``benchmarks/async_save.py`` measures it; with ``DIST_CKPT_WRITER_PROCESS=0`` it measures what
-threads of the training's own process do to the same steps.
+The process runs this module, which does not need torch, and so starts at once.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import pickle
 import signal
-import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Pipe
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
+
+import numpy as np
 
 from dist_ckpt_strategies.config import environment
-from dist_ckpt_strategies.errors import StorageError
-from dist_ckpt_strategies.sharded.staged import Written
-from dist_ckpt_strategies.sharded.writer_main import SharedBytes, is_supported, receive, send
+from dist_ckpt_strategies.core.array import ArraySpec
+from dist_ckpt_strategies.core.region import Region, Shape
+from dist_ckpt_strategies.errors import CheckpointError, StorageError
+from dist_ckpt_strategies.storage.base import ArrayWrite, ArrayWriter
+from dist_ckpt_strategies.storage.io_pool import InFlight
+from dist_ckpt_strategies.storage.time_limit import time_limit
 
 logger = logging.getLogger(__name__)
 
-_MODULE = "dist_ckpt_strategies.sharded.writer_main"
+Digests = Mapping[tuple[str, Shape], list[int]]
+"""Of each chunk, by key and index: of its inner chunks, then of its index."""
+
 _FAREWELL_S = 2.0
+_LOW_PRIORITY = 10
+_POLL_S = 0.02
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWrite:
+    """Elements of ``region``, in C order, ``byte_offset`` bytes into the memory."""
+
+    array: ArraySpec
+    region: Region
+    byte_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class WriteJob:
+    """One rank's share of a save, copied to host memory: it is written without other ranks.
+
+    Attributes:
+        creations: arrays whose metadata is written.
+        writes: chunks.
+        open_writer: returns what writes them, in the process that does.
+        timeout_s: longest wait for the storage, in seconds.
+    """
+
+    creations: tuple[ArraySpec, ...]
+    writes: tuple[StagedWrite, ...]
+    open_writer: Callable[[], ArrayWriter]
+    timeout_s: float
+
+    def run(self, memory: memoryview) -> Digests:
+        """Write everything, durably; the digests of it, none in a format without them. Rank-local.
+
+        Args:
+            memory: where the elements lie.
+
+        Raises:
+            StorageError: a write failed.
+        """
+        writer = self.open_writer()
+        requests = [
+            ArrayWrite(
+                w.array,
+                w.region,
+                np.ndarray(w.region.shape, w.array.dtype.numpy, memory, w.byte_offset),
+            )
+            for w in self.writes
+        ]
+        with time_limit(self.timeout_s):
+            with InFlight(self.timeout_s) as in_flight:
+                in_flight.follow_with(writer.begin_creates(self.creations))
+                in_flight.follow_with(writer.begin_writes(requests))
+            touched = {a.key: a for a in (*self.creations, *(w.array for w in self.writes))}
+            writer.begin_syncs(list(touched.values())).wait(self.timeout_s)
+        return dict(getattr(writer, "digests", {}))
+
+
+def is_supported() -> bool:
+    """Whether this system has memory that another process can be given."""
+    return hasattr(os, "memfd_create")
+
+
+class SharedBytes:
+    """Memory without a name: a process that is sent its file descriptor can map it too.
+
+    All of it is allocated on return, so that no copy fails halfway.
+
+    Args:
+        nbytes: how much.
+
+    Attributes:
+        handle: the file descriptor, closed when this object is gone.
+        memory: the mapping; its views keep it.
+
+    Raises:
+        StorageError: there is not so much.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.handle = os.memfd_create("dist_ckpt-snapshot", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.handle)
+        try:
+            os.posix_fallocate(self.handle, 0, max(1, nbytes))
+        except OSError as error:
+            raise StorageError(
+                f"no memory to copy {nbytes} bytes to for an asynchronous save: {error.strerror}"
+            ) from error
+        # Pages that are mapped one by one, at their first use, take several times as long.
+        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+        self.memory = mmap.mmap(self.handle, max(1, nbytes), flags=flags)
 
 
 class WriterProcess:
@@ -36,8 +137,9 @@ class WriterProcess:
     """
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", _MODULE, str(theirs.fileno()), str(os.getpid())]
+        self._connection, theirs = Pipe()
+        start = f"from {__name__} import main; main()"
+        command = [sys.executable, "-P", "-c", start, str(theirs.fileno()), str(os.getpid())]
         path = os.pathsep.join(part or os.getcwd() for part in sys.path)  # noqa: PTH109
         try:
             self._process = subprocess.Popen(  # noqa: S603 - this interpreter, with our own module
@@ -47,14 +149,13 @@ class WriterProcess:
                 stdin=subprocess.DEVNULL,
             )
         except OSError as error:
-            ours.close()
+            self._connection.close()
             raise StorageError(f"{sys.executable} does not start: {error.strerror}") from error
         finally:
             theirs.close()
-        self._connection = ours
         self._owner = os.getpid()
         self._lock = threading.Lock()
-        weakref.finalize(self, _end, self._owner, self._process, ours)
+        weakref.finalize(self, _end, self._owner, self._process, self._connection)
 
     @property
     def pid(self) -> int:
@@ -64,11 +165,11 @@ class WriterProcess:
     @property
     def is_usable(self) -> bool:
         """Whether it runs, and is this process's own: a fork has a copy that is not."""
-        is_ours = self._owner == os.getpid() and self._connection.fileno() >= 0
+        is_ours = self._owner == os.getpid() and not self._connection.closed
         return is_ours and self._process.poll() is None
 
     def run(self, job: bytes, memory: SharedBytes) -> bytes:
-        """Have a pickled WriteJob done; what ``outcome_of`` takes. Blocks, without Python's lock.
+        """Have a pickled WriteJob done; what ``digests_from`` takes. Blocks, without Python's lock.
 
         When it returns or raises, nothing is being written any more, unless the error says so.
 
@@ -77,8 +178,9 @@ class WriterProcess:
         """
         with self._lock:
             try:
-                send(self._connection, job, memory.handle)
-                return receive(self._connection)[0]
+                self._connection.send_bytes(job)
+                send_handle(self._connection, memory.handle, self.pid)
+                return self._connection.recv_bytes()
             except (OSError, EOFError) as error:
                 self._connection.close()  # whatever becomes of the process, it is not asked again
                 raise StorageError(f"the writing process {self._ended()}") from error
@@ -96,13 +198,13 @@ class WriterProcess:
         return f"(pid {self.pid}) ended with status {code}"
 
 
-def outcome_of(content: bytes) -> Written:
-    """What a writing process has answered; raises what it raised."""
-    found = pickle.loads(content)  # noqa: S301 - from our own process
+def digests_from(answer: bytes) -> Digests:
+    """The digests that the writing process has answered; raises what it raised."""
+    found = pickle.loads(answer)  # noqa: S301 - from our own process
     if isinstance(found, Exception):
         raise found
-    written: Written = found
-    return written
+    digests: Digests = found
+    return digests
 
 
 def start_writer() -> WriterProcess | None:
@@ -116,7 +218,7 @@ def start_writer() -> WriterProcess | None:
         return None
 
 
-def _end(owner: int, process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+def _end(owner: int, process: subprocess.Popen[bytes], connection: Any) -> None:
     """Finalizer: stop the writer process."""
     connection.close()
     if owner == os.getpid():
@@ -130,3 +232,48 @@ def _waited(process: subprocess.Popen[bytes]) -> int | None:
         return process.wait(_FAREWELL_S)
     except subprocess.TimeoutExpired:
         return None
+
+
+def main() -> None:
+    """In the process: do jobs, one after the other, until the connection is closed."""
+    connection, parent = Connection(int(sys.argv[1])), int(sys.argv[2])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to deal with
+    os.setpriority(os.PRIO_PROCESS, 0, _LOW_PRIORITY)
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    memories: dict[int, memoryview] = {}
+    while True:
+        try:
+            job, handle = connection.recv_bytes(), recv_handle(connection)
+            connection.send_bytes(pickle.dumps(_outcome(job, _memory(memories, handle))))
+        except (EOFError, ConnectionError):  # a parent that is killed may reset it
+            os._exit(0)  # nothing here is to be cleaned up, and a thread may still wait for a disk
+
+
+def _end_with(parent: int) -> None:
+    """End with the parent process: another may write to the same place."""
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    os._exit(1)
+
+
+def _memory(memories: dict[int, memoryview], handle: int) -> memoryview:
+    """What lies behind the descriptor; mapped once, as long as it is the same."""
+    inode = os.fstat(handle).st_ino
+    if inode not in memories:
+        memories.clear()
+        memories[inode] = memoryview(
+            mmap.mmap(handle, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        )
+    os.close(handle)
+    return memories[inode]
+
+
+def _outcome(job: bytes, memory: memoryview) -> Digests | CheckpointError:
+    try:
+        digests: Digests = pickle.loads(job).run(memory)  # noqa: S301 - from the parent
+    except CheckpointError as error:
+        return error
+    except Exception as error:
+        logger.exception("an asynchronous save failed")
+        return StorageError(f"the writing process failed: {type(error).__name__}: {error}")
+    return digests

@@ -38,8 +38,7 @@ from dist_ckpt_strategies.megatron.types import StrategyAction
 from dist_ckpt_strategies.sharded.async_request import RUNNING_SAVES, LocalSaveRequest
 from dist_ckpt_strategies.sharded.async_save import begin_in_background
 from dist_ckpt_strategies.sharded.checks import check_save, digest_of_common
-from dist_ckpt_strategies.sharded.save import begun_save
-from dist_ckpt_strategies.sharded.save_inputs import CommonState, SaveInputs
+from dist_ckpt_strategies.sharded.save import CommonState, SaveInputs, begun_save
 from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.storage.store import Directory
 from dist_ckpt_strategies.storage.time_limit import time_left, time_limit

@@ -43,9 +43,8 @@ from dist_ckpt_strategies.sharded.load import (
     dtypes_of,
     load_sharded,
 )
-from dist_ckpt_strategies.sharded.save import begun_save
+from dist_ckpt_strategies.sharded.save import SaveInputs, begun_save
 from dist_ckpt_strategies.sharded.save_cache import SaveCache
-from dist_ckpt_strategies.sharded.save_inputs import SaveInputs
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import require_directory

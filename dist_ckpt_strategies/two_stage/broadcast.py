@@ -28,7 +28,7 @@ from dist_ckpt_strategies.device import (
     torch_dtype,
 )
 from dist_ckpt_strategies.errors import CheckpointError
-from dist_ckpt_strategies.sharded.transfer import TensorRead, run_reads
+from dist_ckpt_strategies.sharded.transfer import run_reads
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayReader, Transfer
 from dist_ckpt_strategies.two_stage.plan import Batch, GroupPlan, Slice
 
@@ -89,7 +89,7 @@ def run_group_plan(
         with clock.on("reading"):
             reader = open_reader()
             opened.append(_Rounds(plan, arrays, targets, reader, comm, options.timeout_s, clock))
-            reads = [TensorRead(arrays[t.array], t.region, t.tensor.detach()) for t in alone]
+            reads = [(arrays[t.array], t.region, t.tensor.detach()) for t in alone]
             run_reads(reader, reads, options)
 
     clock.agree(comm, read_alone)

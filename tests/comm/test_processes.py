@@ -17,8 +17,8 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[str]]:
     code = (
-        "from dist_ckpt_strategies.comm.attendance import process_name\n"
-        "print(process_name(), flush=True)\n"
+        "from dist_ckpt_strategies.comm.attendance import process_name\nimport os\n"
+        "print(process_name(os.getpid()), flush=True)\n"
         "input()"
     )
     process = subprocess.Popen(
@@ -33,9 +33,9 @@ def test_a_process_that_runs_has_not_ended(child: subprocess.Popen[str]) -> None
     assert child.stdout is not None
     name = child.stdout.readline().strip()
 
-    assert name != process_name()
+    assert name != process_name(os.getpid())
     assert not has_ended(name)
-    assert not has_ended(process_name())
+    assert not has_ended(process_name(os.getpid()))
 
 
 def test_a_process_has_ended_before_its_parent_has_asked_for_it(

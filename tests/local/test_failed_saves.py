@@ -167,7 +167,7 @@ def run_behind(rank: int, root: str) -> dict[str, Any]:
     seen["wait"] = outcome(request.wait)
     seen["done"] = request.done()
     seen["overwritten"] = load(manager, rank)
-    on_rank = Patch(tempfile, "mkdtemp", no_space) if rank == 3 else None
+    on_rank = Patch(tempfile, "mkstemp", no_space) if rank == 3 else None
     again = state_of(rank, 2)
     seen["no mark"] = with_patch(
         on_rank, lambda: outcome(lambda: manager.save(again, 2, is_async=True))

@@ -25,7 +25,7 @@ from dist_ckpt_strategies.errors import (
     StrategyExistsError,
     StrategyNotFoundError,
 )
-from dist_ckpt_strategies.sharded.save_inputs import SaveInputs
+from dist_ckpt_strategies.sharded.save import SaveInputs
 from dist_ckpt_strategies.strategies import registry as registry_module
 from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,

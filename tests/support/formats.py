@@ -13,9 +13,8 @@ from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, Format2Checkpoint
 from dist_ckpt_strategies.megatron.types import default_allowed
 from dist_ckpt_strategies.sharded.load import LoadInputs, destination, load_sharded
-from dist_ckpt_strategies.sharded.save import begun_save
+from dist_ckpt_strategies.sharded.save import SaveInputs, begun_save
 from dist_ckpt_strategies.sharded.save_cache import SaveCache
-from dist_ckpt_strategies.sharded.save_inputs import SaveInputs
 from dist_ckpt_strategies.storage.time_limit import time_limit
 
 

@@ -82,14 +82,6 @@ def test_an_irregular_grid_has_chunks_of_at_least_one_element_and_few_files(
     assert num_files(split.shape, chunk) <= 4 * len(placements) + 64
 
 
-def test_two_equal_columns_that_one_rank_holds_apart_are_no_reason_for_many_files() -> None:
-    shape = (4096, 3)
-    boxes = [Region((0, 0), (4096, 2)), Region((0, 2), (4096, 1))]
-    placements = [ShardPlacement(box, rank) for rank, box in enumerate(boxes)]
-
-    assert num_files(shape, irregular_chunk_shape(shape, 4, placements)) <= 3
-
-
 def test_a_flat_buffer_is_cut_where_its_owners_change() -> None:
     pieces = flat(0, 300, 700, 1000, 1500, 2000, 2950)
     owners = [0, 0, 0, 1, 1, 2]
@@ -111,15 +103,6 @@ def test_a_large_chunk_is_cut_until_it_can_be_assembled() -> None:
 @pytest.mark.parametrize("shape", [(0,), (0, 7), (5, 0)])
 def test_an_array_without_elements_has_a_grid_all_the_same(shape: Shape) -> None:
     assert regular_chunk_shape(shape, []) == tuple(max(1, n) for n in shape)
-
-
-def test_a_scalar_has_a_grid_without_dims() -> None:
-    assert regular_chunk_shape((), [Region.whole(())]) == ()
-
-
-@given(shapes(), st.sampled_from([1, 2, 4, 8]))
-def test_a_chunk_that_fits_an_object_stays_as_it_is(shape: Shape, itemsize: int) -> None:
-    assert object_chunk_shape(shape, itemsize) == shape
 
 
 @given(st.lists(st.integers(1, 1 << 20), min_size=1, max_size=4), st.sampled_from([1, 2, 4, 16]))

@@ -83,17 +83,6 @@ def test_a_shard_beyond_the_stored_rows_becomes_zeros_without_a_read() -> None:
     assert target.tolist() == [[0.0, 0.0], [0.0, 0.0]]
 
 
-def test_the_report_counts_what_was_read(tmp_path: Path) -> None:
-    values = random_values((6, 2), DType.FLOAT32)
-    array = write_array(tmp_path, Engine.TENSORSTORE, values, chunk=(2, 2))
-    wants = [spec_of(Region((0, 0), (3, 2)), (6, 2)), spec_of(Region((5, 0), (1, 2)), (6, 2))]
-    targets = [torch.zeros(3, 2), torch.zeros(1, 2)]
-    plan = build_load_plan(wants, {"w": array})
-    report = run_load(plan, targets, store_of(tmp_path, Engine.TENSORSTORE), OPTIONS)
-
-    assert (report.num_tensors, report.nbytes) == (2, 32)
-
-
 @pytest.mark.parametrize("engine", Engine)
 def test_a_missing_chunk_is_never_zeros(engine: Engine, tmp_path: Path) -> None:
     array = write_array(tmp_path, engine, random_values((6, 2), DType.FLOAT32), chunk=(2, 2))

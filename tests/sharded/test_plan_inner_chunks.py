@@ -73,7 +73,7 @@ def test_odd_sizes_move_little_and_only_where_nothing_divides(
     array, plan = planned(split)
 
     require_one_writer_per_file(split, array, plan)
-    moved = sum(m.nbytes for w in plan.writes for m in w.moves)
+    moved = sum(w.nbytes_of(m) for w in plan.writes for m in w.moves)
     assert moved <= max_moved * array.nbytes
 
 

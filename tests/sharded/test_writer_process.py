@@ -23,9 +23,14 @@ from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.formats.zarr2_arrays import open_array_store
 from dist_ckpt_strategies.formats.zarr3_arrays import open_writer
-from dist_ckpt_strategies.sharded.staged import StagedSave, StagedWrite, WriteJob, Written
-from dist_ckpt_strategies.sharded.writer_main import SharedBytes
-from dist_ckpt_strategies.sharded.writer_process import WriterProcess, outcome_of
+from dist_ckpt_strategies.sharded.writer_process import (
+    Digests,
+    SharedBytes,
+    StagedWrite,
+    WriteJob,
+    WriterProcess,
+    digests_from,
+)
 from dist_ckpt_strategies.storage.base import ArrayWriter, Transfer
 
 pytestmark = pytest.mark.multiprocess
@@ -57,11 +62,15 @@ def array_of(name: str) -> ArraySpec:
     return ArraySpec("w", (30, 20), DType.FLOAT32, (30, 20), inner_shape=inner)
 
 
-def staged(array: ArraySpec, shared: SharedBytes) -> StagedSave:
-    """The whole array, some way into the memory."""
+def job_of(
+    name: str, shared: SharedBytes, open_writer: Callable[[], ArrayWriter], timeout_s: float = 20
+) -> WriteJob:
+    """One that writes a whole array, which lies some way into the memory."""
+    array = array_of(name)
     values = np.arange(array.shape[0] * array.shape[1], dtype=np.float32)
     shared.memory[64 : 64 + values.nbytes] = values.tobytes()
-    return StagedSave((array,), (StagedWrite(array, Region.whole(array.shape), 64),), 0)
+    writes = (StagedWrite(array, Region.whole(array.shape), 64),)
+    return WriteJob((array,), writes, open_writer, timeout_s)
 
 
 def files_below(root: Path) -> dict[str, bytes]:
@@ -76,42 +85,39 @@ def shared() -> SharedBytes:
 @pytest.mark.parametrize("name", OPENERS)
 def test_it_writes_what_a_thread_writes(name: str, shared: SharedBytes, tmp_path: Path) -> None:
     process = WriterProcess()
-    save = staged(array_of(name), shared)
-    found: list[Written] = []
+    found: list[Digests] = []
     for where in ("there", "again", "here"):
         (tmp_path / where).mkdir()
-        job = WriteJob(save, partial(OPENERS[name], tmp_path / where, OPTIONS), 20)
+        job = job_of(name, shared, partial(OPENERS[name], tmp_path / where, OPTIONS))
         if where != "here":
-            found.append(outcome_of(process.run(pickle.dumps(job), shared)))
+            found.append(digests_from(process.run(pickle.dumps(job), shared)))
         else:
             found.append(job.run(memoryview(shared.memory)))
 
     for where in ("there", "again"):
         assert files_below(tmp_path / where) == files_below(tmp_path / "here")
-    assert found[0].digests == found[1].digests == found[2].digests
-    assert bool(found[0].digests) is (name == "format2")
-    assert found[0].report.nbytes == 30 * 20 * 4
+    assert found[0] == found[1] == found[2]
+    assert bool(found[0]) is (name == "format2")
 
 
 def test_its_failures_come_back_as_they_are(shared: SharedBytes, tmp_path: Path) -> None:
     process = WriterProcess()
-    save = staged(array_of("format2"), shared)
     (tmp_path / "file").touch()
-    refused = WriteJob(save, partial(open_writer, tmp_path / "file", OPTIONS), 20)
-    broken = WriteJob(save, _Broken, 20)  # type: ignore[arg-type]
+    refused = job_of("format2", shared, partial(open_writer, tmp_path / "file", OPTIONS))
+    broken = job_of("format2", shared, _Broken)  # type: ignore[arg-type]
 
     with pytest.raises(StorageError) as found:
-        outcome_of(process.run(pickle.dumps(refused), shared))
+        digests_from(process.run(pickle.dumps(refused), shared))
     assert found.value.key == "w"
     assert str(tmp_path / "file") in str(found.value)
     with pytest.raises(StorageError, match="AttributeError: '_Broken' object has no attribute"):
-        outcome_of(process.run(pickle.dumps(broken), shared))
+        digests_from(process.run(pickle.dumps(broken), shared))
     assert process.is_usable
 
 
 def test_it_is_missed_when_it_is_killed(shared: SharedBytes, tmp_path: Path) -> None:
     process = WriterProcess()
-    job = WriteJob(StagedSave((), (), 0), partial(_stuck, tmp_path / "started"), 100)
+    job = WriteJob((), (), partial(_stuck, tmp_path / "started"), 100)
     with (
         subprocess.Popen(
             [sys.executable, "-c", _KILLER, str(tmp_path / "started"), str(process.pid)]
@@ -147,13 +153,11 @@ _PARENT = """
 import pickle, sys
 from functools import partial
 from pathlib import Path
-from dist_ckpt_strategies.sharded.staged import StagedSave, WriteJob
-from dist_ckpt_strategies.sharded.writer_process import WriterProcess
-from dist_ckpt_strategies.sharded.writer_main import SharedBytes
-from tests.run.test_writer_process import _stuck
+from dist_ckpt_strategies.sharded.writer_process import SharedBytes, WriteJob, WriterProcess
+from tests.sharded.test_writer_process import _stuck
 process = WriterProcess()
 print(process.pid, flush=True)
-job = WriteJob(StagedSave((), (), 0), partial(_stuck, Path(sys.argv[1])), 100)
+job = WriteJob((), (), partial(_stuck, Path(sys.argv[1])), 100)
 process.run(pickle.dumps(job), SharedBytes(10))
 """
 

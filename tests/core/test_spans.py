@@ -61,33 +61,10 @@ def test_the_bytes_equal_numpy_slicing(data: st.DataObject) -> None:
     assert read == values[region.slices()].tobytes()
 
 
-@given(st.data())
-def test_the_runs_of_every_chunk_are_there_even_without_the_shortcut_for_short_ones(
-    data: st.DataObject,
-) -> None:
-    shape = data.draw(shapes(max_ndim=3, max_size=6))
-    chunk = tuple(data.draw(st.integers(1, max(1, n))) for n in shape)
-    region = data.draw(regions_in(shape))
-    found = raw_spans(ArraySpec("w", shape, DType.FLOAT32, chunk), region)
-
-    if found is not None:
-        assert sum(c.span_nbytes * len(c.offsets) for c in found) == region.numel * 4
-
-
 def test_many_short_runs_are_left_to_the_chunk_reader() -> None:
     array = ArraySpec("w", (8, 1024), DType.FLOAT32, (8, 1024))
 
     assert raw_spans(array, Region((0, 0), (8, 512))) is None
-
-
-def test_a_single_run_is_read_directly_however_short() -> None:
-    array = ArraySpec("w", (8, 4), DType.FLOAT32, (2, 4))
-    found = raw_spans(array, Region((1, 0), (3, 4)))
-
-    assert found == (
-        ChunkSpans((0, 0), 16, ((16, 0),)),
-        ChunkSpans((1, 0), 32, ((0, 16),)),
-    )
 
 
 def test_long_rows_are_read_row_by_row() -> None:
@@ -97,24 +74,6 @@ def test_long_rows_are_read_row_by_row() -> None:
 
     assert chunk.span_nbytes == MIN_SPAN_NBYTES
     assert chunk.offsets == ((4 * columns, 0), (12 * columns, MIN_SPAN_NBYTES))
-
-
-def test_a_whole_array_in_one_chunk_is_one_run() -> None:
-    array = ArraySpec("w", (3, 4, 5), DType.BFLOAT16, (3, 4, 5))
-
-    assert raw_spans(array, Region.whole((3, 4, 5))) == (ChunkSpans((0, 0, 0), 120, ((0, 0),)),)
-
-
-def test_a_scalar_is_one_run() -> None:
-    array = ArraySpec("step", (), DType.INT64, ())
-
-    assert raw_spans(array, Region.whole(())) == (ChunkSpans((), 8, ((0, 0),)),)
-
-
-def test_an_empty_box_needs_no_run() -> None:
-    array = ArraySpec("w", (4, 4), DType.FLOAT32, (2, 2))
-
-    assert raw_spans(array, Region((1, 1), (0, 2))) == ()
 
 
 def test_an_encoded_array_is_left_to_the_chunk_reader() -> None:

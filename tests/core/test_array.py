@@ -69,11 +69,3 @@ def test_an_edge_chunk_has_the_size_of_a_whole_one_in_its_file() -> None:
     assert array.nbytes == 60
     assert array.grid == (3, 2)
     assert array.num_chunks == math.prod(array.grid)
-
-
-def test_the_separator_joins_the_chunk_index() -> None:
-    dotted = ArraySpec("w", (4, 4), DType.FLOAT32, (2, 2))
-    nested = ArraySpec("w", (4, 4), DType.FLOAT32, (2, 2), separator="/")
-
-    assert dotted.chunk_name((1, 0)) == "1.0"
-    assert nested.chunk_name((1, 0)) == "1/0"

@@ -16,7 +16,7 @@ from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.device import host_view, torch_dtype
 from dist_ckpt_strategies.errors import IncompleteCheckpointError, StorageError
-from dist_ckpt_strategies.sharded.transfer import TensorRead, TensorWrite, run_reads, run_writes
+from dist_ckpt_strategies.sharded.transfer import build_batches, run_reads, run_writes
 from dist_ckpt_strategies.storage.base import ArrayStore
 from tests.support.memory_store import MemoryArrays
 from tests.support.samples import random_values, whole_of
@@ -50,7 +50,7 @@ def array_for(tensor: torch.Tensor, key: str = "w") -> ArraySpec:
 
 def write(store: ArrayStore, tensors: list[torch.Tensor], options: Options = OPTIONS) -> None:
     arrays = [array_for(tensor, f"w{n}") for n, tensor in enumerate(tensors)]
-    writes = [TensorWrite(a, whole_of(a), t) for a, t in zip(arrays, tensors, strict=True)]
+    writes = [(a, whole_of(a), t) for a, t in zip(arrays, tensors, strict=True)]
     store.begin_creates(arrays).wait(options.timeout_s)
     run_writes(store, writes, options)
 
@@ -59,7 +59,7 @@ def read(store: ArrayStore, targets: list[torch.Tensor], options: Options = OPTI
     arrays = [array_for(target, f"w{n}") for n, target in enumerate(targets)]
     run_reads(
         store,
-        [TensorRead(a, whole_of(a), t) for a, t in zip(arrays, targets, strict=True)],
+        [(a, whole_of(a), t) for a, t in zip(arrays, targets, strict=True)],
         options,
     )
 
@@ -127,13 +127,6 @@ def test_lazily_changed_targets_receive_what_is_stored() -> None:
     assert torch.equal(targets[1].resolve_neg(), real)
 
 
-def test_an_expanded_tensor_is_written_with_all_its_elements() -> None:
-    store = MemoryArrays()
-    write(store, [torch.tensor([1.0, 2.0]).expand(3, 2)])
-
-    assert store.arrays["w0"].tolist() == [[1.0, 2.0]] * 3
-
-
 def test_what_lies_around_a_target_is_not_touched(tmp_path: Path) -> None:
     values = tensor_of((5, 7))
     write(store_of(tmp_path, Engine.TENSORSTORE), [values])
@@ -144,26 +137,6 @@ def test_what_lies_around_a_target_is_not_touched(tmp_path: Path) -> None:
 
     assert bits(frame[2:7, 3:17:2]) == bits(values)
     assert bool((frame[~inside] == 7.0).all())
-
-
-@WITH_LAYOUT
-def test_sources_are_left_untouched(layout: Layout) -> None:
-    source = layout(tensor_of((4, 6)))
-    before = bits(source)
-    write(MemoryArrays(), [source])
-
-    assert bits(source) == before
-
-
-def test_a_parameter_can_be_filled_and_keeps_its_gradient_flag() -> None:
-    store = MemoryArrays()
-    write(store, [torch.arange(4.0)])
-    target = torch.nn.Parameter(torch.zeros(4))
-    read(store, [target])
-
-    assert target.requires_grad
-    assert target.is_leaf
-    assert target.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 # Copies
@@ -239,26 +212,6 @@ def test_while_one_batch_is_written_the_next_is_copied() -> None:
     assert writes == ["begun", "begun", "done", "begun", "done", "done"]
 
 
-def test_a_budget_of_one_byte_still_writes_and_reads_everything() -> None:
-    store = MemoryArrays()
-    sources = [every_other(tensor_of((3, 2), seed=n)) for n in range(5)]
-    write(store, sources, Options(max_inflight_bytes=1))
-    targets = [lazily_negated(torch.zeros(3, 2)) for _ in range(5)]
-    read(store, targets, Options(max_inflight_bytes=1))
-
-    assert len(store.writes) == len(store.reads) == 5
-    for source, target in zip(sources, targets, strict=True):
-        assert torch.equal(target.resolve_neg(), source) or bool(source.isnan().any())
-
-
-def test_nothing_to_transfer_is_fine() -> None:
-    store = MemoryArrays()
-    run_writes(store, [], OPTIONS)
-    run_reads(store, [], OPTIONS)
-
-    assert store.in_flight == []
-
-
 # Failures
 
 
@@ -269,17 +222,6 @@ def test_after_a_failed_write_no_transfer_is_under_way(failing: str) -> None:
 
     with pytest.raises(StorageError, match=f"^{failing}: told to fail"):
         write(store, sources, Options(max_inflight_bytes=64))
-    assert store.in_flight == []
-
-
-def test_of_several_failures_the_first_is_raised() -> None:
-    store = MemoryArrays(fails={"w1", "w2"})
-    sources = [every_other(torch.zeros(4, 2)) for _ in range(4)]
-    arrays = [array_for(source, f"w{n}") for n, source in enumerate(sources)]
-    writes = [TensorWrite(a, whole_of(a), t) for a, t in zip(arrays, sources, strict=True)]
-
-    with pytest.raises(StorageError, match=r"^w1: told to fail"):
-        run_writes(store, writes, Options(max_inflight_bytes=64))
     assert store.in_flight == []
 
 
@@ -304,15 +246,6 @@ def test_where_a_batch_cannot_begin_those_before_are_waited_for() -> None:
     assert store.in_flight == []
 
 
-def test_sources_are_left_untouched_by_a_failure() -> None:
-    sources = [layout(tensor_of((4, 6))) for layout in LAYOUTS.values()]
-    before = [bits(source) for source in sources]
-
-    with pytest.raises(StorageError):
-        write(MemoryArrays(fails={"w3"}), sources, Options(max_inflight_bytes=100))
-    assert [bits(source) for source in sources] == before
-
-
 @pytest.mark.parametrize("engine", Engine)
 def test_after_a_failed_read_nothing_writes_to_the_targets_any_more(
     engine: Engine, tmp_path: Path
@@ -329,6 +262,36 @@ def test_after_a_failed_read_nothing_writes_to_the_targets_any_more(
         assert [bits(target) for target in targets] == then
 
 
+# Batches
+
+sizes = st.lists(st.integers(0, 50), max_size=30)
+
+
+@given(sizes, st.integers(1, 120))
+def test_every_transfer_is_in_exactly_one_batch(staged: list[int], budget: int) -> None:
+    batches = build_batches(staged, budget)
+
+    assert sorted(number for batch in batches for number in batch) == list(range(len(staged)))
+    assert all(batches)
+
+
+@given(sizes, st.integers(1, 120))
+def test_a_batch_exceeds_the_budget_only_by_a_single_larger_transfer(
+    staged: list[int], budget: int
+) -> None:
+    for batch in build_batches(staged, budget):
+        needed = [staged[number] for number in batch if staged[number]]
+        assert sum(needed) <= budget or len(needed) == 1
+
+
+@given(sizes, st.integers(1, 120))
+def test_what_needs_no_memory_is_issued_at_once(staged: list[int], budget: int) -> None:
+    batches = build_batches(staged, budget)
+
+    for batch in batches[1:]:
+        assert all(staged[number] for number in batch)
+
+
 # Boxes
 
 
@@ -341,9 +304,9 @@ def test_boxes_of_one_array_are_written_and_read_each_to_its_place(data: st.Data
     array = ArraySpec("w", (sum(rows), 5), DType.FLOAT32, (1, 5))
     boxes = [Region((a, 0), (b - a, 5)) for a, b in itertools.pairwise(bounds)]
     store = MemoryArrays()
-    run_writes(store, [TensorWrite(array, b, layout(values[b.slices()])) for b in boxes], OPTIONS)
+    run_writes(store, [(array, b, layout(values[b.slices()])) for b in boxes], OPTIONS)
     target = torch.zeros(sum(rows), 5)
-    run_reads(store, [TensorRead(array, b, target[b.slices()]) for b in boxes], OPTIONS)
+    run_reads(store, [(array, b, target[b.slices()]) for b in boxes], OPTIONS)
 
     assert bits(target) == bits(values)
 

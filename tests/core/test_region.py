@@ -54,22 +54,6 @@ def test_within_gives_the_same_elements_of_the_frame(
         assert np.array_equal(in_frame, array[common.slices()])
 
 
-def test_a_scalar_is_one_element_and_holds_itself() -> None:
-    scalar = Region.whole(())
-
-    assert (scalar.numel, scalar.ndim, scalar.end) == (1, 0, ())
-    assert scalar.intersect(scalar) == scalar
-    assert scalar.contains(scalar)
-
-
-def test_boxes_that_only_touch_share_no_element() -> None:
-    assert Region((0, 0), (2, 3)).intersect(Region((2, 0), (2, 3))) is None
-
-
-def test_an_empty_box_shares_no_element_with_anything() -> None:
-    assert Region((1, 1), (0, 4)).intersect(Region((0, 0), (4, 4))) is None
-
-
 def test_boxes_are_written_as_python_indexes_them() -> None:
     assert str(Region((0, 8), (4, 8))) == "[0:4, 8:16]"
     assert str(Region.whole(())) == "[]"

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import threading
-import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -24,31 +21,25 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.sharded.async_request import (
     BackgroundWork,
     LocalSaveRequest,
-    SaveName,
-    agree_to_start,
+    start_on_all,
     wait_for_mark,
 )
 
-NAME = SaveName("5afe", "the end of a save")
+NAME = ("5afe", "the end of a save")
 
 
 def waiting(work: BackgroundWork[int]) -> threading.Thread:
     """What the worker of a checkpoint queue does, on a thread."""
-    thread = threading.Thread(
-        target=wait_for_mark, args=(str(work.end_mark), os.getpid()), daemon=True
-    )
+    thread = threading.Thread(target=wait_for_mark, args=(str(work.mark), os.getpid()), daemon=True)
     thread.start()
     return thread
 
 
-@pytest.mark.parametrize("has_room", [True, False], ids=["marked", "no room for the mark"])
-def test_others_see_the_end(has_room: bool) -> None:
+def test_others_see_the_end() -> None:
     may_end = threading.Event()
     work = BackgroundWork(lambda: 7 if may_end.wait(60) else 0, "work")
-    if not has_room:
-        work.end_mark.symlink_to(Path("missing") / "directory")  # where no file can be made
     worker = waiting(work)
-    work.start()
+    work.begin()
     with pytest.raises(PeerTimeoutError, match=r"not done after 0\.05 s"):
         work.wait(0.05)
     assert worker.is_alive()
@@ -60,25 +51,7 @@ def test_others_see_the_end(has_room: bool) -> None:
     work.wait(60)
     assert work.is_done()
     assert work.result() == 7
-    work.forget_mark()
-    assert not work.end_mark.parent.exists()
-
-
-class NoThread(BackgroundWork[int]):
-    """Work for which the system has no thread."""
-
-    def hold(self) -> None:
-        raise RuntimeError("can't start new thread")
-
-
-def test_a_work_that_the_end_of_its_process_overtakes_says_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    work = BackgroundWork(lambda: shutil.rmtree(work.end_mark.parent), "work")
-    work.start()
-    work.wait(60)
-
-    assert not caplog.records
+    assert not work.mark.exists()
 
 
 def test_where_one_rank_gets_no_thread_nothing_begins_on_any() -> None:
@@ -91,21 +64,21 @@ def test_where_one_rank_gets_no_thread_nothing_begins_on_any() -> None:
 
     def body(comm: ThreadCommunicator) -> str:
         def prepare() -> BackgroundWork[int]:
-            kind = NoThread if comm.rank == 1 else BackgroundWork
-            work = kind(lambda: noted(comm.rank), "work")
+            if comm.rank == 1:
+                raise RuntimeError("can't start new thread")
+            work = BackgroundWork(lambda: noted(comm.rank), "work")
             works.append(work)
             return work
 
         with pytest.raises(CheckpointError) as caught:
-            agree_to_start(comm, prepare)
+            start_on_all(comm, prepare)
         return str(caught.value)
 
     text = "rank 1: RuntimeError: can't start new thread"
     assert run_ranks(3, body) == [text] * 3
     for work in works:
-        if not isinstance(work, NoThread):
-            work.wait(10)
-        assert not work.end_mark.parent.exists()
+        work.wait(10)
+        assert not work.mark.exists()
     assert begun == []
 
 
@@ -113,7 +86,7 @@ def test_ranks_wait_for_a_save_for_longer_than_they_wait_for_each_other() -> Non
     may_end = threading.Event()
 
     def body(comm: ThreadCommunicator) -> str:
-        work = agree_to_start(comm, lambda: BackgroundWork(lambda: _ends(comm, may_end), "work"))
+        work = start_on_all(comm, lambda: BackgroundWork(lambda: _ends(comm, may_end), "work"))
         request = LocalSaveRequest.of(comm, NAME, work, lambda: None, timeout_s=1.0)
         if comm.rank == 0:
             threading.Timer(3.0, may_end.set).start()
@@ -127,7 +100,7 @@ def test_a_rank_says_that_it_waits_in_vain_before_the_others_give_it_up() -> Non
     may_end = threading.Event()
 
     def body(comm: ThreadCommunicator) -> str:
-        work = agree_to_start(comm, lambda: BackgroundWork(lambda: _ends(comm, may_end), "work"))
+        work = start_on_all(comm, lambda: BackgroundWork(lambda: _ends(comm, may_end), "work"))
         request = LocalSaveRequest.of(comm, NAME, work, lambda: None, timeout_s=2.0)
         with pytest.raises(SaveTimeoutError) as caught:
             request.wait()
@@ -143,8 +116,8 @@ def test_ranks_that_end_saves_in_another_order_learn_it_and_may_end_all_of_them(
         ended: list[str] = []
         requests = []
         for token in ("a", "b"):
-            work = agree_to_start(comm, lambda: BackgroundWork(lambda: comm.rank, "work"))
-            name = SaveName(token, f"the end of save {token}")
+            work = start_on_all(comm, lambda: BackgroundWork(lambda: comm.rank, "work"))
+            name = (token, f"the end of save {token}")
             finalise = partial(ended.append, token)
             requests.append(LocalSaveRequest.of(comm, name, work, finalise, 20.0))
         mine = requests[comm.rank == 1]
@@ -167,8 +140,8 @@ def test_a_save_that_takes_too_long_on_one_rank_may_be_waited_for_again_by_all()
     may_end = threading.Event()
 
     def body(comm: ThreadCommunicator) -> list[str]:
-        work = agree_to_start(comm, lambda: BackgroundWork(lambda: _ends(comm, may_end), "work"))
-        request = LocalSaveRequest.of(comm, NAME, work, lambda: agree(comm, work.forget_mark), 20.0)
+        work = start_on_all(comm, lambda: BackgroundWork(lambda: _ends(comm, may_end), "work"))
+        request = LocalSaveRequest.of(comm, NAME, work, lambda: agree(comm, lambda: None), 20.0)
         with pytest.raises(SaveTimeoutError) as caught:
             request.wait(0.05)
         agree(comm, may_end.set)
@@ -185,22 +158,17 @@ def _ends(comm: Communicator, may_end: threading.Event) -> int:
     return comm.rank
 
 
-def test_a_work_that_nobody_keeps_leaves_no_mark_and_a_forked_child_takes_none_away() -> None:
+def test_a_work_that_never_began_leaves_no_mark_and_a_forked_child_takes_none_away() -> None:
     work = BackgroundWork(lambda: None, "work")
-    work.start()
-    work.wait(60)
-    place = work.end_mark.parent
+    mark = work.mark
     child = os.fork()
     if child == 0:
         del work
         gc.collect()
         os._exit(0)
     os.waitpid(child, 0)
-    was_there = place.exists()
-    del work
-    deadline = time.monotonic() + 60  # its thread may hold it for another moment
-    while place.exists() and time.monotonic() < deadline:
-        gc.collect()
-        time.sleep(0.01)
+    was_there = mark.exists()
+    work.call_off()
+    work.wait(60)
 
-    assert (was_there, place.exists()) == (True, False)
+    assert (was_there, mark.exists()) == (True, False)

@@ -56,7 +56,3 @@ def test_names_are_those_that_megatron_writes() -> None:
 )
 def test_other_names_are_no_shards(name: str) -> None:
     assert ObjectId.parse(name) is None
-
-
-def test_the_number_of_shards_is_that_of_the_grid() -> None:
-    assert ObjectId("x", (0, 0), (3, 2)).num_shards == 6

@@ -81,23 +81,3 @@ def test_a_shard_wholly_beyond_the_stored_rows_is_padding() -> None:
     (read,) = build_load_plan([want], {"w": stored_array((100, 4))}).reads
 
     assert (read.source, read.target, read.is_padded, read.nbytes) == (None, None, True, 0)
-
-
-def test_the_same_shard_may_be_wanted_twice_and_order_is_kept() -> None:
-    top, rest = Region((0,), (3,)), Region((3,), (5,))
-    wants = [spec_of(box, (8,)) for box in (rest, top, rest)]
-    plan = build_load_plan(wants, {"w": stored_array((8,))})
-
-    assert [(read.number, read.source) for read in plan.reads] == [(0, rest), (1, top), (2, rest)]
-    assert plan.nbytes == 4 * 13
-
-
-def test_the_stored_type_decides_the_number_of_bytes() -> None:
-    array = ArraySpec("w", (8,), DType.BFLOAT16, (8,))
-    (read,) = build_load_plan([spec_of(Region.whole((8,)), (8,))], {"w": array}).reads
-
-    assert read.nbytes == 16
-
-
-def test_nothing_wanted_is_an_empty_plan() -> None:
-    assert build_load_plan([], {}).reads == ()
