@@ -53,7 +53,6 @@ from dist_ckpt_strategies.formats.objects import (
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.formats.zarr2_arrays import open_array_store
 from dist_ckpt_strategies.formats.zarr3_arrays import ArrayWriterBase, open_writer
-from dist_ckpt_strategies.megatron.parallel_layout import parallel_sizes
 from dist_ckpt_strategies.storage.base import ArrayWriter
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME
@@ -168,15 +167,17 @@ class CheckpointWriter(ABC):
         """
         del number, first, contents
 
-    def write_index(self, entries: Sequence[Any], num_ranks: int, common: bytes | None) -> None:
+    def write_index(
+        self, entries: Sequence[Any], layout: Mapping[str, int], common: bytes | None
+    ) -> None:
         """Write the manifest's index, durably; on the first rank.
 
         Args:
             entries: of all segments.
-            num_ranks: that saved together.
+            layout: parallel sizes of the job that saved.
             common: content of the common state's file; None where others have written that.
         """
-        del entries, num_ranks, common
+        del entries, layout, common
 
 
 class Format1Writer(CheckpointWriter):
@@ -282,9 +283,14 @@ class Format2Writer(CheckpointWriter):
         else:
             self.arrays = open_writer(location, self.options)
 
-    def write_objects(self, objects: Mapping[ObjectId, bytes]) -> None:
-        """See CheckpointWriter. Small plain values go to the manifest, the others to one file."""
-        name = pack_name(self._global_rank)
+    def write_objects(self, objects: Mapping[ObjectId, bytes], pack: int | None = None) -> None:
+        """See CheckpointWriter. Small plain values go to the manifest, the others to one file.
+
+        Args:
+            objects: what was dumped of each.
+            pack: number of that file; this rank's by default.
+        """
+        name = pack_name(self._global_rank if pack is None else pack)
         pack = bytearray()
         for object_id, content in sorted(objects.items()):
             found = plain_value(content) if len(content) <= _MAX_PLAIN_NBYTES else None
@@ -326,12 +332,13 @@ class Format2Writer(CheckpointWriter):
             ) from error
         return list(astuple(write_segment(self.store, number, first, arrays, objects)))
 
-    def write_index(self, entries: Sequence[Any], num_ranks: int, common: bytes | None) -> None:
+    def write_index(
+        self, entries: Sequence[Any], layout: Mapping[str, int], common: bytes | None
+    ) -> None:
         """See CheckpointWriter."""
         segments = sorted((SegmentEntry(*entry) for entry in entries), key=_first_key)
         content = common or self._written_common()
         listed = None if content is None else FileDigest(len(content), digest_of(content))
-        layout = {"ranks": num_ranks, **parallel_sizes()}
         index = ManifestIndex(tuple(segments), listed, layout, package_versions())
         self.store.write(INDEX_NAME, index_content(index))
 

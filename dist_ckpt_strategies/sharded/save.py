@@ -31,6 +31,7 @@ from dist_ckpt_strategies.core.report import SaveReport
 from dist_ckpt_strategies.errors import PlanError, StorageError
 from dist_ckpt_strategies.formats.locations import make_directory
 from dist_ckpt_strategies.megatron.flow import require_equal_common
+from dist_ckpt_strategies.megatron.parallel_layout import parallel_sizes
 from dist_ckpt_strategies.sharded.async_request import RUNNING_SAVES
 from dist_ckpt_strategies.sharded.checks import VALIDATED, digest_of
 from dist_ckpt_strategies.sharded.save_inputs import (
@@ -214,7 +215,8 @@ class ShardedSave:
             ]
 
         def commit(entries: Sequence[Any]) -> None:
-            writer.write_index(entries, comm.size, common.content if common else None)
+            layout = {"ranks": comm.size, **parallel_sizes()}
+            writer.write_index(entries, layout, common.content if common else None)
             writer.place.commit(self.inputs.marker)
 
         if set(manifest.owners) == {0}:
