@@ -283,14 +283,14 @@ class Format2Writer(CheckpointWriter):
         else:
             self.arrays = open_writer(location, self.options)
 
-    def write_objects(self, objects: Mapping[ObjectId, bytes], pack: int | None = None) -> None:
+    def write_objects(self, objects: Mapping[ObjectId, bytes], number: int | None = None) -> None:
         """See CheckpointWriter. Small plain values go to the manifest, the others to one file.
 
         Args:
             objects: what was dumped of each.
-            pack: number of that file; this rank's by default.
+            number: of that file; this rank's by default.
         """
-        name = pack_name(self._global_rank if pack is None else pack)
+        name = pack_name(self._global_rank if number is None else number)
         pack = bytearray()
         for object_id, content in sorted(objects.items()):
             found = plain_value(content) if len(content) <= _MAX_PLAIN_NBYTES else None

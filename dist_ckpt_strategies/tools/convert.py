@@ -274,7 +274,7 @@ class _Conversion:
             _require_free(writer.root, "" if self._is_upgrade else reader.root)
             save_id = place.new_save_id()
             place.join(save_id)
-            writer.begin([one.key for one in (*plan.arrays, *objects)])
+            writer.begin([*(array.key for array in plan.arrays), *(one.key for one in objects)])
             return save_id
 
         place.join(ranks.run_on_first(begin))
