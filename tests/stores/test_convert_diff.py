@@ -25,7 +25,6 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.locations import is_finished, located
 from tests.stores.commands import CHUNK, PACK, json_of, run, write
-from tests.support.gcs import fake_gcs
 from tests.support.object_stores import ObjectStore
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import Cut, differences, no_data, on_grid, state_of
@@ -212,19 +211,3 @@ def test_the_commands_take_urls(environment: ObjectStore, bucket: str, tmp_path:
     assert differs.exit_code == 1
     assert f"{other} and {url} DIFFER" in differs.stdout
     assert run("diff", f"s3://{bucket}/nothing", url).exit_code == 3
-
-
-def test_google_cloud_storage_takes_conversions_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path / "source", ("zarr", 2))
-    with fake_gcs("there") as (variables, _):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        convert(tmp_path / "source", "gs://there/run/iter_1", "zarr@2")
-
-        assert diff("gs://there/run/iter_1", tmp_path / "source").is_equal
-        assert run("verify", "gs://there/run/iter_1").exit_code == 0
-        assert run("verify", "gs://there/run").exit_code == 3
-        report = dist_ckpt_strategies.prune("gs://there/run", keep_last=1)
-        assert [one.why for one in report.kept] == ["the newest"]
