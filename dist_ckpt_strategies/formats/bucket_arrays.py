@@ -29,8 +29,13 @@ from dist_ckpt_strategies.formats.zarr3_arrays import (
     ReadRuns,
     WriteChunk,
 )
-from dist_ckpt_strategies.formats.zarr3_chunks import ChunkFile, runs_at_a_time
-from dist_ckpt_strategies.storage.base import ArrayRead, HostArray, Transfer
+from dist_ckpt_strategies.formats.zarr3_chunks import (
+    ChunkBlocks,
+    ChunkFile,
+    runs_at_a_time,
+    runs_of,
+)
+from dist_ckpt_strategies.storage.base import ArrayRead, Transfer
 from dist_ckpt_strategies.storage.bucket import MAX_REQUESTS, Bucket
 from dist_ckpt_strategies.storage.io_pool import ByteBudget, run_pooled
 from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
@@ -75,22 +80,22 @@ class BucketWriter(ArrayWriterBase):
         """See ArrayWriterBase."""
         return self._put
 
-    def _put(self, file: ChunkFile, source: HostArray) -> list[int]:
+    def _put(self, file: ChunkFile, blocks: ChunkBlocks) -> list[int]:
         with self._budget.held(_NUM_COPIES * file.grid.file_nbytes), _key_errors(file.array.key):
-            content, digests = encoded_chunk(file, source)
+            content, digests = encoded_chunk(file, blocks)
             self._bucket.write(chunk_name(file.array, file.index), content)
         return digests
 
 
-def encoded_chunk(file: ChunkFile, source: HostArray) -> tuple[bytes, list[int]]:
+def encoded_chunk(file: ChunkFile, blocks: ChunkBlocks) -> tuple[bytes, list[int]]:
     """The whole object of a chunk, and the digests of its inner chunks and its index."""
     grid = file.grid
     digests: list[int] = []
     content = np.empty(grid.file_nbytes, np.uint8)
-    for run in grid.all(runs_at_a_time(grid)):
-        start = run.first * grid.stored_nbytes
+    for part, source, run in runs_of(blocks):
+        start = len(digests) * grid.stored_nbytes
         target = content[start : start + run.num_chunks * grid.stored_nbytes]
-        digests += encode_run(grid, run, file.array.dtype, source, target)
+        digests += encode_run(part, run, file.array.dtype, source, target)
     content[grid.data_nbytes :] = np.frombuffer(encode_index(grid), np.uint8)
     digests.append(xxhash.xxh3_64_intdigest(content[grid.data_nbytes :].data))
     return content.tobytes(), digests

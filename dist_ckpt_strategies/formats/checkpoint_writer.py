@@ -44,7 +44,6 @@ from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, write_d
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.formats.zarr2_arrays import open_array_store
 from dist_ckpt_strategies.formats.zarr3_arrays import open_writer
-from dist_ckpt_strategies.megatron.process_state import parallel_sizes
 from dist_ckpt_strategies.storage.base import ArrayWriter
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME
@@ -74,6 +73,8 @@ class CheckpointWriter:
         overwrite: see DirectoryPlace.
 
     Attributes:
+        version: of the format.
+        options: how it writes.
         root: the checkpoint.
         place: where the save writes until its commit.
         arrays: writes the arrays; after ``require``.
@@ -91,13 +92,15 @@ class CheckpointWriter:
         keeps_old: bool,
         overwrite: bool,
     ) -> None:
+        self.version = version
         self._is_format1 = version == _FORMAT1
         self.root = root
         if self._is_format1:
             require_path(root, "format ('zarr', 1)")
         self.place = open_save_place(root, options, keeps_old=keeps_old, overwrite=overwrite)
-        self._options, self._global_rank = options, global_rank
+        self.options, self._global_rank = options, global_rank
         self._objects: list[ObjectRecord] = []
+        self._num_packs = 0
         self._digests: dict[tuple[str, Shape], list[int]] = {}
 
     @property
@@ -123,8 +126,8 @@ class CheckpointWriter:
         if isinstance(location, Bucket):
             return None
         if self._is_format1:
-            return partial(open_array_store, location, self._options)
-        return partial(open_writer, location, self._options)
+            return partial(open_array_store, location, self.options)
+        return partial(open_writer, location, self.options)
 
     def dump(self, obj: Any, *, name: str, allow: Allowed) -> bytes:
         """What will be stored of an object.
@@ -155,18 +158,22 @@ class CheckpointWriter:
         self.place.require(owner)
         location, opened = self.place.location, self.open_elsewhere
         if isinstance(location, Bucket):
-            self.arrays = BucketWriter(location, self._options)
+            self.arrays = BucketWriter(location, self.options)
         elif opened is not None:
             self.arrays = opened()
 
     def write_objects(self, objects: Mapping[ObjectId, bytes]) -> None:
-        """Store what was dumped of this rank's objects, durably: files of one, or of many."""
+        """Store what was dumped of this rank's objects, durably: files of one, or of many.
+
+        May be called again, with others.
+        """
         location = self.place.location
         if self._is_format1 and isinstance(location, Path):
-            _write_object_files(location, objects, self._options.timeout_s)
+            _write_object_files(location, objects, self.options.timeout_s)
         else:
-            in_order = sorted(objects.items())
-            self._objects += write_packs(self.store, in_order, writer=self._global_rank)
+            in_order, number = sorted(objects.items()), self._global_rank + self._num_packs
+            self._objects += _write_pack(self.store, in_order, self._global_rank, number)
+            self._num_packs += 1
 
     def write_common(self, content: bytes) -> None:
         """Store the common state's file, durably; on the first rank."""
@@ -200,18 +207,19 @@ class CheckpointWriter:
             return None
         return list(write_segment(self.store, number, first, contents))
 
-    def write_index(self, entries: Sequence[Any], num_ranks: int, common: bytes | None) -> None:
+    def write_index(
+        self, entries: Sequence[Any], layout: Mapping[str, int], common: bytes | None
+    ) -> None:
         """Write the manifest's index, durably; on the first rank.
 
         Args:
             entries: of all segments, as ``write_segment`` gave them.
-            num_ranks: that saved together.
+            layout: parallel sizes of the job that saved.
             common: content of the common state's file; None where others have written that.
         """
         if self._is_format1:
             return
         segments = [SegmentEntry(*entry) for entry in entries]
-        layout = {"ranks": num_ranks, **parallel_sizes()}
         write_index(self.store, segments, common or self._written_common(), layout)
 
     def _written_common(self) -> bytes | None:
@@ -234,40 +242,29 @@ def _write_object_files(root: Path, objects: Mapping[ObjectId, bytes], timeout_s
         run_with_limit(sync, root)
 
 
-def write_packs(
-    store: Store,
-    objects: Iterable[tuple[ObjectId, bytes]],
-    *,
-    writer: int,
-    max_nbytes: int | None = None,
+def _write_pack(
+    store: Store, objects: Iterable[tuple[ObjectId, bytes]], writer: int, number: int
 ) -> list[ObjectRecord]:
-    """Write objects to files that hold many of them, durably; small plain values need none.
+    """Write objects to one file, durably; small plain values go to the manifest.
 
     Args:
         store: the checkpoint.
         objects: what is stored of each shard.
-        writer: global rank of the writer; the number of its file.
-        max_nbytes: begin further files, of the next numbers, beyond this size; None: one file.
+        writer: global rank of the writer.
+        number: of the file.
     """
     found: list[ObjectRecord] = []
-    pack, number = bytearray(), writer
-
-    def name() -> str:
-        return f"{OBJECTS_NAME}/rank-{number:05d}.bin"
-
+    pack, name = bytearray(), f"{OBJECTS_NAME}/rank-{number:05d}.bin"
     for object_id, content in objects:
         plain = plain_value(content) if len(content) <= _MAX_PLAIN_NBYTES else None
         if plain is not None:
             found.append(ObjectRecord(object_id, writer, None, plain.value))
             continue
-        if pack and max_nbytes is not None and len(pack) + len(content) > max_nbytes:
-            store.write(name(), bytes(pack))
-            pack, number = bytearray(), number + 1
-        span = Span(name(), len(pack), len(content), digest_of(content))
+        span = Span(name, len(pack), len(content), digest_of(content))
         found.append(ObjectRecord(object_id, writer, span))
         pack += content
     if pack:
-        store.write(name(), bytes(pack))
+        store.write(name, bytes(pack))
     return found
 
 

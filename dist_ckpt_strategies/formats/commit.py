@@ -68,7 +68,7 @@ OLD_MARKER_NAME = REMOVED_PREFIX + MARKER_NAME
 
 HOLDS_SAFETENSORS = (
     "it holds files of safetensors, a model's arrays and no checkpoint; the library safetensors "
-    "reads them, and `dist-ckpt diff` compares what `dist-ckpt convert` wrote with a checkpoint"
+    "reads them"
 )
 """What a directory of such files is, and what reads it; follows what was expected there."""
 

@@ -22,6 +22,7 @@ from dist_ckpt_strategies.formats.zarr3 import (
 )
 from dist_ckpt_strategies.formats.zarr3_chunks import (
     BUFFER_NBYTES,
+    ChunkBlocks,
     ChunkFile,
     ChunkFileRead,
     ChunkFileWrite,
@@ -41,8 +42,8 @@ from dist_ckpt_strategies.storage.io_pool import Job, run_pooled
 FindRecord = Callable[[str], ArrayRecord]
 """Gives what the manifest says about the array of a key."""
 
-WriteChunk = Callable[[ChunkFile, HostArray], list[int]]
-"""Stores the elements of a chunk's region; the digests of its inner chunks, and of its index."""
+WriteChunk = Callable[[ChunkFile, ChunkBlocks], list[int]]
+"""Stores the elements of a chunk; the digests of its inner chunks, and of its index."""
 
 ReadRuns = Callable[[ArrayRead, ChunkFile, ChunkRecord | None, tuple[Run, ...]], None]
 """Reads runs of a chunk, verifies them where there is a record, and puts them in their place."""
@@ -100,7 +101,7 @@ class ArrayWriterBase(ABC):
         """What writes the chunks of one transfer, on several threads."""
 
     def _write(self, write_chunk: WriteChunk, file: ChunkFile, source: HostArray) -> None:
-        self.digests[file.array.key, file.index] = write_chunk(file, source)
+        self.digests[file.array.key, file.index] = write_chunk(file, [(file.grid, source)])
 
 
 class ArrayReaderBase(ABC):
@@ -194,9 +195,9 @@ class Zarr3Writer(ArrayWriterBase):
         buffers = BounceBuffers(BUFFER_NBYTES)
         is_direct, is_flushed = self._access.is_direct, self._flush is None
 
-        def write(file: ChunkFile, source: HostArray) -> list[int]:
+        def write(file: ChunkFile, blocks: ChunkBlocks) -> list[int]:
             return ChunkFileWrite(
-                file, source, buffers, is_direct=is_direct, is_flushed=is_flushed
+                file, blocks, buffers, is_direct=is_direct, is_flushed=is_flushed
             ).run()
 
         return write

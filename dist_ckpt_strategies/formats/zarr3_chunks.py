@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
@@ -42,6 +42,9 @@ from dist_ckpt_strategies.storage.files import create_new, file_errors
 from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
 
 Bytes = npt.NDArray[np.uint8]
+
+ChunkBlocks = Iterable[tuple[InnerGrid, HostArray]]
+"""The elements of a chunk in the order of its inner chunks: some of these, and their elements."""
 
 RUN_NBYTES = 2 << 20
 """Inner chunks are handled this many bytes at a time: they stay in the processor's cache."""
@@ -133,14 +136,14 @@ class ChunkFileWrite:
 
     Attributes:
         file: where it goes.
-        source: the elements of the chunk's region, with any strides.
+        blocks: the elements, with any strides.
         buffers: memory to put inner chunks together in.
         is_direct: whether a large file goes past the page cache.
         is_flushed: whether it is flushed, rather than all files at once by the caller.
     """
 
     file: ChunkFile
-    source: HostArray
+    blocks: ChunkBlocks
     buffers: BounceBuffers
     is_direct: bool
     is_flushed: bool
@@ -168,15 +171,15 @@ class ChunkFileWrite:
         digests: list[int] = []
         with borrowed_for(grid, self.buffers) as buffer:
             waiting = 0
-            for run in grid.all(runs_at_a_time(grid)):
-                memory = None if is_direct else self._as_stored(grid, run)
+            for part, source, run in runs_of(self.blocks):
+                memory = None if is_direct else _as_stored(part, source, run)
                 if memory is not None:
                     digests += digests_of(memory.reshape(run.num_chunks, -1))
                     write_buffered(handle, memory)
                     continue
                 nbytes = run.num_chunks * grid.stored_nbytes
                 target = buffer[waiting : waiting + nbytes]
-                digests += encode_run(grid, run, dtype, self.source, target)
+                digests += encode_run(part, run, dtype, source, target)
                 waiting = _write_out(handle, buffer, waiting + nbytes, is_direct=is_direct)
             index = np.frombuffer(encode_index(grid), np.uint8)
             if is_direct:
@@ -185,11 +188,17 @@ class ChunkFileWrite:
             write_buffered(handle, index)
         return [*digests, xxhash.xxh3_64_intdigest(index.data)]
 
-    def _as_stored(self, grid: InnerGrid, run: Run) -> Bytes | None:
-        """The memory of a run's elements, where it is what the file will hold."""
-        if not is_in_place(grid, run, grid.region):
-            return None
-        return _memory(self.source, grid.box(run.offset, run.shape).within(grid.region))
+
+def runs_of(blocks: ChunkBlocks) -> Iterator[tuple[InnerGrid, HostArray, Run]]:
+    """Each block with its runs, in the order of the file."""
+    return ((*block, run) for block in blocks for run in block[0].all(runs_at_a_time(block[0])))
+
+
+def _as_stored(grid: InnerGrid, source: HostArray, run: Run) -> Bytes | None:
+    """The memory of a run's elements, where it is what the file will hold."""
+    if not is_in_place(grid, run, grid.region):
+        return None
+    return _memory(source, grid.box(run.offset, run.shape).within(grid.region))
 
 
 def _memory(elements: HostArray, box: Region) -> Bytes | None:

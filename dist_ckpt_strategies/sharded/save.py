@@ -39,6 +39,7 @@ from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.megatron.flow import require_equal_common
+from dist_ckpt_strategies.megatron.process_state import parallel_sizes
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     is_main_message,
@@ -300,7 +301,8 @@ class ShardedSave:
             ]
 
         def commit(entries: Sequence[Any]) -> None:
-            writer.write_index(entries, comm.size, common.content if common else None)
+            layout = {"ranks": comm.size, **parallel_sizes()}
+            writer.write_index(entries, layout, common.content if common else None)
             writer.place.commit(self.inputs.marker)
 
         if set(manifest.owners) == {0}:

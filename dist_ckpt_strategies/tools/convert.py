@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -23,18 +23,16 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.formats.bucket_commit import SAVE_PREFIX
-from dist_ckpt_strategies.formats.commit import SavePlace
+from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.issues import Watch
 from dist_ckpt_strategies.formats.locations import (
     Location,
     complete_commit,
     is_finished,
     located,
-    open_save_place,
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.formats.zarr3 import chunk_name
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.types import default_allowed
 from dist_ckpt_strategies.storage.base import HostArray
@@ -46,21 +44,20 @@ from dist_ckpt_strategies.storage.files import (
     file_errors,
 )
 from dist_ckpt_strategies.tools.plan_convert import (
-    ConvertLimits,
-    ConvertPlan,
     FileTask,
     Format,
     SourceArray,
+    WriteItem,
     build_convert_plan,
     is_of_optimizer,
 )
-from dist_ckpt_strategies.tools.readers import (
-    CheckpointReader,
-    is_safetensors_directory,
-    open_reader,
-)
+from dist_ckpt_strategies.tools.readers import CheckpointReader, Memory, open_reader
 from dist_ckpt_strategies.tools.upgrade import upgraded_common, upgraded_keys
-from dist_ckpt_strategies.tools.writers import CheckpointWriter, Contents, TargetFiles, open_writer
+from dist_ckpt_strategies.tools.writers import (
+    SafetensorsWriter,
+    TargetWriter,
+    ZarrWriter,
+)
 
 _MAX_THREADS = 8
 _BUFFERS = 4
@@ -75,10 +72,10 @@ class ConvertOptions:
     """How a conversion or a comparison is carried out.
 
     Attributes:
-        max_memory_bytes: bound on the elements in memory at once, over all threads; objects come
-            on top, one at a time, and the libraries.
-        max_file_bytes: wanted size of the files of safetensors and torch_dist; an array that is
-            larger has a file of its own in safetensors. 5 GB and 512 MiB by default.
+        max_memory_bytes: bound on the elements in memory at once, over all threads. On top come
+            objects, the libraries, and one shard for each thread where the source is torch_dist.
+        max_file_bytes: wanted size of the files of safetensors and torch_dist, 5 GB and 512 MiB by
+            default; an array of safetensors, or a shard, that is larger has a file of its own.
         num_threads: files handled at the same time; by default one for each core, at least 2.
         options: timeouts, and what is verified while it is read.
     """
@@ -111,12 +108,6 @@ class ConvertOptions:
     def storage(self) -> Options:
         """How files are read and written."""
         return self.options or options_from_environment()
-
-    def limits(self, to: Format, target: Location) -> ConvertLimits:
-        """What the plan has to keep to. An object of a store is held whole, as a block is."""
-        default = 5 * 10**9 if to is Format.SAFETENSORS else 512 * MIB
-        most = self.block_nbytes if isinstance(target, Bucket) else None
-        return ConvertLimits(self.block_nbytes, self.max_file_bytes or default, most)
 
     def open(self, name: str | Path, allow: Allowed) -> CheckpointReader:
         """The finished checkpoint of that name; see ``open_reader``.
@@ -189,8 +180,8 @@ def convert(  # noqa: PLR0913
         StorageError: the source is damaged, or the target cannot be written.
         UnsafeObjectError: an object needs a class that is not allowed.
     """
-    conversion = _Conversion(options, allow, comm)
-    return conversion.run(source, target, Format.named(to), keys, is_upgrade=False, watch=watch)
+    conversion = _Conversion(options, allow, comm, is_upgrade=False)
+    return conversion.run(source, target, Format.named(to), keys, watch)
 
 
 @raises_megatron_errors
@@ -225,8 +216,8 @@ def upgrade(  # noqa: PLR0913
     chosen = None if to is None else Format.named(to)
     if chosen is Format.SAFETENSORS:
         raise PlanError("format: safetensors holds no optimizer state; use convert for the model")
-    conversion = _Conversion(options, allow, comm)
-    return conversion.run(source, target, chosen, None, is_upgrade=True, watch=watch)
+    conversion = _Conversion(options, allow, comm, is_upgrade=True)
+    return conversion.run(source, target, chosen, None, watch)
 
 
 def resolved(name: str | Path, options: Options) -> Location:
@@ -239,25 +230,22 @@ def resolved(name: str | Path, options: Options) -> Location:
     return location.resolve() if isinstance(location, Path) else location
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """What a conversion reads, and what it writes."""
-
-    source: CheckpointReader
-    root: Location
-    plan: ConvertPlan
-    object_ids: Sequence[ObjectId]
-
-
 class _Conversion:
-    """One conversion, on all ranks of a communicator; every method is collective."""
+    """One conversion, on all ranks of a communicator."""
 
     def __init__(
-        self, options: ConvertOptions | None, allow: Allowed, comm: Communicator | None
+        self,
+        options: ConvertOptions | None,
+        allow: Allowed,
+        comm: Communicator | None,
+        *,
+        is_upgrade: bool,
     ) -> None:
         self._options = options or ConvertOptions()
         self._allow = [*default_allowed(), *allow]
         self._ranks = Ranks(comm)
+        self._is_upgrade = is_upgrade
+        self._memory = Memory()
 
     def run(
         self,
@@ -265,113 +253,112 @@ class _Conversion:
         target: str | Path,
         to: Format | None,
         keys: str | None,
-        *,
-        is_upgrade: bool,
         watch: Watch | None,
     ) -> ConvertReport:
-        """Plan, write to a place of its own, and move that into the target."""
+        """Plan, write to a place of its own, and move that into the target. Collective."""
         started = time.monotonic()
         ranks = self._ranks
-        opened = ranks.run(lambda: self._opened(source, target, to, keys, is_upgrade=is_upgrade))
-        plan, root = opened.plan, opened.root
-        contents = ranks.run(lambda: self._contents(opened, is_upgrade=is_upgrade))
-        ranks.run_on_first(lambda: _require_free(root, "" if is_upgrade else opened.source.root))
-        place = open_save_place(root, self._options.storage, keeps_old=True, overwrite=False)
-        place.join(ranks.run_on_first(place.new_save_id))
-        ranks.run_on_first(lambda: place.begin(None))
-        writer, flush = ranks.run(lambda: self._open_target(place, plan))
-        ranks.run_on_first(writer.begin)
-        records = self._write_arrays(opened, writer, watch)
 
-        def flush_own() -> list[tuple[int, Any]]:
-            flush(plan.tasks[number].name for number in records)
-            return list(records.items())
+        def prepare() -> tuple[CheckpointReader, Sequence[ObjectId], TargetWriter]:
+            reader = self._options.open(source, self._allow)
+            chosen = to or reader.format
+            objects = () if chosen is Format.SAFETENSORS else reader.objects
+            return reader, objects, self._writer(reader, objects, target, chosen, keys)
 
-        gathered = ranks.gather(flush_own)
+        reader, objects, writer = ranks.run(prepare)
+        plan, place = writer.plan, writer.place
+        common = ranks.run(lambda: self._common(reader, writer))
 
-        def finish() -> None:
-            writer.finish(dict(chain.from_iterable(gathered)), contents)
-            flush(task.name for task in plan.tasks)
-            place.commit(writer.marker.to_json() if writer.marker else None)
+        def begin() -> str:
+            _require_free(writer.root, "" if self._is_upgrade else reader.root)
+            save_id = place.new_save_id()
+            place.join(save_id)
+            writer.begin([*(array.key for array in plan.arrays), *(one.key for one in objects)])
+            return save_id
 
-        ranks.run_on_first(finish)
-        seconds = time.monotonic() - started
-        return ConvertReport(len(plan.arrays), len(opened.object_ids), plan.nbytes, seconds)
-
-    def _open_target(
-        self, place: SavePlace, plan: ConvertPlan
-    ) -> tuple[CheckpointWriter, Callable[[Iterable[str]], None]]:
-        """What writes to the place, and what makes files of these names durable."""
-        place.require(self._ranks.first)
-        location, block_nbytes = place.location, self._options.block_nbytes
-        if isinstance(location, Bucket):  # a store has what it has acknowledged
-            return open_writer(location, plan, block_nbytes, self._allow), lambda _: None
-        files = TargetFiles(location, self._options.storage)
-        return open_writer(files, plan, block_nbytes, self._allow), files.flush
-
-    def _write_arrays(
-        self, opened: _Opened, writer: CheckpointWriter, watch: Watch | None
-    ) -> dict[int, Any]:
-        """What ``write`` gave for each of this rank's tasks, by number."""
+        place.join(ranks.run_on_first(begin))
+        ranks.run(lambda: writer.open(ranks.first, plan.arrays[ranks.rank :: ranks.size]))
 
         def write(task: FileTask, count: Count) -> Any:
-            def read(key: str, region: Region, target: HostArray) -> None:
-                opened.source.read(key, region, target)
-                count(region.numel * target.dtype.itemsize)
+            def read(item: WriteItem, region: Region) -> HostArray:
+                elements = self._memory.array(region.shape, item.array.dtype)
+                reader.read(item.source.key, region, elements)
+                count(elements.nbytes)
+                return elements
 
             return writer.write(task, read)
 
-        return self._ranks.share(
-            opened.plan.tasks,
+        records = ranks.share(
+            plan.tasks,
             lambda task: task.nbytes,
             write,
             num_threads=self._options.threads,
             watch=watch,
         )
 
-    def _opened(
+        def flush() -> list[tuple[int, Any]]:
+            writer.flush([plan.tasks[number] for number in records])
+            return list(records.items())
+
+        gathered = ranks.gather(flush)
+
+        def finish() -> None:
+            writer.finish(dict(chain.from_iterable(gathered)), reader, common)
+            place.commit(writer.marker.to_json() if writer.marker else None)
+
+        ranks.run_on_first(finish)
+        return ConvertReport(
+            len(plan.arrays), len(objects), plan.nbytes, time.monotonic() - started
+        )
+
+    def _writer(
         self,
-        source: str | Path,
+        reader: CheckpointReader,
+        objects: Sequence[ObjectId],
         target: str | Path,
-        to: Format | None,
+        to: Format,
         keys: str | None,
-        *,
-        is_upgrade: bool,
-    ) -> _Opened:
-        """Open the source and check the target's address; nothing is written."""
-        root = resolved(target, self._options.storage)
-        if to is not None:
-            _require_taken(root, to)
-        reader = self._options.open(source, self._allow)
-        chosen = to or _own_format(reader)
-        _require_taken(root, chosen)
+    ) -> TargetWriter:
+        """Check the target's address, and plan; nothing is written."""
+        options, block_nbytes = self._options.storage, self._options.block_nbytes
+        root = resolved(target, options)
+        if to is not Format.ZARR2:
+            require_path(root, f"a target of format {to}")
         if _is_within(reader.root, root) or _is_within(root, reader.root):
             raise StrategyError(
                 f"{root}: the target must be a place beside the source, {reader.root}, not the "
                 "same, nor one within the other"
             )
-        arrays = _chosen(reader, chosen, keys)
-        object_ids = () if chosen is Format.SAFETENSORS else reader.objects
+        arrays = _chosen(reader, to, keys)
+        file_nbytes = 5 * 10**9 if to is Format.SAFETENSORS else 512 * MIB
         plan = build_convert_plan(
             arrays,
-            chosen,
-            self._options.limits(chosen, root),
-            upgraded_keys(array.key for array in arrays) if is_upgrade else {},
-            [object_id.key for object_id in object_ids],
-            **({"chunk_name": chunk_name} if chosen is Format.ZARR2 else {}),
+            to,
+            upgraded_keys(array.key for array in arrays) if self._is_upgrade else {},
+            [object_id.key for object_id in objects],
+            file_nbytes=self._options.max_file_bytes or file_nbytes,
+            object_nbytes=block_nbytes if isinstance(root, Bucket) else None,
         )
-        return _Opened(reader, root, plan, object_ids)
+        if to is Format.SAFETENSORS:
+            return SafetensorsWriter(root, options, plan, block_nbytes)
+        if to is Format.TORCH_DIST:
+            from dist_ckpt_strategies.tools.torch_dist import TorchDistWriter  # noqa: PLC0415
 
-    def _contents(self, opened: _Opened, *, is_upgrade: bool) -> Contents:
-        """What there is beside the arrays; empty on all ranks but the first, which writes it."""
-        source = opened.source
-        if self._ranks.rank:
-            return Contents((), b"", {})
-        common = source.common_content()
-        if is_upgrade:
-            common = upgraded_common(common, f"{source.root}/{COMMON_NAME}", self._allow)
-        objects = ((one, source.object_content(one)) for one in opened.object_ids)
-        return Contents(objects, common, source.layout)
+            return TorchDistWriter(root, options, plan, block_nbytes, self._allow)
+        version = 1 if to is Format.ZARR1 else 2
+        of_saves = CheckpointWriter(
+            version, root, options, global_rank=0, keeps_old=True, overwrite=False
+        )
+        return ZarrWriter(of_saves, plan, block_nbytes)
+
+    def _common(self, reader: CheckpointReader, writer: TargetWriter) -> bytes:
+        """The file of the common state, on the first rank, which writes it."""
+        if self._ranks.rank or writer.marker is None:
+            return b""
+        common = reader.common_content()
+        if self._is_upgrade:
+            common = upgraded_common(common, f"{reader.root}/{COMMON_NAME}", self._allow)
+        return common
 
 
 def _chosen(source: CheckpointReader, to: Format, keys: str | None) -> Sequence[SourceArray]:
@@ -395,12 +382,6 @@ def _chosen(source: CheckpointReader, to: Format, keys: str | None) -> Sequence[
     return found
 
 
-def _require_taken(root: Location, to: Format) -> None:
-    """Raise where the target is in an object store, and the format does not go there."""
-    if to is not Format.ZARR2:
-        require_path(root, f"a target of format {to}")
-
-
 def _require_free(root: Location, source: Location | str) -> None:
     """Raise unless there is nothing, or what an unfinished conversion left.
 
@@ -418,7 +399,7 @@ def _require_free(root: Location, source: Location | str) -> None:
             names = {path.name for path in root.iterdir()} if root.exists() else set()
         is_free = all(name.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)) for name in names)
     if not is_free:
-        is_whole = is_finished(root) or is_safetensors_directory(root)
+        is_whole = is_finished(root)
         hint = f"; `dist-ckpt diff` compares it with {source}" if source else ""
         what = f"a finished checkpoint{hint}" if is_whole else "files of something else"
         raise CheckpointExistsError(
@@ -426,15 +407,6 @@ def _require_free(root: Location, source: Location | str) -> None:
         )
 
 
-def _own_format(source: CheckpointReader) -> Format:
-    marker = source.marker
-    if marker.sharded_backend in {Format.TORCH_DIST, Format.SAFETENSORS}:
-        return Format(marker.sharded_backend)
-    return Format(f"{marker.sharded_backend}@{marker.sharded_backend_version}")
-
-
 def _is_within(inner: Location, outer: Location) -> bool:
-    """Whether one place is the other, or a part of it."""
-    if isinstance(inner, Path) or isinstance(outer, Path):
-        return isinstance(inner, Path) and inner.is_relative_to(str(outer))
+    """Whether one place is the other, or lies in it."""
     return f"{inner}/".startswith(f"{outer}/")

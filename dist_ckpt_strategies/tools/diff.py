@@ -5,10 +5,10 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,12 @@ from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.tools.convert import ConvertOptions
 from dist_ckpt_strategies.tools.plan_convert import (
-    Format,
     SourceArray,
     blocks,
-    is_of_optimizer,
-    require_whole,
+    chunk_grid,
     stored_regions,
 )
-from dist_ckpt_strategies.tools.readers import CheckpointReader
-from dist_ckpt_strategies.tools.writers import Memory
+from dist_ckpt_strategies.tools.readers import CheckpointReader, Memory
 
 _MAX_TEXT = 120
 _MAX_PLACES = 100
@@ -131,14 +128,12 @@ def diff(  # noqa: PLR0913
 ) -> DiffReport:
     """Compare two checkpoints bit for bit, in bounded memory.
 
-    Where one of them is of safetensors, only the model's arrays are compared.
-
     Collective if ``comm`` has several ranks: each compares its share of the elements, all return
     the same report, and a failure on one rank is raised on all.
 
     Args:
-        a: directory of a finished checkpoint: ("zarr", 1), ("zarr", 2), torch_dist, safetensors.
-            Of ("zarr", 2) also its URL.
+        a: directory of a finished checkpoint: ("zarr", 1), ("zarr", 2) or torch_dist. Of
+            ("zarr", 2) also its URL.
         b: another one.
         keys: compare only arrays whose keys match this glob, and no objects.
         allow: further classes that objects and the common state may be unpickled to.
@@ -174,17 +169,7 @@ class _Comparison:
 
     def run(self, keys: str | None, watch: Watch | None) -> DiffReport:
         """Compare the keys, then the elements, then the objects. Collective."""
-        readers = self._a, self._b
-        model_only = Format.SAFETENSORS in {reader.marker.sharded_backend for reader in readers}
-
-        def arrays() -> list[dict[str, SourceArray]]:
-            found = [_arrays(reader, keys, model_only=model_only) for reader in readers]
-            if keys is not None and not any(found):  # nothing compared would be called equal
-                roots = f"{self._a.root} and {self._b.root}"
-                raise ArrayNotFoundError(f"{roots}: no array's key matches {keys!r}")
-            return found
-
-        mine, theirs = self._ranks.run(arrays)
+        mine, theirs = self._ranks.run(lambda: self._arrays(keys))
         pairs = {key: (mine[key], theirs[key]) for key in sorted(mine.keys() & theirs.keys())}
         found = [_only(mine[key], Difference.ONLY_IN_A) for key in mine.keys() - theirs.keys()]
         found += [_only(theirs[key], Difference.ONLY_IN_B) for key in theirs.keys() - mine.keys()]
@@ -194,20 +179,32 @@ class _Comparison:
         found += self._compared(same, watch)
         by_key = tuple(sorted(found, key=lambda difference: difference.key))
         total = sum(array.nbytes for array in same)
-        if keys is not None or model_only:
+        if keys is not None:
             return DiffReport(by_key, (), len(pairs), 0, total)
 
         def objects() -> tuple[int, list[Any]]:
             found = _objects(self._a, self._b, self._allow)
-            fields = [(one.key, one.difference, one.where, one.a, one.b) for one in found]
-            return len({*self._a.objects} & {*self._b.objects}), fields
+            return len({*self._a.objects} & {*self._b.objects}), list(map(astuple, found))
 
         num_objects, of_objects = self._ranks.run_on_first(objects)
-        differing = tuple(
-            ObjectDifference(key, Difference(difference), where, one, other)
-            for key, difference, where, one, other in of_objects
+        differing = (
+            ObjectDifference(key, Difference(difference), *rest)
+            for key, difference, *rest in of_objects
         )
-        return DiffReport(by_key, differing, len(pairs), num_objects, total)
+        return DiffReport(by_key, tuple(differing), len(pairs), num_objects, total)
+
+    def _arrays(self, keys: str | None) -> list[dict[str, SourceArray]]:
+        """The arrays of both to compare, each known to be whole."""
+        found = [
+            {one.key: one for one in reader.arrays if keys is None or fnmatchcase(one.key, keys)}
+            for reader in (self._a, self._b)
+        ]
+        if keys is not None and not any(found):  # nothing compared would be called equal
+            roots = f"{self._a.root} and {self._b.root}"
+            raise ArrayNotFoundError(f"{roots}: no array's key matches {keys!r}")
+        for array in chain.from_iterable(of_one.values() for of_one in found):
+            chunk_grid(array)  # raises where shards are missing
+        return found
 
     def _compared(
         self, arrays: Sequence[SourceArray], watch: Watch | None
@@ -267,21 +264,6 @@ def _merged(one: _Values | None, other: _Values) -> _Values:
         return other
     first = min(one[:3], other[:3])
     return (*first, one[3] + other[3], max(one[4], other[4]))
-
-
-def _arrays(
-    reader: CheckpointReader, keys: str | None, *, model_only: bool
-) -> dict[str, SourceArray]:
-    """The arrays to compare, each known to be whole."""
-    found = {
-        array.key: array
-        for array in reader.arrays
-        if (keys is None or fnmatchcase(array.key, keys))
-        and not (model_only and is_of_optimizer(array.key))
-    }
-    for array in found.values():
-        require_whole(array)
-    return found
 
 
 def _only(array: SourceArray, difference: Difference) -> ArrayDifference:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise, product
@@ -23,9 +23,6 @@ from dist_ckpt_strategies.core.chunk_grids import (
 from dist_ckpt_strategies.core.keys import require_storable_keys
 from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import PlanError
-
-ChunkName = Callable[[ArraySpec, Shape], str]
-"""Gives the file of a chunk, below the target's directory."""
 
 SAFETENSORS_DTYPES: Mapping[DType, str] = MappingProxyType(
     {
@@ -103,20 +100,18 @@ class SourceArray:
 
 @dataclass(frozen=True, slots=True)
 class WriteItem:
-    """A region that is written in one go.
+    """A region of an array that one thread writes, block by block.
 
     Attributes:
-        source: key of the array in the source.
+        source: the array as the source has it.
         array: as the target has it.
         region: which elements; a chunk's whole region, which may reach past the array's edge.
-        granularity: see SourceArray.
-        byte_offset: of the elements in the file, for formats where that is fixed.
+        byte_offset: of the array's first element, among those of a file of safetensors.
     """
 
-    source: str
+    source: SourceArray
     array: ArraySpec
     region: Region
-    granularity: Shape | None = None
     byte_offset: int = 0
 
     @property
@@ -125,13 +120,17 @@ class WriteItem:
         held = self.region.intersect(Region.whole(self.array.shape))
         return 0 if held is None else held.numel * self.array.dtype.itemsize
 
+    def blocks(self, max_nbytes: int) -> Iterator[Region]:
+        """The region cut into blocks; see ``blocks``."""
+        return blocks(self.region, self.array.dtype.itemsize, max_nbytes, self.source.granularity)
+
 
 @dataclass(frozen=True, slots=True)
 class FileTask:
-    """What one thread writes: a file, or a range of one.
+    """What one thread writes: a file, or a region of one.
 
     Attributes:
-        name: of the file, below the target's directory.
+        name: of the file, below the target's directory; empty for a chunk of a Zarr format.
         items: what goes there, in order.
     """
 
@@ -144,31 +143,15 @@ class FileTask:
         return sum(item.nbytes for item in self.items)
 
     @property
-    def key(self) -> str | None:
+    def key(self) -> str:
         """The key that messages name."""
-        return self.items[0].array.key if self.items else None
-
-
-@dataclass(frozen=True, slots=True)
-class ConvertLimits:
-    """How much is handled at once.
-
-    Attributes:
-        block_nbytes: of one block in memory; each thread holds up to four times as much.
-        file_nbytes: wanted size of a file that holds several arrays.
-        object_nbytes: no chunk is larger, where a chunk is an object of a store; None for any.
-    """
-
-    block_nbytes: int
-    file_nbytes: int
-    object_nbytes: int | None = None
+        return self.items[0].array.key
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertPlan:
-    """The arrays of the target, sorted by key, and what is written one after the other."""
+    """The arrays of the target, sorted by key, and what is written."""
 
-    target: Format
     arrays: tuple[ArraySpec, ...]
     tasks: tuple[FileTask, ...]
 
@@ -181,21 +164,21 @@ class ConvertPlan:
 def build_convert_plan(
     sources: Sequence[SourceArray],
     target: Format,
-    limits: ConvertLimits,
     renames: Mapping[str, str],
     object_keys: Sequence[str] = (),
     *,
-    chunk_name: ChunkName = lambda array, index: f"{array.key}/{array.chunk_name(index)}",
+    file_nbytes: int,
+    object_nbytes: int | None = None,
 ) -> ConvertPlan:
     """Choose chunks and files: the source's own grid, where it has one.
 
     Args:
         sources: all arrays that are converted.
         target: the format.
-        limits: bounds on blocks and files.
         renames: other keys in the target, by those in the source.
         object_keys: of the objects that go there too, to find collisions.
-        chunk_name: of the target, for formats that have a file for each chunk.
+        file_nbytes: wanted size of a file that holds several arrays.
+        object_nbytes: no chunk is larger, where a chunk is an object of a store; None for any.
 
     Raises:
         CoverageError: the shards of an array do not make it up.
@@ -211,33 +194,25 @@ def build_convert_plan(
             raise PlanError(f"{one}: two arrays of the source would have this key", key=one)
     if target is Format.ZARR1:
         require_storable_keys(keys, object_keys)
-    arrays = [(source, _target_array(key, source, target, limits)) for key, source in named]
+    arrays = [(source, _target_array(key, source, target, object_nbytes)) for key, source in named]
     if target is Format.TORCH_DIST:
-        tasks = list(_torch_dist_files(arrays, limits))
+        items = [WriteItem(*pair, region) for pair in arrays for region in stored_regions(pair[0])]
+        groups = enumerate(_groups(items, file_nbytes))
+        tasks = [FileTask(f"__0_{number}.distcp", tuple(group)) for number, group in groups]
     elif target is Format.SAFETENSORS:
-        tasks = list(_safetensors_files(arrays, limits))
+        tasks = list(_safetensors_tasks([_whole(*pair) for pair in arrays], file_nbytes))
     else:
         tasks = [
-            FileTask(chunk_name(array, index), (_item(source, array, array.chunk_region(index)),))
+            FileTask("", (WriteItem(source, array, array.chunk_region(index)),))
             for source, array in arrays
             for index in array.chunk_indices()
         ]
-    return ConvertPlan(target, tuple(array for _, array in arrays), tuple(tasks))
+    return ConvertPlan(tuple(array for _, array in arrays), tuple(tasks))
 
 
 def is_of_optimizer(key: str) -> bool:
     """Whether an array belongs to the optimizer's state, by its key; others are the model's."""
     return _OPTIMIZER.match(key) is not None
-
-
-def require_whole(source: SourceArray) -> None:
-    """Raise unless the shards of an array make it up, once each.
-
-    Raises:
-        CoverageError: elements are missing, or a shard lies outside.
-        DuplicateWriterError: two shards share an element.
-    """
-    _grid_of(source)
 
 
 def stored_regions(source: SourceArray) -> Iterator[Region]:
@@ -292,12 +267,12 @@ def contiguous_runs(region: Region, shape: Shape) -> Iterator[tuple[int, int]]:
         yield sum(o * s for o, s in zip(run.offset, steps, strict=True)), run.numel
 
 
-def _item(source: SourceArray, array: ArraySpec, region: Region) -> WriteItem:
-    return WriteItem(source.key, array, region, source.granularity)
+def _whole(source: SourceArray, array: ArraySpec) -> WriteItem:
+    return WriteItem(source, array, Region.whole(array.shape))
 
 
 def _target_array(
-    key: str, source: SourceArray, target: Format, limits: ConvertLimits
+    key: str, source: SourceArray, target: Format, object_nbytes: int | None
 ) -> ArraySpec:
     """The array with the target's chunk grid."""
     if target is Format.SAFETENSORS and source.dtype not in SAFETENSORS_DTYPES:
@@ -307,68 +282,53 @@ def _target_array(
             "with --keys, or convert to another format",
             key=key,
         )
-    chunk, is_regular = _grid_of(source)
+    chunk, is_regular = chunk_grid(source)
     array = ArraySpec(key, source.shape, source.dtype, chunk)
     if target is not Format.ZARR2:
         return array
-    itemsize, most = source.dtype.itemsize, limits.object_nbytes
-    if most is not None and math.prod(chunk) * itemsize > most:
-        chunk, is_regular = object_chunk_shape(chunk, itemsize, most), False
+    itemsize = source.dtype.itemsize
+    if object_nbytes is not None and math.prod(chunk) * itemsize > object_nbytes:
+        chunk, is_regular = object_chunk_shape(chunk, itemsize, object_nbytes), False
     cut = cut_chunk(chunk, source.shape, itemsize, is_movable=not is_regular)
     cut = cut or cut_chunk(chunk, source.shape, itemsize, is_movable=True)
     assert cut is not None  # noqa: S101 - where boundaries may move, every chunk can be cut
     return replace(array, chunk_shape=cut.chunk_shape, inner_shape=cut.inner_shape)
 
 
-def _grid_of(source: SourceArray) -> tuple[Shape, bool]:
-    """A chunk shape, and whether its chunks are the shards of the source."""
+def chunk_grid(source: SourceArray) -> tuple[Shape, bool]:
+    """A chunk shape, and whether its chunks are the shards of the source.
+
+    Raises:
+        CoverageError: elements are missing, or a shard lies outside.
+        DuplicateWriterError: two shards share an element.
+    """
     shape = source.shape
     if source.chunk_shape is not None:
         pairs = zip(source.chunk_shape, shape, strict=True)
         return tuple(min(chunk, max(1, extent)) for chunk, extent in pairs), True
-    holdings = sorted(
+    placements = sorted(
         ShardPlacement(region, rank) for region, rank in source.shards if region.numel
     )
-    regions = [holding.region for holding in holdings]
+    regions = [placement.region for placement in placements]
     chunk = regular_chunk_shape(shape, regions)
     if chunk is None or not fills_grid(shape, chunk, regions):
-        require_partition(source.key, shape, holdings)
+        require_partition(source.key, shape, placements)
     if chunk is None:
-        return irregular_chunk_shape(shape, source.dtype.itemsize, holdings), False
+        return irregular_chunk_shape(shape, source.dtype.itemsize, placements), False
     return chunk, True
 
 
-def _torch_dist_files(
-    arrays: Iterable[tuple[SourceArray, ArraySpec]], limits: ConvertLimits
-) -> Iterator[FileTask]:
-    """The source's regions, those that are too large cut, several to a file."""
-    items = [
-        _item(source, array, block)
-        for source, array in arrays
-        for region in stored_regions(source)
-        for block in blocks(region, array.dtype.itemsize, limits.block_nbytes, source.granularity)
-    ]
-    for number, group in enumerate(_groups(items, limits.file_nbytes)):
-        yield FileTask(f"__0_{number}.distcp", tuple(group))
-
-
-def _safetensors_files(
-    arrays: Iterable[tuple[SourceArray, ArraySpec]], limits: ConvertLimits
-) -> Iterator[FileTask]:
+def _safetensors_tasks(wholes: Sequence[WriteItem], file_nbytes: int) -> Iterator[FileTask]:
     """Whole arrays, the widest elements first, which keeps them aligned."""
-    wholes = [_item(source, array, Region.whole(array.shape)) for source, array in arrays]
-    files = list(_groups(wholes, limits.file_nbytes))
+    files = list(_groups(wholes, file_nbytes))
     for number, file in enumerate(files):
         name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        items = []
         byte_offset = 0
         for whole in sorted(file, key=lambda item: (-item.array.dtype.itemsize, item.array.key)):
-            itemsize = whole.array.dtype.itemsize
-            for block in blocks(whole.region, itemsize, limits.block_nbytes, whole.granularity):
-                items.append(replace(whole, region=block, byte_offset=byte_offset))
-                byte_offset += items[-1].nbytes
-        for group in _groups(items, limits.block_nbytes):
-            yield FileTask(name if len(files) > 1 else "model.safetensors", tuple(group))
+            for region in stored_regions(whole.source):
+                item = replace(whole, region=region, byte_offset=byte_offset)
+                yield FileTask(name if len(files) > 1 else "model.safetensors", (item,))
+            byte_offset += whole.nbytes
 
 
 def _groups(items: Sequence[WriteItem], max_nbytes: int) -> Iterator[list[WriteItem]]:

@@ -15,8 +15,8 @@ RELEASE = "release"
 class Status(StrEnum):
     """What a directory is; the values are in the command's JSON.
 
-    A complete one has a marker and a manifest that can be read. A damaged one lacks files besides.
-    Of an unreadable one nothing is known.
+    A complete one has its marker and all files, by names and sizes. A damaged one has a marker and
+    lacks files. Of an unreadable one nothing is known.
     """
 
     COMPLETE = "complete"
@@ -35,6 +35,7 @@ class FoundCheckpoint:
         iteration: the number that its name ends in; None where it ends in none.
         status: what it is.
         age_s: since the newest change in it, in seconds.
+        nbytes: of its files; None where that is not known.
         is_named: whether ``latest_checkpointed_iteration.txt`` names it.
         failure: why it is unreadable.
     """
@@ -43,6 +44,7 @@ class FoundCheckpoint:
     iteration: int | None
     status: Status
     age_s: float
+    nbytes: int | None = None
     is_named: bool = False
     failure: str = ""
 
@@ -79,9 +81,10 @@ def build_prune_plan(
 ) -> tuple[PruneDecision, ...]:
     """Decide about each directory; the newest complete one is always kept.
 
-    Newer is what has the larger iteration. Of those whose names end in no number, all older than
-    the others, newer is what changed later. What was written last stays too, which is another one
-    where a run was resumed from an older checkpoint, and so does what the run's tracker file names.
+    A damaged one does not count, and stays unless enough complete ones are newer. Newer is what has
+    the larger iteration. Of those whose names end in no number, all older than the others,
+    newer is what changed later. What was written last stays too, which is another one where a run
+    was resumed from an older checkpoint, and so does what the run's tracker file names.
 
     Args:
         found: the directories.
@@ -99,26 +102,20 @@ def build_prune_plan(
     if not policy.older_than_s >= 0:
         raise PlanError(f"older_than is {policy.older_than_s} s, expected 0 or more")
     ordered = sorted(found, key=_order)
-    stays = _stays(complete_ones(ordered), policy)
-    by_status = {
-        status: [one for one in ordered if one.status is status] for status in _REMOVAL_ORDER
-    }
+    complete = [one for one in ordered if one.status is Status.COMPLETE]
     return tuple(
-        _decision(one, policy, stays) for status in _REMOVAL_ORDER for one in by_status[status]
+        _decision(one, policy, complete)
+        for statuses in _REMOVAL_ORDER
+        for one in ordered
+        if one.status in statuses
     )
 
 
-def complete_ones(found: Iterable[FoundCheckpoint]) -> list[FoundCheckpoint]:
-    """The complete ones, the newest last."""
-    return [one for one in sorted(found, key=_order) if one.status is Status.COMPLETE]
-
-
 _REMOVAL_ORDER = (
-    Status.UNFINISHED,
-    Status.COMPLETE,
-    Status.DAMAGED,
-    Status.OTHER,
-    Status.UNREADABLE,
+    (Status.UNFINISHED,),
+    (Status.COMPLETE, Status.DAMAGED),
+    (Status.OTHER,),
+    (Status.UNREADABLE,),
 )
 
 
@@ -126,36 +123,38 @@ def _order(one: FoundCheckpoint) -> tuple[bool, int, float, str]:
     return one.iteration is not None, one.iteration or 0, -one.age_s, one.name
 
 
-def _stays(complete: Sequence[FoundCheckpoint], policy: RetentionPolicy) -> dict[str, str]:
-    """Why each of those that stay does, by name."""
-    if policy.last is None and policy.every is None:
-        return {one.name: "complete; kept without --keep-last or --keep-every" for one in complete}
-    stays: dict[str, str] = {}
-    if complete:
-        stays[complete[-1].name] = "the newest"
-        latest = min(reversed(complete), key=lambda one: one.age_s)
-        stays.setdefault(latest.name, "written last")
-    for one in complete[max(0, len(complete) - (policy.last or 0)) :]:
-        stays.setdefault(one.name, f"one of the last {policy.last}")
-    for one in complete:
-        if policy.every and one.iteration is not None and one.iteration % policy.every == 0:
-            stays.setdefault(one.name, f"a multiple of {policy.every}")
-        if one.is_named:
-            stays.setdefault(one.name, "the run's tracker file names it")
-        if one.name == RELEASE:
-            stays.setdefault(one.name, "a release")
-    return stays
+def _why_it_stays(
+    one: FoundCheckpoint, policy: RetentionPolicy, complete: Sequence[FoundCheckpoint]
+) -> str:
+    """Why a complete or damaged one stays; empty where it does not."""
+    is_damaged, every = one.status is Status.DAMAGED, policy.every or 0
+    is_all_kept = policy.last is None and policy.every is None
+    num_newer = sum(_order(other) > _order(one) for other in complete)
+    latest = min(reversed(complete), key=lambda other: other.age_s, default=None)
+    is_multiple = bool(every and one.iteration is not None and one.iteration % every == 0)
+    reasons = (
+        (
+            is_damaged and (is_all_kept or num_newer < (policy.last or 1)),
+            "damaged, and not counted; `dist-ckpt verify` lists the damage",
+        ),
+        (is_all_kept, "complete; kept without --keep-last or --keep-every"),
+        (num_newer == 0, "the newest"),
+        (one is latest, "written last"),
+        (not is_damaged and num_newer < (policy.last or 0), f"one of the last {policy.last}"),
+        (is_multiple, f"a multiple of {every}"),
+        (one.is_named, "the run's tracker file names it"),
+        (one.name == RELEASE, "a release"),
+    )
+    return next((why for applies, why in reasons if applies), "")
 
 
 def _decision(
-    one: FoundCheckpoint, policy: RetentionPolicy, stays: dict[str, str]
+    one: FoundCheckpoint, policy: RetentionPolicy, complete: Sequence[FoundCheckpoint]
 ) -> PruneDecision:
     is_removed = False
-    if one.status is Status.COMPLETE:
-        is_removed = one.name not in stays
-        why = stays.get(one.name, "complete, and not to be kept")
-    elif one.status is Status.DAMAGED:
-        why = "damaged, and not counted; `dist-ckpt verify` lists the damage"
+    if one.status in {Status.COMPLETE, Status.DAMAGED}:
+        why = _why_it_stays(one, policy, complete)
+        is_removed, why = not why, why or f"{one.status}, and not to be kept"
     elif one.status is Status.OTHER:
         why = "not known to be a checkpoint of this package"
     elif one.status is Status.UNREADABLE:

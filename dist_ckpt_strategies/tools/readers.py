@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import COMMON_OBJECT, ArraySpec, ObjectId
+from dist_ckpt_strategies.core.array import COMMON_OBJECT, ArraySpec, DType, ObjectId
 from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
@@ -19,21 +22,12 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, Format2Checkpoint
 from dist_ckpt_strategies.formats.locations import Location, read_marker
-from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.object_files import archive_damage, plain_value
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object
 from dist_ckpt_strategies.storage.base import ArrayRead, HostArray
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.direct_io import pread_into
-from dist_ckpt_strategies.storage.files import (
-    COMMON_NAME,
-    MARKER_NAME,
-    file_errors,
-    read_file,
-)
-from dist_ckpt_strategies.tools.plan_convert import SourceArray, contiguous_runs
-
-SAFETENSORS_INDEX = "model.safetensors.index.json"
+from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file
+from dist_ckpt_strategies.tools.plan_convert import Format, SourceArray
 
 
 class CheckpointReader(ABC):
@@ -41,14 +35,14 @@ class CheckpointReader(ABC):
 
     Args:
         root: its directory, absolute, or its place in an object store.
-        marker: which formats it uses.
+        own_format: that it is stored in.
 
     Attributes:
         layout: parallel sizes of the job that saved, as far as they are recorded.
     """
 
-    def __init__(self, root: Location, marker: CheckpointMarker) -> None:
-        self.root, self.marker = root, marker
+    def __init__(self, root: Location, own_format: Format) -> None:
+        self.root, self.format = root, own_format
         self.layout: Mapping[str, int] = {}
 
     @property
@@ -116,16 +110,15 @@ class CheckpointReader(ABC):
 class ZarrReader(CheckpointReader):
     """A checkpoint of format ("zarr", 1) or ("zarr", 2), through the reader that loads use."""
 
-    def __init__(self, root: Location, marker: CheckpointMarker, options: Options) -> None:
-        super().__init__(root, marker)
-        self._timeout_s = options.timeout_s
-        self._checkpoint: Format1Checkpoint | Format2Checkpoint
-        if isinstance(root, Bucket) or marker.sharded_backend_version != 1:
-            self._checkpoint = Format2Checkpoint(root, options)
-            self.layout = self._checkpoint.manifest.index.layout
-        else:
-            self._checkpoint = Format1Checkpoint(root, options)
-        self._reader = self._checkpoint.array_reader
+    def __init__(
+        self, root: Location, checkpoint: Format1Checkpoint | Format2Checkpoint, timeout_s: float
+    ) -> None:
+        is_format2 = isinstance(checkpoint, Format2Checkpoint)
+        super().__init__(root, Format.ZARR2 if is_format2 else Format.ZARR1)
+        self._checkpoint, self._timeout_s = checkpoint, timeout_s
+        self._reader = checkpoint.array_reader
+        if isinstance(checkpoint, Format2Checkpoint):
+            self.layout = checkpoint.manifest.index.layout
 
     @cached_property
     def _specs(self) -> Mapping[str, ArraySpec]:
@@ -159,29 +152,24 @@ class ZarrReader(CheckpointReader):
         if isinstance(self._checkpoint, Format1Checkpoint):
             return super()._common_file()
         self._checkpoint.require_common()
-        file_store = self._checkpoint.file_store
-        return file_store.read(COMMON_NAME), file_store.path(COMMON_NAME)
+        store = self._checkpoint.file_store
+        return store.read(COMMON_NAME), store.path(COMMON_NAME)
 
 
-def read_rows(
-    path: str, key: str, byte_offset: int, shape: Shape, region: Region, target: HostArray
-) -> None:
-    """Fill ``target``, which is contiguous, with a region of an array in C order in a file.
+class Memory(threading.local):
+    """For each thread buffers that are used again: memory that was never touched is slow."""
 
-    Raises:
-        CorruptCheckpointError: the file has become shorter.
-        StorageError: it cannot be read.
-    """
-    memory = target.reshape(-1).view(np.uint8)
-    filled = 0
-    with file_errors(key, path), open(path, "rb", 0) as file:  # noqa: PTH123
-        for first, count in contiguous_runs(region, shape):
-            part = memory[filled : filled + count * target.dtype.itemsize]
-            at = byte_offset + first * target.dtype.itemsize
-            if pread_into(file.fileno(), at, part) != part.size:
-                text = f"{key}: {path} is damaged: it has become shorter"
-                raise CorruptCheckpointError(text, key=key, path=path)
-            filled += part.size
+    def __init__(self) -> None:
+        self._buffers: dict[str, npt.NDArray[np.uint8]] = {}
+
+    def array(self, shape: Shape, dtype: DType, name: str = "") -> HostArray:
+        """This thread's buffer of that name, as an array in C order, with any content."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        held = self._buffers.get(name)
+        if held is None or held.size < nbytes:
+            self._buffers.pop(name, None)
+            held = self._buffers[name] = np.empty(nbytes, np.uint8)
+        return held[:nbytes].view(dtype.numpy).reshape(shape)
 
 
 def require_archive(content: bytes, name: str, path: str) -> None:
@@ -193,13 +181,6 @@ def require_archive(content: bytes, name: str, path: str) -> None:
     damage = archive_damage(content)
     if damage:
         raise CorruptCheckpointError(f"{name}: {path} is damaged: {damage}", key=name, path=path)
-
-
-def is_safetensors_directory(root: Location) -> bool:
-    """Whether a directory holds complete files of safetensors, and no checkpoint."""
-    if isinstance(root, Bucket):
-        return False
-    return (root / SAFETENSORS_INDEX).exists() and not (root / MARKER_NAME).exists()
 
 
 def open_reader(root: Location, options: Options, allow: Allowed) -> CheckpointReader:
@@ -215,13 +196,10 @@ def open_reader(root: Location, options: Options, allow: Allowed) -> CheckpointR
         IncompatibleVersionError: it is of a format that this package does not read, or not from
             there.
     """
-    from dist_ckpt_strategies.tools.safetensors import SafetensorsReader  # noqa: PLC0415
     from dist_ckpt_strategies.tools.torch_dist import TorchDistReader  # noqa: PLC0415
 
-    if isinstance(root, Path) and is_safetensors_directory(root):
-        return SafetensorsReader(root)
     marker = read_marker(root)
-    backend = (marker.sharded_backend, marker.sharded_backend_version)
+    backend = marker.sharded_format
     common = (marker.common_backend, marker.common_backend_version)
     if common != ("torch", 1):
         raise IncompatibleVersionError(
@@ -231,10 +209,12 @@ def open_reader(root: Location, options: Options, allow: Allowed) -> CheckpointR
         raise IncompatibleVersionError(
             f"{root}: format {backend}; from an object store only ('zarr', 2) is read"
         )
-    if backend in {("zarr", 1), ("zarr", 2)}:
-        return ZarrReader(root, marker, options)
+    if backend == ("zarr", 2):
+        return ZarrReader(root, Format2Checkpoint(root, options), options.timeout_s)
+    if isinstance(root, Path) and backend == ("zarr", 1):
+        return ZarrReader(root, Format1Checkpoint(root, options), options.timeout_s)
     if isinstance(root, Path) and backend == ("torch_dist", 1):
-        return TorchDistReader(root, marker, allow)
+        return TorchDistReader(root, allow)
     raise IncompatibleVersionError(
         f"{root}: format {backend}; expected ('zarr', 1), ('zarr', 2) or ('torch_dist', 1)"
     )

@@ -1,390 +1,314 @@
-"""What a conversion writes to, and the Zarr formats among them: file by file, block by block."""
+"""What a conversion writes to: the Zarr formats through the writers of saves, and safetensors."""
 
 from __future__ import annotations
 
-import io
+import json
 import os
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
 from dist_ckpt_strategies.core.chunk_grids import MAX_OBJECT_NBYTES
-from dist_ckpt_strategies.core.inner_grid import InnerGrid, Run
-from dist_ckpt_strategies.core.region import Region, Shape
-from dist_ckpt_strategies.formats.checkpoint_writer import (
-    described_segments,
-    write_index,
-    write_packs,
-    write_segment,
-)
-from dist_ckpt_strategies.formats.manifest import (
-    SAVE_NAME,
-    ArrayRecord,
-    ChunkRecord,
-    begun_content,
-)
+from dist_ckpt_strategies.core.inner_grid import InnerGrid
+from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
+from dist_ckpt_strategies.formats.commit import SavePlace
+from dist_ckpt_strategies.formats.locations import Location, open_save_place, require_path
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.object_files import plain_value
-from dist_ckpt_strategies.formats.objects import Allowed, dump_object, write_dumped
+from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
-from dist_ckpt_strategies.formats.zarr3 import (
-    at_box,
-    digests_of,
-    encode_index,
-    encode_run,
-    is_in_place,
-    metadata_content,
-    metadata_name,
-)
-from dist_ckpt_strategies.formats.zarr3_chunks import runs_at_a_time
+from dist_ckpt_strategies.formats.zarr3 import at_box, chunk_name
+from dist_ckpt_strategies.formats.zarr3_arrays import ArrayWriterBase
+from dist_ckpt_strategies.formats.zarr3_chunks import ChunkFile
 from dist_ckpt_strategies.sharded.plan_manifest import build_manifest_plan
 from dist_ckpt_strategies.storage.base import HostArray
-from dist_ckpt_strategies.storage.bucket import MAX_REQUESTS, Bucket
-from dist_ckpt_strategies.storage.direct_io import begin_writeback, write_buffered
-from dist_ckpt_strategies.storage.file_systems import permitted_access, whole_flush
-from dist_ckpt_strategies.storage.files import (
-    COMMON_NAME,
-    create_file,
-    create_new,
-    file_errors,
-    sync_path,
-)
-from dist_ckpt_strategies.storage.store import Directory, Store
+from dist_ckpt_strategies.storage.direct_io import pwrite_all, write_buffered
+from dist_ckpt_strategies.storage.files import create_new, file_errors, sync_path
+from dist_ckpt_strategies.storage.store import Directory
 from dist_ckpt_strategies.tools.plan_convert import (
+    SAFETENSORS_DTYPES,
     ConvertPlan,
     FileTask,
-    Format,
     WriteItem,
-    blocks,
+    contiguous_runs,
 )
+from dist_ckpt_strategies.tools.readers import CheckpointReader
 
-Bytes = npt.NDArray[np.uint8]
+ReadBlock = Callable[[WriteItem, Region], HostArray]
+"""The elements of a region of the array, in memory of this thread, until it is called again."""
 
-ReadRegion = Callable[[str, Region, HostArray], None]
-"""Fills memory with a region of the source's array of a key."""
+_INDEX_NAME = "model.safetensors.index.json"
 
 _MAX_SEGMENTS = 1024
+_SIZE_NBYTES = 8
+_ALIGNED_NBYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class Contents:
-    """What goes into the target beside the arrays.
+class TargetWriter(ABC):
+    """Writes a converted checkpoint, on one rank or several; all threads of these may ``write``.
+
+    Args:
+        root: the checkpoint.
+        place: where the files go until the commit.
+        plan: what is written.
+        block_nbytes: elements that are in memory at once, in each thread.
 
     Attributes:
-        objects: every shard, as ``CheckpointReader.object_content`` gives it; one at a time.
-        common: the file of the common state.
-        layout: parallel sizes of the job that saved, as far as they are known.
+        marker: makes the checkpoint visible; None where the files alone do, a model's arrays.
     """
 
-    objects: Iterable[tuple[ObjectId, bytes]]
-    common: bytes
-    layout: Mapping[str, int]
+    marker: CheckpointMarker | None
 
+    def __init__(
+        self, root: Location, place: SavePlace, plan: ConvertPlan, block_nbytes: int
+    ) -> None:
+        self.root, self.place, self.plan = root, place, plan
+        self._block_nbytes = block_nbytes
 
-class CheckpointWriter(Protocol):
-    """Writes a converted checkpoint, on one rank or several; all threads of these may ``write``."""
+    def begin(self, keys: Collection[str]) -> None:
+        """Make the place, on the first rank; ``keys`` of all arrays and objects."""
+        self.place.begin(keys)
 
-    @property
-    def marker(self) -> CheckpointMarker | None:
-        """What makes the checkpoint visible; None where the files alone do."""
-        ...
+    def open(self, owner: str, arrays: Sequence[ArraySpec]) -> None:
+        """Find the place that ``begin`` has made on the rank ``owner``, and describe arrays."""
+        del arrays
+        self.place.require(owner)
 
-    def begin(self) -> None:
-        """Write what comes before the elements, on the first rank."""
-        ...
-
-    def write(self, task: FileTask, read: ReadRegion) -> Any:
+    @abstractmethod
+    def write(self, task: FileTask, read: ReadBlock) -> Any:
         """Write the elements of a task; gives what ``finish`` has to know of it, of JSON types."""
-        ...
 
-    def finish(self, records: Mapping[int, Any], contents: Contents) -> None:
+    def flush(self, tasks: Sequence[FileTask]) -> None:
+        """Make the files of this rank's tasks durable, where ``write`` has not."""
+        del tasks
+
+    @abstractmethod
+    def finish(self, records: Mapping[int, Any], source: CheckpointReader, common: bytes) -> None:
         """Write all the rest, on the first rank.
 
         Args:
             records: what ``write`` gave, on all ranks, by number of the task.
-            contents: what there is beside the arrays.
+            source: gives the objects.
+            common: the file of the common state.
         """
-        ...
 
 
-def open_writer(
-    target: TargetFiles | Bucket, plan: ConvertPlan, block_nbytes: int, allow: Allowed
-) -> CheckpointWriter:
-    """What writes to an empty directory, or to an empty place in an object store.
+class ZarrWriter(TargetWriter):
+    """Writes ("zarr", 1) or ("zarr", 2), chunk by chunk, with the writer of saves."""
 
-    Args:
-        target: the place; only ``Format.ZARR2`` goes to an object store.
-        plan: what is written.
-        block_nbytes: bound on what is in memory at once for each thread, a few times.
-        allow: classes that objects may be unpickled to: torch_dist puts each into a list.
+    def __init__(self, writer: CheckpointWriter, plan: ConvertPlan, block_nbytes: int) -> None:
+        super().__init__(writer.root, writer.place, plan, block_nbytes)
+        self._writer = writer
+        self._timeout_s = writer.options.timeout_s
+        self.marker = CheckpointMarker("zarr", writer.version)
+
+    def begin(self, keys: Collection[str]) -> None:
+        """See TargetWriter."""
+        self._writer.begin(keys)
+
+    def open(self, owner: str, arrays: Sequence[ArraySpec]) -> None:
+        """See TargetWriter."""
+        self._writer.require(owner)
+        self._created = arrays
+        self._writer.arrays.begin_creates(arrays).wait(self._timeout_s)
+        if isinstance(self._writer.arrays, ArrayWriterBase):
+            self._write_chunk = self._writer.arrays.chunk_writer()
+
+    def write(self, task: FileTask, read: ReadBlock) -> list[int] | None:
+        """See TargetWriter. Gives the digests of the chunk's file, in format 2."""
+        (item,) = task.items
+        index = item.array.chunk_at(item.region)
+        assert index is not None  # noqa: S101 - the plan has an item for each chunk
+        if isinstance(self._writer.arrays, ArrayWriterBase):
+            path = self._writer.arrays.path(chunk_name(item.array, index))
+            file = ChunkFile.of(item.array, index, path)
+            return self._write_chunk(file, self._parts(item, file.grid, read))
+        root = require_path(self.place.location, "format ('zarr', 1)")
+        path = str(Zarr2Layout(root).chunk_path(item.array, index))
+        with new_file(path, task.key) as handle:
+            for block in item.blocks(self._block_nbytes):
+                write_buffered(handle, bytes_of(_padded(item, block, read)))
+        return None
+
+    def _parts(
+        self, item: WriteItem, grid: InnerGrid, read: ReadBlock
+    ) -> Iterator[tuple[InnerGrid, HostArray]]:
+        """The inner chunks of a chunk, as many at a time as a block holds."""
+        for run in grid.all(max(1, self._block_nbytes // grid.stored_nbytes)):
+            region = grid.box(run.offset, run.shape)
+            yield replace(grid, region=region, counts=run.shape), read(item, region)
+
+    def flush(self, tasks: Sequence[FileTask]) -> None:
+        """See TargetWriter."""
+        written = [item.array for task in tasks for item in task.items]
+        arrays = {array.key: array for array in (*self._created, *written)}
+        self._writer.arrays.begin_syncs(list(arrays.values())).wait(self._timeout_s)
+
+    def finish(self, records: Mapping[int, Any], source: CheckpointReader, common: bytes) -> None:
+        """See TargetWriter. In format 2 the manifest's index comes last."""
+        self._write_objects(source)
+        self._writer.write_common(common)
+        if isinstance(self._writer.arrays, ArrayWriterBase):
+            self._write_manifest(records, source, common)
+
+    def _write_manifest(
+        self, records: Mapping[int, list[int]], source: CheckpointReader, common: bytes
+    ) -> None:
+        writer, arrays = self._writer, self.plan.arrays
+        chunks = ((self.plan.tasks[number].items[0], found) for number, found in records.items())
+        writer.take_digests(
+            {(item.array.key, item.array.chunk_at(item.region) or ()): d for item, d in chunks}
+        )
+        segments = build_manifest_plan(
+            arrays, (object_id.key for object_id in source.objects), _MAX_SEGMENTS
+        )
+        described = writer.described(arrays, segments.segment_of)
+        entries = [
+            writer.write_segment(number, first, [described[number]] if number in described else [])
+            for number, first in enumerate(segments.firsts)
+        ]
+        writer.write_index(entries, source.layout, common)
+
+    def _write_objects(self, source: CheckpointReader) -> None:
+        """Copy objects, 64 MiB of them at a time, or one that is larger."""
+        for batch in _batches(source):
+            if isinstance(self._writer.arrays, ArrayWriterBase):
+                self._writer.write_objects(batch)
+            else:
+                self._writer.write_objects({one: _pickled(one, batch[one]) for one in batch})
+
+
+def _batches(source: CheckpointReader) -> Iterator[dict[ObjectId, bytes]]:
+    batch: dict[ObjectId, bytes] = {}
+    held = 0
+    for object_id in source.objects:
+        content = source.object_content(object_id)
+        if batch and held + len(content) > MAX_OBJECT_NBYTES:
+            yield batch
+            batch, held = {}, 0
+        batch[object_id] = content
+        held += len(content)
+    if batch:
+        yield batch
+
+
+def _pickled(object_id: ObjectId, content: bytes) -> bytes:
+    plain = plain_value(content)
+    return content if plain is None else dump_object(plain.value, name=object_id.unique_key)
+
+
+class SafetensorsWriter(TargetWriter):
+    """Writes files of safetensors and their index; see TargetWriter.
+
+    A file is the size of a JSON header, the header, and the elements of each tensor in C order.
     """
-    from dist_ckpt_strategies.tools.safetensors import SafetensorsWriter  # noqa: PLC0415
-    from dist_ckpt_strategies.tools.torch_dist import TorchDistWriter  # noqa: PLC0415
 
-    if isinstance(target, Bucket):
-        return Zarr2BucketWriter(target, plan, block_nbytes)
-    if plan.target is Format.ZARR1:
-        return Zarr1Writer(target, plan, block_nbytes)
-    if plan.target is Format.ZARR2:
-        return Zarr2DirectoryWriter(target, plan, block_nbytes)
-    if plan.target is Format.TORCH_DIST:
-        return TorchDistWriter(target, plan, allow)
-    return SafetensorsWriter(target, plan)
+    marker = None
 
+    def __init__(
+        self, root: Location, options: Options, plan: ConvertPlan, block_nbytes: int
+    ) -> None:
+        super().__init__(root, open_place(root, options), plan, block_nbytes)
+        self._headers = dict(_headers(plan))
 
-class Memory(threading.local):
-    """For each thread a buffer that is used again: memory that was never touched is slow."""
+    def begin(self, keys: Collection[str]) -> None:
+        """See TargetWriter. Every file gets its header."""
+        super().begin(keys)
+        for name, header in self._headers.items():
+            files_of(self.place).write(name, header)
 
-    def __init__(self) -> None:
-        self._buffers: dict[str, Bytes] = {}
+    def write(self, task: FileTask, read: ReadBlock) -> None:
+        """See TargetWriter."""
+        path = files_of(self.place).path(task.name)
+        with file_errors(task.key, path), open(path, "r+b", 0) as file:  # noqa: PTH123
+            for item in task.items:
+                itemsize, shape = item.array.dtype.itemsize, item.array.shape
+                start = len(self._headers[task.name]) + item.byte_offset
+                for block in item.blocks(self._block_nbytes):
+                    content, done = bytes_of(read(item, block)), 0
+                    for first, count in contiguous_runs(block, shape):
+                        part = content[done : done + count * itemsize]
+                        pwrite_all(file.fileno(), part, start + first * itemsize)
+                        done += part.size
 
-    def get(self, name: str, nbytes: int) -> Bytes:
-        """So many bytes of this thread's buffer of that name, with any content."""
-        held = self._buffers.get(name)
-        if held is None or held.size < nbytes:
-            self._buffers.pop(name, None)
-            held = self._buffers[name] = np.empty(nbytes, np.uint8)
-        return held[:nbytes]
-
-    def array(self, shape: Shape, dtype: DType, name: str = "elements") -> HostArray:
-        """This thread's buffer of that name, as an array in C order."""
-        nbytes = Region.whole(shape).numel * dtype.itemsize
-        return self.get(name, nbytes).view(dtype.numpy).reshape(shape)
-
-
-def read_item(item: WriteItem, region: Region, read: ReadRegion, memory: Memory) -> HostArray:
-    """The elements of a region of an item; zeros where it reaches past the array's edge."""
-    dtype = item.array.dtype
-    found = memory.array(region.shape, dtype)
-    inside = region.intersect(Region.whole(item.array.shape))
-    if inside == region:
-        read(item.source, region, found)
-        return found
-    found.reshape(-1).view(np.uint8).fill(0)
-    if inside is not None:
-        held = np.empty(inside.shape, dtype.numpy)
-        read(item.source, inside, held)
-        bits = np.dtype((np.void, dtype.itemsize))
-        found.view(bits)[inside.within(region).slices()] = held.view(bits)
-    return found
-
-
-class TargetFiles:
-    """The files of a conversion into a directory, and how they become durable.
-
-    They are flushed one by one, or all at once where that is cheaper.
-
-    Args:
-        root: the directory; nothing is written to it before this is made.
-        options: whether the whole file system may be flushed.
-    """
-
-    def __init__(self, root: Path, options: Options) -> None:
-        access = permitted_access(root, options)
-        self._whole = whole_flush(root) if access.is_flushed_whole else None
-        self.root = root
-        self.is_flushed_each = self._whole is None
-
-    def path(self, name: str) -> str:
-        """A file of the directory."""
-        return f"{self.root}/{name}"
-
-    @contextmanager
-    def new(self, name: str, key: str | None) -> Iterator[int]:
-        """A new file, open for writing; errors name it."""
-        path = self.path(name)
-        with file_errors(key, path):
-            handle = create_new(path)
-            try:
-                yield handle
-                if self.is_flushed_each:
-                    os.fsync(handle)
-                else:
-                    begin_writeback(handle)
-            finally:
-                os.close(handle)
-
-    def write(self, name: str, content: bytes, key: str | None = None) -> None:
-        """Write a small file, durable after ``flush``."""
-        path = self.path(name)
-        with file_errors(key, path):
-            create_file(path, content)
-            if self.is_flushed_each:
-                sync_path(path)
-
-    def flush(self, names: Iterable[str]) -> None:
-        """Return once the files of these names, and the names themselves, are durable."""
-        if self._whole is not None:
-            self._whole.run()
-            return
-        for directory in sorted({str(up) for name in names for up in PurePosixPath(name).parents}):
-            path = self.path(directory)
+    def flush(self, tasks: Sequence[FileTask]) -> None:
+        """See TargetWriter."""
+        for name in sorted({task.name for task in tasks}):
+            path = files_of(self.place).path(name)
             with file_errors(None, path):
                 sync_path(path)
 
+    def finish(self, records: Mapping[int, Any], source: CheckpointReader, common: bytes) -> None:
+        """See TargetWriter. By the index the files are known to be complete."""
+        del records, source, common
+        weights = {task.key: task.name for task in self.plan.tasks}
+        index = {
+            "metadata": {"total_size": self.plan.nbytes},
+            "weight_map": {key: weights[key] for key in sorted(weights)},
+        }
+        content = json.dumps(index, indent=2).encode()
+        files_of(self.place).write(_INDEX_NAME, content)
 
-class Zarr1Writer:
-    """Writes ("zarr", 1); see CheckpointWriter."""
 
-    marker = CheckpointMarker("zarr", 1)
-
-    def __init__(self, files: TargetFiles, plan: ConvertPlan, block_nbytes: int) -> None:
-        self._files, self._plan = files, plan
-        self._layout = Zarr2Layout(files.root)
-        self._block_nbytes = block_nbytes
-        self._memory = Memory()
-
-    def begin(self) -> None:
-        """See CheckpointWriter."""
-        for array in self._plan.arrays:
-            self._layout.create(array, is_flushed=self._files.is_flushed_each)
-
-    def write(self, task: FileTask, read: ReadRegion) -> None:
-        """See CheckpointWriter."""
+def _headers(plan: ConvertPlan) -> Iterator[tuple[str, bytes]]:
+    """The beginning of each file: the size of its description, and the description."""
+    files: dict[str, dict[str, Any]] = {}
+    for task in plan.tasks:
         (item,) = task.items
-        itemsize = item.array.dtype.itemsize
-        with self._files.new(task.name, task.key) as handle:
-            for block in blocks(item.region, itemsize, self._block_nbytes, item.granularity):
-                found = read_item(item, block, read, self._memory)
-                write_buffered(handle, found.reshape(-1).view(np.uint8))
-
-    def finish(self, _records: Mapping[int, Any], contents: Contents) -> None:
-        """See CheckpointWriter."""
-        keys = [array.key for array in self._plan.arrays]
-        for object_id, content in contents.objects:
-            plain = plain_value(content)
-            name = object_id.unique_key
-            dumped = content if plain is None else dump_object(plain.value, name=name)
-            write_dumped(self._files.root, object_id, dumped)
-            keys.append(object_id.key)
-        self._files.write(COMMON_NAME, contents.common)
-        self._layout.sync_directories(keys)
+        files.setdefault(task.name, {"__metadata__": {"format": "pt"}})[task.key] = {
+            "dtype": SAFETENSORS_DTYPES[item.array.dtype],
+            "shape": item.array.shape,
+            "data_offsets": [item.byte_offset, item.byte_offset + item.array.nbytes],
+        }
+    for name, fields in files.items():
+        content = json.dumps(fields, separators=(",", ":")).encode()
+        content += b" " * (-len(content) % _ALIGNED_NBYTES)
+        yield name, len(content).to_bytes(_SIZE_NBYTES, "little") + content
 
 
-class Zarr2Writer:
-    """Writes ("zarr", 2); see CheckpointWriter. How files are written is for its subclasses."""
-
-    marker = CheckpointMarker("zarr", 2)
-
-    def __init__(self, store: Store, plan: ConvertPlan, block_nbytes: int) -> None:
-        self._store, self._plan = store, plan
-        self._block_nbytes = block_nbytes
-        self._memory = Memory()
-
-    def write(self, task: FileTask, read: ReadRegion) -> str:
-        """See CheckpointWriter. Gives the digests of the chunk's file, in hexadecimal."""
-        (item,) = task.items
-        grid = InnerGrid.of(item.array, _chunk_index(item))
-        digests: list[int] = []
-        with self._new_file(task) as append:
-            for run in grid.all(max(1, self._block_nbytes // grid.stored_nbytes)):
-                digests += self._append_run(append, grid, run, item, read)
-            footer = np.frombuffer(encode_index(grid), np.uint8)
-            append(footer)
-        digests.append(xxhash.xxh3_64_intdigest(footer.data))
-        return ChunkRecord.of(0, digests).digests.hex()
-
-    def _append_run(
-        self,
-        append: Callable[[Bytes], Any],
-        grid: InnerGrid,
-        run: Run,
-        item: WriteItem,
-        read: ReadRegion,
-    ) -> list[int]:
-        """Read the region of some inner chunks and write them; their digests."""
-        region = grid.box(run.offset, run.shape)
-        elements = read_item(item, region, read, self._memory)
-        within = replace(grid, region=region, counts=run.shape)
-        digests: list[int] = []
-        for few in within.all(runs_at_a_time(grid)):
-            stored = at_box(elements, within.box(few.offset, few.shape).within(region))
-            if stored.flags.c_contiguous and is_in_place(within, few, region):
-                encoded = stored.reshape(-1).view(np.uint8)
-                digests += digests_of(encoded.reshape(few.num_chunks, -1))
-            else:
-                encoded = self._memory.get("encoded", few.num_chunks * grid.stored_nbytes)
-                digests += encode_run(within, few, item.array.dtype, elements, encoded)
-            append(encoded)
-        return digests
-
-    def finish(self, records: Mapping[int, str], contents: Contents) -> None:
-        """See CheckpointWriter. The manifest's index comes last."""
-        plan = self._plan
-        objects = write_packs(self._store, contents.objects, writer=0, max_nbytes=MAX_OBJECT_NBYTES)
-        self._store.write(COMMON_NAME, contents.common)
-        chunks: dict[str, dict[Shape, ChunkRecord]] = defaultdict(dict)
-        for number, record in records.items():
-            (item,) = plan.tasks[number].items
-            chunks[item.array.key][_chunk_index(item)] = ChunkRecord(0, bytes.fromhex(record))
-        segments = build_manifest_plan(
-            plan.arrays, (found.id.key for found in objects), _MAX_SEGMENTS
-        )
-        records_of = (ArrayRecord(a, chunks.get(a.key, {})) for a in plan.arrays)
-        described = described_segments(records_of, objects, segments.segment_of)
-        entries = [
-            write_segment(self._store, number, first, filter(None, [described.get(number)]))
-            for number, first in enumerate(segments.firsts)
-        ]
-        write_index(self._store, entries, contents.common, contents.layout)
-
-    def _new_file(self, task: FileTask) -> Any:
-        """A context that gives what appends bytes to the file of a chunk."""
-        raise NotImplementedError
+def open_place(root: Location, options: Options) -> SavePlace:
+    """Where the files of a conversion to a directory go until its commit."""
+    return open_save_place(root, options, keeps_old=True, overwrite=False)
 
 
-class Zarr2DirectoryWriter(Zarr2Writer):
-    """Writes ("zarr", 2) to a directory, without holding a chunk whole."""
-
-    def __init__(self, files: TargetFiles, plan: ConvertPlan, block_nbytes: int) -> None:
-        super().__init__(Directory(files.root), plan, block_nbytes)
-        self._files = files
-
-    def begin(self) -> None:
-        """See CheckpointWriter."""
-        self._store.write(SAVE_NAME, begun_content(self._files.root.name))
-        for array in self._plan.arrays:
-            self._files.write(metadata_name(array.key), metadata_content(array), array.key)
-
-    @contextmanager
-    def _new_file(self, task: FileTask) -> Iterator[Callable[[Bytes], Any]]:
-        with self._files.new(task.name, task.key) as handle:
-            yield partial(write_buffered, handle)
+def files_of(place: SavePlace) -> Directory:
+    """The files of a place in a directory."""
+    return Directory(require_path(place.location, "this format"))
 
 
-class Zarr2BucketWriter(Zarr2Writer):
-    """Writes ("zarr", 2) to an object store: a chunk is held and put whole; the plan bounds it."""
-
-    def begin(self) -> None:
-        """See CheckpointWriter. The first object of the save is there already."""
-
-        def describe(array: ArraySpec) -> None:
-            self._store.write(metadata_name(array.key), metadata_content(array))
-
-        with ThreadPoolExecutor(MAX_REQUESTS, "dist-ckpt-describe") as pool:
-            for _ in pool.map(describe, self._plan.arrays):
-                pass
-
-    @contextmanager
-    def _new_file(self, task: FileTask) -> Iterator[Callable[[Bytes], Any]]:
-        content = io.BytesIO()
-        yield lambda encoded: content.write(encoded.data)
-        self._store.write(task.name, content.getvalue())
+@contextmanager
+def new_file(path: Path | str, key: str | None) -> Iterator[int]:
+    """A new file, open for writing, and flushed in the end; errors name it."""
+    with file_errors(key, path):
+        handle = create_new(str(path))
+        try:
+            yield handle
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
-def _chunk_index(item: WriteItem) -> Shape:
-    index = item.array.chunk_at(item.region)
-    assert index is not None  # noqa: S101 - the plan has an item for each chunk
-    return index
+def bytes_of(elements: HostArray) -> npt.NDArray[np.uint8]:
+    """The memory of elements in C order."""
+    return elements.reshape(-1).view(np.uint8)
+
+
+def _padded(item: WriteItem, region: Region, read: ReadBlock) -> HostArray:
+    """The elements of a region of an item; zeros where it reaches past the array's edge."""
+    inside = region.intersect(Region.whole(item.array.shape))
+    if inside == region:
+        return read(item, region)
+    found = np.zeros(region.shape, item.array.dtype.numpy)
+    if inside is not None:
+        bits = np.dtype((np.void, found.itemsize))
+        np.copyto(at_box(found, inside.within(region)).view(bits), read(item, inside).view(bits))
+    return found

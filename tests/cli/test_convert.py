@@ -92,9 +92,6 @@ def test_a_model_goes_to_safetensors_in_files_of_the_size_asked_for(
         "model.safetensors",
         "model.safetensors.index.json",
     ]
-    compared = run("diff", written, tmp_path / "c")
-    assert compared.exit_code == 0
-    assert "compared: 4 arrays with 114 B, 0 object shards\n" in compared.stdout
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
@@ -107,7 +104,7 @@ def test_files_of_safetensors_are_no_damaged_checkpoint(
 
     assert (found.exit_code, found.stdout) == (3, "")
     assert found.stderr.startswith(f"error: {tmp_path}/model is no checkpoint: it holds files of ")
-    assert "the library safetensors reads them, and `dist-ckpt diff` compares" in found.stderr
+    assert "the library safetensors reads them" in found.stderr
     with pytest.raises(IncompleteCheckpointError, match="it holds files of safetensors"):
         dist_ckpt_strategies.load({}, tmp_path / "model")
 

@@ -25,18 +25,17 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.locations import is_finished, located
 from tests.stores.commands import CHUNK, PACK, json_of, run, write
-from tests.support.gcs import fake_gcs
 from tests.support.object_stores import ObjectStore
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.sharding import Cut, differences, no_data, on_grid, state_of
 
 ONE_SERVER = pytest.mark.parametrize("store", ["moto"], indirect=True)
-SMALL_BOXES = ConvertOptions(max_memory_bytes=1, num_threads=2)
-"""Boxes of 64 KiB."""
+SMALL_BLOCKS = ConvertOptions(max_memory_bytes=1, num_threads=2)
+"""Blocks of 64 KiB."""
 
 
 def cuts() -> list[Cut]:
-    """Arrays of one chunk: one of it is larger than a box, one is a scalar, one is empty."""
+    """Arrays of one chunk: one of it is larger than a block, one is a scalar, one is empty."""
     return [
         on_grid("large", (300, 200), (1, 1)),
         on_grid("a/b", (7,), (1,), dtype=torch.bfloat16),
@@ -71,15 +70,15 @@ def test_a_checkpoint_goes_to_a_store_and_back(
         tmp_path / "source",
         url,
         "zarr@2",
-        options=SMALL_BOXES,
+        options=SMALL_BLOCKS,
         watch=lambda done, total: seen.append((done, total)),
     )
-    convert(url, back, f"zarr@{backend[1]}", options=SMALL_BOXES)
-    convert(url, again, "zarr@2", options=SMALL_BOXES)
+    convert(url, back, f"zarr@{backend[1]}", options=SMALL_BLOCKS)
+    convert(url, again, "zarr@2", options=SMALL_BLOCKS)
 
     for place in (url, back, again):
         assert differing(place) == []
-        assert diff(tmp_path / "source", place, options=SMALL_BOXES).is_equal
+        assert diff(tmp_path / "source", place, options=SMALL_BLOCKS).is_equal
     assert diff(again, url).is_equal
     assert max(seen) == (there.nbytes, there.nbytes)
     names = environment.names(bucket)
@@ -142,7 +141,7 @@ def convert_and_die(_rank: int, source: Path, url: str, variables: dict[str, str
         if done > total // 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    convert(source, url, "zarr@2", options=SMALL_BOXES, watch=die)
+    convert(source, url, "zarr@2", options=SMALL_BLOCKS, watch=die)
 
 
 @pytest.mark.multiprocess
@@ -158,7 +157,7 @@ def test_a_killed_conversion_leaves_nothing_visible_and_is_done_again(
     assert not is_finished(located(url, None))
     with pytest.raises(IncompleteCheckpointError):
         diff(url, tmp_path / "source")
-    convert(tmp_path / "source", url, "zarr@2", options=SMALL_BOXES)
+    convert(tmp_path / "source", url, "zarr@2", options=SMALL_BLOCKS)
 
     assert differing(url) == []
     saves = {name.split("/")[1] for name in environment.names(bucket)} - {"metadata.json"}
@@ -212,19 +211,3 @@ def test_the_commands_take_urls(environment: ObjectStore, bucket: str, tmp_path:
     assert differs.exit_code == 1
     assert f"{other} and {url} DIFFER" in differs.stdout
     assert run("diff", f"s3://{bucket}/nothing", url).exit_code == 3
-
-
-def test_google_cloud_storage_takes_conversions_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(tmp_path / "source", ("zarr", 2))
-    with fake_gcs("there") as (variables, _):
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-        convert(tmp_path / "source", "gs://there/run/iter_1", "zarr@2")
-
-        assert diff("gs://there/run/iter_1", tmp_path / "source").is_equal
-        assert run("verify", "gs://there/run/iter_1").exit_code == 0
-        assert run("verify", "gs://there/run").exit_code == 3
-        report = dist_ckpt_strategies.prune("gs://there/run", keep_last=1)
-        assert [one.why for one in report.kept] == ["the newest"]

@@ -113,7 +113,7 @@ def test_damaged_ones_are_left_alone(environment: ObjectStore, bucket: str, root
 
 
 @ONE_SERVER
-def test_what_lacks_an_object_is_not_what_older_ones_go_for(
+def test_an_incomplete_checkpoint_never_causes_older_ones_to_be_pruned(
     environment: ObjectStore, bucket: str, root: str
 ) -> None:
     chunk = next(n for n in environment.names(bucket) if "iter_0000003/" in n and "/c." in n)

