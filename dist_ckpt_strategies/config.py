@@ -108,7 +108,8 @@ class Options:
 
     Attributes:
         timeout_s: longest wait for a peer in each collective, in seconds. All storage work of a
-            call has three quarters of it, so that every rank has raised by then. It has to exceed
+            call has a quarter of it before the first collective and half of it for the rest, so
+            that every rank has raised by then. It has to exceed
             the time by which the slowest rank's share of the work lags behind the fastest one's.
         max_inflight_bytes: bound, per rank, on memory for staging (copies of CUDA or
             non-contiguous tensors, assembled chunks), and on the chunks of format 1 that the

@@ -66,7 +66,14 @@ from dist_ckpt_strategies.sharded.async_request import (
     start_on_all,
     yield_to_training,
 )
-from dist_ckpt_strategies.storage.time_limit import clean_up_limit, time_left, time_limit
+from dist_ckpt_strategies.storage.time_limit import (
+    ENDING,
+    OPENING,
+    WORK,
+    clean_up_limit,
+    time_limit,
+    uncounted,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +188,7 @@ class LocalCheckpointManager:
             clique = strategy.communicator("local save", f"of iteration {iteration}")
             bound = strategy.max_bucket_bytes
         if not is_async:
-            with time_limit(self.timeout_s):
+            with time_limit(self.timeout_s, WORK):
                 report = self._stored(comm, save, lambda: self._store(clique, encoded, bound))
                 self._complete(comm, save, report)
             return None
@@ -197,7 +204,7 @@ class LocalCheckpointManager:
             def write() -> ReplicationReport:
                 yield_to_training()
                 time.sleep(_HEAD_START_S)
-                with time_limit(self.timeout_s):
+                with time_limit(self.timeout_s, WORK):
                     return self._store(clique, copied, bound)
 
             return BackgroundWork(write, "local-save")
@@ -218,7 +225,7 @@ class LocalCheckpointManager:
         """
         comm = self.communicator("search for local checkpoints")
         self._let_finish(comm)
-        with time_limit(self.timeout_s):
+        with time_limit(self.timeout_s, OPENING, then=WORK):
             newest = find_newest(comm, self._parts, RESHARDED_KINDS)
         return newest.save.iteration if newest else _NO_ITERATION
 
@@ -243,7 +250,7 @@ class LocalCheckpointManager:
         """
         comm = self.communicator("load of a local checkpoint")
         self._let_finish(comm)
-        with time_limit(self.timeout_s):
+        with time_limit(self.timeout_s, OPENING, then=WORK):
             parts = load_newest(comm, self._parts, RESHARDED_KINDS, at_least)
         state = agree(comm, lambda: decode_parts(parts, allowed=self._allowed))
         own = PartId(parts[0].part.part_id.save, comm.global_rank(comm.rank))
@@ -308,11 +315,12 @@ class LocalCheckpointManager:
         def describe() -> list[Any]:
             directory = self._directory
             _require_clique(strategy)
-            with time_limit(self.timeout_s):
+            with time_limit(self.timeout_s, OPENING):
                 freed = directory.remove_leftovers(me)
                 room = [directory.device_name(), freed, directory.free_nbytes()]
                 if strategy is not None:
-                    strategy.let_finish(time_left(self.timeout_s))
+                    with uncounted():
+                        strategy.let_finish(WORK * self.timeout_s)
             logger.debug("rank %s: %s bytes of a save that was cut short removed", me, freed)
             number = _whole_number(iteration)
             placeholder = PartId(SaveId(number, "0" * _TOKEN_DIGITS), me)
@@ -384,14 +392,14 @@ class LocalCheckpointManager:
         """Raise on every rank if a part is missing; else remove what is not kept. Collective."""
 
         def outcome() -> ReplicationReport:
-            work.wait(limit_of_wait(self.timeout_s))
+            work.wait(WORK * self.timeout_s)
             return work.result()
 
         with time_limit(self.timeout_s):
             report = self._stored(comm, save, outcome)
         if self._running is work:
             self._running = None
-        with time_limit(self.timeout_s):
+        with time_limit(self.timeout_s, ENDING):
             self._complete(comm, save, report)
 
     def _complete(self, comm: Communicator, save: SaveId, report: ReplicationReport) -> None:

@@ -10,7 +10,6 @@ from functools import partial
 
 from dist_ckpt_strategies.comm.agree import agree_and_gather
 from dist_ckpt_strategies.comm.base import Message
-from dist_ckpt_strategies.config import limit_of_wait
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import (
@@ -28,7 +27,7 @@ from dist_ckpt_strategies.sharded.writer_process import (
     WriteJob,
     digests_from,
 )
-from dist_ckpt_strategies.storage.time_limit import restart_limit, time_limit
+from dist_ckpt_strategies.storage.time_limit import ENDING, WORK, restart_limit, time_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ def begin_in_background(save: ShardedSave) -> LocalSaveRequest:
         def write() -> _Written:
             yield_to_training()
             started = time.monotonic()
-            with time_limit(inputs.options.timeout_s):
+            with time_limit(inputs.options.timeout_s, WORK):
                 save.write_small_files()
                 outcome = write_arrays()
             return _Written(outcome, time.monotonic() - started)
@@ -94,7 +93,8 @@ def _finalise(save: ShardedSave, work: BackgroundWork[_Written]) -> None:
     seconds: list[float] = []
 
     def written() -> Message:
-        work.wait(limit_of_wait(timeout_s))
+        work.wait(WORK * timeout_s)
+        restart_limit()
         try:
             found = work.result()
             digests = found.digests()
@@ -107,7 +107,7 @@ def _finalise(save: ShardedSave, work: BackgroundWork[_Written]) -> None:
             writer.place.require_current()
         return save.describe_files()
 
-    with time_limit(timeout_s):
+    with time_limit(timeout_s, then=ENDING):
         described = agree_and_gather(comm, written)
         restart_limit()
         save.complete(described)

@@ -58,7 +58,7 @@ from dist_ckpt_strategies.sharded.plan_save import SavePlan, build_save_plan
 from dist_ckpt_strategies.sharded.save_cache import SaveCache
 from dist_ckpt_strategies.sharded.write_plan import Tensors, report_of, write_plan
 from dist_ckpt_strategies.storage.base import ArrayWriter
-from dist_ckpt_strategies.storage.time_limit import clean_up_limit, restart_limit, time_left
+from dist_ckpt_strategies.storage.time_limit import WORK, clean_up_limit, restart_limit, uncounted
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,8 @@ class ShardedSave:
             StorageError: an earlier checkpoint there cannot be invalidated.
         """
         inputs, writer = self.inputs, self.inputs.writer
-        RUNNING_SAVES.wait(writer.root, time_left(inputs.options.timeout_s))
+        with uncounted():
+            RUNNING_SAVES.wait(writer.root, WORK * inputs.options.timeout_s)
         for value in sharded_values(inputs.state):
             self._take(value)
         self._own, last = digest_of(self._facts()), inputs.cache.planned

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dist_ckpt_strategies.config import Options, limit_of_wait
+from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import HostSnapshot, Slot, pin_while_alive, torch_dtype
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.sharded.async_request import BackgroundWork
@@ -19,6 +19,7 @@ from dist_ckpt_strategies.sharded.writer_process import (
     is_supported,
     start_writer,
 )
+from dist_ckpt_strategies.storage.time_limit import WORK, uncounted
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.sharded.save import Planned
@@ -98,7 +99,8 @@ class SaveCache:
         if options.writer_process:
             self.writer_process()
         if self.running is not None:
-            self.running.wait(limit_of_wait(options.timeout_s), "the save before")
+            with uncounted():
+                self.running.wait(WORK * options.timeout_s, "the save before")
 
     def writer_process(self) -> WriterProcess | None:
         """The process that writes for this one, started where there is none; None: it cannot be."""

@@ -29,7 +29,7 @@ from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import CheckpointError, StorageError
 from dist_ckpt_strategies.storage.base import ArrayWrite, ArrayWriter
 from dist_ckpt_strategies.storage.io_pool import InFlight
-from dist_ckpt_strategies.storage.time_limit import time_limit
+from dist_ckpt_strategies.storage.time_limit import WORK, time_limit
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class WriteJob:
             )
             for w in self.writes
         ]
-        with time_limit(self.timeout_s):
+        with time_limit(self.timeout_s, WORK):
             with InFlight(self.timeout_s) as in_flight:
                 in_flight.follow_with(writer.begin_creates(self.creations))
                 in_flight.follow_with(writer.begin_writes(requests))

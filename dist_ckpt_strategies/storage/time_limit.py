@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from dist_ckpt_strategies.config import limit_of_wait
 from dist_ckpt_strategies.errors import StorageError
 
 MAX_SLICE_NBYTES = 16 << 20
@@ -45,12 +44,19 @@ class CancelFlag:
             _flag.reset(token)
 
 
+OPENING, WORK, ENDING, ALL = 1 / 4, 1 / 2, 1 / 4, 3 / 4
+"""Shares of ``timeout_s`` for storage: of a call before its first collective, and after it; of the
+end of a save in the background; of a call without such parts. Peers wait for all of ``timeout_s``:
+they learn of a failure before they give up on this rank."""
+
+
 @dataclass(slots=True)
 class _Limit:
-    """A limit in seconds, when it is over, and the limit around it."""
+    """A limit in seconds, when it is over, the next one in seconds, and the limit around it."""
 
     seconds: float
     deadline: float
+    next_s: float
     outer: _Limit | None
 
 
@@ -75,30 +81,34 @@ def is_cancelled() -> bool:
 
 
 @contextmanager
-def time_limit(timeout_s: float) -> Iterator[None]:
+def time_limit(timeout_s: float, share: float = ALL, *, then: float = 0.0) -> Iterator[None]:
     """All storage work that is waited for within the block shares one limit.
 
-    It is three quarters of ``timeout_s``, so that peers, which wait for ``timeout_s``, learn of a
-    failure before they give up on this rank. An outer block with less time left prevails.
+    An outer block with less time left prevails.
+
+    Args:
+        timeout_s: what peers wait for, in seconds.
+        share: of it, for the storage.
+        then: the share from ``restart_limit`` on.
     """
-    with _applied(limit_of_wait(timeout_s), _limit.get()):
+    with _applied(share * timeout_s, then * timeout_s, _limit.get()):
         yield
 
 
 @contextmanager
 def clean_up_limit() -> Iterator[None]:
-    """What is left to do after a failure has a sixth of the limit, even where that is over."""
+    """What is left to do after a failure has a quarter of the limit, even where that is over."""
     limit = _limit.get()
     if limit is None:
         yield
         return
-    with _applied(limit.seconds / 6, None):
+    with _applied(limit.seconds / 4, 0.0, None):
         yield
 
 
 @contextmanager
-def _applied(seconds: float, outer: _Limit | None) -> Iterator[None]:
-    token = _limit.set(_Limit(seconds, time.monotonic() + seconds, outer))
+def _applied(seconds: float, next_s: float, outer: _Limit | None) -> Iterator[None]:
+    token = _limit.set(_Limit(seconds, time.monotonic() + seconds, next_s, outer))
     try:
         yield
     finally:
@@ -106,18 +116,27 @@ def _applied(seconds: float, outer: _Limit | None) -> Iterator[None]:
 
 
 def restart_limit() -> None:
-    """Count the limit of the innermost block from now: the first collective is over.
+    """Begin the second part of the innermost block's limit: the first collective is over.
 
     What a rank waited for others to begin is not the storage's fault.
     """
     limit = _limit.get()
-    if limit is not None:
+    if limit is not None and limit.next_s:
+        limit.seconds = limit.next_s
         limit.deadline = time.monotonic() + limit.seconds
 
 
-def time_left(timeout_s: float) -> float:
-    """Seconds that a wait within the block may take which is not for storage itself."""
-    return max(0.0, min(limit_of_wait(timeout_s), deadline_of()[0] - time.monotonic()))
+@contextmanager
+def uncounted() -> Iterator[None]:
+    """What is waited for within the block, such as an earlier save, has a limit of its own."""
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        waited, limit = time.monotonic() - began, _limit.get()
+        while limit is not None:
+            limit.deadline += waited
+            limit = limit.outer
 
 
 def needs_thread() -> bool:

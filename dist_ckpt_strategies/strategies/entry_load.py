@@ -46,7 +46,7 @@ from dist_ckpt_strategies.megatron.types import ShardedTensor, StrategyAction, S
 from dist_ckpt_strategies.sharded.checks import check_load
 from dist_ckpt_strategies.sharded.load import ShardedLoad, conversions
 from dist_ckpt_strategies.storage.files import MARKER_NAME
-from dist_ckpt_strategies.storage.time_limit import restart_limit, time_limit
+from dist_ckpt_strategies.storage.time_limit import OPENING, WORK, restart_limit, time_limit
 from dist_ckpt_strategies.strategies.configured import (
     entry_options,
     location_for,
@@ -135,7 +135,7 @@ def load(  # noqa: PLR0913 - Megatron's signature
             return None  # the first rank may have completed a commit, or another node has it
         return loads[0].describe(checkpoint_dir, validates=validate_access_integrity)
 
-    with time_limit(limit_s), allowing(allow):
+    with time_limit(limit_s, OPENING, then=WORK), allowing(allow):
         answers = agree_and_gather(comm, describe)
         restart_limit()
         if None in answers:

@@ -41,7 +41,7 @@ from dist_ckpt_strategies.sharded.checks import check_save, digest_of_common
 from dist_ckpt_strategies.sharded.save import CommonState, SaveInputs, begun_save
 from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.storage.store import Directory
-from dist_ckpt_strategies.storage.time_limit import time_left, time_limit
+from dist_ckpt_strategies.storage.time_limit import OPENING, WORK, time_limit, uncounted
 from dist_ckpt_strategies.strategies.common import TorchCommonSaveStrategy
 from dist_ckpt_strategies.strategies.configured import (
     entry_options,
@@ -135,7 +135,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
             is_async=async_sharded_save, validates=validate_access_integrity
         )
 
-    with time_limit(limit_s), allowing(allow):
+    with time_limit(limit_s, OPENING, then=WORK), allowing(allow):
         begun = begun_save(comm, open_inputs)
         if begun is None:
             return saves[0].run_otherwise(is_async=async_sharded_save)
@@ -295,7 +295,8 @@ class _Save:
                 f"{self.sharded}: this package saves in the background with ('zarr', 1) and "
                 "('zarr', 2) only; call dist_checkpointing.save for the strategy's own way"
             )
-        RUNNING_SAVES.wait(root, time_left(self.options.timeout_s))
+        with uncounted():
+            RUNNING_SAVES.wait(root, WORK * self.options.timeout_s)
         if self.comm.rank == 0:
             complete_commit(root)
             if not self.overwrite:

@@ -61,7 +61,7 @@ from dist_ckpt_strategies.sharded.load import (
 )
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file, write_file
 from dist_ckpt_strategies.storage.io_pool import limited, run_with_limit
-from dist_ckpt_strategies.storage.time_limit import restart_limit, time_limit
+from dist_ckpt_strategies.storage.time_limit import OPENING, WORK, restart_limit, time_limit
 from dist_ckpt_strategies.strategies.configured import Configured, require_own
 
 BACKEND = "local_replicated"
@@ -184,7 +184,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
             if not is_first_node:
                 _write_common(root, common)
 
-        with time_limit(self._options.timeout_s):
+        with time_limit(self._options.timeout_s, OPENING, then=WORK):
             common = agree_and_gather_bytes(comm, partial(run_with_limit, prepare, root))[0]
             restart_limit()
         described = agree_and_gather(comm, lambda: _described(sharded_state_dict))
@@ -234,7 +234,7 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
         """See ``prepare_local_load``."""
         comm = self._communicator("preparation", f"of {checkpoint_dir}")
         root = agree(comm, lambda: self._root(checkpoint_dir, comm))
-        with time_limit(self._options.timeout_s):
+        with time_limit(self._options.timeout_s, OPENING, then=WORK):
             restore_common(comm, root, str(checkpoint_dir))
 
     @raises_megatron_errors

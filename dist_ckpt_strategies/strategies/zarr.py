@@ -49,7 +49,7 @@ from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import require_directory
 from dist_ckpt_strategies.storage.io_pool import run_with_limit
-from dist_ckpt_strategies.storage.time_limit import time_limit
+from dist_ckpt_strategies.storage.time_limit import OPENING, WORK, time_limit
 from dist_ckpt_strategies.strategies.configured import Configured
 from dist_ckpt_strategies.strategies.legacy_zarr import (
     flatten_range,
@@ -217,7 +217,7 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
                 self.cache.get_ready(self._options)
             return open_inputs(comm)
 
-        with time_limit(self._options.timeout_s):
+        with time_limit(self._options.timeout_s, OPENING, then=WORK):
             begun = begun_save(comm, open_when_ready)
             assert begun is not None  # noqa: S101 - every rank brings something
             if is_async:
@@ -308,7 +308,7 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
     def _loaded(
         self, comm: Communicator, sharded_state_dict: StateDict, checkpoint_dir: str | Location
     ) -> StateDict:
-        with time_limit(self._options.timeout_s):
+        with time_limit(self._options.timeout_s, OPENING, then=WORK):
             return load_sharded(comm, lambda: self.inputs(comm, sharded_state_dict, checkpoint_dir))
 
     def inputs(

@@ -67,11 +67,15 @@ def outcome(act: Callable[[], Any]) -> Outcome:
     return time.monotonic() - started, "", False
 
 
-def with_silence(rank: int, directory: Path, first: int, act: Callable[[], Any]) -> Outcome:
+def with_silence(
+    rank: int, directory: Path, first: int, act: Callable[[], Any], slow_s: float = 0.0
+) -> Outcome:
     """What comes of it where one rank's disk goes silent after so many calls."""
     dist.barrier()
     with ExitStack() as stack:
-        disk = stack.enter_context(silent_disk(directory, first)) if rank == CULPRIT else None
+        disk = None
+        if rank == CULPRIT:
+            disk = stack.enter_context(silent_disk(directory, first, slow_s))
         found = outcome(act)
         dist.barrier()
         was_silent = [disk is not None and disk.has_blocked]
@@ -104,6 +108,44 @@ def saves(rank: int, root: str, version: int) -> list[Outcome]:
 @both_formats
 def test_a_save_raises_on_every_rank_in_time(tmp_path: Path, version: int) -> None:
     require_all_raised(run_processes(NUM_RANKS, saves, str(tmp_path), version))
+
+
+SLOW_SHARES = (0.2, 0.7)
+"""Of the time limit: what the first call takes before a later one goes silent."""
+
+
+def slow_then_silent(rank: int, root: str, version: int) -> list[Outcome]:
+    """Body of a rank: saves and loads whose first call is slow; in the background too."""
+    os.environ["DIST_CKPT_WRITER_PROCESS"] = "0"
+    strategy = ("zarr", version)
+
+    def save(directory: Path) -> None:
+        target = state_of(rank, 1.0)
+        dist_ckpt_strategies.save(target, directory, strategy, timeout_s=TIMEOUT_S)
+
+    def save_in_background(directory: Path) -> None:
+        target = state_of(rank, 1.0)
+        dist_ckpt_strategies.save_async(target, directory, strategy, timeout_s=TIMEOUT_S).wait()
+
+    def load(directory: Path) -> None:
+        dist_ckpt_strategies.load(state_of(rank, 0.0), directory, timeout_s=TIMEOUT_S)
+
+    found = []
+    for share in SLOW_SHARES:
+        for act in (save, save_in_background, load):
+            directory = Path(root) / f"{act.__name__}-{share}"
+            if act is load:
+                dist_ckpt_strategies.save(state_of(rank, 1.0), directory, strategy)
+            call = partial(act, directory)
+            found.append(with_silence(rank, directory, 6, call, share * TIMEOUT_S))
+    return found
+
+
+@both_formats
+def test_a_slow_call_before_a_silent_one_does_not_add_to_the_limit(
+    tmp_path: Path, version: int
+) -> None:
+    require_all_raised(run_processes(NUM_RANKS, slow_then_silent, str(tmp_path), version))
 
 
 def loads(rank: int, root: str, version: int) -> list[Outcome]:

@@ -6,6 +6,7 @@ import builtins
 import io
 import os
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,12 +32,13 @@ class SilentDisk:
         on_main_thread: where the package has made one on the main thread, which has no limit.
     """
 
-    def __init__(self, directory: Path, first: int) -> None:
+    def __init__(self, directory: Path, first: int, slow_s: float = 0.0) -> None:
         self.num_calls = 0
         self.has_blocked = False
         self.on_main_thread: set[str] = set()
         self._directory = str(directory)
         self._first = first
+        self._slow_s = slow_s
         self._is_back = threading.Event()
         self._counting = threading.Lock()
 
@@ -70,14 +72,17 @@ class SilentDisk:
             self.num_calls += 1
             is_silent = self.num_calls > self._first
             self.has_blocked |= is_silent
+            is_slow = self.num_calls == 1
+        if is_slow:
+            time.sleep(self._slow_s)
         if is_silent:
             self._is_back.wait(20.0)
 
 
 @contextmanager
-def silent_disk(directory: Path, first: int) -> Iterator[SilentDisk]:
-    """System calls below the directory block within the block, but for the first ones."""
-    disk = SilentDisk(directory, first)
+def silent_disk(directory: Path, first: int, slow_s: float = 0.0) -> Iterator[SilentDisk]:
+    """System calls below the directory block, but for the first ones; the very first takes long."""
+    disk = SilentDisk(directory, first, slow_s)
     with pytest.MonkeyPatch.context() as changes:
         for name in _CALLS:
             changes.setattr(os, name, disk.patched(getattr(os, name)))
