@@ -33,7 +33,7 @@ from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
 from dist_ckpt_strategies.megatron.types import LoadShardedStrategy, default_allowed
 from dist_ckpt_strategies.sharded.load import warn_of_conversions
-from dist_ckpt_strategies.storage.time_limit import OPENING, WORK, restart_limit, time_limit
+from dist_ckpt_strategies.storage.time_limit import OPENING, restart_limit, time_limit
 from dist_ckpt_strategies.strategies.zarr import (
     EitherFormatLoadShardedStrategy,
     ZarrLoadShardedStrategy,
@@ -224,7 +224,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         group = self._group(checkpoint_dir)
         kind = CheckpointLoad if self._is_own else StrategyLoad
         load = kind(self.base_strategy, checkpoint_dir, sharded_state_dict, group, self._options)
-        with time_limit(self._options.timeout_s, OPENING, then=WORK):
+        with time_limit(self._options.timeout_s, OPENING, then=3 / 8):
             converted = agree_and_gather(world, load.prepare)
             restart_limit()
             loaded, self._report = agree(world, lambda: load.run(self._allowed))
