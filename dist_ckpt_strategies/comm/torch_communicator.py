@@ -243,14 +243,18 @@ class TorchCommunicator:
         try:
             yield
         except (PeerError, RuntimeError) as error:
-            is_ours = isinstance(error, PeerError)
-            found = error if is_ours else self._peer_error(error, deadline, peer)
-            if self._has_own_channels:
-                for channel in self._channels:
-                    self._break_off(channel)
-            if is_ours:
-                raise
-            raise found from error
+            found = (
+                None if isinstance(error, PeerError) else self._peer_error(error, deadline, peer)
+            )
+            try:
+                if self._has_own_channels:
+                    for channel in self._channels:
+                        self._break_off(channel)
+                if found is None:
+                    raise
+                raise found from error
+            finally:
+                del found  # or the error would hold this frame, and the group, in a cycle
 
     def _break_off(self, channel: ProcessGroup) -> None:
         """Wait in vain, for something that no rank sends."""
