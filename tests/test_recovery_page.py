@@ -182,7 +182,7 @@ def test_the_plain_script_goes_on_after_an_exception_and_a_death_and_from_the_di
         "rank 1 is gone: killed by SIGKILL;"
     ]
     assert done.stderr.count("recovered from memory: step ") == 2 * PLAIN_SIZE
-    assert "recovered from memory: step 6: receive" in done.stderr
+    assert "recovered from memory: step 6, role receive" in done.stderr
 
 
 @pytest.mark.multiprocess

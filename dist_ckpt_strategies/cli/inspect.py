@@ -127,7 +127,8 @@ def _completeness(summary: Summary) -> str:
     if summary.issues:
         issues = counted(len(summary.issues), "issue")
         return f"NO, {issues}; `dist-ckpt verify` lists them all"
-    return "yes, by names and sizes; `dist-ckpt verify` also reads the files"
+    looked_at = "names and sizes" if summary.has_sizes else "names"
+    return f"yes, by {looked_at}; `dist-ckpt verify` also reads the files"
 
 
 def _print_facts(console: Console, facts: Sequence[tuple[str, str]]) -> None:

@@ -50,6 +50,7 @@ class Summary:
         checked: what ``verify`` looks at.
         unfinished: what to say of a save that has not ended; else nothing.
         is_foreign: another backend wrote the arrays, which are not looked for then.
+        has_sizes: sizes of files were compared; an object store lists names alone.
         by_file: issues are listed below their files, not below their keys.
     """
 
@@ -62,6 +63,7 @@ class Summary:
     checked: str
     unfinished: str = ""
     is_foreign: bool = False
+    has_sizes: bool = True
     by_file: bool = False
 
 
@@ -107,6 +109,7 @@ def summary_of(
         f"{contents} and common.pt",
         _UNFINISHED.format(begun) if is_unfinished and found.version == _FORMAT2 else "",
         is_foreign=found.is_foreign,
+        has_sizes=found.has_sizes,
     )
 
 

@@ -31,7 +31,7 @@ from tests.support.boxes import shapes
 from tests.support.samples import random_values
 from tests.support.stores import TIMEOUT_S, store_of, write_array
 
-LEGACY = Path(__file__).parents[2] / "golden" / "data" / "m0123_tp4_modelonly.tar.xz"
+LEGACY = Path(__file__).parents[1] / "golden" / "data" / "m0123_tp4_modelonly.tar.xz"
 SOME_PATH = Path("w/.zarray")
 
 

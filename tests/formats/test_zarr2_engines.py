@@ -39,7 +39,7 @@ def test_the_one_engine_does_not_import_the_library_of_the_other() -> None:
         "assert 'tensorstore' not in sys.modules\n"
         "print('fine')\n"
     )
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=root, check=False
     )
