@@ -28,7 +28,7 @@ from benchmarks.measuring.command_line import Output
 from benchmarks.measuring.records import JsonLines
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.local.part_files import PartDirectory
-from tests.storage.parts.test_files import PART, written
+from tests.local.test_part_files import PART, written
 from tests.support.scripts import results_of
 
 SAVED = Checkpoints({}, {}, {}, (1, 2))

@@ -190,7 +190,7 @@ def test_what_a_killed_writer_leaves_is_never_listed_and_is_removed(tmp_path: Pa
     kept = written(directory, holder=1)
     script = (
         "import sys, time; from pathlib import Path\n"
-        "from tests.storage.parts.test_files import begun, PartDirectory\n"
+        "from tests.local.test_part_files import begun, PartDirectory\n"
         "writer = begun(PartDirectory(Path(sys.argv[1])))\n"
         "print('there', flush=True); time.sleep(300)"
     )

@@ -12,16 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.run.test_replicate import (
-    SAVE,
-    Flipping,
-    Tensors,
-    bytes_of,
-    caught,
-    mixed,
-    noise,
-    part_of,
-)
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
@@ -33,6 +23,16 @@ from dist_ckpt_strategies.local.part_streams import FileSink, FileSource, Memory
 from dist_ckpt_strategies.local.plan import ExchangePlan, build_exchange_plan
 from dist_ckpt_strategies.local.replicate import run_replicate
 from dist_ckpt_strategies.local.retrieve import Retrieval, run_retrieve
+from tests.local.test_replicate import (
+    SAVE,
+    Flipping,
+    Tensors,
+    bytes_of,
+    caught,
+    mixed,
+    noise,
+    part_of,
+)
 from tests.support.leaks import open_files_below, threads_left
 
 
