@@ -27,7 +27,7 @@ _HEAD: Final = """\
 # Measured
 
 This page is made by `python benchmarks/report.py page` from the files in `benchmarks/results`.
-[Benchmarks](../benchmarks/README.md) says how each is measured.
+`benchmarks/README.md` says how each is measured.
 
 Seconds and ratios are medians, with the least and the greatest in brackets; smaller is better.
 Candidates are interleaved, forwards and backwards, and a ratio is taken within a round. Bars show

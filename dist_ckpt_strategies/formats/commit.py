@@ -252,7 +252,7 @@ class SavePlace(ABC):
         Raises:
             StorageError: it does not appear; the place is not the same one.
         """
-        deadline = time.monotonic() + min(self._timeout_s / 2, _WAIT_S)
+        deadline = time.monotonic() + min(self._timeout_s / 4, _WAIT_S)
         while not self.is_current():
             if time.monotonic() > deadline:
                 raise StorageError(

@@ -161,6 +161,11 @@ class Zarr3Writer(ArrayWriterBase):
         self._root = root
         self._access = access
 
+    def begin_creates(self, arrays: Sequence[ArraySpec]) -> Transfer:
+        """See ArrayWriter."""
+        _ = self._flush  # here: a thread that blocks in it would keep the lock of the property
+        return super().begin_creates(arrays)
+
     def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:
         """See ArrayWriter."""
         if self._flush is not None:
