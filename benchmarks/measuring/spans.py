@@ -31,7 +31,7 @@ _MAIN_SEAMS: Final[Mapping[str, str]] = {
     f"{_PACKAGE}.comm.torch_communicator.TorchCommunicator.exchange": "sending",
     f"{_PACKAGE}.storage.io_pool.PooledTransfers.wait": "waiting for storage",
     f"{_PACKAGE}.two_stage.broadcast.copy_into": "copying",
-    f"{_PACKAGE}.sharded.save_inputs.build_save_plan": "planning",
+    f"{_PACKAGE}.sharded.save.build_save_plan": "planning",
     f"{_PACKAGE}.two_stage.load.build_group_plan": "planning",
 }
 """Functions of the main thread, and what it does in them; the outermost counts."""
