@@ -186,7 +186,10 @@ class Plain:
 
 
 def plain_value(content: bytes) -> Plain | None:
-    """The value that ``plain_content`` stands for; None of what is pickled."""
+    """The value that ``plain_content`` stands for; None of what is pickled, or damaged."""
     if not content.startswith(_PLAIN_LEAD):
         return None
-    return Plain(json.loads(content[len(_PLAIN_LEAD) :]))
+    try:
+        return Plain(json.loads(content[len(_PLAIN_LEAD) :]))
+    except (ValueError, RecursionError):
+        return None
