@@ -9,13 +9,13 @@ import pytest
 
 from tests.chaos.run import Campaign, report, run_campaign
 
-NUM_EVENTS = 60
+NUM_EVENTS = 40
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", [1, 2])
 def test_after_every_event_the_right_state_is_recovered(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
