@@ -42,7 +42,7 @@ def limit_of_wait(timeout_s: float) -> float:
 
 
 class Engine(StrEnum):
-    """Which library carries array data to and from storage."""
+    """Which library decodes chunks of format 1 that are compressed or laid out in another way."""
 
     TENSORSTORE = "tensorstore"
     ZARR = "zarr"
@@ -112,11 +112,12 @@ class Options:
             that every rank has raised by then. It has to exceed
             the time by which the slowest rank's share of the work lags behind the fastest one's.
         max_inflight_bytes: bound, per rank, on memory for staging (copies of CUDA or
-            non-contiguous tensors, assembled chunks), and on the chunks of format 1 that the
-            engine's library decodes or encodes. A single larger tensor or chunk goes alone.
-        io_threads: files per rank that the engine's library reads or writes at the same time. What
-            is moved without it, whole raw chunks, goes by the kind of file system.
-        engine: TensorStore, or zarr-python, as a cross-check.
+            non-contiguous tensors, assembled chunks), and on the chunks of format 1 that are
+            decoded. A single larger tensor or chunk goes alone.
+        io_threads: chunks of format 1 per rank that are decoded at the same time, and requests to
+            object stores. What is moved as it is goes by the kind of file system.
+        engine: what decodes compressed chunks of format 1: TensorStore, or numcodecs as
+            zarr-python does.
         direct_io: whether large files on local disks go past the page cache. It saves copying, and
             leaves the cache to the training data; a load right after the save reads from the disk.
         whole_flush: whether a save to a local disk may flush the whole file system, once, in place

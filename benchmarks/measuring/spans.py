@@ -116,13 +116,13 @@ class Recorder:
             self._depth -= 1
             self._spans.append(Span(MAIN, kind, began, time.perf_counter()))
 
-    def _on_storage(self, function: Callable[..., Any], job: Any, translate: Any) -> Any:
+    def _on_storage(self, function: Callable[..., Any], job: Any) -> Any:
         name = getattr(job.run, "func", job.run)
         name = getattr(name, "__qualname__", "").lower()
         kind = FLUSHING if any(word in name for word in _FLUSHES) else self._storage_kind
         began = time.perf_counter()
         try:
-            return function(job, translate)
+            return function(job)
         finally:
             self._spans.append(Span(STORAGE, kind, began, time.perf_counter()))
 

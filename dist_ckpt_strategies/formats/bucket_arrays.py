@@ -6,35 +6,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
-import xxhash
 
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.inner_grid import InnerGrid, Run
+from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import IncompleteCheckpointError, StorageError
-from dist_ckpt_strategies.formats.manifest import ChunkRecord
-from dist_ckpt_strategies.formats.raw_chunks import missing_chunk
-from dist_ckpt_strategies.formats.zarr3 import (
-    chunk_name,
-    decode_run,
-    encode_index,
-    encode_run,
-    metadata_content,
-    metadata_name,
-)
-from dist_ckpt_strategies.formats.zarr3_arrays import (
-    ArrayReaderBase,
-    ArrayWriterBase,
-    FindRecord,
-    ReadRuns,
-    WriteChunk,
-)
-from dist_ckpt_strategies.formats.zarr3_chunks import (
-    ChunkBlocks,
-    ChunkFile,
+from dist_ckpt_strategies.formats.arrays import ArrayWriterBase, FindRecord, Format2Reader
+from dist_ckpt_strategies.formats.chunks import (
+    Blocks,
+    InnerChunks,
+    MemorySink,
+    encode_chunk,
+    missing_chunk,
+    require_size,
     runs_at_a_time,
-    runs_of,
 )
+from dist_ckpt_strategies.formats.zarr3 import chunk_name, decode_run
 from dist_ckpt_strategies.storage.base import ArrayRead, Transfer
 from dist_ckpt_strategies.storage.bucket import MAX_REQUESTS, Bucket
 from dist_ckpt_strategies.storage.io_pool import ByteBudget, run_pooled
@@ -59,52 +47,31 @@ class BucketWriter(ArrayWriterBase):
 
     def __init__(self, bucket: Bucket, options: Options) -> None:
         num_threads = min(options.io_threads, MAX_REQUESTS)
-        super().__init__(num_threads, num_threads)
-        self._bucket = bucket
+        super().__init__(bucket, num_threads, num_threads)
         self._budget = ByteBudget(options.max_inflight_bytes)
 
     def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:  # noqa: ARG002 - a protocol
         """See ArrayWriter. What the store has acknowledged is durable."""
         return run_pooled((), 0)
 
-    def path(self, name: str) -> str:
-        """See ArrayWriterBase."""
-        return self._bucket.path(name)
+    def _create(self, key: str, name: str, content: bytes) -> None:
+        with _key_errors(key):
+            self._store.write(name, content)
 
-    def create(self, array: ArraySpec) -> None:
+    def write_chunk(self, array: ArraySpec, index: Shape, blocks: Blocks) -> list[int]:
         """See ArrayWriterBase."""
-        with _key_errors(array.key):
-            self._bucket.write(metadata_name(array.key), metadata_content(array))
-
-    def chunk_writer(self) -> WriteChunk:
-        """See ArrayWriterBase."""
-        return self._put
-
-    def _put(self, file: ChunkFile, blocks: ChunkBlocks) -> list[int]:
-        with self._budget.held(_NUM_COPIES * file.grid.file_nbytes), _key_errors(file.array.key):
-            content, digests = encoded_chunk(file, blocks)
-            self._bucket.write(chunk_name(file.array, file.index), content)
+        nbytes = InnerGrid.of(array, index).file_nbytes
+        with self._budget.held(_NUM_COPIES * nbytes), _key_errors(array.key):
+            sink = MemorySink(nbytes)
+            digests = encode_chunk(array, index, blocks, sink)
+            self._store.write(chunk_name(array, index), sink.content.tobytes())
         return digests
 
 
-def encoded_chunk(file: ChunkFile, blocks: ChunkBlocks) -> tuple[bytes, list[int]]:
-    """The whole object of a chunk, and the digests of its inner chunks and its index."""
-    grid = file.grid
-    digests: list[int] = []
-    content = np.empty(grid.file_nbytes, np.uint8)
-    for part, source, run in runs_of(blocks):
-        start = len(digests) * grid.stored_nbytes
-        target = content[start : start + run.num_chunks * grid.stored_nbytes]
-        digests += encode_run(part, run, file.array.dtype, source, target)
-    content[grid.data_nbytes :] = np.frombuffer(encode_index(grid), np.uint8)
-    digests.append(xxhash.xxh3_64_intdigest(content[grid.data_nbytes :].data))
-    return content.tobytes(), digests
-
-
-class BucketReader(ArrayReaderBase):
+class BucketReader(Format2Reader):
     """Reads the arrays of one checkpoint in an object store, and verifies what it reads.
 
-    See ArrayReader. Takes ``max_inflight_bytes`` beside the tensors.
+    See Format2Reader. Takes ``max_inflight_bytes`` beside the tensors.
 
     Args:
         bucket: the checkpoint.
@@ -113,19 +80,14 @@ class BucketReader(ArrayReaderBase):
     """
 
     def __init__(self, bucket: Bucket, options: Options, find: FindRecord | None) -> None:
-        super().__init__(num_requests(options, REQUEST_NBYTES), find)
-        self._bucket = bucket
+        super().__init__(bucket, num_requests(options, REQUEST_NBYTES), find)
 
-    def path(self, name: str) -> str:
-        """See ArrayReaderBase."""
-        return self._bucket.path(name)
-
-    def shares(self, grid: InnerGrid, read: ArrayRead) -> Iterator[tuple[Run, ...]]:
-        """See ArrayReaderBase. The runs of a share follow each other in the object."""
+    def _shares(self, grid: InnerGrid, region: Region) -> Iterator[tuple[Run, ...]]:
+        """See Format2Reader. The runs of a share follow each other in the object."""
         max_chunks = max(1, REQUEST_NBYTES // grid.stored_nbytes)
         share: list[Run] = []
         held = 0
-        for run in grid.overlapping(read.region, min(max_chunks, runs_at_a_time(grid))):
+        for run in grid.overlapping(region, min(max_chunks, runs_at_a_time(grid))):
             is_next = share and run.first == share[0].first + held
             if share and not (is_next and held + run.num_chunks <= max_chunks):
                 yield tuple(share)
@@ -134,46 +96,26 @@ class BucketReader(ArrayReaderBase):
             held += run.num_chunks
         yield tuple(share)
 
-    def run_reader(self) -> ReadRuns:
-        """See ArrayReaderBase."""
-        return self._read
-
-    def _read(
-        self, read: ArrayRead, file: ChunkFile, record: ChunkRecord | None, runs: tuple[Run, ...]
-    ) -> None:
-        grid = file.grid
-        content = self._content(file, grid, runs)
-        raise_if_cancelled()
-        start = runs[0].first
-        for run in runs:
-            begin = (run.first - start) * grid.stored_nbytes
-            part = content[begin : begin + run.num_chunks * grid.stored_nbytes]
-            if record is not None:
-                file.require(record, run.first, part.reshape(run.num_chunks, -1))
-            decode_run(grid, run, file.array.dtype, part, read.region, read.target)
-
-    def _content(
-        self, file: ChunkFile, grid: InnerGrid, runs: tuple[Run, ...]
-    ) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """The bytes of runs that follow each other.
-
-        Where they end the inner chunks, the index behind them is read too: that tells the size.
-        """
+    def _read_runs(self, read: ArrayRead, chunk: InnerChunks, runs: tuple[Run, ...]) -> None:
+        """See Format2Reader. Where the runs end the data, the index is read too: for the size."""
+        array, grid, name = read.array, chunk.grid, chunk_name(read.array, chunk.index)
         start = runs[0].first * grid.stored_nbytes
         end = (runs[-1].first + runs[-1].num_chunks) * grid.stored_nbytes
-        name, is_last = chunk_name(file.array, file.index), end == grid.data_nbytes
-        with _key_errors(file.array.key):
+        is_last = end == grid.data_nbytes
+        with _key_errors(array.key):
             try:
-                if is_last:
-                    content = self._bucket.read_rest(name, start)
-                else:
-                    content = self._bucket.read_span(name, start, end - start)
+                content = self._store.read(name, start, -1 if is_last else end - start)
             except IncompleteCheckpointError:
-                raise missing_chunk(file.array, file.path) from None
+                raise missing_chunk(array, chunk.path) from None
         expected = grid.file_nbytes if is_last else end
-        if start + len(content) != expected:
-            raise file.damaged(f"has {start + len(content)} bytes, expected {expected}")
-        return np.frombuffer(content, np.uint8, end - start)
+        require_size(array, chunk.path, start + len(content), expected)
+        raise_if_cancelled()
+        memory = np.frombuffer(content, np.uint8)
+        for run in runs:
+            begin = run.first * grid.stored_nbytes - start
+            some = memory[begin : begin + run.num_chunks * grid.stored_nbytes]
+            chunk.verify(run, some)
+            decode_run(grid, run, array.dtype, some, read.region, read.target)
 
 
 def num_requests(options: Options, nbytes: int) -> int:

@@ -15,6 +15,7 @@ from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
+from dist_ckpt_strategies.formats.arrays import ArrayWriterBase, DirectoryWriter
 from dist_ckpt_strategies.formats.bucket_arrays import BucketWriter
 from dist_ckpt_strategies.formats.clearing import require_room_for_format2
 from dist_ckpt_strategies.formats.locations import Location, open_save_place, require_path
@@ -41,12 +42,8 @@ from dist_ckpt_strategies.formats.manifest import (
 )
 from dist_ckpt_strategies.formats.object_files import is_plain, plain_content, plain_value
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, write_dumped
-from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
-from dist_ckpt_strategies.formats.zarr2_arrays import open_array_store
-from dist_ckpt_strategies.formats.zarr3_arrays import open_writer
-from dist_ckpt_strategies.storage.base import ArrayWriter
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.files import COMMON_NAME
+from dist_ckpt_strategies.storage.files import COMMON_NAME, sync_directories
 from dist_ckpt_strategies.storage.io_pool import Job, run_pooled, run_with_limit
 from dist_ckpt_strategies.storage.store import Directory, Store
 
@@ -80,7 +77,7 @@ class CheckpointWriter:
         arrays: writes the arrays; after ``require``.
     """
 
-    arrays: ArrayWriter
+    arrays: ArrayWriterBase
 
     def __init__(
         self,
@@ -117,7 +114,7 @@ class CheckpointWriter:
         return location if isinstance(location, Bucket) else Directory(location)
 
     @property
-    def open_elsewhere(self) -> Callable[[], ArrayWriter] | None:
+    def open_elsewhere(self) -> Callable[[], DirectoryWriter] | None:
         """Picklable factory of ``arrays`` for another process; None if not supported.
 
         Credentials for object stores may be this process's alone.
@@ -125,9 +122,7 @@ class CheckpointWriter:
         location = self.place.location
         if isinstance(location, Bucket):
             return None
-        if self._is_format1:
-            return partial(open_array_store, location, self.options)
-        return partial(open_writer, location, self.options)
+        return partial(DirectoryWriter, location, self.options)
 
     def dump(self, obj: Any, *, name: str, allow: Allowed) -> bytes:
         """What will be stored of an object.
@@ -156,11 +151,11 @@ class CheckpointWriter:
             StorageError: this rank does not see it.
         """
         self.place.require(owner)
-        location, opened = self.place.location, self.open_elsewhere
+        location = self.place.location
         if isinstance(location, Bucket):
             self.arrays = BucketWriter(location, self.options)
-        elif opened is not None:
-            self.arrays = opened()
+        else:
+            self.arrays = DirectoryWriter(location, self.options)
 
     def write_objects(self, objects: Mapping[ObjectId, bytes]) -> None:
         """Store what was dumped of this rank's objects, durably: files of one, or of many.
@@ -195,7 +190,7 @@ class CheckpointWriter:
         if self._is_format1:
             return {}
         chunks: dict[str, dict[Shape, ChunkRecord]] = defaultdict(dict)
-        written = {**getattr(self.arrays, "digests", {}), **self._digests}
+        written = {**self.arrays.digests, **self._digests}
         for (key, index), digests in written.items():
             chunks[key][index] = ChunkRecord.of(self._global_rank, digests)
         records = (ArrayRecord(array, chunks.get(array.key, {})) for array in arrays)
@@ -238,8 +233,9 @@ def _write_object_files(root: Path, objects: Mapping[ObjectId, bytes], timeout_s
     )
     run_pooled(jobs, _OBJECT_THREADS).wait(timeout_s)
     if objects:
-        sync = partial(Zarr2Layout(root).sync_directories, {name.key for name in objects})
-        run_with_limit(sync, root)
+        run_with_limit(
+            partial(sync_directories, root, {name.key: name.key for name in objects}), root
+        )
 
 
 def _write_pack(

@@ -15,6 +15,7 @@ from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
 )
+from dist_ckpt_strategies.formats.arrays import DirectoryReader, Format1Reader
 from dist_ckpt_strategies.formats.bucket_arrays import BucketReader, num_requests
 from dist_ckpt_strategies.formats.bucket_commit import require_something
 from dist_ckpt_strategies.formats.issues import FileCheck
@@ -27,8 +28,6 @@ from dist_ckpt_strategies.formats.object_files import (
     read_content,
 )
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
-from dist_ckpt_strategies.formats.zarr2_arrays import open_array_store
-from dist_ckpt_strategies.formats.zarr3_arrays import Zarr3Reader
 from dist_ckpt_strategies.formats.zarr3_scan import common_check, manifest_files
 from dist_ckpt_strategies.storage.base import ArrayReader
 from dist_ckpt_strategies.storage.bucket import Bucket
@@ -60,12 +59,12 @@ class Format1Checkpoint:
     @cached_property
     def array_reader(self) -> ArrayReader:
         """See StoredCheckpoint."""
-        return open_array_store(self._layout.root, self._options)
+        return Format1Reader(self._layout.root, self._options)
 
     @property
     def buffered_reader(self) -> ArrayReader:
         """See StoredCheckpoint."""
-        return open_array_store(self._layout.root, self._options.with_changes(direct_io=False))
+        return Format1Reader(self._layout.root, self._options.with_changes(direct_io=False))
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """See StoredCheckpoint. One metadata file is read for each; sorted by key."""
@@ -163,7 +162,7 @@ class Format2Checkpoint:
         find = None if options.verify is Verify.OFF else self.manifest.find
         if isinstance(self._root, Bucket):
             return BucketReader(self._root, options, find)
-        return Zarr3Reader(self._root, permitted_access(self._root, options), find)
+        return DirectoryReader(self._root, options, find)
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """See StoredCheckpoint. The parts of the manifest that list them are read, once each."""
@@ -188,7 +187,7 @@ class Format2Checkpoint:
         span = record.span
         if span is None:
             return plain_content(record.value)
-        content = self.file_store.read_span(span.name, span.byte_offset, span.nbytes)
+        content = self.file_store.read(span.name, span.byte_offset, span.nbytes)
         if digest_of(content) != span.digest:
             name, path = object_id.unique_key, self.file_store.path(span.name)
             raise CorruptCheckpointError(

@@ -166,7 +166,7 @@ def begun_content(save_id: str) -> bytes:
     return json.dumps(begun).encode()
 
 
-def digest_of(content: bytes) -> str:
+def digest_of(content: bytes | memoryview) -> str:
     """The digest by which files are listed that are read whole."""
     return xxhash.xxh3_128_hexdigest(content)
 

@@ -140,15 +140,6 @@ def allowing(allow: Allowed) -> Iterator[None]:
                 _HELD.pop(found).__exit__(None, None, None)
 
 
-def names_of(allow: Allowed) -> dict[str, Any]:
-    """What may be made again when a checkpoint is read, by the name that asks for it.
-
-    Raises:
-        StrategyError: something in it is neither a class, a function, nor such a tuple.
-    """
-    return {name: found for found, name in map(_by_name, allow)}
-
-
 class _Entry(tuple[Any, str]):
     """An entry of ours in torch's list: equal to no other, so that it goes without taking one."""
 

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,14 +23,11 @@ from dist_ckpt_strategies.storage.files import (
     MAX_JSON_NBYTES,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
-    create_file,
     file_errors,
     is_directory,
     is_elsewhere,
     read_file,
     remove_empty,
-    sync_path,
-    write_file,
 )
 
 METADATA_NAME = ".zarray"
@@ -42,22 +39,8 @@ def dtype_name(dtype: DType) -> str:
     return dtype.value if dtype.is_extension else dtype.numpy.newbyteorder("<").str
 
 
-def array_metadata(array: ArraySpec) -> dict[str, Any]:
-    """The content of ``.zarray``, exactly the fields that Megatron-Core <= 0.15 wrote."""
-    return {
-        "chunks": list(array.chunk_shape),
-        "compressor": None,
-        "dtype": dtype_name(array.dtype),
-        "fill_value": None,
-        "filters": None,
-        "order": "C",
-        "shape": list(array.shape),
-        "zarr_format": 2,
-    }
-
-
 def metadata_content(array: ArraySpec) -> bytes:
-    """The bytes of ``.zarray``, laid out as zarr 2 did: one number a line.
+    """The bytes of ``.zarray``: the fields that Megatron-Core <= 0.15 wrote, laid out as by zarr 2.
 
     Put together by hand: the standard library's indenting encoder is the slowest part of a save
     of many small arrays.
@@ -98,14 +81,9 @@ def parse_metadata(key: str, path: Path | str, content: bytes) -> ArraySpec:
             and fields["order"] == "C"
             and (spelled[0] in "<|" or dtype.is_extension)
         )
-        array = ArraySpec(
-            key,
-            _extent(fields["shape"]),
-            dtype,
-            _extent(fields["chunks"]),
-            separator=str(fields.get("dimension_separator", ".")),
-            is_raw=raw,
-        )
+        shape, chunks = _extent(fields["shape"], least=0), _extent(fields["chunks"], least=1)
+        separator = str(fields.get("dimension_separator", "."))
+        array = ArraySpec(key, shape, dtype, chunks, separator, is_raw=raw)
         _require_consistent(array, fields)
     except PlanError as error:
         found = error.message.removeprefix(f"{key}: ")
@@ -117,10 +95,10 @@ def parse_metadata(key: str, path: Path | str, content: bytes) -> ArraySpec:
     return array
 
 
-def _extent(numbers: Any) -> tuple[int, ...]:
+def _extent(numbers: Any, *, least: int) -> tuple[int, ...]:
     """Sizes of an array or chunk; JSON could hold anything in their place."""
-    if not isinstance(numbers, list) or any(type(number) is not int for number in numbers):
-        raise TypeError(f"{numbers!r}, expected a list of whole numbers")
+    if not isinstance(numbers, list) or any(type(n) is not int or n < least for n in numbers):
+        raise ValueError(f"{numbers!r}, expected a list of whole numbers, each at least {least}")
     return tuple(numbers)
 
 
@@ -140,18 +118,12 @@ def _numpy_dtype(spelled: str) -> np.dtype[np.generic]:
 def _require_consistent(array: ArraySpec, fields: Mapping[str, Any]) -> None:
     if fields["zarr_format"] != 2:  # noqa: PLR2004 - the format's own number
         raise ValueError(f"zarr_format {fields['zarr_format']}, expected 2")
-    if len(array.shape) != len(array.chunk_shape) or min(array.shape, default=0) < 0:
+    if len(array.shape) != len(array.chunk_shape):
         raise ValueError(f"shape {array.shape} with chunks {array.chunk_shape}")
-    if min(array.chunk_shape, default=1) < 1:
-        raise ValueError(f"chunks {array.chunk_shape}")
-    if fields["order"] not in {"C", "F"}:
-        raise ValueError(f"order {fields['order']!r}, expected 'C' or 'F'")
-    if not _is_codec(fields["compressor"]):
-        raise ValueError(f"compressor {fields['compressor']!r}, expected null or one with an id")
-    if not all(map(_is_codec, fields.get("filters") or ())):
-        raise ValueError(f"filters {fields['filters']!r}, expected null or a list of them")
-    if array.separator not in {".", "/"}:
-        raise ValueError(f"dimension_separator {array.separator!r}, expected '.' or '/'")
+    if fields["order"] not in {"C", "F"} or array.separator not in {".", "/"}:
+        raise ValueError(f"order {fields['order']!r}, dimension_separator {array.separator!r}")
+    if not all(map(_is_codec, (fields["compressor"], *(fields.get("filters") or ())))):
+        raise ValueError("a compressor or filter that is neither null nor has an id")
 
 
 def _is_codec(found: Any) -> bool:
@@ -160,7 +132,7 @@ def _is_codec(found: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Zarr2Layout:
-    """Finds, makes and removes the arrays of one checkpoint directory.
+    """Finds and removes the arrays of one checkpoint directory.
 
     Attributes:
         root: the checkpoint directory, absolute.
@@ -171,28 +143,6 @@ class Zarr2Layout:
     def directory(self, key: str) -> Path:
         """Where the array of that key lives."""
         return self.root / key
-
-    def chunk_path(self, array: ArraySpec, index: tuple[int, ...]) -> Path:
-        """The file of one chunk."""
-        return self.directory(array.key) / array.chunk_name(index)
-
-    def create(self, array: ArraySpec, *, is_flushed: bool) -> None:
-        """Write the metadata of an array, or replace what is there.
-
-        Metadata that is the same stays: the writer of a chunk may have come first.
-        """
-        path, content = self.metadata_path(array.key), metadata_content(array)
-        with file_errors(array.key, path):
-            if not (create_file(path, content) or read_file(path) == content):
-                write_file(Path(path), content)
-            if is_flushed:
-                sync_path(path)
-
-    def ensure(self, array: ArraySpec) -> None:
-        """Write the metadata of an array, unless it is there. Not flushed."""
-        path = self.metadata_path(array.key)
-        with file_errors(array.key, path):
-            create_file(path, metadata_content(array))
 
     def metadata_path(self, key: str) -> str:
         """The file that describes the array of that key."""
@@ -209,22 +159,6 @@ class Zarr2Layout:
         with file_errors(key, path, not_found=ArrayNotFoundError):
             content = read_file(path, MAX_JSON_NBYTES)
         return parse_metadata(key, path, content)
-
-    def sync_directories(self, keys: Iterable[str]) -> None:
-        """Make the names of new files of these keys durable."""
-        for path, key in self.directories(keys).items():
-            with file_errors(key, path):
-                sync_path(path)
-
-    def directories(self, keys: Iterable[str]) -> dict[str, str]:
-        """The directories that hold files of these keys and those above, with a key of each."""
-        found: dict[str, str] = {}
-        for key in keys:
-            path = f"{self.root}/{key}"
-            while path not in found and len(path) >= len(str(self.root)):
-                found[path] = key
-                path = path[: path.rindex("/")]
-        return found
 
     def keys(self) -> Iterator[str]:
         """Keys of all arrays, at any depth, sorted within a directory.

@@ -133,13 +133,13 @@ def encode_run(
     part = at_box(source, box.within(grid.region))
     elements = _elements(chunks, grid, run, dtype)
     if box.shape == _whole_shape(grid, run):
-        np.copyto(elements, _split(_bits(part, dtype), grid))
+        np.copyto(elements, _split(bits_of(part), grid))
     else:
         elements[...] = 0
         for offset, chunk in _each(run, elements):
             own = grid.box(offset)
             held = at_box(source, own.within(grid.region))
-            np.copyto(at_box(chunk, Region.whole(own.shape)), _bits(held, dtype))
+            np.copyto(at_box(chunk, Region.whole(own.shape)), bits_of(held))
     return digests_of(chunks)
 
 
@@ -161,14 +161,14 @@ def decode_run(
     box = grid.box(run.offset, run.shape)
     if box.shape == _whole_shape(grid, run) and region.contains(box):
         part = at_box(target, box.within(region))
-        np.copyto(_split(_bits(part, dtype), grid), elements)
+        np.copyto(_split(bits_of(part), grid), elements)
         return
     for offset, chunk in _each(run, elements):
         own = grid.box(offset)
         common = own.intersect(region)
         if common is not None:
             part = at_box(target, common.within(region))
-            np.copyto(_bits(part, dtype), at_box(chunk, common.within(own)))
+            np.copyto(bits_of(part), at_box(chunk, common.within(own)))
 
 
 def is_in_place(grid: InnerGrid, run: Run, region: Region) -> bool:
@@ -209,7 +209,7 @@ def encode_index(grid: InnerGrid) -> bytes:
 
 def _elements(chunks: Bytes, grid: InnerGrid, run: Run, dtype: DType) -> HostArray:
     """The elements of the inner chunks: dims of the run, then those of an inner chunk."""
-    raw = chunks[:, : grid.raw_nbytes].view(_bits_of(dtype))
+    raw = chunks[:, : grid.raw_nbytes].view(_BITS.get(dtype.itemsize, dtype.numpy))
     return raw.reshape((*run.shape, *grid.inner_shape))
 
 
@@ -231,13 +231,9 @@ def _each(run: Run, elements: HostArray) -> Iterator[tuple[Shape, HostArray]]:
         yield tuple(map(operator.add, run.offset, at)), elements[(*at, ...)]
 
 
-def _bits(elements: HostArray, dtype: DType) -> HostArray:
+def bits_of(elements: HostArray) -> HostArray:
     """The same memory as whole numbers: copies keep every bit, and need no code for the dtype."""
-    return elements.view(_bits_of(dtype))
-
-
-def _bits_of(dtype: DType) -> npt.DTypeLike:
-    return _BITS.get(dtype.itemsize, dtype.numpy)
+    return elements.view(_BITS.get(elements.itemsize, elements.dtype))
 
 
 _BITS: Mapping[int, npt.DTypeLike] = MappingProxyType(

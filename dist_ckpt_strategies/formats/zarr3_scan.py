@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
 from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.errors import CheckpointError, IncompleteCheckpointError, StorageError
+from dist_ckpt_strategies.formats.chunks import missing_chunk
 from dist_ckpt_strategies.formats.issues import (
     NO_ANSWER,
     NO_FILE,
@@ -55,7 +55,6 @@ from dist_ckpt_strategies.formats.manifest import (
     digest_of,
 )
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
-from dist_ckpt_strategies.formats.raw_chunks import missing_chunk
 from dist_ckpt_strategies.formats.zarr3 import (
     METADATA_NAME,
     chunk_name,
@@ -105,41 +104,75 @@ def scan_format2(place: Path | Bucket) -> Scan | None:
         there = _files_of_bucket(place)
     if there is None:
         return None
-    store = there.store
-    index, arrays, objects, of_manifest = _read_manifest(store)
+    store, marker, files, others = there
+    index, arrays, objects, issues = _read_manifest(store)
     common = None if index is None else index.common
+    checks = partial(manifest_files, store, arrays, objects, common)
+    of_files: list[Issue] = []
+    listed = set(_UNLISTED_NAMES)
     chunks: dict[str, list[int]] = defaultdict(list)
-    for check in manifest_files(store, arrays, objects, common):
-        nbytes = there.compare(check)
+    for check in checks():
+        listed.add(check.name)
+        of_files += _compared(check, files)
+        nbytes = files.get(check.name)
         if check.key is not None and nbytes is not None and not check.name.endswith(METADATA_NAME):
             chunks[check.key].append(nbytes)
-    if common is None and COMMON_NAME not in there.files:
-        there.issues.append(missing_common())
-    if index is not None and not of_manifest:
-        there.add_unexpected(index)
-    issues = [*check_marker(there.marker, FORMAT2), *of_manifest]
+    if common is None and COMMON_NAME not in files:
+        of_files.append(missing_common())
+    if index is not None and not issues:
+        of_files += _unexpected(files, listed, index)
     stale = (
         StaleFile(StaleKind.PARTIAL, name, nbytes or 0)
-        for name, nbytes in sorted(there.files.items())
+        for name, nbytes in sorted(files.items())
         if _is_stale(name)
     )
+    of_files.sort(key=lambda issue: issue.path)
     return Scan(
         root=place,
         version=2,
-        marker=there.marker if isinstance(there.marker, CheckpointMarker) else None,
-        common_nbytes=there.files.get(COMMON_NAME),
+        marker=marker if isinstance(marker, CheckpointMarker) else None,
+        common_nbytes=files.get(COMMON_NAME),
         arrays=tuple(_scanned_array(record, chunks[record.array.key]) for record in arrays),
         objects=tuple(_grids(objects)),
         stale_files=tuple(stale),
-        issues=sorted_by_key([*issues, *sorted(there.issues, key=lambda issue: issue.path)]),
-        num_files=len(there.files),
-        nbytes=sum(nbytes or 0 for nbytes in there.files.values()),
-        checks=partial(manifest_files, store, arrays, objects, common),
+        issues=sorted_by_key([*check_marker(marker, FORMAT2), *issues, *of_files]),
+        num_files=len(files),
+        nbytes=sum(nbytes or 0 for nbytes in files.values()),
+        checks=checks,
         num_threads=store.num_readers,
         begun=read_begun(store),
         index=index,
-        others=there.others,
+        others=others,
     )
+
+
+def _compared(file: FileCheck, files: dict[str, int | None]) -> Iterator[Issue]:
+    """What is wrong with a file that the manifest lists, by its name and size."""
+    if file.name not in files:
+        yield Issue(Problem.MISSING_FILE, file.key, file.name, file.expected, NO_FILE)
+        return
+    found = files[file.name]
+    if found is None:  # an object store lists names alone
+        files[file.name] = file.nbytes
+    elif found != file.nbytes:
+        text = nbytes_text(found)
+        yield Issue(Problem.WRONG_SIZE, file.key, file.name, file.expected, text)
+
+
+def _unexpected(
+    files: dict[str, int | None], listed: set[str], index: ManifestIndex
+) -> Iterator[Issue]:
+    """An issue for each file that the manifest, all of which was read, does not list."""
+    for segment in index.segments:
+        listed.add(segment.name)
+        if files.get(segment.name, 0) is None:
+            files[segment.name] = segment.nbytes
+    for name in sorted(files.keys() - listed):
+        if not _is_stale(name):
+            nbytes = files[name]
+            expected = "no file that the manifest does not list"
+            found = "an object" if nbytes is None else nbytes_text(nbytes)
+            yield Issue(Problem.UNEXPECTED_FILE, None, name, expected, found)
 
 
 def read_begun(store: Store) -> SaveBegun | None:
@@ -155,57 +188,12 @@ def read_begun(store: Store) -> SaveBegun | None:
         return None
 
 
-@dataclass(slots=True)
-class _Found:
-    """The files that are there, compared with those that the manifest lists.
-
-    Attributes:
-        store: gives the content of the files.
-        marker: of the checkpoint, or what is wrong with it.
-        files: size of each of its files, by name; None where neither a listing nor the manifest
-            has it.
-        others: names beside them, which are no part of it.
-        issues: what the comparison shows.
-        listed: names of the files that were compared.
-    """
-
-    store: Store
-    marker: CheckpointMarker | Issue
-    files: dict[str, int | None]
-    others: tuple[str, ...]
-    issues: list[Issue] = field(default_factory=list)
-    listed: set[str] = field(default_factory=lambda: set(_UNLISTED_NAMES))
-
-    def compare(self, file: FileCheck) -> int | None:
-        """The size of a file that the manifest lists; None, and an issue, where it is missing."""
-        self.listed.add(file.name)
-        if file.name not in self.files:
-            issue = Issue(Problem.MISSING_FILE, file.key, file.name, file.expected, NO_FILE)
-            self.issues.append(issue)
-            return None
-        found = self.files[file.name]
-        if found is None:
-            found = self.files[file.name] = file.nbytes
-        if found != file.nbytes:
-            text = nbytes_text(found)
-            self.issues.append(Issue(Problem.WRONG_SIZE, file.key, file.name, file.expected, text))
-        return found
-
-    def add_unexpected(self, index: ManifestIndex) -> None:
-        """Add an issue for each file that the manifest, all of which was read, does not list."""
-        for segment in index.segments:
-            self.listed.add(segment.name)
-            if self.files.get(segment.name, 0) is None:
-                self.files[segment.name] = segment.nbytes
-        for name in sorted(self.files.keys() - self.listed):
-            if not _is_stale(name):
-                nbytes = self.files[name]
-                expected = "no file that the manifest does not list"
-                found = "an object" if nbytes is None else nbytes_text(nbytes)
-                self.issues.append(Issue(Problem.UNEXPECTED_FILE, None, name, expected, found))
+_There = tuple[Store, CheckpointMarker | Issue, dict[str, int | None], tuple[str, ...]]
+"""What gives the content of files; the marker, or what is wrong with it; the size of each of the
+checkpoint's files by name, None where a listing has none; names beside them."""
 
 
-def _files_of_directory(root: Path) -> _Found | None:
+def _files_of_directory(root: Path) -> _There | None:
     require_directory(root)
     store = Directory(root)
     marker = marker_or_issue(store)
@@ -221,10 +209,10 @@ def _files_of_directory(root: Path) -> _Found | None:
         files |= {folder.path_of(name): nbytes for name, nbytes in folder.files.items()}
     names = {*top.files, *top.folders, *top.links, *top.others}
     others = sorted(n for n in names.difference(files, FOLDER_NAMES) if not _is_stale(n))
-    return _Found(store, marker, files, tuple(others))
+    return store, marker, files, tuple(others)
 
 
-def _files_of_bucket(bucket: Bucket) -> _Found | None:
+def _files_of_bucket(bucket: Bucket) -> _There | None:
     """One list of all names below the URL: those of the last save, and what is beside it."""
     from dist_ckpt_strategies.formats.bucket_commit import (  # noqa: PLC0415
         current_place,
@@ -250,7 +238,7 @@ def _files_of_bucket(bucket: Bucket) -> _Found | None:
     if prefix:
         beside = {name.partition("/")[0] for name in names}
         others |= beside.difference({prefix, MARKER_NAME})
-    return _Found(place, marker, dict.fromkeys(mine), tuple(sorted(others)))
+    return place, marker, dict.fromkeys(mine), tuple(sorted(others))
 
 
 def _is_format2(marker: CheckpointMarker | Issue) -> bool:
@@ -369,8 +357,9 @@ def _packs(store: Store, objects: Iterable[ObjectRecord]) -> Iterator[FileCheck]
         if record.span is not None:
             packs.setdefault(record.span.name, []).append((record, record.span))
     for name, records in packs.items():
-        nbytes = max(span.byte_offset + span.nbytes for _, span in records)
-        run = partial(_check_pack, store, name, nbytes, records)
+        records.sort(key=lambda record: record[1].byte_offset)
+        nbytes = sum(span.nbytes for _, span in records)
+        run = partial(_check_pack, store, name, records)
         yield FileCheck(None, name, nbytes, run, f"{nbytes_text(nbytes)} of objects")
 
 
@@ -436,19 +425,17 @@ def check_chunk(store: Store, array: ArraySpec, index: Shape, record: ChunkRecor
 
 
 def _check_pack(
-    store: Store, name: str, nbytes: int, records: Sequence[tuple[ObjectRecord, Span]]
+    store: Store, name: str, records: Sequence[tuple[ObjectRecord, Span]]
 ) -> Iterator[Issue]:
-    """Compare the size of a file of objects, then each object in it."""
+    """Compare the size of a file of objects, then each object in it: one follows the other."""
     try:
-        store.require_nbytes(name, nbytes)
+        blocks = store.read_blocks(name, [span.nbytes for _, span in records])
+        for (record, span), content in zip(records, blocks, strict=True):
+            if digest_of(content) != span.digest:
+                lead = f"{span.nbytes} bytes from byte {span.byte_offset} with digest {span.digest}"
+                expected = f"{lead} (written by rank {record.writer})"
+                text = f"{len(content)} with {digest_of(content)}"
+                yield Issue(Problem.DAMAGED, record.id.unique_key, name, expected, text)
     except WrongSizeError as error:
-        expected = f"{nbytes_text(nbytes)} of objects"
+        expected = f"{nbytes_text(error.expected)} of objects"
         yield Issue(Problem.WRONG_SIZE, None, name, expected, error.found)
-        return
-    for record, span in records:
-        content = store.read_span(name, span.byte_offset, span.nbytes)
-        if digest_of(content) != span.digest:
-            lead = f"{span.nbytes} bytes from byte {span.byte_offset} with digest {span.digest}"
-            expected = f"{lead} (written by rank {record.writer})"
-            text = f"{len(content)} with {digest_of(content)}"
-            yield Issue(Problem.DAMAGED, record.id.unique_key, name, expected, text)

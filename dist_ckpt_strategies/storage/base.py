@@ -126,7 +126,3 @@ class StoredCheckpoint(Protocol):
             CorruptCheckpointError: it is damaged.
         """
         ...
-
-
-class ArrayStore(ArrayReader, ArrayWriter, Protocol):
-    """Moves regions of named arrays to memory and back."""

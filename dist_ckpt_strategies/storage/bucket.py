@@ -33,23 +33,6 @@ _RETRIED = ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED")
 _NO_BUCKET = ("NoSuchBucket", "The specified bucket does not exist")
 
 
-def no_answer(path: str, timeout_s: float, why: str) -> StoreUnreachableError:
-    """The error for a request that has not ended, retries included.
-
-    Args:
-        path: what was asked for.
-        timeout_s: how long it was waited for.
-        why: what one more try without retries gave; empty if that gave no reason.
-    """
-    reason = f" ({why})" if why else ""
-    return StoreUnreachableError(
-        f"{path}: the object store did not answer within {timeout_s:g} s, retries included"
-        f"{reason}; see that it runs and can be reached, or raise DIST_CKPT_STORE_TIMEOUT_S, and "
-        "timeout_s of the save or load, of which a request takes three quarters at most",
-        path=path,
-    )
-
-
 def shortened(error: Exception) -> str:
     """What TensorStore says, without codes, ids and bodies."""
     return _DETAIL.sub("", str(error))
@@ -190,21 +173,23 @@ class Bucket:
         """See Store."""
         return f"{self.url}/{name}"
 
-    def read(self, name: str) -> bytes:
-        """See Store."""
-        return self._read(name, None)
-
-    def read_span(self, name: str, byte_offset: int, nbytes: int) -> bytes:
+    def read(self, name: str, byte_offset: int = 0, nbytes: int = -1) -> bytes:
         """See Store.
 
         Raises:
             CorruptCheckpointError: it ends before.
         """
-        return self._read(name, slice(byte_offset, byte_offset + nbytes)) if nbytes else b""
-
-    def read_rest(self, name: str, byte_offset: int) -> bytes:
-        """The bytes of an object from an offset, where it has some, to its end."""
-        return self._read(name, slice(byte_offset, None))
+        if nbytes == 0:
+            return b""
+        path, end = self.path(name), None if nbytes < 0 else byte_offset + nbytes
+        part = slice(byte_offset, end) if byte_offset or end else None  # None: an empty one too
+        request = self._store.read(name, byte_range=part)
+        found = self._result(request, Operation.READ, path)
+        if found.state == "missing":
+            self.require_bucket()
+            raise IncompleteCheckpointError(f"{path} does not exist", path=path)
+        content: bytes = found.value
+        return content
 
     def read_blocks(self, name: str, sizes: Sequence[int]) -> Iterator[memoryview]:
         """See Store."""
@@ -213,7 +198,7 @@ class Bucket:
             raise WrongSizeError(self.path(name), nbytes, _MORE)
         for size in sizes:
             try:
-                content = self.read_span(name, byte_offset, size)
+                content = self.read(name, byte_offset, size)
             except CorruptCheckpointError:
                 raise WrongSizeError(self.path(name), nbytes, _FEWER) from None
             yield memoryview(content)
@@ -229,13 +214,6 @@ class Bucket:
             )
         self._result(self._store.write(name, content), Operation.PUT, self.path(name))
 
-    def require_nbytes(self, name: str, nbytes: int) -> None:
-        """See Store. Takes two requests for one byte: TensorStore has no request for a size."""
-        if self._has_byte(name, nbytes):
-            raise WrongSizeError(self.path(name), nbytes, _MORE)
-        if nbytes and not self._has_byte(name, nbytes - 1):
-            raise WrongSizeError(self.path(name), nbytes, _FEWER)
-
     def _has_byte(self, name: str, byte_offset: int) -> bool:
         """Whether an object reaches this far.
 
@@ -243,7 +221,7 @@ class Bucket:
             IncompleteCheckpointError: it is missing.
         """
         try:
-            return bool(self.read_span(name, byte_offset, 1))
+            return bool(self.read(name, byte_offset, 1))
         except CorruptCheckpointError:
             return False
 
@@ -257,7 +235,7 @@ class Bucket:
 
     def names(self, prefix: str) -> Iterator[str]:
         """See Store."""
-        return self.names_starting(f"{prefix}/" if prefix else "")
+        return iter(self._listed(f"{prefix}/" if prefix else ""))
 
     def names_starting(self, start: str) -> Iterator[str]:
         """Every object whose name starts with ``start``, in no order."""
@@ -293,15 +271,6 @@ class Bucket:
         found = self._result(self._store.list(range=keys), Operation.LIST, place)
         return [key.decode() for key in found]
 
-    def _read(self, name: str, byte_range: slice | None) -> bytes:
-        path = self.path(name)
-        found = self._result(self._store.read(name, byte_range=byte_range), Operation.READ, path)
-        if found.state == "missing":
-            self.require_bucket()
-            raise IncompleteCheckpointError(f"{path} does not exist", path=path)
-        content: bytes = found.value
-        return content
-
     def _result(self, future: Any, operation: Operation, path: str) -> Any:
         """What a request gives, within the time that is set."""
         limit_s = self._options.timeout_s
@@ -309,7 +278,13 @@ class Bucket:
             return future.result(timeout=limit_s)
         except (TimeoutError, FutureTimeoutError):
             future.cancel()
-            raise no_answer(path, limit_s, self._why_not()) from None
+            why = f" ({found})" if (found := self._why_not()) else ""
+            raise StoreUnreachableError(
+                f"{path}: the object store did not answer within {limit_s:g} s, retries included"
+                f"{why}; see that it runs and can be reached, or raise DIST_CKPT_STORE_TIMEOUT_S "
+                "and timeout_s of the save or load: a request takes three quarters of it at most",
+                path=path,
+            ) from None
         except Exception as error:
             server = server_name(self.url, self._options)
             raise store_error(error, operation, path, self.url, server) from error

@@ -18,7 +18,7 @@ import os
 import platform
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -36,30 +36,34 @@ MIN_DIRECT_NBYTES = 64 << 10
 """Smaller files gain nothing."""
 
 _HUGE_PAGE_NBYTES = 2 << 20
-_BUFFER_NBYTES = 4 << 20
+BUFFER_NBYTES = 6 << 20
+"""Of a bounce buffer; some whole huge pages."""
+
 _NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP}
 
 
 class BounceBuffers:
-    """Buffers for the threads of one transfer, made as they are first needed.
+    """Buffers for threads at work, made as they are first needed.
 
     Takes one for each thread that has work at the same time, freed with the object.
-
-    Args:
-        nbytes: of each, whole huge pages.
     """
 
-    def __init__(self, nbytes: int = _BUFFER_NBYTES) -> None:
-        self.nbytes = nbytes
+    def __init__(self) -> None:
         self._idle: deque[Bytes] = deque()
 
     @contextmanager
-    def borrowed(self) -> Iterator[Bytes]:
-        """A buffer that is this thread's alone within the block."""
+    def borrowed(self, nbytes: int = BUFFER_NBYTES) -> Iterator[Bytes]:
+        """A buffer of so many bytes or more that is this thread's alone within the block.
+
+        It is aligned, unless it has to be larger than BUFFER_NBYTES.
+        """
+        if nbytes > BUFFER_NBYTES:
+            yield np.empty(nbytes, np.uint8)
+            return
         try:
             buffer = self._idle.pop()
         except IndexError:
-            buffer = _huge_page_buffer(self.nbytes)
+            buffer = _huge_page_buffer(BUFFER_NBYTES)
         try:
             yield buffer
         finally:
@@ -67,26 +71,15 @@ class BounceBuffers:
 
 
 def _huge_page_buffer(nbytes: int) -> Bytes:
-    memory = mmap.mmap(
-        -1,
-        nbytes + _HUGE_PAGE_NBYTES,
-        flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
-    )
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        _advise_huge(memory)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE_NBYTES, flags=flags)
+    with suppress(OSError, AttributeError):  # a kernel, or a system, without transparent huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(memory, np.uint8)
     start = -whole.ctypes.data % _HUGE_PAGE_NBYTES
     buffer = whole[start : start + nbytes]
     buffer.fill(0)
     return buffer
-
-
-def _advise_huge(memory: mmap.mmap) -> None:
-    try:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # a kernel without transparent huge pages
-            raise
 
 
 def start_direct(handle: int) -> bool:
@@ -103,18 +96,6 @@ def start_direct(handle: int) -> bool:
 def stop_direct(handle: int) -> None:
     """Switch an open file back to buffered transfers."""
     fcntl.fcntl(handle, fcntl.F_SETFL, fcntl.fcntl(handle, fcntl.F_GETFL) & ~os.O_DIRECT)
-
-
-def write_direct(handle: int, content: Bytes, buffer: Bytes) -> None:
-    """Write a whole file; the last part, shorter than a block, goes through the page cache."""
-    aligned = content.size - content.size % BLOCK_NBYTES
-    for start in range(0, aligned, buffer.size):
-        part = content[start : min(start + buffer.size, aligned)]
-        buffer[: part.size] = part
-        pwrite_all(handle, buffer[: part.size], start)
-    if aligned < content.size:
-        stop_direct(handle)
-        pwrite_all(handle, content[aligned:], aligned)
 
 
 def pwrite_all(handle: int, content: Bytes, byte_offset: int) -> None:

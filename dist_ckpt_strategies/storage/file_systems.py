@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.storage.direct_io import BounceBuffers
 from dist_ckpt_strategies.storage.files import file_errors
 from dist_ckpt_strategies.storage.io_pool import limited
 
@@ -39,10 +38,6 @@ class FileAccess:
     num_metadata_threads: int
     is_direct: bool
     is_flushed_whole: bool
-
-    def bounce_buffers(self) -> BounceBuffers | None:
-        """Buffers for one transfer; None where it goes through the page cache."""
-        return BounceBuffers() if self.is_direct else None
 
 
 _LOCAL_DISK = FileAccess(
@@ -180,8 +175,18 @@ def _numbers(path: Path) -> dict[str, int]:
 
 def is_cached(handle: int, size: int) -> bool:
     """Whether the middle of a file is in the page cache; True where the kernel cannot tell."""
-    num_pages = _num_cached_pages(handle, size // 2, 1)
-    return _is_there_at_once(handle, size // 2) if num_pages is None else num_pages > 0
+    call, counts = _system_call(), (ctypes.c_uint64 * _NUM_COUNTS)()
+    asked = (ctypes.c_uint64 * 2)(size // 2, 1)
+    if call is not None and call(_CACHESTAT, handle, asked, counts, 0) == 0:
+        return counts[0] > 0
+    try:  # before Linux 6.5, and where this user may not ask
+        os.preadv(handle, [bytearray(1)], size // 2, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_NOWAIT:
+            raise
+    return True
 
 
 def begin_readahead(paths: Sequence[str]) -> None:
@@ -199,27 +204,6 @@ def begin_readahead(paths: Sequence[str]) -> None:
             continue
         finally:
             os.close(handle)
-
-
-def _is_there_at_once(handle: int, byte_offset: int) -> bool:
-    try:
-        os.preadv(handle, [bytearray(1)], byte_offset, os.RWF_NOWAIT)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in _NO_NOWAIT:
-            raise
-    return True
-
-
-def _num_cached_pages(handle: int, byte_offset: int, nbytes: int) -> int | None:
-    """Pages of a range; None where the kernel does not say, or not to this user."""
-    call = _system_call()
-    if call is None:
-        return None
-    counts = (ctypes.c_uint64 * _NUM_COUNTS)()
-    asked = (ctypes.c_uint64 * 2)(byte_offset, nbytes)
-    return None if call(_CACHESTAT, handle, asked, counts, 0) else counts[0]
 
 
 @cache

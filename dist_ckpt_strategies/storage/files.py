@@ -7,7 +7,7 @@ import fcntl
 import os
 import stat
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,36 +98,20 @@ def require_directory(root: Path) -> None:
         raise CheckpointNotFoundError(f"checkpoint directory {root} {what}", path=str(root))
 
 
-def read_file(path: Path | str, max_nbytes: int = -1) -> bytes:
-    """The content of a file, or its first bytes.
+def read_file(path: Path | str, max_nbytes: int = -1, byte_offset: int = 0) -> bytes:
+    """The content of a file, or some of its bytes; fewer where it ends before.
 
     Raises:
         OSError: it is no regular file, for one, such as a pipe, which could keep us waiting.
     """
-    with open(path, "rb", 0, opener=open_at_once) as file:
-        nbytes = _regular_nbytes(file.fileno(), path)
-        # A read of a megabyte takes memory for one, whatever the file has.
-        return file.read(min(max_nbytes, max(nbytes, _LEAST_READ_NBYTES)))
-
-
-def read_span(path: Path | str, byte_offset: int, nbytes: int) -> bytes:
-    """Some bytes of a file; fewer where it ends before.
-
-    Raises:
-        OSError: as in ``read_file``.
-    """
-    with open(path, "rb", opener=open_at_once) as file:
-        held = _regular_nbytes(file.fileno(), path) - byte_offset
+    with open(path, "rb", opener=open_at_once) as file:  # buffered: one call gives 2 GiB at most
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", str(path))
         file.seek(byte_offset)
-        # Buffered: one call of the system gives no more than 2 GiB.
-        return file.read(max(0, min(nbytes, held)))
-
-
-def _regular_nbytes(handle: int, path: Path | str) -> int:
-    status = os.fstat(handle)
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "is no regular file", str(path))
-    return status.st_size
+        # A read of a megabyte takes memory for one, whatever the file has.
+        held = max(status.st_size - byte_offset, _LEAST_READ_NBYTES)
+        return file.read(min(max_nbytes, held))
 
 
 def open_at_once(path: str, flags: int) -> int:
@@ -226,6 +210,46 @@ def create_new(path: str) -> int:
         raise_if_cancelled()
         os.makedirs(os.path.dirname(path), exist_ok=True)  # noqa: PTH103, PTH120
     return os.open(path, _CREATE, 0o666)
+
+
+@contextmanager
+def new_file(key: str | None, path: str, *, is_flushed: bool = True) -> Iterator[int]:
+    """A file that is not there yet, open for writing, flushed in the end; errors name it."""
+    with file_errors(key, path):
+        handle = create_new(path)
+        try:
+            yield handle
+            if is_flushed:
+                os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def directories_above(root: Path, names: Mapping[str, str]) -> dict[str, str]:
+    """Directories below ``root`` and those above them, up to it; with a key of each, for messages.
+
+    Args:
+        root: included.
+        names: directories below ``root``, with the key of what is in each.
+    """
+    found = {str(root): ""}
+    for name, key in names.items():
+        path = f"{root}/{name}"
+        while path not in found:
+            found[path] = key
+            path = path[: path.rindex("/")]
+    return found
+
+
+def sync_directories(root: Path, names: Mapping[str, str]) -> None:
+    """Make the names of files in directories durable, and those of the directories.
+
+    Raises:
+        StorageError: one cannot be flushed; see ``directories_above``.
+    """
+    for path, key in directories_above(root, names).items():
+        with file_errors(key, path):
+            sync_path(path)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,24 +53,20 @@ class PooledTransfers:
         jobs: what to do, in this order; after a failure no further one is started.
         num_threads: how many threads to start. Where the system starts no more of them, those that
             run do all the work; without any the transfer has failed.
-        translate: turns errors that are not ours.
     """
 
-    def __init__(
-        self, jobs: Iterable[Job], num_threads: int, translate: Callable[[Job, Exception], Any]
-    ) -> None:
+    def __init__(self, jobs: Iterable[Job], num_threads: int) -> None:
         self._jobs = deque(jobs)
         self._running: dict[int, Job] = {}
-        self._translate = translate
         self._cancelled = CancelFlag()
         self._workers: list[Future[CheckpointError | None]] = []
         for _ in range(min(num_threads, len(self._jobs))):
             try:
                 self._workers.append(start_thread(self._work_off))
-            except (RuntimeError, MemoryError) as error:
+            except StorageError as error:
                 if not self._workers:
-                    no_thread = StorageError(f"no thread to read or write with: {error}")
-                    self._workers.append(_failed(no_thread))
+                    self._workers.append(Future())
+                    self._workers[0].set_result(error)
                 break
 
     def wait(self, timeout_s: float) -> None:
@@ -83,14 +79,14 @@ class PooledTransfers:
             except FutureTimeoutError:
                 error = _no_answer(list(self._running.values()), limit_s)
                 self._give_up()
-            except CheckpointError as no_thread:
-                error = no_thread
             except BaseException:  # an interruption
                 self._give_up()
                 raise
             if error is not None:
                 failures.append(error)
-        _raise_first(failures)
+        # The first, but rather that storage did not answer: no fall-back follows that.
+        for error in sorted(failures, key=lambda error: not isinstance(error, StorageTimeoutError)):
+            raise error
         raise_if_cancelled()  # this thread may itself work for one that was given up
 
     def _give_up(self) -> None:
@@ -106,7 +102,7 @@ class PooledTransfers:
                     job = self._running[me] = self._jobs.popleft()
                 except IndexError:
                     break
-                error = _failure(job, self._translate)
+                error = _failure(job)
                 del self._running[me]
                 if error is not None:
                     is_first = not self._cancelled.is_set()
@@ -145,26 +141,9 @@ class InFlight(AbstractContextManager["InFlight"]):
                 raise
 
 
-def _raise_first(failures: Iterable[CheckpointError]) -> None:
-    """Raise the first failure, but rather that storage did not answer: no fall-back follows it."""
-    found = list(failures)
-    silent = [error for error in found if isinstance(error, StorageTimeoutError)]
-    for error in silent or found:
-        raise error
-
-
-def job_error(job: Job, error: Exception) -> CheckpointError:
-    """The error for what no part of this package raises on purpose."""
-    return storage_error(job.key, job.path, error)
-
-
-def run_pooled(
-    jobs: Iterable[Job],
-    num_threads: int,
-    translate: Callable[[Job, Exception], CheckpointError] = job_error,
-) -> Transfer:
+def run_pooled(jobs: Iterable[Job], num_threads: int) -> Transfer:
     """Start the jobs, in their order, on at most ``num_threads`` threads; see PooledTransfers."""
-    return PooledTransfers(jobs, num_threads, translate)
+    return PooledTransfers(jobs, num_threads)
 
 
 _LONGEST_WAIT_S = 1e9
@@ -192,10 +171,7 @@ def run_with_limit(step: Callable[[], T], path: object) -> T:
         with cancelled.applied():
             return step()
 
-    try:
-        future = start_thread(run)
-    except (RuntimeError, MemoryError) as error:
-        raise StorageError(f"no thread to read or write with: {error}") from error
+    future = start_thread(run)
     try:
         return settled(future, path)
     except BaseException:  # an interruption too: nothing goes on
@@ -208,8 +184,6 @@ def limited(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not needs_thread():
-            return function(*args, **kwargs)
         return run_with_limit(partial(function, *args, **kwargs), args[0])
 
     return run
@@ -225,7 +199,7 @@ class OrderedQueues:
         num_threads: how many.
 
     Raises:
-        RuntimeError, MemoryError: the system starts no more threads.
+        StorageError: the system starts no more threads.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -256,7 +230,6 @@ class OrderedQueues:
     def submit(self, number: int, call: Callable[..., T], *args: Any) -> Future[T]:
         """Have a thread call something; ``settled`` waits for it."""
         future: Future[T] = Future()
-
         self._queues[number].put(partial(_settle, future, partial(call, *args)))
         return future
 
@@ -287,13 +260,14 @@ def start_thread(work: Callable[[], T]) -> Future[T]:
     """Run on a thread that does not keep the process from ending: storage may never answer.
 
     Raises:
-        RuntimeError, MemoryError: the system starts no more threads.
+        StorageError: the system starts no more threads.
     """
     future: Future[T] = Future()
-    context = copy_context()
-
-    run = partial(context.run, _settle, future, work)
-    threading.Thread(target=run, name="dist-ckpt-io", daemon=True).start()
+    run = partial(copy_context().run, _settle, future, work)
+    try:
+        threading.Thread(target=run, name="dist-ckpt-io", daemon=True).start()
+    except (RuntimeError, MemoryError) as error:
+        raise StorageError(f"no thread to read or write with: {error}") from error
     return future
 
 
@@ -303,12 +277,6 @@ def _settle(future: Future[T], work: Callable[[], T]) -> None:
         future.set_result(work())
     except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
         future.set_exception(error)
-
-
-def _failed(error: CheckpointError) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_exception(error)
-    return future
 
 
 def _no_answer(running: Sequence[Job], limit_s: float) -> StorageTimeoutError:
@@ -321,15 +289,13 @@ def _no_answer(running: Sequence[Job], limit_s: float) -> StorageTimeoutError:
     return StorageTimeoutError(f"{lead}{job.path}{more}: {text}", key=job.key, path=str(job.path))
 
 
-def _failure(
-    job: Job, translate: Callable[[Job, Exception], CheckpointError]
-) -> CheckpointError | None:
+def _failure(job: Job) -> CheckpointError | None:
     try:
         job.run()
     except CheckpointError as error:
         return error
     except Exception as error:  # noqa: BLE001 - libraries raise what they like; named and re-raised
-        translated = translate(job, error)
+        translated = storage_error(job.key, job.path, error)
         translated.__cause__ = error
         return translated
     return None

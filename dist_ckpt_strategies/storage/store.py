@@ -15,7 +15,6 @@ from dist_ckpt_strategies.storage.files import (
     file_errors,
     open_at_once,
     read_file,
-    read_span,
     sync_path,
     write_file,
 )
@@ -65,16 +64,8 @@ class Store(Protocol):
         """A file as its user calls it."""
         ...
 
-    def read(self, name: str) -> bytes:
-        """The content of a file.
-
-        Raises:
-            IncompleteCheckpointError: it is missing.
-        """
-        ...
-
-    def read_span(self, name: str, byte_offset: int, nbytes: int) -> bytes:
-        """Some bytes of a file; fewer where it ends before.
+    def read(self, name: str, byte_offset: int = 0, nbytes: int = -1) -> bytes:
+        """The content of a file, from a byte on: to its end, or as many bytes as it has of these.
 
         Raises:
             IncompleteCheckpointError: it is missing.
@@ -87,15 +78,6 @@ class Store(Protocol):
         Raises:
             IncompleteCheckpointError: it is missing.
             WrongSizeError: it has another size; in an object store it may show at the last block.
-        """
-        ...
-
-    def require_nbytes(self, name: str, nbytes: int) -> None:
-        """Raise unless a file has this size.
-
-        Raises:
-            IncompleteCheckpointError: it is missing.
-            WrongSizeError: it has another size.
         """
         ...
 
@@ -139,39 +121,26 @@ class Directory:
         return f"{self.root}/{name}"
 
     @limited
-    def read(self, name: str) -> bytes:
+    def read(self, name: str, byte_offset: int = 0, nbytes: int = -1) -> bytes:
         """See Store."""
         path = self.path(name)
         with file_errors(None, path):
-            return read_file(path)
-
-    @limited
-    def read_span(self, name: str, byte_offset: int, nbytes: int) -> bytes:
-        """See Store."""
-        path = self.path(name)
-        with file_errors(None, path):
-            return read_span(path, byte_offset, nbytes)
+            return read_file(path, nbytes, byte_offset)
 
     def read_blocks(self, name: str, sizes: Sequence[int]) -> Iterator[memoryview]:
         """See Store."""
         path, memory, byte_offset = self.path(name), np.empty(max(sizes), np.uint8), 0
-        self.require_nbytes(name, sum(sizes))
-        with file_errors(None, path), open(path, "rb", 0, opener=open_at_once) as file:
-            for nbytes in sizes:
-                block = memory[:nbytes]
-                if pread_into(file.fileno(), byte_offset, block) != nbytes:
-                    raise OSError(0, "it ended while it was read")
-                yield block.data
-                byte_offset += nbytes
-
-    @limited
-    def require_nbytes(self, name: str, nbytes: int) -> None:
-        """See Store."""
-        path = self.path(name)
         with file_errors(None, path):
             found = Path(path).stat().st_size
-        if found != nbytes:
-            raise WrongSizeError(path, nbytes, nbytes_text(found))
+            if found != sum(sizes):
+                raise WrongSizeError(path, sum(sizes), nbytes_text(found))
+            with open(path, "rb", 0, opener=open_at_once) as file:
+                for nbytes in sizes:
+                    block = memory[:nbytes]
+                    if pread_into(file.fileno(), byte_offset, block) != nbytes:
+                        raise OSError(0, "it ended while it was read")
+                    yield block.data
+                    byte_offset += nbytes
 
     @limited
     def write(self, name: str, content: bytes) -> None:

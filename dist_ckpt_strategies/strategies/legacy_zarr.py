@@ -18,8 +18,8 @@ from dist_ckpt_strategies.errors import (
     ShapeMismatchError,
     StorageError,
 )
+from dist_ckpt_strategies.formats.decoders import array_store_spec
 from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, Zarr2Layout
-from dist_ckpt_strategies.formats.zarr2_tensorstore import array_store_spec
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_tensor
 

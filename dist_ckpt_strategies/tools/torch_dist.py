@@ -50,7 +50,12 @@ from dist_ckpt_strategies.formats.objects import (
 from dist_ckpt_strategies.formats.zarr3 import at_box
 from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.direct_io import write_buffered
-from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file, read_span
+from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
+    file_errors,
+    new_file,
+    read_file,
+)
 from dist_ckpt_strategies.tools.plan_convert import ConvertPlan, FileTask, Format, SourceArray
 from dist_ckpt_strategies.tools.readers import CheckpointReader
 from dist_ckpt_strategies.tools.writers import (
@@ -58,7 +63,6 @@ from dist_ckpt_strategies.tools.writers import (
     TargetWriter,
     bytes_of,
     files_of,
-    new_file,
     open_place,
 )
 
@@ -255,7 +259,7 @@ class TorchDistReader(CheckpointReader):
     def _loaded(self, key: str, span: _Span) -> Any:
         path = f"{self.root}/{span[0]}"
         with file_errors(key, path):
-            content = read_span(path, span[1], span[2])
+            content = read_file(path, span[2], span[1])
         return load_pickle(content, path, key, self._allow)
 
     def _wrong_content(
@@ -295,7 +299,7 @@ class TorchDistWriter(TargetWriter):
         """See TargetWriter. Gives item, offset, shape and end in the file of each shard."""
         shards: list[list[Any]] = []
         path = files_of(self.place).path(task.name)
-        with new_file(path, task.key) as handle, open(handle, "wb", closefd=False) as file:
+        with new_file(task.key, path) as handle, open(handle, "wb", closefd=False) as file:
             for number, item in enumerate(task.items):
                 for block in item.blocks(self._block_nbytes):
                     torch.save(_tensor(read(item, block), item.array.dtype), file)
@@ -328,7 +332,7 @@ class TorchDistWriter(TargetWriter):
     def _write_objects(self, source: CheckpointReader, metadata: Metadata) -> None:
         name = f"__0_{len(self.plan.tasks)}.distcp"
         path, byte_offset = files_of(self.place).path(name), 0
-        with new_file(path, None) as handle:
+        with new_file(None, path) as handle:
             for object_id in source.objects:
                 key, content = object_id.unique_key, source.object_content(object_id)
                 dumped = dump_object([load_content(content, path, key, self._allow)], name=key)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,21 +14,17 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
 from dist_ckpt_strategies.core.chunk_grids import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.commit import SavePlace
 from dist_ckpt_strategies.formats.locations import Location, open_save_place, require_path
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.object_files import plain_value
 from dist_ckpt_strategies.formats.objects import dump_object
-from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
-from dist_ckpt_strategies.formats.zarr3 import at_box, chunk_name
-from dist_ckpt_strategies.formats.zarr3_arrays import ArrayWriterBase
-from dist_ckpt_strategies.formats.zarr3_chunks import ChunkFile
 from dist_ckpt_strategies.sharded.plan_manifest import build_manifest_plan
 from dist_ckpt_strategies.storage.base import HostArray
-from dist_ckpt_strategies.storage.direct_io import pwrite_all, write_buffered
-from dist_ckpt_strategies.storage.files import create_new, file_errors, sync_path
+from dist_ckpt_strategies.storage.direct_io import pwrite_all
+from dist_ckpt_strategies.storage.files import file_errors, sync_path
 from dist_ckpt_strategies.storage.store import Directory
 from dist_ckpt_strategies.tools.plan_convert import (
     SAFETENSORS_DTYPES,
@@ -48,6 +40,7 @@ ReadBlock = Callable[[WriteItem, Region], HostArray]
 
 _INDEX_NAME = "model.safetensors.index.json"
 
+_FORMAT2 = 2
 _MAX_SEGMENTS = 1024
 _SIZE_NBYTES = 8
 _ALIGNED_NBYTES = 8
@@ -120,32 +113,30 @@ class ZarrWriter(TargetWriter):
         self._writer.require(owner)
         self._created = arrays
         self._writer.arrays.begin_creates(arrays).wait(self._timeout_s)
-        if isinstance(self._writer.arrays, ArrayWriterBase):
-            self._write_chunk = self._writer.arrays.chunk_writer()
 
-    def write(self, task: FileTask, read: ReadBlock) -> list[int] | None:
+    def write(self, task: FileTask, read: ReadBlock) -> list[int]:
         """See TargetWriter. Gives the digests of the chunk's file, in format 2."""
         (item,) = task.items
         index = item.array.chunk_at(item.region)
         assert index is not None  # noqa: S101 - the plan has an item for each chunk
-        if isinstance(self._writer.arrays, ArrayWriterBase):
-            path = self._writer.arrays.path(chunk_name(item.array, index))
-            file = ChunkFile.of(item.array, index, path)
-            return self._write_chunk(file, self._parts(item, file.grid, read))
-        root = require_path(self.place.location, "format ('zarr', 1)")
-        path = str(Zarr2Layout(root).chunk_path(item.array, index))
-        with new_file(path, task.key) as handle:
-            for block in item.blocks(self._block_nbytes):
-                write_buffered(handle, bytes_of(_padded(item, block, read)))
-        return None
+        blocks = self._blocks(item, index, read)
+        return self._writer.arrays.write_chunk(item.array, index, blocks)
 
-    def _parts(
-        self, item: WriteItem, grid: InnerGrid, read: ReadBlock
-    ) -> Iterator[tuple[InnerGrid, HostArray]]:
-        """The inner chunks of a chunk, as many at a time as a block holds."""
-        for run in grid.all(max(1, self._block_nbytes // grid.stored_nbytes)):
-            region = grid.box(run.offset, run.shape)
-            yield replace(grid, region=region, counts=run.shape), read(item, region)
+    def _blocks(
+        self, item: WriteItem, index: Shape, read: ReadBlock
+    ) -> Iterator[tuple[Region, HostArray]]:
+        """The elements of a chunk, as many at a time as a block holds."""
+        array = item.array
+        if array.inner_shape is None:
+            for block in item.blocks(self._block_nbytes):
+                held = block.intersect(Region.whole(array.shape))
+                padding = np.zeros(block.shape, array.dtype.numpy)  # takes no memory until used
+                yield block, padding if held is None else read(item, held)
+        else:
+            grid = InnerGrid.of(array, index)
+            for run in grid.all(max(1, self._block_nbytes // grid.stored_nbytes)):
+                region = grid.box(run.offset, run.shape)
+                yield region, read(item, region)
 
     def flush(self, tasks: Sequence[FileTask]) -> None:
         """See TargetWriter."""
@@ -157,7 +148,7 @@ class ZarrWriter(TargetWriter):
         """See TargetWriter. In format 2 the manifest's index comes last."""
         self._write_objects(source)
         self._writer.write_common(common)
-        if isinstance(self._writer.arrays, ArrayWriterBase):
+        if self._writer.version == _FORMAT2:
             self._write_manifest(records, source, common)
 
     def _write_manifest(
@@ -181,7 +172,7 @@ class ZarrWriter(TargetWriter):
     def _write_objects(self, source: CheckpointReader) -> None:
         """Copy objects, 64 MiB of them at a time, or one that is larger."""
         for batch in _batches(source):
-            if isinstance(self._writer.arrays, ArrayWriterBase):
+            if self._writer.version == _FORMAT2:
                 self._writer.write_objects(batch)
             else:
                 self._writer.write_objects({one: _pickled(one, batch[one]) for one in batch})
@@ -285,30 +276,6 @@ def files_of(place: SavePlace) -> Directory:
     return Directory(require_path(place.location, "this format"))
 
 
-@contextmanager
-def new_file(path: Path | str, key: str | None) -> Iterator[int]:
-    """A new file, open for writing, and flushed in the end; errors name it."""
-    with file_errors(key, path):
-        handle = create_new(str(path))
-        try:
-            yield handle
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
 def bytes_of(elements: HostArray) -> npt.NDArray[np.uint8]:
     """The memory of elements in C order."""
     return elements.reshape(-1).view(np.uint8)
-
-
-def _padded(item: WriteItem, region: Region, read: ReadBlock) -> HostArray:
-    """The elements of a region of an item; zeros where it reaches past the array's edge."""
-    inside = region.intersect(Region.whole(item.array.shape))
-    if inside == region:
-        return read(item, region)
-    found = np.zeros(region.shape, item.array.dtype.numpy)
-    if inside is not None:
-        bits = np.dtype((np.void, found.itemsize))
-        np.copyto(at_box(found, inside.within(region)).view(bits), read(item, inside).view(bits))
-    return found

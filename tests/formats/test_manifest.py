@@ -122,7 +122,7 @@ def test_a_pipe_in_the_place_of_objects_is_refused_without_waiting(tmp_path: Pat
 
     def read() -> None:
         try:
-            Directory(tmp_path).read_span("pipe", 0, 10)
+            Directory(tmp_path).read("pipe", 0, 10)
         except StorageError as error:
             found.append(error)
 
@@ -137,10 +137,10 @@ def test_more_bytes_are_read_than_one_call_of_the_system_gives(tmp_path: Path) -
     nbytes = (2 << 30) + 4096
     with (tmp_path / "large").open("wb") as file:
         file.truncate(nbytes)
-    assert len(Directory(tmp_path).read_span("large", 8, nbytes)) == nbytes - 8
+    assert len(Directory(tmp_path).read("large", 8, nbytes)) == nbytes - 8
 
 
 def test_no_more_memory_is_taken_than_the_file_has_bytes(tmp_path: Path) -> None:
     (tmp_path / "small").write_bytes(b"0123456789")
-    assert Directory(tmp_path).read_span("small", 4, 1 << 50) == b"456789"
-    assert Directory(tmp_path).read_span("small", 40, 1 << 50) == b""
+    assert Directory(tmp_path).read("small", 4, 1 << 50) == b"456789"
+    assert Directory(tmp_path).read("small", 40, 1 << 50) == b""

@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dist_ckpt_strategies.config import Engine, Options
+from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import StorageError
-from dist_ckpt_strategies.formats import zarr2_arrays as stores
+from dist_ckpt_strategies.formats import arrays as stores
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.storage import file_systems as whole_flush
 from dist_ckpt_strategies.storage.base import ArrayWrite
@@ -51,9 +51,9 @@ def flushed(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     return inodes
 
 
-def save_all(root: Path, engine: Engine, *, are_creates_first: bool = False) -> None:
+def save_all(root: Path) -> None:
     """Creations and writes, at once as in a save unless told otherwise, then the flush."""
-    store = store_of(root, engine)
+    store = store_of(root)
     writes = [
         ArrayWrite(array, box, np.ones(box.shape, array.dtype.numpy))
         for array in ARRAYS
@@ -62,29 +62,19 @@ def save_all(root: Path, engine: Engine, *, are_creates_first: bool = False) -> 
         if box is not None
     ]
     creating = store.begin_creates(ARRAYS)
-    if are_creates_first:
-        creating.wait(TIMEOUT_S)
     writing = store.begin_writes(writes)
     creating.wait(TIMEOUT_S)
     writing.wait(TIMEOUT_S)
     store.begin_syncs(ARRAYS).wait(TIMEOUT_S)
 
 
-def names_of_tensorstore(root: Path) -> set[Path]:
-    """Chunk files that TensorStore encodes, and flushes by itself, out of sight."""
-    return set((root / "padded").glob("[0-9]*"))
-
-
-@pytest.mark.parametrize("engine", Engine)
 def test_one_by_one_every_file_and_every_directory_is_flushed(
-    engine: Engine, tmp_path: Path, flushed: set[int], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, flushed: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stores, "whole_flush", lambda _: None)
-    save_all(tmp_path, engine)
+    save_all(tmp_path)
 
     written = {tmp_path, *tmp_path.rglob("*")}
-    if engine is Engine.TENSORSTORE:
-        written -= names_of_tensorstore(tmp_path)
     assert len(written) > 10
     assert {str(path) for path in written if path.stat().st_ino not in flushed} == set()
 
@@ -107,8 +97,7 @@ def test_all_at_once_nothing_is_written_after_the_flush_nor_before_it_is_opened(
         return 0
 
     flush_whole(monkeypatch, opened)
-    # Metadata that a writer of chunks has begun is replaced, and flushed by itself.
-    save_all(tmp_path, Engine.TENSORSTORE, are_creates_first=True)
+    save_all(tmp_path)
 
     assert [name for name, _ in seen] == ["opened", "run"]
     assert seen[0][1] == set()
@@ -137,7 +126,7 @@ def test_a_flush_that_fails_is_an_error_that_names_the_directory(
 
     flush_whole(monkeypatch, lambda root: whole_flush.WholeFlush(root, failing))
     with pytest.raises(StorageError, match="flush of its file system: Input/output") as caught:
-        save_all(tmp_path, Engine.TENSORSTORE)
+        save_all(tmp_path)
     assert caught.value.path == str(tmp_path)
 
 
@@ -183,9 +172,8 @@ def test_the_whole_file_system_is_flushed_only_where_little_waits_and_errors_are
 
 @pytest.mark.parametrize("before", [b"", b"{", b"another"])
 def test_metadata_that_is_not_whole_is_replaced(before: bytes, tmp_path: Path) -> None:
-    layout = Zarr2Layout(tmp_path)
     (tmp_path / "w").mkdir()
-    Path(layout.metadata_path("w")).write_bytes(before)
-    layout.create(ARRAYS[0], is_flushed=False)
+    (tmp_path / "w" / ".zarray").write_bytes(before)
+    store_of(tmp_path).begin_creates(ARRAYS[:1]).wait(TIMEOUT_S)
 
-    assert layout.find("w") == ARRAYS[0]
+    assert Zarr2Layout(tmp_path).find("w") == ARRAYS[0]

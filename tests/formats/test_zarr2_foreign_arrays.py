@@ -22,7 +22,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from tests.support.checkpoints import write_metadata
 from tests.support.samples import Values, random_values, same_bytes
-from tests.support.stores import chunk_files, read_array, read_into
+from tests.support.stores import chunk_files, read_array, read_into, write_array
 
 WAYS: dict[str, dict[str, Any]] = {
     "zlib": {"compressors": numcodecs.Zlib(level=1)},
@@ -137,19 +137,6 @@ def test_a_compressed_array_of_any_type_is_read(dtype: str, reader: Engine, tmp_
     assert same_bytes(read_array(tmp_path, reader, "layer.w"), values)
 
 
-def test_a_compressed_scalar_is_read(reader: Engine, tmp_path: Path) -> None:
-    values = np.array(2.5)
-    write_foreign(tmp_path, values, WAYS["zlib"])
-
-    assert same_bytes(read_array(tmp_path, reader, "layer.w"), values)
-
-
-def test_an_empty_box_of_a_compressed_array_is_read(reader: Engine, tmp_path: Path) -> None:
-    write_foreign(tmp_path, np.zeros((4, 4)), WAYS["zlib"])
-
-    assert read_array(tmp_path, reader, "layer.w", Region((1, 1), (0, 2))).shape == (0, 2)
-
-
 @EVERY_WAY
 def test_a_missing_chunk_of_them_is_an_error_as_well(
     way: dict[str, Any], reader: Engine, tmp_path: Path
@@ -169,8 +156,6 @@ def test_a_missing_chunk_of_them_is_an_error_as_well(
 def test_a_damaged_compressed_chunk_is_an_error_that_names_key_and_file(
     codec: str, damage: str, reader: Engine, tmp_path: Path
 ) -> None:
-    if (codec, damage, reader) == ("blosc", "cut short", Engine.ZARR):
-        pytest.skip("numcodecs decodes a cut blosc chunk without a word; TensorStore refuses it")
     write_foreign(tmp_path, random_values((8, 8), DType.INT32), WAYS[codec])
     array = Zarr2Layout(tmp_path).find("layer.w")
     bad = chunk_files(tmp_path, array)[0]
@@ -198,11 +183,9 @@ def test_an_unknown_compressor_is_an_error_that_names_key_and_compressor(
     assert caught.value.key == "layer.w"
 
 
-def test_what_we_write_opens_with_plain_zarr_python(engine: Engine, tmp_path: Path) -> None:
-    from tests.support.stores import write_array  # noqa: PLC0415
-
+def test_what_we_write_opens_with_plain_zarr_python(tmp_path: Path) -> None:
     values = random_values((5, 3), DType.INT64)
-    write_array(tmp_path, engine, values, chunk=(2, 3))
+    write_array(tmp_path, Engine.ZARR, values, chunk=(2, 3))
     found = zarr.open_array(str(tmp_path / "w"), mode="r")[...]
 
     assert np.array_equal(np.asarray(found), values)

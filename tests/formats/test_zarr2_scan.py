@@ -325,13 +325,6 @@ def test_a_directory_of_checkpoints_is_refused_by_their_names(
         check_checkpoint(tmp_path)
 
 
-def test_an_empty_directory_is_an_incomplete_checkpoint(tmp_path: Path) -> None:
-    assert [issue.problem for issue in check_checkpoint(tmp_path)] == [
-        Problem.MISSING_MARKER,
-        Problem.MISSING_FILE,
-    ]
-
-
 def test_an_array_may_be_a_link_and_links_in_circles_end(checkpoint: Path, tmp_path: Path) -> None:
     (checkpoint / WEIGHT).rename(tmp_path / "elsewhere")
     (checkpoint / WEIGHT).symlink_to(tmp_path / "elsewhere")

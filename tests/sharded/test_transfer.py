@@ -17,10 +17,9 @@ from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.device import host_view, torch_dtype
 from dist_ckpt_strategies.errors import IncompleteCheckpointError, StorageError
 from dist_ckpt_strategies.sharded.transfer import build_batches, run_reads, run_writes
-from dist_ckpt_strategies.storage.base import ArrayStore
 from tests.support.memory_store import MemoryArrays
 from tests.support.samples import random_values, whole_of
-from tests.support.stores import chunk_files, store_of
+from tests.support.stores import ArrayStore, chunk_files, store_of
 from tests.support.tensors import (
     LAYOUTS,
     Layout,

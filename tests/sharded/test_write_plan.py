@@ -21,10 +21,9 @@ from dist_ckpt_strategies.device import host_view
 from dist_ckpt_strategies.errors import CheckpointError, PeerError, StorageError
 from dist_ckpt_strategies.sharded.plan_save import SavePlan, build_save_plan
 from dist_ckpt_strategies.sharded.write_plan import report_of, write_plan
-from dist_ckpt_strategies.storage.base import ArrayStore
 from tests.support.boxes import NUM_RANKS, Split, merged, spec_of, splits
 from tests.support.memory_store import MemoryArrays
-from tests.support.stores import read_array, store_of
+from tests.support.stores import ArrayStore, read_array, store_of
 from tests.support.tensors import LAYOUTS, bits, transposed
 
 FRESH = itertools.count()

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil  # type: ignore[import-untyped]
@@ -21,8 +20,7 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import StorageError
-from dist_ckpt_strategies.formats.zarr2_arrays import open_array_store
-from dist_ckpt_strategies.formats.zarr3_arrays import open_writer
+from dist_ckpt_strategies.formats.arrays import DirectoryWriter
 from dist_ckpt_strategies.sharded.writer_process import (
     Digests,
     SharedBytes,
@@ -36,7 +34,7 @@ from dist_ckpt_strategies.storage.base import ArrayWriter, Transfer
 pytestmark = pytest.mark.multiprocess
 
 OPTIONS = Options(timeout_s=100)
-OPENERS: dict[str, Callable[..., Any]] = {"format1": open_array_store, "format2": open_writer}
+FORMATS = ("format1", "format2")
 ROOT = Path(__file__).parents[2]
 
 
@@ -82,13 +80,13 @@ def shared() -> SharedBytes:
     return SharedBytes(1 << 20)
 
 
-@pytest.mark.parametrize("name", OPENERS)
+@pytest.mark.parametrize("name", FORMATS)
 def test_it_writes_what_a_thread_writes(name: str, shared: SharedBytes, tmp_path: Path) -> None:
     process = WriterProcess()
     found: list[Digests] = []
     for where in ("there", "again", "here"):
         (tmp_path / where).mkdir()
-        job = job_of(name, shared, partial(OPENERS[name], tmp_path / where, OPTIONS))
+        job = job_of(name, shared, partial(DirectoryWriter, tmp_path / where, OPTIONS))
         if where != "here":
             found.append(digests_from(process.run(pickle.dumps(job), shared)))
         else:
@@ -103,7 +101,7 @@ def test_it_writes_what_a_thread_writes(name: str, shared: SharedBytes, tmp_path
 def test_its_failures_come_back_as_they_are(shared: SharedBytes, tmp_path: Path) -> None:
     process = WriterProcess()
     (tmp_path / "file").touch()
-    refused = job_of("format2", shared, partial(open_writer, tmp_path / "file", OPTIONS))
+    refused = job_of("format2", shared, partial(DirectoryWriter, tmp_path / "file", OPTIONS))
     broken = job_of("format2", shared, _Broken)  # type: ignore[arg-type]
 
     with pytest.raises(StorageError) as found:

@@ -20,7 +20,6 @@ from dist_ckpt_strategies.storage.direct_io import (
     Bytes,
     read_direct,
     start_direct,
-    write_direct,
 )
 from dist_ckpt_strategies.storage.file_systems import file_access, file_system_type
 from tests.support.disks import tiny_ext4, tiny_tmpfs
@@ -42,19 +41,6 @@ def opened_direct(path: Path, flags: int) -> Iterator[int]:
         yield handle
     finally:
         os.close(handle)
-
-
-@FEWER
-@given(size=st.integers(0, RAW.size), start=st.integers(0, 64), num_blocks=st.integers(1, 3))
-def test_a_file_of_any_size_is_written_whole(
-    size: int, start: int, num_blocks: int, tmp_path: Path
-) -> None:
-    content = RAW[start : start + size]
-    path = tmp_path / "file"
-    with opened_direct(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as handle:
-        write_direct(handle, content, small_buffer(num_blocks))
-
-    assert path.read_bytes() == content.tobytes()
 
 
 @FEWER
@@ -89,7 +75,6 @@ def test_a_file_system_without_direct_transfers_is_told_from_one_that_has_them(
     with tiny_tmpfs(tmp_path / "tmpfs") as directory:
         assert file_system_type(directory) == "tmpfs"
         assert not file_access(directory).is_direct
-        assert file_access(directory).bounce_buffers() is None
 
 
 def test_buffers_are_aligned_and_never_shared_between_threads_at_work() -> None:
@@ -110,11 +95,3 @@ def test_buffers_are_aligned_and_never_shared_between_threads_at_work() -> None:
 
     assert len(set(addresses)) == 4
     assert all(address % BLOCK_NBYTES == 0 for address in addresses)
-
-
-def test_a_buffer_that_is_given_back_is_used_again() -> None:
-    buffers = BounceBuffers()
-    with buffers.borrowed() as first:
-        pass
-    with buffers.borrowed() as second:
-        assert second is first

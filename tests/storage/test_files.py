@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
-    CorruptCheckpointError,
     IncompleteCheckpointError,
     StorageError,
 )
@@ -20,10 +18,9 @@ from dist_ckpt_strategies.storage.files import (
     file_errors,
     read_file,
     storage_error,
-    sync_path,
     write_file,
 )
-from tests.support.disks import fill_disk, read_only
+from tests.support.disks import fill_disk
 
 
 @pytest.mark.parametrize("content", [b"", b"x", b"\0" * (1 << 20)])
@@ -37,13 +34,6 @@ def test_a_file_holds_what_was_written_and_nothing_is_left_beside_it(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "other"]
 
 
-def test_a_shorter_content_replaces_a_longer_one_whole(tmp_path: Path) -> None:
-    write_file(tmp_path / "file", b"long content")
-    write_file(tmp_path / "file", b"short")
-
-    assert (tmp_path / "file").read_bytes() == b"short"
-
-
 def test_a_file_that_does_not_fit_leaves_the_old_one_and_nothing_else(small_disk: Path) -> None:
     write_file(small_disk / "file", b"old")
     fill_disk(small_disk, leaving_nbytes=8 << 10)
@@ -53,18 +43,6 @@ def test_a_file_that_does_not_fit_leaves_the_old_one_and_nothing_else(small_disk
     assert caught.value.errno == errno.ENOSPC
     assert (small_disk / "file").read_bytes() == b"old"
     assert sorted(path.name for path in small_disk.iterdir()) == [".ballast", "file"]
-
-
-def test_a_read_only_disk_is_left_as_it_is(small_disk: Path) -> None:
-    with read_only(small_disk), pytest.raises(OSError, match="Read-only"):
-        write_file(small_disk / "file", b"x")
-
-    assert list(small_disk.iterdir()) == []
-
-
-def test_a_directory_that_is_missing_is_the_error_of_the_operating_system(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        write_file(tmp_path / "gone" / "file", b"x")
 
 
 def test_a_directory_in_the_files_place_stays_and_nothing_is_left(tmp_path: Path) -> None:
@@ -100,30 +78,6 @@ def test_what_is_no_file_is_an_error_and_not_waited_for(
         read_file(tmp_path / "f")
 
 
-def test_writers_of_one_file_do_not_mix(tmp_path: Path) -> None:
-    contents = [bytes([number]) * 10_000 for number in range(8)]
-    threads = [
-        threading.Thread(target=write_file, args=(tmp_path / "file", content))
-        for content in contents
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert (tmp_path / "file").read_bytes() in contents
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_what_is_there_can_be_flushed_and_what_is_not_cannot(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"")
-    sync_path(tmp_path)
-    sync_path(tmp_path / "file")
-
-    with pytest.raises(FileNotFoundError):
-        sync_path(tmp_path / "gone")
-
-
 @pytest.mark.parametrize(
     ("number", "words"),
     [
@@ -146,12 +100,6 @@ def test_an_error_of_the_system_names_key_file_and_meaning(number: int, words: s
     assert (error.key, error.path) == ("layer.w", "/ckpt/w/0.0")
 
 
-def test_an_error_without_a_key_names_the_file() -> None:
-    error = storage_error(None, "/ckpt", OSError(errno.EROFS, "x"))
-
-    assert str(error) == "/ckpt: the file system is read-only"
-
-
 def test_what_is_missing_means_what_the_caller_says() -> None:
     cause = FileNotFoundError(errno.ENOENT, "x")
 
@@ -167,21 +115,3 @@ def test_the_block_translates_system_errors_and_keeps_the_cause() -> None:
     with pytest.raises(StorageError, match=r"^w: /a: no space") as caught, file_errors("w", "/a"):
         raise cause
     assert caught.value.__cause__ is cause
-
-
-def test_the_block_lets_other_errors_pass() -> None:
-    ours = CorruptCheckpointError("x", key="y")
-    with pytest.raises(CorruptCheckpointError) as caught, file_errors("w", "/a"):
-        raise ours
-    assert caught.value is ours
-
-    with pytest.raises(KeyError), file_errors("w", "/a"):
-        raise KeyError
-
-
-def test_our_own_not_found_error_passes_though_it_is_a_system_error_too() -> None:
-    ours = ArrayNotFoundError("x", key="y")
-
-    with pytest.raises(ArrayNotFoundError) as caught, file_errors("w", "/a"):
-        raise ours
-    assert caught.value is ours

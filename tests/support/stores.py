@@ -4,23 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
 from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.formats.arrays import DirectoryWriter, Format1Reader
 from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
-from dist_ckpt_strategies.formats.zarr2_arrays import open_array_store
-from dist_ckpt_strategies.storage.base import ArrayRead, ArrayStore, ArrayWrite
+from dist_ckpt_strategies.storage.base import ArrayRead, ArrayReader, ArrayWrite, ArrayWriter
 from tests.support.samples import Values, array_of, whole_of
 
 TIMEOUT_S = 60.0
 
 
-def store_of(root: Path, engine: Engine) -> ArrayStore:
-    """The engine's store over a checkpoint directory."""
-    return open_array_store(root, Options(engine=engine, io_threads=16, timeout_s=TIMEOUT_S))
+class ArrayStore(ArrayReader, ArrayWriter, Protocol):
+    """What writes and reads arrays."""
+
+
+class Arrays:
+    """What writes and reads the arrays of a checkpoint directory of format 1.
+
+    Args:
+        root: the directory.
+        engine: decodes chunks that are not raw.
+    """
+
+    def __init__(self, root: Path, engine: Engine) -> None:
+        options = Options(engine=engine, io_threads=16, timeout_s=TIMEOUT_S)
+        writer = DirectoryWriter(root, options)
+        self.begin_creates = writer.begin_creates
+        self.begin_writes = writer.begin_writes
+        self.begin_syncs = writer.begin_syncs
+        self.begin_reads = Format1Reader(root, options).begin_reads
+
+
+def store_of(root: Path, engine: Engine = Engine.TENSORSTORE) -> Arrays:
+    """What writes and reads the arrays of a checkpoint directory."""
+    return Arrays(root, engine)
 
 
 def write_array(
@@ -56,4 +78,4 @@ def read_into(root: Path, engine: Engine, array: ArraySpec, box: Region, target:
 
 def chunk_files(root: Path, array: ArraySpec) -> Sequence[Path]:
     """The files of all chunks."""
-    return [Zarr2Layout(root).chunk_path(array, index) for index in array.chunk_indices()]
+    return [root / array.key / array.chunk_name(index) for index in array.chunk_indices()]
