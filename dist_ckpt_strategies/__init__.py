@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dist_ckpt_strategies.config import LocalOptions, Options, StoreOptions
-    from dist_ckpt_strategies.strategies.entry_load import load
-    from dist_ckpt_strategies.strategies.entry_save import SaveHandle, save, save_async
+    from dist_ckpt_strategies.strategies.entry import SaveHandle, load, save, save_async
     from dist_ckpt_strategies.strategies.local_replicated import prepare_local_load
     from dist_ckpt_strategies.strategies.registry import (
         StrategyAction,
@@ -36,7 +35,7 @@ _HOMES = {
     "LocalOptions": "config",
     "Options": "config",
     "PruneReport": "tools.prune",
-    "SaveHandle": "strategies.entry_save",
+    "SaveHandle": "strategies.entry",
     "StoreOptions": "config",
     "StrategyAction": "strategies.registry",
     "StrategyKey": "strategies.registry",
@@ -44,15 +43,15 @@ _HOMES = {
     "convert": "tools.convert",
     "diff": "tools.diff",
     "get_default_strategy": "strategies.registry",
-    "load": "strategies.entry_load",
+    "load": "strategies.entry",
     "prepare_local_load": "strategies.local_replicated",
     "prune": "tools.prune",
     "register": "strategies.registry",
     "register_default_strategy": "strategies.registry",
     "register_default_tensorstore_strategies": "strategies.registry",
     "register_default_zarr_strategies": "strategies.registry",
-    "save": "strategies.entry_save",
-    "save_async": "strategies.entry_save",
+    "save": "strategies.entry",
+    "save_async": "strategies.entry",
     "upgrade": "tools.convert",
 }
 

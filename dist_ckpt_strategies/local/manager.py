@@ -392,7 +392,7 @@ class LocalCheckpointManager:
         """Raise on every rank if a part is missing; else remove what is not kept. Collective."""
 
         def outcome() -> ReplicationReport:
-            work.wait(WORK * self.timeout_s)
+            work.wait((WORK + 1 / 8) * self.timeout_s)  # the work's own limit says more
             return work.result()
 
         with time_limit(self.timeout_s):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values, merge
 from megatron.core.dist_checkpointing.mapping import apply_factory_merges
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
@@ -45,31 +45,26 @@ _RETURNING: Mapping[StrictHandling, StrictHandling] = MappingProxyType(
 """What tells the keys for which these raise."""
 
 
-@dataclass(frozen=True, slots=True)
-class SaveParts:
+merge_factories: Callable[[StateDict, StateDict], StateDict] = apply_factory_merges
+parsed_strict: Callable[[str | StrictHandling], StrictHandling] = parse_strict_flag
+
+
+class SaveParts(NamedTuple):
     """A state dict to save, split: what is sharded, and what every rank holds alike."""
 
     sharded: StateDict
     common: StateDict
 
 
-@dataclass(frozen=True, slots=True)
-class LoadParts:
-    """A state dict to load, split.
-
-    Attributes:
-        sharded: ShardedTensors and ShardedObjects to load.
-        nonpersistent: values that stay as they are in this process.
-        factories: how loaded tensors are merged afterwards.
-    """
+class LoadParts(NamedTuple):
+    """A state dict to load, split: what is loaded, what stays, and how loaded tensors merge."""
 
     sharded: StateDict
     nonpersistent: StateDict
     factories: StateDict
 
 
-@dataclass(frozen=True, slots=True)
-class StrictOutcome:
+class StrictOutcome(NamedTuple):
     """What is loaded, and the keys that only one side has."""
 
     sharded: StateDict
@@ -166,24 +161,9 @@ def _require_dict(state_dict: Any) -> None:
         )
 
 
-def parsed_strict(strict: str | StrictHandling) -> StrictHandling:
-    """The strictness, from its name or itself."""
-    return parse_strict_flag(strict)
-
-
 def needs_stored_keys(strict: StrictHandling) -> bool:
     """Whether the strictness compares with the keys in the checkpoint."""
     return bool(StrictHandling.requires_explicit_ckpt_mismatch_check(strict))
-
-
-def needs_global_keys(strict: StrictHandling) -> bool:
-    """Whether the strictness compares with the keys that all ranks want."""
-    return bool(StrictHandling.requires_global_app_metadata(strict))
-
-
-def returns_keys(strict: StrictHandling) -> bool:
-    """Whether ``load`` returns missing and unexpected keys beside the state dict."""
-    return bool(StrictHandling.requires_returning_mismatch_keys(strict))
 
 
 def apply_strictness(
@@ -236,7 +216,14 @@ def merged(base: StateDict, *others: StateDict) -> StateDict:
     return base
 
 
-def merge_factories(state_dict: StateDict, factories: StateDict) -> StateDict:
-    """The loaded state dict with the factories' merges applied."""
-    found: StateDict = apply_factory_merges(state_dict, factories)
-    return found
+def parallel_sizes() -> dict[str, int]:
+    """Sizes of the kinds of parallelism, by name; empty where Megatron-Core was not set up."""
+    if not parallel_state.model_parallel_is_initialized():
+        return {}
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "data": parallel_state.get_data_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+    }

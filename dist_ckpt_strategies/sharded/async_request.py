@@ -74,10 +74,6 @@ class BackgroundWork(Generic[T]):
         """Have the thread end without doing anything."""
         self._tasks.put(_called_off)
 
-    def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._future.done()
-
     def ends_within(self, seconds: float) -> bool:
         """Wait for it to end, well or not; whether it has."""
         return bool(wait([self._future], seconds).done)
@@ -354,7 +350,7 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
 
     def done(self) -> bool:
         """Whether this rank's share of the save has ended, well or not. Rank-local."""
-        return bool(self.finalize_fns[0].work.is_done())
+        return bool(self.finalize_fns[0].work.ends_within(0))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Finalise the save: every rank's part is there then, or every rank raises.

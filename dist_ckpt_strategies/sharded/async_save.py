@@ -1,15 +1,20 @@
-"""Write a planned save in the background."""
+"""Write a planned save in the background; what is kept for that from one save to the next."""
 
 from __future__ import annotations
 
+import logging
 import pickle
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
+
+import torch
 
 from dist_ckpt_strategies.comm.agree import agree_and_gather
 from dist_ckpt_strategies.comm.base import Message
+from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.device import HostSnapshot, Slot, pin_while_alive, torch_dtype
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import (
@@ -19,30 +24,117 @@ from dist_ckpt_strategies.sharded.async_request import (
     start_on_all,
     yield_to_training,
 )
-from dist_ckpt_strategies.sharded.save import ShardedSave
-from dist_ckpt_strategies.sharded.write_plan import stage_plan
+from dist_ckpt_strategies.sharded.plan_save import WriteItem
+from dist_ckpt_strategies.sharded.save import Planned, ShardedSave
+from dist_ckpt_strategies.sharded.transfer import stage_plan
 from dist_ckpt_strategies.sharded.writer_process import (
     Digests,
+    SharedBytes,
     StagedWrite,
     WriteJob,
+    WriterProcess,
     digests_from,
+    is_supported,
+    start_writer,
 )
-from dist_ckpt_strategies.storage.time_limit import ENDING, WORK, restart_limit, time_limit
+from dist_ckpt_strategies.storage.time_limit import (
+    ENDING,
+    WORK,
+    restart_limit,
+    time_limit,
+    uncounted,
+)
+
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """What the thread of a save has done: the digests, or the writer process's answer.
+class _SharedMemory:
+    """Allocates the memory of a snapshot, so that another process can map it.
 
-    Python that takes long runs before the thread or after it: a busy thread keeps training waiting.
+    Attributes:
+        shared: what was given last.
     """
 
-    outcome: Digests | bytes
-    seconds: float
+    def __init__(self) -> None:
+        self.shared: SharedBytes | None = None
 
-    def digests(self) -> Digests:
-        """Of all chunks; raises what the writer process has raised."""
-        return digests_from(self.outcome) if isinstance(self.outcome, bytes) else self.outcome
+    def allocate(self, nbytes: int, *, is_pinned: bool) -> torch.Tensor:
+        """See HostSnapshot.
+
+        Raises:
+            StorageError: there is not so much.
+        """
+        self.shared = None  # before the new one is made
+        self.shared = SharedBytes(nbytes)
+        memory = torch.frombuffer(self.shared.memory, dtype=torch.uint8)
+        if is_pinned:
+            pin_while_alive(self.shared, memory)
+        return memory
+
+
+class SaveCache:
+    """What is kept from save to save, because a training run saves the same shards again and again.
+
+    One to each strategy, or shared by those that save the same state.
+
+    Attributes:
+        planned: the last plan, and what it followed from.
+        running: what writes in the background, if anything does; the snapshot is its own until it
+            is done.
+    """
+
+    def __init__(self) -> None:
+        self.planned: Planned | None = None
+        self._shared = _SharedMemory() if is_supported() else None
+        self._snapshot = HostSnapshot(self._shared.allocate) if self._shared else HostSnapshot()
+        self.running: BackgroundWork[Any] | None = None
+        self._process: WriterProcess | None = None
+        self._has_process = True
+
+    def reserve(self, writes: Sequence[WriteItem], is_cuda: bool) -> list[Slot]:  # noqa: FBT001 - see stage_plan
+        """A place for each chunk; those of the save before are gone."""
+        layouts = [(write.region.shape, torch_dtype(write.array.dtype)) for write in writes]
+        try:
+            return self._snapshot.slots(layouts, is_pinned=is_cuda)
+        except StorageError as error:  # of shared memory: a limit on the size of files is one on it
+            logger.warning("%s: threads of this process write instead of another process", error)
+            self._shared, self._snapshot = None, HostSnapshot()
+            return self._snapshot.slots(layouts, is_pinned=is_cuda)
+
+    def staged_bytes(self) -> memoryview:
+        """The memory that ``reserve`` has given places in."""
+        return self._snapshot.memory.numpy().data
+
+    def shared_bytes(self) -> SharedBytes | None:
+        """The same, for another process; None where none can have it."""
+        return None if self._shared is None else self._shared.shared
+
+    def get_ready(self, options: Options) -> None:
+        """Return when the asynchronous save before has written all it has to, well or not.
+
+        A process that will write starts meanwhile.
+
+        Raises:
+            SaveTimeoutError: that save goes on for most of the time limit.
+        """
+        if options.writer_process:
+            self.writer_process()
+        if self.running is not None:
+            with uncounted():
+                self.running.wait(WORK * options.timeout_s, "the save before")
+
+    def writer_process(self) -> WriterProcess | None:
+        """The process that writes for this one, started where there is none; None: it cannot be."""
+        if self._has_process and (self._process is None or not self._process.is_usable):
+            self._process = start_writer()
+            self._has_process = self._process is not None
+        return self._process
+
+
+_Written = tuple[Digests | bytes, float]
+"""What the thread of a save has done: the digests, or the writer process's answer; in how many
+seconds. Python that takes long runs before the thread or after it: a busy thread keeps training
+waiting."""
 
 
 def begin_in_background(save: ShardedSave) -> LocalSaveRequest:
@@ -55,32 +147,29 @@ def begin_in_background(save: ShardedSave) -> LocalSaveRequest:
         The request, whose finalisation is collective; it raises on every rank if the save has
         failed on any, and then nothing becomes visible.
     """
-    comm = save.comm
-    staged = stage_plan(save.planned.plan, save.tensors, comm, save.inputs.cache.reserve)
+    comm, writer, timeout_s = save.comm, save.writer, save.writer.options.timeout_s
+    staged = stage_plan(save.planned.plan, save.tensors, comm, save.cache.reserve)
     save.release_tensors()
-    inputs = save.inputs
 
     def prepare() -> BackgroundWork[_Written]:
-        save.open_arrays()
+        writer.require(f"rank {comm.global_rank(0)}")
         write_arrays = _array_write(save, staged)
 
         def write() -> _Written:
             yield_to_training()
             started = time.monotonic()
-            with time_limit(inputs.options.timeout_s, WORK):
+            with time_limit(timeout_s, WORK):
                 save.write_small_files()
                 outcome = write_arrays()
-            return _Written(outcome, time.monotonic() - started)
+            return outcome, time.monotonic() - started
 
         work = BackgroundWork(write, "dist-ckpt-save")
-        RUNNING_SAVES.add(inputs.writer.root, work)
+        RUNNING_SAVES.add(writer.root, work)
         return work
 
-    work = inputs.cache.running = start_on_all(comm, prepare)
-    name = (save.save_id, f"the end of the save to {inputs.writer.root}")
-    return LocalSaveRequest.of(
-        comm, name, work, partial(_finalise, save, work), inputs.options.timeout_s
-    )
+    work = save.cache.running = start_on_all(comm, prepare)
+    name = (save.save_id, f"the end of the save to {writer.root}")
+    return LocalSaveRequest.of(comm, name, work, partial(_finalise, save, work), timeout_s)
 
 
 @raises_megatron_errors
@@ -89,19 +178,19 @@ def _finalise(save: ShardedSave, work: BackgroundWork[_Written]) -> None:
 
     Where another save has begun in its place, maybe ended too, nothing there is touched.
     """
-    comm, writer, timeout_s = save.comm, save.inputs.writer, save.inputs.options.timeout_s
-    seconds: list[float] = []
+    comm, writer, timeout_s = save.comm, save.writer, save.writer.options.timeout_s
+    seconds = 0.0
 
     def written() -> Message:
-        work.wait(WORK * timeout_s)
+        nonlocal seconds
+        work.wait((WORK + 1 / 8) * timeout_s)  # longer than the work's own limit, which says more
         restart_limit()
         try:
-            found = work.result()
-            digests = found.digests()
+            outcome, seconds = work.result()
+            digests = digests_from(outcome) if isinstance(outcome, bytes) else outcome
         except StorageError:
             writer.place.require_current()  # another save may have removed what this one wrote
             raise
-        seconds.append(found.seconds)
         writer.take_digests(digests)
         if comm.rank == 0:
             writer.place.require_current()
@@ -111,15 +200,15 @@ def _finalise(save: ShardedSave, work: BackgroundWork[_Written]) -> None:
         described = agree_and_gather(comm, written)
         restart_limit()
         save.complete(described)
-    save.log_report(seconds[0])
+    save.log_report(seconds)
 
 
 def _array_write(
     save: ShardedSave, staged: tuple[StagedWrite, ...]
 ) -> Callable[[], Digests | bytes]:
     """What writes the arrays, for a thread to call: by the writer process if there is one."""
-    cache, writer, options = save.inputs.cache, save.inputs.writer, save.inputs.options
-    creations = save.planned.plan.creations_of(save.comm.global_rank(save.comm.rank))
+    cache, writer, options = save.cache, save.writer, save.writer.options
+    creations = tuple(creation.array for creation in save.planned.plan.creations)
     shared = cache.shared_bytes()
     process = cache.writer_process() if options.writer_process and shared else None
     if process is None or shared is None or writer.open_elsewhere is None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import xxhash
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
-from dist_ckpt_strategies.comm.base import Communicator, Message
+from dist_ckpt_strategies.comm.base import Communicator, Message, who_is_where
 from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.core.array import RankShards
 from dist_ckpt_strategies.errors import PlanError
@@ -17,7 +17,6 @@ from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.megatron.flow import (
     StrictOutcome,
     apply_strictness,
-    needs_global_keys,
     needs_stored_keys,
     require_equal_common,
     require_valid_sharding,
@@ -48,6 +47,13 @@ VALIDATED = _Validated()
 def digest_of(value: Any) -> str:
     """A digest of a value of JSON types."""
     return xxhash.xxh3_128_hexdigest(json.dumps(value).encode())
+
+
+def require_one_strategy(comm: Communicator, what: str, kinds: Sequence[str]) -> None:
+    """Raise PlanError unless all ranks do the same by strategies of one kind."""
+    if len(set(kinds)) > 1:
+        texts = [f"{what} by {kind}" for kind in kinds]
+        raise PlanError(f"expected one strategy, found {who_is_where(comm, kinds, texts)}")
 
 
 def require_validated(comm: Communicator, messages: list[Any], group: str) -> None:
@@ -110,7 +116,7 @@ def check_load(
         PlanError: the main replicas of a key do not fit together, or ``strict`` forbids a key that
             only one side has.
     """
-    needs_all = validate or needs_global_keys(strict)
+    needs_all = validate or bool(StrictHandling.requires_global_app_metadata(strict))
     stored: list[StateDict] = []
 
     def describe() -> Message:

@@ -10,18 +10,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from dist_ckpt_strategies.comm.agree import agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator, Message, report_level
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.report import LoadReport
-from dist_ckpt_strategies.device import may_overlap, require_plain, torch_dtype
+from dist_ckpt_strategies.device import may_overlap, require_plain
 from dist_ckpt_strategies.errors import (
     DTypeMismatchError,
     PlanError,
@@ -43,15 +41,13 @@ from dist_ckpt_strategies.sharded.checks import (
     digest_of,
     require_validated,
 )
-from dist_ckpt_strategies.sharded.plan_load import LoadPlan, build_load_plan
+from dist_ckpt_strategies.sharded.plan_load import ReadItem, build_load_plan
 from dist_ckpt_strategies.sharded.transfer import run_reads
-from dist_ckpt_strategies.storage.base import ArrayReader, StoredCheckpoint
+from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.io_pool import Job, run_pooled
 from dist_ckpt_strategies.storage.time_limit import restart_limit
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 Conversions = list[list[str]]
 """Key, stored and wanted dtype of each array that a load converts, sorted."""
@@ -59,11 +55,11 @@ Conversions = list[list[str]]
 _NUM_EXAMPLES = 3
 
 
-@dataclass(frozen=True, slots=True)
-class LoadInputs:
-    """What one rank brings to a load.
+class ShardedLoad:
+    """One load, in steps. ``describe`` is rank-local and comes first; the others are collective.
 
-    Attributes:
+    Args:
+        comm: ranks that load together.
         state: ShardedTensors and ShardedObjects to load.
         checkpoint: where from.
         name: of the checkpoint, for messages.
@@ -73,33 +69,29 @@ class LoadInputs:
         validates: whether Megatron-Core's own checks of the sharding are run.
     """
 
-    state: StateDict
-    checkpoint: StoredCheckpoint
-    name: object
-    options: Options
-    allowed: Callable[[], Allowed]
-    destination_of: Callable[[Any], torch.Tensor]
-    validates: bool = False
-
-
-class ShardedLoad:
-    """One load, in steps. ``describe`` is rank-local and comes first; the others are collective.
-
-    Args:
-        comm: ranks that load together.
-        inputs: what this rank brings.
-    """
-
-    def __init__(self, comm: Communicator, inputs: LoadInputs) -> None:
-        self._comm = comm
-        self._inputs = inputs
-        values = list(sharded_values(inputs.state))
+    def __init__(  # noqa: PLR0913 - what a load is made of
+        self,
+        comm: Communicator,
+        state: StateDict,
+        checkpoint: StoredCheckpoint,
+        *,
+        name: object,
+        options: Options,
+        allowed: Callable[[], Allowed],
+        destination_of: Callable[[Any], torch.Tensor] | None = None,
+        validates: bool = False,
+    ) -> None:
+        self._comm, self._state, self._checkpoint = comm, state, checkpoint
+        self._name, self._options, self._allowed = name, options, allowed
+        self._destination_of = destination_of or destination
+        self._validates = validates
+        values = list(sharded_values(state))
         self._messages = list(map(message_of, values))
         self._tensors = [value for value in values if isinstance(value, ShardedTensor)]
         self._objects = [value for value in values if not isinstance(value, ShardedTensor)]
         self._converted: Conversions = []
         self._results: list[torch.Tensor] = []
-        self._plan = LoadPlan(())
+        self._plan: list[ReadItem] = []
 
     def describe(self) -> Message:
         """Plan the reads; what the other ranks have to know. Rank-local.
@@ -108,16 +100,15 @@ class ShardedLoad:
             ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError, StorageError: this rank
                 cannot be given what it asks for.
         """
-        inputs = self._inputs
-        stored = inputs.checkpoint.find({tensor.key for tensor in self._tensors})
+        stored = self._checkpoint.find({tensor.key for tensor in self._tensors})
         specs = [spec for spec in map(shard_from_message, self._messages) if spec is not None]
         self._plan = build_load_plan(specs, stored)
-        self._converted = conversions(
-            self._tensors, dtypes_of(stored), is_strict=inputs.options.strict_dtype
-        )
-        self._results = [inputs.destination_of(tensor) for tensor in self._tensors]
-        own = digest_of(self._messages) if inputs.validates else ""
-        return [own, VALIDATED.last, inputs.checkpoint.identity]
+        dtypes = {key: array.dtype.value for key, array in stored.items()}
+        is_strict = self._options.strict_dtype
+        self._converted = conversions(self._tensors, dtypes, is_strict=is_strict)
+        self._results = [self._destination_of(tensor) for tensor in self._tensors]
+        own = digest_of(self._messages) if self._validates else ""
+        return [own, VALIDATED.last, self._checkpoint.identity]
 
     def begin(self, answers: Sequence[Message]) -> None:
         """Raise where the ranks' shards do not fit together, or their checkpoints. Collective.
@@ -132,7 +123,7 @@ class ShardedLoad:
         owns, lasts, identities = zip(*answers, strict=True)
         if len(set(identities)) > 1:
             raise StorageError(
-                f"{self._inputs.name}: ranks have opened different checkpoints there, by the "
+                f"{self._name}: ranks have opened different checkpoints there, by the "
                 f"digests of their manifests ({', '.join(sorted(set(identities)))}); it was "
                 "replaced meanwhile, load again"
             )
@@ -140,45 +131,65 @@ class ShardedLoad:
         if any(owns) and any(last != group for last in lasts):
             require_validated(self._comm, self._messages, group)
 
-    def run(self, finish: Callable[[StateDict], T]) -> T:
+    def run(self, finish: Callable[[StateDict], Any] = lambda state: state) -> Any:
         """Read everything; what ``finish`` makes of the loaded state dict. Collective.
 
         Raises:
             StorageError: a chunk or object is missing or damaged; a PeerError of the same class
                 on the other ranks.
         """
-        finished: list[T] = []
+        finished = []
 
         def read() -> Message:
             finished.append(finish(self._read()))
             return self._converted or None
 
         converted = agree_and_gather(self._comm, read, is_sparse=True)
-        warn_of_conversions(self._comm, self._inputs.name, filter(None, converted))
+        if any(converted):
+            warn_of_conversions(self._comm, self._name, filter(None, converted))
         return finished[0]
 
     def _read(self) -> StateDict:
-        inputs, comm = self._inputs, self._comm
-        targets = [
-            result.detach()[(None,) * tensor.prepend_axis_num]
-            for result, tensor in zip(self._results, self._tensors, strict=True)
-        ]
-        report = run_load(self._plan, targets, inputs.checkpoint.array_reader, inputs.options)
-        loaded: dict[int, Any] = {
-            id(tensor): result for tensor, result in zip(self._tensors, self._results, strict=True)
-        }
-        loaded |= _read_objects(self._objects, inputs)
+        """Fill every tensor; the state dict with what was loaded. Rank-local."""
+        comm, started = self._comm, time.monotonic()
+        loaded: dict[int, Any] = {}
+        reads = []
+        for read, result, tensor in zip(self._plan, self._results, self._tensors, strict=True):
+            loaded[id(tensor)] = result
+            target = result.detach()[(None,) * tensor.prepend_axis_num]
+            if read.is_padded:
+                target.zero_()
+            if read.source is not None and read.target is not None:
+                part = target[read.target.slices()] if read.is_padded else target
+                reads.append((read.array, read.source, part))
+        run_reads(self._checkpoint.array_reader, reads, self._options)
+        nbytes = sum(source.numel * array.dtype.itemsize for array, source, _ in reads)
+        report = LoadReport(len(self._plan), nbytes, time.monotonic() - started)
+        if self._objects:
+            self._read_objects(loaded)
         me = comm.global_rank(comm.rank)
-        logger.log(report_level(comm), "rank %s: load from %s: %s", me, inputs.name, report)
-        return mapped_values(lambda value: loaded[id(value)], inputs.state)
+        logger.log(report_level(comm), "rank %s: load from %s: %s", me, self._name, report)
+        return mapped_values(lambda value: loaded[id(value)], self._state)
+
+    def _read_objects(self, loaded: dict[int, Any]) -> None:
+        allow, checkpoint = self._allowed(), self._checkpoint
+
+        def read(wanted: Any) -> None:
+            name = object_id(wanted)
+            path = checkpoint.object_path(name)
+            content = checkpoint.object_content(name)
+            loaded[id(wanted)] = load_content(content, path, name.unique_key, allow)
+
+        jobs = (Job(found.key, found.unique_key, partial(read, found)) for found in self._objects)
+        run_pooled(jobs, 1).wait(self._options.timeout_s)
 
 
-def load_sharded(comm: Communicator, open_inputs: Callable[[], LoadInputs]) -> StateDict:
+def load_sharded(comm: Communicator, open_load: Callable[[], ShardedLoad]) -> StateDict:
     """Read what each rank asks for; a state dict of the same structure. Collective.
 
     Args:
         comm: ranks that load together.
-        open_inputs: gives what this rank brings; may raise.
+        open_load: gives this rank's load; may raise.
 
     Raises:
         ShapeMismatchError, DTypeMismatchError, ArrayNotFoundError, StorageError: on every rank
@@ -187,72 +198,32 @@ def load_sharded(comm: Communicator, open_inputs: Callable[[], LoadInputs]) -> S
     loads: list[ShardedLoad] = []
 
     def describe() -> Message:
-        loads.append(ShardedLoad(comm, open_inputs()))
+        loads.append(open_load())
         return loads[0].describe()
 
     answers = agree_and_gather(comm, describe)
     restart_limit()
     loads[0].begin(answers)
-    return loads[0].run(_itself)
-
-
-def _itself(state: StateDict) -> StateDict:
-    return state
-
-
-def run_load(
-    plan: LoadPlan, targets: Sequence[torch.Tensor], store: ArrayReader, options: Options
-) -> LoadReport:
-    """Fill the tensors that the plan's shards go to. Rank-local; wrap it in ``agree``.
-
-    Args:
-        plan: one read for each wanted shard.
-        targets: the tensor of each wanted shard, shaped like its region; of another dtype than the
-            stored one it is converted to. Overwritten in place; after an error their content is
-            undefined.
-        store: where the arrays are.
-        options: timeout and memory budget.
-
-    Raises:
-        StorageError: a chunk is missing, of the wrong size, or cannot be read.
-    """
-    started = time.monotonic()
-    reads = []
-    for read in plan.reads:
-        tensor = targets[read.number].detach()
-        if read.is_padded:
-            tensor.zero_()
-        if read.source is not None and read.target is not None:
-            part = tensor[read.target.slices()] if read.is_padded else tensor
-            reads.append((read.array, read.source, part))
-    run_reads(store, reads, options)
-    return LoadReport(len(plan.reads), plan.nbytes, time.monotonic() - started)
-
-
-def dtypes_of(stored: Mapping[str, ArraySpec]) -> dict[str, torch.dtype]:
-    """The stored dtype of each array."""
-    return {key: torch_dtype(array.dtype) for key, array in stored.items()}
+    loaded: StateDict = loads[0].run()
+    return loaded
 
 
 def conversions(
-    tensors: Iterable[Any], stored: Mapping[str, torch.dtype], *, is_strict: bool
+    tensors: Iterable[Any], stored: Mapping[str, str], *, is_strict: bool
 ) -> Conversions:
     """What a load of these ShardedTensors converts.
 
     Args:
         tensors: what this rank asks for.
-        stored: the dtype of each stored array; one that is missing here is passed over.
+        stored: name of the dtype of each stored array; one that is missing here is passed over.
         is_strict: whether a conversion is an error.
 
     Raises:
         DTypeMismatchError: there is one, and ``is_strict``; names the first.
     """
-    wanted = {(t.key, t.dtype if t.data is None else t.data.dtype) for t in tensors}
-    found = sorted(
-        [key, _name(stored[key]), _name(dtype)]
-        for key, dtype in wanted
-        if stored.get(key, dtype) != dtype
-    )
+    dtypes = {(t.key, t.dtype if t.data is None else t.data.dtype) for t in tensors}
+    wanted = [(key, str(dtype).removeprefix("torch.")) for key, dtype in dtypes]
+    found = sorted([key, stored[key], to] for key, to in wanted if stored.get(key, to) != to)
     if found and is_strict:
         key, is_stored, is_wanted = found[0]
         others = f"; {len(found) - 1} more arrays differ" if len(found) > 1 else ""
@@ -314,24 +285,3 @@ def destination(tensor: Any) -> torch.Tensor:
             key=tensor.key,
         )
     return data if found == stated else data.detach()[(0,) * tensor.prepend_axis_num]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _read_objects(objects: Sequence[Any], inputs: LoadInputs) -> dict[int, Any]:
-    if not objects:
-        return {}
-    allow, checkpoint = inputs.allowed(), inputs.checkpoint
-    loaded: dict[int, Any] = {}
-
-    def read(wanted: Any) -> None:
-        name = object_id(wanted)
-        path = checkpoint.object_path(name)
-        content = checkpoint.object_content(name)
-        loaded[id(wanted)] = load_content(content, path, name.unique_key, allow)
-
-    jobs = (Job(found.key, found.unique_key, partial(read, found)) for found in objects)
-    run_pooled(jobs, 1).wait(inputs.options.timeout_s)
-    return loaded

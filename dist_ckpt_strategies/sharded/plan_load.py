@@ -15,39 +15,20 @@ class ReadItem:
     """How one wanted shard is filled.
 
     Attributes:
-        number: position of the shard among the wanted ones; the same shard may be wanted twice.
         array: the stored array.
         source: region of the stored array to read; None where the shard lies wholly beyond it.
         target: the same region, in coordinates of the wanted tensor.
         is_padded: whether a part of the tensor has no counterpart in storage and becomes zeros.
     """
 
-    number: int
     array: ArraySpec
     source: Region | None
     target: Region | None
     is_padded: bool
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are read from storage."""
-        return self.source.numel * self.array.dtype.itemsize if self.source else 0
 
-
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """One rank's reads, one for each wanted shard, in their order."""
-
-    reads: tuple[ReadItem, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are read from storage."""
-        return sum(read.nbytes for read in self.reads)
-
-
-def build_load_plan(wants: Sequence[ShardSpec], stored: Mapping[str, ArraySpec]) -> LoadPlan:
-    """Match what a rank wants with what a checkpoint holds.
+def build_load_plan(wants: Sequence[ShardSpec], stored: Mapping[str, ArraySpec]) -> list[ReadItem]:
+    """Match what a rank wants with what a checkpoint holds: one item for each wanted shard.
 
     Where ``may_mismatch`` is set and shapes differ, the read is clipped to what is stored and the
     rest of the tensor is padding, as in Megatron-Core 0.15's TensorStore loader.
@@ -60,12 +41,10 @@ def build_load_plan(wants: Sequence[ShardSpec], stored: Mapping[str, ArraySpec])
         ShapeMismatchError: shapes differ, or the shard reaches outside, and ``may_mismatch`` is
             not set; or the number of dims differs.
     """
-    return LoadPlan(
-        tuple(_shard_read(number, want, stored[want.key]) for number, want in enumerate(wants))
-    )
+    return [_read_item(want, stored[want.key]) for want in wants]
 
 
-def _shard_read(number: int, want: ShardSpec, array: ArraySpec) -> ReadItem:
+def _read_item(want: ShardSpec, array: ArraySpec) -> ReadItem:
     same_rank = len(array.shape) == len(want.array_shape)
     if array.shape != want.array_shape and not (want.may_mismatch and same_rank):
         raise ShapeMismatchError(
@@ -74,11 +53,9 @@ def _shard_read(number: int, want: ShardSpec, array: ArraySpec) -> ReadItem:
             key=want.key,
         )
     if want.region.numel == 0:
-        return ReadItem(number, array, None, None, is_padded=False)
+        return ReadItem(array, None, None, is_padded=False)
     if Region.whole(array.shape).contains(want.region):
-        return ReadItem(
-            number, array, want.region, Region.whole(want.region.shape), is_padded=False
-        )
+        return ReadItem(array, want.region, Region.whole(want.region.shape), is_padded=False)
     if not want.may_mismatch:
         raise ShapeMismatchError(
             f"{want.key}: {want.region} requested, outside the array's shape {array.shape}",
@@ -86,6 +63,6 @@ def _shard_read(number: int, want: ShardSpec, array: ArraySpec) -> ReadItem:
         )
     source = want.region.intersect(Region.whole(array.shape))
     if source is None:
-        return ReadItem(number, array, None, None, is_padded=True)
+        return ReadItem(array, None, None, is_padded=True)
     target = source.within(want.region)
-    return ReadItem(number, array, source, target, is_padded=source.shape != want.region.shape)
+    return ReadItem(array, source, target, is_padded=source.shape != want.region.shape)

@@ -96,21 +96,18 @@ class SavePlan:
     writes: tuple[WriteItem, ...]
     rounds: tuple[tuple[WriteItem, ...], ...]
 
-    def creations_of(self, rank: int) -> tuple[ArraySpec, ...]:
-        """Arrays whose metadata ``rank`` writes."""
-        return tuple(c.array for c in self.creations if c.creator == rank)
-
-    def writes_of(self, rank: int) -> tuple[WriteItem, ...]:
-        """Chunks that ``rank`` writes."""
-        return tuple(w for w in self.writes if w.writer == rank)
-
     def share_of(self, rank: int) -> SavePlan:
         """The plan without what does not concern ``rank``; as many rounds as before."""
         return SavePlan(
             tuple(c for c in self.creations if c.creator == rank),
-            self.writes_of(rank),
+            tuple(w for w in self.writes if w.writer == rank),
             tuple(
-                tuple(write for write in round_ if _concerns(write, rank)) for round_ in self.rounds
+                tuple(
+                    write
+                    for write in round_
+                    if write.writer == rank or any(s.holder == rank for s in write.slices)
+                )
+                for round_ in self.rounds
             ),
         )
 
@@ -124,10 +121,6 @@ class SavePlan:
         """Every array that is created or written to, once."""
         found = (*(c.array for c in self.creations), *(w.array for w in self.writes))
         return list({array.key: array for array in found}.values())
-
-
-def _concerns(write: WriteItem, rank: int) -> bool:
-    return write.writer == rank or any(s.holder == rank for s in write.slices)
 
 
 def build_save_plan(
@@ -160,7 +153,7 @@ def build_save_plan(
     for request in requests:
         for shard in request.shards:
             by_key[shard.key].append((request.rank, shard))
-    object_ranks = _single_writers(objects)
+    object_ranks = _object_writers(objects)
     if chunk_layout is ChunkLayout.WHOLE:
         _require_storable(by_key, object_ranks)
     load: Counter[int] = Counter()
@@ -200,59 +193,43 @@ def _require_storable(
         raise
 
 
-def _single_writers(objects: Iterable[tuple[ObjectId, int]]) -> dict[str, int]:
-    """A writer of each object, by key, once each shard of each is known to have one."""
-    writers: dict[ObjectId, int] = {}
-    for object_id, rank in sorted(objects):
-        if object_id in writers:
-            raise DuplicateWriterError(
-                f"{object_id.unique_key}: rank {writers[object_id]} and rank {rank} both hold a "
-                "main replica; give one of them another replica_id",
-                key=object_id.key,
-            )
-        writers[object_id] = rank
-    _require_whole_objects(writers)
-    return {object_id.key: rank for object_id, rank in reversed(writers.items())}
-
-
-def _require_whole_objects(writers: Mapping[ObjectId, int]) -> None:
-    """Raise unless the shards of each object are all those of one grid."""
+def _object_writers(objects: Iterable[tuple[ObjectId, int]]) -> dict[str, int]:
+    """A writer of each object, by key, once all shards of each are known to have one writer."""
     by_key: dict[str, dict[ObjectId, int]] = defaultdict(dict)
-    for object_id in sorted(writers):
-        by_key[object_id.key][object_id] = writers[object_id]
+    for found, rank in sorted(objects):
+        of_key, offset, grid = by_key[found.key], found.offset, found.shape
+        if found in of_key:
+            raise DuplicateWriterError(
+                f"{found.unique_key}: rank {of_key[found]} and rank {rank} both hold a main "
+                "replica; give one of them another replica_id",
+                key=found.key,
+            )
+        if len(offset) != len(grid) or not grid or any(map(_is_outside, offset, grid)):
+            raise PlanError(
+                f"{found.key}: rank {rank} holds shard {offset} of an object whose grid is {grid}; "
+                "a grid has at least one dim, and its shards count from 0",
+                key=found.key,
+            )
+        of_key[found] = rank
     for key, of_key in by_key.items():
-        ranks = {object_id.shape: rank for object_id, rank in reversed(of_key.items())}
+        ranks = {found.shape: rank for found, rank in reversed(of_key.items())}
         if len(ranks) > 1:
             shown = ", ".join(f"{shape} on rank {ranks[shape]}" for shape in sorted(ranks))
             raise PlanError(f"{key}: shards of objects of different grids: {shown}", key=key)
-        (grid,) = ranks
-        for object_id, rank in of_key.items():
-            _require_in_grid(object_id, rank)
-        if len(of_key) != math.prod(grid):
+        num_shards = math.prod(next(iter(ranks)))
+        if len(of_key) != num_shards:
+            held = [f"{found.offset} on rank {rank}" for found, rank in of_key.items()]
+            more = ", ..." if len(held) > _MAX_LISTED else ""
             raise CoverageError(
-                f"{key}: main replicas of {len(of_key)} of the {math.prod(grid)} shards of an "
-                f"object; each needs one; there are {_listed_shards(of_key)}",
+                f"{key}: main replicas of {len(held)} of the {num_shards} shards of an object; "
+                f"each needs one; there are {', '.join(held[:_MAX_LISTED])}{more}",
                 key=key,
             )
+    return {key: next(iter(of_key.values())) for key, of_key in by_key.items()}
 
 
-def _require_in_grid(object_id: ObjectId, rank: int) -> None:
-    offset, grid = object_id.offset, object_id.shape
-    is_inside = len(offset) == len(grid) and all(
-        0 <= o < n for o, n in zip(offset, grid, strict=True)
-    )
-    if not grid or not is_inside:
-        raise PlanError(
-            f"{object_id.key}: rank {rank} holds shard {offset} of an object whose grid is {grid}; "
-            "a grid has at least one dim, and its shards count from 0",
-            key=object_id.key,
-        )
-
-
-def _listed_shards(writers: Mapping[ObjectId, int]) -> str:
-    shown = [f"{object_id.offset} on rank {rank}" for object_id, rank in writers.items()]
-    more = ", ..." if len(shown) > _MAX_LISTED else ""
-    return ", ".join(shown[:_MAX_LISTED]) + more
+def _is_outside(index: int, num: int) -> bool:
+    return not 0 <= index < num
 
 
 _Main = Sequence[tuple[ShardPlacement, ShardId]]

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,11 +26,9 @@ from dist_ckpt_strategies.comm.base import (
     Receive,
     Send,
     report_level,
-    who_is_where,
 )
 from dist_ckpt_strategies.comm.process_group import is_distributed
-from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ObjectId, RankShards, ShardId
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, RankShards, ShardId
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.core.report import SaveReport
 from dist_ckpt_strategies.device import require_plain
@@ -38,8 +36,7 @@ from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError, Storage
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.megatron.flow import require_equal_common
-from dist_ckpt_strategies.megatron.process_state import parallel_sizes
+from dist_ckpt_strategies.megatron.flow import parallel_sizes, require_equal_common
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     is_main_message,
@@ -52,13 +49,19 @@ from dist_ckpt_strategies.megatron.shards import (
 )
 from dist_ckpt_strategies.megatron.types import ShardedTensor
 from dist_ckpt_strategies.sharded.async_request import RUNNING_SAVES
-from dist_ckpt_strategies.sharded.checks import VALIDATED, digest_of, require_valid
+from dist_ckpt_strategies.sharded.checks import (
+    VALIDATED,
+    digest_of,
+    require_one_strategy,
+    require_valid,
+)
 from dist_ckpt_strategies.sharded.plan_manifest import ManifestPlan, build_manifest_plan
 from dist_ckpt_strategies.sharded.plan_save import SavePlan, build_save_plan
-from dist_ckpt_strategies.sharded.save_cache import SaveCache
-from dist_ckpt_strategies.sharded.write_plan import Tensors, report_of, write_plan
-from dist_ckpt_strategies.storage.base import ArrayWriter
+from dist_ckpt_strategies.sharded.transfer import assemble, elements, run_writes
 from dist_ckpt_strategies.storage.time_limit import WORK, clean_up_limit, restart_limit, uncounted
+
+if TYPE_CHECKING:
+    from dist_ckpt_strategies.sharded.async_save import SaveCache
 
 logger = logging.getLogger(__name__)
 
@@ -86,31 +89,6 @@ class CommonState:
 
 
 @dataclass(frozen=True, slots=True)
-class SaveInputs:
-    """What one rank brings to a save.
-
-    Attributes:
-        state: its ShardedTensors and ShardedObjects.
-        writer: writes the checkpoint.
-        options: timeout and memory budget.
-        cache: the plan of the last save; it is used again where every rank saves the same shards.
-        allow: further classes that objects may be of.
-        validates: whether Megatron-Core's own checks of the sharding are run too.
-        common: the common state; None where Megatron-Core's own save has written it.
-        marker: content of ``metadata.json``; None where Megatron-Core's own save writes it.
-    """
-
-    state: StateDict
-    writer: CheckpointWriter
-    options: Options
-    cache: SaveCache
-    allow: Allowed = ()
-    validates: bool = False
-    common: CommonState | None = None
-    marker: bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Planned:
     """One rank's share of a plan, and what it followed from.
 
@@ -121,7 +99,8 @@ class Planned:
         shards: names its tensors, in the order of its state dict; None for an object.
         keys: of all arrays and objects.
         manifest: which rank writes which segment of the manifest.
-        report: what this rank writes, but for the seconds.
+        arrays: those that this rank creates or writes to.
+        report: what it writes, but for the seconds.
     """
 
     own: str
@@ -130,6 +109,7 @@ class Planned:
     shards: tuple[ShardId | None, ...]
     keys: frozenset[str]
     manifest: ManifestPlan
+    arrays: tuple[ArraySpec, ...]
     report: SaveReport
 
 
@@ -138,21 +118,41 @@ class ShardedSave:
 
     Args:
         comm: ranks that save together.
-        inputs: what this rank brings.
+        state: this rank's ShardedTensors and ShardedObjects.
+        writer: writes the checkpoint.
+        cache: the plan of the last save, used again where every rank saves the same shards.
+        allow: further classes that objects may be of.
+        validates: whether Megatron-Core's own checks of the sharding are run too.
+        common: the common state; None where Megatron-Core's own save has written it.
+        marker: content of ``metadata.json``; None where Megatron-Core's own save writes it.
 
     Attributes:
         planned: the plan, after ``begin``.
+        tensors: this rank's main replicas by name, after ``begin``.
     """
 
     planned: Planned
 
-    def __init__(self, comm: Communicator, inputs: SaveInputs) -> None:
-        self.comm = comm
-        self.inputs = inputs
+    def __init__(  # noqa: PLR0913 - what a save is made of
+        self,
+        comm: Communicator,
+        state: StateDict,
+        writer: CheckpointWriter,
+        cache: SaveCache,
+        allow: Allowed = (),
+        *,
+        validates: bool = False,
+        common: CommonState | None = None,
+        marker: bytes | None = None,
+    ) -> None:
+        self.comm, self.writer, self.cache = comm, writer, cache
+        self._state, self._allow, self._validates = state, allow, validates
+        self._common, self._marker = common, marker
         self.save_id = ""
-        self._messages: list[Message] = []
-        self._tensors: list[torch.Tensor | None] = []
+        self.tensors: dict[ShardId, torch.Tensor] = {}
+        self._held: list[torch.Tensor | None] = []
         self._objects: dict[ObjectId, bytes] = {}
+        self._described: list[Any] = []
         self._own = ""
         self._segments: Mapping[int, bytes] = {}
 
@@ -164,17 +164,31 @@ class ShardedSave:
             UnsafeObjectError: an object needs a class that a load would refuse.
             StorageError: an earlier checkpoint there cannot be invalidated.
         """
-        inputs, writer = self.inputs, self.inputs.writer
+        writer, options = self.writer, self.writer.options
         with uncounted():
-            RUNNING_SAVES.wait(writer.root, WORK * inputs.options.timeout_s)
-        for value in sharded_values(inputs.state):
-            self._take(value)
-        self._own, last = digest_of(self._facts()), inputs.cache.planned
+            RUNNING_SAVES.wait(writer.root, WORK * options.timeout_s)
+        messages = []
+        for value in sharded_values(self._state):
+            message = message_of(value)
+            messages.append(message)
+            data = None
+            if is_main_message(message):
+                if isinstance(value, ShardedTensor):
+                    if value.data is not None:
+                        require_plain(value.data, key=value.key)
+                    data = shard_data(value)
+                else:
+                    self._take_object(value, object_from_message(message))
+            self._held.append(data)
+        layout = writer.chunk_layout.value
+        self._described = [messages, options.max_inflight_bytes, layout, self._validates]
+        self._own, last = digest_of(self._described), self.cache.planned
         if self.comm.rank == 0:
             self.save_id = writer.place.new_save_id()
+            writer.place.join(self.save_id)
             if last is not None and last.own == self._own:
-                self._begin_writing(last)
-        common = inputs.common.digest if inputs.common else ""
+                writer.begin(last.keys)
+        common = self._common.digest if self._common else ""
         return [self._own, last and last.digest, self.save_id, common]
 
     def begin(self, answers: Sequence[Message]) -> None:
@@ -187,20 +201,22 @@ class ShardedSave:
             PlanError: the main replicas do not make up the arrays, or common states differ.
             CheckpointExistsError: the directory holds other arrays, and no marker.
         """
-        comm, cache, common = self.comm, self.inputs.cache, self.inputs.common
+        comm, cache, common = self.comm, self.cache, self._common
         owns, lasts, save_ids, digests = zip(*answers, strict=True)
         self.save_id = save_ids[0]
-        self.inputs.writer.place.join(self.save_id)
+        self.writer.place.join(self.save_id)
         if common is not None and len(set(digests)) > 1 and is_distributed():
             # Bytes that differ may be equal values. Megatron-Core compares them by a broadcast.
             agree(comm, partial(require_equal_common, common.compared or {}))
         group = digest_of(owns)
         if any(last != group for last in lasts):
-            everyone = comm.all_gather(self._facts())
+            everyone = comm.all_gather(self._described)
             cache.planned = None
             cache.planned = agree(comm, partial(self._new_plan, group, everyone))
         assert cache.planned is not None  # noqa: S101 - another plan would have another digest
         self.planned = cache.planned
+        named = zip(self.planned.shards, self._held, strict=True)
+        self.tensors = {name: data for name, data in named if name is not None and data is not None}
 
     def abandon(self) -> None:
         """Remove what ``describe`` and ``begin`` have made. Rank-local; an error is logged."""
@@ -208,65 +224,61 @@ class ShardedSave:
             return
         try:
             with clean_up_limit():
-                self.inputs.writer.place.abandon()
+                self.writer.place.abandon()
         except StorageError as error:
-            logger.warning(
-                "%s: what a refused save has made stays: %s", self.inputs.writer.root, error
-            )
-
-    @property
-    def tensors(self) -> Tensors:
-        """This rank's main replicas, by their names."""
-        named = zip(self.planned.shards, self._tensors, strict=True)
-        return {name: data for name, data in named if name is not None and data is not None}
+            logger.warning("%s: what a refused save has made stays: %s", self.writer.root, error)
 
     def run(self) -> SaveReport:
         """Write everything, and commit it. Collective.
+
+        One collective where no chunk is assembled.
 
         Raises:
             StorageError: a write failed here; a PeerError of the same class on the other ranks.
         """
         started = time.monotonic()
-        described = write_plan(
-            self.planned.plan,
-            self.tensors,
-            self.open_arrays,
-            self.comm,
-            self.inputs.options,
-            also=self.write_small_files,
-            finish=self.describe_files,
-        )
-        self.complete(described)
+        comm, writer, plan, tensors = self.comm, self.writer, self.planned.plan, self.tensors
+        options = writer.options
+
+        def write_own() -> None:
+            writer.require(f"rank {comm.global_rank(0)}")
+            whole = [
+                (write.array, write.region, elements(write.slices[0], tensors))
+                for write in plan.writes
+                if not plan.rounds or write.is_whole_shard
+            ]
+            run_writes(writer.arrays, whole, options, [c.array for c in plan.creations])
+            self.write_small_files()
+
+        def write_and_finish() -> Message:
+            if not plan.rounds:
+                write_own()
+            writer.arrays.begin_syncs(self.planned.arrays).wait(options.timeout_s)
+            return self.describe_files()
+
+        if plan.rounds:
+            agree(comm, write_own)
+            assemble(plan, tensors, comm, lambda some: run_writes(writer.arrays, some, options))
+        self.complete(agree_and_gather(comm, write_and_finish, is_sparse=True))
         return self.log_report(time.monotonic() - started)
 
     def log_report(self, seconds: float) -> SaveReport:
         """Log what this rank has written, in so many seconds; returns that. Rank-local."""
-        me = self.comm.global_rank(self.comm.rank)
-        report = replace(self.planned.report, seconds=seconds)
-        where = self.inputs.writer.root
-        logger.log(report_level(self.comm), "rank %s: save to %s: %s", me, where, report)
+        me, report = self.comm.global_rank(self.comm.rank), self.planned.report
+        report = replace(report, seconds=seconds)
+        text = "rank %s: save to %s: %s"
+        logger.log(report_level(self.comm), text, me, self.writer.root, report)
         return report
 
     def release_tensors(self) -> None:
         """Keep no reference to a tensor: all of them have been copied. Rank-local."""
-        self.inputs = replace(self.inputs, state={})
-        self._tensors = []
-
-    def open_arrays(self) -> ArrayWriter:
-        """What writes arrays to the place that the first rank has made. Rank-local.
-
-        Raises:
-            StorageError: this rank does not see it.
-        """
-        self.inputs.writer.require(f"rank {self.comm.global_rank(0)}")
-        return self.inputs.writer.arrays
+        self._state, self._held, self.tensors = {}, [], {}
 
     def write_small_files(self) -> None:
         """Write this rank's objects, and on the first rank the common state. Rank-local."""
-        inputs = self.inputs
-        inputs.writer.write_objects(self._objects)
-        if inputs.common and inputs.common.content is not None:
-            inputs.writer.write_common(inputs.common.content)
+        self.writer.write_objects(self._objects)
+        if self._common and self._common.content is not None:
+            self.writer.write_common(self._common.content)
 
     def describe_files(self) -> Message:
         """What this rank knows of each segment of the manifest, or its size. Rank-local.
@@ -274,9 +286,7 @@ class ShardedSave:
         A description that is small enough travels with the gather that follows.
         """
         planned = self.planned
-        self._segments = self.inputs.writer.described(
-            planned.plan.arrays, planned.manifest.segment_of
-        )
+        self._segments = self.writer.described(planned.arrays, planned.manifest.segment_of)
         limit = _EAGER_NBYTES // self.comm.size
         found = sorted(self._segments.items())
         return [[n, c.decode() if len(c) <= limit else len(c)] for n, c in found] or None
@@ -287,10 +297,9 @@ class ShardedSave:
         Args:
             described: what ``describe_files`` has returned on every rank.
         """
-        comm, writer, common = self.comm, self.inputs.writer, self.inputs.common
+        comm, writer, common = self.comm, self.writer, self._common
         if common is not None and common.save is not None:
-            save_common = common.save
-            agree(comm, lambda: save_common(writer.place.location))
+            agree(comm, partial(common.save, writer.place.location))
         manifest = self.planned.manifest
         received = self._received_segments(described)
 
@@ -301,16 +310,16 @@ class ShardedSave:
                 if owner == comm.rank
             ]
 
-        def commit(entries: Sequence[Any]) -> None:
+        is_by_first = set(manifest.owners) == {0}
+        answers = [] if is_by_first else agree_and_gather(comm, write_segments)
+
+        def commit() -> None:
+            entries = write_segments() if is_by_first else [e for found in answers for e in found]
             layout = {"ranks": comm.size, **parallel_sizes()}
             writer.write_index(entries, layout, common.content if common else None)
-            writer.place.commit(self.inputs.marker)
+            writer.place.commit(self._marker)
 
-        if set(manifest.owners) == {0}:
-            agree_on_first(comm, lambda: commit(write_segments()))
-            return
-        answers = agree_and_gather(comm, write_segments)
-        agree_on_first(comm, lambda: commit([entry for found in answers for entry in found]))
+        agree_on_first(comm, commit)
 
     def _received_segments(self, described: Sequence[Message]) -> dict[int, list[bytes]]:
         """What all ranks know of the segments that this one writes. Collective."""
@@ -345,58 +354,76 @@ class ShardedSave:
             found[n].append(buffer.tobytes())
         return found
 
-    def _take(self, value: Any) -> None:
-        """Describe a ShardedTensor or ShardedObject; dump the object of a main replica."""
-        message = message_of(value)
-        self._messages.append(message)
-        self._tensors.append(None)
-        if not is_main_message(message):
-            return
-        if isinstance(value, ShardedTensor):
-            if value.data is not None:
-                require_plain(value.data, key=value.key)
-            self._tensors[-1] = shard_data(value)
-            return
-        name = object_from_message(message)
+    def _take_object(self, value: Any, name: ObjectId) -> None:
+        """Dump the object of a main replica."""
         if name in self._objects:
             raise DuplicateWriterError(
                 f"{name.unique_key}: two main replicas on this rank; give one of them another "
                 "replica_id",
                 key=name.key,
             )
-        self._objects[name] = self.inputs.writer.dump(
-            value.data, name=name.unique_key, allow=self.inputs.allow
-        )
-
-    def _facts(self) -> list[Any]:
-        """What the plan of a save has to know of this rank, of JSON types."""
-        inputs = self.inputs
-        budget, layout = inputs.options.max_inflight_bytes, inputs.writer.chunk_layout.value
-        return [self._messages, budget, layout, inputs.validates]
-
-    def _begin_writing(self, planned: Planned) -> None:
-        """Make the place of the save; on the first rank."""
-        writer = self.inputs.writer
-        writer.place.join(self.save_id)
-        writer.begin(planned.keys)
+        self._objects[name] = self.writer.dump(value.data, name=name.unique_key, allow=self._allow)
 
     def _new_plan(self, group: str, everyone: Sequence[Message]) -> Planned:
-        planned = planned_save(self.comm, everyone, own=self._own, group=group)
-        if self.inputs.validates:
+        """The plan that follows from what all ranks have described; the first makes the place."""
+        comm = self.comm
+        requests: list[RankShards] = []
+        objects: list[tuple[ObjectId, int]] = []
+        names: tuple[ShardId | None, ...] = ()
+        for rank, (messages, *_) in enumerate(everyone):
+            global_rank = comm.global_rank(rank)
+            shards = list(map(shard_from_message, messages))
+            requests.append(RankShards(global_rank, tuple(s for s in shards if s is not None)))
+            objects += [
+                (object_from_message(message), global_rank)
+                for message, shard in zip(messages, shards, strict=True)
+                if shard is None and is_main_message(message)
+            ]
+            if rank == comm.rank:
+                names = tuple(None if shard is None else shard.id for shard in shards)
+        layouts = sorted({layout for _, _, layout, _ in everyone})
+        if len(layouts) > 1:
+            raise PlanError(f"ranks save in different forms: {' and '.join(layouts)}")
+        plan = build_save_plan(
+            requests,
+            objects,
+            max_inflight_bytes=min(budget for _, budget, *_ in everyone),
+            chunk_layout=ChunkLayout(layouts[0]),
+        )
+        if any(validates for *_, validates in everyone):
+            require_valid([list(map(value_from_message, messages)) for messages, *_ in everyone])
+        if self._validates:
             VALIDATED.last = digest_of([digest_of(messages) for messages, *_ in everyone])
-        if self.comm.rank == 0:
-            self._begin_writing(planned)
-        return planned
+        arrays = [creation.array for creation in plan.creations]
+        object_keys = [object_id.key for object_id, _ in objects]
+        manifest = (
+            ManifestPlan(("",), (0,))
+            if layouts[0] == ChunkLayout.WHOLE.value
+            else build_manifest_plan(arrays, object_keys, comm.size)
+        )
+        keys = frozenset(array.key for array in arrays).union(object_keys)
+        if comm.rank == 0:
+            self.writer.begin(keys)
+        me = comm.global_rank(comm.rank)
+        share = plan.share_of(me)
+        report = SaveReport(
+            num_arrays=len(share.creations),
+            num_chunks=len(share.writes),
+            nbytes=sum(write.nbytes for write in share.writes),
+            moved_nbytes=share.sent_nbytes(me),
+            seconds=0.0,
+        )
+        return Planned(self._own, group, share, names, keys, manifest, tuple(share.arrays), report)
 
 
 def begun_save(
-    comm: Communicator, open_inputs: Callable[[], SaveInputs | None]
+    comm: Communicator, open_save: Callable[[], ShardedSave | None]
 ) -> ShardedSave | None:
     """A save that is planned, and nothing of it written. Collective.
 
     Args:
         comm: ranks that save together.
-        open_inputs: gives what this rank brings; may raise. None: it is saved in another way.
+        open_save: gives this rank's save; may raise. None: it is saved in another way.
 
     Returns:
         None where every rank saves in another way.
@@ -404,81 +431,22 @@ def begun_save(
     Raises:
         PlanError: some ranks do.
     """
-    saves: list[ShardedSave] = []
+    saves: list[ShardedSave | None] = []
 
     def describe() -> Message:
-        inputs = open_inputs()
-        if inputs is None:
-            return None
-        saves.append(ShardedSave(comm, inputs))
-        return saves[0].describe()
+        saves.append(open_save())
+        return saves[0].describe() if saves[0] else None
 
     try:
         answers = agree_and_gather(comm, describe)
         restart_limit()
-        if None not in answers:
+        kinds = ["another strategy" if answer is None else "zarr" for answer in answers]
+        require_one_strategy(comm, "a save", kinds)
+        if saves[0] is not None:
             saves[0].begin(answers)
-            return saves[0]
-        _require_no_answer(comm, answers)
+        return saves[0]
     except BaseException:
         for save in saves:
-            save.abandon()
+            if save is not None:
+                save.abandon()
         raise
-    return None
-
-
-def _require_no_answer(comm: Communicator, answers: Sequence[Message]) -> None:
-    kinds = [answer is None for answer in answers]
-    if not all(kinds):
-        texts = ["a save by another strategy" if kind else "a save by zarr" for kind in kinds]
-        raise PlanError(f"expected one strategy, found {who_is_where(comm, kinds, texts)}")
-
-
-def planned_save(
-    comm: Communicator, everyone: Sequence[Message], *, own: str = "", group: str = ""
-) -> Planned:
-    """The plan that follows from what all ranks hold. Rank-local.
-
-    Args:
-        comm: ranks that save together.
-        everyone: their inputs, as gathered.
-        own: digest of this rank's.
-        group: digest of all of them.
-
-    Raises:
-        PlanError: the main replicas do not make up the arrays.
-    """
-    requests: list[RankShards] = []
-    objects: list[tuple[ObjectId, int]] = []
-    names: tuple[ShardId | None, ...] = ()
-    for rank, (messages, *_) in enumerate(everyone):
-        global_rank = comm.global_rank(rank)
-        shards = list(map(shard_from_message, messages))
-        requests.append(RankShards(global_rank, tuple(s for s in shards if s is not None)))
-        objects += [
-            (object_from_message(message), global_rank)
-            for message, shard in zip(messages, shards, strict=True)
-            if shard is None and is_main_message(message)
-        ]
-        if rank == comm.rank:
-            names = tuple(None if shard is None else shard.id for shard in shards)
-    budget = min(budget for _, budget, *_ in everyone)
-    layouts = sorted({layout for _, _, layout, _ in everyone})
-    if len(layouts) > 1:
-        raise PlanError(f"ranks save in different forms: {' and '.join(layouts)}")
-    plan = build_save_plan(
-        requests, objects, max_inflight_bytes=budget, chunk_layout=ChunkLayout(layouts[0])
-    )
-    if any(validates for *_, validates in everyone):
-        require_valid([list(map(value_from_message, messages)) for messages, *_ in everyone])
-    arrays = [creation.array for creation in plan.creations]
-    object_keys = [object_id.key for object_id, _ in objects]
-    manifest = (
-        ManifestPlan(("",), (0,))
-        if layouts[0] == ChunkLayout.WHOLE.value
-        else build_manifest_plan(arrays, object_keys, comm.size)
-    )
-    keys = frozenset(array.key for array in arrays).union(object_keys)
-    me = comm.global_rank(comm.rank)
-    share = plan.share_of(me)
-    return Planned(own, group, share, names, keys, manifest, report_of(share, me, 0.0))

@@ -46,7 +46,7 @@ from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.storage.io_pool import run_with_limit
 from dist_ckpt_strategies.storage.store import Directory, Store
 from dist_ckpt_strategies.storage.time_limit import time_limit
-from dist_ckpt_strategies.strategies.configured import Configured, require_own
+from dist_ckpt_strategies.strategies.registry import Configured, require_own
 from dist_ckpt_strategies.tools.readers import open_reader
 
 BACKEND = "torch"
@@ -76,7 +76,7 @@ class TorchCommonSaveStrategy(Configured, SaveCommonStrategy):  # type: ignore[m
         options: Options | None = None,
         allow: Allowed = (),
     ) -> None:
-        require_own((BACKEND, VERSION), backend, version)
+        require_own(BACKEND, (VERSION,), backend, version)
         super().__init__(backend, version)
         self._configure(options, allow, group)
 
@@ -90,8 +90,8 @@ class TorchCommonSaveStrategy(Configured, SaveCommonStrategy):  # type: ignore[m
             UnsafeObjectError: it needs a class that a load would refuse.
             StorageError: it cannot be pickled or written; a PeerError of that class elsewhere.
         """
-        root = located(checkpoint_dir, self._options)
-        comm = self._communicator("save of common state", f"to {root}")
+        root = located(checkpoint_dir, self.options)
+        comm = self.communicator("save of common state", f"to {root}")
 
         def write() -> None:
             content = self.dump_common(common_state_dict)
@@ -99,7 +99,7 @@ class TorchCommonSaveStrategy(Configured, SaveCommonStrategy):  # type: ignore[m
                 invalidate(root)
             _store(root).write(COMMON_NAME, content)
 
-        with time_limit(self._options.timeout_s):
+        with time_limit(self.options.timeout_s):
             agree_on_first(comm, write)
 
     def dump_common(self, common_state_dict: StateDict) -> bytes:
@@ -121,7 +121,7 @@ class TorchCommonSaveStrategy(Configured, SaveCommonStrategy):  # type: ignore[m
             PlanError: a key cannot be a directory below the checkpoint.
             StorageError: one cannot be pickled or written.
         """
-        root = require_path(located(checkpoint_dir, self._options), _OBJECT_FILES)
+        root = require_path(located(checkpoint_dir, self.options), _OBJECT_FILES)
         objects = list(filter(is_main, sharded_values(sharded_objects_state_dict)))
         require_storable_keys((), {object_id(value).key for value in objects})
         for value in objects:
@@ -155,7 +155,7 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
             UnsafeObjectError: it needs a class that is not allowed; the message names it.
             CorruptCheckpointError: it is damaged.
         """
-        options, allow = self._options, self.allowed()
+        options, allow = self.options, self.allowed()
         root = content_of(located(checkpoint_dir, options))
         store = _store(root)
         path = store.path(COMMON_NAME)
@@ -196,15 +196,15 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
     @raises_megatron_errors
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise IncompatibleVersionError unless the backend is ``"torch"``."""
-        require_own((BACKEND, VERSION), loaded_backend, VERSION)
+        require_own(BACKEND, (VERSION,), loaded_backend, VERSION)
 
     @raises_megatron_errors
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise IncompatibleVersionError unless the version is 1."""
-        require_own((BACKEND, VERSION), BACKEND, loaded_version)
+        require_own(BACKEND, (VERSION,), BACKEND, loaded_version)
 
     def _directory(self, checkpoint_dir: str | Path) -> Path:
-        return require_path(located(checkpoint_dir, self._options), _OBJECT_FILES)
+        return require_path(located(checkpoint_dir, self.options), _OBJECT_FILES)
 
 
 def _store(root: Location) -> Store:

@@ -62,7 +62,7 @@ from dist_ckpt_strategies.sharded.load import (
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file, write_file
 from dist_ckpt_strategies.storage.io_pool import limited, run_with_limit
 from dist_ckpt_strategies.storage.time_limit import OPENING, WORK, restart_limit, time_limit
-from dist_ckpt_strategies.strategies.configured import Configured, require_own
+from dist_ckpt_strategies.strategies.registry import Configured, require_own
 
 BACKEND = "local_replicated"
 VERSION = 1
@@ -76,7 +76,7 @@ class _OnNodes(Configured):
 
     _local: LocalOptions
 
-    def _root(self, checkpoint_dir: str | Path, comm: Communicator) -> Path:
+    def root(self, checkpoint_dir: str | Path, comm: Communicator) -> Path:
         """The checkpoint's directory on this rank's node."""
         found = Path(checkpoint_dir).absolute()
         if self._local.node_directory is None:
@@ -90,10 +90,10 @@ class _OnNodes(Configured):
         cliques: LazyCliqueReplicationStrategy | None,
     ) -> LocalCheckpointManager:
         return LocalCheckpointManager(
-            self._root(checkpoint_dir, comm),
+            self.root(checkpoint_dir, comm),
             repl_strategy=cliques,
             group=self._group,
-            timeout_s=self._options.timeout_s,
+            timeout_s=self.options.timeout_s,
             max_bucket_bytes=self._local.max_bucket_bytes,
             allow=self._allow,
         )
@@ -128,7 +128,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
         cliques: LazyCliqueReplicationStrategy | None = None,
         **changes: Any,
     ) -> None:
-        require_own((BACKEND, VERSION), backend, version)
+        require_own(BACKEND, (VERSION,), backend, version)
         super().__init__(backend, version)
         self._configure(options, allow, group)
         self._local = replace(local or LocalOptions(), **changes)
@@ -137,7 +137,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
             self._local.replication_factor,
             allow_uneven=self._local.allow_uneven,
             max_bucket_bytes=self._local.max_bucket_bytes,
-            timeout_s=self._options.timeout_s,
+            timeout_s=self.options.timeout_s,
         )
 
     @raises_megatron_errors
@@ -167,7 +167,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
                 later, and an earlier checkpoint stays as it is until all else is written. None: it
                 is in ``checkpoint_dir`` already.
         """
-        comm = self._communicator("save", f"to {checkpoint_dir}")
+        comm = self.communicator("save", f"to {checkpoint_dir}")
         manager = agree(comm, lambda: self._manager(checkpoint_dir, comm, self._cliques))
         root = manager.root_local_ckpt_dir
 
@@ -184,7 +184,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
             if not is_first_node:
                 _write_common(root, common)
 
-        with time_limit(self._options.timeout_s, OPENING, then=WORK):
+        with time_limit(self.options.timeout_s, OPENING, then=WORK):
             common = agree_and_gather_bytes(comm, partial(run_with_limit, prepare, root))[0]
             restart_limit()
         described = agree_and_gather(comm, lambda: _described(sharded_state_dict))
@@ -200,7 +200,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
             state, _ = MCoreTensorAwareStateDict.dealt_out(comm, content, sharded_state_dict)
         iteration = _ITERATION.search(Path(checkpoint_dir).name)
         manager.save(state, int(iteration[1]) if iteration else 0)
-        with time_limit(self._options.timeout_s):
+        with time_limit(self.options.timeout_s):
             names = agree_and_gather(comm, lambda: PartDirectory(root).name())
             agree(comm, complete)
 
@@ -230,13 +230,6 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
         self._configure(options, allow, group)
         self._local = replace(local or LocalOptions(), **changes)
 
-    def prepare(self, checkpoint_dir: str | Path) -> None:
-        """See ``prepare_local_load``."""
-        comm = self._communicator("preparation", f"of {checkpoint_dir}")
-        root = agree(comm, lambda: self._root(checkpoint_dir, comm))
-        with time_limit(self._options.timeout_s, OPENING, then=WORK):
-            restore_common(comm, root, str(checkpoint_dir))
-
     @raises_megatron_errors
     def load(
         self,
@@ -256,7 +249,7 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
             NoReplicasAvailableError: all copies of some rank's shards are lost or damaged.
             CoverageError: a requested region or object is in no file.
         """
-        comm = self._communicator("load", f"from {checkpoint_dir}")
+        comm = self.communicator("load", f"from {checkpoint_dir}")
         manager = agree(comm, lambda: self._manager(checkpoint_dir, comm, None))
         state, _ = manager.load()
         own: dict[int, torch.Tensor] = {}
@@ -266,8 +259,8 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
             _require_common_of_save(Path(checkpoint_dir).absolute(), content["common_digest"])
             values = sharded_values(sharded_state_dict)
             tensors = [value for value in values if isinstance(value, ShardedTensor)]
-            stored = {key: getattr(torch, dtype) for key, _, dtype in content["stored"]["arrays"]}
-            converted = conversions(tensors, stored, is_strict=self._options.strict_dtype)
+            stored = {key: dtype for key, _, dtype in content["stored"]["arrays"]}
+            converted = conversions(tensors, stored, is_strict=self.options.strict_dtype)
             own.update({id(t): destination(t) for t in tensors if t.data is not None})
             return converted
 
@@ -277,7 +270,7 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
             own[id(tensor)].detach().copy_(loaded)
             return own[id(tensor)]
 
-        with time_limit(self._options.timeout_s):
+        with time_limit(self.options.timeout_s):
             converted = agree_and_gather(comm, check)
         found = dict(state.loaded(comm, sharded_state_dict, fill))
         warn_of_conversions(comm, checkpoint_dir, converted)
@@ -309,18 +302,18 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
     @raises_megatron_errors
     def check_backend_compatibility(self, loaded_backend: str) -> None:
         """Raise IncompatibleVersionError unless the backend is ``"local_replicated"``."""
-        require_own((BACKEND, VERSION), loaded_backend, VERSION)
+        require_own(BACKEND, (VERSION,), loaded_backend, VERSION)
 
     @raises_megatron_errors
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise IncompatibleVersionError unless the version is 1."""
-        require_own((BACKEND, VERSION), BACKEND, loaded_version)
+        require_own(BACKEND, (VERSION,), BACKEND, loaded_version)
 
     def _stored(self, checkpoint_dir: str | Path) -> StateDict:
         """The arrays and objects of the whole checkpoint, from a file on this node."""
-        comm = self._communicator("look at a checkpoint")
-        with time_limit(self._options.timeout_s):
-            root = self._root(checkpoint_dir, comm)
+        comm = self.communicator("look at a checkpoint")
+        with time_limit(self.options.timeout_s):
+            root = self.root(checkpoint_dir, comm)
             header = read_first_header(PartDirectory(root))
         if header is None:
             raise IncompleteCheckpointError(
@@ -355,9 +348,11 @@ def prepare_local_load(
     Raises:
         IncompleteCheckpointError: no node has them.
     """
-    LocalReplicatedLoadShardedStrategy(local=local, group=group, options=options).prepare(
-        checkpoint_dir
-    )
+    loader = LocalReplicatedLoadShardedStrategy(local=local, group=group, options=options)
+    comm = loader.communicator("preparation", f"of {checkpoint_dir}")
+    root = agree(comm, lambda: loader.root(checkpoint_dir, comm))
+    with time_limit(loader.options.timeout_s, OPENING, then=WORK):
+        restore_common(comm, root, str(checkpoint_dir))
 
 
 def restore_common(comm: Communicator, root: Path, name: str) -> None:

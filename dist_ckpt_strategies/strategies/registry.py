@@ -1,16 +1,24 @@
-"""Strategies by action, backend and version: registered ones and this package's defaults."""
+"""Strategies by action, backend and version: registered ones and this package's defaults.
+
+And the options that strategies of this package have in common.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.process_group import ProcessGroup
+from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import LocalOptions, Options, options_from_environment
 from dist_ckpt_strategies.errors import (
+    IncompatibleVersionError,
     StrategyError,
     StrategyExistsError,
     StrategyNotFoundError,
@@ -23,6 +31,7 @@ from dist_ckpt_strategies.megatron.types import (
     SaveCommonStrategy,
     SaveShardedStrategy,
     StrategyAction,
+    default_allowed,
     has_registry,
     register_strategy,
     registered_strategy,
@@ -379,3 +388,58 @@ def _strategy_exists(key: StrategyKey, present: object) -> StrategyExistsError:
 def _strategy_not_found(key: StrategyKey, known: Iterable[StrategyKey]) -> StrategyNotFoundError:
     names = ", ".join(map(str, known)) or "none"
     return StrategyNotFoundError(f"no strategy for {key}; registered: {names}")
+
+
+class Configured:
+    """A strategy's options, the ranks that work together, the classes that objects may be of."""
+
+    options: Options
+
+    def _configure(
+        self,
+        options: Options | None,
+        allow: Allowed,
+        group: ProcessGroup | None = None,
+        **changes: Any,
+    ) -> None:
+        self.options = (options or options_from_environment()).with_changes(**changes)
+        self._allow = tuple(allow)
+        self._group = group
+
+    def with_options(self, **changes: Any) -> Self:
+        """The same strategy with some other options; None leaves one as it is. Caches are shared.
+
+        Raises:
+            StrategyError: an option is out of range.
+        """
+        other = copy(self)
+        other.options = self.options.with_changes(**changes)
+        return other
+
+    def runs_in_world(self, options: Options) -> bool:
+        """Whether it works with all ranks, and within the same time limit as ``options``."""
+        return self._group is None and self.options.timeout_s == options.timeout_s
+
+    def allowed(self) -> Allowed:
+        """The classes that objects may be of."""
+        return [*default_allowed(), *self._allow]
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """ShardedObjects are saved and loaded too."""
+        return True
+
+    def communicator(self, purpose: str, detail: str = "") -> Communicator:
+        """The ranks that work together, for one thing that they do."""
+        return open_communicator(
+            self._group, timeout_s=self.options.timeout_s, purpose=purpose, detail=detail
+        )
+
+
+def require_own(own: str, versions: Sequence[int], backend: str, version: int) -> None:
+    """Raise IncompatibleVersionError unless backend and version are a strategy's own."""
+    if backend != own or version not in versions:
+        known = " or ".join(str((own, known)) for known in versions)
+        raise IncompatibleVersionError(
+            f"expected backend {known}, found ({backend!r}, {version!r})"
+        )

@@ -23,8 +23,9 @@ from dist_ckpt_strategies.comm.process_group import (
     payload_device,
     require_member,
 )
+from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
-from dist_ckpt_strategies.config import Options, options_from_environment
+from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.core.report import BroadcastReport, GroupReport
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.formats.locations import located
@@ -122,6 +123,8 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         allow: further classes that ShardedObjects may be unpickled to.
 
     Attributes:
+        options: timeouts and memory bounds.
+        takes_urls: whether the base strategy reads from object stores.
         call_times: seconds of each call of ``load`` and ``load_tensor_from_storage``.
     """
 
@@ -151,21 +154,12 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         self.base_strategy = base_strategy
         self.call_times: dict[str, list[float]] = {}
         self._channels: tuple[ProcessGroup, ...] = ()
-        self._options = own_options.with_changes(
+        self.takes_urls = bool(getattr(base_strategy, "takes_urls", False))
+        self.options = own_options.with_changes(
             max_inflight_bytes=max_inflight_bytes, timeout_s=timeout_s
         )
         self._allow = tuple(allow)
         self._report: BroadcastReport | None = None
-
-    @property
-    def options(self) -> Options:
-        """Timeouts and memory bounds."""
-        return self._options
-
-    @property
-    def takes_urls(self) -> bool:
-        """Whether the base strategy reads from object stores."""
-        return bool(getattr(self.base_strategy, "takes_urls", False))
 
     @property
     def can_handle_sharded_objects(self) -> bool:
@@ -185,7 +179,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             return
         self._channels = ()
         self._channels = new_gloo_groups(
-            self.data_parallel_group_orig, _NUM_CHANNELS, timeout_s=self._options.timeout_s
+            self.data_parallel_group_orig, _NUM_CHANNELS, timeout_s=self.options.timeout_s
         )
         self.data_parallel_group = self._channels[0]
 
@@ -215,7 +209,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         self.maybe_init_gloo_group()
         world = open_communicator(
             None,
-            timeout_s=self._options.timeout_s,
+            timeout_s=self.options.timeout_s,
             purpose=_PURPOSE,
             detail=f"from {checkpoint_dir}",
         )
@@ -223,8 +217,8 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             agree(world, lambda: require_member(self.data_parallel_group))
         group = self._group(checkpoint_dir)
         kind = CheckpointLoad if self._is_own else StrategyLoad
-        load = kind(self.base_strategy, checkpoint_dir, sharded_state_dict, group, self._options)
-        with time_limit(self._options.timeout_s, OPENING, then=3 / 8):
+        load = kind(self.base_strategy, checkpoint_dir, sharded_state_dict, group, self.options)
+        with time_limit(self.options.timeout_s, OPENING, then=3 / 8):
             converted = agree_and_gather(world, load.prepare)
             restart_limit()
             loaded, self._report = agree(world, lambda: load.run(self._allowed))
@@ -252,13 +246,13 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
 
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """A ShardedTensor without data, by key, for each stored array. Rank-local."""
-        root = located(checkpoint_dir, self._options)
+        root = located(checkpoint_dir, self.options)
         found: StateDict = self.base_strategy.load_tensors_metadata(root)
         return found
 
     def load_sharded_metadata(self, checkpoint_dir: str | Path) -> StateDict:
         """Like ``load_tensors_metadata``, with ShardedObjects by unique key. Rank-local."""
-        root = located(checkpoint_dir, self._options)
+        root = located(checkpoint_dir, self.options)
         found: StateDict = self.base_strategy.load_sharded_metadata(root)
         return found
 
@@ -285,11 +279,14 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             checkpoint_dir: the checkpoint.
             ten_meta: its ``sharded_tensor_no_data`` is the requested ShardedTensor.
         """
-        root = located(checkpoint_dir, self._options)
+        root = located(checkpoint_dir, self.options)
         wanted = {"tensor": ten_meta.sharded_tensor_no_data.without_data()}
         base = self.base_strategy
-        read = base.load_alone if self._is_own else base.load
-        tensor: torch.Tensor = read(wanted, root)["tensor"]
+        if self._is_own:
+            loaded = base.load_by(SoloCommunicator(), wanted, root)
+        else:
+            loaded = base.load(wanted, root)
+        tensor: torch.Tensor = loaded["tensor"]
         return tensor
 
     def deduplicate_chunks(self, ten_metas: Iterable[Any]) -> list[Any]:
@@ -311,7 +308,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         group = self.data_parallel_group
         return open_communicator(
             group,
-            timeout_s=self._options.timeout_s,
+            timeout_s=self.options.timeout_s,
             purpose=_PURPOSE,
             detail=f"from {checkpoint_dir}",
             channels=self._channels,

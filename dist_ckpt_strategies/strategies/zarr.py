@@ -5,18 +5,22 @@ Names that Megatron-Core 0.15 gave to strategies and functions are importable fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
-from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.config import Options, Verify
-from dist_ckpt_strategies.core.array import ArraySpec
-from dist_ckpt_strategies.errors import IncompatibleVersionError, StrategyError
+from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.errors import (
+    ShapeMismatchError,
+    StrategyError,
+)
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.checkpoints import (
     Format1Checkpoint,
@@ -34,30 +38,19 @@ from dist_ckpt_strategies.megatron.types import (
     LoadShardedStrategy,
 )
 from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
-from dist_ckpt_strategies.sharded.async_save import begin_in_background
-from dist_ckpt_strategies.sharded.load import (
-    Conversions,
-    LoadInputs,
-    conversions,
-    destination,
-    dtypes_of,
-    load_sharded,
-)
-from dist_ckpt_strategies.sharded.save import SaveInputs, begun_save
-from dist_ckpt_strategies.sharded.save_cache import SaveCache
+from dist_ckpt_strategies.sharded.async_save import SaveCache, begin_in_background
+from dist_ckpt_strategies.sharded.load import ShardedLoad, destination, load_sharded
+from dist_ckpt_strategies.sharded.save import ShardedSave, begun_save
 from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import require_directory
 from dist_ckpt_strategies.storage.io_pool import run_with_limit
 from dist_ckpt_strategies.storage.time_limit import OPENING, WORK, time_limit
-from dist_ckpt_strategies.strategies.configured import Configured
-from dist_ckpt_strategies.strategies.legacy_zarr import (
-    flatten_range,
-    load_zarr_based_sharded_metadata,
-    pad_to_expected_shape,
-    postprocess_numpy_array,
+from dist_ckpt_strategies.strategies.registry import (
+    Configured,
+    register_default_zarr_strategies,
+    require_own,
 )
-from dist_ckpt_strategies.strategies.registry import register_default_zarr_strategies
 
 __all__ = [
     "EitherFormatLoadShardedStrategy",
@@ -94,6 +87,8 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
 
     Attributes:
         cache: what is kept from one save to the next.
+        takes_urls: whether a checkpoint may be in an object store.
+        format_name: the format, for messages.
 
     Source: format 1 is the layout of Megatron-Core <= 0.15.3, which loads what this saves.
     """
@@ -109,20 +104,12 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
         options: Options | None = None,
         allow: Allowed = (),
     ) -> None:
-        _require_format(backend, version, (1, 2))
+        require_own(BACKEND, (1, 2), backend, version)
         super().__init__(backend, version)
         self.cache = SaveCache()
+        self.takes_urls = version != 1
+        self.format_name = f"format {(backend, version)}"
         self._configure(options, allow, group, engine=engine)
-
-    @property
-    def takes_urls(self) -> bool:
-        """Whether a checkpoint may be in an object store."""
-        return bool(self.version != 1)
-
-    @property
-    def format_name(self) -> str:
-        """The format, for messages."""
-        return f"format {(self.backend, self.version)}"
 
     @raises_megatron_errors
     def save(self, sharded_state_dict: StateDict, checkpoint_dir: str | Path) -> None:
@@ -136,11 +123,7 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
             StorageError: a write failed on this rank.
             PeerError: it failed on another; the message names rank, key and file.
         """
-        self.run(
-            checkpoint_dir,
-            lambda comm: self.inputs(comm, sharded_state_dict, checkpoint_dir),
-            is_async=False,
-        )
+        self.run(sharded_state_dict, checkpoint_dir, is_async=False)
 
     @raises_megatron_errors
     def async_save(
@@ -163,23 +146,51 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
             StorageError: the directory cannot be prepared.
             PeerError: another rank failed; the message names rank, key and file.
         """
-        request = self.run(
-            checkpoint_dir,
-            lambda comm: self.inputs(comm, sharded_state_dict, checkpoint_dir),
-            is_async=True,
-        )
+        request = self.run(sharded_state_dict, checkpoint_dir, is_async=True)
         assert request is not None  # noqa: S101 - an asynchronous save returns one
         return request
 
-    def inputs(
+    def run(
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str | Location,
+        *,
+        is_async: bool,
+        **more: Any,
+    ) -> LocalSaveRequest | None:
+        """Save; begin to, and return the request, if ``is_async``. Collective over the group.
+
+        Args:
+            sharded_state_dict: as in ``save``.
+            checkpoint_dir: as in ``save``.
+            is_async: whether to save in the background.
+            more: as of ``open_save``.
+        """
+        comm = self.communicator("save", f"to {checkpoint_dir}")
+
+        def open_save() -> ShardedSave:
+            if is_async:
+                self.cache.get_ready(self.options)
+            return self.open_save(comm, sharded_state_dict, checkpoint_dir, **more)
+
+        with time_limit(self.options.timeout_s, OPENING, then=WORK):
+            begun = begun_save(comm, open_save)
+            assert begun is not None  # noqa: S101 - every rank has one
+            if is_async:
+                return begin_in_background(begun)
+            begun.run()
+        return None
+
+    def open_save(
         self,
         comm: Communicator,
         sharded_state_dict: StateDict,
         checkpoint_dir: str | Location,
         *,
         overwrite: bool | None = None,
-    ) -> SaveInputs:
-        """What this rank brings to a save. Rank-local.
+        **more: Any,
+    ) -> ShardedSave:
+        """A save of which nothing is described yet. Rank-local.
 
         Args:
             comm: ranks that save together.
@@ -188,42 +199,17 @@ class ZarrSaveShardedStrategy(Configured, AsyncSaveShardedStrategy):  # type: ig
             overwrite: None where Megatron-Core's own save has replaced the common state already;
                 else an earlier checkpoint stays loadable until this one is durable, and this
                 tells whether arrays that belong to no finished checkpoint are replaced.
+            more: common state and more, as of ShardedSave.
         """
         writer = CheckpointWriter(
             self.version,
-            located(checkpoint_dir, self._options),
-            self._options,
+            located(checkpoint_dir, self.options),
+            self.options,
             global_rank=comm.global_rank(comm.rank),
             keeps_old=overwrite is not None,
             overwrite=bool(overwrite),
         )
-        return SaveInputs(sharded_state_dict, writer, self._options, self.cache, self.allowed())
-
-    def run(
-        self,
-        checkpoint_dir: str | Location,
-        open_inputs: Callable[[Communicator], SaveInputs],
-        *,
-        is_async: bool,
-    ) -> LocalSaveRequest | None:
-        """Save what each rank brings; begin to, and return the request, if ``is_async``.
-
-        Collective over the group.
-        """
-        comm = self._communicator("save", f"to {checkpoint_dir}")
-
-        def open_when_ready() -> SaveInputs:
-            if is_async:
-                self.cache.get_ready(self._options)
-            return open_inputs(comm)
-
-        with time_limit(self._options.timeout_s, OPENING, then=WORK):
-            begun = begun_save(comm, open_when_ready)
-            assert begun is not None  # noqa: S101 - every rank brings something
-            if is_async:
-                return begin_in_background(begun)
-            begun.run()
-        return None
+        return ShardedSave(comm, sharded_state_dict, writer, self.cache, self.allowed(), **more)
 
 
 class Format2SaveShardedStrategy(ZarrSaveShardedStrategy):
@@ -247,6 +233,11 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
     versions: ClassVar[tuple[int, ...]] = (1,)
     """Of the formats that it reads."""
 
+    takes_urls = has_digests = False
+    """Whether a checkpoint may be in an object store, and ``verify`` means something."""
+
+    format_name = "format ('zarr', 1)"
+
     @raises_megatron_errors
     def __init__(
         self,
@@ -259,19 +250,6 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
     ) -> None:
         super().__init__()
         self._configure(options, allow, group, engine=engine, verify=verify)
-
-    @property
-    def takes_urls(self) -> bool:
-        """Whether a checkpoint may be in an object store."""
-        return 2 in self.versions  # noqa: PLR2004 - the format's own number
-
-    has_digests = takes_urls
-    """Whether the option ``verify`` means something to it."""
-
-    @property
-    def format_name(self) -> str:
-        """The format, for messages."""
-        return f"format {(BACKEND, self.versions[-1])}"
 
     @raises_megatron_errors
     def load(
@@ -298,31 +276,46 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
             StorageError: an array, chunk or object is missing or damaged.
             PeerError: the same, on another rank; the message names rank, key and file.
         """
-        comm = self._communicator("load", f"from {checkpoint_dir}")
-        return self._loaded(comm, sharded_state_dict, checkpoint_dir)
+        comm = self.communicator("load", f"from {checkpoint_dir}")
+        return self.load_by(comm, sharded_state_dict, checkpoint_dir)
 
-    def load_alone(self, sharded_state_dict: StateDict, checkpoint_dir: Location) -> StateDict:
-        """Like ``load``, by this rank without any other. Rank-local."""
-        return self._loaded(SoloCommunicator(), sharded_state_dict, checkpoint_dir)
-
-    def _loaded(
+    def load_by(
         self, comm: Communicator, sharded_state_dict: StateDict, checkpoint_dir: str | Location
     ) -> StateDict:
-        with time_limit(self._options.timeout_s, OPENING, then=WORK):
-            return load_sharded(comm, lambda: self.inputs(comm, sharded_state_dict, checkpoint_dir))
+        """Like ``load``, by the ranks of ``comm``."""
+        with time_limit(self.options.timeout_s, OPENING, then=WORK):
+            return load_sharded(
+                comm, lambda: self.open_load(comm, sharded_state_dict, checkpoint_dir)
+            )
 
-    def inputs(
-        self, comm: Communicator, sharded_state_dict: StateDict, checkpoint_dir: str | Location
-    ) -> LoadInputs:
-        """What this rank brings to a load by the ranks of ``comm``. Rank-local."""
-        root, options = located(checkpoint_dir, self._options), self._options
-        return LoadInputs(
+    def open_load(
+        self,
+        comm: Communicator,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str | Location,
+        *,
+        name: object = None,
+        validates: bool = False,
+    ) -> ShardedLoad:
+        """A load by the ranks of ``comm`` of which nothing is described yet. Rank-local.
+
+        Args:
+            comm: ranks that load together.
+            sharded_state_dict: as in ``load``.
+            checkpoint_dir: as in ``load``.
+            name: of the checkpoint, for messages; by default ``checkpoint_dir``.
+            validates: see ShardedLoad.
+        """
+        root = located(checkpoint_dir, self.options)
+        return ShardedLoad(
+            comm,
             sharded_state_dict,
-            self.open_checkpoint(root, options, comm),
-            checkpoint_dir,
-            options,
-            self.allowed,
-            self._destination,
+            self.open_checkpoint(root, self.options, comm),
+            name=name or checkpoint_dir,
+            options=self.options,
+            allowed=self.allowed,
+            destination_of=self.destination_of,
+            validates=validates,
         )
 
     def open_checkpoint(
@@ -336,7 +329,9 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
             comm: ranks that verify together, each of which a share of all files; None: nothing is
                 verified before it is read.
         """
-        if self._is_format1(root):
+        is_any = len(self.versions) > 1  # then what lies there says which it is
+        is_format2 = (isinstance(root, Bucket) or has_manifest(root)) if is_any else self.takes_urls
+        if not is_format2:
             return Format1Checkpoint(require_path(root, self.format_name), options)
         checkpoint = Format2Checkpoint(root, options)
         if comm is None:
@@ -346,16 +341,6 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
         elif comm.rank == 0:
             checkpoint.require_common()
         return checkpoint
-
-    def tensors_to_fill(
-        self, tensors: Sequence[Any], stored: Mapping[str, ArraySpec], options: Options
-    ) -> tuple[list[torch.Tensor], Conversions]:
-        """For ShardedTensors, the tensors that a load fills and what it converts. Rank-local.
-
-        Errors as in ``load``.
-        """
-        converted = conversions(tensors, dtypes_of(stored), is_strict=options.strict_dtype)
-        return [self._destination(tensor) for tensor in tensors], converted
 
     @raises_megatron_errors
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:
@@ -368,7 +353,7 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
         return self._stored_metadata(checkpoint_dir, with_objects=True)
 
     def _stored_metadata(self, checkpoint_dir: str | Path, *, with_objects: bool) -> StateDict:
-        root, options = located(checkpoint_dir, self._options), self._options
+        root, options = located(checkpoint_dir, self.options), self.options
 
         def look_up() -> StateDict:
             if isinstance(root, Path):
@@ -411,22 +396,15 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
         Args:
             loaded_version: the backend's name; Megatron-Core called it so in this class.
         """
-        _require_format(loaded_version, self.versions[-1], self.versions)
+        require_own(BACKEND, self.versions, loaded_version, self.versions[-1])
 
     @raises_megatron_errors
     def check_version_compatibility(self, loaded_version: int) -> None:
         """Raise IncompatibleVersionError unless it reads that version."""
-        _require_format(BACKEND, loaded_version, self.versions)
+        require_own(BACKEND, self.versions, BACKEND, loaded_version)
 
-    def _is_format1(self, root: Location) -> bool:
-        """Whether the checkpoint is read as format 1; by what lies there, if it reads both."""
-        if len(self.versions) == 1:
-            return self.versions == (1,)
-        return not (isinstance(root, Bucket) or has_manifest(root))
-
-    def _destination(self, tensor: Any) -> torch.Tensor:
-        """The tensor that is filled for a ShardedTensor."""
-        return destination(tensor)
+    destination_of = staticmethod(destination)
+    """Gives the tensor that is filled for a ShardedTensor."""
 
 
 class Format2LoadShardedStrategy(ZarrLoadShardedStrategy):
@@ -436,17 +414,91 @@ class Format2LoadShardedStrategy(ZarrLoadShardedStrategy):
     """
 
     versions = (2,)
+    takes_urls = has_digests = True
+    format_name = "format ('zarr', 2)"
 
 
 class EitherFormatLoadShardedStrategy(ZarrLoadShardedStrategy):
     """ZarrLoadShardedStrategy for ("zarr", 1) and ("zarr", 2), by what lies in the directory."""
 
     versions = (1, 2)
+    takes_urls = has_digests = True
+    format_name = "format ('zarr', 2)"
 
 
-def _require_format(backend: str, version: int, versions: Sequence[int]) -> None:
-    if backend != BACKEND or version not in versions:
-        known = " or ".join(str((BACKEND, known)) for known in versions)
-        raise IncompatibleVersionError(
-            f"expected backend {known}, found ({backend!r}, {version!r})"
+def load_zarr_based_sharded_metadata(
+    checkpoint_dir: Path,
+    get_shape_dtype_fn: Callable[[str], tuple[tuple[int, ...], npt.DTypeLike]],
+) -> StateDict:
+    """A ShardedTensor without data, by key, for each Zarr v2 array below a directory.
+
+    Args:
+        checkpoint_dir: the checkpoint.
+        get_shape_dtype_fn: gives shape, in elements, and numpy dtype of the array at a path.
+    """
+    layout = Zarr2Layout(Path(checkpoint_dir).absolute())
+    found = {}
+    for key in layout.keys():
+        shape, dtype = get_shape_dtype_fn(str(layout.directory(key)))
+        chunk = tuple(max(1, extent) for extent in shape)
+        array = ArraySpec(key, tuple(shape), DType.from_numpy(dtype, key=key), chunk)
+        found[key] = metadata_tensor(array)
+    return found
+
+
+@raises_megatron_errors
+def postprocess_numpy_array(
+    loaded_array: npt.NDArray[Any],
+    sharded_tensor: Any,
+    apply_flattened_range: bool = True,  # noqa: FBT001, FBT002 - Megatron's signature
+) -> torch.Tensor:
+    """A loaded numpy array as the torch tensor that a ShardedTensor asks for; no copy if it fits.
+
+    Args:
+        loaded_array: elements as stored, shaped like the local shape or, where
+            ``allow_shape_mismatch`` is set, smaller.
+        sharded_tensor: says the local shape in elements.
+        apply_flattened_range: cut the flattened range out, where there is one.
+
+    Raises:
+        ShapeMismatchError: the shapes differ, and ``allow_shape_mismatch`` is not set.
+    """
+    dtype = DType.from_numpy(loaded_array.dtype, key=sharded_tensor.key)
+    native = np.ascontiguousarray(loaded_array, dtype=dtype.numpy)
+    bits = native.view(f"i{dtype.itemsize}") if dtype.is_extension else native
+    tensor = torch.from_numpy(bits).view(getattr(torch, dtype.value)).reshape(loaded_array.shape)
+    expected = tuple(sharded_tensor.local_shape)
+    if tuple(tensor.shape) != expected:
+        if not sharded_tensor.allow_shape_mismatch:
+            raise ShapeMismatchError(
+                f"{sharded_tensor.key}: local shape {tuple(tensor.shape)} loaded, "
+                f"{expected} expected",
+                key=sharded_tensor.key,
+            )
+        tensor = pad_to_expected_shape(tensor, sharded_tensor)
+    if apply_flattened_range and getattr(sharded_tensor, "flattened_range", None) is not None:
+        return flatten_range(sharded_tensor, tensor)
+    return tensor
+
+
+def flatten_range(sharded_tensor: Any, x: torch.Tensor) -> torch.Tensor:
+    """The elements of a flattened tensor that the ShardedTensor's flattened range names."""
+    return x.flatten()[sharded_tensor.flattened_range]
+
+
+@raises_megatron_errors
+def pad_to_expected_shape(x: torch.Tensor, expected_sharded_ten: Any) -> torch.Tensor:
+    """The tensor with zeros appended in each dim up to the ShardedTensor's local shape.
+
+    Raises:
+        ShapeMismatchError: the tensor is larger in a dim, or has another number of dims.
+    """
+    found, expected = tuple(x.shape), tuple(expected_sharded_ten.local_shape)
+    if len(found) != len(expected) or any(f > e for f, e in zip(found, expected, strict=True)):
+        raise ShapeMismatchError(
+            f"{expected_sharded_ten.key}: shape {found} cannot be padded to {expected}",
+            key=expected_sharded_ten.key,
         )
+    padded = x.new_zeros(expected)
+    padded[tuple(map(slice, found))] = x
+    return padded

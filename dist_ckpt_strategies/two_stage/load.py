@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -36,7 +36,7 @@ from dist_ckpt_strategies.megatron.shards import (
     value_from_message,
 )
 from dist_ckpt_strategies.megatron.types import ShardedTensor
-from dist_ckpt_strategies.sharded.load import destination
+from dist_ckpt_strategies.sharded.load import conversions, destination
 from dist_ckpt_strategies.sharded.plan_load import build_load_plan
 from dist_ckpt_strategies.storage.base import (
     ArrayRead,
@@ -55,16 +55,18 @@ _FREE_PER_NBYTES = 2
 """Pages stay in the cache until all ranks have read them if so many times as much is free."""
 
 
-class GroupLoad(ABC):
+class CheckpointLoad:
     """A load by the ranks of a group: call ``prepare``, then ``run``.
 
     Args:
-        base: the strategy that reads.
+        base: the strategy of this package that reads.
         checkpoint_dir: what it reads.
         state_dict: what this rank requests.
         comm: the group.
         options: timeout and memory budget; the smallest budget of the group counts.
     """
+
+    _checkpoint: StoredCheckpoint
 
     def __init__(
         self,
@@ -83,36 +85,7 @@ class GroupLoad(ABC):
         self._results: list[torch.Tensor] = []
         self._targets: list[Target] = []
         self._padding: list[torch.Tensor] = []
-        self._object_readers: dict[str, int] = {}
-        self._shared_objects: set[str] = set()
-
-    @abstractmethod
-    def _open(self) -> Path | None:
-        """Open the checkpoint; its directory, if arrays are read from files there."""
-
-    @abstractmethod
-    def _name(self, tensor: Any) -> str:
-        """The name of the array that a ShardedTensor is a region of."""
-
-    @abstractmethod
-    def _find(self, names: Sequence[str]) -> list[ArraySpec]:
-        """The arrays of these names, the same on all ranks. Collective."""
-
-    @abstractmethod
-    def _choose_targets(self, found: Sequence[tuple[int, ArraySpec]]) -> Any:
-        """Set what is filled, given number and array of each ShardedTensor; what is converted."""
-
-    @abstractmethod
-    def _open_reader(self, *, fills_page_cache: bool) -> ArrayReader:
-        """The reader of the arrays. Called when every rank knows that its request is valid."""
-
-    @abstractmethod
-    def _object_content(self, unique_key: str) -> bytes:
-        """The stored content of an object."""
-
-    @abstractmethod
-    def _object_path(self, object_id: ObjectId) -> str:
-        """Where an object is stored, for messages."""
+        self._requesters: dict[str, list[int]] = {}
 
     def prepare(self) -> Any:
         """Gather what the ranks request, check it, and plan; what this rank will convert.
@@ -143,7 +116,7 @@ class GroupLoad(ABC):
 
         requests = agree_and_gather_bytes(comm, describe)
         if any(have_objects):
-            self._assign_objects()
+            self._find_requesters()
         distinct = {request: request.decode().partition("\n") for request in set(requests)}
         fits = all(stays_cached == "1" for stays_cached, _, _ in distinct.values())
         cache_names = tuple(cache.name if cache and fits else None for cache in caches)
@@ -177,7 +150,7 @@ class GroupLoad(ABC):
         report = run_group_plan(
             self._plan, self._arrays, self._targets, open_reader, comm, self._options
         )
-        contents = self._object_contents() if self._object_readers else {}
+        contents = self._object_contents() if self._requesters else {}
 
         def finish() -> StateDict:
             allow = allowed() if self._objects else ()
@@ -201,25 +174,19 @@ class GroupLoad(ABC):
         budget = self._options.max_inflight_bytes
         return json.dumps([budget, fields, bool(self._objects), names]).encode()
 
-    def _assign_objects(self) -> None:
-        """Give each object that any rank requests a reader among its requesters. Collective."""
-
-        def names() -> list[str]:
-            return sorted({object_id(found).unique_key for found in self._objects})
-
-        requesters: dict[str, list[int]] = {}
-        for rank, found in enumerate(agree_and_gather(self._comm, names)):
-            for key in found:
-                requesters.setdefault(key, []).append(rank)
-        for number, key in enumerate(sorted(requesters)):
-            ranks = requesters[key]
-            self._object_readers[key] = ranks[number % len(ranks)]
-            if len(ranks) > 1:
-                self._shared_objects.add(key)
+    def _find_requesters(self) -> None:
+        """Learn which ranks request each object. Collective."""
+        found: dict[str, list[int]] = defaultdict(list)
+        own = lambda: sorted({object_id(found).unique_key for found in self._objects})  # noqa: E731
+        for rank, keys in enumerate(agree_and_gather(self._comm, own)):
+            for key in keys:
+                found[key].append(rank)
+        self._requesters = dict(sorted(found.items()))
 
     def _objects_read(self) -> list[str]:
-        """The unique keys of the objects that this rank reads, sorted."""
-        return [key for key, rank in self._object_readers.items() if rank == self._comm.rank]
+        """The unique keys of the objects that this rank reads, sorted: requesters take turns."""
+        requesters = enumerate(self._requesters.items())
+        return [key for n, (key, ranks) in requesters if ranks[n % len(ranks)] == self._comm.rank]
 
     def _object_contents(self) -> dict[str, bytes]:
         """Read this rank's objects, and gather the shared ones. Collective."""
@@ -228,7 +195,7 @@ class GroupLoad(ABC):
         def read() -> bytes:
             own = self._objects_read()
             contents.update({key: self._object_content(key) for key in own})
-            shared = [key for key in own if key in self._shared_objects]
+            shared = [key for key in own if len(self._requesters[key]) > 1]
             sizes = json.dumps([[key, len(contents[key])] for key in shared])
             return b"\n".join([sizes.encode(), b"".join(contents[key] for key in shared)])
 
@@ -239,20 +206,6 @@ class GroupLoad(ABC):
                 contents[key] = content[start : start + nbytes]
                 start += nbytes
         return contents
-
-
-def _stays_cached(caches: Sequence[PageCache | None], rank: int, wanted_nbytes: int) -> bool:
-    """Whether what the ranks of this host read stays in its page cache for long enough."""
-    num_sharing = sum(caches[rank] == other for other in caches)
-    if caches[rank] is None or num_sharing == 1:
-        return True
-    return _FREE_PER_NBYTES * num_sharing * wanted_nbytes <= available_nbytes()
-
-
-class CheckpointLoad(GroupLoad):
-    """A load from a checkpoint of a format of this package, which ``base`` opens."""
-
-    _checkpoint: StoredCheckpoint
 
     def _open(self) -> Path | None:
         root = located(self._checkpoint_dir, self._options)
@@ -276,13 +229,15 @@ class CheckpointLoad(GroupLoad):
     def _choose_targets(self, found: Sequence[tuple[int, ArraySpec]]) -> Any:
         stored = {array.key: array for _, array in found}
         plan = build_load_plan([shard_spec(tensor) for tensor in self._tensors], stored)
-        self._results, converted = self._base.tensors_to_fill(self._tensors, stored, self._options)
-        for read in plan.reads:
-            result = self._results[read.number]
-            tensor = _in_array_dims(result, self._tensors[read.number])
+        dtypes = {key: array.dtype.value for key, array in stored.items()}
+        converted = conversions(self._tensors, dtypes, is_strict=self._options.strict_dtype)
+        self._results = [self._base.destination_of(tensor) for tensor in self._tensors]
+        for (number, _), read, tensor, result in zip(
+            found, plan, self._tensors, self._results, strict=True
+        ):
             if read.source is not None and read.target is not None:
-                view = tensor[read.target.slices()]
-                self._targets.append(Target(found[read.number][0], read.source, view))
+                view = _in_array_dims(result, tensor)[read.target.slices()]
+                self._targets.append(Target(number, read.source, view))
             if read.is_padded:
                 self._padding.append(result.detach())
         return converted
@@ -300,7 +255,15 @@ class CheckpointLoad(GroupLoad):
         return self._checkpoint.object_path(object_id)
 
 
-class StrategyLoad(GroupLoad):
+def _stays_cached(caches: Sequence[PageCache | None], rank: int, wanted_nbytes: int) -> bool:
+    """Whether what the ranks of this host read stays in its page cache for long enough."""
+    num_sharing = sum(caches[rank] == other for other in caches)
+    if caches[rank] is None or num_sharing == 1:
+        return True
+    return _FREE_PER_NBYTES * num_sharing * wanted_nbytes <= available_nbytes()
+
+
+class StrategyLoad(CheckpointLoad):
     """A load by any strategy, which is called once with all shards and objects this rank reads.
 
     Each distinct shard counts as an array of its own, which is read whole.

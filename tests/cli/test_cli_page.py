@@ -25,7 +25,7 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.formats.commit import write_marker
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import dump_object
-from dist_ckpt_strategies.sharded.save_cache import SaveCache
+from dist_ckpt_strategies.sharded.async_save import SaveCache
 from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
 from tests.cli.test_local import write_part
 from tests.support.checkpoints import (

@@ -23,7 +23,7 @@ from dist_ckpt_strategies.formats.commit import (
 )
 from dist_ckpt_strategies.formats.locations import is_finished
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
-from dist_ckpt_strategies.sharded.save_cache import SaveCache
+from dist_ckpt_strategies.sharded.async_save import SaveCache
 from tests.support.disks import fill_disk, read_only
 from tests.support.formats import save_format1
 from tests.support.objects import write_object

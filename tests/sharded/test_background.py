@@ -13,8 +13,6 @@ from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
 from dist_ckpt_strategies.errors import (
-    CheckpointError,
-    PeerTimeoutError,
     PlanError,
     SaveTimeoutError,
 )
@@ -22,64 +20,9 @@ from dist_ckpt_strategies.sharded.async_request import (
     BackgroundWork,
     LocalSaveRequest,
     start_on_all,
-    wait_for_mark,
 )
 
 NAME = ("5afe", "the end of a save")
-
-
-def waiting(work: BackgroundWork[int]) -> threading.Thread:
-    """What the worker of a checkpoint queue does, on a thread."""
-    thread = threading.Thread(target=wait_for_mark, args=(str(work.mark), os.getpid()), daemon=True)
-    thread.start()
-    return thread
-
-
-def test_others_see_the_end() -> None:
-    may_end = threading.Event()
-    work = BackgroundWork(lambda: 7 if may_end.wait(60) else 0, "work")
-    worker = waiting(work)
-    work.begin()
-    with pytest.raises(PeerTimeoutError, match=r"not done after 0\.05 s"):
-        work.wait(0.05)
-    assert worker.is_alive()
-
-    may_end.set()
-    worker.join(60)
-
-    assert not worker.is_alive()
-    work.wait(60)
-    assert work.is_done()
-    assert work.result() == 7
-    assert not work.mark.exists()
-
-
-def test_where_one_rank_gets_no_thread_nothing_begins_on_any() -> None:
-    begun: list[int] = []
-    works: list[BackgroundWork[int]] = []
-
-    def noted(rank: int) -> int:
-        begun.append(rank)
-        return rank
-
-    def body(comm: ThreadCommunicator) -> str:
-        def prepare() -> BackgroundWork[int]:
-            if comm.rank == 1:
-                raise RuntimeError("can't start new thread")
-            work = BackgroundWork(lambda: noted(comm.rank), "work")
-            works.append(work)
-            return work
-
-        with pytest.raises(CheckpointError) as caught:
-            start_on_all(comm, prepare)
-        return str(caught.value)
-
-    text = "rank 1: RuntimeError: can't start new thread"
-    assert run_ranks(3, body) == [text] * 3
-    for work in works:
-        work.wait(10)
-        assert not work.mark.exists()
-    assert begun == []
 
 
 def test_ranks_wait_for_a_save_for_longer_than_they_wait_for_each_other() -> None:
@@ -94,21 +37,6 @@ def test_ranks_wait_for_a_save_for_longer_than_they_wait_for_each_other() -> Non
         return str(work.result())
 
     assert run_ranks(3, body, timeout_s=1.0) == ["0", "1", "2"]
-
-
-def test_a_rank_says_that_it_waits_in_vain_before_the_others_give_it_up() -> None:
-    may_end = threading.Event()
-
-    def body(comm: ThreadCommunicator) -> str:
-        work = start_on_all(comm, lambda: BackgroundWork(lambda: _ends(comm, may_end), "work"))
-        request = LocalSaveRequest.of(comm, NAME, work, lambda: None, timeout_s=2.0)
-        with pytest.raises(SaveTimeoutError) as caught:
-            request.wait()
-        agree(comm, may_end.set)
-        return str(caught.value)
-
-    text = "rank 2: the save is not done after 2 s"
-    assert run_ranks(3, body, timeout_s=2.0) == [text] * 3
 
 
 def test_ranks_that_end_saves_in_another_order_learn_it_and_may_end_all_of_them() -> None:

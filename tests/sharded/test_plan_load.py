@@ -22,13 +22,12 @@ def stored_array(shape: Shape) -> ArraySpec:
 def test_any_box_is_read_whole_from_where_it_lies(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     box = data.draw(regions_in(shape))
-    (read,) = build_load_plan([spec_of(box, shape)], {"w": stored_array(shape)}).reads
+    (read,) = build_load_plan([spec_of(box, shape)], {"w": stored_array(shape)})
 
     if box.numel == 0:
-        assert (read.source, read.target, read.nbytes) == (None, None, 0)
+        assert (read.source, read.target) == (None, None)
     else:
         assert (read.source, read.target) == (box, Region.whole(box.shape))
-        assert read.nbytes == box.numel * 4
     assert not read.is_padded
 
 
@@ -43,7 +42,7 @@ def test_with_another_shape_allowed_the_rest_is_clipped_or_padded_with_zeros(
     expected = np.zeros(np.maximum(stored_shape, wanted_shape), int)
     expected[Region.whole(stored_shape).slices()] = values
     want = spec_of(box, wanted_shape, may_mismatch=True)
-    (read,) = build_load_plan([want], {"w": stored_array(stored_shape)}).reads
+    (read,) = build_load_plan([want], {"w": stored_array(stored_shape)})
 
     tensor = np.zeros(box.shape, int) if read.is_padded else np.full(box.shape, -1)
     if read.source is not None and read.target is not None:
@@ -78,6 +77,6 @@ def test_a_box_that_reaches_outside_its_own_array_is_refused() -> None:
 
 def test_a_shard_wholly_beyond_the_stored_rows_is_padding() -> None:
     want = spec_of(Region((112, 0), (16, 4)), (128, 4), may_mismatch=True)
-    (read,) = build_load_plan([want], {"w": stored_array((100, 4))}).reads
+    (read,) = build_load_plan([want], {"w": stored_array((100, 4))})
 
-    assert (read.source, read.target, read.is_padded, read.nbytes) == (None, None, True, 0)
+    assert (read.source, read.target, read.is_padded) == (None, None, True)

@@ -19,7 +19,6 @@ import pytest
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.region import Region
-from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.formats.arrays import DirectoryWriter
 from dist_ckpt_strategies.sharded.writer_process import (
     Digests,
@@ -49,10 +48,6 @@ class _Stuck:
         self._started.touch()
         time.sleep(200)
         raise AssertionError
-
-
-class _Broken:
-    """A writer that is not one."""
 
 
 def array_of(name: str) -> ArraySpec:
@@ -96,42 +91,6 @@ def test_it_writes_what_a_thread_writes(name: str, shared: SharedBytes, tmp_path
         assert files_below(tmp_path / where) == files_below(tmp_path / "here")
     assert found[0] == found[1] == found[2]
     assert bool(found[0]) is (name == "format2")
-
-
-def test_its_failures_come_back_as_they_are(shared: SharedBytes, tmp_path: Path) -> None:
-    process = WriterProcess()
-    (tmp_path / "file").touch()
-    refused = job_of("format2", shared, partial(DirectoryWriter, tmp_path / "file", OPTIONS))
-    broken = job_of("format2", shared, _Broken)  # type: ignore[arg-type]
-
-    with pytest.raises(StorageError) as found:
-        digests_from(process.run(pickle.dumps(refused), shared))
-    assert found.value.key == "w"
-    assert str(tmp_path / "file") in str(found.value)
-    with pytest.raises(StorageError, match="AttributeError: '_Broken' object has no attribute"):
-        digests_from(process.run(pickle.dumps(broken), shared))
-    assert process.is_usable
-
-
-def test_it_is_missed_when_it_is_killed(shared: SharedBytes, tmp_path: Path) -> None:
-    process = WriterProcess()
-    job = WriteJob((), (), partial(_stuck, tmp_path / "started"), 100)
-    with (
-        subprocess.Popen(
-            [sys.executable, "-c", _KILLER, str(tmp_path / "started"), str(process.pid)]
-        ),
-        pytest.raises(StorageError, match=rf"{process.pid}\) was killed by signal 9"),
-    ):
-        process.run(pickle.dumps(job), shared)
-    assert not process.is_usable
-
-
-_KILLER = """
-import os, pathlib, sys, time
-while not pathlib.Path(sys.argv[1]).exists():
-    time.sleep(0.01)
-os.kill(int(sys.argv[2]), 9)
-"""
 
 
 def _stuck(started: Path) -> ArrayWriter:

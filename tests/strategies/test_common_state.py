@@ -137,14 +137,3 @@ def test_objects_with_slashes_in_their_key_are_saved_found_and_loaded(tmp_path: 
     assert set(loader.load_sharded_metadata(tmp_path)) == {o.unique_key for o in objects.values()}
     wanted = {n: ShardedObject("layer/0/extra", None, (2, 2), (n // 2, n % 2)) for n in range(4)}
     assert loader.load_sharded_objects(wanted, tmp_path) == {n: {"n": n} for n in range(4)}
-
-
-def test_object_names_without_the_last_shape_are_found(tmp_path: Path) -> None:
-    (tmp_path / "rng_state").mkdir()
-    for n in range(2):
-        torch.save({"n": n}, tmp_path / "rng_state" / f"shard_0.{n}_1.pt")
-    wanted = {n: ShardedObject("rng_state", None, (1, 2), (0, n)) for n in range(2)}
-    loader = TorchCommonLoadStrategy()
-
-    assert loader.load_sharded_objects(wanted, tmp_path) == {0: {"n": 0}, 1: {"n": 1}}
-    assert set(loader.load_sharded_metadata(tmp_path)) == {o.unique_key for o in wanted.values()}

@@ -22,7 +22,6 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.config import LocalOptions
 from dist_ckpt_strategies.errors import (
     DuplicateWriterError,
-    PeerTimeoutError,
     StorageError,
     StrategyNotFoundError,
     UnsafeObjectError,
@@ -347,25 +346,6 @@ def test_metadata_is_read_and_arrays_are_removed_by_one_rank_alone(tmp_path: Pat
     assert results[2][0] == (shapes, sorted(["b", "w", "w.old", *objects]), {}, ["b", "w"])
     for _, plain in results:
         assert plain == {"w": True, "b": True}
-
-
-def load_plain_alone(rank: int, root: Path) -> Any:
-    """Loading is for all ranks: one that calls alone is told whom it waits for."""
-    prepare(60)
-    save(Entry.OURS, state_of(rank, cuts()), root)
-    prepare(2)
-    seen = None
-    if rank == 1:
-        seen = outcome(partial(dist_checkpointing.load_plain_tensors, str(root)))
-    return seen
-
-
-def test_a_rank_that_loads_alone_is_told_whom_it_waited_for(tmp_path: Path) -> None:
-    failure = run_processes(4, load_plain_alone, tmp_path / "c")[1]
-
-    assert PeerTimeoutError.__name__ in failure.kinds, failure
-    assert "ranks [0, 2, 3] did not arrive within 2 s" in failure.text
-    assert "load from" in failure.text
 
 
 def save_in_groups(rank: int, scratch: Path) -> dict[str, Any]:

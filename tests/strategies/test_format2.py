@@ -25,7 +25,7 @@ from dist_ckpt_strategies.formats.checkpoints import Format2Checkpoint
 from dist_ckpt_strategies.formats.commit import read_marker
 from dist_ckpt_strategies.formats.manifest import digest_of
 from dist_ckpt_strategies.formats.objects import dump_object
-from dist_ckpt_strategies.sharded.save_cache import SaveCache
+from dist_ckpt_strategies.sharded.async_save import SaveCache
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import Format2LoadShardedStrategy
 from tests.support.entries import Entry, Failure, load, outcome, prepare, save

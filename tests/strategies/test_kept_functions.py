@@ -22,9 +22,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.strategies.tensorstore import merge_global_slice_with_shape, open_ts_array
 from dist_ckpt_strategies.strategies.zarr import (
-    flatten_range,
     load_zarr_based_sharded_metadata,
-    pad_to_expected_shape,
     postprocess_numpy_array,
 )
 from tests.support.ranks import run_processes
@@ -65,18 +63,6 @@ def test_slices_are_cut_where_they_reach_past_the_end() -> None:
         merge_global_slice_with_shape((slice(0, 1),), (4, 3), "w")
 
 
-def test_a_flattened_range_counts_elements_in_c_order() -> None:
-    found = flatten_range(wanted(2, 3, flattened_range=slice(2, 5)), torch.arange(6).reshape(2, 3))
-
-    assert found.tolist() == [2, 3, 4]
-
-
-@pytest.mark.parametrize("shape", [(4, 2), (3,), (3, 2, 1)])
-def test_a_larger_tensor_cannot_be_padded(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ShapeMismatchError, match=r"w: shape .* cannot be padded to \(3, 2\)"):
-        pad_to_expected_shape(torch.ones(shape), wanted(3, 2))
-
-
 @pytest.mark.parametrize(
     ("stored", "dtype"),
     [
@@ -91,14 +77,6 @@ def test_a_numpy_array_becomes_the_tensor_of_its_dtype(stored: Any, dtype: torch
 
     assert found.dtype == dtype
     assert found.float().tolist() == [0, 1, 2, 3, 4, 5]
-
-
-def test_an_array_that_fits_is_not_copied() -> None:
-    stored = np.zeros(3, dtype=np.float32)
-
-    postprocess_numpy_array(stored, wanted(3))[0] = 7
-
-    assert stored[0] == 7
 
 
 def test_an_array_of_another_shape_is_refused_unless_that_is_allowed() -> None:
@@ -119,16 +97,6 @@ def test_the_flattened_range_is_cut_out_unless_it_is_not_wanted() -> None:
     assert postprocess_numpy_array(stored, asked, False).shape == (2, 3)  # noqa: FBT003 - theirs
 
 
-def test_an_array_is_opened_with_tensorstore_by_a_relative_path_too(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(checkpoint)
-
-    found = open_ts_array("w").read().result()
-
-    assert found.astype(np.float32).tolist() == WEIGHT.tolist()
-
-
 def test_the_error_for_an_array_that_cannot_be_opened_is_short(tmp_path: Path) -> None:
     (tmp_path / "w").mkdir()
     with pytest.raises(ArrayNotFoundError) as missing:
@@ -144,14 +112,6 @@ def test_the_error_for_an_array_that_cannot_be_opened_is_short(tmp_path: Path) -
     assert str(damaged.value).startswith(f"w: array {tmp_path}/w cannot be opened: ")
     assert "tensorstore_spec" not in str(damaged.value)
     assert len(str(damaged.value)) < 400 + 3 * len(str(tmp_path))
-
-
-def test_a_missing_chunk_of_an_opened_array_is_an_error(tmp_path: Path) -> None:
-    run_processes(1, save_weight, tmp_path / "ckpt")
-    (tmp_path / "ckpt" / "w" / "0.0").unlink()
-
-    with pytest.raises(ValueError, match="NOT_FOUND"):
-        open_ts_array(tmp_path / "ckpt" / "w").read().result()
 
 
 def test_metadata_is_what_the_callers_function_says_of_each_array(checkpoint: Path) -> None:

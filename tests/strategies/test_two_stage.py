@@ -216,21 +216,6 @@ def test_on_one_host_each_byte_leaves_the_disk_once(
     assert 0.9 * nbytes <= sum(r[3] for r in results) <= 1.02 * nbytes + MAX_BLOCKS_NBYTES
 
 
-def make_no_groups_twice(rank: int, root: Path) -> Any:
-    prepare(60)
-    save(Entry.OURS, replicas(rank, empty=False), root)
-    strategy = TwoStageDataParallelLoadShardedStrategy(group_of_size(4))
-    strategy.maybe_init_gloo_group()
-    before = dist.distributed_c10d._world.group_count
-    for _ in range(3):
-        load_shared(replicas(rank, empty=True), root, strategy)
-    return dist.distributed_c10d._world.group_count - before
-
-
-def test_loads_make_no_groups(tmp_path: Path) -> None:
-    assert run_processes(4, make_no_groups_twice, tmp_path / "c") == [0] * 4
-
-
 def chunk_of(root: Path, key: str) -> Path:
     return next(path for path in sorted((root / key).iterdir()) if path.name[0].isdigit())
 

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.strategies.base import LoadShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
+from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.errors import PeerError, PlanError, StrategyError
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import (
@@ -181,7 +182,9 @@ class Alone:
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Path) -> Any:
         """See LoadShardedStrategy."""
-        return ZarrLoadShardedStrategy().load_alone(sharded_state_dict, checkpoint_dir)
+        return ZarrLoadShardedStrategy().load_by(
+            SoloCommunicator(), sharded_state_dict, checkpoint_dir
+        )
 
 
 def test_a_failure_of_the_base_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
@@ -210,6 +213,6 @@ def test_options_come_from_the_base_unless_they_are_given() -> None:
     strategy = TwoStageDataParallelLoadShardedStrategy(None, base_strategy=base, timeout_s=5)
 
     assert strategy.base_strategy is base
-    assert strategy._options == base.options.with_changes(timeout_s=5)
+    assert strategy.options == base.options.with_changes(timeout_s=5)
     by_default = TwoStageDataParallelLoadShardedStrategy(None).base_strategy
     assert isinstance(by_default, EitherFormatLoadShardedStrategy)

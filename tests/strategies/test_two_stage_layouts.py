@@ -1,4 +1,4 @@
-"""Whatever ranks ask for, reading together gives each of them what it would have read alone."""
+"""However ranks hold arrays and whatever they request, each gets what was saved, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.sharded.save_cache import SaveCache
+from dist_ckpt_strategies.sharded.async_save import SaveCache
 from dist_ckpt_strategies.strategies.zarr import EitherFormatLoadShardedStrategy
 from dist_ckpt_strategies.two_stage.load import CheckpointLoad
 from tests.support.formats import save_format1, save_format2
@@ -27,6 +27,7 @@ from tests.support.sharding import (
     Part,
     at_random,
     on_grid,
+    part_of,
     replicated,
     same_bits,
     sharded,
@@ -57,7 +58,7 @@ class Request:
         return torch.zeros(shape, dtype=self.cut.dtype)
 
 
-def random_cuts(chance: random.Random) -> list[Cut]:
+def random_cuts(num_ranks: int, chance: random.Random) -> list[Cut]:
     """Arrays that were saved on grids or in random boxes, of any dtype, small and larger ones."""
     found = [Cut("scalar", (), torch.float32, (Part(0, (), ()),), ())]
     for number in range(chance.randint(1, 5)):
@@ -65,13 +66,11 @@ def random_cuts(chance: random.Random) -> list[Cut]:
         dtype = chance.choice(ALL_DTYPES)
         if chance.random() < 0.5:
             grid = tuple(chance.choice([g for g in (1, 2, 3) if n % g == 0]) for n in shape)
-            found.append(on_grid(f"g{number}", shape, grid, size=1, dtype=dtype))
+            found.append(on_grid(f"g{number}", shape, grid, size=num_ranks, dtype=dtype))
         else:
-            parts = chance.randint(1, 5)
+            parts, seed = chance.randint(1, 5), chance.randrange(99)
             found.append(
-                at_random(
-                    f"r{number}", shape, parts, size=1, dtype=dtype, seed=chance.randrange(99)
-                )
+                at_random(f"r{number}", shape, parts, size=num_ranks, dtype=dtype, seed=seed)
             )
     return found
 
@@ -115,24 +114,28 @@ def state_requested(requests: list[Request]) -> dict[str, ShardedTensor]:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1 << 30), st.sampled_from([1, 2, 3, 4, 8]))
-def test_a_group_gets_bit_for_bit_what_each_rank_reads_alone(seed: int, num_ranks: int) -> None:
+def test_ranks_that_read_alone_and_together_get_what_was_saved(seed: int, num_ranks: int) -> None:
     chance = random.Random(seed)
-    cuts = random_cuts(chance)
+    cuts = random_cuts(num_ranks, chance)
     requests = random_requests(cuts, num_ranks, chance)
     strategy = EitherFormatLoadShardedStrategy(options=OPTIONS)
     save = chance.choice([save_format1, save_format2])
     with TemporaryDirectory() as folder:
         root = Path(folder)
-        save(state_of(0, cuts), root, SoloCommunicator(), OPTIONS, SaveCache())
 
-        def together(comm: ThreadCommunicator) -> Any:
-            state = state_requested(requests[comm.rank])
-            load = CheckpointLoad(strategy, root, state, comm, OPTIONS)
+        def save_and_load(comm: ThreadCommunicator) -> Any:
+            save(state_of(comm.rank, cuts), root, comm, OPTIONS, SaveCache())
+            load = CheckpointLoad(
+                strategy, root, state_requested(requests[comm.rank]), comm, OPTIONS
+            )
             load.prepare()
-            return load.run(strategy.allowed)
+            return load.run(strategy.allowed)[0]
 
-        results = run_ranks(num_ranks, together, timeout_s=20)
-        for own, (loaded, _) in zip(requests, results, strict=True):
-            alone = strategy.load_alone(state_requested(own), root)
-            assert all(same_bits(loaded[name], alone[name]) for name in alone)
-            assert list(loaded) == list(alone)
+        results = run_ranks(num_ranks, save_and_load, timeout_s=20)
+        for own, together in zip(requests, results, strict=True):
+            alone = strategy.load_by(SoloCommunicator(), state_requested(own), root)
+            assert list(together) == list(alone)
+            for name, wanted in zip(alone, own, strict=True):
+                expected = part_of(wanted.cut, wanted.part)
+                assert same_bits(alone[name], expected)
+                assert same_bits(together[name], expected)

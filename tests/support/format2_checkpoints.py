@@ -13,7 +13,7 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.formats.commit import write_marker
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import dump_object
-from dist_ckpt_strategies.sharded.save_cache import SaveCache
+from dist_ckpt_strategies.sharded.async_save import SaveCache
 from tests.support.formats import save_format2
 
 LARGE, SMALL, RNG, PLAIN = "decoder.weight", "bias", "rng", "rerun"

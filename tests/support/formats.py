@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,73 +11,71 @@ from dist_ckpt_strategies.core.report import SaveReport
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, Format2Checkpoint
 from dist_ckpt_strategies.megatron.types import default_allowed
-from dist_ckpt_strategies.sharded.load import LoadInputs, destination, load_sharded
-from dist_ckpt_strategies.sharded.save import SaveInputs, begun_save
-from dist_ckpt_strategies.sharded.save_cache import SaveCache
+from dist_ckpt_strategies.sharded.async_save import SaveCache
+from dist_ckpt_strategies.sharded.load import ShardedLoad, load_sharded
+from dist_ckpt_strategies.sharded.save import ShardedSave, begun_save
 from dist_ckpt_strategies.storage.time_limit import time_limit
 
 
-def _saved(
-    comm: Communicator, options: Options, open_inputs: Callable[[], SaveInputs]
+def _save(
+    version: int,
+    state: dict[str, Any],
+    root: Path,
+    comm: Communicator,
+    options: Options,
+    cache: SaveCache,
 ) -> SaveReport:
+    def open_save() -> ShardedSave:
+        writer = CheckpointWriter(
+            version,
+            root,
+            options,
+            global_rank=comm.global_rank(comm.rank),
+            keeps_old=False,
+            overwrite=False,
+        )
+        return ShardedSave(comm, state, writer, cache, default_allowed())
+
     with time_limit(options.timeout_s):
-        begun = begun_save(comm, open_inputs)
+        begun = begun_save(comm, open_save)
         assert begun is not None
         return begun.run()
-
-
-def _writer(version: int, root: Path, comm: Communicator, options: Options) -> CheckpointWriter:
-    rank = comm.global_rank(comm.rank)
-    return CheckpointWriter(
-        version, root, options, global_rank=rank, keeps_old=False, overwrite=False
-    )
 
 
 def save_format1(
     state: dict[str, Any], root: Path, comm: Communicator, options: Options, cache: SaveCache
 ) -> SaveReport:
     """Save without a marker."""
-
-    def open_inputs() -> SaveInputs:
-        writer = _writer(1, root, comm, options)
-        return SaveInputs(state, writer, options, cache, default_allowed())
-
-    return _saved(comm, options, open_inputs)
-
-
-def load_format1(
-    state: dict[str, Any], root: Path, comm: Communicator, options: Options
-) -> dict[str, Any]:
-    """Load what the state asks for."""
-
-    def open_inputs() -> LoadInputs:
-        checkpoint = Format1Checkpoint(root, options)
-        return LoadInputs(state, checkpoint, root, options, list, destination)
-
-    with time_limit(options.timeout_s):
-        return load_sharded(comm, open_inputs)
+    return _save(1, state, root, comm, options, cache)
 
 
 def save_format2(
     state: dict[str, Any], root: Path, comm: Communicator, options: Options, cache: SaveCache
 ) -> SaveReport:
     """Save without a marker."""
+    return _save(2, state, root, comm, options, cache)
 
-    def open_inputs() -> SaveInputs:
-        writer = _writer(2, root, comm, options)
-        return SaveInputs(state, writer, options, cache, default_allowed())
 
-    return _saved(comm, options, open_inputs)
+def load_format1(
+    state: dict[str, Any], root: Path, comm: Communicator, options: Options
+) -> dict[str, Any]:
+    """Load what the state asks for."""
+    return _load(Format1Checkpoint, state, root, comm, options)
 
 
 def load_format2(
     state: dict[str, Any], root: Path, comm: Communicator, options: Options
 ) -> dict[str, Any]:
     """Load what the state asks for, verified as the options say."""
+    return _load(Format2Checkpoint, state, root, comm, options)
 
-    def open_inputs() -> LoadInputs:
-        checkpoint = Format2Checkpoint(root, options)
-        return LoadInputs(state, checkpoint, root, options, list, destination)
+
+def _load(
+    kind: Any, state: dict[str, Any], root: Path, comm: Communicator, options: Options
+) -> dict[str, Any]:
+    def open_load() -> ShardedLoad:
+        checkpoint = kind(root, options)
+        return ShardedLoad(comm, state, checkpoint, name=root, options=options, allowed=list)
 
     with time_limit(options.timeout_s):
-        return load_sharded(comm, open_inputs)
+        return load_sharded(comm, open_load)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,12 +15,10 @@ from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.region import Region
-from dist_ckpt_strategies.core.report import BroadcastReport, GroupReport
+from dist_ckpt_strategies.core.report import BroadcastReport
 from dist_ckpt_strategies.device import host_view
-from dist_ckpt_strategies.errors import PeerError
 from dist_ckpt_strategies.two_stage.broadcast import Target, run_group_plan
 from dist_ckpt_strategies.two_stage.plan import GroupPlan, build_group_plan, encode_regions
-from tests.support.leaks import threads_left
 from tests.support.memory_store import MemoryArrays
 from tests.support.samples import random_values
 
@@ -163,62 +160,6 @@ def test_reads_from_the_page_cache_follow_the_readers_own() -> None:
 
     assert early == []
     assert done == first[0] | first[1]
-
-
-def test_the_same_region_requested_twice_fills_two_tensors() -> None:
-    group = replicas(2)
-    group.wants = [[*wants, *wants] for wants in group.wants]
-    results = run_ranks(2, group.load)
-
-    assert all(group.wrong(rank, tensors) == [] for rank, (tensors, _) in enumerate(results))
-    assert sum(map(group.num_read, range(2))) == sum(array.nbytes for array in group.arrays)
-
-
-def test_the_next_rounds_are_read_while_one_is_sent() -> None:
-    group = replicas(2, max_inflight_bytes=1 << 20)
-    run_ranks(2, group.load)
-    for store in group.stores:
-        events = [event for event in store.events if event.startswith("read")]
-        begun = np.cumsum([1 if event == "read begun" else -1 for event in events])
-        assert len(events) > 20
-        assert begun.max() == 2
-        assert begun[-1] == 0
-
-
-def test_a_target_that_cannot_be_filled_is_an_error_on_every_rank() -> None:
-    before = threading.enumerate()
-    group = replicas(2)
-
-    def load(comm: ThreadCommunicator) -> Any:
-        return caught(lambda: group.load(comm, too_small if comm.rank else None))
-
-    def too_small(want: Want) -> torch.Tensor:
-        return group.empty(want).reshape(-1)[:3]
-
-    first, second = run_ranks(2, load)
-    assert isinstance(first, PeerError)
-    assert first.global_rank == 1
-    assert isinstance(second, Exception)
-    assert threads_left(before) == []
-
-
-def caught(action: Callable[[], Any]) -> Exception | None:
-    try:
-        action()
-    except Exception as error:  # noqa: BLE001 - the test looks at it
-        return error
-    return None
-
-
-def test_a_summary_shows_the_largest_and_the_mean_of_each_figure() -> None:
-    one = BroadcastReport(2, 150, 100, 50, 0.5, 0.25, 0.125, 0.0, 1.0)
-    other = BroadcastReport(2, 350, 300, 50, 0.0, 0.25, 0.125, 0.0, 1.0)
-    text = str(GroupReport((one, other)))
-
-    assert text.startswith("2 ranks: ")
-    assert "read_nbytes max 300 mean 200" in text
-    assert "reading_s max 0.500 mean 0.250" in text
-    assert "reading_s 0.500" in str(one)
 
 
 @pytest.mark.gpu

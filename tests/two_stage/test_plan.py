@@ -143,23 +143,6 @@ def test_regions_that_several_ranks_request_are_read_once_for_them(case: Case) -
     assert all(batch.reader in batch.requesters for batch in batches_of(plan))
 
 
-def test_an_array_of_one_chunk_that_is_not_raw_is_read_whole() -> None:
-    arrays = [ArraySpec(f"w{n}", (9, 1 << 20), DType.FLOAT32, (9, 1 << 20)) for n in range(5)]
-    arrays = [replace(array, is_raw=False) for array in arrays]
-    plan = planned(everywhere(arrays, 4), max_inflight_bytes=1 << 20)
-    read = [(each.array, each.region) for batch in batches_of(plan) for each in batch.slices]
-
-    assert sorted(read) == [(n, Region.whole((9, 1 << 20))) for n in range(5)]
-
-
-@given(some_wants())
-def test_each_rank_sees_the_batches_that_it_requests(case: Case) -> None:
-    plan = planned(case)
-    for rank in range(len(case[1])):
-        expected = [[b for b in batches if rank in b.requesters] for batches in plan.rounds]
-        assert plan.rounds_of(rank) == expected
-
-
 @given(some_wants(), st.lists(st.sampled_from(["a", "b", None]), min_size=8, max_size=8))
 def test_ranks_that_share_the_readers_page_cache_receive_nothing(
     case: Case, hosts: list[str | None]
@@ -170,14 +153,6 @@ def test_ranks_that_share_the_readers_page_cache_receive_nothing(
         others = [rank for rank in batch.requesters if rank != batch.reader]
         cache = caches[batch.reader]
         assert plan.receivers(batch) == [r for r in others if cache is None or caches[r] != cache]
-
-
-@given(some_wants())
-def test_every_rank_makes_the_same_plan(case: Case) -> None:
-    arrays, wants = case
-    shuffled = [sorted(regions, key=lambda region: str(region)[::-1]) for regions in wants]
-
-    assert planned((arrays, shuffled)) == planned(case)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 64])
@@ -195,26 +170,6 @@ def in_format_2(array: ArraySpec) -> ArraySpec:
     cut = cut_chunk(array.chunk_shape, array.shape, 4, is_movable=False)
     assert cut is not None
     return replace(array, chunk_shape=cut.chunk_shape, inner_shape=cut.inner_shape)
-
-
-@pytest.mark.parametrize("shape", [(3, 700_000), (2, 3, 5, 60_000), (1, 1, 2_000_005)])
-def test_arrays_of_few_long_rows_are_read_evenly_too(shape: tuple[int, ...]) -> None:
-    case = everywhere([ArraySpec("w", shape, DType.FLOAT32, shape)], 8)
-    read = read_nbytes(case, planned(case))
-
-    assert max(read) <= 1.1 * sum(read) / 8
-
-
-def test_stored_bytes_are_counted_in_whole_inner_chunks() -> None:
-    whole = ArraySpec("w", (100, 64), DType.FLOAT32, (50, 64))
-    inner = replace(whole, inner_shape=(25, 16), has_crc32c=True)
-    column = Region((10, 3), (80, 5))
-
-    assert stored_nbytes(whole, Region((10, 0), (80, 64))) == 80 * 64 * 4
-    assert stored_nbytes(whole, column) == whole.nbytes
-    assert stored_nbytes(inner, column) == 4 * (25 * 16 * 4 + 4)
-    assert stored_nbytes(inner, Region((24, 0), (2, 17))) == 4 * (25 * 16 * 4 + 4)
-    assert stored_nbytes(ArraySpec("s", (), DType.FLOAT32, ()), Region((), ())) == 4
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 64])
@@ -238,23 +193,9 @@ def test_small_slices_travel_together_and_large_ones_alone() -> None:
     assert packed
 
 
-def test_many_small_arrays_take_few_messages() -> None:
-    arrays = [ArraySpec(f"n{n:03}", (1024,), DType.FLOAT32, (1024,)) for n in range(900)]
-
-    assert len(batches_of(planned(everywhere(arrays, 4)))) <= 4 * 30
-
-
 def test_compressed_chunks_are_cut_only_where_they_begin() -> None:
     array = ArraySpec("w", (4096, 4096), DType.FLOAT32, (512, 4096), is_raw=False)
     plan = planned(everywhere([array], 4))
     offsets = sorted(each.region.offset for batch in batches_of(plan) for each in batch.slices)
 
     assert offsets == [(row, 0) for row in range(0, 4096, 512)]
-
-
-@pytest.mark.parametrize("wants", [[[], []], [[(0, Region((0,), (4,)))], []]])
-def test_a_region_of_one_requester_is_not_shared(wants: list[list[Want]]) -> None:
-    plan = planned(([ArraySpec("w", (4,), DType.BOOL, (4,))], wants), max_inflight_bytes=1)
-
-    assert plan.rounds == ()
-    assert plan.shared == frozenset()
