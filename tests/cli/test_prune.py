@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -121,12 +120,6 @@ def test_what_is_not_clear_is_refused(args: tuple[str, ...], text: str, root: Pa
     assert result.exit_code == 2
     assert text in result.stderr
     assert len(names_in(root)) == 4
-
-
-def test_an_empty_root_has_nothing_to_remove(tmp_path: Path) -> None:
-    assert "nothing to remove" in pruned(tmp_path, "--keep-last", "1").stdout
-    shutil.rmtree(tmp_path)
-    assert "does not exist" in pruned(tmp_path, "--keep-last", "1").stderr
 
 
 def test_durations_have_units() -> None:
