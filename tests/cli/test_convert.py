@@ -82,18 +82,6 @@ def test_a_checkpoint_is_converted_and_equal(written: Path, tmp_path: Path, to: 
     )
 
 
-def test_a_model_goes_to_safetensors_in_files_of_the_size_asked_for(
-    written: Path, tmp_path: Path
-) -> None:
-    result = run("convert", written, tmp_path / "c", "--to", "safetensors", "--max-file", "1")
-
-    assert result.exit_code == 0, result.stderr
-    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [
-        "model.safetensors",
-        "model.safetensors.index.json",
-    ]
-
-
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_files_of_safetensors_are_no_damaged_checkpoint(
     written: Path, tmp_path: Path, command: str
@@ -273,11 +261,3 @@ def test_the_first_element_that_differs_is_found_across_boxes(tmp_path: Path) ->
         "v: 2 elements differ, the first at [311, 699]: 218399.0 and 218398.0; "
         "largest absolute difference 2\n"
     )
-
-
-def test_equal_numbers_of_other_objects_are_equal(written: Path, other: Path) -> None:
-    """Objects that were pickled in another way, with the same content."""
-    content = {"state": list(range(9))}
-    write_object(other, ObjectId(RNG, (0, 0), (2, 2)), {"state": [*content["state"]], **content})
-
-    assert run("diff", written, other).exit_code == 0
