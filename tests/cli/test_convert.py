@@ -31,7 +31,6 @@ from tests.support.checkpoints import (
     golden_archives,
     unpack,
     write_checkpoint,
-    write_foreign_checkpoint,
 )
 from tests.support.objects import write_object
 from tests.support.samples import random_values
@@ -124,25 +123,6 @@ def test_a_checkpoint_of_megatrons_own_is_upgraded(tmp_path: Path) -> None:
     found = json.loads(compared.stdout)
     assert {item["difference"] for item in found["arrays"]} == {"only_in_a", "only_in_b"}
     assert (found["num_arrays"], len(found["arrays"]), found["objects"]) == (34, 34, [])
-
-
-def test_failures_are_one_line_on_stderr(written: Path, tmp_path: Path) -> None:
-    foreign = write_foreign_checkpoint(tmp_path / "foreign")
-    for args, status, text in (
-        (("convert", written, tmp_path / "c", "--to", "tar"), 2, "format: expected one of zarr@2"),
-        (("convert", foreign, tmp_path / "c", "--to", "zarr@2"), 1, "describes no checkpoint"),
-        (("convert", tmp_path / "no", tmp_path / "c", "--to", "zarr@2"), 3, "does not exist"),
-        (("upgrade", written, tmp_path / "c"), 2, "nothing to upgrade"),
-    ):
-        result = run(*args)
-        assert result.exit_code == status
-        assert result.stdout == ""
-        assert result.stderr.startswith("error: ")
-        assert text in result.stderr
-        assert result.stderr.count("\n") == 1
-    result = run("diff", written, tmp_path / "no")
-    assert (result.exit_code, result.stdout) == (3, "")
-    assert "does not exist" in result.stderr
 
 
 def rewritten(root: Path, key: str, values: Any, chunk: tuple[int, ...] | None = None) -> None:
