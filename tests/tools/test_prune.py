@@ -197,7 +197,7 @@ def test_an_unreadable_directory_stays_is_listed_and_does_not_count(
         kept = {one.name: one for one in report.kept}
 
         assert [one.name[-1] for one in report.removed] == list(removed)
-        assert kept[name].found.status is Status.UNREADABLE
+        assert kept[name].status is Status.UNREADABLE
         assert kept[name].why.startswith("cannot be read: ")
         assert "permission denied" in kept[name].why.lower()
         locked.chmod(0o755)
