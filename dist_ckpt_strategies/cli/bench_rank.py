@@ -90,7 +90,7 @@ def _save_and_load(
     if name in BACKENDS:
         save, load = partial(_save, backend=BACKENDS[name], comm=comm), partial(_load, comm=comm)
     else:
-        save, load = partial(_stream, mode="wb"), partial(_stream, mode="rb")
+        save, load = partial(_write_stream), partial(_read_stream)
         target = directory / f"rank{comm.rank}.bin"
     yield STEPS[0], _seconds(partial(save, tensors, target), comm)
     for tensor in tensors.values():
@@ -137,17 +137,20 @@ def _sharded(tensors: Tensors, comm: Communicator) -> dict[str, Any]:
     }
 
 
-def _stream(tensors: Tensors, path: Path, mode: str) -> None:
-    """The baseline: this rank's bytes into one file of its own, flushed, or from it."""
-    with path.open(mode) as file:
+def _write_stream(tensors: Tensors, path: Path) -> None:
+    """The baseline: this rank's bytes into one file of its own, flushed."""
+    with path.open("wb") as file:
         for tensor in tensors.values():
-            memory = _bytes(tensor)
-            done = file.write(memory) if mode == "wb" else file.readinto(memory)
-            if done != len(memory):
-                raise EOFError(f"{path}: expected {len(memory)} more bytes, found {done}")
-        if mode == "wb":
-            file.flush()
-            os.fsync(file.fileno())
+            file.write(_bytes(tensor))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_stream(tensors: Tensors, path: Path) -> None:
+    with path.open("rb") as file:
+        for tensor in tensors.values():
+            if file.readinto(memory := _bytes(tensor)) != len(memory):
+                raise EOFError(f"{path}: expected more bytes")
 
 
 def _drop_cache(files: list[Path]) -> None:

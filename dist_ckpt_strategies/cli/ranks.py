@@ -229,11 +229,9 @@ def _leaving_on_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def _started(
-    num_ranks: int, scratch: Path, job: tuple[Any, ...]
-) -> Iterator[dict[Connection, _Process]]:
+def _started(num_ranks: int, scratch: Path, job: tuple[Any, ...]) -> Iterator[dict[Any, _Process]]:
     """The processes of all ranks, by the connections to them; on leaving none is left."""
-    processes: dict[Connection, _Process] = {}
+    processes: dict[Any, _Process] = {}
     try:
         for rank in range(num_ranks):
             ours, theirs = Pipe()
