@@ -10,7 +10,7 @@ import platform
 import warnings
 from collections.abc import Callable
 from functools import wraps
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from inspect import cleandoc
 from pathlib import Path
 from typing import Annotated, Any
@@ -126,17 +126,10 @@ def _prepare(*addresses: str) -> None:
 
 def _show_version(asked: bool) -> None:  # noqa: FBT001 - typer calls it
     if asked:
-        parts = [f"{name} {_version(name)}" for name in ("megatron-core", "torch", "tensorstore")]
-        parts.append(f"Python {platform.python_version()}")
-        typer.echo(f"dist-ckpt {dist_ckpt_strategies.__version__} ({', '.join(parts)})")
+        found = [f"{name} {version(name)}" for name in ("megatron-core", "torch", "tensorstore")]
+        found.append(f"Python {platform.python_version()}")
+        typer.echo(f"dist-ckpt {dist_ckpt_strategies.__version__} ({', '.join(found)})")
         raise typer.Exit
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 @app.callback()
@@ -400,7 +393,7 @@ def bench(
 ) -> None:
     """Measure saves and loads on the file system of DIR, beside one plain stream per rank.
 
-    Ranks on the CPU hold equal parts of a state like a GPT's, and save and load it with
+    Ranks on the CPU hold equal shards of matrices, as of a GPT, and save and load them with
     ("zarr", 1), ("zarr", 2) and torch_dist, in turn. All files are flushed when a save ends, and
     dropped from the page cache before a load, where the kernel can do that. Every load is compared
     with what was saved. DIR is left as it was. The default is the temporary directory, which may

@@ -10,8 +10,6 @@ import importlib.util
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -32,13 +30,9 @@ from dist_ckpt_strategies.errors import CheckpointError
 GB = 10**9
 STEPS: Final = ("save", "load")
 BASELINE: Final = "one stream"
-CANDIDATES: Final[Mapping[str, str | None]] = {
-    BASELINE: None,
-    "zarr 1": None,
-    "zarr 2": None,
-    "torch_dist": "psutil",
-}
-"""The baseline and the candidates, and the package that each needs beside ours."""
+BACKENDS: Final = {"zarr 1": ("zarr", 1), "zarr 2": ("zarr", 2), "torch_dist": ("torch_dist", 1)}
+_PACKAGES: Final = {"torch_dist": "psutil"}
+"""What candidates need beside this package's own requirements."""
 _TIMEOUT_S = 120.0
 _TIMEOUT_S_PER_GB = 120.0
 """A network file system may be slow; less than 8 MB per second is an error."""
@@ -53,33 +47,6 @@ class BenchError(CheckpointError):
     """The benchmark could not be run."""
 
 
-@dataclass(frozen=True, slots=True)
-class BenchTask:
-    """The task of all ranks.
-
-    Attributes:
-        workspace: directory on the file system that is measured, for this benchmark alone.
-        nbytes: of the whole state, about.
-        repetitions: measured rounds; one for warm-up comes first.
-        candidates: in the order of the first round.
-    """
-
-    workspace: Path
-    nbytes: int
-    repetitions: int
-    candidates: tuple[str, ...]
-
-    def turns(self) -> Iterator[tuple[int, str]]:
-        """Every candidate once per round, forwards and backwards in turn; round 0 is the warm-up.
-
-        So the machine's other load, and what each leaves behind for the next, affects all.
-        """
-        for repetition in range(self.repetitions + 1):
-            forwards = repetition % 2 == 0
-            for name in self.candidates if forwards else reversed(self.candidates):
-                yield repetition, name
-
-
 def bench_directory(
     directory: Path | None, nbytes: int, num_ranks: int, repetitions: int, *, as_json: bool
 ) -> None:
@@ -88,7 +55,7 @@ def bench_directory(
     Args:
         directory: on the file system that is measured; None: the temporary directory.
         nbytes: of the state, about.
-        num_ranks: how many hold it in equal parts.
+        num_ranks: how many hold it in equal shards.
         repetitions: measured rounds.
         as_json: print one JSON object instead of the table.
 
@@ -97,33 +64,33 @@ def bench_directory(
     """
     directory = (directory or Path(tempfile.gettempdir())).resolve()
     _require_space(directory, nbytes)
-    missing = {
+    lacking = {
         name: package
-        for name, package in CANDIDATES.items()
-        if package is not None and importlib.util.find_spec(package) is None
+        for name, package in _PACKAGES.items()
+        if importlib.util.find_spec(package) is None
     }
-    candidates = tuple(name for name in CANDIDATES if name not in missing)
+    candidates = [BASELINE, *(name for name in BACKENDS if name not in lacking)]
     state, samples = _measured(directory, nbytes, num_ranks, repetitions, candidates)
-    timings = summarise(samples, candidates, state["nbytes"])
+    timings = _timings(samples, candidates, state["nbytes"])
     if as_json:
         options = {"path": str(directory), "num_ranks": num_ranks, "repetitions": repetitions}
-        results = {"lacking": missing, "timings": timings, "samples": samples}
+        results = {"lacking": lacking, "timings": timings, "samples": samples}
         print_json("bench", options | state | results)
         return
     console = Console(highlight=False)
     what = f"{bytes_text(state['nbytes'])}, {counted(state['num_arrays'], 'array')}"
     rounds = f"{counted(num_ranks, 'rank')}, {counted(repetitions, 'round')}"
     console.print(f"{printable(str(directory))}: {what}, {rounds}", soft_wrap=True, markup=False)
-    print_table(console, build_table(timings))
-    for name, package in missing.items():
+    titles = ("step, candidate", "seconds", "from - to", "speed", "of baseline")
+    print_table(console, Table(titles, tuple(map(_row, timings)), titles[1:]))
+    for name, package in lacking.items():
         console.print(f"{name} was not measured: {package} is not installed", soft_wrap=True)
 
 
 def _require_space(directory: Path, nbytes: int) -> None:
     if not directory.is_dir():
         raise BenchError(f"{directory}: expected a directory, found none", path=str(directory))
-    free = shutil.disk_usage(directory).free
-    wanted = round(_SPACE * nbytes)
+    free, wanted = shutil.disk_usage(directory).free, round(_SPACE * nbytes)
     if free < wanted:
         raise BenchError(
             f"{directory}: expected {bytes_text(wanted)} of free space, found {bytes_text(free)}; "
@@ -133,7 +100,7 @@ def _require_space(directory: Path, nbytes: int) -> None:
 
 
 def _measured(
-    directory: Path, nbytes: int, num_ranks: int, repetitions: int, candidates: tuple[str, ...]
+    directory: Path, nbytes: int, num_ranks: int, repetitions: int, candidates: list[str]
 ) -> tuple[dict[str, int], list[Sample]]:
     """The size of the state, and the samples of the measured rounds."""
     state: dict[str, int] = {}
@@ -143,20 +110,25 @@ def _measured(
         open_bars() as open_bar,
         tempfile.TemporaryDirectory(prefix="dist-ckpt-bench-", dir=directory) as workspace,
     ):
-        task = BenchTask(Path(workspace), nbytes, repetitions, candidates)
-        show, num_steps = open_bar("saving and loading"), len(STEPS) * len(list(task.turns()))
+        show = open_bar("saving and loading")
+        num_samples = len(STEPS) * len(candidates) * (repetitions + 1)
 
         def take(event: Event) -> None:
             if event.pop("event") == "state":
                 state.update(event)
             else:
                 samples.append(event)
-                show(len(samples), num_steps)
+                show(len(samples), num_samples)
 
         try:
             run_ranks(
                 "dist_ckpt_strategies.cli.bench_rank:measure",
-                task,
+                {
+                    "workspace": Path(workspace),
+                    "nbytes": nbytes,
+                    "repetitions": repetitions,
+                    "candidates": candidates,
+                },
                 num_ranks,
                 timeout_s=timeout_s,
                 on_event=take,
@@ -167,17 +139,15 @@ def _measured(
     return state, [sample for sample in samples if sample["repetition"] > 0]
 
 
-def summarise(
-    samples: Sequence[Sample], candidates: Sequence[str], nbytes: int
-) -> list[dict[str, Any]]:
+def _timings(samples: list[Sample], candidates: list[str], nbytes: int) -> list[dict[str, Any]]:
     """The medians of each step and candidate, from the measured rounds, as the JSON has them."""
     timings = []
     for step in STEPS:
+        # Samples of each candidate are in the order of the rounds.
         seconds = {
             name: [s["seconds"] for s in samples if (s["step"], s["contender"]) == (step, name)]
             for name in candidates
         }
-        # Samples of each candidate are in the order of the rounds.
         for name, own in seconds.items():
             median = statistics.median(own)
             ratios = [a / b for a, b in zip(own, seconds[BASELINE], strict=True)]
@@ -195,17 +165,11 @@ def summarise(
     return timings
 
 
-def build_table(timings: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each step of each candidate."""
-    rows = tuple(
-        (
-            f"{one['step']}, {one['contender']}",
-            f"{one['seconds']:.3f}",
-            f"{one['shortest']:.3f} - {one['longest']:.3f}",
-            f"{bytes_text(round(one['nbytes_per_second']))}/s",
-            f"{one['floor_ratio']:.2f}",
-        )
-        for one in timings
+def _row(timing: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        f"{timing['step']}, {timing['contender']}",
+        f"{timing['seconds']:.3f}",
+        f"{timing['shortest']:.3f} - {timing['longest']:.3f}",
+        f"{bytes_text(round(timing['nbytes_per_second']))}/s",
+        f"{timing['floor_ratio']:.2f}",
     )
-    titles = ("step, candidate", "seconds", "from - to", "speed", "of baseline")
-    return Table(titles, rows, titles[1:])

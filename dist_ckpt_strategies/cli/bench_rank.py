@@ -1,6 +1,6 @@
 """One rank of ``dist-ckpt bench``.
 
-It holds an equal part of a state like a GPT's, and saves and loads it through Megatron-Core's own
+It holds its shards of matrices, and saves and loads them through Megatron-Core's own
 ``dist_checkpointing`` and as one plain stream. Every load is compared with what was saved.
 """
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -20,151 +21,136 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.cli.bench import BASELINE, BenchTask
+from dist_ckpt_strategies.cli.bench import BACKENDS, STEPS
 from dist_ckpt_strategies.comm.base import Communicator
 
-_BACKENDS: Final = {"zarr 1": ("zarr", 1), "zarr 2": ("zarr", 2), "torch_dist": ("torch_dist", 1)}
 _NUM_LAYERS = 24
-_NUM_ROWS = {
-    "self_attention.linear_qkv": 3,
-    "self_attention.linear_proj": 1,
-    "mlp.linear_fc1": 4,
-    "mlp.linear_fc2": 4,
-}
-"""Matrices of a layer, and their rows in times of ``hidden``."""
-_NORMS = ("input_layernorm", "pre_mlp_layernorm")
+_SHAPES = {"qkv": (3, 1), "proj": (1, 1), "fc1": (4, 1), "fc2": (4, 1), "norm": (1, 0)}
+"""Arrays of a layer: rows and columns in times of the width; 0: one column."""
 _MEAN_ITEMSIZE = 3
 """Half of the layers are float32, half bfloat16."""
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = dict[str, torch.Tensor]
 
 
-def build_state(nbytes: int, rank: int, num_ranks: int) -> dict[str, torch.Tensor]:
+def build_state(nbytes: int, rank: int, num_ranks: int) -> Tensors:
     """One rank's rows of every array, of a state of about ``nbytes`` on all ranks together."""
     generator = torch.Generator().manual_seed(rank)
+    num_squares = _NUM_LAYERS * sum(rows * columns for rows, columns in _SHAPES.values())
     # A multiple of the ranks, so that all have as much.
-    width = math.sqrt(nbytes / (_NUM_LAYERS * sum(_NUM_ROWS.values()) * _MEAN_ITEMSIZE))
-    width = max(1, round(width / num_ranks)) * num_ranks
+    width = (
+        max(1, round(math.sqrt(nbytes / (num_squares * _MEAN_ITEMSIZE)) / num_ranks)) * num_ranks
+    )
     return {
-        key: torch.empty((rows // num_ranks, *rest), dtype=dtype).normal_(generator=generator)
-        for key, (rows, *rest), dtype in _arrays(width)
+        f"decoder.layers.{layer}.{name}.weight": torch.empty(
+            (rows * width // num_ranks, columns * width or 1),
+            dtype=torch.bfloat16 if layer % 2 else torch.float32,
+        ).normal_(generator=generator)
+        for layer in range(_NUM_LAYERS)
+        for name, (rows, columns) in _SHAPES.items()
     }
-
-
-def _arrays(width: int) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Key, shape and dtype of every array."""
-    for layer in range(_NUM_LAYERS):
-        dtype = torch.bfloat16 if layer % 2 else torch.float32
-        for name, times in _NUM_ROWS.items():
-            yield f"decoder.layers.{layer}.{name}.weight", (times * width, width), dtype
-        for name in _NORMS:
-            for kind in ("weight", "bias"):
-                yield f"decoder.layers.{layer}.{name}.{kind}", (width,), dtype
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
-def digests_of(tensors: Tensors) -> dict[str, int]:
-    """The digest of each tensor's content."""
+def _digests(tensors: Tensors) -> dict[str, int]:
     return {key: xxhash.xxh3_64_intdigest(_bytes(tensor)) for key, tensor in tensors.items()}
 
 
-class _Megatron:
-    """``dist_checkpointing.save`` and ``load`` with a backend. Both methods are collective."""
-
-    def __init__(self, tensors: Tensors, comm: Communicator, backend: tuple[str, int]) -> None:
-        self._tensors, self._backend = tensors, backend
-        self._offset = (0, comm.rank, comm.size)
-
-    def save(self, directory: Path) -> None:
-        """Store the tensors in an existing, empty directory; flushed when it returns."""
-        state = {"iteration": 1, **self._sharded()}
-        dist_checkpointing.save(state, str(directory), self._backend)
-
-    def load(self, directory: Path) -> None:
-        """Fill the tensors with the stored content."""
-        loaded = dist_checkpointing.load(self._sharded(), str(directory))
-        for key, tensor in self._tensors.items():
-            if loaded[key].data_ptr() != tensor.data_ptr():
-                tensor.copy_(loaded[key])
-
-    def _sharded(self) -> dict[str, Any]:
-        return {
-            key: ShardedTensor.from_rank_offsets(key, tensor, self._offset)
-            for key, tensor in self._tensors.items()
-        }
-
-
-class _Stream:
-    """The baseline: this rank's bytes into one file of its own, and from it, in one stream."""
-
-    def __init__(self, tensors: Tensors, comm: Communicator) -> None:
-        self._memories = [_bytes(tensor) for tensor in tensors.values()]
-        self._name = f"rank{comm.rank}.bin"
-
-    def save(self, directory: Path) -> None:
-        """See _Megatron."""
-        with (directory / self._name).open("wb") as file:
-            for memory in self._memories:
-                file.write(memory)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def load(self, directory: Path) -> None:
-        """See _Megatron."""
-        with (directory / self._name).open("rb") as file:
-            for memory in self._memories:
-                if file.readinto(memory) != len(memory):
-                    raise EOFError(f"{file.name}: expected more bytes")
-
-
-def measure(task: BenchTask, comm: Communicator, report: Callable[..., None]) -> None:
+def measure(task: dict[str, Any], comm: Communicator, report: Callable[..., None]) -> None:
     """Save and load with every candidate in turn, and report each as a sample. Collective."""
     dist_ckpt_strategies.register()
-    tensors = build_state(task.nbytes, comm.rank, comm.size)
-    digests = digests_of(tensors)
-    sizes = comm.all_gather(sum(tensor.nbytes for tensor in tensors.values()))
-    report("state", nbytes=sum(sizes), num_arrays=len(tensors))
-    candidates: dict[str, _Megatron | _Stream] = {
-        name: _Megatron(tensors, comm, backend) for name, backend in _BACKENDS.items()
-    }
-    candidates[BASELINE] = _Stream(tensors, comm)
-
-    def timed(step: str, repetition: int, name: str, directory: Path) -> None:
-        call = getattr(candidates[name], step)
-        comm.all_gather(None)
-        began = time.perf_counter()
-        call(directory)
-        times = comm.all_gather([began, time.perf_counter()])
-        seconds = max(ended for _, ended in times) - min(began for began, _ in times)
-        report("sample", step=step, contender=name, repetition=repetition, seconds=seconds)
-
+    tensors = build_state(task["nbytes"], comm.rank, comm.size)
+    nbytes = sum(comm.all_gather(sum(tensor.nbytes for tensor in tensors.values())))
+    report("state", nbytes=nbytes, num_arrays=len(tensors))
     # torch_dist calls both, also for tensors on the CPU.
     with (
         patch.object(torch.cuda, "synchronize", lambda _device=None: None),
         patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
     ):
-        for turn, (repetition, name) in enumerate(task.turns()):
-            directory = task.workspace / str(turn)
-            if comm.rank == 0:
-                directory.mkdir()
-            timed("save", repetition, name, directory)
-            for tensor in tensors.values():
-                tensor.zero_()  # a load that does nothing is detected
-            files = sorted(path for path in directory.rglob("*") if path.is_file())
-            own_files = files[comm.rank :: comm.size]
-            _drop_cache(own_files)
-            timed("load", repetition, name, directory)
-            for key, digest in digests_of(tensors).items():
-                if digest != digests[key]:
-                    raise ValueError(f"{key}: {name} loaded other values than were saved")
-            comm.all_gather(None)
-            # Truncated now and removed at the end: some file systems are slow at making
-            # directories right after many files were removed.
-            for path in own_files:
-                os.truncate(path, 0)
+        for repetition in range(task["repetitions"] + 1):
+            # Forwards and backwards in turn, so that what each leaves behind affects all.
+            for name in task["candidates"][:: -1 if repetition % 2 else 1]:
+                directory = task["workspace"] / f"{name} {repetition}"
+                for step, seconds in _save_and_load(tensors, name, directory, comm):
+                    report(
+                        "sample", step=step, contender=name, repetition=repetition, seconds=seconds
+                    )
+
+
+def _save_and_load(
+    tensors: Tensors, name: str, directory: Path, comm: Communicator
+) -> Iterator[tuple[str, float]]:
+    """The steps and their seconds. Collective."""
+    if comm.rank == 0:
+        directory.mkdir()
+    digests, target = _digests(tensors), directory
+    if name in BACKENDS:
+        save, load = partial(_save, backend=BACKENDS[name], comm=comm), partial(_load, comm=comm)
+    else:
+        save, load = partial(_write_stream), partial(_read_stream)
+        target = directory / f"rank{comm.rank}.bin"
+    yield STEPS[0], _seconds(partial(save, tensors, target), comm)
+    for tensor in tensors.values():
+        tensor.zero_()  # a load that does nothing is detected
+    files = sorted(path for path in directory.rglob("*") if path.is_file())
+    own_files = files[comm.rank :: comm.size]
+    _drop_cache(own_files)
+    yield STEPS[1], _seconds(partial(load, tensors, target), comm)
+    for key, digest in _digests(tensors).items():
+        if digest != digests[key]:
+            raise ValueError(f"{key}: {name} loaded other values than were saved")
+    comm.all_gather(None)
+    # Truncated now and removed at the end: some file systems are slow at making directories right
+    # after many files were removed.
+    for path in own_files:
+        os.truncate(path, 0)
+
+
+def _seconds(step: Callable[[], None], comm: Communicator) -> float:
+    """From the first rank's start to the last rank's end. Collective."""
+    comm.all_gather(None)
+    began = time.perf_counter()
+    step()
+    times = comm.all_gather([began, time.perf_counter()])
+    return float(max(ended for _, ended in times) - min(began for began, _ in times))
+
+
+def _save(tensors: Tensors, directory: Path, backend: tuple[str, int], comm: Communicator) -> None:
+    state = {"iteration": 1, **_sharded(tensors, comm)}
+    dist_checkpointing.save(state, str(directory), backend)
+
+
+def _load(tensors: Tensors, directory: Path, comm: Communicator) -> None:
+    loaded = dist_checkpointing.load(_sharded(tensors, comm), str(directory))
+    for key, tensor in tensors.items():
+        if loaded[key].data_ptr() != tensor.data_ptr():
+            tensor.copy_(loaded[key])
+
+
+def _sharded(tensors: Tensors, comm: Communicator) -> dict[str, Any]:
+    return {
+        key: ShardedTensor.from_rank_offsets(key, tensor, (0, comm.rank, comm.size))
+        for key, tensor in tensors.items()
+    }
+
+
+def _write_stream(tensors: Tensors, path: Path) -> None:
+    """The baseline: this rank's bytes into one file of its own, flushed."""
+    with path.open("wb") as file:
+        for tensor in tensors.values():
+            file.write(_bytes(tensor))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_stream(tensors: Tensors, path: Path) -> None:
+    with path.open("rb") as file:
+        for tensor in tensors.values():
+            if file.readinto(memory := _bytes(tensor)) != len(memory):
+                raise EOFError(f"{path}: expected more bytes")
 
 
 def _drop_cache(files: list[Path]) -> None:

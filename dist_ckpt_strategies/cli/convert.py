@@ -111,24 +111,12 @@ def _absolute(address: str) -> str:
 
 
 def _diff_fields(a: str, b: str, report: DiffReport) -> dict[str, Any]:
-    return {
-        "a": _absolute(a),
-        "b": _absolute(b),
-        "equal": report.is_equal,
-        "num_arrays": report.num_arrays,
-        "num_objects": report.num_objects,
-        "nbytes": report.nbytes,
-        "arrays": list(map(_array_fields, report.arrays)),
-        "objects": list(map(asdict, report.objects)),
-    }
-
-
-def _array_fields(found: ArrayDifference) -> dict[str, Any]:
-    fields = asdict(found)
-    largest = found.max_abs_difference
-    if largest is not None and not math.isfinite(largest):
-        fields["max_abs_difference"] = str(largest)  # JSON has no infinity
-    return fields
+    fields = asdict(report)
+    for array in fields["arrays"]:
+        largest = array["max_abs_difference"]
+        if largest is not None and not math.isfinite(largest):
+            array["max_abs_difference"] = str(largest)  # JSON has no infinity
+    return {"a": _absolute(a), "b": _absolute(b), "equal": report.is_equal, **fields}
 
 
 def _print_diff(a: str, b: str, report: DiffReport) -> None:

@@ -1,11 +1,13 @@
-"""``dist-ckpt inspect`` and ``dist-ckpt verify``: what a checkpoint of any kind holds."""
+"""``dist-ckpt inspect`` and ``verify``: of format 1, of format 2, and of local checkpoints."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from rich.text import Text
 
 from dist_ckpt_strategies.cli.ranks import WatchOf, is_reporting, run_tool
 from dist_ckpt_strategies.cli.render import (
+    Table,
     bytes_text,
     counted,
     open_bars,
@@ -21,23 +24,76 @@ from dist_ckpt_strategies.cli.render import (
     print_json,
     print_table,
     printable,
+    shape_text,
 )
 from dist_ckpt_strategies.cli.status import Status, status_of_issues
-from dist_ckpt_strategies.cli.summary import Summary, summary_of
 from dist_ckpt_strategies.comm.shared_work import Ranks
+from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.formats.commit import complete_commit
-from dist_ckpt_strategies.formats.issues import Issue, Scan, Watch
+from dist_ckpt_strategies.formats.issues import (
+    Issue,
+    SaveBegun,
+    Scan,
+    ScannedArray,
+    ScannedObject,
+    StaleFile,
+    StaleKind,
+    Watch,
+)
 from dist_ckpt_strategies.formats.scan import scan, verify
-from dist_ckpt_strategies.local.scan import LocalScan, scan_local, verify_local
+from dist_ckpt_strategies.local.scan import LocalScan, StoredCopy, scan_local, verify_local
 from dist_ckpt_strategies.storage.urls import StoreUrl, parsed_address
 
 if TYPE_CHECKING:  # torch takes a while to import
     from dist_ckpt_strategies.comm.base import Communicator
 
+_FORMAT2 = 2
 _NUM_FIRST = 3
+_MAX_NAMED = 5
 _MAX_PER_SECTION = 20
 _LABEL_WIDTH = 12
 _PROBLEM_WIDTH = 19
+_LACKING = " of "
+_UNKNOWN = "?"
+_RIGHT = ("files", "shards", "copies", "owner", "ranks", "tensors", "size")
+_STALE = {
+    StaleKind.LOCKS: "directories with locks of Megatron-Core <= 0.15 (harmless)",
+    StaleKind.PARTIAL: "files that a save did not finish (harmless)",
+    StaleKind.WRITING: "files that are being written",
+    StaleKind.REMOVED: "directories that were being removed (harmless)",
+}
+_UNFINISHED = "the save{} has not ended, or was killed: `dist-ckpt prune` removes what it left"
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a checkpoint holds, and what is wrong with it.
+
+    Attributes:
+        root: the checkpoint.
+        fields: of the JSON object of both commands, without the issues.
+        lists: further fields of ``inspect``.
+        tables: the lists as text.
+        facts: labels and texts.
+        issues: everything that is wrong.
+        checked: what ``verify`` looks at.
+        unfinished: what to say of a save that has not ended; else nothing.
+        is_foreign: another backend wrote the arrays, which are not looked for then.
+        has_sizes: sizes of files were compared; an object store lists names alone.
+        by_file: issues are listed below their files, not below their keys.
+    """
+
+    root: str
+    fields: Mapping[str, Any]
+    lists: Mapping[str, Sequence[Mapping[str, Any]]]
+    tables: tuple[Table, ...]
+    facts: tuple[tuple[str, str], ...]
+    issues: tuple[Issue, ...]
+    checked: str
+    unfinished: str = ""
+    is_foreign: bool = False
+    has_sizes: bool = True
+    by_file: bool = False
 
 
 def inspect_checkpoint(
@@ -174,3 +230,275 @@ def _verdict(summary: Summary) -> str:
         return "is whole"
     files = counted(len({issue.path for issue in summary.issues}), "file")
     return f"is NOT whole: {counted(len(summary.issues), 'issue')} in {files}"
+
+
+def summary_of(
+    found: Scan | LocalScan, keys: str | None = None, *, with_objects: bool = True
+) -> Summary:
+    """The summary of a scan; its lists have the keys that match a glob.
+
+    Raises:
+        ArrayNotFoundError: no key matches.
+    """
+    if isinstance(found, LocalScan):
+        return _local_summary(found, keys)
+    pattern = "*" if keys is None else keys
+    arrays = [_array_fields(one) for one in found.arrays if fnmatchcase(one.array.key, pattern)]
+    objects = [_object_fields(one) for one in found.objects if fnmatchcase(one.key, pattern)]
+    num_keys = len(found.arrays) + len(found.objects)
+    _require_match(found.root, f"{num_keys} keys", keys, arrays or objects)
+    objects = objects if with_objects else []
+    common, is_unfinished = found.common_nbytes, found.is_unfinished
+    begun = f", which began {_begun(found.begun)}," if found.begun else ""
+    fields = {
+        "marker": asdict(found.marker) if found.marker else None,
+        "common": None if common is None else {"path": "common.pt", "nbytes": common},
+        "num_arrays": len(found.arrays),
+        "num_objects": len(found.objects),
+        "num_files": found.num_files,
+        "nbytes": found.nbytes,
+        "leftovers": list(map(asdict, found.stale_files)),
+        "begun": asdict(found.begun) if found.begun else None,
+        "unfinished": is_unfinished,
+        "layout": dict(found.index.layout) if found.index else None,
+        "versions": dict(found.index.versions) if found.index else None,
+        "others": found.others,
+    }
+    contents = f"{counted(len(found.arrays), 'array')}, {counted(len(found.objects), 'object')}"
+    return Summary(
+        str(found.root),
+        fields,
+        {"arrays": arrays, "objects": objects},
+        (_table(map(_array_row, arrays)), _table(map(_object_row, objects))),
+        tuple(_facts(found)),
+        found.issues,
+        f"{contents} and common.pt",
+        _UNFINISHED.format(begun) if is_unfinished and found.version == _FORMAT2 else "",
+        is_foreign=found.is_foreign,
+        has_sizes=found.has_sizes,
+    )
+
+
+def _require_match(root: object, what: str, pattern: str | None, found: object) -> None:
+    if pattern is not None and not found:
+        raise ArrayNotFoundError(f"{root}: none of its {what} matches {pattern!r}")
+
+
+def _array_fields(one: ScannedArray) -> dict[str, Any]:
+    array = one.array
+    fields = {
+        "key": array.key,
+        "shape": array.shape,
+        "dtype": array.dtype.value,
+        "chunk_shape": array.chunk_shape,
+        "nbytes": array.nbytes,
+        "num_chunks": one.num_chunks,
+        "num_chunks_expected": array.num_chunks,
+        "file_nbytes": one.file_nbytes,
+    }
+    if array.inner_shape is None:
+        return fields | {"separator": array.separator, "raw": array.is_raw}
+    return fields | {"inner_shape": array.inner_shape, "writers": one.writers}
+
+
+def _array_row(fields: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "array": printable(fields["key"]),
+        "shape": shape_text(fields["shape"]),
+        "dtype": fields["dtype"],
+        "chunk": shape_text(fields["chunk_shape"]),
+        "inner": shape_text(fields["inner_shape"]) if "inner_shape" in fields else "",
+        "files": _present(fields["num_chunks"], fields["num_chunks_expected"]),
+        "size": bytes_text(fields["file_nbytes"]),
+        "writers": _ranks(fields.get("writers", ())),
+    }
+
+
+def _object_fields(one: ScannedObject) -> dict[str, Any]:
+    return {
+        "key": one.key,
+        "shape": one.shape,
+        "num_shards": one.num_shards,
+        "num_shards_expected": one.num_expected,
+        "file_nbytes": one.file_nbytes,
+        "writers": one.writers,
+    }
+
+
+def _object_row(fields: Mapping[str, Any]) -> dict[str, str]:
+    in_manifest = fields["num_shards"] and not fields["file_nbytes"]
+    return {
+        "object": printable(fields["key"]),
+        "grid": shape_text(fields["shape"]),
+        "shards": _present(fields["num_shards"], fields["num_shards_expected"]),
+        "size": "in manifest" if in_manifest else bytes_text(fields["file_nbytes"]),
+        "writers": _ranks(fields["writers"]),
+    }
+
+
+def _table(rows: Iterable[Mapping[str, str]]) -> Table:
+    """Rows that lack files are marked; columns without any text are left out."""
+    found = list(rows)
+    titles = [title for title in (found[0] if found else ()) if any(row[title] for row in found)]
+    texts = tuple(tuple(row[title] for title in titles) for row in found)
+    marked = {
+        n for n, row in enumerate(found) if _LACKING in row.get("files", "") + row.get("shards", "")
+    }
+    return Table(tuple(titles), texts, _RIGHT, marked)
+
+
+def _present(found: int, expected: int) -> str:
+    return f"{found:,}" if found == expected else f"{found:,}{_LACKING}{expected:,}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Such as ``0-3, 8``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    return _some(["-".join(map(str, run)) for run in runs])
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MAX_NAMED]) + (", ..." if names[_MAX_NAMED:] else "")
+
+
+def _facts(found: Scan) -> Iterator[tuple[str, str]]:
+    yield "checkpoint", str(found.root)
+    backend, marker = "unknown", found.marker
+    if marker is not None:
+        backend = f"{marker.sharded_backend} {marker.sharded_backend_version}"
+        backend += f"; common state: {marker.common_backend} {marker.common_backend_version}"
+    yield "backend", backend
+    if found.begun is not None:
+        yield "saved", f"began {_begun(found.begun)}"
+    if found.index is not None:
+        layout, versions = found.index.layout.items(), found.index.versions.items()
+        yield "layout", ", ".join(f"{name} {size}" for name, size in layout)
+        yield "written by", ", ".join(f"{name} {number}" for name, number in versions)
+    if not found.is_foreign:
+        num_chunks = sum(one.num_chunks for one in found.arrays)
+        size = bytes_text(sum(one.file_nbytes for one in found.arrays))
+        yield "arrays", f"{len(found.arrays):,} in {counted(num_chunks, 'file')}, {size}"
+        num_shards = sum(one.num_shards for one in found.objects)
+        size = bytes_text(sum(one.file_nbytes for one in found.objects))
+        yield "objects", f"{len(found.objects):,} in {counted(num_shards, 'shard')}, {size}"
+    common = found.common_nbytes
+    yield "common.pt", "missing" if common is None else bytes_text(common)
+    yield from _stale_facts(found.stale_files)
+    if found.others:
+        yield "beside it", _some(found.others)
+    yield "in all", f"{counted(found.num_files, 'file')}, {bytes_text(found.nbytes)}"
+
+
+def _begun(begun: SaveBegun) -> str:
+    moment = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(begun.seconds))
+    return f"{moment} on {printable(begun.host)}"
+
+
+def _stale_facts(files: Sequence[StaleFile]) -> Iterator[tuple[str, str]]:
+    for kind, text in _STALE.items():
+        sizes = [stale.nbytes for stale in files if stale.kind is kind]
+        if sizes:
+            size = f", {bytes_text(sum(sizes))}" if any(sizes) else ""
+            yield "left over", f"{text}: {len(sizes):,}{size}"
+
+
+def _local_summary(found: LocalScan, keys: str | None) -> Summary:
+    """Of the local checkpoints in a directory."""
+    by_shard = [list(some) for _, some in groupby(found.copies, lambda copy: copy.part_id)]
+    pattern = "*" if keys is None else keys
+    selected = [some for some in by_shard if fnmatchcase(str(some[0].part_id), pattern)]
+    _require_match(found.root, f"{len(by_shard)} local shards", keys, selected)
+    shards = [_shard_fields(some) for some in selected]
+    by_save = groupby(selected, lambda copies: copies[0].part_id.save)
+    saves = [_save_fields(list(some)) for _, some in by_save]
+    num_files, num_saves = len(found.copies), len({copy.part_id.save for copy in found.copies})
+    held = f"{counted(num_saves, 'save')}, {counted(len(by_shard), 'shard')}"
+    num_tensors = sum(len(copy.part.buffers) for copy in found.copies if copy.part is not None)
+    stale = list(map(asdict, found.stale_files))
+    return Summary(
+        str(found.root),
+        {"tier": "local", "num_files": num_files, "nbytes": found.nbytes, "leftovers": stale},
+        {"iterations": saves, "parts": shards},
+        (_table(map(_save_row, saves)), _table(map(_shard_row, shards))),
+        (
+            ("directory", str(found.root)),
+            ("local", f"{held} in {counted(num_files, 'file')}, {bytes_text(found.nbytes)}"),
+            *_stale_facts(found.stale_files),
+        ),
+        found.issues,
+        counted(num_tensors, "tensor"),
+        by_file=True,
+    )
+
+
+def _shard_fields(copies: Sequence[StoredCopy]) -> dict[str, Any]:
+    """What one rank has saved, and its copies here; None for what no header says."""
+    part_id = copies[0].part_id
+    part = next((copy.part for copy in copies if copy.part is not None), None)
+    num_tensors = None if part is None else sum(1 for one in part.buffers if one.device)
+    return {
+        "id": str(part_id),
+        "iteration": part_id.save.iteration,
+        "owner": part_id.global_rank,
+        "world_size": part and part.world_size,
+        "session": part and part.session_id,
+        "kind": part and part.kind,
+        "num_tensors": num_tensors,
+        "copies": [
+            {
+                "path": copy.path,
+                "holder": copy.holder,
+                "nbytes": copy.nbytes,
+                "readable": copy.part is not None,
+            }
+            for copy in copies
+        ],
+    }
+
+
+def _shard_row(fields: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "local shard": fields["id"],
+        "owner": str(fields["owner"]),
+        "ranks": _known(fields["world_size"]),
+        "held by": ", ".join(str(copy["holder"]) for copy in fields["copies"]),
+        "kind": _known(fields["kind"]),
+        "tensors": _known(fields["num_tensors"]),
+        "size": bytes_text(sum(copy["nbytes"] for copy in fields["copies"])),
+    }
+
+
+def _save_fields(shards: Sequence[Sequence[StoredCopy]]) -> dict[str, Any]:
+    """What is here of one save."""
+    copies = list(chain.from_iterable(shards))
+    save = copies[0].part_id.save
+    part = next((copy.part for copy in copies if copy.part is not None), None)
+    return {
+        "iteration": save.iteration,
+        "token": save.token,
+        "world_size": part and part.world_size,
+        "session": part and part.session_id,
+        "owners": [some[0].part_id.global_rank for some in shards],
+        "num_copies": len(copies),
+        "nbytes": sum(copy.nbytes for copy in copies),
+    }
+
+
+def _save_row(fields: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        "iteration": str(fields["iteration"]),
+        "ranks here": f"{len(fields['owners']):,} of {_known(fields['world_size'])}",
+        "copies": f"{fields['num_copies']:,}",
+        "session": _known(fields["session"]),
+        "size": bytes_text(fields["nbytes"]),
+        "save": fields["token"],
+    }
+
+
+def _known(value: int | str | None) -> str:
+    return _UNKNOWN if value is None else printable(str(value))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from dist_ckpt_strategies.cli.render import (
     printable,
 )
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.tools.prune import PruneReport, Removal, prune
+from dist_ckpt_strategies.tools.prune import PruneDecision, PruneReport, prune
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)([smhd]?)")
 _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -99,7 +98,7 @@ def _is_wanted(plan: PruneReport) -> bool:
 
 def _print_plan(console: Console, plan: PruneReport) -> None:
     removed = [(printable(one.name), "remove", _size(one), one.why) for one in plan.removed]
-    kept = [(printable(one.found.name), "keep", "", one.why) for one in plan.kept]
+    kept = [(printable(one.name), "keep", "", one.why) for one in plan.kept]
     rows = tuple(sorted((*removed, *kept)))
     if rows:
         marked = {number for number, row in enumerate(rows) if row in removed}
@@ -118,7 +117,7 @@ def _print_removed(console: Console, done: PruneReport) -> None:
             console.print(Text(text), soft_wrap=True)
 
 
-def _size(removal: Removal) -> str:
+def _size(removal: PruneDecision) -> str:
     return "unknown" if removal.nbytes is None else bytes_text(removal.nbytes)
 
 
@@ -134,9 +133,9 @@ def _fields(report: PruneReport) -> dict[str, Any]:
         "path": str(report.root),
         "dry_run": report.is_dry,
         "nbytes": report.nbytes,
-        "removed": list(map(asdict, report.removed)),
-        "kept": [
-            {"name": one.found.name, "standing": one.found.status.value, "why": one.why}
-            for one in report.kept
+        "removed": [
+            {"name": one.name, "nbytes": one.nbytes, "why": one.why, "stays": one.stays}
+            for one in report.removed
         ],
+        "kept": [{"name": one.name, "standing": one.status, "why": one.why} for one in report.kept],
     }

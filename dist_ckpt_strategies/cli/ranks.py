@@ -1,27 +1,26 @@
 """Rank processes of ``demo``, ``bench`` and ``--nproc``, which end with their parent.
 
-Each is ``python -m dist_ckpt_strategies.cli.ranks RANK SCRATCH`` and calls one function. Rank 0
-reports events, one JSON object per line of a file that the parent follows, and the result.
+Each is ``python -m dist_ckpt_strategies.cli.ranks FD`` and calls one function. It gets its task
+through that connection, and sends events (rank 0 alone) and its result or failure.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from pkgutil import resolve_name
 from tempfile import TemporaryDirectory
-from typing import IO, TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dist_ckpt_strategies.comm.shared_work import open_world
 from dist_ckpt_strategies.config import (
@@ -41,14 +40,14 @@ Event = dict[str, Any]
 WatchOf = Callable[[str], Watch]
 """Opens a progress bar with a description."""
 
-_EVENTS, _RESULT, _TASK = "events.jsonl", "result", "task"
 _START_S = 120.0
 """Longest time until all ranks have imported torch and found each other, in seconds."""
-_POLL_S = 0.05
 _STOP_TIMEOUT_S = 3.0
 _NUM_TAIL_LINES = 15
 
 _Process = subprocess.Popen[bytes]
+_Failure = tuple[float, str, CheckpointError | None]
+"""When it happened, what to say of it, and the error if that is one of this package."""
 
 
 class RankError(CheckpointError):
@@ -145,28 +144,74 @@ def run_ranks(
         RankError: a rank failed (the first one is named; the cause is its error, if that is one of
             this package), or there was no event for too long.
     """
+    limit_s = None if math.isinf(silence_s) else silence_s
     with _leaving_on_sigterm(), TemporaryDirectory(prefix="dist-ckpt-ranks-") as directory:
-        scratch, last_event = Path(directory), time.monotonic()
-        (scratch / _TASK).write_bytes(pickle.dumps((function, task, num_ranks, timeout_s)))
-        (scratch / _EVENTS).touch()
-        with (scratch / _EVENTS).open("rb") as events, _started(num_ranks, scratch) as processes:
-            is_running = True
-            while is_running:
-                is_running = _is_any_running(processes, scratch)
-                for event in _new_events(events):
-                    last_event = time.monotonic()
-                    on_event(event)
-                if is_running and time.monotonic() > last_event + silence_s:
-                    raise _silent(processes, scratch, silence_s)
-                time.sleep(_POLL_S if is_running else 0)
-        return pickle.loads((scratch / _RESULT).read_bytes())  # noqa: S301 - our own
+        scratch = Path(directory)
+        job = (num_ranks, directory, timeout_s, function, task)
+        with _started(num_ranks, scratch, job) as processes:
+            running: dict[Any, int] = {one: rank for rank, one in enumerate(processes)}
+            found: dict[str, dict[int, Any]] = {"result": {}, "failure": {}}
+            has_failed = False
+            # After a failure only what the others have sent before.
+            while running and (ready := wait([*running], 0.0 if has_failed else limit_s)):
+                for connection in ready:
+                    kind, content = _received(connection)
+                    if kind == "end":
+                        del running[connection]
+                        has_failed |= bool(processes[connection].wait())
+                    elif kind == "event":
+                        on_event(content)
+                    else:
+                        found[kind][running[connection]] = content
+            if has_failed:
+                raise _failure([*processes.values()], found["failure"], scratch)
+            if running:
+                names = ", ".join(map(str, running.values()))
+                text = f"rank(s) {names} still running, but nothing happened for {silence_s:g} s"
+                raise _noted(RankError(text), scratch, min(running.values()))
+        return found["result"][0]
 
 
-def _new_events(file: IO[bytes]) -> Iterator[Event]:
-    """Events whose line is complete and was not read before."""
-    while (line := file.readline()).endswith(b"\n"):
-        yield json.loads(line)
-    file.seek(-len(line), os.SEEK_CUR)
+def _received(connection: Any) -> tuple[str, Any]:
+    """The next message of a rank: its kind and content; ``end`` once its process has ended."""
+    try:
+        kind, content = connection.recv()
+    except (EOFError, ConnectionError):
+        return "end", None
+    return kind, content
+
+
+def _failure(
+    processes: list[_Process], failures: Mapping[int, _Failure], scratch: Path
+) -> RankError:
+    """The failure of the rank that failed first: ended by a signal, or with the earliest record.
+
+    A rank records its failure before it ends, and the failures that this causes on others come
+    later; so the earliest record is the cause, whichever process ended first.
+    """
+    codes = {rank: code for rank, process in enumerate(processes) if (code := process.poll())}
+    killed = [rank for rank, code in codes.items() if code < 0]
+    if killed or not failures:
+        first = min(killed or codes)
+        error = RankError(f"rank {first} failed (exit status {codes[first]})")
+    else:
+        first = min(failures, key=lambda rank: failures[rank][0])
+        _, text, cause = failures[first]
+        error = RankError(f"rank {first}: {text}")
+        error.__cause__ = cause
+    return _noted(error, scratch, first)
+
+
+def _noted(error: RankError, scratch: Path, rank: int) -> RankError:
+    output = _log_path(scratch, rank).read_text(encoding="utf-8", errors="replace")
+    tail = "\n".join(output.splitlines()[-_NUM_TAIL_LINES:])
+    for shown in filter(None, (error, error.__cause__)):
+        shown.add_note(f"the end of the output of rank {rank}:\n{tail}")
+    return error
+
+
+def _log_path(scratch: Path, rank: int) -> Path:
+    return scratch / f"rank{rank}.log"
 
 
 @contextmanager
@@ -184,27 +229,34 @@ def _leaving_on_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def _started(num_ranks: int, scratch: Path) -> Iterator[list[_Process]]:
-    """The processes of all ranks; within the block they run.
-
-    Each has a pipe as standard input, to which this process never writes: it ends with us.
-    """
-    processes: list[_Process] = []
-    with ExitStack() as logs:
-        try:
-            for rank in range(num_ranks):
-                process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+def _started(num_ranks: int, scratch: Path, job: tuple[Any, ...]) -> Iterator[dict[Any, _Process]]:
+    """The processes of all ranks, by the connections to them; on leaving none is left."""
+    processes: dict[Any, _Process] = {}
+    try:
+        for rank in range(num_ranks):
+            ours, theirs = Pipe()
+            with theirs, _log_path(scratch, rank).open("wb") as log:
+                processes[ours] = subprocess.Popen(  # noqa: S603 - our own interpreter and module
                     # -P: a file of the user's working directory must not pass for a module.
-                    [sys.executable, "-P", "-m", __name__, str(rank), str(scratch)],
-                    stdin=subprocess.PIPE,
-                    stdout=logs.enter_context(_log_path(scratch, rank).open("wb")),
+                    [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
                     stderr=subprocess.STDOUT,
                     env=_rank_environment(),
                 )
-                processes.append(process)
-            yield processes
-        finally:
-            _stop(processes)
+            with suppress(ConnectionError):  # it has ended, which is noticed later
+                ours.send((rank, *job))
+        yield processes
+    finally:
+        for connection in processes:
+            connection.close()
+        deadline = time.monotonic() + _STOP_TIMEOUT_S
+        for process in processes.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+            process.kill()
+            process.wait()
 
 
 def _rank_environment() -> dict[str, str]:
@@ -221,125 +273,41 @@ def _rank_environment() -> dict[str, str]:
     return found
 
 
-def _stop(processes: Sequence[_Process]) -> None:
-    """End those that still run, and wait for all."""
-    for process in processes:
-        if process.stdin is not None:
-            process.stdin.close()
-    deadline = time.monotonic() + _STOP_TIMEOUT_S
-    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-    for process in processes:
-        process.kill()
-        process.wait()
-
-
-def _is_any_running(processes: Sequence[_Process], scratch: Path) -> bool:
-    """Whether not all have ended.
-
-    Raises:
-        RankError: at least one failed.
-    """
-    codes = [process.poll() for process in processes]
-    if any(codes):
-        raise _failure(codes, scratch)
-    return None in codes
-
-
-def _failure(codes: Sequence[int | None], scratch: Path) -> RankError:
-    """The failure of the rank that failed first: ended by a signal, or with the earliest record.
-
-    A rank records its failure before it ends, and the failures that this causes on others come
-    later; so the earliest record is the cause, whichever process ended first.
-    """
-    paths = [_failure_path(scratch, rank) for rank in range(len(codes))]
-    records = {
-        rank: pickle.loads(path.read_bytes())  # noqa: S301 - our own
-        for rank, path in enumerate(paths)
-        if path.exists()
-    }
-    killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
-    if killed or not records:
-        first = (killed or [rank for rank, code in enumerate(codes) if code])[0]
-        error = RankError(f"rank {first} failed (exit status {codes[first]})")
-    else:
-        first = min(records, key=lambda rank: float(records[rank][0]))
-        _, text, cause = records[first]
-        error = RankError(f"rank {first}: {text}")
-        error.__cause__ = cause
-    return _noted(error, scratch, first)
-
-
-def _silent(processes: Sequence[_Process], scratch: Path, silence_s: float) -> RankError:
-    running = [rank for rank, process in enumerate(processes) if process.poll() is None]
-    names = ", ".join(map(str, running))
-    text = f"rank(s) {names} still running, but nothing happened for {silence_s:g} s"
-    return _noted(RankError(text), scratch, running[0] if running else 0)
-
-
-def _noted(error: RankError, scratch: Path, rank: int) -> RankError:
-    output = _log_path(scratch, rank).read_text(encoding="utf-8", errors="replace")
-    tail = "\n".join(output.splitlines()[-_NUM_TAIL_LINES:])
-    for shown in filter(None, (error, error.__cause__)):
-        shown.add_note(f"the end of the output of rank {rank}:\n{tail}")
-    return error
-
-
-def _failure_path(scratch: Path, rank: int) -> Path:
-    return scratch / f"rank{rank}.failure"
-
-
-def _log_path(scratch: Path, rank: int) -> Path:
-    return scratch / f"rank{rank}.log"
-
-
-def main(rank: int, scratch: Path) -> None:
-    """Be one rank: call the function in its world; result or failure are left in ``scratch``."""
-    _end_with_parent()
+def main(connection: Connection) -> None:
+    """Be one rank: call the function in its world, and send the result or the failure."""
+    # A session of our own: Ctrl-C reaches the parent alone, which then stops its ranks.
+    os.setsid()
     warnings.simplefilter("ignore")
+    rank, num_ranks, scratch, timeout_s, function, task = connection.recv()
+    threading.Thread(target=_end_with_parent, args=(connection,), daemon=True).start()
 
     def report(event: str, **fields: Any) -> None:
         if rank == 0:
-            with (scratch / _EVENTS).open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"event": event, **fields}) + "\n")
+            connection.send(("event", {"event": event, **fields}))
 
     try:
         import torch  # noqa: PLC0415 - the parent does without
         from torch._C._distributed_c10d import FileStore  # noqa: PLC0415
 
         torch.set_num_threads(1)
-        content = (scratch / _TASK).read_bytes()
-        function, task, num_ranks, timeout_s = pickle.loads(content)  # noqa: S301 - our own
         call = resolve_name(function)
-        store = FileStore(str(scratch / "store"), num_ranks)
+        store = FileStore(f"{scratch}/store", num_ranks)
         start_s = max(_START_S, timeout_s)
         with open_world(rank, num_ranks, store, start_s=start_s, timeout_s=timeout_s) as comm:
             result = call(task, comm, report)
-        if rank == 0:
-            (scratch / _RESULT).write_bytes(pickle.dumps(result))
+        connection.send(("result", result if rank == 0 else None))
     except BaseException as error:
         cause = error if isinstance(error, CheckpointError) else None
-        record = (time.monotonic(), f"{type(error).__name__}: {error}", cause)
-        unfinished = scratch / f"rank{rank}.unfinished"
-        unfinished.write_bytes(pickle.dumps(record))
-        unfinished.rename(_failure_path(scratch, rank))
+        connection.send(("failure", (time.monotonic(), f"{type(error).__name__}: {error}", cause)))
         raise
 
 
-def _end_with_parent() -> None:
-    """End this process, and all that it has started, when the parent stops it or dies.
-
-    The parent holds the other end of our standard input and never writes to it. A session of our
-    own: Ctrl-C reaches the parent alone, which then stops its ranks.
-    """
-
-    def end_at_end_of_input() -> None:
-        os.read(sys.stdin.fileno(), 1)
-        os.killpg(0, signal.SIGKILL)
-
-    os.setsid()
-    threading.Thread(target=end_at_end_of_input, daemon=True).start()
+def _end_with_parent(connection: Connection) -> None:
+    """End this process, and all that it has started, when the parent closes its end or dies."""
+    with suppress(EOFError, OSError):
+        connection.recv()
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(Connection(int(sys.argv[1])))

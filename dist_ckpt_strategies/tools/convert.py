@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from dist_ckpt_strategies.formats.locations import (
     complete_commit,
     is_finished,
     located,
+    open_save_place,
     require_path,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
@@ -49,7 +51,6 @@ from dist_ckpt_strategies.tools.plan_convert import (
     SourceArray,
     WriteItem,
     build_convert_plan,
-    is_of_optimizer,
 )
 from dist_ckpt_strategies.tools.readers import CheckpointReader, Memory, open_reader
 from dist_ckpt_strategies.tools.upgrade import upgraded_common, upgraded_keys
@@ -58,6 +59,9 @@ from dist_ckpt_strategies.tools.writers import (
     TargetWriter,
     ZarrWriter,
 )
+
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\.")
+"""How the keys of optimizer state begin; all other arrays are the model's."""
 
 _MAX_THREADS = 8
 _BUFFERS = 4
@@ -339,17 +343,18 @@ class _Conversion:
             file_nbytes=self._options.max_file_bytes or file_nbytes,
             object_nbytes=block_nbytes if isinstance(root, Bucket) else None,
         )
+        if to in {Format.ZARR1, Format.ZARR2}:
+            version = 1 if to is Format.ZARR1 else 2
+            of_saves = CheckpointWriter(
+                version, root, options, global_rank=0, keeps_old=True, overwrite=False
+            )
+            return ZarrWriter(of_saves, plan, block_nbytes)
+        place = open_save_place(root, options, keeps_old=True, overwrite=False)
         if to is Format.SAFETENSORS:
-            return SafetensorsWriter(root, options, plan, block_nbytes)
-        if to is Format.TORCH_DIST:
-            from dist_ckpt_strategies.tools.torch_dist import TorchDistWriter  # noqa: PLC0415
+            return SafetensorsWriter(root, place, plan, block_nbytes)
+        from dist_ckpt_strategies.tools.torch_dist import TorchDistWriter  # noqa: PLC0415
 
-            return TorchDistWriter(root, options, plan, block_nbytes, self._allow)
-        version = 1 if to is Format.ZARR1 else 2
-        of_saves = CheckpointWriter(
-            version, root, options, global_rank=0, keeps_old=True, overwrite=False
-        )
-        return ZarrWriter(of_saves, plan, block_nbytes)
+        return TorchDistWriter(root, place, plan, block_nbytes, self._allow)
 
     def _common(self, reader: CheckpointReader, writer: TargetWriter) -> bytes:
         """The file of the common state, on the first rank, which writes it."""
@@ -372,7 +377,7 @@ def _chosen(source: CheckpointReader, to: Format, keys: str | None) -> Sequence[
     found = [
         array
         for array in source.arrays
-        if not is_of_optimizer(array.key) and (keys is None or fnmatchcase(array.key, keys))
+        if not _OPTIMIZER.match(array.key) and fnmatchcase(array.key, "*" if keys is None else keys)
     ]
     if not found:
         of_keys = "" if keys is None else f" whose keys match {keys!r}"

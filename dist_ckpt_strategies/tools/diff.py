@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from itertools import chain, islice
@@ -208,7 +208,7 @@ class _Comparison:
 
     def _compared(
         self, arrays: Sequence[SourceArray], watch: Watch | None
-    ) -> Iterator[ArrayDifference]:
+    ) -> Iterable[ArrayDifference]:
         """How arrays that both have in one shape and dtype differ. Collective.
 
         The stored regions of the first checkpoint are what ranks and threads take in turn.
@@ -223,22 +223,19 @@ class _Comparison:
             num_threads=self._options.threads,
             watch=watch,
         )
-        own: dict[str, _Values] = {}
-        for number, values in results.items():
-            if values is not None:
-                key = tasks[number][0].key
-                own[key] = _merged(own.get(key), values)
-        merged: dict[str, _Values] = {}
-        for of_rank in self._ranks.gather(lambda: own):
-            for key, (index, *rest) in of_rank.items():
-                merged[key] = _merged(merged.get(key), (tuple(index), *rest))
-        for key, (index, one, other, num_differing, largest) in merged.items():
-            limit = largest if largest >= 0 else None
-            yield ArrayDifference(key, Difference.VALUES, one, other, index, num_differing, limit)
+        own: dict[str, ArrayDifference] = {}
+        for found in filter(None, results.values()):
+            own[found.key] = _merged(own.get(found.key), found)
+        merged: dict[str, ArrayDifference] = {}
+        for of_rank in self._ranks.gather(lambda: list(map(astuple, own.values()))):
+            for key, difference, a, b, index, *rest in of_rank:
+                one = ArrayDifference(key, Difference(difference), a, b, tuple(index), *rest)
+                merged[key] = _merged(merged.get(key), one)
+        return merged.values()
 
-    def _values(self, array: SourceArray, region: Region, count: Count) -> _Values | None:
+    def _values(self, array: SourceArray, region: Region, count: Count) -> ArrayDifference | None:
         """How a region differs; None where it does not."""
-        found: _Values | None = None
+        found: ArrayDifference | None = None
         itemsize, limit = array.dtype.itemsize, self._options.block_nbytes
         for block in blocks(region, itemsize, limit, array.granularity):
             one = self._memory.array(block.shape, array.dtype, "a")
@@ -247,23 +244,21 @@ class _Comparison:
             self._b.read(array.key, block, other)
             count(block.numel * itemsize)
             if not _are_equal(one, other):
-                places = np.flatnonzero(_differing(one, other))
-                first = _first(block, one, other, int(places[0]))
-                largest = _largest(one.reshape(-1)[places], other.reshape(-1)[places])
-                found = _merged(found, (*first, int(places.size), largest))
+                found = _merged(found, _difference(array.key, block, one, other))
         return found
 
 
-_Values = tuple[Shape, str, str, int, float]
-"""Of elements that differ: the first one's index and what is there, how many, the largest absolute
-difference or -1."""
-
-
-def _merged(one: _Values | None, other: _Values) -> _Values:
+def _merged(one: ArrayDifference | None, other: ArrayDifference) -> ArrayDifference:
+    """What two differences of one array's values are together."""
     if one is None:
         return other
-    first = min(one[:3], other[:3])
-    return (*first, one[3] + other[3], max(one[4], other[4]))
+    first = min(one, other, key=lambda found: found.index or ())
+    largest = (one.max_abs_difference, other.max_abs_difference)
+    return replace(
+        first,
+        num_differing=one.num_differing + other.num_differing,
+        max_abs_difference=max((found for found in largest if found is not None), default=None),
+    )
 
 
 def _only(array: SourceArray, difference: Difference) -> ArrayDifference:
@@ -287,27 +282,21 @@ def _are_equal(one: HostArray, other: HostArray) -> bool:
     return bool(np.array_equal(mine, theirs))
 
 
-def _differing(one: HostArray, other: HostArray) -> HostArray:
-    """For each element, in C order, whether a bit differs."""
+def _difference(key: str, block: Region, one: HostArray, other: HostArray) -> ArrayDifference:
+    """How the elements of a block differ, of which at least one does."""
     mine, theirs = one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8)
-    found: HostArray = (mine != theirs).reshape(one.size, -1).any(axis=1)
-    return found
-
-
-def _first(block: Region, one: HostArray, other: HostArray, at: int) -> tuple[Shape, str, str]:
-    place = np.unravel_index(at, block.shape) if block.shape else ()
-    index = tuple(int(o + p) for o, p in zip(block.offset, place, strict=True))
-    return index, str(one.reshape(-1)[at]), str(other.reshape(-1)[at])
-
-
-def _largest(one: HostArray, other: HostArray) -> float:
-    """The largest absolute difference; -1 where none is a number."""
+    places = np.flatnonzero((mine != theirs).reshape(one.size, -1).any(axis=1))
+    own, others = one.reshape(-1)[places], other.reshape(-1)[places]
+    at = np.unravel_index(places[0], block.shape) if block.shape else ()
+    index = tuple(int(o + p) for o, p in zip(block.offset, at, strict=True))
     is_wide = one.dtype.kind in "iu" and one.dtype.itemsize == _LARGE_INTEGER_NBYTES
     wide: Any = np.complex128 if one.dtype.kind == "c" else np.longdouble if is_wide else np.float64
     with np.errstate(invalid="ignore", over="ignore"):
-        apart = np.abs(one.astype(wide) - other.astype(wide))
+        apart = np.abs(own.astype(wide) - others.astype(wide))
     numbers = apart[~np.isnan(apart)]
-    return float(numbers.max()) if numbers.size else -1.0
+    largest = float(numbers.max()) if numbers.size else None
+    texts = str(own[0]), str(others[0])
+    return ArrayDifference(key, Difference.VALUES, *texts, index, int(places.size), largest)
 
 
 def _objects(

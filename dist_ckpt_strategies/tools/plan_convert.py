@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -47,8 +46,6 @@ SAFETENSORS_DTYPES: Mapping[DType, str] = MappingProxyType(
 )
 """The dtypes that safetensors has, under the names that it gives them."""
 
-_OPTIMIZER = re.compile(r"(?:chained_\d+\.)*optimizer\.")
-
 
 class Format(StrEnum):
     """What a checkpoint can be converted to; the values are those of the command line."""
@@ -81,7 +78,7 @@ class SourceArray:
         shape: in elements.
         dtype: of its elements.
         chunk_shape: of its regular grid; None where ``shards`` lists its regions.
-        shards: the regions and, for each, the rank that wrote it.
+        shards: the regions, and the rank that wrote each.
         granularity: region sizes whose multiples are read without waste, in elements; None: any.
     """
 
@@ -89,7 +86,7 @@ class SourceArray:
     shape: Shape
     dtype: DType
     chunk_shape: Shape | None = None
-    shards: tuple[tuple[Region, int], ...] = ()
+    shards: tuple[ShardPlacement, ...] = ()
     granularity: Shape | None = None
 
     @property
@@ -200,7 +197,8 @@ def build_convert_plan(
         groups = enumerate(_groups(items, file_nbytes))
         tasks = [FileTask(f"__0_{number}.distcp", tuple(group)) for number, group in groups]
     elif target is Format.SAFETENSORS:
-        tasks = list(_safetensors_tasks([_whole(*pair) for pair in arrays], file_nbytes))
+        wholes = [WriteItem(*pair, Region.whole(pair[1].shape)) for pair in arrays]
+        tasks = list(_safetensors_tasks(wholes, file_nbytes))
     else:
         tasks = [
             FileTask("", (WriteItem(source, array, array.chunk_region(index)),))
@@ -210,18 +208,13 @@ def build_convert_plan(
     return ConvertPlan(tuple(array for _, array in arrays), tuple(tasks))
 
 
-def is_of_optimizer(key: str) -> bool:
-    """Whether an array belongs to the optimizer's state, by its key; others are the model's."""
-    return _OPTIMIZER.match(key) is not None
-
-
 def stored_regions(source: SourceArray) -> Iterator[Region]:
     """The regions in which the source stores an array, cut at its edge; of an empty one, itself."""
     whole = Region.whole(source.shape)
     if not whole.numel:
         yield whole
     elif source.chunk_shape is None:
-        yield from sorted(region for region, _ in source.shards if region.numel)
+        yield from sorted(shard.region for shard in source.shards if shard.region.numel)
     else:
         array = ArraySpec(source.key, source.shape, source.dtype, source.chunk_shape)
         cut = (array.chunk_region(index).intersect(whole) for index in array.chunk_indices())
@@ -267,10 +260,6 @@ def contiguous_runs(region: Region, shape: Shape) -> Iterator[tuple[int, int]]:
         yield sum(o * s for o, s in zip(run.offset, steps, strict=True)), run.numel
 
 
-def _whole(source: SourceArray, array: ArraySpec) -> WriteItem:
-    return WriteItem(source, array, Region.whole(array.shape))
-
-
 def _target_array(
     key: str, source: SourceArray, target: Format, object_nbytes: int | None
 ) -> ArraySpec:
@@ -306,9 +295,7 @@ def chunk_grid(source: SourceArray) -> tuple[Shape, bool]:
     if source.chunk_shape is not None:
         pairs = zip(source.chunk_shape, shape, strict=True)
         return tuple(min(chunk, max(1, extent)) for chunk, extent in pairs), True
-    placements = sorted(
-        ShardPlacement(region, rank) for region, rank in source.shards if region.numel
-    )
+    placements = sorted(shard for shard in source.shards if shard.region.numel)
     regions = [placement.region for placement in placements]
     chunk = regular_chunk_shape(shape, regions)
     if chunk is None or not fills_grid(shape, chunk, regions):

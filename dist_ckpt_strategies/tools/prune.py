@@ -1,13 +1,17 @@
-"""Remove old checkpoints, and what killed saves have left. Rank-local; imports no torch."""
+"""Remove old checkpoints, and what killed saves have left. Rank-local; imports no torch.
+
+``build_prune_plan`` decides, and is pure; the rest finds checkpoints and removes them.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,40 +47,94 @@ from dist_ckpt_strategies.storage.files import (
 )
 from dist_ckpt_strategies.storage.store import Directory
 from dist_ckpt_strategies.storage.urls import parsed_address
-from dist_ckpt_strategies.tools.plan_prune import (
-    FoundCheckpoint,
-    PruneDecision,
-    RetentionPolicy,
-    Status,
-    build_prune_plan,
-)
 
 if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
     from dist_ckpt_strategies.storage.bucket import Bucket
 
     Location = Path | Bucket
 
-HOUR_S = 3600.0
-
-TRACKER_NAME = "latest_checkpointed_iteration.txt"
+_TRACKER_NAME = "latest_checkpointed_iteration.txt"
 """Where Megatron-LM notes which iteration is to be resumed."""
+
+_RELEASE = "release"
+"""How Megatron-LM names weights that belong to no iteration."""
 
 _NUMBER = re.compile(r"(\d+)\Z")
 
 
+class Status(StrEnum):
+    """What a directory is; the values are in the command's JSON.
+
+    A complete one has its marker and all files, by names and sizes. A damaged one has a marker and
+    lacks files. Of an unreadable one nothing is known.
+    """
+
+    COMPLETE = "complete"
+    DAMAGED = "damaged"
+    UNFINISHED = "unfinished"
+    OTHER = "other"
+    UNREADABLE = "unreadable"
+
+
 @dataclass(frozen=True, slots=True)
-class Removal:
-    """A checkpoint that is removed, or what a killed save left.
+class FoundCheckpoint:
+    """A directory below the one that holds all checkpoints.
 
     Attributes:
-        name: of its directory.
-        nbytes: of its files; None in an object store, of what has no manifest.
-        why: it is removed, in words.
-        stays: names in it that are no part of the checkpoint and stay, with the directory.
+        name: of the directory.
+        iteration: the number that its name ends in; None where it ends in none.
+        status: what it is.
+        age_s: since the newest change in it, in seconds.
+        nbytes: of its files; None where that is not known.
+        is_named: whether ``latest_checkpointed_iteration.txt`` names it.
+        failure: why it is unreadable.
     """
 
     name: str
+    iteration: int | None
+    status: Status
+    age_s: float
+    nbytes: int | None = None
+    is_named: bool = False
+    failure: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPolicy:
+    """What is kept; without any of the first three nothing is removed.
+
+    Attributes:
+        last: that many complete ones, the newest; None to let all stay.
+        every: those whose iteration is a multiple of it.
+        removes_unfinished: whether what killed saves have left is removed.
+        older_than_s: an unfinished one that changed less than so many seconds ago stays: its save
+            may still be running.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    removes_unfinished: bool = False
+    older_than_s: float = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class PruneDecision:
+    """Whether one directory is removed.
+
+    Attributes:
+        name: of the directory.
+        status: what it is.
+        nbytes: of its files; None where that is not known.
+        is_removed: whether it is removed.
+        why: the reason, in words.
+        stays: names in a removed one that are no part of the checkpoint and stay, with the
+            directory.
+    """
+
+    name: str
+    status: Status
     nbytes: int | None
+    is_removed: bool
     why: str
     stays: tuple[str, ...] = ()
 
@@ -93,7 +151,7 @@ class PruneReport:
     """
 
     root: Location
-    removed: tuple[Removal, ...]
+    removed: tuple[PruneDecision, ...]
     kept: tuple[PruneDecision, ...]
     is_dry: bool
 
@@ -109,7 +167,7 @@ def prune(  # noqa: PLR0913 - one parameter for each option
     keep_last: int | None = None,
     keep_every: int | None = None,
     unfinished: bool = False,
-    older_than_s: float = HOUR_S,
+    older_than_s: float = 3600.0,
     dry_run: bool = False,
     store: StoreOptions | None = None,
 ) -> PruneReport:
@@ -146,13 +204,100 @@ def prune(  # noqa: PLR0913 - one parameter for each option
     policy = RetentionPolicy(keep_last, keep_every, unfinished, older_than_s)
     removed, kept = [], []
     for decision in build_prune_plan(_find(location), policy):
-        found = decision.found
         if not decision.is_removed:
             kept.append(decision)
-        elif dry_run or _is_unchanged(location, found, policy):
-            stays = () if dry_run else _remove(location, found.name)
-            removed.append(Removal(found.name, found.nbytes, decision.why, stays))
+        elif dry_run:
+            removed.append(decision)
+        elif _is_unchanged(location, decision, policy):
+            removed.append(replace(decision, stays=_remove(location, decision.name)))
     return PruneReport(location, tuple(removed), tuple(kept), dry_run)
+
+
+def build_prune_plan(
+    found: Iterable[FoundCheckpoint], policy: RetentionPolicy
+) -> tuple[PruneDecision, ...]:
+    """Decide about each directory; the newest complete one is always kept.
+
+    A damaged one does not count, and stays unless enough complete ones are newer. Newer is what has
+    the larger iteration. Of those whose names end in no number, all older than the others,
+    newer is what changed later. What was written last stays too, which is another one where a run
+    was resumed from an older checkpoint, and so does what the run's tracker file names.
+
+    Args:
+        found: the directories.
+        policy: what is to stay.
+
+    Returns:
+        In the order of removal: unfinished ones, then the oldest.
+
+    Raises:
+        PlanError: a number of the policy makes no sense.
+    """
+    for name, count in (("keep_last", policy.last), ("keep_every", policy.every)):
+        if count is not None and count < 1:
+            raise PlanError(f"{name} is {count}, expected 1 or more")
+    if not policy.older_than_s >= 0:
+        raise PlanError(f"older_than is {policy.older_than_s} s, expected 0 or more")
+    ordered = sorted(found, key=_order)
+    complete = [one for one in ordered if one.status is Status.COMPLETE]
+    decisions = []
+    for one in sorted(ordered, key=lambda one: _REMOVAL_ORDER[one.status]):
+        why = _why_it_stays(one, policy, complete)
+        is_killed = one.status is Status.UNFINISHED
+        removal = "unfinished: its save was killed" if is_killed else f"{one.status}, {_NOT_KEPT}"
+        decisions.append(PruneDecision(one.name, one.status, one.nbytes, not why, why or removal))
+    return tuple(decisions)
+
+
+_REMOVAL_ORDER = {
+    Status.UNFINISHED: 0,
+    Status.COMPLETE: 1,
+    Status.DAMAGED: 1,
+    Status.OTHER: 2,
+    Status.UNREADABLE: 3,
+}
+_NOT_KEPT = "and not to be kept"
+
+
+def _order(one: FoundCheckpoint) -> tuple[bool, int, float, str]:
+    return one.iteration is not None, one.iteration or 0, -one.age_s, one.name
+
+
+def _why_it_stays(
+    one: FoundCheckpoint, policy: RetentionPolicy, complete: Sequence[FoundCheckpoint]
+) -> str:
+    """Why a directory stays; empty where it does not."""
+    is_damaged, is_complete = one.status is Status.DAMAGED, one.status is Status.COMPLETE
+    is_unfinished, is_ours = one.status is Status.UNFINISHED, is_damaged or is_complete
+    last, every = policy.last or 0, policy.every or 0
+    is_all_kept = not last and not every
+    num_newer = sum(_order(other) > _order(one) for other in complete)
+    latest = min(reversed(complete), key=lambda other: other.age_s, default=None)
+    is_multiple = bool(every and one.iteration is not None and one.iteration % every == 0)
+    reasons = (
+        (one.status is Status.OTHER, "not known to be a checkpoint of this package"),
+        (one.status is Status.UNREADABLE, f"cannot be read: {one.failure}"),
+        (
+            is_unfinished and not policy.removes_unfinished,
+            "unfinished; kept without --unfinished",
+        ),
+        (
+            is_unfinished and one.age_s < policy.older_than_s,
+            f"unfinished, and may still be written: changed {one.age_s:.0f} s ago",
+        ),
+        (
+            is_damaged and (is_all_kept or num_newer < (last or 1)),
+            "damaged, and not counted; `dist-ckpt verify` lists the damage",
+        ),
+        (is_complete and is_all_kept, "complete; kept without --keep-last or --keep-every"),
+        (is_complete and num_newer == 0, "the newest"),
+        (one is latest, "written last"),
+        (is_complete and num_newer < last, f"one of the last {last}"),
+        (is_ours and is_multiple, f"a multiple of {every}"),
+        (is_ours and one.is_named, "the run's tracker file names it"),
+        (is_ours and one.name == _RELEASE, "a release"),
+    )
+    return next((why for applies, why in reasons if applies), "")
 
 
 def _located(root: str | Path, store: StoreOptions | None) -> Location:
@@ -213,7 +358,7 @@ def _tracked(root: Location) -> int | None:
     """The iteration that the run's tracker file names."""
     store = Directory(root) if isinstance(root, Path) else root
     try:
-        return int(store.read(TRACKER_NAME))
+        return int(store.read(_TRACKER_NAME))
     except (IncompleteCheckpointError, ValueError):
         return None
 
@@ -298,7 +443,7 @@ def _times(directory: Path) -> Iterator[float]:
                 yield os.lstat(path).st_mtime
 
 
-def _is_unchanged(root: Location, found: FoundCheckpoint, policy: RetentionPolicy) -> bool:
+def _is_unchanged(root: Location, found: PruneDecision, policy: RetentionPolicy) -> bool:
     """Whether no save has begun there since."""
     now = _look_at(root, found.name, time.time())
     is_old = now.status is not Status.UNFINISHED or now.age_s >= policy.older_than_s

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import DType, ObjectId
+from dist_ckpt_strategies.core.chunk_grids import ShardPlacement
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.device import host_view, torch_dtype
 from dist_ckpt_strategies.errors import (
@@ -38,7 +38,6 @@ from dist_ckpt_strategies.errors import (
     IncompatibleVersionError,
     UnsafeObjectError,
 )
-from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import (
     Allowed,
@@ -50,20 +49,13 @@ from dist_ckpt_strategies.formats.objects import (
 from dist_ckpt_strategies.formats.zarr3 import at_box
 from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.direct_io import write_buffered
-from dist_ckpt_strategies.storage.files import (
-    COMMON_NAME,
-    file_errors,
-    new_file,
-    read_file,
-)
-from dist_ckpt_strategies.tools.plan_convert import ConvertPlan, FileTask, Format, SourceArray
+from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, new_file, read_file
+from dist_ckpt_strategies.tools.plan_convert import FileTask, Format, SourceArray
 from dist_ckpt_strategies.tools.readers import CheckpointReader
 from dist_ckpt_strategies.tools.writers import (
     ReadBlock,
     TargetWriter,
     bytes_of,
-    files_of,
-    open_place,
 )
 
 METADATA_NAME = ".metadata"
@@ -146,7 +138,10 @@ def _parsed(found: Any, path: Path) -> tuple[dict[str, SourceArray], dict[Metada
             spans[MetadataIndex(key)]  # a KeyError where no file holds the object
             continue
         regions = {Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in stored.chunks}
-        shards = [(r, _writer(spans[MetadataIndex(key, r.offset)][0])) for r in sorted(regions)]
+        shards = [
+            ShardPlacement(region, _writer(spans[MetadataIndex(key, region.offset)][0]))
+            for region in sorted(regions)
+        ]
         dtype = DType.named(str(stored.properties.dtype), key=key)
         arrays[key] = SourceArray(key, tuple(stored.size), dtype, shards=tuple(shards))
     return arrays, spans
@@ -224,10 +219,10 @@ class TorchDistReader(CheckpointReader):
     def read(self, key: str, region: Region, target: HostArray) -> None:
         """See CheckpointReader."""
         array, bits = self._arrays[key], np.dtype((np.void, target.dtype.itemsize))
-        for shard, _ in array.shards:
-            common = shard.intersect(region)
+        for shard in array.shards:
+            common = shard.region.intersect(region)
             if common is not None:
-                found = at_box(self._elements(array, shard), common.within(shard))
+                found = at_box(self._elements(array, shard.region), common.within(shard.region))
                 part = at_box(target, common.within(region))
                 np.copyto(part.view(bits), found.view(bits))
 
@@ -279,26 +274,15 @@ def _writer(name: str) -> int:
 class TorchDistWriter(TargetWriter):
     """Writes torch_dist; see TargetWriter. A shard larger than a block is cut.
 
-    Args:
-        root: the checkpoint's directory.
-        options: limits.
-        plan: what is written.
-        block_nbytes: see TargetWriter.
-        allow: classes that objects may be unpickled to: here each goes into a list.
+    Objects are unpickled, because each goes into a list.
     """
 
     marker = CheckpointMarker("torch_dist", 1)
 
-    def __init__(
-        self, root: Location, options: Options, plan: ConvertPlan, block_nbytes: int, allow: Allowed
-    ) -> None:
-        super().__init__(root, open_place(root, options), plan, block_nbytes)
-        self._allow = allow
-
     def write(self, task: FileTask, read: ReadBlock) -> list[list[Any]]:
         """See TargetWriter. Gives item, offset, shape and end in the file of each shard."""
         shards: list[list[Any]] = []
-        path = files_of(self.place).path(task.name)
+        path = self.files.path(task.name)
         with new_file(task.key, path) as handle, open(handle, "wb", closefd=False) as file:
             for number, item in enumerate(task.items):
                 for block in item.blocks(self._block_nbytes):
@@ -308,7 +292,6 @@ class TorchDistWriter(TargetWriter):
 
     def finish(self, records: Mapping[int, Any], source: CheckpointReader, common: bytes) -> None:
         """See TargetWriter."""
-        files = files_of(self.place)
         arrays = {
             array.key: TensorStorageMetadata(
                 TensorProperties(dtype=torch_dtype(array.dtype)), torch.Size(array.shape), []
@@ -326,12 +309,12 @@ class TorchDistWriter(TargetWriter):
                 metadata.storage_data[index] = _StorageInfo(task.name, start, end - start)
                 start = end
         self._write_objects(source, metadata)
-        files.write(COMMON_NAME, common)
-        files.write(METADATA_NAME, pickle.dumps(metadata))
+        self.files.write(COMMON_NAME, common)
+        self.files.write(METADATA_NAME, pickle.dumps(metadata))
 
     def _write_objects(self, source: CheckpointReader, metadata: Metadata) -> None:
         name = f"__0_{len(self.plan.tasks)}.distcp"
-        path, byte_offset = files_of(self.place).path(name), 0
+        path, byte_offset = self.files.path(name), 0
         with new_file(None, path) as handle:
             for object_id in source.objects:
                 key, content = object_id.unique_key, source.object_content(object_id)

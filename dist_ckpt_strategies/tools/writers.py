@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
 from dist_ckpt_strategies.core.chunk_grids import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
 from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.commit import SavePlace
-from dist_ckpt_strategies.formats.locations import Location, open_save_place, require_path
+from dist_ckpt_strategies.formats.locations import Location, require_path
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.object_files import plain_value
-from dist_ckpt_strategies.formats.objects import dump_object
+from dist_ckpt_strategies.formats.objects import Allowed, dump_object
 from dist_ckpt_strategies.sharded.plan_manifest import build_manifest_plan
 from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.direct_io import pwrite_all
@@ -42,8 +42,8 @@ _INDEX_NAME = "model.safetensors.index.json"
 
 _FORMAT2 = 2
 _MAX_SEGMENTS = 1024
-_SIZE_NBYTES = 8
-_ALIGNED_NBYTES = 8
+_WORD_NBYTES = 8
+"""Bytes of the size before a header of safetensors, and what the header is padded to."""
 
 
 class TargetWriter(ABC):
@@ -54,6 +54,7 @@ class TargetWriter(ABC):
         place: where the files go until the commit.
         plan: what is written.
         block_nbytes: elements that are in memory at once, in each thread.
+        allow: classes that objects may be unpickled to, where the format needs that.
 
     Attributes:
         marker: makes the checkpoint visible; None where the files alone do, a model's arrays.
@@ -62,10 +63,20 @@ class TargetWriter(ABC):
     marker: CheckpointMarker | None
 
     def __init__(
-        self, root: Location, place: SavePlace, plan: ConvertPlan, block_nbytes: int
+        self,
+        root: Location,
+        place: SavePlace,
+        plan: ConvertPlan,
+        block_nbytes: int,
+        allow: Allowed = (),
     ) -> None:
         self.root, self.place, self.plan = root, place, plan
-        self._block_nbytes = block_nbytes
+        self._block_nbytes, self._allow = block_nbytes, allow
+
+    @property
+    def files(self) -> Directory:
+        """The files of the place, where that is a directory."""
+        return Directory(require_path(self.place.location, "this format"))
 
     def begin(self, keys: Collection[str]) -> None:
         """Make the place, on the first rank; ``keys`` of all arrays and objects."""
@@ -171,30 +182,18 @@ class ZarrWriter(TargetWriter):
 
     def _write_objects(self, source: CheckpointReader) -> None:
         """Copy objects, 64 MiB of them at a time, or one that is larger."""
-        for batch in _batches(source):
-            if self._writer.version == _FORMAT2:
+        batch: dict[ObjectId, bytes] = {}
+        held = 0
+        for object_id in source.objects:
+            content = source.object_content(object_id)
+            if self._writer.version == 1 and (plain := plain_value(content)) is not None:
+                content = dump_object(plain.value, name=object_id.unique_key)
+            if batch and held + len(content) > MAX_OBJECT_NBYTES:
                 self._writer.write_objects(batch)
-            else:
-                self._writer.write_objects({one: _pickled(one, batch[one]) for one in batch})
-
-
-def _batches(source: CheckpointReader) -> Iterator[dict[ObjectId, bytes]]:
-    batch: dict[ObjectId, bytes] = {}
-    held = 0
-    for object_id in source.objects:
-        content = source.object_content(object_id)
-        if batch and held + len(content) > MAX_OBJECT_NBYTES:
-            yield batch
-            batch, held = {}, 0
-        batch[object_id] = content
-        held += len(content)
-    if batch:
-        yield batch
-
-
-def _pickled(object_id: ObjectId, content: bytes) -> bytes:
-    plain = plain_value(content)
-    return content if plain is None else dump_object(plain.value, name=object_id.unique_key)
+                batch, held = {}, 0
+            batch[object_id] = content
+            held += len(content)
+        self._writer.write_objects(batch)
 
 
 class SafetensorsWriter(TargetWriter):
@@ -205,21 +204,33 @@ class SafetensorsWriter(TargetWriter):
 
     marker = None
 
-    def __init__(
-        self, root: Location, options: Options, plan: ConvertPlan, block_nbytes: int
-    ) -> None:
-        super().__init__(root, open_place(root, options), plan, block_nbytes)
-        self._headers = dict(_headers(plan))
+    @cached_property
+    def _headers(self) -> dict[str, bytes]:
+        """The beginning of each file: the size of its description, and the description."""
+        files: dict[str, dict[str, Any]] = {}
+        for task in self.plan.tasks:
+            (item,) = task.items
+            files.setdefault(task.name, {"__metadata__": {"format": "pt"}})[task.key] = {
+                "dtype": SAFETENSORS_DTYPES[item.array.dtype],
+                "shape": item.array.shape,
+                "data_offsets": [item.byte_offset, item.byte_offset + item.array.nbytes],
+            }
+        found = {}
+        for name, fields in files.items():
+            content = json.dumps(fields, separators=(",", ":")).encode()
+            content += b" " * (-len(content) % _WORD_NBYTES)
+            found[name] = len(content).to_bytes(_WORD_NBYTES, "little") + content
+        return found
 
     def begin(self, keys: Collection[str]) -> None:
         """See TargetWriter. Every file gets its header."""
         super().begin(keys)
         for name, header in self._headers.items():
-            files_of(self.place).write(name, header)
+            self.files.write(name, header)
 
     def write(self, task: FileTask, read: ReadBlock) -> None:
         """See TargetWriter."""
-        path = files_of(self.place).path(task.name)
+        path = self.files.path(task.name)
         with file_errors(task.key, path), open(path, "r+b", 0) as file:  # noqa: PTH123
             for item in task.items:
                 itemsize, shape = item.array.dtype.itemsize, item.array.shape
@@ -227,14 +238,14 @@ class SafetensorsWriter(TargetWriter):
                 for block in item.blocks(self._block_nbytes):
                     content, done = bytes_of(read(item, block)), 0
                     for first, count in contiguous_runs(block, shape):
-                        part = content[done : done + count * itemsize]
-                        pwrite_all(file.fileno(), part, start + first * itemsize)
-                        done += part.size
+                        run = content[done : done + count * itemsize]
+                        pwrite_all(file.fileno(), run, start + first * itemsize)
+                        done += run.size
 
     def flush(self, tasks: Sequence[FileTask]) -> None:
         """See TargetWriter."""
         for name in sorted({task.name for task in tasks}):
-            path = files_of(self.place).path(name)
+            path = self.files.path(name)
             with file_errors(None, path):
                 sync_path(path)
 
@@ -246,34 +257,7 @@ class SafetensorsWriter(TargetWriter):
             "metadata": {"total_size": self.plan.nbytes},
             "weight_map": {key: weights[key] for key in sorted(weights)},
         }
-        content = json.dumps(index, indent=2).encode()
-        files_of(self.place).write(_INDEX_NAME, content)
-
-
-def _headers(plan: ConvertPlan) -> Iterator[tuple[str, bytes]]:
-    """The beginning of each file: the size of its description, and the description."""
-    files: dict[str, dict[str, Any]] = {}
-    for task in plan.tasks:
-        (item,) = task.items
-        files.setdefault(task.name, {"__metadata__": {"format": "pt"}})[task.key] = {
-            "dtype": SAFETENSORS_DTYPES[item.array.dtype],
-            "shape": item.array.shape,
-            "data_offsets": [item.byte_offset, item.byte_offset + item.array.nbytes],
-        }
-    for name, fields in files.items():
-        content = json.dumps(fields, separators=(",", ":")).encode()
-        content += b" " * (-len(content) % _ALIGNED_NBYTES)
-        yield name, len(content).to_bytes(_SIZE_NBYTES, "little") + content
-
-
-def open_place(root: Location, options: Options) -> SavePlace:
-    """Where the files of a conversion to a directory go until its commit."""
-    return open_save_place(root, options, keeps_old=True, overwrite=False)
-
-
-def files_of(place: SavePlace) -> Directory:
-    """The files of a place in a directory."""
-    return Directory(require_path(place.location, "this format"))
+        self.files.write(_INDEX_NAME, json.dumps(index, indent=2).encode())
 
 
 def bytes_of(elements: HostArray) -> npt.NDArray[np.uint8]:

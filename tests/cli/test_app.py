@@ -42,23 +42,6 @@ def run(*args: str | Path, **environment: str) -> subprocess.CompletedProcess[st
     )
 
 
-def test_the_script_verifies_and_inspects_a_checkpoint(tmp_path: Path) -> None:
-    root = write_checkpoint(tmp_path / "ckpt")
-
-    whole = run("verify", root)
-    assert (whole.returncode, whole.stderr) == (0, "")
-    assert "is whole" in whole.stdout
-
-    (root / WEIGHT / "0.0").unlink()
-    damaged = run("verify", root)
-    assert (damaged.returncode, damaged.stderr) == (1, "")
-    assert "missing file       0.0: expected 16 bytes, found no file" in damaged.stdout
-
-    shown = run("inspect", root, "--json")
-    assert (shown.returncode, shown.stderr) == (1, "")
-    assert json.loads(shown.stdout)["complete"] is False
-
-
 def test_a_reader_that_goes_away_is_no_failure_worth_a_traceback(tmp_path: Path) -> None:
     root = write_checkpoint(tmp_path / "ckpt")
     for number in range(3000):

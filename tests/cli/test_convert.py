@@ -31,7 +31,6 @@ from tests.support.checkpoints import (
     golden_archives,
     unpack,
     write_checkpoint,
-    write_foreign_checkpoint,
 )
 from tests.support.objects import write_object
 from tests.support.samples import random_values
@@ -82,18 +81,6 @@ def test_a_checkpoint_is_converted_and_equal(written: Path, tmp_path: Path, to: 
     )
 
 
-def test_a_model_goes_to_safetensors_in_files_of_the_size_asked_for(
-    written: Path, tmp_path: Path
-) -> None:
-    result = run("convert", written, tmp_path / "c", "--to", "safetensors", "--max-file", "1")
-
-    assert result.exit_code == 0, result.stderr
-    assert sorted(path.name for path in (tmp_path / "c").iterdir()) == [
-        "model.safetensors",
-        "model.safetensors.index.json",
-    ]
-
-
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_files_of_safetensors_are_no_damaged_checkpoint(
     written: Path, tmp_path: Path, command: str
@@ -136,25 +123,6 @@ def test_a_checkpoint_of_megatrons_own_is_upgraded(tmp_path: Path) -> None:
     found = json.loads(compared.stdout)
     assert {item["difference"] for item in found["arrays"]} == {"only_in_a", "only_in_b"}
     assert (found["num_arrays"], len(found["arrays"]), found["objects"]) == (34, 34, [])
-
-
-def test_failures_are_one_line_on_stderr(written: Path, tmp_path: Path) -> None:
-    foreign = write_foreign_checkpoint(tmp_path / "foreign")
-    for args, status, text in (
-        (("convert", written, tmp_path / "c", "--to", "tar"), 2, "format: expected one of zarr@2"),
-        (("convert", foreign, tmp_path / "c", "--to", "zarr@2"), 1, "describes no checkpoint"),
-        (("convert", tmp_path / "no", tmp_path / "c", "--to", "zarr@2"), 3, "does not exist"),
-        (("upgrade", written, tmp_path / "c"), 2, "nothing to upgrade"),
-    ):
-        result = run(*args)
-        assert result.exit_code == status
-        assert result.stdout == ""
-        assert result.stderr.startswith("error: ")
-        assert text in result.stderr
-        assert result.stderr.count("\n") == 1
-    result = run("diff", written, tmp_path / "no")
-    assert (result.exit_code, result.stdout) == (3, "")
-    assert "does not exist" in result.stderr
 
 
 def rewritten(root: Path, key: str, values: Any, chunk: tuple[int, ...] | None = None) -> None:
@@ -273,11 +241,3 @@ def test_the_first_element_that_differs_is_found_across_boxes(tmp_path: Path) ->
         "v: 2 elements differ, the first at [311, 699]: 218399.0 and 218398.0; "
         "largest absolute difference 2\n"
     )
-
-
-def test_equal_numbers_of_other_objects_are_equal(written: Path, other: Path) -> None:
-    """Objects that were pickled in another way, with the same content."""
-    content = {"state": list(range(9))}
-    write_object(other, ObjectId(RNG, (0, 0), (2, 2)), {"state": [*content["state"]], **content})
-
-    assert run("diff", written, other).exit_code == 0

@@ -8,12 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 
-from dist_ckpt_strategies.cli.demo.main import compare_digests, run_demo, run_task
-from dist_ckpt_strategies.cli.demo.task import ModelSize, ParallelLayout, RankTask, Training
-from dist_ckpt_strategies.cli.demo.worker import digest_tensor
+from dist_ckpt_strategies.cli.demo.main import (
+    ModelSize,
+    ParallelLayout,
+    RankTask,
+    Training,
+    compare_digests,
+    run_demo,
+    run_task,
+)
 from dist_ckpt_strategies.cli.ranks import Event
 from dist_ckpt_strategies.errors import CheckpointExistsError
 from tests.support.demo_ranks import run_task_forked
@@ -50,8 +55,6 @@ def test_the_demo_shows_that_all_states_are_bit_identical(tmp_path: Path) -> Non
     for layout in ("TP4 x DP1", "TP1 x DP2 x PP2", "TP1 x DP4"):
         # Weights, master weights and two moments, and the loss.
         assert re.search(rf"{layout} +(yes 17/17 +){{4}}0\.0", text)
-    assert re.search(r"save +TP2 x DP2 +[\d.]+ +[\d.]+ [kM]B", text)
-    assert re.search(r"train on +TP2 x DP2 +10-12", text)
     assert (tmp_path / "kept" / "metadata.json").exists()
     assert (tmp_path / "kept" / "decoder.layers.mlp.linear_fc2.weight" / ".zarray").exists()
 
@@ -74,7 +77,7 @@ def test_a_rank_in_a_process_of_its_own_carries_out_its_task(tmp_path: Path) -> 
     assert sorted(outcome.losses) == list(range(SMALL.num_before_save + SMALL.num_after_save))
     assert len(outcome.digests) == 4 * 17
     done = [event["event"] for event in events if "seconds" in event]
-    assert done == ["train", "save", "train on"]
+    assert done == ["train, iterations 0-9", "save", "train on, iterations 10-12"]
     assert (tmp_path / "metadata.json").exists()
 
 
@@ -85,16 +88,6 @@ def test_a_directory_that_holds_files_is_refused_before_anything_starts(tmp_path
         run_captured(tmp_path, SMALL)
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"]
-
-
-def test_a_digest_differs_for_one_bit_the_dtype_and_the_shape() -> None:
-    tensor = torch.linspace(-1, 1, 12).to(torch.bfloat16)
-    flipped = tensor.clone()
-    flipped.view(torch.int16)[5] ^= 1
-    others = [flipped, tensor.view(torch.float16), tensor.reshape(3, 4)]
-
-    assert len({digest_tensor(t) for t in [tensor, *others]}) == 4
-    assert digest_tensor(torch.stack([tensor, tensor])[:, ::2][0]) == digest_tensor(tensor[::2])
 
 
 def test_a_changed_a_missing_and_a_new_tensor_all_count_as_differing() -> None:

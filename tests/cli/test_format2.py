@@ -83,19 +83,6 @@ def test_an_unfinished_save_is_told_as_such_with_its_begin(command: str, tmp_pat
     assert f"UTC on {host}, has not ended, or was killed" in result.stdout
 
 
-def test_a_save_that_wrote_no_manifest_is_shown_too(tmp_path: Path) -> None:
-    root = write_format2(tmp_path / "iter_0000001", is_finished=False)
-    for path in root.glob("manifest/*"):
-        if path.name != "save.json":
-            path.unlink()
-
-    assert "has not ended, or was killed" in run("inspect", root).stdout
-    assert problems(root) == {
-        "metadata.json": {"missing_marker"},
-        INDEX: {"missing_file"},
-    }
-
-
 def test_a_whole_checkpoint_is_verified(written: Path) -> None:
     result = run("verify", written)
 

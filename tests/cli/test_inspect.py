@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
@@ -135,15 +134,6 @@ def test_an_incomplete_checkpoint_is_shown_as_such(checkpoint: Path) -> None:
     ]
 
 
-def test_what_a_killed_save_left_is_mentioned(checkpoint: Path) -> None:
-    (checkpoint / ".partial-0123").write_bytes(b"12")
-
-    assert "that a save did not finish (harmless): 1, 2 B" in run("inspect", checkpoint).stdout
-    assert json_of("inspect", checkpoint)["leftovers"] == [
-        {"kind": "partial", "path": ".partial-0123", "nbytes": 2}
-    ]
-
-
 def test_another_backend_is_described_by_its_marker(tmp_path: Path) -> None:
     root = write_foreign_checkpoint(tmp_path / "ckpt")
 
@@ -222,25 +212,11 @@ def listed(*, width: int, is_terminal: bool) -> list[str]:
     return captured.get().splitlines()
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1.00 kB"),
-        (9_996, "10.0 kB"),
-        (99_960, "100 kB"),
-        (999_499, "999 kB"),
-        (999_500, "1.00 MB"),
-        (38_123_456, "38.1 MB"),
-        (10**19, "10000 PB"),
-    ],
-)
-def test_sizes_have_three_digits(nbytes: int, text: str) -> None:
-    assert bytes_text(nbytes) == text
+def test_sizes_have_three_digits_and_texts_no_control_characters() -> None:
+    texts = ["0 B", "999 B", "1.00 kB", "10.0 kB", "100 kB", "1.00 MB", "38.1 MB", "10000 PB"]
+    sizes = [0, 999, 1000, 9_996, 99_960, 999_500, 38_123_456, 10**19]
 
-
-def test_printable_text_stays_as_it_is() -> None:
+    assert [bytes_text(nbytes) for nbytes in sizes] == texts
     assert printable("décoder/层 [x] \\n") == "décoder/层 [x] \\n"
     assert printable("\t\udcff") == "\\t\\udcff"
 

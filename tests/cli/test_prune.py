@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +12,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dist_ckpt_strategies.cli.app import app
-from dist_ckpt_strategies.cli.prune import parse_duration_s
-from dist_ckpt_strategies.errors import PlanError
 from tests.support.checkpoints import write_checkpoint
 
 
@@ -105,33 +102,3 @@ def test_files_that_stay_are_named(root: Path) -> None:
     result = pruned(root, "--keep-last", "2", "--yes")
 
     assert "iter_0000001: files that are no part of it stay: notes" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("args", "text"),
-    [
-        ((), "nothing is selected"),
-        (("--keep-last", "1", "--json"), "--json does not ask"),
-        (("--unfinished", "--older-than", "soon"), "'soon' is no duration"),
-    ],
-)
-def test_what_is_not_clear_is_refused(args: tuple[str, ...], text: str, root: Path) -> None:
-    result = pruned(root, *args)
-
-    assert result.exit_code == 2
-    assert text in result.stderr
-    assert len(names_in(root)) == 4
-
-
-def test_an_empty_root_has_nothing_to_remove(tmp_path: Path) -> None:
-    assert "nothing to remove" in pruned(tmp_path, "--keep-last", "1").stdout
-    shutil.rmtree(tmp_path)
-    assert "does not exist" in pruned(tmp_path, "--keep-last", "1").stderr
-
-
-def test_durations_have_units() -> None:
-    texts = ("90", "90s", "1.5m", "1h", "2d")
-
-    assert [parse_duration_s(text) for text in texts] == [90, 90, 90, 3600, 172_800]
-    with pytest.raises(PlanError):
-        parse_duration_s("1 week")

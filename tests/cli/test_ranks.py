@@ -16,32 +16,26 @@ import pytest
 from typer.testing import CliRunner
 
 from dist_ckpt_strategies.cli.app import app
-from dist_ckpt_strategies.cli.ranks import Event, RankError, run_ranks, run_tool
-from dist_ckpt_strategies.errors import CorruptCheckpointError
+from dist_ckpt_strategies.cli.ranks import RankError, run_ranks
 from dist_ckpt_strategies.formats.locations import is_finished
 from tests.support.checkpoints import RNG, WEIGHT, flip_bit
 
 pytestmark = pytest.mark.multiprocess
 
-FUNCTIONS = "tests.cli.rank_functions"
 COMMAND = (sys.executable, "-m", "dist_ckpt_strategies.cli")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m")
 LIMIT_S = 200
 
 
-def run(name: str, task: Any, num_ranks: int, **options: Any) -> tuple[Any, list[Event]]:
-    events: list[Event] = []
-    result = run_ranks(
-        f"{FUNCTIONS}:{name}", task, num_ranks, timeout_s=60.0, on_event=events.append, **options
+def run(name: str, task: Any, num_ranks: int, **options: Any) -> Any:
+    return run_ranks(
+        f"tests.cli.rank_functions:{name}",
+        task,
+        num_ranks,
+        timeout_s=60.0,
+        on_event=lambda _: None,
+        **options,
     )
-    return result, events
-
-
-def test_rank_0_reports_events_and_the_result() -> None:
-    result, events = run("report_and_return", {"a": 1}, 3)
-
-    assert result == [{"a": 1}, [0, 1, 2]]
-    assert events == [{"event": "begun", "rank": 0}]
 
 
 def test_a_failing_rank_is_named_with_its_error_and_the_end_of_its_output() -> None:
@@ -50,18 +44,6 @@ def test_a_failing_rank_is_named_with_its_error_and_the_end_of_its_output() -> N
 
     assert str(caught.value) == "rank 1: ValueError: the disk is full"
     assert "line before the end" in caught.value.__notes__[0]
-
-
-def test_a_tool_raises_the_error_of_the_rank_itself() -> None:
-    with pytest.raises(CorruptCheckpointError, match="rank 1: w: damaged") as caught:
-        run_tool(f"{FUNCTIONS}:corrupt_on_rank_1", {}, 2, lambda _: lambda _done, _total: None)
-
-    assert caught.value.key == "w"
-
-
-def test_a_rank_killed_by_a_signal_is_named_before_those_that_miss_it() -> None:
-    with pytest.raises(RankError, match=r"rank 1 failed \(exit status -9\)"):
-        run("die_on_rank_1", None, 2)
 
 
 def test_ranks_that_do_not_end_are_stopped_when_the_time_is_up(tmp_path: Path) -> None:

@@ -27,13 +27,6 @@ def script(directory: Path, body: str) -> Path:
     return path
 
 
-def test_a_script_that_is_not_there_is_wrong_usage() -> None:
-    done = CliRunner().invoke(app, ["run", "--nproc", "2", "/nowhere/train.py"])
-
-    assert done.exit_code == 2
-    assert "/nowhere/train.py" in done.output
-
-
 @pytest.mark.parametrize(
     "options", [[], ["--nproc", "0"], ["--nproc", "2", "--spares", "-1"], ["--nproc", "2", "--x"]]
 )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_ckpt_strategies.cli.demo.task import ParallelLayout
+from dist_ckpt_strategies.cli.demo.main import ParallelLayout
 from dist_ckpt_strategies.config import Engine
 from tests.golden.gpt import Trainee, gather_whole, parallel
 from tests.golden.routes import Route, begin_rank, load_along, require_done

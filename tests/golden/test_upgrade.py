@@ -11,7 +11,7 @@ import torch
 
 from dist_ckpt_strategies import diff, upgrade
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import FusedLayoutAdam
-from dist_ckpt_strategies.cli.demo.task import ParallelLayout
+from dist_ckpt_strategies.cli.demo.main import ParallelLayout
 from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.errors import CheckpointError, StrategyError
 from dist_ckpt_strategies.formats.objects import dump_object, load_pickle

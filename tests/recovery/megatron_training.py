@@ -40,7 +40,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
-from dist_ckpt_strategies.cli.demo.model import forward_step
+from dist_ckpt_strategies.cli.demo.rank import forward_step
 from dist_ckpt_strategies.inprocess import (
     CheckpointlessAbortManager,
     CheckpointlessFinalizeCleanup,

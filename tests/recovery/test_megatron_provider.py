@@ -17,8 +17,8 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
-from dist_ckpt_strategies.cli.demo.model import build_model
-from dist_ckpt_strategies.cli.demo.task import ModelSize, ParallelLayout
+from dist_ckpt_strategies.cli.demo.main import ModelSize, ParallelLayout
+from dist_ckpt_strategies.cli.demo.rank import build_model
 from dist_ckpt_strategies.recovery import CheckpointManager
 from dist_ckpt_strategies.recovery.megatron_provider import MegatronStateProvider
 from tests.support.host_streams import host_streams

@@ -12,7 +12,7 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies.config import Credentials, StoreOptions
 from dist_ckpt_strategies.errors import BucketNotFoundError, CheckpointNotFoundError
 from dist_ckpt_strategies.formats.locations import is_finished, located
-from dist_ckpt_strategies.tools.plan_prune import Status
+from dist_ckpt_strategies.tools.prune import Status
 from tests.stores.commands import json_of, run, write
 from tests.support.faulty_proxy import BUSY, NONE, Fault, FaultyProxy, Request
 from tests.support.object_stores import ObjectStore
@@ -60,7 +60,7 @@ def test_old_ones_go_and_what_is_no_part_of_them_stays(
     ]
     assert report.nbytes > 4 * 300 * 200 * 4
     assert str(report.root) == root
-    why = {one.found.name: (one.found.status, one.why) for one in report.kept}
+    why = {one.name: (one.status, one.why) for one in report.kept}
     assert why["iter_0000003"] == (Status.COMPLETE, "the newest")
     assert why["iter_0000004"][0] is Status.UNFINISHED
     assert why["iter_0000009"][0] is Status.OTHER
@@ -93,7 +93,7 @@ def test_what_is_to_be_kept_is_kept(environment: ObjectStore, bucket: str, root:
     report = dist_ckpt_strategies.prune(root, keep_last=1)
 
     assert report.removed == ()
-    why = {one.found.name: one.why for one in report.kept}
+    why = {one.name: one.why for one in report.kept}
     assert why["iter_0000001"] == "the run's tracker file names it"
     assert why["iter_0000002"] == "written last"
     assert dist_ckpt_strategies.prune(root, keep_every=3).removed == ()
@@ -108,7 +108,7 @@ def test_damaged_ones_are_left_alone(environment: ObjectStore, bucket: str, root
     report = dist_ckpt_strategies.prune(root, keep_last=1)
 
     assert report.removed == ()
-    statuses = [one.found.status for one in report.kept]
+    statuses = [one.status for one in report.kept]
     assert statuses.count(Status.OTHER) == 2
 
 
@@ -122,7 +122,7 @@ def test_an_incomplete_checkpoint_never_causes_older_ones_to_be_pruned(
     report = dist_ckpt_strategies.prune(root, keep_last=1)
 
     assert [one.name for one in report.removed] == ["iter_0000001"]
-    assert {one.found.name[-1]: one.found.status for one in report.kept} == {
+    assert {one.name[-1]: one.status for one in report.kept} == {
         "2": Status.COMPLETE,
         "3": Status.DAMAGED,
         "4": Status.UNFINISHED,

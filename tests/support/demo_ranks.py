@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 
-from dist_ckpt_strategies.cli.demo.task import Outcome, RankTask
-from dist_ckpt_strategies.cli.demo.worker import carry_out
+from dist_ckpt_strategies.cli.demo.main import Outcome, RankTask
+from dist_ckpt_strategies.cli.demo.rank import carry_out
 from dist_ckpt_strategies.cli.ranks import RankError
 from tests.support.ranks import run_processes
 

@@ -35,7 +35,7 @@ _PRELOADED = (
     "dist_ckpt_strategies.strategies.entry",
     "dist_ckpt_strategies.strategies.local_replicated",
     "dist_ckpt_strategies.strategies.tensorstore",
-    "dist_ckpt_strategies.cli.demo.worker",
+    "dist_ckpt_strategies.cli.demo.rank",
     "dist_ckpt_strategies.inprocess.wrap",
     "dist_ckpt_strategies.inprocess.store_coordinator",
     "dist_ckpt_strategies.local",

@@ -176,7 +176,8 @@ def is_left_out(cut: Cut) -> bool:
 
 def save_for_safetensors(rank: int, root: Path) -> None:
     prepare(60)
-    extra = [on_grid("optimizer.state.param.w", (8, 8), (2, 2)), *empties()]
+    keys = ("optimizer.state.param.w", "chained_0.optimizer.state.param.w")
+    extra = [*(on_grid(key, (8, 8), (2, 2)) for key in keys), *empties()]
     save(Entry.OURS, state_of(rank, storable_cuts() + extra), root)
 
 

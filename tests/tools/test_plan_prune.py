@@ -7,14 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.tools.plan_prune import (
-    FoundCheckpoint,
-    Status,
-    build_prune_plan,
-)
-from dist_ckpt_strategies.tools.plan_prune import (
-    RetentionPolicy as Policy,
-)
+from dist_ckpt_strategies.tools.prune import FoundCheckpoint, Status, build_prune_plan
+from dist_ckpt_strategies.tools.prune import RetentionPolicy as Policy
 
 
 def of(iteration: int | None, status: Status = Status.COMPLETE, **more: object) -> FoundCheckpoint:
@@ -24,8 +18,8 @@ def of(iteration: int | None, status: Status = Status.COMPLETE, **more: object) 
     return FoundCheckpoint(name, iteration, status, age_s, is_named=bool(more.get("is_named")))
 
 
-def goes(found: list[FoundCheckpoint], policy: Policy) -> list[int | None]:
-    return [v.found.iteration for v in build_prune_plan(found, policy) if v.is_removed]
+def goes(found: list[FoundCheckpoint], policy: Policy) -> list[str]:
+    return [one.name for one in build_prune_plan(found, policy) if one.is_removed]
 
 
 RUN = [of(100 * n) for n in range(1, 8)]
@@ -62,15 +56,13 @@ WENT_BACK = [of(100, is_named=True), of(200), of(300, age_s=1.0), of(400), of(50
 def test_what_is_not_to_be_kept_goes_in_this_order(
     found: list[FoundCheckpoint], policy: Policy, removed: list[int]
 ) -> None:
-    assert goes(found, policy) == removed
+    assert goes(found, policy) == [f"iter_{iteration:07d}" for iteration in removed]
 
 
 def test_names_without_a_number_are_older_and_a_release_stays() -> None:
     found = [of(None, name="release"), of(None, name="weights"), of(1)]
 
-    assert [v.found.name for v in build_prune_plan(found, Policy(last=1)) if v.is_removed] == [
-        "weights"
-    ]
+    assert goes(found, Policy(last=1)) == ["weights"]
 
 
 @pytest.mark.parametrize("policy", [Policy(last=0), Policy(every=0), Policy(older_than_s=-1)])
@@ -109,10 +101,11 @@ def test_whatever_is_asked_for_the_newest_and_what_is_not_ours_stay(
 ) -> None:
     policy = Policy(last, every, removes_unfinished, older_than_s)
     plan = build_prune_plan(found, policy)
-    gone = [decision.found for decision in plan if decision.is_removed]
+    names = {decision.name for decision in plan if decision.is_removed}
+    gone = [one for one in found if one.name in names]
     complete = [one for one in found if one.status is Status.COMPLETE]
 
-    assert sorted(v.found.name for v in plan) == sorted(one.name for one in found)
+    assert sorted(decision.name for decision in plan) == sorted(one.name for one in found)
     assert all(one.status is not Status.OTHER for one in gone)
     assert all(one.age_s >= older_than_s for one in gone if one.status is Status.UNFINISHED)
     if complete:

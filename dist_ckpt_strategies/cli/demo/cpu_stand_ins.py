@@ -43,31 +43,15 @@ class FusedLayoutAdam(torch.optim.Optimizer):
     Source: Loshchilov and Hutter 2019; the layout is that of ``apex.optimizers.FusedAdam``.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        adam_w_mode: bool = True,
-    ) -> None:
+    def __init__(self, params: Iterable[Any], *, adam_w_mode: bool = True, **options: Any) -> None:
         if not adam_w_mode:
             raise ValueError("adam_w_mode: only decoupled weight decay is here, found False")
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
+        defaults = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+        super().__init__(params, defaults | options)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Change every parameter that has a gradient by one AdamW step.
-
-        Raises:
-            ValueError: a closure was given; the fused optimizers take none.
-        """
-        if closure is not None:
-            raise ValueError("closure: expected None, as for the fused optimizers")
+    def step(self) -> None:  # type: ignore[override]
+        """Change every parameter that has a gradient by one AdamW step."""
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             for param in group["params"]:

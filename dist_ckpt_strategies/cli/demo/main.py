@@ -10,27 +10,109 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from dist_ckpt_strategies.cli.demo.task import Outcome, ParallelLayout, RankTask, Training
 from dist_ckpt_strategies.cli.ranks import Event, RankError, run_ranks
-from dist_ckpt_strategies.cli.render import Table, bytes_text, print_table
+from dist_ckpt_strategies.cli.render import Table, print_table
 from dist_ckpt_strategies.cli.status import Status
 from dist_ckpt_strategies.errors import CheckpointExistsError
 
-_TRAIN_LAYOUT = ParallelLayout(tp=2, dp=2)
-_RESUMED_LAYOUTS = (ParallelLayout(tp=4), ParallelLayout(dp=2, pp=2), ParallelLayout(dp=4))
+FULLY_RESHARDABLE = "fully_reshardable"
 _LOSS_TOLERANCE = 0.02
 _TIMEOUT_S = 120.0
 _WEIGHTS = "weights"
 _OPTIMIZER_PREFIX = "optimizer.state."
 _KIND_NAMES = {"param": "fp32 master", "fp32_param": "fp32 master"}
 
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """Sizes of the tensor-, data- and pipeline-parallel groups; their product is all ranks."""
+
+    tp: int = 1
+    dp: int = 1
+    pp: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """All ranks that the layout takes."""
+        return self.tp * self.dp * self.pp
+
+    def __str__(self) -> str:
+        """Such as ``TP2 x DP2``."""
+        pipeline = f" x PP{self.pp}" if self.pp > 1 else ""
+        return f"TP{self.tp} x DP{self.dp}{pipeline}"
+
+
+_TRAIN_LAYOUT = ParallelLayout(tp=2, dp=2)
+_RESUMED_LAYOUTS = (ParallelLayout(tp=4), ParallelLayout(dp=2, pp=2), ParallelLayout(dp=4))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """Sizes of a SwiGLU GPT with learned positions and an untied output layer."""
+
+    num_layers: int = 4
+    hidden: int = 256
+    num_heads: int = 8
+    num_query_groups: int = 4
+    ffn_hidden: int = 512
+    vocab: int = 256
+    sequence_length: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How the demonstration trains.
+
+    Attributes:
+        size: the model's sizes.
+        global_batch: sequences per iteration, over all data-parallel ranks.
+        num_before_save: iterations before the checkpoint.
+        num_after_save: iterations after it, done once without a break and once per resumption.
+        sharding_type: Megatron's name for the form that the optimizer's state has on disk.
+    """
+
+    size: ModelSize = field(default_factory=ModelSize)
+    global_batch: int = 16
+    num_before_save: int = 50
+    num_after_save: int = 10
+    sharding_type: str = FULLY_RESHARDABLE
+
+
+@dataclass(frozen=True, slots=True)
+class RankTask:
+    """The task of all ranks of one start.
+
+    Attributes:
+        layout: the parallel layout of this start.
+        training: the same for every start.
+        checkpoint: the directory that is saved to or loaded from.
+        resumes: load the checkpoint and train on; else train, save and train on.
+        two_stage: each data-parallel group reads each byte once; else every rank reads its own.
+    """
+
+    layout: ParallelLayout
+    training: Training
+    checkpoint: Path
+    resumes: bool = False
+    two_stage: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Losses by iteration, and on rank 0 digests by key of the state saved or loaded."""
+
+    losses: dict[int, float] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+
+
 TaskRunner = Callable[[RankTask, Callable[[Event], None]], Outcome]
-"""Carries out a task, calling with each event."""
+"""Carries out a task, and calls its second argument with each event."""
 
 
 def run_task(task: RankTask, on_event: Callable[[Event], None]) -> Outcome:
@@ -40,7 +122,7 @@ def run_task(task: RankTask, on_event: Callable[[Event], None]) -> Outcome:
         RankError: a rank failed, or there was no event for too long.
     """
     outcome: Outcome = run_ranks(
-        "dist_ckpt_strategies.cli.demo.worker:carry_out",
+        "dist_ckpt_strategies.cli.demo.rank:carry_out",
         task,
         task.layout.num_ranks,
         timeout_s=_TIMEOUT_S,
@@ -54,10 +136,6 @@ def compare_digests(
     expected: Mapping[str, str], found: Mapping[str, str]
 ) -> dict[str, tuple[int, list[str]]]:
     """How two states compare, by kind of tensor: weights first, then the optimizer's by name.
-
-    Args:
-        expected: digest of every global tensor, by key.
-        found: the same, of the other state.
 
     Returns:
         For each kind the number of tensors, and the keys of those that differ or are in one state
@@ -74,11 +152,6 @@ def compare_digests(
     }
 
 
-def largest_difference(reference: Mapping[int, float], found: Mapping[int, float]) -> float:
-    """Largest difference of loss at the same iteration, over the iterations of ``found``."""
-    return max(abs(loss - reference[iteration]) for iteration, loss in found.items())
-
-
 def run_demo(
     keep: Path | None,
     console: Console,
@@ -90,7 +163,7 @@ def run_demo(
 
     Args:
         keep: directory in which the checkpoint stays. None: it is removed at the end.
-        console: where progress and the tables are shown.
+        console: where progress and the table are shown.
         training: sizes and number of iterations, smaller in tests.
         start: carries out one task, in new processes.
 
@@ -105,98 +178,70 @@ def run_demo(
                 f"{checkpoint}: expected a new or empty directory, found files in it",
                 path=str(checkpoint),
             )
-        demo = _Demo(checkpoint, console, training or Training(), start)
+        problems: list[str] = []
         try:
-            demo.run()
+            _train_and_resume(checkpoint, console, training or Training(), start, problems)
         except RankError as error:
-            demo.problems += [str(error), *getattr(error, "__notes__", ())]
+            problems += [str(error), *getattr(error, "__notes__", ())]
         if keep is not None:
             console.print(f"The checkpoint stays in {checkpoint}.", markup=False)
-    if demo.problems:
+    if problems:
         console.print("[bold red]The demonstration failed.[/]")
-        console.print("\n".join(demo.problems), markup=False, highlight=False)
-    return Status.DAMAGED if demo.problems else Status.FINE
+        console.print("\n".join(problems), markup=False, highlight=False)
+    return Status.DAMAGED if problems else Status.FINE
 
 
-class _Demo:
-    """The steps of the demonstration, and the tables at the end."""
+def _train_and_resume(
+    checkpoint: Path, console: Console, training: Training, start: TaskRunner, problems: list[str]
+) -> None:
+    """All steps, a line for each, and the table; ``problems`` gets what is not as it should be.
 
-    def __init__(
-        self, checkpoint: Path, console: Console, training: Training, start: TaskRunner
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._console = console
-        self._training = training
-        self._run_task = start
-        self._steps: list[tuple[str, ...]] = []
-        self.problems: list[str] = []
-
-    def run(self) -> None:
-        """All steps, then the tables.
-
-        Raises:
-            RankError: a rank failed.
-        """
-        reference = self._start(RankTask(_TRAIN_LAYOUT, self._training, self._checkpoint))
-        num_before = self._training.num_before_save
-        if reference.losses[num_before - 1] >= reference.losses[0]:
-            self.problems.append(f"the loss did not fall in {num_before} iterations")
-        compared = [self._resume(layout, reference) for layout in _RESUMED_LAYOUTS]
-        titles = ("step", "layout", "iteration", "seconds", "loss", "size")
-        self._console.print('\nBackend ("zarr", 1) on Megatron-Core', highlight=False)
-        print_table(self._console, Table(titles, tuple(self._steps), titles[2:]))
-        self._console.print("\nBit-identical with the tensors before the save")
-        rows = tuple(tuple(row.values()) for row in compared)
-        marked = {number for number, row in enumerate(rows) if "NO" in " ".join(row)}
-        print_table(self._console, Table(tuple(compared[0]), rows, ("loss diff",), marked))
-
-    def _resume(self, layout: ParallelLayout, reference: Outcome) -> dict[str, str]:
-        """Load in new processes and another layout, train on, and compare; a row of the table."""
+    Raises:
+        RankError: a rank failed.
+    """
+    reference = _carry_out(RankTask(_TRAIN_LAYOUT, training, checkpoint), console, start)
+    num_before = training.num_before_save
+    if reference.losses[num_before - 1] >= reference.losses[0]:
+        problems.append(f"the loss did not fall in {num_before} iterations")
+    table: list[dict[str, str]] = []
+    for layout in _RESUMED_LAYOUTS:
         two_stage = layout is _RESUMED_LAYOUTS[-1]
-        found = self._start(
-            RankTask(layout, self._training, self._checkpoint, resumes=True, two_stage=two_stage)
-        )
+        task = RankTask(layout, training, checkpoint, resumes=True, two_stage=two_stage)
+        found = _carry_out(task, console, start)
         row = {"read by": str(layout)}
         for kind, (count, differing) in compare_digests(reference.digests, found.digests).items():
             row[kind] = f"{'NO' if differing else 'yes'} {count - len(differing)}/{count}"
             if differing:
-                keys = ", ".join(differing)
-                self.problems.append(f"{layout}: {kind}: not bit-identical: {keys}")
-        difference = largest_difference(reference.losses, found.losses)
-        if not difference <= _LOSS_TOLERANCE:
-            self.problems.append(
-                f"{layout}: the loss differs by {difference:.4f} from the uninterrupted run, "
+                problems.append(f"{layout}: {kind}: not bit-identical: {', '.join(differing)}")
+        apart = max(abs(loss - reference.losses[n]) for n, loss in found.losses.items())
+        table.append(row | {"loss diff": f"{apart:.4f}"})
+        if not apart <= _LOSS_TOLERANCE:
+            problems.append(
+                f"{layout}: the loss differs by {apart:.4f} from the uninterrupted run, "
                 f"expected at most {_LOSS_TOLERANCE}"
             )
-        return row | {"loss diff": f"{difference:.4f}"}
+    console.print('\nSaved with ("zarr", 1); bit-identical with the tensors before the save:')
+    rows = tuple(tuple(row.values()) for row in table)
+    marked = {number for number, row in enumerate(rows) if "NO" in " ".join(row)}
+    print_table(console, Table(tuple(table[0]), rows, ("loss diff",), marked))
 
-    def _start(self, task: RankTask) -> Outcome:
-        """Start the ranks afresh and wait until all have ended; adds a row for each step."""
-        console, layout = self._console, task.layout
-        live: Any = console.status(f"{layout}: start {layout.num_ranks} processes")
 
-        def show(event: Event) -> None:
-            """The phase in a live line, and each that is over in a line of its own."""
-            if "seconds" in event:
-                line = f"{layout!s:<16} {event['event']:<20} {event['seconds']:6.1f} s"
-                console.print(line, highlight=False)
-            else:
-                live.update(f"{layout}: {event['event']}")
+def _carry_out(task: RankTask, console: Console, start: TaskRunner) -> Outcome:
+    """Start the ranks afresh, wait until all have ended, and show each of their steps."""
+    layout = task.layout
+    live: Any = console.status(f"{layout}: start {layout.num_ranks} processes")
 
-        try:
-            with live if console.is_terminal else nullcontext():
-                outcome = self._run_task(task, show)
-        except RankError as error:
-            error.args = (f"{layout}: {error.message}",)
-            raise
-        files = (path for path in self._checkpoint.rglob("*") if path.is_file())
-        size = bytes_text(sum(path.stat().st_size for path in files))
-        for step, seconds in outcome.seconds.items():
-            iterations, losses = outcome.iterations.get(step, ()), outcome.losses
-            numbers, loss = "", ""
-            if iterations:
-                first, last = iterations[0], iterations[-1]
-                numbers, loss = f"{first}-{last}", f"{losses[first]:.3f} -> {losses[last]:.3f}"
-            row = (step, str(layout), numbers, f"{seconds:.1f}", loss, "" if iterations else size)
-            self._steps.append(row)
-        return outcome
+    def show(event: Event) -> None:
+        """The phase in a live line, and each that is over in a line of its own."""
+        if "seconds" in event:
+            line = f"{layout!s:<16} {event['event']:<48} {event['seconds']:6.1f} s"
+            console.print(line, highlight=False, markup=False)
+        else:
+            live.update(f"{layout}: {event['event']}")
+
+    try:
+        with live if console.is_terminal else nullcontext():
+            return start(task, show)
+    except RankError as error:
+        error.args = (f"{layout}: {error.message}",)
+        raise
