@@ -20,7 +20,6 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.local.part_files import FoundPart, PartDirectory, read_headers
 from dist_ckpt_strategies.local.part_format import PartId, SaveId
-from dist_ckpt_strategies.local.part_streams import FileSource
 from dist_ckpt_strategies.local.plan import (
     Completeness,
     ExchangePlan,
@@ -29,7 +28,7 @@ from dist_ckpt_strategies.local.plan import (
     choose_world_sizes,
     spread_parts,
 )
-from dist_ckpt_strategies.local.retrieve import BadCopy, RetrievedPart, run_retrieve
+from dist_ckpt_strategies.local.retrieve import BadCopy, FileSource, RetrievedPart, run_retrieve
 from dist_ckpt_strategies.storage.io_pool import run_with_limit
 from dist_ckpt_strategies.storage.time_limit import restart_limit
 

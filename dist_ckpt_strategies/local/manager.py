@@ -42,8 +42,7 @@ from dist_ckpt_strategies.local.loading import (
     load_newest,
 )
 from dist_ckpt_strategies.local.part_files import PartDirectory
-from dist_ckpt_strategies.local.part_format import Part, PartId, PartLayout, SaveId, part_layout
-from dist_ckpt_strategies.local.part_streams import FileSink
+from dist_ckpt_strategies.local.part_format import PartId, SaveId, part_layout
 from dist_ckpt_strategies.local.replicate import run_replicate
 from dist_ckpt_strategies.local.replication import (
     DEFAULT_BUCKET_NBYTES,
@@ -174,7 +173,7 @@ class LocalCheckpointManager:
             UnsafeObjectError: the state holds an object of a class that is not allowed.
             StorageError: there is no room for it, or a part cannot be written.
             StrategyError: the state is of a class that cannot be stored; or, with ``is_async``,
-                the strategy's group is the one that training uses.
+                the strategy's group is the one that training uses, or sends over NCCL.
             PeerError: the same on another rank.
         """
         comm = self.communicator("local save", f"of iteration {iteration}")
@@ -198,6 +197,11 @@ class LocalCheckpointManager:
                 raise StrategyError(
                     "is_async: the strategy's group is the default one, which training uses at the "
                     "same time; make it by from_replication_params, or give it a group of its own"
+                )
+            if strategy is not None and strategy.target_device.startswith("cuda"):
+                raise StrategyError(
+                    "is_async: the strategy sends over NCCL, where messages in the background and "
+                    "those of training can wait for each other for ever; use target_device='cpu'"
                 )
             copied = EncodedState(encoded.part, self._snapshot.take(encoded.payloads))
 
@@ -356,15 +360,11 @@ class LocalCheckpointManager:
     ) -> ReplicationReport:
         """Write this rank's part and those of its clique. Collective over the clique."""
         holder = clique.global_rank(clique.rank)
-
-        def open_sink(part: Part, layout: PartLayout) -> FileSink:
-            return FileSink(part, self._directory.create(part.part_id, holder, layout))
-
         return run_replicate(
             clique,
             encoded.part,
             encoded.payloads,
-            open_sink,
+            lambda part: self._directory.create(part, holder),
             max_bucket_nbytes=max_bucket_nbytes,
         )
 

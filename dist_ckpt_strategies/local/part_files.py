@@ -9,23 +9,26 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
 from dist_ckpt_strategies.local.part_format import (
     PREFIX_NBYTES,
+    Bytes,
+    Digest,
     Part,
     PartId,
-    PartLayout,
+    StoredPart,
     decode_header,
     description_nbytes,
+    encode_header,
+    part_layout,
 )
 from dist_ckpt_strategies.storage.direct_io import begin_writeback
 from dist_ckpt_strategies.storage.files import (
@@ -44,8 +47,6 @@ from dist_ckpt_strategies.storage.time_limit import (
 )
 
 SUFFIX = ".part"
-
-Bytes = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +110,13 @@ class PartDirectory:
         return self.root / str(global_rank)
 
     @limited
-    def create(self, part_id: PartId, holder: int, layout: PartLayout) -> PartWriter:
+    def create(self, part: Part, holder: int) -> PartWriter:
         """Begin to write a part; it appears when the writer is done.
 
         Raises:
             StorageError: the file cannot be made.
         """
-        return PartWriter(self.holder_directory(holder) / f"{part_id}{SUFFIX}", layout)
+        return PartWriter(self.holder_directory(holder) / f"{part.part_id}{SUFFIX}", part)
 
     @limited
     def remove(self, found: FoundPart) -> None:
@@ -199,9 +200,9 @@ class PartWriter:
         StorageError: the file cannot be made.
     """
 
-    def __init__(self, path: Path, layout: PartLayout) -> None:
+    def __init__(self, path: Path, part: Part) -> None:
         self.path = path
-        self._layout = layout
+        self._part = part
         self._has_appeared = False
         self._handle: _Handle | None
         with file_errors(None, path):
@@ -229,16 +230,16 @@ class PartWriter:
         begin_writeback(handle.number, byte_offset, content.size)
 
     @limited
-    def finish(self, header: bytes) -> None:
+    def finish(self, digests: Sequence[Digest]) -> None:
         """Write the header, and let the part appear; it is durable then.
 
         Raises:
             StorageError: something cannot be written.
         """
         handle = self._open_handle()
-        self.write(0, np.frombuffer(header, np.uint8))
+        self.write(0, np.frombuffer(encode_header(self._part, digests), np.uint8))
         with file_errors(None, self.path):
-            os.ftruncate(handle.number, self._layout.nbytes)
+            os.ftruncate(handle.number, part_layout(self._part).nbytes)
             os.fsync(handle.number)
             raise_if_cancelled()
             self._partial.replace(self.path)  # locked until it has its name
@@ -272,8 +273,7 @@ class PartReader:
     """An open part whose header has been checked; a context manager that closes it.
 
     Attributes:
-        header: the file's first bytes, up to the end of the description.
-        stored: what they describe.
+        stored: what the header describes.
 
     Raises:
         IncompleteCheckpointError: there is no such file.
@@ -286,7 +286,7 @@ class PartReader:
             self._handle: _Handle | None = _Handle(
                 os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             )
-            self.header = self._checked_header(self._handle.number)
+            self.stored = self._checked_header(self._handle.number)
 
     def __enter__(self) -> Self:
         """The reader itself."""
@@ -320,21 +320,20 @@ class PartReader:
                     raise self._damaged(f"ends at byte {byte_offset + done}")
                 done += got
 
-    def _checked_header(self, handle: int) -> bytes:
+    def _checked_header(self, handle: int) -> StoredPart:
         size = os.fstat(handle).st_size
         prefix = os.pread(handle, PREFIX_NBYTES, 0)
         try:
             nbytes = min(description_nbytes(prefix), size)
-            header = prefix + os.pread(handle, nbytes, PREFIX_NBYTES)
-            self.stored = decode_header(header)
+            stored = decode_header(prefix + os.pread(handle, nbytes, PREFIX_NBYTES))
         except CorruptCheckpointError as error:
             raise self._damaged(error.message) from error
-        if size != self.stored.layout.nbytes:
-            raise self._damaged(f"has {size} bytes, expected {self.stored.layout.nbytes}")
+        if size != stored.layout.nbytes:
+            raise self._damaged(f"has {size} bytes, expected {stored.layout.nbytes}")
         named = PartId.parse(self.path.name.removesuffix(SUFFIX))
-        if named is not None and named != self.stored.part.part_id:
-            raise self._damaged(f"holds {self.stored.part.part_id}")
-        return header
+        if named is not None and named != stored.part.part_id:
+            raise self._damaged(f"holds {stored.part.part_id}")
+        return stored
 
     def _damaged(self, why: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self.path}: {why}", path=str(self.path))

@@ -6,10 +6,12 @@ import json
 import math
 import re
 import struct
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy.typing as npt
 import xxhash
 
 from dist_ckpt_strategies.core.array import DType
@@ -124,8 +126,8 @@ class Part:
 
 MAGIC = b"DCKPART1"
 PREFIX_NBYTES = 32
-BLOCK_NBYTES = 4096
 
+_BLOCK_NBYTES = 4096
 _SMALL_ALIGNMENT = 64
 _LARGE_NBYTES = 64 << 10
 _FORMAT = "dist_ckpt_strategies part"
@@ -133,9 +135,10 @@ _VERSION = 2
 _NUM_DIGITS = 16
 _MAX_DESCRIPTION_NBYTES = 1 << 30
 _MAX_WORLD_SIZE = 1 << 24
+_MAX_EXTENT = 1 << 58
 _MAX_NDIM = 64
-_MAX_ELEMENTS = 1 << 58
-_DIGEST = re.compile(rf"[0-9a-f]{{{_NUM_DIGITS}}}")
+
+Bytes = npt.NDArray[Any]
 
 Digest = int
 """xxh3_64 of a buffer's bytes."""
@@ -173,32 +176,25 @@ class StoredPart:
 
 def part_layout(part: Part) -> PartLayout:
     """Where everything of a part goes."""
-    return _layout(part.buffers, len(_description(part, _no_digests(part))))
+    return _layout(part.buffers, len(_description(part, (0,) * len(part.buffers))))
 
 
 def _layout(buffers: Sequence[BufferSpec], description_nbytes: int) -> PartLayout:
-    header_nbytes = _up(PREFIX_NBYTES + description_nbytes, BLOCK_NBYTES)
+    header_nbytes = end = _up(PREFIX_NBYTES + description_nbytes, _BLOCK_NBYTES)
     offsets: list[int] = []
-    end = header_nbytes
     for buffer in buffers:
-        large = buffer.nbytes >= _LARGE_NBYTES
-        start = _up(end, BLOCK_NBYTES if large else _SMALL_ALIGNMENT)
-        offsets.append(start)
-        end = start + buffer.nbytes
+        is_large = buffer.nbytes >= _LARGE_NBYTES
+        offsets.append(_up(end, _BLOCK_NBYTES if is_large else _SMALL_ALIGNMENT))
+        end = offsets[-1] + buffer.nbytes
     return PartLayout(header_nbytes, tuple(offsets), end)
 
 
 def encode_header(part: Part, digests: Sequence[Digest]) -> bytes:
     """The bytes before the first buffer."""
-    found = encode_description(part, digests)
-    return found + bytes(_up(len(found), BLOCK_NBYTES) - len(found))
-
-
-def encode_description(part: Part, digests: Sequence[Digest]) -> bytes:
-    """The header without the zeros at its end; what ``decode_header`` takes."""
     description = _description(part, digests)
     start = MAGIC + struct.pack("<Q", len(description))
-    return start + xxhash.xxh3_128_digest(start + description) + description
+    found = start + xxhash.xxh3_128_digest(start + description) + description
+    return found.ljust(_up(len(found), _BLOCK_NBYTES), b"\0")
 
 
 def description_nbytes(prefix: bytes) -> int:
@@ -224,7 +220,7 @@ def decode_header(content: bytes) -> StoredPart:
         content: the 32 bytes and the description, and nothing else.
 
     Raises:
-        CorruptCheckpointError: its digest is another, or it is not what ``encode_header`` makes.
+        CorruptCheckpointError: its digest is another, or it is of another format.
     """
     description = content[PREFIX_NBYTES:]
     found = xxhash.xxh3_128_digest(content[:16] + description)
@@ -233,104 +229,100 @@ def decode_header(content: bytes) -> StoredPart:
             f"its header has digest {found.hex()}, expected {content[16:PREFIX_NBYTES].hex()}"
         )
     try:
-        return _stored(json.loads(description), len(description))
+        fields = json.loads(description)
+        part = part_from_fields(fields)
+        digests = tuple(int.from_bytes(bytes.fromhex(found)) for *_, found in fields["buffers"])
+        return StoredPart(part, digests, _layout(part.buffers, len(description)))
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"its header cannot be read: {type(error).__name__}: {error}"
         ) from error
 
 
-def part_to_wire(part: Part) -> bytes:
-    """The header without digests of the buffers, for a peer."""
-    return encode_description(part, _no_digests(part))
-
-
-def part_from_wire(content: bytes) -> Part:
-    """The part that ``part_to_wire`` described.
-
-    Raises:
-        CorruptCheckpointError: it did not arrive as it was, or cannot be read.
-    """
-    try:
-        return decode_header(content).part
-    except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(
-            f"a peer's description of its part cannot be used: {error.message}"
-        ) from error
-
-
-def _no_digests(part: Part) -> Sequence[Digest]:
-    return (0,) * len(part.buffers)
-
-
 def _description(part: Part, digests: Sequence[Digest]) -> bytes:
-    buffers = [
-        [b.name, b.dtype.value, list(b.shape), b.device, f"{digest:0{_NUM_DIGITS}x}"]
-        for b, digest in zip(part.buffers, digests, strict=True)
-    ]
-    fields = {
+    fields = part_to_fields(part, digests)
+    return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
+
+
+def part_to_fields(part: Part, digests: Sequence[Digest] | None = None) -> dict[str, Any]:
+    """A part in JSON types, for a file's header or for another rank."""
+    return {
         "format": _FORMAT,
         "version": _VERSION,
         "id": str(part.part_id),
         "world_size": part.world_size,
         "session": part.session_id,
         "kind": part.kind,
-        "buffers": buffers,
+        "buffers": [
+            [b.name, b.dtype.value, list(b.shape), b.device, f"{digest:0{_NUM_DIGITS}x}"]
+            for b, digest in zip(part.buffers, digests or (0,) * len(part.buffers), strict=True)
+        ],
         "content": part.content,
     }
-    return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _stored(fields: Any, description_nbytes: int) -> StoredPart:
-    if fields["format"] != _FORMAT or fields["version"] != _VERSION:
-        raise ValueError(
-            f"format {fields['format']!r} version {fields['version']!r}, expected {_FORMAT!r} "
-            f"{_VERSION}"
-        )
-    part_id = PartId.parse(fields["id"])
-    if part_id is None:
-        raise ValueError(f"id {fields['id']!r}")
-    buffers = tuple(
-        BufferSpec(str(name), DType(dtype), _shape(shape), str(device))
-        for name, dtype, shape, device, _ in fields["buffers"]
-    )
-    part = Part(
-        part_id,
-        _world_size(fields["world_size"]),
-        str(fields["session"]),
-        str(fields["kind"]),
+def part_from_fields(fields: Any) -> Part:
+    """The part that ``part_to_fields`` was given.
+
+    Raises:
+        ValueError: it is of another version.
+    """
+    found = fields["format"], fields["version"]
+    if found != (_FORMAT, _VERSION):
+        raise ValueError(f"format {found[0]!r} version {found[1]!r}, expected {_VERSION}")
+    (world_size,) = _counts([fields["world_size"]], _MAX_WORLD_SIZE)
+    if world_size < 1:
+        raise ValueError("expected a world of 1 rank or more")
+    return Part(
+        PartId.require(fields["id"]),
+        world_size,
+        fields["session"],
+        fields["kind"],
         fields["content"],
-        buffers,
+        tuple(
+            BufferSpec(name, DType(dtype), _counts(shape, _MAX_EXTENT), device)
+            for name, dtype, shape, device, _ in fields["buffers"]
+        ),
     )
-    digests = tuple(_digest(digest) for *_, digest in fields["buffers"])
-    return StoredPart(part, digests, _layout(buffers, description_nbytes))
 
 
-def _extent(number: Any) -> int:
-    if type(number) is not int or number < 0:
-        raise ValueError(f"expected a number of elements, found {number!r}")
-    return number
-
-
-def _shape(extents: Any) -> tuple[int, ...]:
-    """A shape that memory could be asked for; extents next to a 0 are bounded too."""
-    found = tuple(map(_extent, extents))
-    if len(found) > _MAX_NDIM or math.prod(extent or 1 for extent in found) > _MAX_ELEMENTS:
-        raise ValueError(f"expected a shape that fits in memory, found {len(found)} dims")
+def _counts(numbers: Any, most: int) -> tuple[int, ...]:
+    """Numbers of a file that memory is asked for by, one after the other and all multiplied."""
+    found = tuple(numbers)
+    if any(type(number) is not int or number < 0 for number in found) or len(found) > _MAX_NDIM:
+        raise ValueError(f"expected numbers of 0 or more, found {found[:_MAX_NDIM]!r}")
+    if math.prod(number or 1 for number in found) > most:
+        raise ValueError(f"expected at most {most} in all")
     return found
-
-
-def _world_size(number: Any) -> int:
-    if not 1 <= _extent(number) <= _MAX_WORLD_SIZE:
-        raise ValueError("expected a number of ranks")
-    return int(number)
-
-
-def _digest(text: Any) -> Digest:
-    if _DIGEST.fullmatch(text) is None:
-        raise ValueError(f"expected a digest of {_NUM_DIGITS} digits")
-    return int(text, 16)
 
 
 def _up(number: int, alignment: int) -> int:
     return -(-number // alignment) * alignment
+
+
+class BufferDigests:
+    """The digests of a file's buffers, taken while its bytes pass.
+
+    Threads may share it, as long as the bytes of one buffer pass in order.
+    """
+
+    def __init__(self, part: Part, layout: PartLayout) -> None:
+        self._starts = layout.byte_offsets
+        sizes = (buffer.nbytes for buffer in part.buffers)
+        self._ends = [start + size for start, size in zip(self._starts, sizes, strict=True)]
+        self._digests: dict[int, Any] = {}
+
+    def take(self, byte_offset: int, content: Bytes) -> None:
+        """Bytes of the file pass; ``byte_offset`` is counted from its start."""
+        stop = byte_offset + content.size
+        first = bisect_right(self._ends, byte_offset)
+        for number in range(first, bisect_left(self._starts, stop)):
+            low, high = max(byte_offset, self._starts[number]), min(stop, self._ends[number])
+            if low < high:
+                digest = self._digests.setdefault(number, xxhash.xxh3_64())
+                digest.update(content[low - byte_offset : high - byte_offset].data)
+
+    def values(self) -> list[int]:
+        """The digest of every buffer, once all has passed."""
+        nothing = xxhash.xxh3_64()
+        return [self._digests.get(n, nothing).intdigest() for n in range(len(self._ends))]

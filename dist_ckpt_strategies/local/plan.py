@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from dist_ckpt_strategies.core.messages import MESSAGE_NBYTES, Message, build_messages
 from dist_ckpt_strategies.errors import NoReplicasAvailableError, PlanError
 from dist_ckpt_strategies.local.part_format import PartId, SaveId
 
@@ -78,54 +77,6 @@ def _require_positive(world_size: int, replication_jump: int, replication_factor
             raise PlanError(f"{name}: expected 1 or more, found {value}")
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicationPlan:
-    """What every member of a clique sends to all others.
-
-    In each round every member sends its next message, as long as it has one.
-
-    Attributes:
-        messages: by rank within the clique.
-    """
-
-    messages: tuple[tuple[Message, ...], ...]
-
-    @property
-    def num_rounds(self) -> int:
-        """Rounds until all is sent."""
-        return max(map(len, self.messages))
-
-    def message(self, rank: int, number: int) -> Message | None:
-        """What a member sends in a round; None if it is done."""
-        of_rank = self.messages[rank]
-        return of_rank[number] if number < len(of_rank) else None
-
-
-def build_replication_plan(
-    byte_offsets: Sequence[Sequence[int]],
-    sizes: Sequence[Sequence[int]],
-    max_bucket_nbytes: int,
-) -> ReplicationPlan:
-    """Plan the exchange of whole parts among the members of a clique.
-
-    A message has ``MESSAGE_NBYTES`` at most, also where there would be room for more.
-
-    Args:
-        byte_offsets: for each member, where the buffers of its part begin in their file.
-        sizes: for each member, the bytes of each buffer.
-        max_bucket_nbytes: bound on the messages that a member receives in one round, all of them
-            together, and on the one that it sends.
-    """
-    num_peers = max(1, len(sizes) - 1)
-    bound = max(1, min(max_bucket_nbytes // num_peers, MESSAGE_NBYTES))
-    return ReplicationPlan(
-        tuple(
-            build_messages(offsets, found, bound)
-            for offsets, found in zip(byte_offsets, sizes, strict=True)
-        )
-    )
-
-
 def build_retention(
     complete: Collection[SaveId], newest: SaveId, num_kept: int
 ) -> frozenset[SaveId]:
@@ -165,17 +116,14 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class ExchangePlan:
-    """Who reads which part for whom, and when.
+    """Who reads which part for whom.
 
     Attributes:
         transfers: all of them, sorted by receiver, then by id.
-        steps: those between two ranks, in an order without circles of waiting: in each step a rank
-            sends one part at most, and receives one at most.
         own_rank: who holds this plan, where that is known; the plan is equal on all ranks.
     """
 
     transfers: tuple[Transfer, ...]
-    steps: tuple[tuple[Transfer, ...], ...]
     own_rank: int | None = field(default=None, compare=False)
 
     @property
@@ -201,10 +149,6 @@ class ExchangePlan:
         """The same plan, in the hands of a rank."""
         return replace(self, own_rank=rank)
 
-    def received_by(self, rank: int) -> tuple[Transfer, ...]:
-        """What this rank gets, from itself too."""
-        return tuple(t for t in self.transfers if t.receiver == rank)
-
     def renumbered(self, numbers: Mapping[int, int]) -> ExchangePlan:
         """The plan with other numbers for its ranks.
 
@@ -215,14 +159,9 @@ class ExchangePlan:
             for rank in (t.sender, t.receiver):
                 if rank not in numbers:
                     raise PlanError(f"{t.id_}: rank {rank} is not one of {sorted(numbers)}")
-        return _plan_of(
-            Transfer(t.id_, numbers[t.sender], numbers[t.receiver]) for t in self.transfers
+        return ExchangePlan(
+            tuple(Transfer(t.id_, numbers[t.sender], numbers[t.receiver]) for t in self.transfers)
         )
-
-    def without(self, excluded: Collection[Transfer]) -> ExchangePlan:
-        """The plan without some of its transfers."""
-        left_out = frozenset(excluded)
-        return _plan_of(t for t in self.transfers if t not in left_out)
 
 
 def build_exchange_plan(
@@ -248,26 +187,7 @@ def build_exchange_plan(
             sender = _sender(receiver, part_id, holders.get(part_id, ()), load)
             load[sender] += 1
             transfers.append(Transfer(part_id, sender, receiver))
-    return _plan_of(transfers)
-
-
-def _plan_of(transfers: Iterable[Transfer]) -> ExchangePlan:
-    """Every transfer in the first step in which neither of its ranks does the same already."""
-    found = tuple(transfers)
-    steps: list[list[Transfer]] = []
-    taken: defaultdict[tuple[str, int], int] = defaultdict(int)  # steps as bits
-    for transfer in found:
-        if transfer.sender == transfer.receiver:
-            continue
-        ends = ("sends", transfer.sender), ("receives", transfer.receiver)
-        busy = taken[ends[0]] | taken[ends[1]]
-        number = (~busy & (busy + 1)).bit_length() - 1  # the lowest bit that is not set
-        for end in ends:
-            taken[end] |= 1 << number
-        if number == len(steps):
-            steps.append([])
-        steps[number].append(transfer)
-    return ExchangePlan(found, tuple(map(tuple, steps)))
+    return ExchangePlan(tuple(transfers))
 
 
 def _sender(receiver: int, part_id: str, holders: Sequence[int], load: Mapping[int, int]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt_strategies.core.array import DType, ShardId, ShardSpec
@@ -38,37 +38,17 @@ class Piece:
         return self.region.numel * self.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class ReshardPlan:
-    """What moves where.
-
-    Attributes:
-        dtypes: element type of each array.
-        local: pieces that stay on their rank.
-        rounds: pieces that travel, in groups that bound what a rank sends and receives at once.
-    """
-
-    dtypes: Mapping[str, DType]
-    local: tuple[Piece, ...]
-    rounds: tuple[tuple[Piece, ...], ...]
-
-
 def build_reshard_plan(
-    held: Sequence[Sequence[ShardSpec]],
-    wanted: Sequence[Sequence[ShardSpec]],
-    *,
-    max_inflight_bytes: int,
-) -> ReshardPlan:
+    held: Sequence[Sequence[ShardSpec]], wanted: Sequence[Sequence[ShardSpec]]
+) -> tuple[Piece, ...]:
     """Cover every wanted shard by parts of held ones, from the rank itself if possible.
 
     Args:
         held: for each rank of the group what it holds; replicas are welcome.
         wanted: for each rank what it wants and does not hold as it is.
-        max_inflight_bytes: bound, per rank and round, on what it sends and on what it receives; a
-            larger piece is all that its ranks send and receive in a round.
 
     Raises:
-        CoverageError: nobody holds a part of something that is wanted; names rank and key.
+        CoverageError: no rank holds a part of something that is wanted; names rank and key.
         ShapeMismatchError: an array is held with another shape than it is wanted with.
     """
     holders: defaultdict[str, defaultdict[Region, list[int]]] = defaultdict(
@@ -90,10 +70,7 @@ def build_reshard_plan(
         for spec in sorted(specs, key=lambda spec: spec.id):
             _require_same_shape(spec, arrays, rank)
             pieces += _pieces(spec, kept[spec.key], arrays[spec.key][1], rank, load)
-    local = tuple(piece for piece in pieces if piece.sender == piece.receiver)
-    moving = [piece for piece in pieces if piece.sender != piece.receiver]
-    dtypes = {key: dtype for key, (_, dtype) in sorted(arrays.items())}
-    return ReshardPlan(dtypes, local, _rounds(moving, max_inflight_bytes))
+    return tuple(pieces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,32 +156,3 @@ def _pieces(
             key=spec.key,
         )
     return found
-
-
-def _rounds(pieces: Iterable[Piece], bound: int) -> tuple[tuple[Piece, ...], ...]:
-    """Every piece in the first round in which its ranks have room for it.
-
-    No rank goes back to an earlier round, and ranks that have nothing to do with each other share
-    rounds.
-    """
-    rounds: list[list[Piece]] = []
-    last: dict[int, int] = {}
-    sent: Counter[int] = Counter()  # in the last round of each rank
-    received: Counter[int] = Counter()
-    for piece in pieces:
-        sender, receiver = piece.sender, piece.receiver
-        number = max(last.get(sender, 0), last.get(receiver, 0))
-        used = max(
-            sent[sender] if last.get(sender) == number else 0,
-            received[receiver] if last.get(receiver) == number else 0,
-        )
-        number += bool(used) and used + piece.nbytes > bound
-        for rank in (sender, receiver):
-            if last.get(rank) != number:
-                last[rank], sent[rank], received[rank] = number, 0, 0
-        sent[sender] += piece.nbytes
-        received[receiver] += piece.nbytes
-        if number == len(rounds):
-            rounds.append([])
-        rounds[number].append(piece)
-    return tuple(map(tuple, rounds))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
-
-import xxhash
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
@@ -35,11 +32,10 @@ from dist_ckpt_strategies.local.encoding import (
     default_local_allowed,
     encode_state,
 )
-from dist_ckpt_strategies.local.part_format import Part, PartId, PartLayout, SaveId
-from dist_ckpt_strategies.local.part_streams import MemorySink, MemorySource
+from dist_ckpt_strategies.local.part_format import Part, PartId, SaveId
 from dist_ckpt_strategies.local.plan import Clique, ExchangePlan, build_cliques, build_exchange_plan
-from dist_ckpt_strategies.local.replicate import run_replicate
-from dist_ckpt_strategies.local.retrieve import RetrievedPart, run_retrieve
+from dist_ckpt_strategies.local.replicate import MemorySink, run_replicate
+from dist_ckpt_strategies.local.retrieve import MemorySource, RetrievedPart, run_retrieve
 from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import BackgroundWork
@@ -146,17 +142,24 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         limit_s = options_from_environment().with_changes(timeout_s=timeout_s).timeout_s
         world = open_communicator(None, timeout_s=limit_s, purpose="making of cliques")
 
-        cliques: list[Clique] = []
-
-        def plan() -> str:
+        def plan() -> list[Any]:
             jump = replication_jump or local_world_size()
-            cliques.extend(
-                build_cliques(world.size, jump, replication_factor, allow_uneven=allow_uneven)
-            )
-            return xxhash.xxh3_128_hexdigest(json.dumps(cliques).encode())
+            build_cliques(world.size, jump, replication_factor, allow_uneven=allow_uneven)
+            return [jump, replication_factor, bool(allow_uneven)]
 
-        digests = agree_and_gather(world, plan)
-        agree(world, lambda: _require_equal(world, digests))
+        asked = agree_and_gather(world, plan)
+
+        def checked() -> tuple[Clique, ...]:
+            for rank, found in enumerate(asked):
+                if found != asked[0]:
+                    raise PlanError(
+                        f"rank {world.global_rank(rank)} asks for other cliques than rank "
+                        f"{world.global_rank(0)}: give replication_jump, replication_factor and "
+                        "allow_uneven alike"
+                    )
+            return build_cliques(world.size, *asked[0][:2], allow_uneven=allow_uneven)
+
+        cliques = agree(world, checked)
         backend = "nccl" if target_device.startswith("cuda") else "gloo"
         group = new_group_of(cliques, backend=backend, timeout_s=limit_s)
         return cls(group, target_device, max_bucket_bytes=max_bucket_bytes, timeout_s=timeout_s)
@@ -226,29 +229,26 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         allowed = default_local_allowed()
         sinks: dict[int, MemorySink] = {}
 
-        def encode() -> EncodedState:
+        me = comm.global_rank(comm.rank)
+        encoded: list[EncodedState] = []
+
+        def encode() -> str:
             self.let_finish(limit_of_wait(self._timeout_s))
-            return encode_state(
-                local_ckpt,
-                PartId(_IN_MEMORY, comm.global_rank(comm.rank)),
-                world_size=1,
-                session_id="",
-                allowed=allowed,
-            )
+            encoded.append(_encoded(local_ckpt, me))
+            return str(id_)
 
-        encoded = agree(comm, encode)
-        ids = agree_and_gather(comm, lambda: str(id_))
+        ids = agree_and_gather(comm, encode)
 
-        def open_sink(part: Part, layout: PartLayout) -> MemorySink | None:
-            if part.part_id == encoded.part.part_id:
-                return None
-            sink = sinks[part.part_id.global_rank] = MemorySink(part, layout)
-            return sink
+        def open_sink(part: Part) -> MemorySink | None:
+            rank = part.part_id.global_rank
+            if rank != me:
+                sinks[rank] = MemorySink(part)
+            return sinks.get(rank)
 
         run_replicate(
             comm,
-            encoded.part,
-            encoded.payloads,
+            encoded[0].part,
+            encoded[0].payloads,
             open_sink,
             max_bucket_nbytes=self.max_bucket_bytes,
         )
@@ -313,13 +313,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         def open_source(id_: str) -> MemorySource:
             if id_ not in my_data:
                 raise PlanError(f"the plan has this rank send {id_}, which my_data does not hold")
-            encoded = encode_state(
-                my_data[id_],
-                PartId(_IN_MEMORY, me),
-                world_size=1,
-                session_id="",
-                allowed=allowed,
-            )
+            encoded = _encoded(my_data[id_], me)
             return MemorySource(encoded.part, encoded.payloads)
 
         found = run_retrieve(
@@ -340,21 +334,18 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         return agree(comm, decode)
 
 
+def _encoded(state: TensorAwareStateDict, rank: int) -> EncodedState:
+    part_id = PartId(_IN_MEMORY, rank)
+    allowed = default_local_allowed()
+    return encode_state(state, part_id, world_size=1, session_id="", allowed=allowed)
+
+
 def _by_rank(
     ids: Mapping[int, Sequence[str]] | Sequence[Sequence[str]], members: Sequence[int]
 ) -> dict[int, list[str]]:
     """The ids that each member has; NVRx hands on a list of all ranks' as it was gathered."""
     found = ids if isinstance(ids, Mapping) else dict(enumerate(ids))
     return {rank: list(map(str, found.get(rank, ()))) for rank in members}
-
-
-def _require_equal(world: Communicator, digests: Sequence[str]) -> None:
-    for rank, digest in enumerate(digests):
-        if digest != digests[0]:
-            raise PlanError(
-                f"rank {world.global_rank(rank)} asks for other cliques than rank "
-                f"{world.global_rank(0)}: give replication_jump and replication_factor alike"
-            )
 
 
 def _in_group(plan: ExchangePlan, comm: Communicator) -> ExchangePlan:
@@ -410,35 +401,20 @@ class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder[CliqueReplica
     """Cliques whose process groups are made when they are first needed.
 
     Args:
-        replication_jump: as in ``CliqueReplicationStrategy.from_replication_params``, and so on.
+        replication_jump: as in ``CliqueReplicationStrategy.from_replication_params``.
         replication_factor: copies of each part.
-        allow_uneven: make some cliques larger where the numbers do not fit.
-        target_device: ``cpu`` or ``cuda``.
-        max_bucket_bytes: bound, in bytes, on what travels at once.
-        timeout_s: longest wait for a peer, in seconds.
+        options: further arguments of ``from_replication_params``.
     """
 
     def __init__(
-        self,
-        replication_jump: int = 0,
-        replication_factor: int = 2,
-        *,
-        allow_uneven: bool = False,
-        target_device: str = "cpu",
-        max_bucket_bytes: int = DEFAULT_BUCKET_NBYTES,
-        timeout_s: float | None = None,
+        self, replication_jump: int = 0, replication_factor: int = 2, **options: Any
     ) -> None:
         super().__init__()
         self.replication_jump = replication_jump
         self.replication_factor = replication_factor
-        self._how: dict[str, Any] = {
-            "allow_uneven": allow_uneven,
-            "target_device": target_device,
-            "max_bucket_bytes": max_bucket_bytes,
-            "timeout_s": timeout_s,
-        }
+        self._options = options
 
     def _eager_build(self) -> CliqueReplicationStrategy:
         return CliqueReplicationStrategy.from_replication_params(
-            self.replication_jump, self.replication_factor, **self._how
+            self.replication_jump, self.replication_factor, **self._options
         )

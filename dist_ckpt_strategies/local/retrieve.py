@@ -1,46 +1,137 @@
-"""Bring parts from the disks that have them into the memory of the ranks that want them."""
+"""Bring shard files from the disks that have them into the memory of the ranks that want them."""
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from pathlib import Path
 
-import numpy as np
 import torch
+import xxhash
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
-from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
-from dist_ckpt_strategies.core.messages import (
-    MESSAGE_NBYTES,
-    Message,
-    build_messages,
-    build_stretches,
-)
+from dist_ckpt_strategies.comm.agree import agree_and_gather
+from dist_ckpt_strategies.comm.base import Bytes, Communicator
+from dist_ckpt_strategies.comm.exchange import MESSAGE_NBYTES, Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.core.report import RetrievalReport
-from dist_ckpt_strategies.errors import StorageTimeoutError
-from dist_ckpt_strategies.local.part_format import Part, StoredPart, decode_header
-from dist_ckpt_strategies.local.part_streams import BufferDigests, MemorySink, PartSource
+from dist_ckpt_strategies.device import TensorBytes, host_memory, to_host
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    StorageTimeoutError,
+    as_checkpoint_error,
+)
+from dist_ckpt_strategies.local.part_files import PartReader
+from dist_ckpt_strategies.local.part_format import (
+    PREFIX_NBYTES,
+    BufferDigests,
+    Part,
+    StoredPart,
+    decode_header,
+    description_nbytes,
+    encode_header,
+    part_layout,
+)
 from dist_ckpt_strategies.local.plan import ExchangePlan, Transfer
-from dist_ckpt_strategies.storage.io_pool import OrderedQueues, settled
+from dist_ckpt_strategies.local.replicate import tensors_in
+from dist_ckpt_strategies.storage.io_pool import OrderedQueues, run_with_limit, settled
 
 _MAX_READERS = 4
-_NUM_BUCKETS = 2
 
 _READ_NBYTES = 2 << 20
 """Read at once: little enough to be in the processor's cache still when its digest is taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class RetrievedPart:
-    """A part in memory, its digests compared.
+class FileSource:
+    """A file on this node that other ranks may get. Threads may share it.
 
     Attributes:
-        part: the part.
+        stored: what its header describes; None if it cannot be used.
+        failure: what is wrong with it, once that is known.
+        read_nbytes: bytes read from storage so far.
+    """
+
+    def __init__(self, part_id: str, path: Path | None) -> None:
+        self._name = str(path or part_id)
+        self.stored: StoredPart | None = None
+        self.failure: CheckpointError | None = None
+        self.read_nbytes = 0
+        self._counting = threading.Lock()
+        self._reader: PartReader | None = None
+        try:
+            if path is None:
+                raise CorruptCheckpointError(f"{part_id}: this rank has no copy of it")
+            self._reader = run_with_limit(partial(PartReader, path), path)
+            self.stored = self._reader.stored
+        except StorageTimeoutError:
+            raise
+        except CheckpointError as error:
+            self.failure = error
+
+    def __str__(self) -> str:
+        """The file."""
+        return self._name
+
+    def read(self, byte_offset: int, buffer: torch.Tensor) -> torch.Tensor:
+        """Bytes of the file, on the host; zeros once something is wrong with it."""
+        host = buffer
+        if host.device.type != "cpu":
+            host = torch.empty(buffer.numel(), dtype=torch.uint8, device="cpu")
+        try:
+            if self.failure is None and self._reader is not None:
+                self._reader.read(byte_offset, host.numpy())
+                with self._counting:
+                    self.read_nbytes += host.numel()
+                return host
+        except Exception as error:  # noqa: BLE001 - reported to all ranks, which use another copy
+            self.failure = as_checkpoint_error(error)
+        return host.zero_()
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._reader is not None:
+            self._reader.close()
+
+
+class MemorySource:
+    """A file that is made of tensors in this process; see FileSource."""
+
+    def __init__(self, part: Part, payloads: Sequence[torch.Tensor]) -> None:
+        layout = part_layout(part)
+        tensors = TensorBytes(payloads)
+        digests = [
+            xxhash.xxh3_64_intdigest(to_host([tensors.bytes_of(number)])[0].data)
+            for number in range(len(payloads))
+        ]
+        header = torch.frombuffer(bytearray(encode_header(part, digests)), dtype=torch.uint8)
+        self._tensors = TensorBytes([header, *payloads], [0, *layout.byte_offsets])
+        self.stored: StoredPart | None = StoredPart(part, tuple(digests), layout)
+        self.failure: CheckpointError | None = None
+        self.read_nbytes = 0
+
+    def read(self, byte_offset: int, buffer: torch.Tensor) -> torch.Tensor:
+        """See FileSource."""
+        return self._tensors.read(byte_offset, buffer)
+
+    def close(self) -> None:
+        """See FileSource."""
+
+
+PartSource = FileSource | MemorySource
+"""A copy that other ranks may get."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetrievedPart:
+    """A file in memory, its digests compared.
+
+    Attributes:
+        part: what it holds.
         payloads: the elements of its buffers, on the host.
     """
 
@@ -54,7 +145,7 @@ class BadCopy:
 
     Attributes:
         rank: who read it, within the group.
-        part_id: which part.
+        part_id: which file.
         reason: what is wrong, with the file.
     """
 
@@ -88,334 +179,203 @@ def run_retrieve(
 ) -> Retrieval:
     """Carry out a plan: read, send, receive, and compare every digest.
 
-    Collective: every rank of ``comm`` calls this for an equal plan. Three meetings, one more where
-    something travels, and the exchanges. A copy that is damaged or cannot be read is no error: it
-    is listed on every rank.
+    Collective: every rank of ``comm`` calls this for an equal plan. A copy that is damaged or
+    cannot be read is no error: it is listed on every rank.
 
     Args:
         comm: the ranks that the plan was made for.
         decide: says who reads what for whom; what it raises, every rank raises.
-        open_source: this rank's copy of a part that the plan has it read.
-        message_nbytes: bound on a message; where ranks give different ones, the least. Beside what
-            it wants, a rank takes three times this much memory.
+        open_source: this rank's copy of a file that the plan has it read.
+        message_nbytes: bound on what travels at once in each direction.
 
     Raises:
         PeerError: a rank does not take part any more.
     """
     started = time.monotonic()
     with ExitStack() as stack:
-        sources: dict[str, PartSource] = {}
-        plans: list[ExchangePlan] = []
-
-        def begin() -> list[Any]:
-            plans.append(plan := decide())
-            for part_id in sorted({t.id_ for t in plan.transfers if t.sender == comm.rank}):
-                sources[part_id] = open_source(part_id)
-                stack.callback(sources[part_id].close)
-            headers = {i: len(s.header) for i, s in sources.items() if s.header is not None}
-            return [message_nbytes, headers]
-
-        begun = agree_and_gather(comm, begin)
-        bound = min(MESSAGE_NBYTES, *(bound for bound, _ in begun))
-        plan, arrived = _exchange_headers(comm, plans[0], sources, [sizes for _, sizes in begun])
-
-        def prepare() -> _Content:
-            headers = {t: decode_header(content.tobytes()) for t, content in arrived.items()}
-            return _Content.of(comm.rank, plan, sources, headers, bound, stack)
-
-        content = agree(comm, prepare)
-        content.exchange(comm)
-        bad = _findings(comm, sources, content)
-    arrivals = content.arrivals
-    unusable = {(one.rank, one.part_id) for one in bad}
-    parts = {
-        t.id_: RetrievedPart(arrival.stored.part, arrival.sink.tensors)
-        for t, arrival in arrivals.items()
-        if (t.sender, t.id_) not in unusable
-    }
+        files = _Files(comm, stack)
+        sizes = agree_and_gather(comm, lambda: files.open(decide(), open_source))
+        found = exchange(
+            comm,
+            lambda: files.prepare(sizes),
+            files.find_bad,
+            max_inflight_nbytes=message_nbytes,
+            compares_digests=False,  # those of the buffers are
+        )
+    reasons: dict[tuple[int, str], str] = {}
+    for rank, part_id, reason in (one for some in found for one in some):
+        reasons.setdefault((rank, part_id), reason)
+    arrived = files.arrivals.items()
+    parts = {t.id_: one.part() for t, one in arrived if (t.sender, t.id_) not in reasons}
     report = RetrievalReport(
         num_parts=len(parts),
-        read_nbytes=sum(source.read_nbytes for source in sources.values()),
-        received_nbytes=sum(
-            a.stored.layout.nbytes for t, a in arrivals.items() if t.sender != comm.rank
-        ),
+        read_nbytes=sum(source.read_nbytes for source in files.sources.values()),
+        received_nbytes=sum(one.nbytes for t, one in arrived if t.sender != comm.rank),
         seconds=time.monotonic() - started,
     )
+    bad = tuple(BadCopy(*where, reason) for where, reason in sorted(reasons.items()))
     return Retrieval(parts, bad, report)
 
 
-@dataclass(frozen=True, slots=True)
+class _Files:
+    """The files that this rank reads for itself and for others, and those that it gets.
+
+    Attributes:
+        sources: by id, what it reads.
+        arrivals: what it gets.
+    """
+
+    def __init__(self, comm: Communicator, stack: ExitStack) -> None:
+        self._rank = comm.rank
+        self._stack = stack
+        self._transfers: tuple[Transfer, ...] = ()
+        self._own_reads: list[tuple[PartSource, Future[None]]] = []
+        self.sources: dict[str, PartSource] = {}
+        self.arrivals: dict[Transfer, _Arrival] = {}
+
+    def open(self, plan: ExchangePlan, source_of: Callable[[str], PartSource]) -> dict[str, int]:
+        """Open the files of a plan; returns the sizes of those that can be used, by id."""
+        self._transfers = plan.transfers
+        for part_id in sorted({t.id_ for t in plan.transfers if t.sender == self._rank}):
+            source = self.sources[part_id] = source_of(part_id)
+            self._stack.callback(source.close)
+        return {
+            part_id: source.stored.layout.nbytes
+            for part_id, source in self.sources.items()
+            if source.stored is not None
+        }
+
+    def prepare(self, sizes: Sequence[Mapping[str, int]]) -> Blocks:
+        """Begin to read this node's own files; what goes to other ranks, and comes from them.
+
+        Args:
+            sizes: for each rank what ``open`` returned.
+        """
+        moved = [t for t in self._transfers if t.id_ in sizes[t.sender]]
+        self.arrivals.update(
+            {t: _Arrival(sizes[t.sender][t.id_]) for t in moved if t.receiver == self._rank}
+        )
+        readers = self._stack.enter_context(OrderedQueues(_num_readers()))
+        for source, arrival in (
+            (self.sources[t.id_], arrival)
+            for t, arrival in self.arrivals.items()
+            if t.sender == self._rank
+        ):
+            self._own_reads.extend(
+                (source, readers.submit(number % _num_readers(), read))
+                for number, read in enumerate(arrival.reads_of(source))
+            )
+        outgoing = [
+            Outgoing(t.id_, t.receiver, sizes[t.sender][t.id_], self.sources[t.id_].read)
+            for t in moved
+            if t.sender == self._rank != t.receiver
+        ]
+        return outgoing, [
+            arrival.incoming(t) for t, arrival in self.arrivals.items() if t.sender != self._rank
+        ]
+
+    def find_bad(self) -> list[list[object]]:
+        """Every copy that this rank found to be damaged: who read it, its id, and the reason."""
+        for source, reading in self._own_reads:
+            settled(reading, source)
+        failed = [
+            [self._rank, part_id, str(source.failure)]
+            for part_id, source in self.sources.items()
+            if source.failure is not None
+        ]
+        return failed + [
+            [t.sender, t.id_, damage]
+            for t, arrival in self.arrivals.items()
+            if (damage := arrival.damage()) is not None
+        ]
+
+
 class _Arrival:
-    """A part on its way into this rank's memory."""
+    """A file on its way into this rank's memory, where it has its layout.
 
-    transfer: Transfer
-    stored: StoredPart
-    sink: MemorySink
-    digests: BufferDigests
+    New memory comes in large pages where the system has them: it is touched for the first time.
+    """
 
-    @classmethod
-    def of(cls, transfer: Transfer, stored: StoredPart) -> _Arrival:
-        """One of which nothing is there yet."""
-        part, layout = stored.part, stored.layout
-        return cls(transfer, stored, MemorySink(part, layout), BufferDigests(part, layout))
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._memory = host_memory(nbytes, is_pinned=False)
+        self._num_checked = 0
+        self._stored: StoredPart | None = None
+        self._digests: BufferDigests | None = None
+        self._failure: CheckpointError | None = None
 
-    def read(self, source: PartSource, stretch: Sequence[Message]) -> None:
-        """Read messages, and take their digests while they are in the processor's cache."""
-        for message in stretch:
-            memory = self.sink.place(message)
-            source.read_into(message, memory)
-            self.digests.take(message, memory)
+    def incoming(self, transfer: Transfer) -> Incoming:
+        """All its bytes, the header first."""
+        return Incoming(transfer.id_, transfer.sender, self.nbytes, self._take, self._place)
+
+    def reads_of(self, source: PartSource) -> Iterator[Callable[[], None]]:
+        """What reads it from this node, buffers together that are small; threads may share it."""
+        assert source.stored is not None  # noqa: S101 - others are not moved
+        self._stored, layout = source.stored, source.stored.layout
+        self._digests = BufferDigests(source.stored.part, layout)
+        first = end = layout.header_nbytes
+        for buffer, start in zip(source.stored.part.buffers, layout.byte_offsets, strict=True):
+            if end - first >= MESSAGE_NBYTES:
+                yield partial(self._read, source, first, start)
+                first = start
+            end = start + buffer.nbytes
+        yield partial(self._read, source, first, end)
+
+    def _read(self, source: PartSource, first: int, end: int) -> None:
+        for start in range(first, end, _READ_NBYTES):
+            memory = self._place(start, min(_READ_NBYTES, end - start))
+            content = source.read(start, memory)
+            if content.data_ptr() != memory.data_ptr():
+                memory.copy_(content)
+            assert self._digests is not None  # noqa: S101 - see reads_of
+            self._digests.take(start, memory.numpy())
+
+    def _place(self, start: int, nbytes: int) -> torch.Tensor:
+        return self._memory[start : start + nbytes]
+
+    def _take(self, start: int, content: torch.Tensor) -> None:
+        """The bytes up to these are there, in their place."""
+        end = start + content.numel()
+        try:
+            if self._digests is None and self._failure is None:
+                self._begin(self._memory[:end].numpy())
+        except CheckpointError as error:
+            self._failure = error
+        if self._digests is not None:
+            self._digests.take(self._num_checked, self._memory[self._num_checked : end].numpy())
+            self._num_checked = end
+
+    def _begin(self, content: Bytes) -> None:
+        """Look at the header once it is there."""
+        if content.size >= PREFIX_NBYTES:
+            stop = PREFIX_NBYTES + description_nbytes(content[:PREFIX_NBYTES].tobytes())
+            if content.size >= stop:
+                self._stored = decode_header(content[:stop].tobytes())
+                self._digests = BufferDigests(self._stored.part, self._stored.layout)
+                self._num_checked = stop
 
     def damage(self) -> str | None:
         """What is not as its digest says, once all is there."""
-        pairs = zip(self.stored.digests, self.digests.values(), strict=True)
-        for buffer, (expected, found) in zip(self.stored.part.buffers, pairs, strict=True):
+        if self._stored is None or self._digests is None:
+            return str(self._failure or "its header did not arrive")
+        if self._stored.layout.nbytes != self.nbytes:
+            return f"{self._stored.part.part_id} has {self.nbytes} bytes"
+        pairs = zip(self._stored.digests, self._digests.values(), strict=True)
+        for buffer, (expected, found) in zip(self._stored.part.buffers, pairs, strict=True):
             if found != expected:
                 return (
-                    f"{buffer.name}: {self.stored.part.part_id} has digest {found:016x}, expected "
+                    f"{buffer.name}: {self._stored.part.part_id} has digest {found:016x}, expected "
                     f"{expected:016x}"
                 )
         return None
 
-
-def _exchange_headers(
-    comm: Communicator,
-    plan: ExchangePlan,
-    sources: Mapping[str, PartSource],
-    sizes: Sequence[Mapping[str, int]],
-) -> tuple[ExchangePlan, dict[Transfer, Bytes]]:
-    """What is left of the plan without copies that cannot be opened, and this rank's headers.
-
-    Args:
-        comm: the ranks.
-        plan: who gets what.
-        sources: this rank's copies.
-        sizes: for each rank, of the headers of its copies that can be opened, in bytes.
-    """
-    good = plan.without([t for t in plan.transfers if t.id_ not in sizes[t.sender]])
-
-    def make_room() -> dict[Transfer, Bytes]:
-        own = {
-            t: np.frombuffer(bytearray(sources[t.id_].header or b""), np.uint8)
-            for t in good.transfers
-            if t.sender == comm.rank
-        }
-        return own | {
-            t: np.empty(sizes[t.sender][t.id_], np.uint8)
-            for t in good.received_by(comm.rank)
-            if t.sender != comm.rank
-        }
-
-    headers = agree(comm, make_room) if good.steps else make_room()
-    for step in good.steps:
-        comm.exchange(
-            [Send(t.receiver, headers[t]) for t in step if t.sender == comm.rank],
-            [Receive(t.sender, headers[t]) for t in step if t.receiver == comm.rank],
-        )
-    return good, headers
-
-
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """The way of parts into memory, with all threads and all memory for it.
-
-    Attributes:
-        plan: who gets what.
-        headers: of what this rank sends or gets.
-        nbytes: bound on a message.
-        arrivals: what this rank gets.
-        outgoing: what it sends.
-        readers: threads that read its own parts.
-        checker: a thread that takes digests of what has arrived.
-        works: all that was given to threads, with the file that it reads.
-    """
-
-    plan: ExchangePlan
-    headers: Mapping[Transfer, StoredPart]
-    nbytes: int
-    arrivals: Mapping[Transfer, _Arrival]
-    outgoing: Mapping[Transfer, _Outgoing]
-    checker: OrderedQueues
-    works: list[tuple[object, Future[None]]]
-
-    @classmethod
-    def of(
-        cls,
-        rank: int,
-        plan: ExchangePlan,
-        sources: Mapping[str, PartSource],
-        headers: Mapping[Transfer, StoredPart],
-        nbytes: int,
-        stack: ExitStack,
-    ) -> _Content:
-        """The way for one rank, open as long as the stack; its own parts are being read."""
-        readers = stack.enter_context(OrderedQueues(_num_readers()))
-        sender = stack.enter_context(OrderedQueues(1))
-        checker = stack.enter_context(OrderedQueues(1))
-        arrivals = {t: _Arrival.of(t, headers[t]) for t in plan.received_by(rank)}
-        sent = [t for step in plan.steps for t in step if t.sender == rank]
-        buckets = _Buckets.of([_messages(headers[t], nbytes) for t in sent])
-        own = [
-            (arrival, sources[t.id_], stretch)
-            for t, arrival in arrivals.items()
-            if t.sender == rank
-            for stretch in build_stretches(_messages(headers[t], min(nbytes, _READ_NBYTES)))
-        ]
-        works: list[tuple[object, Future[None]]] = [
-            (source, readers.submit(number % _num_readers(), arrival.read, source, stretch))
-            for number, (arrival, source, stretch) in enumerate(own)
-        ]
-        outgoing = {
-            t: _Outgoing(t, sources[t.id_], _messages(headers[t], nbytes), buckets, sender)
-            for t in sent
-        }
-        return cls(plan, headers, nbytes, arrivals, outgoing, checker, works)
-
-    def exchange(self, comm: Communicator) -> None:
-        """Send and receive message by message; own parts are read meanwhile. Collective.
-
-        Nothing here raises but for a peer that is gone: what goes wrong is kept for ``require``.
-        """
-        for step in self.plan.steps:
-            outgoing = _mine(step, comm.rank, sending=True)
-            incoming = _mine(step, comm.rank, sending=False)
-            self._exchange(
-                comm,
-                self.outgoing[outgoing] if outgoing else None,
-                self.arrivals[incoming] if incoming else None,
-            )
-
-    def _exchange(
-        self, comm: Communicator, outgoing: _Outgoing | None, incoming: _Arrival | None
-    ) -> None:
-        """Send a part, receive a part, or both, side by side; digests may still be being taken."""
-        expected = iter(_messages(incoming.stored, self.nbytes) if incoming else ())
-        while True:
-            sends = outgoing.next() if outgoing else []
-            message = next(expected, None)
-            if message is None and not sends:
-                return
-            if incoming is None or message is None:
-                comm.exchange(sends, [])
-                continue
-            memory = incoming.sink.place(message)
-            comm.exchange(sends, [Receive(incoming.transfer.sender, memory)])
-            taken = self.checker.submit(0, incoming.digests.take, message, memory)
-            self.works.append((incoming.transfer.id_, taken))
-
-    def require(self) -> None:
-        """Return when all threads are done; raises what one of them has raised."""
-        for source, work in self.works:
-            settled(work, source)
-        for outgoing in self.outgoing.values():
-            outgoing.require()
+    def part(self) -> RetrievedPart:
+        """The file, once it is known to be whole."""
+        assert self._stored is not None  # noqa: S101 - it has no damage
+        part, layout = self._stored.part, self._stored.layout
+        return RetrievedPart(part, tensors_in(self._memory, part, layout))
 
 
 def _num_readers() -> int:
-    """Threads that read this rank's own parts: a few, as many as there are processors for."""
+    """Threads that read this node's own files: a few, as many as there are processors for."""
     return min(_MAX_READERS, os.cpu_count() or 1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Buckets:
-    """Memory that messages are read to before they are sent, by turns."""
-
-    memory: tuple[Bytes, ...]
-
-    @classmethod
-    def of(cls, messages: Sequence[Sequence[Message]]) -> _Buckets:
-        """Room for the largest of them."""
-        largest = max((m.nbytes for part in messages for m in part), default=0)
-        return cls(tuple(np.empty(largest, np.uint8) for _ in range(_NUM_BUCKETS)))
-
-
-class _Outgoing:
-    """The messages of a part that this rank reads for another; one is read ahead."""
-
-    def __init__(
-        self,
-        transfer: Transfer,
-        source: PartSource,
-        messages: Sequence[Message],
-        buckets: _Buckets,
-        pool: OrderedQueues,
-    ) -> None:
-        self._receiver = transfer.receiver
-        self._source = source
-        self._messages = iter(messages)
-        self._memory = buckets.memory
-        self._turn = 0
-        self._pool = pool
-        self._ahead: Future[Bytes] | None = None
-        self._next: Message | None = None
-        self._has_begun = False
-        self._failure: Exception | None = None
-
-    def next(self) -> list[Send]:
-        """The next message; none if all are sent."""
-        if not self._has_begun:
-            self._has_begun, self._ahead = True, self._begin()
-        if self._ahead is None or self._next is None:
-            return []
-        try:
-            content = settled(self._ahead, self._source)
-        except StorageTimeoutError as error:
-            self._failure = error
-            content = self._memory[0][: self._next.nbytes]
-        self._ahead = self._begin()
-        return [Send(self._receiver, content)]
-
-    def require(self) -> None:
-        """Raise what went wrong, if something did."""
-        if self._failure is not None:
-            raise self._failure
-
-    def _begin(self) -> Future[Bytes] | None:
-        self._next = next(self._messages, None)
-        return None if self._next is None else self._pool.submit(0, self._read, self._next)
-
-    def _read(self, message: Message) -> Bytes:
-        """A message in memory, whatever that holds where it cannot be read."""
-        place, self._turn = self._turn, (self._turn + 1) % _NUM_BUCKETS
-        content = self._memory[place][: message.nbytes]
-        try:
-            self._source.read_into(message, content)
-        except Exception as error:  # noqa: BLE001 - raised at the end, when no peer waits for us
-            self._failure = self._failure or error
-        return content
-
-
-def _messages(stored: StoredPart, max_nbytes: int) -> tuple[Message, ...]:
-    sizes = [buffer.nbytes for buffer in stored.part.buffers]
-    return build_messages(stored.layout.byte_offsets, sizes, max_nbytes)
-
-
-def _mine(step: Sequence[Transfer], rank: int, *, sending: bool) -> Transfer | None:
-    ends = ((t.sender if sending else t.receiver, t) for t in step)
-    return next((t for end, t in ends if end == rank), None)
-
-
-def _findings(
-    comm: Communicator, sources: Mapping[str, PartSource], content: _Content
-) -> tuple[BadCopy, ...]:
-    """Every copy that cannot be used, the same on every rank."""
-
-    def found() -> list[list[object]]:
-        content.require()
-        own = [
-            [comm.rank, part_id, str(source.failure)]
-            for part_id, source in sources.items()
-            if source.failure is not None
-        ]
-        arrived = [
-            [t.sender, t.id_, damage]
-            for t, arrival in content.arrivals.items()
-            if (damage := arrival.damage()) is not None
-        ]
-        return own + arrived
-
-    everyone = agree_and_gather(comm, found)
-    bad: dict[tuple[int, str], str] = {}
-    for rank, part_id, reason in (one for some in everyone for one in some):
-        bad.setdefault((rank, part_id), reason)
-    return tuple(BadCopy(*where, reason) for where, reason in sorted(bad.items()))

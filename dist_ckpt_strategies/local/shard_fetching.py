@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
-from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
+from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
 from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.core.array import (
@@ -21,9 +20,9 @@ from dist_ckpt_strategies.core.array import (
     shard_from_wire,
     shard_to_wire,
 )
-from dist_ckpt_strategies.device import as_bytes, to_host, torch_dtype
+from dist_ckpt_strategies.device import TensorBytes, torch_dtype
 from dist_ckpt_strategies.errors import ArrayNotFoundError
-from dist_ckpt_strategies.local.plan_reshard import Piece, ReshardPlan, build_reshard_plan
+from dist_ckpt_strategies.local.plan_reshard import Piece, build_reshard_plan
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     message_of,
@@ -144,58 +143,40 @@ def fetched_shards(
         return [bound, [shard_to_wire(spec) for spec in held]]
 
     everyone = agree_and_gather(comm, describe)
+    targets: dict[ShardId, torch.Tensor] = {}
 
-    def prepare() -> tuple[ReshardPlan, dict[ShardId, torch.Tensor]]:
-        bound = min(bound for bound, _ in everyone)
+    def prepare() -> Blocks:
         found = [list(map(shard_from_wire, wires)) for _, wires in everyone]
         wanted = [list(map(shard_from_wire, wires)) for wires in missing]
-        plan = build_reshard_plan(found, wanted, max_inflight_bytes=bound)
+        pieces = build_reshard_plan(found, wanted)
+        dtypes = {spec.key: spec.dtype for specs in found for spec in specs}
         device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
-        return plan, {
-            spec.id: torch.empty(
-                spec.region.shape, dtype=torch_dtype(plan.dtypes[spec.key]), device=device
-            )
-            for spec in wanted[comm.rank]
-        }
+        for spec in wanted[comm.rank]:
+            dtype = torch_dtype(dtypes[spec.key])
+            targets[spec.id] = torch.empty(spec.region.shape, dtype=dtype, device=device)
+        sources = {spec.id: tensor for spec, tensor in held.items()}
+        outgoing, incoming = [], []
+        for piece in pieces:
+            if piece.sender == comm.rank:
+                own = TensorBytes([_part(piece, piece.source, sources)])
+                outgoing.append(Outgoing(piece.target.key, piece.receiver, own.nbytes, own.read))
+            if piece.receiver == comm.rank:
+                incoming.append(_incoming(piece, targets))
+        return outgoing, incoming
 
-    plan, targets = agree(comm, prepare)
-    _run_reshard(plan, {spec.id: tensor for spec, tensor in held.items()}, targets, comm)
+    exchange(comm, prepare, max_inflight_nbytes=min(bound for bound, _ in everyone))
     return targets
 
 
-def _run_reshard(plan: ReshardPlan, held: _Shards, targets: _Shards, comm: Communicator) -> None:
-    """Fill every target from what the ranks hold. Collective, with an equal plan."""
+def _incoming(piece: Piece, targets: _Shards) -> Incoming:
+    target = TensorBytes([_part(piece, piece.target, targets)])
 
-    def copy_local() -> None:
-        for piece in plan.local:
-            if piece.receiver == comm.rank:
-                _part(piece, piece.target, targets).copy_(_part(piece, piece.source, held))
+    def take(start: int, content: torch.Tensor) -> None:
+        target.write(start, content)
+        if start + content.numel() == target.nbytes:
+            target.write_back()
 
-    agree(comm, copy_local)
-    for round_ in plan.rounds:
-        outgoing = [piece for piece in round_ if piece.sender == comm.rank]
-        incoming = [piece for piece in round_ if piece.receiver == comm.rank]
-
-        def prepare(
-            outgoing: list[Piece] = outgoing, incoming: list[Piece] = incoming
-        ) -> tuple[list[Bytes], list[Bytes]]:
-            sources = [_part(piece, piece.source, held).contiguous() for piece in outgoing]
-            contents = to_host([as_bytes(source) for source in sources])
-            return contents, [np.empty(piece.nbytes, np.uint8) for piece in incoming]
-
-        contents, buffers = agree(comm, prepare)
-        comm.exchange(
-            [Send(p.receiver, content) for p, content in zip(outgoing, contents, strict=True)],
-            [Receive(p.sender, buffer) for p, buffer in zip(incoming, buffers, strict=True)],
-        )
-        agree(comm, partial(_fill, incoming, buffers, targets))
-
-
-def _fill(incoming: Sequence[Piece], buffers: Sequence[Bytes], targets: _Shards) -> None:
-    """Put what has arrived in its places."""
-    for piece, buffer in zip(incoming, buffers, strict=True):
-        elements = torch.from_numpy(buffer).view(torch_dtype(piece.dtype))
-        _part(piece, piece.target, targets).copy_(elements.reshape(piece.region.shape))
+    return Incoming(piece.target.key, piece.sender, target.nbytes, take, key=piece.target.key)
 
 
 def _part(piece: Piece, shard: ShardId, tensors: _Shards) -> torch.Tensor:

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from dist_ckpt_strategies.device import to_host
 from dist_ckpt_strategies.errors import RestartError
 from dist_ckpt_strategies.recovery.part_transfer import FlatPart, flat_parts
 from dist_ckpt_strategies.recovery.plan import HeldState, Phase
@@ -187,7 +186,10 @@ def host_copy(provider: StateProvider, step: int, *, holds_parts: bool = True) -
         holds_parts: whether its tensors are; not of a torn state, of which only the step counts.
     """
     parts = provider.parts() if holds_parts else {}
-    copied = {part_id: _on_host(tensors) for part_id, tensors in parts.items()}
+    copied = {
+        part_id: {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        for part_id, tensors in parts.items()
+    }
     return HeldTensors(
         lambda: copied,
         step=step,
@@ -218,17 +220,3 @@ class PartsView:
     def step(self) -> int:
         """See StateProvider."""
         return self._provider.step
-
-
-def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies, in pinned memory where they come from CUDA."""
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        source = tensor.detach()
-        if source.device.type == "cpu":
-            found[name] = source.clone()
-            continue
-        raw = source.resolve_conj().resolve_neg().contiguous()
-        host = torch.from_numpy(to_host([raw.reshape(-1).view(torch.uint8)])[0])
-        found[name] = host.view(raw.dtype).reshape(raw.shape)
-    return found

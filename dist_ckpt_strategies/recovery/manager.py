@@ -37,7 +37,6 @@ from dist_ckpt_strategies.recovery.recover import (
     Recovered,
     Survivor,
     UnfinishedStepError,
-    gather_facts,
     plan_recovery,
     run_recovery,
 )
@@ -270,11 +269,10 @@ class CheckpointManager(StepKeeper):
                 tuple(sorted(view.gathered_parts())),
                 held,
                 why,
-                tuple(sorted(self._random.all())),
+                tuple(sorted(self._random)),
             )
 
-        facts = gather_facts(comm, describe)
-        return plan_recovery(comm, facts, parts)
+        return plan_recovery(comm, describe, parts)
 
     def _flat_kept(self) -> dict[str, FlatPart]:
         return {} if self._kept is None else flat_parts(self._view(self._kept.provider).parts())
@@ -306,7 +304,7 @@ class CheckpointManager(StepKeeper):
             plan,
             survivor,
             self._view(new),
-            self._random.all(),
+            dict(self._random),
             compares_copies=self.enable_checksum,
             on_filling=self._note_filling,
         )
@@ -327,8 +325,8 @@ class CheckpointManager(StepKeeper):
     def _adopt(self, new: StateProvider, recovered: Recovered) -> None:
         report = recovered.report
         for rank, content in recovered.random_states.items():
-            self._random.note(rank, report.step, content)
-        self._random.forget_before(report.step)
+            self._random[rank, report.step] = content
+        self._forget_random_states(report.step)
         self._kept = KeptState(new, report.step, Phase.RUNNING)
         self._ballot = None
         self._restores = True

@@ -21,7 +21,6 @@ from dist_ckpt_strategies.recovery.plan import HeldState, Phase, RankFacts
 from dist_ckpt_strategies.recovery.provider import HasStateProvider, StateProvider, provider_of
 from dist_ckpt_strategies.recovery.recover import (
     Survivor,
-    gather_facts,
     plan_recovery,
     run_recovery,
 )
@@ -139,7 +138,7 @@ class PEFTCheckpointManager(CheckpointManager):
             parts.extend({_BASE: one} for one in (new, FlatPart(_BASE, weights or {})))
             return RankFacts((new.facts(),), (), held, why, tuple(sorted(known)) if held else ())
 
-        plan = plan_recovery(comm, gather_facts(comm, describe), parts)
+        plan = plan_recovery(comm, describe, parts)
         old = None if weights is None else HeldTensors(lambda: {_BASE: weights})
         survivor = None if old is None else Survivor(old, 0, Phase.RUNNING, old.apply_update)
         target = HeldTensors(lambda: {_BASE: self._base_of(provider)})

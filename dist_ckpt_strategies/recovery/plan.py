@@ -153,14 +153,6 @@ class RecoveryPlan:
         }
         return tuple(sorted(pairs))
 
-    def max_peers(self) -> int:
-        """The most ranks that one rank sends to or receives from."""
-        ends: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
-        for copy in self.copies:
-            ends["from", copy.source].add(copy.receiver)
-            ends["to", copy.receiver].add(copy.source)
-        return max(map(len, ends.values()), default=0)
-
 
 def build_recovery_plan(facts: Sequence[RankFacts]) -> RecoveryPlan:
     """Decide from what every rank has how all get to the same step.

@@ -8,9 +8,8 @@ from typing import Any, Protocol, cast
 import torch
 
 from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.recovery.part_transfer import flat_parts
+from dist_ckpt_strategies.recovery.part_transfer import dump_objects, flat_parts
 from dist_ckpt_strategies.recovery.plan import Phase
-from dist_ckpt_strategies.recovery.state_exchange import dump_objects
 
 __all__ = ["HasStateProvider", "Phase", "StateProvider", "provider_of"]
 

@@ -77,33 +77,3 @@ def _restore(name: str, state: Any) -> None:
         torch.cuda.set_rng_state(torch.from_numpy(state))
     else:
         raise ValueError("no generator has this name")
-
-
-class RandomLog:
-    """Random states of this rank and its replicas, at the beginning of the last few steps.
-
-    Encoded; by global rank and step.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, int], bytes] = {}
-
-    def note(self, global_rank: int, step: int, content: bytes) -> None:
-        """Keep the states of a rank, in the place of earlier ones of that step."""
-        self._known[global_rank, step] = content
-
-    def get(self, global_rank: int, step: int) -> bytes | None:
-        """The states of a rank at the beginning of a step; None if they are not known."""
-        return self._known.get((global_rank, step))
-
-    def all(self) -> dict[tuple[int, int], bytes]:
-        """All that is known."""
-        return dict(self._known)
-
-    def forget_before(self, step: int) -> None:
-        """Drop what is older than the beginning of ``step``."""
-        self._known = {key: found for key, found in self._known.items() if key[1] >= step}
-
-    def clear(self) -> None:
-        """Drop everything."""
-        self._known = {}

@@ -10,10 +10,13 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+import torch
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.exchange import Blocks, exchange
 from dist_ckpt_strategies.comm.process_group import is_of_communication
 from dist_ckpt_strategies.core.report import RecoveryReport
 from dist_ckpt_strategies.errors import (
@@ -24,9 +27,11 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.recovery.part_transfer import (
     FlatPart,
-    PartTransfer,
+    blocks_of,
+    dump_objects,
     flat_parts,
     layout_differences,
+    load_objects,
 )
 from dist_ckpt_strategies.recovery.plan import (
     Phase,
@@ -38,13 +43,15 @@ from dist_ckpt_strategies.recovery.plan import (
     require_equal_copies,
 )
 from dist_ckpt_strategies.recovery.provider import StateProvider
-from dist_ckpt_strategies.recovery.state_exchange import RandomStates, exchange_states
 
 logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 3
 
 T = TypeVar("T")
+
+RandomStates = Mapping[tuple[int, int], bytes]
+"""Encoded random states, by rank and step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,37 +98,34 @@ class Recovered:
     random_states: dict[int, bytes]
 
 
-def gather_facts(comm: Communicator, describe: Callable[[], RankFacts]) -> tuple[RankFacts, ...]:
-    """What every rank has and needs, by rank; all ranks have the same answer.
-
-    Collective.
-    """
-    answers = agree_and_gather(comm, lambda: base64.b85encode(pickle.dumps(describe())).decode())
-
-    def decode() -> tuple[RankFacts, ...]:
-        contents = [base64.b85decode(answer) for answer in answers]
-        return tuple(pickle.loads(content) for content in contents)  # noqa: S301 - of this job
-
-    return agree(comm, decode)
-
-
 def plan_recovery(
-    comm: Communicator, facts: Sequence[RankFacts], parts: Sequence[Mapping[str, FlatPart]]
+    comm: Communicator,
+    describe: Callable[[], RankFacts],
+    parts: Sequence[Mapping[str, FlatPart]],
 ) -> RecoveryPlan:
     """The plan, or the same error on all ranks; where tensors differ it names them.
 
-    Collective: whatever else goes wrong on one rank, such as memory that it does not get, is
-    raised on all too.
+    Collective.
 
     Args:
         comm: the ranks.
-        facts: what ``gather_facts`` gave.
-        parts: this rank's own, wanted ones first.
+        describe: what this rank has and needs.
+        parts: this rank's own, wanted ones first; ``describe`` may fill the sequence.
     """
-    conflict = agree(comm, lambda: find_layout_conflict(facts))
-    if conflict is not None:
-        _raise_conflict(comm, conflict, parts)
-    return _decided(comm, lambda: build_recovery_plan(facts))
+    answers = agree_and_gather(comm, lambda: base64.b85encode(pickle.dumps(describe())).decode())
+
+    def decide() -> RecoveryPlan | CheckpointError | tuple[str, int, int]:
+        contents = [base64.b85decode(answer) for answer in answers]
+        facts = [pickle.loads(content) for content in contents]  # noqa: S301 - of this job
+        try:
+            return find_layout_conflict(facts) or build_recovery_plan(facts)
+        except CheckpointError as error:  # all ranks find it alike, so no rank is to blame
+            return error
+
+    decision: RecoveryPlan | CheckpointError | tuple[str, int, int] = agree(comm, decide)
+    if isinstance(decision, tuple):
+        _raise_conflict(comm, decision, parts)
+    return _required(decision)
 
 
 def run_recovery(  # noqa: PLR0913 - options by name
@@ -148,8 +152,7 @@ def run_recovery(  # noqa: PLR0913 - options by name
         new: what is to be filled; it may have the survivor's tensors, or be the same object.
         random_states: that this rank knows.
         compares_copies: whether all copies of a part have to be equal before any is sent.
-        max_bucket_nbytes: bound on what a rank has under way to, or from, all of its peers
-            together, equal on all ranks; a message to each of them may be 1 MiB in any case.
+        max_bucket_nbytes: bound on what travels at once to, or from, all peers of a rank.
         on_filling: called when the new state is about to be changed; on all ranks, or on none.
 
     Raises:
@@ -161,51 +164,111 @@ def run_recovery(  # noqa: PLR0913 - options by name
     role = plan.roles[comm.rank]
     if any(one is Role.ROLL_FORWARD for one in plan.roles):
         _finish_steps(comm, survivor, role)
-    sources = agree(comm, lambda: _sources(survivor, role))
+    transfer = _Transfer(comm, plan, survivor, new, random_states)
+    described = agree_and_gather(comm, lambda: transfer.describe(with_digests=compares_copies))
     if compares_copies:
-        _compare_copies(comm, plan, sources)
-
-    def prepare() -> PartTransfer:
-        targets = flat_parts(_asked("parts", new.parts))
-        return PartTransfer(comm, plan, sources, targets, max_bucket_nbytes)
-
-    transfer = agree(comm, prepare)
+        _compare_copies(comm, [digests for _, digests in described])
     on_filling()
-    copied_nbytes = agree(comm, transfer.copy_own)
-    transfer.run()
-    has_objects = plan.object_sources[comm.rank] == comm.rank
-    own = survivor if has_objects else None
-    states = exchange_states(comm, plan, lambda: _objects_of(own), random_states)
-    agree(comm, lambda: _take_objects(new, states.objects, plan.target))
+    exchange(
+        comm,
+        lambda: transfer.prepare([nbytes for nbytes, _ in described]),
+        max_inflight_nbytes=max_bucket_nbytes,
+    )
+    random = agree(comm, transfer.take)
     if plan.needs_gather:
         _gather_weights(comm, new)
-    report = RecoveryReport(
-        step=plan.target,
-        role=role,
-        sources=transfer.sources,
-        received_nbytes=transfer.received_nbytes,
-        sent_nbytes=transfer.sent_nbytes,
-        copied_nbytes=copied_nbytes,
-        gathered=plan.needs_gather,
-        seconds=time.monotonic() - started,
-    )
-    return Recovered(report, states.random)
+    report = transfer.report(time.monotonic() - started)
+    return Recovered(report, random)
 
 
-def _decided(comm: Communicator, decide: Callable[[], T]) -> T:
-    """What every rank decides alike, from the same facts, or the error that all decide on alike.
+class _Transfer:
+    """One rank's side of a plan: what it has at the target, and what it receives."""
 
-    Collective: what goes wrong on one rank alone, such as memory that it does not get, is raised
-    on all.
-    """
+    def __init__(
+        self,
+        comm: Communicator,
+        plan: RecoveryPlan,
+        survivor: Survivor | None,
+        new: StateProvider,
+        random_states: RandomStates,
+    ) -> None:
+        self._comm = comm
+        self._plan = plan
+        self._survivor = survivor
+        self._new = new
+        self._random_states = random_states
+        self._copied_nbytes = 0
+        self._sources: dict[str, FlatPart] = {}
+        self._targets: dict[str, FlatPart] = {}
+        self._objects: dict[int, torch.Tensor] = {}
 
-    def attempt() -> T | CheckpointError:
-        try:
-            return decide()
-        except CheckpointError as error:
-            return error
+    def describe(self, *, with_digests: bool) -> list[Any]:
+        """The size of this rank's objects, and digests of its parts at the target."""
+        plan, rank = self._plan, self._comm.rank
+        # Asked for after the roll-forward: an update may replace tensors by new ones.
+        self._sources = _sources(self._survivor, plan.roles[rank])
+        self._targets = flat_parts(_asked("parts", self._new.parts))
+        for copy in plan.copies:
+            if copy.receiver == rank:
+                self._targets[copy.part_id].require_fillable()
+        has_objects = plan.object_sources[rank] == rank
+        known = {
+            of_rank: found
+            for (of_rank, step), found in self._random_states.items()
+            if step == plan.target
+        }
+        content = dump_objects((_objects_of(self._survivor if has_objects else None), known))
+        self._objects[rank] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+        compared = plan.local_parts(rank) if with_digests else ()
+        return [len(content), {name: self._sources[name].digest() for name in compared}]
 
-    decision = agree(comm, attempt)
+    def prepare(self, objects_nbytes: Sequence[int]) -> Blocks:
+        """Copy this rank's own parts to the new state; what it sends and receives beside them."""
+        plan, rank = self._plan, self._comm.rank
+        for part_id in plan.local_parts(rank):
+            if part_id in self._targets:
+                self._copied_nbytes += self._targets[part_id].copy_from(self._sources[part_id])
+        for source, receiver in plan.message_pairs():
+            if receiver == rank:
+                memory = torch.empty(objects_nbytes[source], dtype=torch.uint8, device="cpu")
+                self._objects[source] = memory
+        return blocks_of(self._comm, plan, self._sources, self._targets, self._objects)
+
+    def take(self) -> dict[int, bytes]:
+        """Complete the new state; returns the random states of the target, by rank."""
+        plan, rank = self._plan, self._comm.rank
+        for part in self._targets.values():
+            part.write_back()
+        states = {
+            source: load_objects(content.numpy().tobytes())
+            for source, content in self._objects.items()
+        }
+        random: dict[int, bytes] = {}
+        for source in {plan.random_sources[rank], *states}:
+            random = {**states[source][1], **random}
+        objects, _ = states[plan.object_sources[rank]]
+        _asked("load_objects", lambda: self._new.load_objects(objects))
+        _asked("set_step", lambda: self._new.set_step(plan.target))
+        return random
+
+    def report(self, seconds: float) -> RecoveryReport:
+        """What was done, in numbers."""
+        plan, rank = self._plan, self._comm.rank
+        received = [copy for copy in plan.copies if copy.receiver == rank]
+        return RecoveryReport(
+            step=plan.target,
+            role=plan.roles[rank],
+            sources=tuple(sorted({copy.source for copy in received})),
+            received_nbytes=sum(copy.nbytes for copy in received),
+            sent_nbytes=sum(copy.nbytes for copy in plan.copies if copy.source == rank),
+            copied_nbytes=self._copied_nbytes,
+            gathered=plan.needs_gather,
+            seconds=seconds,
+        )
+
+
+def _required(decision: T | CheckpointError) -> T:
+    """What every rank decided alike, or the error that all decided on alike."""
     if isinstance(decision, CheckpointError):
         raise decision
     return decision
@@ -259,39 +322,33 @@ def _asked(what: str, call: Callable[[], T]) -> T:
 
 
 def _sources(survivor: Survivor | None, role: Role) -> dict[str, FlatPart]:
-    """Asked for after the roll-forward: an update may put new tensors in the place of old ones."""
     if survivor is None or role is Role.RECEIVE:
         return {}
     return flat_parts(_asked("parts", survivor.provider.parts))
 
 
-def _compare_copies(
-    comm: Communicator, plan: RecoveryPlan, sources: Mapping[str, FlatPart]
-) -> None:
-    def describe() -> dict[str, str]:
-        return {name: sources[name].digest() for name in plan.local_parts(comm.rank)}
+def _compare_copies(comm: Communicator, answers: Sequence[Mapping[str, str]]) -> None:
+    def compare() -> CheckpointError | None:
+        digests: defaultdict[str, dict[int, str]] = defaultdict(dict)
+        for rank, found in enumerate(answers):
+            for part_id, digest in found.items():
+                digests[part_id][rank] = digest
+        try:
+            require_equal_copies(digests)
+        except CheckpointError as error:
+            return error
+        return None
 
-    answers = agree_and_gather(comm, describe)
-    digests: defaultdict[str, dict[int, str]] = defaultdict(dict)
-    for rank, found in enumerate(answers):
-        for part_id, digest in found.items():
-            digests[part_id][rank] = digest
-    _decided(comm, lambda: require_equal_copies(digests))
+    _required(agree(comm, compare))
 
 
 def _objects_of(survivor: Survivor | None) -> dict[str, Any] | None:
-    """Of the target; None where this rank takes those of another one."""
     return None if survivor is None else dict(_asked("objects", survivor.provider.objects))
-
-
-def _take_objects(new: StateProvider, objects: Mapping[str, Any], target: int) -> None:
-    _asked("load_objects", lambda: new.load_objects(objects))
-    _asked("set_step", lambda: new.set_step(target))
 
 
 def _raise_conflict(
     comm: Communicator, conflict: tuple[str, int, int], parts: Sequence[Mapping[str, FlatPart]]
-) -> None:
+) -> NoReturn:
     """Raise on all ranks, naming the tensors that differ. Collective."""
     part_id, first, second = conflict
 

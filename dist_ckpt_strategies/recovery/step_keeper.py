@@ -21,7 +21,6 @@ from dist_ckpt_strategies.recovery.provider import (
     require_movable,
 )
 from dist_ckpt_strategies.recovery.random_states import (
-    RandomLog,
     RandomState,
     capture_random_states,
     decode_random_states,
@@ -114,7 +113,7 @@ class StepKeeper:
         self.parameter_update_lock = ParameterUpdateLock()
         self._timeout_s = timeout_s
         self._kept: KeptState | None = None
-        self._random = RandomLog()
+        self._random: dict[tuple[int, int], bytes] = {}  # of the last steps, by rank and step
         self._ballot: Ballot | None = None
         self._restores = False
 
@@ -131,7 +130,7 @@ class StepKeeper:
     @property
     def rng_states(self) -> list[RandomState] | None:
         """This rank's random states at the beginning of its step; None if they are not known."""
-        content = self._random.get(global_rank(), self.global_step or 0)
+        content = self._random.get((global_rank(), self.global_step or 0))
         return None if content is None else list(decode_random_states(content))
 
     def track(
@@ -181,7 +180,7 @@ class StepKeeper:
         kept, ballot = self._tracked({Phase.RUNNING})
         after = kept.step + 1
         content = encode_random_states(capture_random_states())
-        self._random.note(global_rank(), after, content)
+        self._random[global_rank(), after] = content
         self._kept = KeptState(kept.provider, kept.step, Phase.GRADS_FINAL)
         self._mirror(ballot, after, content)
         # Whoever comes out of this knows that all have been in it, and so have mirrored theirs.
@@ -235,14 +234,14 @@ class StepKeeper:
         kept, _ = self._tracked({Phase.UPDATED})
         self._kept = KeptState(kept.provider, kept.step + 1, Phase.RUNNING)
         kept.provider.set_step(kept.step + 1)
-        self._random.forget_before(kept.step + 1)
+        self._forget_random_states(kept.step + 1)
         self._record_checksums()
         self.abandon_update()
 
     def store_rng_states(self) -> None:
         """Take the random states of this process for those of its step's beginning."""
         content = encode_random_states(capture_random_states())
-        self._random.note(global_rank(), self.global_step or 0, content)
+        self._random[global_rank(), self.global_step or 0] = content
 
     def load_rng_states(self) -> None:
         """Go back to the random states of the step's beginning.
@@ -273,14 +272,15 @@ class StepKeeper:
             self.load_rng_states()
             self._restores = False
         self.store_rng_states()
-        content = self._random.get(global_rank(), step)
-        assert content is not None  # noqa: S101 - just stored
-        self._mirror(ballot, step, content)
+        self._mirror(ballot, step, self._random[global_rank(), step])
         self._record_checksums()
 
     def _mirror(self, ballot: Ballot, step: int, content: bytes) -> None:
         for rank, found in ballot.mirror(content).items():
-            self._random.note(rank, step, found)
+            self._random[rank, step] = found
+
+    def _forget_random_states(self, before: int) -> None:
+        self._random = {key: found for key, found in self._random.items() if key[1] >= before}
 
     def _record_checksums(self) -> None:
         if self.enable_checksum and self._kept is not None and self._kept.phase is Phase.RUNNING:

@@ -23,7 +23,6 @@ from dist_ckpt_strategies.local.part_format import (
     Part,
     PartId,
     SaveId,
-    encode_header,
     part_layout,
 )
 from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
@@ -43,13 +42,13 @@ def write_part(home: Path, iteration: int, owner: int, holder: int, content: Any
     part_id = PartId(SaveId(iteration, "a1"), owner)
     part = Part(part_id, 4, "run-7", "basic", content, BUFFERS)
     layout = part_layout(part)
-    writer = PartDirectory(home).create(part_id, holder, layout)
+    writer = PartDirectory(home).create(part, holder)
     digests = []
     for number, (buffer, offset) in enumerate(zip(BUFFERS, layout.byte_offsets, strict=True)):
         held = (np.arange(buffer.nbytes) + number + owner).astype(np.uint8)
         writer.write(offset, held)
         digests.append(xxhash.xxh3_64_intdigest(held.data))
-    writer.finish(encode_header(part, digests))
+    writer.finish(digests)
     return writer.path
 
 
@@ -200,7 +199,7 @@ def test_leftovers_of_a_killed_save_are_told_from_files_being_written(
 ) -> None:
     (session / "0" / f"{PARTIAL_PREFIX}dead").write_bytes(bytes(700))
     part = Part(PartId(SaveId(101, "a1"), 0), 4, "run-7", "basic", None, BUFFERS)
-    writer = PartDirectory(session).create(part.part_id, 0, part_layout(part))
+    writer = PartDirectory(session).create(part, 0)
     result = run(command, session)
     found = as_json(command, session)
     writer.abandon()

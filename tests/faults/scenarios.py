@@ -298,7 +298,7 @@ def recover_where(lost: int) -> Callable[[int, Path], Action]:
                 # As a vote would have left it: votes are collectives of the training's own.
                 manager._kept = KeptState(_replica(rank, 1.0), 0, Phase.COMMITTED)
                 for other in range(dist.get_world_size()):
-                    manager._random.note(other, 1, random_states)
+                    manager._random[other, 1] = random_states
             new = _replica(rank, 0.0)
             if manager.try_checkpointless_load(new) is None:
                 assert manager.last_failure is not None

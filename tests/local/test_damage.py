@@ -22,18 +22,14 @@ from dist_ckpt_strategies.comm.threads import run_ranks
 from dist_ckpt_strategies.errors import CheckpointError, NoReplicasAvailableError
 from dist_ckpt_strategies.local.encoding import decode_state, default_local_allowed, encode_state
 from dist_ckpt_strategies.local.loading import LocalParts, load_newest
-from dist_ckpt_strategies.local.part_files import PartDirectory, PartReader
+from dist_ckpt_strategies.local.part_files import PartDirectory
 from dist_ckpt_strategies.local.part_format import (
-    BLOCK_NBYTES,
     MAGIC,
     PREFIX_NBYTES,
-    Part,
     PartId,
-    PartLayout,
     SaveId,
     description_nbytes,
 )
-from dist_ckpt_strategies.local.part_streams import FileSink
 from dist_ckpt_strategies.local.replicate import run_replicate
 from tests.local.clique_worlds import described, state_of, values_of
 
@@ -67,10 +63,10 @@ class Nodes:
             allowed=default_local_allowed(),
         )
 
-        def open_sink(part: Part, layout: PartLayout) -> FileSink:
-            return FileSink(part, self.directory(rank).create(part.part_id, rank, layout))
-
-        run_replicate(comm, encoded.part, encoded.payloads, open_sink, max_bucket_nbytes=1 << 20)
+        run_replicate(
+            comm, encoded.part, encoded.payloads,
+            lambda part: self.directory(rank).create(part, rank), max_bucket_nbytes=1 << 20,
+        )  # fmt: skip
 
     def load(self, comm: Communicator) -> Any:
         """What a rank loads, or why it does not. Collective."""
@@ -168,8 +164,8 @@ def crafted(fields: Mapping[str, Any], content: bytes) -> bytes:
     new = json.dumps({**held, **fields}).encode()
     start = MAGIC + struct.pack("<Q", len(new))
     header = start + xxhash.xxh3_128_digest(start + new) + new
-    buffers = content[-(-(PREFIX_NBYTES + len(description)) // BLOCK_NBYTES) * BLOCK_NBYTES :]
-    return header + bytes(-len(header) % BLOCK_NBYTES) + buffers
+    buffers = content[-(-(PREFIX_NBYTES + len(description)) // 4096) * 4096 :]
+    return header + bytes(-len(header) % 4096) + buffers
 
 
 @pytest.mark.parametrize("fields", [{"kind": "unknown"}, {"kind": "mcore"}])
@@ -183,7 +179,8 @@ def test_a_crafted_state_is_an_error_of_ours(fields: Mapping[str, Any], nodes: N
 
 def test_a_crafted_device_is_an_error_of_ours(nodes: Nodes) -> None:
     copies = [path for path in nodes.files() if "_0_local" in path.name]
-    description = json.loads(PartReader(copies[0]).header[PREFIX_NBYTES:])
+    content = copies[0].read_bytes()
+    description = json.loads(content[PREFIX_NBYTES : PREFIX_NBYTES + description_nbytes(content)])
     rows = [[name, dtype, shape, "nowhere", digest]
             for name, dtype, shape, _, digest in description["buffers"]]  # fmt: skip
     found = loaded_with(nodes, copies, partial(crafted, {"buffers": rows}))

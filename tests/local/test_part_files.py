@@ -32,7 +32,6 @@ from dist_ckpt_strategies.local.part_format import (
     Part,
     PartId,
     SaveId,
-    encode_header,
     part_layout,
 )
 from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
@@ -44,7 +43,7 @@ CONTENT = np.arange(5000).astype(np.uint8)
 
 
 def begun(directory: PartDirectory, holder: int = 1) -> PartWriter:
-    writer = directory.create(PART.part_id, holder, part_layout(PART))
+    writer = directory.create(PART, holder)
     writer.write(part_layout(PART).byte_offsets[0], CONTENT)
     return writer
 
@@ -52,7 +51,7 @@ def begun(directory: PartDirectory, holder: int = 1) -> PartWriter:
 def written(directory: PartDirectory, holder: int = 1) -> Path:
     """The file of a finished part."""
     writer = begun(directory, holder)
-    writer.finish(encode_header(PART, [5]))
+    writer.finish([5])
     return writer.path
 
 
@@ -65,7 +64,7 @@ def test_a_part_appears_when_it_is_finished_and_not_before(tmp_path: Path) -> No
     before = directory.find()
     writer = begun(directory)
     between = directory.find()
-    writer.finish(encode_header(PART, [5]))
+    writer.finish([5])
 
     assert (before, between) == ([], [])
     assert [(one.part_id, one.holder) for one in directory.find()] == [(PART.part_id, 1)]
@@ -97,7 +96,7 @@ def test_an_abandoned_part_leaves_nothing(tmp_path: Path) -> None:
 def test_a_part_that_has_appeared_is_gone_again_when_it_is_abandoned(tmp_path: Path) -> None:
     directory = PartDirectory(tmp_path)
     writer = begun(directory)
-    writer.finish(encode_header(PART, [5]))
+    writer.finish([5])
     writer.abandon()
 
     assert files_below(tmp_path) == []
@@ -115,7 +114,7 @@ def test_a_part_that_cannot_be_finished_does_not_appear(
 
     monkeypatch.setattr(os, call, full)
     with pytest.raises(StorageError, match="no space left"):
-        writer.finish(encode_header(PART, [5]))
+        writer.finish([5])
 
     assert directory.find() == []
     writer.abandon()
@@ -215,7 +214,7 @@ def test_what_another_manager_is_writing_is_not_removed(tmp_path: Path) -> None:
     other = PartDirectory(tmp_path)
 
     assert other.remove_leftovers(1) == 0
-    writer.finish(encode_header(PART, [5]))
+    writer.finish([5])
     assert [found.path for found in other.find()] == [writer.path]
 
 

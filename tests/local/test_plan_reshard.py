@@ -29,13 +29,13 @@ def cut(num_parts: int) -> list[ShardSpec]:
 
 @given(
     st.sampled_from([1, 2, 3, 4, 6, 12]), st.sampled_from([1, 2, 3, 5, 12]),
-    st.integers(1, 4), st.integers(1, 200),
+    st.integers(1, 4),
 )  # fmt: skip
-def test_any_layout_is_made_from_any_other(old: int, new: int, size: int, bound: int) -> None:
+def test_any_layout_is_made_from_any_other(old: int, new: int, size: int) -> None:
     held = [cut(old)[rank::size] for rank in range(size)]
     wanted = [[cut(new)[rank % new]] for rank in range(size)]
-    plan = build_reshard_plan(held, wanted, max_inflight_bytes=bound)
-    pieces = [*plan.local, *(piece for round_ in plan.rounds for piece in round_)]
+    plan = build_reshard_plan(held, wanted)
+    pieces = list(plan)
 
     for rank, (want,) in enumerate(wanted):
         rows = sorted(
@@ -49,11 +49,6 @@ def test_any_layout_is_made_from_any_other(old: int, new: int, size: int, bound:
         assert piece.source in [one.id for one in held[piece.sender]]
         if any(one.id == piece.source for one in held[piece.receiver]):
             assert piece.sender == piece.receiver
-    for round_ in plan.rounds:
-        for rank in range(size):
-            for share in ("sender", "receiver"):
-                sizes = [piece.nbytes for piece in round_ if getattr(piece, share) == rank]
-                assert sum(sizes) <= bound or len(sizes) == 1
 
 
 @given(splits().filter(lambda split: split.main), st.data())
@@ -64,46 +59,31 @@ def test_every_wanted_box_is_covered_once_by_parts_of_what_is_held(
     box = data.draw(regions_in(split.shape))
     wanted: list[list[ShardSpec]] = [[], [spec_of(box, split.shape)], [], []]
 
-    plan = build_reshard_plan(held, wanted, max_inflight_bytes=64)
+    plan = build_reshard_plan(held, wanted)
 
-    pieces = [*plan.local, *(piece for round_ in plan.rounds for piece in round_)]
+    pieces = list(plan)
     found = times_covered(split.shape, [piece.region for piece in pieces])
     assert (found == times_covered(split.shape, [box])).all()
 
 
-@pytest.mark.parametrize("num_pairs", [1, 2, 16])
-def test_ranks_that_have_nothing_to_do_with_each_other_share_rounds(num_pairs: int) -> None:
-    held, wanted = [], []
-    for pair in range(num_pairs):
-        parts = [spec_of(Region((4 * n,), (4,)), (12,), key=f"w{pair}") for n in range(3)]
-        held += [parts, []]
-        wanted += [[], parts]
-
-    plan = build_reshard_plan(held, wanted, max_inflight_bytes=16)
-
-    assert [len(round_) for round_ in plan.rounds] == [num_pairs] * 3
-
-
 def test_replicas_share_the_sending() -> None:
-    plan = build_reshard_plan(
-        [cut(2), cut(2), [], []], [[], [], cut(2), cut(2)], max_inflight_bytes=1 << 20
-    )
+    plan = build_reshard_plan([cut(2), cut(2), [], []], [[], [], cut(2), cut(2)])
 
-    senders = [piece.sender for round_ in plan.rounds for piece in round_]
+    senders = [piece.sender for piece in plan]
     assert sorted(senders) == [0, 0, 1, 1]
 
 
 def test_a_gap_is_named_with_rank_and_key() -> None:
     with pytest.raises(CoverageError, match=r"w: rank 1 wants .* hold 18 of them") as info:
-        build_reshard_plan([[spec(0, 6)], []], [[], [spec(0, 12)]], max_inflight_bytes=1 << 20)
+        build_reshard_plan([[spec(0, 6)], []], [[], [spec(0, 12)]])
     assert info.value.key == "w"
 
 
 def test_an_unknown_array_is_named() -> None:
     with pytest.raises(CoverageError, match="x: rank 0 wants"):
-        build_reshard_plan([[spec(0, 12)]], [[spec(0, 12, key="x")]], max_inflight_bytes=1)
+        build_reshard_plan([[spec(0, 12)]], [[spec(0, 12, key="x")]])
 
 
 def test_another_shape_is_refused() -> None:
     with pytest.raises(ShapeMismatchError, match=r"shape \(12, 3\) .* \(16, 3\) requested"):
-        build_reshard_plan([[spec(0, 12)]], [[spec(0, 16, rows=16)]], max_inflight_bytes=1)
+        build_reshard_plan([[spec(0, 12)]], [[spec(0, 16, rows=16)]])

@@ -1,4 +1,4 @@
-"""Every rank gets what it wants from one that has it, evenly, and nobody waits in a circle."""
+"""Every rank gets what it wants from one that has it, evenly."""
 
 from __future__ import annotations
 
@@ -43,11 +43,6 @@ def test_everybody_gets_what_somebody_has(world: tuple[list[set[int]], list[int]
         assert transfer.id_ in available[transfer.sender]
         if transfer.id_ in available[transfer.receiver]:
             assert transfer.sender == transfer.receiver
-    between = [t for t in plan.transfers if t.sender != t.receiver]
-    assert sorted(map(str, (t for step in plan.steps for t in step))) == sorted(map(str, between))
-    for step in plan.steps:
-        assert max(Counter(t.sender for t in step).values()) == 1
-        assert max(Counter(t.receiver for t in step).values()) == 1
 
 
 def test_holders_share_the_load() -> None:

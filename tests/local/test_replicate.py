@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.comm.base import Bytes, Communicator, Exchange, Receive, Send
+from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.threads import run_ranks
 from dist_ckpt_strategies.core.array import DType
-from dist_ckpt_strategies.core.messages import Message
 from dist_ckpt_strategies.core.report import ReplicationReport
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -31,16 +29,8 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.local.part_files import PartDirectory, PartReader
-from dist_ckpt_strategies.local.part_format import (
-    BufferSpec,
-    Part,
-    PartId,
-    PartLayout,
-    SaveId,
-    part_to_wire,
-)
-from dist_ckpt_strategies.local.part_streams import FileSink, MemorySink, PartSink
-from dist_ckpt_strategies.local.replicate import OpenSink, run_replicate
+from dist_ckpt_strategies.local.part_format import BufferSpec, Part, PartId, SaveId
+from dist_ckpt_strategies.local.replicate import MemorySink, OpenSink, PartSink, run_replicate
 from tests.support.leaks import open_files_below, threads_left
 
 SAVE = SaveId(7, "a1")
@@ -84,16 +74,15 @@ class Clique:
     def sinks(self, rank: int) -> OpenSink:
         """Files, if there is a place for them; else memory for the others' parts."""
 
-        def in_memory(part: Part, layout: PartLayout) -> PartSink | None:
+        def in_memory(part: Part) -> PartSink | None:
             peer = part.part_id.global_rank
             if peer == rank:
                 return None
-            self.memory[rank, peer] = MemorySink(part, layout)
+            self.memory[rank, peer] = MemorySink(part)
             return self.memory[rank, peer]
 
-        def in_files(part: Part, layout: PartLayout) -> PartSink | None:
-            writer = self.directory(rank).create(part.part_id, rank, layout)
-            return FileSink(part, writer)
+        def in_files(part: Part) -> PartSink | None:
+            return self.directory(rank).create(part, rank)
 
         return in_files if self.root else in_memory
 
@@ -256,16 +245,12 @@ class FailingSink:
     fails_at: str
     num_taken: int = 0
 
-    def memory(self, message: Message) -> Bytes | None:
-        """See PartSink."""
-        return self.inner.memory(message)
-
-    def take(self, message: Message, content: Bytes) -> None:
+    def write(self, byte_offset: int, content: Bytes) -> None:
         """See PartSink."""
         self.num_taken += 1
         if self.fails_at == "take" and self.num_taken > 2:
             raise StorageError("no space left", key="t0", path="disk")
-        self.inner.take(message, content)
+        self.inner.write(byte_offset, content)
 
     def finish(self, digests: Sequence[int]) -> None:
         """See PartSink."""
@@ -289,8 +274,8 @@ def test_a_full_disk_is_raised_on_every_rank_and_leaves_no_part(
     def save(comm: Communicator) -> Exception | None:
         good = clique.sinks(comm.rank)
 
-        def open_sink(part: Part, layout: PartLayout) -> PartSink | None:
-            sink = good(part, layout)
+        def open_sink(part: Part) -> PartSink | None:
+            sink = good(part)
             if comm.rank != member or part.part_id.global_rank != owner or sink is None:
                 return sink
             if fails_at == "open":
@@ -356,12 +341,8 @@ class Flipping:
                 torch.as_tensor(receive.into)[self.place] ^= 0x10
             self.num_received += 1
 
-    def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
-        """See Communicator."""
-        return self.inner.begin_exchange(sends, receives)
 
-
-@pytest.mark.parametrize("number", [1, 2, 8])
+@pytest.mark.parametrize("number", [0, 1, 7])
 @pytest.mark.parametrize("is_in_files", [True, False])
 def test_a_byte_that_changes_on_the_way_is_noticed(
     number: int, is_in_files: bool, tmp_path: Path
@@ -377,19 +358,6 @@ def test_a_byte_that_changes_on_the_way_is_noticed(
     require_all_raise(seen, CorruptCheckpointError, 2)
     assert "rank 0 sent" in str(seen[1])
     assert not is_in_files or clique.files() == []
-
-
-def test_a_description_that_changes_on_the_way_is_noticed_wherever_it_does(tmp_path: Path) -> None:
-    clique = Clique([[noise(900, rank)] for rank in range(2)], 4096, tmp_path)
-
-    def save(place: int, comm: Any) -> Exception | None:
-        carrier = Flipping(comm, from_rank=0, number=0, place=place) if comm.rank else comm
-        return caught(lambda: clique.save(carrier))
-
-    for place in range(16 + len(part_to_wire(part_of(0, clique.states[0])))):  # after the bound
-        seen = run_ranks(2, partial(save, place), timeout_s=3)
-        require_all_raise(seen, CorruptCheckpointError, 1)
-    assert clique.files() == []
 
 
 def test_members_of_different_saves_are_refused_on_all(tmp_path: Path) -> None:

@@ -16,13 +16,18 @@ from hypothesis import strategies as st
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.threads import run_ranks
-from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, PlanError
+from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.local.part_files import PartDirectory
-from dist_ckpt_strategies.local.part_format import Part, PartId, PartLayout, decode_header
-from dist_ckpt_strategies.local.part_streams import FileSink, FileSource, MemorySource, PartSource
+from dist_ckpt_strategies.local.part_format import PartId
 from dist_ckpt_strategies.local.plan import ExchangePlan, build_exchange_plan
 from dist_ckpt_strategies.local.replicate import run_replicate
-from dist_ckpt_strategies.local.retrieve import Retrieval, run_retrieve
+from dist_ckpt_strategies.local.retrieve import (
+    FileSource,
+    MemorySource,
+    PartSource,
+    Retrieval,
+    run_retrieve,
+)
 from tests.local.test_replicate import (
     SAVE,
     Flipping,
@@ -55,13 +60,10 @@ class Disks:
     def _write(self, rank: int, owner: int) -> Path:
         directory = PartDirectory(self.root / f"node{rank}")
 
-        def open_sink(part: Part, layout: PartLayout) -> FileSink:
-            return FileSink(part, directory.create(part.part_id, rank, layout))
-
         tensors = self.states[owner]
         run_replicate(
-            SoloCommunicator(rank), part_of(owner, tensors), tensors, open_sink,
-            max_bucket_nbytes=1 << 20,
+            SoloCommunicator(rank), part_of(owner, tensors), tensors,
+            lambda part: directory.create(part, rank), max_bucket_nbytes=1 << 20,
         )  # fmt: skip
         return directory.holder_directory(rank) / f"{PartId(SAVE, owner)}.part"
 
@@ -236,25 +238,18 @@ def test_a_rank_that_was_to_have_a_copy_and_has_none_is_reported(tmp_path: Path)
         assert "has no copy" in found.bad[0].reason
 
 
-@pytest.mark.parametrize("number", [0, 1, 5])
+@pytest.mark.parametrize("number", [0, 3, 5])
 def test_a_byte_that_changes_on_the_way_never_gets_in(number: int, tmp_path: Path) -> None:
     disks = Disks(tmp_path, [[noise(30_000)]], [{0}, set(), set()])
     plan = disks.plan({1: [0], 2: [0]})
 
     def retrieve(comm: Any) -> Any:
         carrier = Flipping(comm, from_rank=0, number=number, place=99) if comm.rank == 2 else comm
-        try:
-            return disks.retrieve(carrier, plan)
-        except CheckpointError as error:
-            return error
+        return disks.retrieve(carrier, plan)
 
     for found in run_ranks(3, retrieve):
-        if number == 0:  # the header
-            assert isinstance(found, CorruptCheckpointError)
-            assert found.global_rank == 2
-        else:
-            assert [bad.rank for bad in found.bad] == [0]
-            assert found.parts == {}
+        assert [bad.rank for bad in found.bad] == [0]
+        assert found.parts == {}
 
 
 def test_what_is_in_memory_is_sent_as_it_is() -> None:
@@ -274,18 +269,6 @@ def test_what_is_in_memory_is_sent_as_it_is() -> None:
         assert list(map(bytes_of, found.payloads)) == list(map(bytes_of, states[owner_of(part_id)]))
     assert list(second.parts) == ids
     assert list(third.parts) == ids[:2]
-
-
-def test_a_source_in_memory_describes_its_tensors_as_a_file_would(tmp_path: Path) -> None:
-    states = mixed()
-    disks = Disks(tmp_path, states, [{0, 1, 2}])
-    for owner, tensors in enumerate(states):
-        header = MemorySource(part_of(owner, tensors), tensors).header
-        from_file = FileSource("", disks.paths[0, owner])
-        from_file.close()
-        assert header is not None
-        assert from_file.header == header
-        assert decode_header(header).part == part_of(owner, tensors)
 
 
 def test_a_source_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) -> None:

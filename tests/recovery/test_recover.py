@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.comm.base import Communicator, Exchange, Receive, Send
+from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
 from dist_ckpt_strategies.comm.threads import run_ranks
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -24,7 +24,6 @@ from dist_ckpt_strategies.recovery.plan import HeldState, Phase, RankFacts
 from dist_ckpt_strategies.recovery.recover import (
     Recovered,
     Survivor,
-    gather_facts,
     plan_recovery,
     run_recovery,
 )
@@ -88,7 +87,7 @@ def recover(
             random_states=tuple(sorted(ALL_KNOWN)) if old else (),
         )
 
-    plan = plan_recovery(comm, gather_facts(comm, describe), [wanted, held])
+    plan = plan_recovery(comm, describe, [wanted, held])
     survivor = Survivor(old, STEP, phase, old.apply_update) if old else None
     return run_recovery(
         comm,
@@ -162,27 +161,20 @@ def test_a_laggard_finishes_its_step_and_all_gather() -> None:
 
 
 class _Flipping:
-    """A communicator that changes one bit of what its rank receives."""
+    """A communicator that changes one bit of what its rank receives first."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
+        self._is_done = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._comm, name)
 
-    def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
-        self._comm.begin_exchange(sends, receives).wait()
-        for receive in receives[-1:]:
-            torch.as_tensor(receive.into)[-1] ^= 1
-        return _Over()
-
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
-        self.begin_exchange(sends, receives)
-
-
-class _Over:
-    def wait(self) -> None:
-        """Nothing is under way."""
+        self._comm.exchange(sends, receives)
+        for receive in receives[-1:]:
+            torch.as_tensor(receive.into)[-1] ^= not self._is_done
+            self._is_done = True
 
 
 def test_a_bit_that_flips_on_the_way_is_found_by_the_receiver_and_named_everywhere() -> None:

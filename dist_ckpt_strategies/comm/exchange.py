@@ -1,0 +1,328 @@
+"""Carry blocks of bytes between the ranks of a group, in rounds of bounded messages.
+
+Every ordered pair of ranks has its own sequence of messages, and round n carries the n-th message
+of each pair, in one batch. So no rank waits for a message of a later round, over NCCL either.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
+from dist_ckpt_strategies.comm.base import Buffer, Communicator, Message, Receive, Send
+from dist_ckpt_strategies.device import host_memory, to_host, uses_cuda
+from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageTimeoutError
+from dist_ckpt_strategies.storage.io_pool import OrderedQueues, settled
+
+MESSAGE_NBYTES = 8 << 20
+"""A larger message gains nothing, and leaves the processor's cache before its digest is taken."""
+
+_NUM_THREADS = 4
+"""Threads that read, and as many that take what has arrived."""
+
+_SEND_SLOTS = 3
+_RECEIVE_SLOTS = 2
+"""Buffers of each pair: one message is read ahead, and one is taken while the next arrives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A block of bytes for another rank, or for this one.
+
+    Attributes:
+        name: what it is, for messages.
+        to_rank: the receiver.
+        nbytes: its size.
+        read: called on a thread with the first byte of a message, and memory for it; returns the
+            message's bytes, in that memory or in other memory that stays as it is.
+    """
+
+    name: str
+    to_rank: int
+    nbytes: int
+    read: Callable[[int, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """A block of bytes from another rank, or from this one.
+
+    Attributes:
+        name: what it is, for messages.
+        from_rank: the sender.
+        nbytes: its size.
+        take: called on a thread, in order, with the first byte of a message and its bytes.
+        landing: called with the first byte of a message and its size; where the message is to
+            arrive, on the host or on the communicator's device. None: anywhere.
+        key: of the array, for errors.
+    """
+
+    name: str
+    from_rank: int
+    nbytes: int
+    take: Callable[[int, torch.Tensor], None]
+    landing: Callable[[int, int], torch.Tensor | None] = lambda _start, _nbytes: None
+    key: str | None = None
+
+
+Blocks = tuple[Sequence[Outgoing], Sequence[Incoming]]
+
+
+def exchange(
+    comm: Communicator,
+    prepare: Callable[[], Blocks],
+    finish: Callable[[], Message] = lambda: None,
+    *,
+    max_inflight_nbytes: int,
+    compares_digests: bool = True,
+) -> list[Message]:
+    """Carry the blocks of all ranks; returns what ``finish`` returned on every rank, by rank.
+
+    Collective: either every rank returns, or every rank raises. Between two ranks the n-th
+    outgoing block meets the n-th incoming one, of the same size. What fails while messages travel
+    is raised at the end: until then peers get other bytes, so that no rank waits for this one.
+
+    Args:
+        comm: the ranks.
+        prepare: makes this rank's blocks; what it raises, every rank raises.
+        finish: called when all has been taken.
+        max_inflight_nbytes: bound on what travels at once in each direction; where ranks give
+            different ones, the least counts. Takes up to five times as much memory.
+        compares_digests: compare each block's digest at the receiver with the sender's. Without,
+            the caller does that.
+
+    Raises:
+        CorruptCheckpointError: a block arrived damaged.
+    """
+    with ExitStack() as stack:
+        made: list[_Rounds] = []
+
+        def begin() -> list[int]:
+            outgoing, incoming = prepare()
+            made.append(
+                _Rounds(comm, outgoing, incoming, max_inflight_nbytes, digests=compares_digests)
+            )
+            stack.enter_context(made[0].threads)
+            return [max_inflight_nbytes, made[0].num_peers]
+
+        bounds = agree_and_gather(comm, begin)
+        share = min(nbytes for nbytes, _ in bounds) // max(1, *(peers for _, peers in bounds))
+        rounds = made[0]
+        rounds.run(max(1, min(share, MESSAGE_NBYTES)))
+
+        def end() -> list[Any]:
+            rounds.require_success()
+            return [rounds.sent_digests(), finish()]
+
+        answers = agree_and_gather(comm, end)
+        if compares_digests:
+            agree(comm, lambda: rounds.compare([digests for digests, _ in answers]))
+    return [answer for _, answer in answers]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One message: the block's place among those of its pair, the first byte, and the size."""
+
+    block: int
+    start: int
+    nbytes: int
+
+
+class _Rounds:
+    """This rank's blocks, with all memory and threads for them: no round can lack any."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        outgoing: Sequence[Outgoing],
+        incoming: Sequence[Incoming],
+        max_nbytes: int,
+        *,
+        digests: bool,
+    ) -> None:
+        self._comm = comm
+        self._outgoing: defaultdict[int, list[Outgoing]] = defaultdict(list)
+        self._incoming: defaultdict[int, list[Incoming]] = defaultdict(list)
+        for sent in outgoing:
+            self._outgoing[sent.to_rank].append(sent)
+        for wanted in incoming:
+            self._incoming[wanted.from_rank].append(wanted)
+        ends = self._outgoing.keys(), self._incoming.keys()
+        self.num_peers = max(len(ranks - {comm.rank}) for ranks in ends)
+        self._size = min(
+            MESSAGE_NBYTES,
+            max_nbytes // max(1, self.num_peers) or 1,
+            max((*(b.nbytes for b in outgoing), *(b.nbytes for b in incoming)), default=0),
+        )
+        self._memory = {
+            (is_sent, rank): [self._new_memory() for _ in range(slots)]
+            for is_sent, ranks, slots in (
+                (True, ends[0], _SEND_SLOTS),
+                (False, ends[1] - {comm.rank}, _RECEIVE_SLOTS),
+            )
+            for rank in ranks
+        }
+        self._digests: dict[tuple[bool, int, int], Any] | None = {} if digests else None
+        self._failures: list[Exception] = []
+        self._failed: set[Incoming] = set()
+        self.threads = OrderedQueues(2 * _NUM_THREADS if outgoing or incoming else 0)
+
+    def _new_memory(self) -> torch.Tensor:
+        if self._comm.device.type == "cpu":
+            return host_memory(self._size, is_pinned=uses_cuda())
+        return torch.empty(self._size, dtype=torch.uint8, device=self._comm.device)
+
+    def run(self, bound: int) -> None:
+        """Carry all messages, of at most ``bound`` bytes. Raises only where a peer is lost."""
+        sent = {r: _parts((b.nbytes for b in found), bound) for r, found in self._outgoing.items()}
+        wanted = {
+            r: _parts((b.nbytes for b in found), bound) for r, found in self._incoming.items()
+        }
+        num_rounds = max(map(len, (*sent.values(), *wanted.values())), default=0)
+        taking: deque[list[tuple[Incoming, Future[None]]]] = deque([[]] * _RECEIVE_SLOTS)
+        ahead = self._begin_reads(sent, 0)
+        for number in range(num_rounds):
+            contents = {rank: self._settled(rank, *one, number) for rank, one in ahead.items()}
+            self._finish_takes(taking.popleft())  # so that their memory can be used again
+            ahead = self._begin_reads(sent, number + 1)
+            coming = {rank: parts[number] for rank, parts in wanted.items() if number < len(parts)}
+            landed = {
+                rank: self._landing(rank, part, number)
+                for rank, part in coming.items()
+                if rank != self._comm.rank
+            }
+            own = contents.pop(self._comm.rank, None)
+            if contents or landed:
+                self._comm.exchange(
+                    [Send(rank, _buffer(content)) for rank, content in contents.items()],
+                    [Receive(rank, _buffer(memory)) for rank, memory in landed.items()],
+                )
+            if own is not None:
+                landed[self._comm.rank] = own
+            taking.append([self._begin_take(rank, coming[rank], landed[rank]) for rank in landed])
+        while taking:
+            self._finish_takes(taking.popleft())
+
+    def _begin_reads(
+        self, sent: Mapping[int, Sequence[_Part]], number: int
+    ) -> dict[int, tuple[_Part, Future[torch.Tensor]]]:
+        return {
+            rank: (
+                parts[number],
+                self.threads.submit(
+                    rank % _NUM_THREADS,
+                    self._read,
+                    rank,
+                    parts[number],
+                    self._memory[True, rank][number % _SEND_SLOTS],
+                ),
+            )
+            for rank, parts in sent.items()
+            if number < len(parts)
+        }
+
+    def _read(self, rank: int, part: _Part, memory: torch.Tensor) -> torch.Tensor:
+        content = self._outgoing[rank][part.block].read(part.start, memory[: part.nbytes])
+        if rank != self._comm.rank:
+            self._take_digest((True, rank, part.block), content)
+        return content
+
+    def _settled(
+        self, rank: int, part: _Part, content: Future[torch.Tensor], number: int
+    ) -> torch.Tensor:
+        """What was read; where that failed, any bytes: the peer waits for some."""
+        try:
+            return settled(content, self._outgoing[rank][part.block].name)
+        except Exception as error:  # noqa: BLE001 - raised at the end
+            self._failures.append(error)
+            return self._memory[True, rank][number % _SEND_SLOTS][: part.nbytes]
+
+    def _landing(self, rank: int, part: _Part, number: int) -> torch.Tensor:
+        try:
+            found = self._incoming[rank][part.block].landing(part.start, part.nbytes)
+            if found is not None:
+                return found
+        except Exception as error:  # noqa: BLE001 - raised at the end
+            self._failures.append(error)
+            self._failed.add(self._incoming[rank][part.block])
+        return self._memory[False, rank][number % _RECEIVE_SLOTS][: part.nbytes]
+
+    def _begin_take(
+        self, rank: int, part: _Part, content: torch.Tensor
+    ) -> tuple[Incoming, Future[None]]:
+        thread = _NUM_THREADS + rank % _NUM_THREADS
+        block = self._incoming[rank][part.block]
+        return block, self.threads.submit(thread, self._take, rank, part, content)
+
+    def _take(self, rank: int, part: _Part, content: torch.Tensor) -> None:
+        block = self._incoming[rank][part.block]
+        if rank != self._comm.rank:
+            self._take_digest((False, rank, part.block), content)
+        if block not in self._failed:
+            block.take(part.start, content)
+
+    def _finish_takes(self, takes: Sequence[tuple[Incoming, Future[None]]]) -> None:
+        for block, taken in takes:
+            try:
+                settled(taken, block.name)
+            except Exception as error:  # noqa: BLE001 - raised at the end
+                self._failures.append(error)
+                self._failed.add(block)
+
+    def _take_digest(self, which: tuple[bool, int, int], content: torch.Tensor) -> None:
+        if self._digests is not None:
+            digest = self._digests.setdefault(which, xxhash.xxh3_64())
+            digest.update(to_host([content])[0].data)
+
+    def require_success(self) -> None:
+        """Raise what went wrong first; rather that storage did not answer, if it did not."""
+        for error in sorted(self._failures, key=lambda e: not isinstance(e, StorageTimeoutError)):
+            raise error
+
+    def sent_digests(self) -> Message:
+        """Of each block that went to another rank, in order, by receiver."""
+        return {str(rank): self._found(rank, is_sent=True) for rank in self._outgoing}
+
+    def compare(self, claimed: Sequence[Mapping[str, Sequence[str]]]) -> None:
+        """Raise if a block is not what its sender says."""
+        for rank, blocks in sorted(self._incoming.items()):
+            told = claimed[rank].get(str(self._comm.rank), ())
+            for block, sent, found in zip(
+                blocks, told, self._found(rank, is_sent=False), strict=True
+            ):
+                if sent != found:
+                    raise CorruptCheckpointError(
+                        f"{block.name} from rank {self._comm.global_rank(rank)} arrived damaged: "
+                        f"digest {found}, expected {sent}",
+                        key=block.key,
+                    )
+
+    def _found(self, rank: int, *, is_sent: bool) -> list[str]:
+        blocks = self._outgoing[rank] if is_sent else self._incoming[rank]
+        nothing = xxhash.xxh3_64()
+        digests = self._digests or {}
+        return [
+            digests.get((is_sent, rank, number), nothing).hexdigest()
+            for number in range(len(blocks))
+        ]
+
+
+def _parts(sizes: Iterable[int], bound: int) -> list[_Part]:
+    return [
+        _Part(number, start, min(bound, nbytes - start))
+        for number, nbytes in enumerate(sizes)
+        for start in range(0, nbytes, bound)
+    ]
+
+
+def _buffer(content: torch.Tensor) -> Buffer:
+    return content.numpy() if content.device.type == "cpu" else content

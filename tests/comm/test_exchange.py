@@ -1,0 +1,155 @@
+"""Blocks between ranks: what arrives, and that a failure of one rank is raised by all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
+from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
+from dist_ckpt_strategies.comm.threads import run_ranks
+from dist_ckpt_strategies.device import TensorBytes
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    PeerError,
+    StorageError,
+)
+
+Block = tuple[int, int, int]
+"""Sender, receiver, size."""
+
+
+def noise(block: Block, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(hash((*block, number)))
+    return torch.randint(0, 256, (block[2],), dtype=torch.uint8, generator=generator)
+
+
+def carry(
+    comm: Communicator, blocks: Sequence[Block], budget: int, *, fails: str = "", culprit: int = 1
+) -> dict[int, torch.Tensor]:
+    """What a rank receives, by the block's number. Collective."""
+    targets = {n: torch.zeros(b[2], dtype=torch.uint8) for n, b in enumerate(blocks)}
+
+    def failing(stage: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            if fails == stage and comm.rank == culprit:
+                raise StorageError(f"on purpose in {stage}", key="w")
+            return call(*args)
+
+        return run
+
+    def prepare() -> Blocks:
+        outgoing, incoming = [], []
+        for number, block in enumerate(blocks):
+            sender, receiver, nbytes = block
+            if sender == comm.rank:
+                read = failing("read", TensorBytes([noise(block, number)]).read)
+                outgoing.append(Outgoing("own", receiver, nbytes, read))
+            if receiver == comm.rank:
+                target = TensorBytes([targets[number]])
+                take = failing("take", target.write)
+                landing = failing("landing", lambda *_: None)
+                incoming.append(Incoming("other", sender, nbytes, take, landing, "w"))
+        return outgoing, incoming
+
+    exchange(
+        comm, failing("prepare", prepare), failing("finish", lambda: 7), max_inflight_nbytes=budget
+    )
+    return {n: target for n, target in targets.items() if blocks[n][1] == comm.rank}
+
+
+WORLDS = st.integers(1, 4).flatmap(
+    lambda size: st.tuples(
+        st.just(size),
+        st.lists(
+            st.tuples(
+                st.integers(0, size - 1), st.integers(0, size - 1), st.sampled_from([0, 1, 99, 700])
+            ),
+            max_size=8,
+        ),
+        st.sampled_from([1, 64, 300, 1 << 20]),
+    )
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(WORLDS)
+def test_every_block_arrives_bit_for_bit(world: tuple[int, list[Block], int]) -> None:
+    size, blocks, budget = world
+    for found in run_ranks(size, lambda comm: carry(comm, blocks, budget + comm.rank)):
+        for number, target in found.items():
+            assert torch.equal(target, noise(blocks[number], number))
+
+
+@pytest.mark.parametrize("fails", ["prepare", "read", "take", "landing", "finish"])
+def test_a_failure_of_one_rank_is_raised_by_all_and_no_rank_waits(fails: str) -> None:
+    blocks = [(0, 1, 900), (1, 2, 900), (2, 0, 900), (1, 0, 50)]
+
+    def body(comm: Communicator) -> Any:
+        try:
+            return carry(comm, blocks, 100, fails=fails)
+        except CheckpointError as error:
+            return error
+
+    for rank, error in enumerate(run_ranks(3, body)):
+        assert isinstance(error, StorageError), error
+        assert isinstance(error, PeerError) == (rank != 1)
+        assert (error.global_rank, error.key) == (1, "w")
+        assert f"on purpose in {fails}" in str(error)
+
+
+class _Flipping:
+    """A communicator that changes one bit of what its rank receives."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
+        self._comm.exchange(sends, receives)
+        for receive in receives:
+            torch.as_tensor(receive.into)[-1] ^= 1
+
+
+def test_a_block_that_changes_on_the_way_is_an_error_on_every_rank() -> None:
+    def body(comm: Communicator) -> Any:
+        carrier: Any = _Flipping(comm) if comm.rank == 2 else comm
+        try:
+            return carry(carrier, [(0, 2, 900), (0, 1, 900)], 100)
+        except CheckpointError as error:
+            return error
+
+    for error in run_ranks(3, body):
+        assert isinstance(error, CorruptCheckpointError)
+        assert "other from rank 0 arrived damaged" in str(error)
+        assert (error.global_rank, error.key) == (2, "w")
+
+
+@pytest.mark.parametrize("layout", [lambda t: t, lambda t: t.t(), lambda t: t[::2], torch.conj])
+def test_tensors_of_any_layout_are_read_and_filled_as_flat_bytes(
+    layout: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    source = layout(torch.arange(48).reshape(6, 8).to(torch.complex64) * (1 + 2j))
+    expected = source.resolve_conj().contiguous().view(torch.uint8).reshape(-1)
+    first, second = torch.ones(3), torch.empty(0)
+    flat = TensorBytes([first, second, source], [0, 64, 64])
+    target = layout(torch.zeros(6, 8, dtype=torch.complex64))
+    filled = TensorBytes([torch.zeros(3), second, target], [0, 64, 64])
+    for start in range(0, flat.nbytes, 50):
+        buffer = torch.full((min(50, flat.nbytes - start),), 9, dtype=torch.uint8)
+        filled.write(start, flat.read(start, buffer))
+    filled.write_back()
+
+    whole = flat.read(0, torch.full((flat.nbytes,), 9, dtype=torch.uint8))
+    assert torch.equal(whole[64:], expected)
+    assert not whole[12:64].any()
+    assert torch.equal(target, source)
+    assert torch.equal(filled.tensors[0], first)
