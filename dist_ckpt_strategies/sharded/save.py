@@ -167,6 +167,9 @@ class ShardedSave:
         writer, options = self.writer, self.writer.options
         with uncounted():
             RUNNING_SAVES.wait(writer.root, WORK * options.timeout_s)
+        if self.comm.rank == 0:  # before anything can be refused: see DirectoryPlace
+            self.save_id = writer.place.new_save_id()
+            writer.place.join(self.save_id)
         messages = []
         for value in sharded_values(self._state):
             message = message_of(value)
@@ -183,11 +186,8 @@ class ShardedSave:
         layout = writer.chunk_layout.value
         self._described = [messages, options.max_inflight_bytes, layout, self._validates]
         self._own, last = digest_of(self._described), self.cache.planned
-        if self.comm.rank == 0:
-            self.save_id = writer.place.new_save_id()
-            writer.place.join(self.save_id)
-            if last is not None and last.own == self._own:
-                writer.begin(last.keys)
+        if self.comm.rank == 0 and last is not None and last.own == self._own:
+            writer.begin(last.keys)
         common = self._common.digest if self._common else ""
         return [self._own, last and last.digest, self.save_id, common]
 

@@ -33,7 +33,12 @@ from dist_ckpt_strategies.formats.locations import (
     require_unfinished,
 )
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
-from dist_ckpt_strategies.formats.objects import Allowed, allowing, dump_object
+from dist_ckpt_strategies.formats.objects import (
+    Allowed,
+    allowing,
+    dump_loadable,
+    dump_object,
+)
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.flow import (
     merge_factories,
@@ -64,6 +69,7 @@ from dist_ckpt_strategies.storage.time_limit import (
     time_limit,
     uncounted,
 )
+from dist_ckpt_strategies.strategies.common import BACKEND as TORCH_BACKEND
 from dist_ckpt_strategies.strategies.common import TorchCommonSaveStrategy
 from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
@@ -126,7 +132,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         StrategyError: there is no such strategy, or it cannot save in the background where that is
             asked for.
     """
-    comm, options, invalid = _open_world("save", f"to {checkpoint_dir}", timeout_s)
+    comm, options, invalid = _open_world("save", f"to {checkpoint_dir}", timeout_s, allow)
     saves: list[_Save] = []
 
     def open_save() -> ShardedSave | None:
@@ -158,7 +164,7 @@ def save(  # noqa: PLR0913, PLR0917 - Megatron's signature
         ]
         return saves[0].open(is_async=async_sharded_save, validates=validate_access_integrity)
 
-    with time_limit(options.timeout_s, OPENING, then=WORK), allowing(allow):
+    with time_limit(options.timeout_s, OPENING, then=WORK), allowing(() if invalid else allow):
         begun = begun_save(comm, open_save)
         if begun is None:
             return saves[0].run_otherwise(is_async=async_sharded_save)
@@ -257,7 +263,9 @@ def _common_state(
     digest = "" if compared is None else digest_of_common(compared)
     if isinstance(saver, TorchCommonSaveStrategy):
         return CommonState(compared, digest, saver.dump_common(state) if is_first else None, None)
-    if is_first:
+    if is_first and saver.backend == TORCH_BACKEND:
+        dump_loadable(state, name="common state", allow=allow)
+    elif is_first:
         dump_object(state, name="common state")
     kept = deepcopy(state) if is_async else state
 
@@ -425,7 +433,7 @@ def load(  # noqa: PLR0913 - Megatron's signature
         StrategyError: there is no such strategy, or one that ``verify`` means nothing to.
         PeerError: another rank failed; it is of the class of that rank's error too.
     """
-    comm, options, invalid = _open_world("load", f"from {checkpoint_dir}", timeout_s)
+    comm, options, invalid = _open_world("load", f"from {checkpoint_dir}", timeout_s, allow)
     loads: list[_Load] = []
 
     def open_load() -> _Load:
@@ -465,7 +473,7 @@ def load(  # noqa: PLR0913 - Megatron's signature
             return None  # the first rank may have completed a commit, or another node has it
         return loads[0].describe(options, checkpoint_dir, validates=validate_access_integrity)
 
-    with time_limit(options.timeout_s, OPENING, then=WORK), allowing(allow):
+    with time_limit(options.timeout_s, OPENING, then=WORK), allowing(() if invalid else allow):
         answers = agree_and_gather(comm, describe)
         restart_limit()
         if None in answers:
@@ -620,15 +628,17 @@ class _Load:
 
 
 def _open_world(
-    purpose: str, detail: str, timeout_s: float | None
+    purpose: str, detail: str, timeout_s: float | None, allow: Allowed
 ) -> tuple[Communicator, Options, StrategyError | None]:
     """All ranks; the options of the environment with the caller's time limit, in seconds.
 
-    If they are invalid, the error, for the first collective to report.
+    If they or ``allow`` are invalid, the error, for the first collective to report.
     """
     options, invalid = Options(), None
     try:
         options = options_from_environment().with_changes(timeout_s=timeout_s)
+        with allowing(allow):
+            pass  # it raises what is not allowable
     except StrategyError as error:
         invalid = error
     timeout_s = options.timeout_s

@@ -13,13 +13,25 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.common import (
+    TorchCommonSaveStrategy as MegatronsCommonSaveStrategy,
+)
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     FullyParallelSaveStrategyWrapper,
 )
 
 import dist_ckpt_strategies
+from dist_ckpt_strategies.errors import StrategyError, UnsafeObjectError
 from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
-from tests.support.entries import Entry, Failure, load, outcome, prepare, save
+from tests.support.entries import (
+    Entry,
+    Failure,
+    load,
+    outcome,
+    prepare,
+    require_failure_everywhere,
+    save,
+)
 from tests.support.ranks import run_processes
 
 pytestmark = pytest.mark.multiprocess
@@ -235,6 +247,51 @@ def test_a_save_that_breaks_off_in_planning_removes_no_arrays_with_our_common_st
         assert "IncompleteCheckpointError" in loaded.kinds, loaded
         assert new == 2.0
         assert replaced == sorted(name.replace("w/", "new/") for name in before)
+
+
+class Homemade:
+    """A class that no load may make."""
+
+
+def refused_saves(rank: int, scratch: Path) -> list[Any]:
+    """Saves over a finished checkpoint that one rank cannot make, and what is loaded then."""
+    prepare(60)
+    root = scratch / "c"
+    save(Entry.MEGATRON, state_of(rank, 1.0), root)
+    common = partial(
+        save,
+        Entry.OURS,
+        {**state_of(rank, 2.0), "more": Homemade()},
+        root,
+        overwrite=True,
+        common_strategy=MegatronsCommonSaveStrategy("torch", 1),
+    )
+    allow = partial(
+        save, Entry.OURS, state_of(rank, 2.0), root, overwrite=True, allow=[3] if rank else ()
+    )
+    found = [outcome(common), value_in(rank, root), outcome(allow), value_in(rank, root)]
+    found.append(outcome(partial(load, Entry.OURS, {}, root, allow=[3] if rank else ())))
+    dist.barrier()
+
+    state = state_of(rank, 2.0)
+    if rank == 0:
+        state["o"].data = Homemade()
+    return [*found, outcome(partial(save, Entry.MEGATRON, state, root)), value_in(rank, root)]
+
+
+def test_an_object_or_option_that_is_refused_on_one_rank_never_leaves_a_mixture(
+    tmp_path: Path,
+) -> None:
+    ranks = run_processes(SIZE, refused_saves, tmp_path)
+
+    commons, kept, allows, still_kept, loads, objects, loaded = zip(*ranks, strict=True)
+    require_failure_everywhere(commons, kind=UnsafeObjectError, culprit=0, names=["Homemade"])
+    require_failure_everywhere(allows, kind=StrategyError, culprit=1, names=["allow: expected"])
+    require_failure_everywhere(loads, kind=StrategyError, culprit=1, names=["allow: expected"])
+    assert (*kept, *still_kept) == (1.0,) * 2 * SIZE
+    # Megatron-Core has replaced the common state by then.
+    require_failure_everywhere(objects, kind=UnsafeObjectError, culprit=0, names=["Homemade"])
+    assert all("IncompleteCheckpointError" in failure.kinds for failure in loaded), loaded
 
 
 class Foreign(SaveShardedStrategy):  # type: ignore[misc]
