@@ -18,7 +18,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import xxhash
 
-from dist_ckpt_strategies.errors import CheckpointError
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+)
 from dist_ckpt_strategies.formats.issues import (
     NO_FILE,
     FileCheck,
@@ -181,6 +185,8 @@ def check_part(root: Path, path: str) -> Iterator[Issue]:
 
 def _damaged(root: Path, path: str, error: CheckpointError) -> Issue:
     why = error.message.removeprefix(f"{root / path}: ")
+    if not isinstance(error, CorruptCheckpointError | IncompleteCheckpointError):
+        return unreadable(None, path, why)
     return Issue(Problem.DAMAGED, None, path, "a part whose header fits its digest", why)
 
 

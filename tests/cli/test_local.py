@@ -178,6 +178,18 @@ def test_verify_lists_what_is_damaged_by_file_and_tensor(session: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_file_that_cannot_be_opened_was_not_looked_at(command: str, session: Path) -> None:
+    path = session / "1" / "iter_0000100_3_local_a1.part"
+    path.unlink()
+    path.symlink_to(path)
+
+    result = run(command, session)
+
+    assert result.exit_code == 3
+    assert "unreadable" in result.stdout or command == "inspect"
+
+
 def test_inspect_says_what_headers_show(session: Path) -> None:
     damage(session)
     result = run("inspect", session)
