@@ -124,7 +124,7 @@ class _Rank:
         self._model = DistributedDataParallel(model.config, config, model)
         options = OptimizerConfig(
             optimizer="adam",
-            lr=1e-3,
+            lr=5e-4,
             weight_decay=0.01,
             adam_beta2=0.95,
             clip_grad=1.0,
