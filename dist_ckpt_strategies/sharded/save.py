@@ -190,7 +190,7 @@ class ShardedSave:
         comm, cache, common = self.comm, self.inputs.cache, self.inputs.common
         owns, lasts, save_ids, digests = zip(*answers, strict=True)
         self.save_id = save_ids[0]
-        self.inputs.writer.place.join(self.save_id)
+        self.inputs.writer.place.save_id = self.save_id
         if common is not None and len(set(digests)) > 1 and is_distributed():
             # Bytes that differ may be equal values. Megatron-Core compares them by a broadcast.
             agree(comm, partial(require_equal_common, common.compared or {}))
@@ -377,7 +377,7 @@ class ShardedSave:
     def _begin_writing(self, planned: Planned) -> None:
         """Make the place of the save; on the first rank."""
         writer = self.inputs.writer
-        writer.place.join(self.save_id)
+        writer.place.save_id = self.save_id
         writer.begin(planned.keys)
 
     def _new_plan(self, group: str, everyone: Sequence[Message]) -> Planned:

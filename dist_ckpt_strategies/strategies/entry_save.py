@@ -349,7 +349,7 @@ class _Save:
     def _staged(self, root: Path) -> DirectoryPlace:
         """The staging directory of a save whose strategy makes none. Collective."""
         place = DirectoryPlace(root, self.options, keeps_old=True, overwrite=self.overwrite)
-        place.join(agree_and_gather(self.comm, place.new_save_id)[0])
+        place.save_id = agree_and_gather(self.comm, place.new_save_id)[0]
         agree_on_first(self.comm, lambda: place.begin(None))
         return place
 

@@ -22,8 +22,6 @@ from dist_ckpt_strategies.cli.render import print_table
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.threads import run_ranks
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.formats.commit import write_marker
-from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.sharded.save_cache import SaveCache
 from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
@@ -33,6 +31,7 @@ from tests.support.checkpoints import (
     golden_archives,
     unpack,
     write_checkpoint,
+    write_marker,
     write_metadata,
 )
 from tests.support.formats import save_format2
@@ -115,7 +114,7 @@ def write_format2(place: Path, *, is_finished: bool = True) -> Path:
 
     run_ranks(NUM_RANKS, save)
     if is_finished:
-        write_marker(root, CheckpointMarker("zarr", 2))
+        write_marker(root, "zarr", 2)
     return root
 
 
