@@ -219,13 +219,9 @@ def options_from_environment(environ: Mapping[str, str] | None = None) -> Option
     Raises:
         StrategyError: a value does not parse, or is out of range.
     """
-    source = os.environ if environ is None else environ
-    changes: dict[str, Any] = {}
-    for option, default in _defaults(Options()).items():
-        name = _PREFIX + option.upper()
-        if name in source and option != "store":
-            changes[option] = _parsed(name, source[name], _parser_of(default))
-    return Options().with_changes(**changes)
+    names = {field.name: (_PREFIX + field.name.upper(),) for field in fields(Options)}
+    del names["store"]
+    return Options(**_changes(Options, names, environ))
 
 
 def store_options_from_environment(
@@ -240,22 +236,29 @@ def store_options_from_environment(
     Raises:
         StrategyError: a value does not parse, or is out of range; names the variable.
     """
+    return StoreOptions(**(defaults | _changes(StoreOptions, _STORE_VARIABLES, environ)))
+
+
+def _changes(
+    kind: type[Any], variables: Mapping[str, tuple[str, ...]], environ: Mapping[str, str] | None
+) -> dict[str, Any]:
+    """The fields of options that variables set: of each field the first one that is not empty."""
     source = os.environ if environ is None else environ
-    changes: dict[str, Any] = {}
-    for option, default in _defaults(StoreOptions()).items():
-        names = _STORE_VARIABLES[option]
+    found: dict[str, Any] = {}
+    for option, names in variables.items():
         name = next((name for name in names if source.get(name)), None)
-        if name is not None:
-            changes[option] = _parsed(name, source[name], _parser_of(default))
-            _require_makes_sense(name, option, changes[option])
-    return StoreOptions(**(defaults | changes))
-
-
-def _require_makes_sense(name: str, option: str, value: Any) -> None:
-    try:
-        StoreOptions(**{option: value})
-    except StrategyError as error:
-        raise StrategyError(f"{name}: {error.message}") from None
+        if name is None:
+            continue
+        default = getattr(kind(), option)
+        parse = _switch if isinstance(default, bool) else type(default)
+        found[option] = _parsed(
+            name, source[name], parse if isinstance(default, (int, float)) else str
+        )
+        try:
+            kind(**{option: found[option]})
+        except StrategyError as error:
+            raise StrategyError(f"{name}: {error.message}") from None
+    return found
 
 
 def debug_from_environment(environ: Mapping[str, str] | None = None) -> bool:
@@ -428,17 +431,6 @@ def world_from_environment() -> tuple[int, int, int]:
 def _number(name: str) -> int:
     number: int = _parsed(name, os.environ.get(name, ""), int)
     return number
-
-
-def _defaults(options: Options | StoreOptions) -> dict[str, Any]:
-    return {field.name: getattr(options, field.name) for field in fields(options)}
-
-
-def _parser_of(default: object) -> Callable[[str], Any]:
-    """What makes a variable's text a value like an option's default."""
-    if isinstance(default, bool):
-        return _switch
-    return type(default) if isinstance(default, (int, float)) else str
 
 
 def _switch(text: str) -> bool:

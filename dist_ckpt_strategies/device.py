@@ -116,19 +116,15 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[HostArray]:
     CUDA tensors are copied into pinned memory, all at once on a side stream of their device, which
     waits for the work already queued on the current stream. Returns when the copies are done.
     """
-    hosts = []
-    streams: dict[torch.device, torch.cuda.Stream] = {}
-    for tensor in tensors:
-        plain = tensor.detach()
-        if plain.device.type == "cuda":
-            stream = streams.get(plain.device) or _side_stream(plain.device)
-            streams[plain.device] = stream
-            plain = _pinned_copy(plain, stream)
-        elif not is_host_readable(plain):
-            plain = plain.cpu().resolve_conj().resolve_neg().contiguous()
-        hosts.append(plain)
-    for stream in streams.values():
-        stream.synchronize()
+    plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
+    hosts = [
+        t
+        if is_host_readable(t)
+        else torch.empty(t.shape, dtype=t.dtype, pin_memory=t.device.type == "cuda", device=_HOST)
+        for t in plain
+    ]
+    staged = [(host, t) for host, t in zip(hosts, plain, strict=True) if host is not t]
+    copy_into([host for host, _ in staged], [t for _, t in staged])
     return [host_view(host) for host in hosts]
 
 
@@ -194,15 +190,6 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     return stream
-
-
-def _pinned_copy(tensor: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
-    with torch.cuda.stream(stream):
-        source = tensor.resolve_conj().resolve_neg()
-        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True, device=_HOST)
-        host.copy_(source, non_blocking=True)
-        source.record_stream(stream)
-    return host
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -40,19 +40,16 @@ class CheckpointError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle: also the classes that ``joint_class`` makes, which no module holds."""
+        classes = vars(type(self)).get("joins", (type(self),))
         state = {**self.__dict__, "path": self.path}
-        return _restored, (type(self).__name__, _importable(type(self)), self.args, state)
+        return _restored, (type(self).__name__, classes, self.args, state)
 
 
+@lru_cache(maxsize=64)
 def joint_class(name: str, bases: tuple[type, ...]) -> Any:
     """A class of errors that is each of the bases, the first of them one of ours."""
-    return type(name, bases, {"__module__": __name__, "joins": bases})
-
-
-def _importable(cls: type) -> tuple[type, ...]:
-    """The class itself or, where ``joint_class`` made it, the classes of modules it joins."""
-    joins = vars(cls).get("joins")
-    return tuple(found for base in joins for found in _importable(base)) if joins else (cls,)
+    importable = tuple(one for base in bases for one in vars(base).get("joins", (base,)))
+    return type(name, bases, {"__module__": __name__, "joins": importable})
 
 
 def _restored(
@@ -242,7 +239,7 @@ def as_checkpoint_error(error: Exception) -> CheckpointError:
 def _of_both(ours: Any, theirs: Any, message: str) -> CheckpointError:
     """An error of both classes; of ours alone where none can be both, as with MemoryError."""
     try:
-        cls = _both(ours, theirs)
+        cls = joint_class(theirs.__name__, (ours, theirs))
         found: CheckpointError = cls.__new__(cls, message)
     except TypeError:
         plain: CheckpointError = ours(message)
@@ -250,11 +247,6 @@ def _of_both(ours: Any, theirs: Any, message: str) -> CheckpointError:
     found.args = (message,)
     found.key, found.path, found.global_rank = None, None, None
     return found
-
-
-@lru_cache(maxsize=64)
-def _both(ours: Any, theirs: Any) -> Any:
-    return joint_class(theirs.__name__, (ours, theirs))
 
 
 def _family(root: type[CheckpointError]) -> dict[str, type[CheckpointError]]:

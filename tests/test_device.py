@@ -28,7 +28,6 @@ from tests.support.tensors import (
     bits,
     lazily_conjugated,
     lazily_negated,
-    transposed,
 )
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.value)
@@ -50,27 +49,6 @@ def test_a_view_shows_the_memory_of_the_tensor(dtype: DType, layout: Layout) -> 
     assert view.shape == tuple(tensor.shape)
     assert view.__array_interface__["data"][0] == tensor.data_ptr()
     assert view.tobytes() == bits(tensor)
-
-
-@EVERY_DTYPE
-def test_what_is_written_to_a_view_is_in_the_tensor(dtype: DType) -> None:
-    tensor, values = transposed(tensor_of(dtype)), tensor_of(dtype).flip(0).contiguous()
-    host_view(tensor)[...] = host_view(values)
-
-    assert bits(tensor) == bits(values)
-
-
-@EVERY_DTYPE
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0)])
-def test_scalars_and_empty_tensors_have_views(dtype: DType, shape: tuple[int, ...]) -> None:
-    view = host_view(torch.zeros(shape, dtype=torch_dtype(dtype)))
-
-    assert (view.shape, view.dtype) == (shape, dtype.numpy)
-
-
-@EVERY_DTYPE
-def test_every_type_is_known_by_name(dtype: DType) -> None:
-    assert dtype_of(torch.zeros(1, dtype=torch_dtype(dtype)), key="w") is dtype
 
 
 def test_a_type_that_cannot_be_stored_is_refused_naming_the_key() -> None:
@@ -141,23 +119,6 @@ def test_a_tensor_without_memory_of_its_own_is_refused_naming_the_key(
 ) -> None:
     with pytest.raises(PlanError, match=r"^w: expected a dense tensor"):
         require_plain(tensor, key="w")
-
-
-def test_plain_tensors_are_not_refused() -> None:
-    for layout in LAYOUTS.values():
-        require_plain(layout(torch.zeros(2, 3)), key="w")
-
-
-def test_targets_are_filled_from_their_buffers() -> None:
-    targets = [layout(torch.zeros(2, 3)) for layout in LAYOUTS.values()]
-    buffers = [host_buffer((2, 3), DType.FLOAT32, like=target) for target in targets]
-    for number, buffer in enumerate(buffers):
-        buffer.fill_(number)
-    copy_into([target.detach() for target in targets], buffers)
-
-    assert [float(target.detach().sum()) for target in targets] == [
-        6.0 * number for number in range(len(targets))
-    ]
 
 
 @pytest.mark.gpu

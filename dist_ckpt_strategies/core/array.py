@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from enum import Enum
 from itertools import product
 from typing import Any, Self
@@ -146,11 +146,8 @@ class ArraySpec:
 
     def chunk_at(self, region: Region) -> Shape | None:
         """The index of the chunk whose whole region is ``region``; None where no chunk's is."""
-        if region.shape != self.chunk_shape:
-            return None
         index = tuple(map(operator.floordiv, region.offset, self.chunk_shape))
-        exact = tuple(map(operator.mul, index, self.chunk_shape)) == region.offset
-        return index if exact else None
+        return index if self.chunk_region(index) == region else None
 
     def chunk_indices(self) -> Iterator[Shape]:
         """Every chunk of the grid, in C order."""
@@ -158,13 +155,7 @@ class ArraySpec:
 
     def chunks_of(self, region: Region) -> Iterator[Shape]:
         """The chunks that share an element with ``region``, in C order."""
-        if region.numel == 0:
-            return iter(())
-        spans = (
-            range(a // c, (e - 1) // c + 1)
-            for a, e, c in zip(region.offset, region.end, self.chunk_shape, strict=True)
-        )
-        return product(*spans)
+        return region.cells(self.chunk_shape)
 
     def chunk_name(self, index: Shape) -> str:
         """File name of a chunk, below the array's directory; ``0`` for a scalar."""
@@ -173,31 +164,14 @@ class ArraySpec:
 
 def array_to_wire(array: ArraySpec) -> Wire:
     """The spec as JSON types."""
-    return [
-        array.key,
-        list(array.shape),
-        array.dtype.value,
-        list(array.chunk_shape),
-        array.separator,
-        int(array.is_raw),
-        None if array.inner_shape is None else list(array.inner_shape),
-        int(array.has_crc32c),
-    ]
+    return [field.value if isinstance(field, DType) else field for field in astuple(array)]
 
 
 def array_from_wire(wire: Wire) -> ArraySpec:
-    """The spec that ``array_to_wire`` made."""
-    key, shape, dtype, chunk_shape, separator, is_raw, inner_shape, has_crc32c = wire
-    return ArraySpec(
-        str(key),
-        tuple(map(int, shape)),
-        DType.named(dtype, key=key),
-        tuple(map(int, chunk_shape)),
-        str(separator),
-        is_raw=bool(is_raw),
-        inner_shape=None if inner_shape is None else tuple(map(int, inner_shape)),
-        has_crc32c=bool(has_crc32c),
-    )
+    """The spec that ``array_to_wire`` made, and JSON has carried."""
+    key, shape, dtype, chunk_shape, *others = wire
+    fields: list[Any] = [tuple(one) if isinstance(one, list) else one for one in others]
+    return ArraySpec(key, tuple(shape), DType.named(dtype, key=key), tuple(chunk_shape), *fields)
 
 
 _NAME = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)", re.ASCII)
@@ -306,24 +280,12 @@ class RankShards:
 
 def shard_to_wire(spec: ShardSpec) -> Wire:
     """The spec as JSON types."""
-    return [
-        spec.key,
-        list(spec.region.offset),
-        list(spec.region.shape),
-        list(spec.array_shape),
-        spec.dtype.value,
-        int(spec.is_main),
-        int(spec.may_mismatch),
-    ]
+    place = [spec.key, spec.region.offset, spec.region.shape, spec.array_shape]
+    return [*place, spec.dtype.value, spec.is_main, spec.may_mismatch]
 
 
 def shard_from_wire(wire: Wire) -> ShardSpec:
-    """The spec that ``shard_to_wire`` made."""
-    key, offset, shape, array_shape, dtype, is_main, may_mismatch = wire
-    return ShardSpec(
-        ShardId(str(key), Region(tuple(map(int, offset)), tuple(map(int, shape)))),
-        tuple(map(int, array_shape)),
-        DType.named(dtype, key=key),
-        is_main=bool(is_main),
-        may_mismatch=bool(may_mismatch),
-    )
+    """The spec that ``shard_to_wire`` made, and JSON has carried."""
+    key, offset, shape, array_shape, dtype, *flags = wire
+    shard = ShardId(key, Region(tuple(offset), tuple(shape)))
+    return ShardSpec(shard, tuple(array_shape), DType.named(dtype, key=key), *flags)

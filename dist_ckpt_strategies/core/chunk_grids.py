@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -85,14 +86,14 @@ def _first_overlap(
     if ndim == 0:
         return (placements[0], placements[1]) if len(placements) > 1 else None
     dim = max(range(ndim), key=lambda d: len({h.region.offset[d] for h in placements}))
-    open_boxes: list[ShardPlacement] = []
+    overlapping: list[ShardPlacement] = []
     for placement in sorted(placements, key=lambda h: (h.region.offset[dim], h)):
         start = placement.region.offset[dim]
-        open_boxes = [h for h in open_boxes if h.region.end[dim] > start]
-        for other in open_boxes:
+        overlapping = [h for h in overlapping if h.region.end[dim] > start]
+        for other in overlapping:
             if placement.region.intersect(other.region) is not None:
                 return other, placement
-        open_boxes.append(placement)
+        overlapping.append(placement)
     return None
 
 
@@ -100,14 +101,14 @@ def _first_gap(whole: Region, placements: Sequence[ShardPlacement]) -> Shape:
     """Lowest corner of what is left of ``whole`` once every placement is cut away."""
     rest = [whole]
     for placement in sorted(placements):
-        rest = [left for box in rest for left in box.without(placement.region)]
-    return min(box.offset for box in rest)
+        rest = [left for region in rest for left in region.without(placement.region)]
+    return min(region.offset for region in rest)
 
 
 def _held_by(element: Shape, copies: Iterable[ShardPlacement]) -> str:
     """Who has a copy of the element, in words."""
-    box = Region(element, (1,) * len(element))
-    ranks = sorted({copy.rank for copy in copies if copy.region.contains(box)})
+    region = Region(element, (1,) * len(element))
+    ranks = sorted({copy.rank for copy in copies if copy.region.contains(region)})
     if not ranks:
         return "which no rank holds"
     listed = ", ".join(map(str, ranks))
@@ -219,8 +220,8 @@ def _candidates(
 ) -> list[int]:
     """Chunk sizes worth trying along one dim, the coarsest first."""
     found = {max(h.shape[dim] for h in hulls)}
-    for boxes in (hulls, [h.region for h in placements]):
-        edges = {box.offset[dim] for box in boxes} | {box.end[dim] for box in boxes}
+    for regions in (hulls, [h.region for h in placements]):
+        edges = {r.offset[dim] for r in regions} | {r.end[dim] for r in regions}
         inner = edges - {0, extent}
         found.add(math.gcd(*inner) if inner else extent)
         found.add(-(-extent // (len(inner) + 1)))
@@ -248,17 +249,10 @@ def _moved_elements(chunk: Shape, placements: Sequence[ShardPlacement]) -> int:
 
 
 def chunk_parts(chunk: Shape, region: Region) -> list[tuple[Shape, Region]]:
-    """The region cut along the chunk grid: each chunk index it touches, with the common box."""
-    if region.numel == 0:
-        return []
-    spans = (
-        range(a // c, (e - 1) // c + 1)
-        for a, e, c in zip(region.offset, region.end, chunk, strict=True)
-    )
+    """The region cut along the chunk grid: each chunk index it touches, with the common region."""
     parts = []
-    for index in product(*spans):
-        box = Region(tuple(i * c for i, c in zip(index, chunk, strict=True)), chunk)
-        common = box.intersect(region)
+    for index in region.cells(chunk):
+        common = Region(tuple(map(operator.mul, index, chunk)), chunk).intersect(region)
         assert common is not None  # noqa: S101 - the index was computed from the region
         parts.append((index, common))
     return parts

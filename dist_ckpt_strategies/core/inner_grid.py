@@ -32,7 +32,7 @@ def _num_parts(extent: int, part: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Inner chunks that follow each other in the file and form a box.
+    """Inner chunks that follow each other in the file and form a region.
 
     Attributes:
         first: number of the first one, in the order of the file.

@@ -6,6 +6,7 @@ import math
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 Shape = tuple[int, ...]
 
@@ -64,6 +65,13 @@ class Region:
                     end = (*high[:dim], stop, *high[dim + 1 :])
                     yield Region(offset, tuple(map(operator.sub, end, offset)))
             low[dim], high[dim] = hole.offset[dim], hole.end[dim]
+
+    def cells(self, cell: Shape) -> Iterator[Shape]:
+        """Indices, in C order, of the cells of a regular grid that share an element with it."""
+        if self.numel == 0:
+            return iter(())
+        spans = zip(self.offset, self.end, cell, strict=True)
+        return product(*[range(a // c, (e - 1) // c + 1) for a, e, c in spans])
 
     def within(self, frame: Region) -> Region:
         """The same region, in coordinates relative to ``frame``."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,27 +17,20 @@ from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.arrays import ArrayWriterBase, DirectoryWriter
 from dist_ckpt_strategies.formats.bucket_arrays import BucketWriter
-from dist_ckpt_strategies.formats.clearing import require_room_for_format2
+from dist_ckpt_strategies.formats.commit import require_room_for_format2
 from dist_ckpt_strategies.formats.locations import Location, open_save_place, require_path
 from dist_ckpt_strategies.formats.manifest import (
     INDEX_NAME,
     MANIFEST_NAME,
     OBJECTS_NAME,
     SAVE_NAME,
-    ArrayRecord,
-    ChunkRecord,
     Fields,
-    FileDigest,
-    ManifestIndex,
-    ObjectRecord,
     SegmentEntry,
-    Span,
     array_fields,
     begun_content,
     digest_of,
     index_content,
     merged_segment,
-    object_fields,
     segment_content,
 )
 from dist_ckpt_strategies.formats.object_files import is_plain, plain_content, plain_value
@@ -52,7 +45,6 @@ Digests = Mapping[tuple[str, Shape], list[int]]
 
 _FORMAT1 = 1
 _OBJECT_THREADS = 8
-_PACKAGES = ("dist-ckpt-strategies", "megatron-core", "torch", "numpy", "tensorstore", "zarr")
 
 _MAX_PLAIN_NBYTES = 4 << 10
 """Larger plain objects go to a file of objects, which keeps the manifest small."""
@@ -96,7 +88,7 @@ class CheckpointWriter:
             require_path(root, "format ('zarr', 1)")
         self.place = open_save_place(root, options, keeps_old=keeps_old, overwrite=overwrite)
         self.options, self._global_rank = options, global_rank
-        self._objects: list[ObjectRecord] = []
+        self._objects: list[Fields] = []
         self._num_packs = 0
         self._digests: dict[tuple[str, Shape], list[int]] = {}
 
@@ -160,15 +152,26 @@ class CheckpointWriter:
     def write_objects(self, objects: Mapping[ObjectId, bytes]) -> None:
         """Store what was dumped of this rank's objects, durably: files of one, or of many.
 
-        May be called again, with others.
+        May be called again, with others. Small plain values go to the manifest.
         """
         location = self.place.location
         if self._is_format1 and isinstance(location, Path):
             _write_object_files(location, objects, self.options.timeout_s)
-        else:
-            in_order, number = sorted(objects.items()), self._global_rank + self._num_packs
-            self._objects += _write_pack(self.store, in_order, self._global_rank, number)
-            self._num_packs += 1
+            return
+        pack = bytearray()
+        name = f"{OBJECTS_NAME}/rank-{self._global_rank + self._num_packs:05d}.bin"
+        self._num_packs += 1
+        for object_id, content in sorted(objects.items()):
+            plain = plain_value(content) if len(content) <= _MAX_PLAIN_NBYTES else None
+            fields: Fields = {**asdict(object_id), "writer": self._global_rank}
+            if plain is not None:
+                fields["value"] = plain.value
+            else:
+                fields["span"] = [name, len(pack), len(content), digest_of(content)]
+                pack += content
+            self._objects.append(fields)
+        if pack:
+            self.store.write(name, bytes(pack))
 
     def write_common(self, content: bytes) -> None:
         """Store the common state's file, durably; on the first rank."""
@@ -185,37 +188,60 @@ class CheckpointWriter:
 
         Args:
             arrays: those that this rank has created or written to.
-            segment_of: gives the segment that lists a key.
+            segment_of: gives the number of the segment that lists a key.
         """
         if self._is_format1:
             return {}
-        chunks: dict[str, dict[Shape, ChunkRecord]] = defaultdict(dict)
+        chunks: dict[str, dict[Shape, list[int]]] = defaultdict(dict)
         written = {**self.arrays.digests, **self._digests}
         for (key, index), digests in written.items():
-            chunks[key][index] = ChunkRecord.of(self._global_rank, digests)
-        records = (ArrayRecord(array, chunks.get(array.key, {})) for array in arrays)
-        return described_segments(records, self._objects, segment_of)
+            chunks[key][index] = digests
+        found: dict[int, tuple[list[Fields], list[Fields]]] = defaultdict(lambda: ([], []))
+        for array in arrays:
+            fields = array_fields(array, self._global_rank, chunks[array.key])
+            found[segment_of(array.key)][0].append(fields)
+        for fields in self._objects:
+            found[segment_of(fields["key"])][1].append(fields)
+        return {number: segment_content(*both) for number, both in found.items()}
 
     def write_segment(self, number: int, first: str, contents: Iterable[bytes]) -> Any:
-        """Write a segment of the manifest; its entry, of JSON types. See ``write_segment``."""
+        """Write a segment of the manifest, durably; its entry in the index, of JSON types.
+
+        Args:
+            number: of the segment.
+            first: the first key that it may list.
+            contents: what ranks know of it, as ``described`` gives it.
+
+        Raises:
+            IncompleteCheckpointError: ranks describe an array differently, or no rank has written
+                some chunk.
+        """
         if self._is_format1:
             return None
-        return list(write_segment(self.store, number, first, contents))
+        try:
+            arrays, objects = merged_segment(contents)
+        except ValueError as error:
+            raise IncompleteCheckpointError(
+                f"{self.store}: what the ranks have written makes no checkpoint: {error}"
+            ) from error
+        content, name = segment_content(arrays, objects), f"{MANIFEST_NAME}/part-{number:05d}.json"
+        self.store.write(name, content)
+        return [name, first, len(content), digest_of(content), len(arrays), len(objects)]
 
     def write_index(
-        self, entries: Sequence[Any], layout: Mapping[str, int], common: bytes | None
+        self, entries: Iterable[Any], layout: Mapping[str, int], common: bytes | None
     ) -> None:
-        """Write the manifest's index, durably; on the first rank.
+        """Write the manifest's index, durably: the last file but the marker; on the first rank.
 
         Args:
             entries: of all segments, as ``write_segment`` gave them.
             layout: parallel sizes of the job that saved.
             common: content of the common state's file; None where others have written that.
         """
-        if self._is_format1:
-            return
-        segments = [SegmentEntry(*entry) for entry in entries]
-        write_index(self.store, segments, common or self._written_common(), layout)
+        if not self._is_format1:
+            segments = [SegmentEntry(*entry) for entry in entries]
+            content = index_content(segments, common or self._written_common(), layout)
+            self.store.write(INDEX_NAME, content)
 
     def _written_common(self) -> bytes | None:
         """The common state's file; through Megatron-Core's own save it is in place already."""
@@ -236,93 +262,3 @@ def _write_object_files(root: Path, objects: Mapping[ObjectId, bytes], timeout_s
         run_with_limit(
             partial(sync_directories, root, {name.key: name.key for name in objects}), root
         )
-
-
-def _write_pack(
-    store: Store, objects: Iterable[tuple[ObjectId, bytes]], writer: int, number: int
-) -> list[ObjectRecord]:
-    """Write objects to one file, durably; small plain values go to the manifest.
-
-    Args:
-        store: the checkpoint.
-        objects: what is stored of each shard.
-        writer: global rank of the writer.
-        number: of the file.
-    """
-    found: list[ObjectRecord] = []
-    pack, name = bytearray(), f"{OBJECTS_NAME}/rank-{number:05d}.bin"
-    for object_id, content in objects:
-        plain = plain_value(content) if len(content) <= _MAX_PLAIN_NBYTES else None
-        if plain is not None:
-            found.append(ObjectRecord(object_id, writer, None, plain.value))
-            continue
-        span = Span(name, len(pack), len(content), digest_of(content))
-        found.append(ObjectRecord(object_id, writer, span))
-        pack += content
-    if pack:
-        store.write(name, bytes(pack))
-    return found
-
-
-def described_segments(
-    arrays: Iterable[ArrayRecord],
-    objects: Iterable[ObjectRecord],
-    segment_of: Callable[[str], int],
-) -> dict[int, bytes]:
-    """What one rank knows of each segment, for ``write_segment``.
-
-    Args:
-        arrays: with the chunks that this rank has written.
-        objects: that it has written.
-        segment_of: gives the number of the segment that lists a key.
-    """
-    found: dict[int, tuple[list[Fields], list[Fields]]] = defaultdict(lambda: ([], []))
-    for array in arrays:
-        found[segment_of(array.array.key)][0].append(array_fields(array))
-    for one in objects:
-        found[segment_of(one.id.key)][1].append(object_fields(one))
-    return {number: segment_content(*both) for number, both in found.items()}
-
-
-def write_segment(store: Store, number: int, first: str, contents: Iterable[bytes]) -> SegmentEntry:
-    """Write a segment, durably; its entry in the index.
-
-    Args:
-        store: the checkpoint.
-        number: of the segment.
-        first: the first key that it may list.
-        contents: what ranks know of it, as ``described_segments`` gives it.
-
-    Raises:
-        IncompleteCheckpointError: ranks describe an array differently, or no rank has written some
-            chunk.
-    """
-    try:
-        arrays, objects = merged_segment(contents)
-    except ValueError as error:
-        raise IncompleteCheckpointError(
-            f"{store}: what the ranks have written makes no checkpoint: {error}"
-        ) from error
-    content, name = segment_content(arrays, objects), f"{MANIFEST_NAME}/part-{number:05d}.json"
-    store.write(name, content)
-    return SegmentEntry(name, first, len(content), digest_of(content), len(arrays), len(objects))
-
-
-def write_index(
-    store: Store, entries: Iterable[SegmentEntry], common: bytes | None, layout: Mapping[str, int]
-) -> None:
-    """Write the manifest's table of contents, durably: the last file but the marker.
-
-    Args:
-        store: the checkpoint.
-        entries: of all segments.
-        common: content of the common state's file, if there is one.
-        layout: see ManifestIndex.
-    """
-    segments = tuple(sorted(entries, key=lambda entry: entry.first))
-    listed = None if common is None else FileDigest(len(common), digest_of(common))
-    versions = {}
-    for name in _PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):  # a package run from its sources
-            versions[name] = importlib.metadata.version(name)
-    store.write(INDEX_NAME, index_content(ManifestIndex(segments, listed, layout, versions)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from functools import cached_property, partial
 from itertools import islice
@@ -17,9 +18,8 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.arrays import DirectoryReader, Format1Reader
 from dist_ckpt_strategies.formats.bucket_arrays import BucketReader, num_requests
-from dist_ckpt_strategies.formats.bucket_commit import require_something
 from dist_ckpt_strategies.formats.issues import FileCheck
-from dist_ckpt_strategies.formats.locations import Location, content_of
+from dist_ckpt_strategies.formats.locations import Location, content_of, require_something
 from dist_ckpt_strategies.formats.manifest import INDEX_NAME, Manifest, digest_of, similar_text
 from dist_ckpt_strategies.formats.object_files import (
     object_ids,
@@ -43,7 +43,24 @@ def has_manifest(root: Path) -> bool:
     return (root / INDEX_NAME).exists()
 
 
-class Format1Checkpoint:
+class _Checkpoint(ABC):
+    _options: Options
+
+    @cached_property
+    def array_reader(self) -> ArrayReader:
+        """See StoredCheckpoint."""
+        return self._reader(self._options)
+
+    @property
+    def buffered_reader(self) -> ArrayReader:
+        """See StoredCheckpoint."""
+        return self._reader(self._options.with_changes(direct_io=False))
+
+    @abstractmethod
+    def _reader(self, options: Options) -> ArrayReader: ...
+
+
+class Format1Checkpoint(_Checkpoint):
     """A checkpoint of format ("zarr", 1); see StoredCheckpoint.
 
     Args:
@@ -51,20 +68,13 @@ class Format1Checkpoint:
         options: engine and timeout.
     """
 
+    identity = ""
+
     def __init__(self, root: Path, options: Options) -> None:
-        self._layout = Zarr2Layout(root)
-        self._options = options
-        self.identity = ""
+        self._layout, self._options = Zarr2Layout(root), options
 
-    @cached_property
-    def array_reader(self) -> ArrayReader:
-        """See StoredCheckpoint."""
-        return Format1Reader(self._layout.root, self._options)
-
-    @property
-    def buffered_reader(self) -> ArrayReader:
-        """See StoredCheckpoint."""
-        return Format1Reader(self._layout.root, self._options.with_changes(direct_io=False))
+    def _reader(self, options: Options) -> ArrayReader:
+        return Format1Reader(self._layout.root, options)
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """See StoredCheckpoint. One metadata file is read for each; sorted by key."""
@@ -105,22 +115,17 @@ class Format1Checkpoint:
     def _not_found(self, key: str) -> ArrayNotFoundError:
         root = self._layout.root
         require_directory(root)
-        if has_manifest(root):
-            return ArrayNotFoundError(
-                f"{key}: {root} is a checkpoint of format ('zarr', 2), by its {INDEX_NAME}; its "
-                "metadata.json says, or the caller, that it is one of ('zarr', 1)",
-                key=key,
-                path=str(root),
-            )
         keys = list(self._layout.keys())
+        of_format2 = f"; it is of format ('zarr', 2), by its {INDEX_NAME}"
+        hint = of_format2 if has_manifest(root) else similar_text(key, keys)
         return ArrayNotFoundError(
-            f"{key}: no such array among the {len(keys)} in {root}{similar_text(key, keys)}",
+            f"{key}: no such array among the {len(keys)} in {root}{hint}",
             key=key,
             path=str(self._layout.directory(key)),
         )
 
 
-class Format2Checkpoint:
+class Format2Checkpoint(_Checkpoint):
     """A checkpoint of format ("zarr", 2); see StoredCheckpoint.
 
     Args:
@@ -148,16 +153,6 @@ class Format2Checkpoint:
             raise
         self.identity = self.manifest.digest
 
-    @cached_property
-    def array_reader(self) -> ArrayReader:
-        """See StoredCheckpoint."""
-        return self._reader(self._options)
-
-    @property
-    def buffered_reader(self) -> ArrayReader:
-        """See StoredCheckpoint."""
-        return self._reader(self._options.with_changes(direct_io=False))
-
     def _reader(self, options: Options) -> ArrayReader:
         find = None if options.verify is Verify.OFF else self.manifest.find
         if isinstance(self._root, Bucket):
@@ -165,7 +160,7 @@ class Format2Checkpoint:
         return DirectoryReader(self._root, options, find)
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
-        """See StoredCheckpoint. The parts of the manifest that list them are read, once each."""
+        """See StoredCheckpoint. The segments of the manifest that list them are read, once each."""
         return {key: self.manifest.find(key).array for key in sorted(keys)}
 
     def keys(self) -> Iterator[str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import re
 import shutil
 import time
 import uuid
@@ -27,19 +28,15 @@ from typing import TYPE_CHECKING
 
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
     StorageError,
 )
-from dist_ckpt_strategies.formats.clearing import (
-    names_of_contents,
-    require_no_obstacle,
-    require_nothing_in_the_way,
-    require_replaceable,
-    sorted_entries,
-)
-from dist_ckpt_strategies.formats.manifest import SAVE_NAME
+from dist_ckpt_strategies.formats.manifest import FOLDER_NAMES, SAVE_NAME
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
+from dist_ckpt_strategies.formats.object_files import object_ids, object_path
+from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
@@ -47,6 +44,7 @@ from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     file_errors,
+    is_elsewhere,
     make_directories,
     read_file,
     require_directory,
@@ -78,6 +76,10 @@ _WAIT_S = 30.0
 
 _LOCK_NAME = ".commit-lock"
 _NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST}
+_MAX_NAMED = 5
+
+_OF_TORCH_DIST = re.compile(r"__\d+_\d+\.distcp|\.metadata")
+"""What torch.distributed.checkpoint names its files."""
 
 
 @limited
@@ -92,18 +94,18 @@ def read_marker(root: Path) -> CheckpointMarker:
     path = root / MARKER_NAME
     with file_errors(None, path):
         content = read_file(path, MAX_JSON_NBYTES) if path.exists() else None
-    if content is None:
-        raise IncompleteCheckpointError(
-            f"{root} is not a distributed checkpoint, or is incomplete: {path}, the "
-            f"last file of a save, is missing; {_what_is_there(root)}",
-            path=str(path),
-        )
+        if content is None:
+            raise IncompleteCheckpointError(
+                f"{root} is not a distributed checkpoint, or is incomplete: {path}, the "
+                f"last file of a save, is missing; {_what_is_there(root)}",
+                path=str(path),
+            )
     return CheckpointMarker.of_checkpoint(content, root, str(path))
 
 
 def _what_is_there(root: Path) -> str:
     """What a directory without a marker holds, in words."""
-    if _has_interrupted_commit(root):
+    if _staged_markers(root):
         return (
             "a save was interrupted while it moved its files into place, and nothing is lost: "
             "`dist-ckpt verify`, dist_ckpt_strategies.load and load_latest complete it"
@@ -118,27 +120,6 @@ def _what_is_there(root: Path) -> str:
 def are_safetensors(names: Iterable[str]) -> bool:
     """Whether there are files of safetensors among those of a directory without a marker."""
     return any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
-
-
-@limited
-def is_finished(root: Path) -> bool:
-    """Whether a directory holds a checkpoint with a whole marker."""
-    with file_errors(None, root):
-        if not (root / MARKER_NAME).exists():
-            return False
-    try:
-        read_marker(root)
-    except (CheckpointNotFoundError, IncompleteCheckpointError):
-        return False
-    return True
-
-
-@limited
-def write_marker(root: Path, marker: CheckpointMarker) -> None:
-    """Make the checkpoint visible: the marker is there whole, or not at all."""
-    path = root / MARKER_NAME
-    with file_errors(None, path):
-        write_file(path, marker.to_json())
 
 
 @limited
@@ -170,21 +151,18 @@ def invalidate(root: Path) -> None:
     Raises:
         StorageError: another process is committing a save there.
     """
-    if not root.exists():
-        return
-    with file_errors(None, root):
-        if _has_interrupted_commit(root):
-            (root / OLD_MARKER_NAME).touch()
-    _remove_stale(root, completes=False)
-    set_marker_aside(root)
+    if root.exists():
+        _remove_stale(root)
+        set_marker_aside(root)
 
 
 @limited
 def remove_contents(root: Path) -> None:
-    """Make the directory count as incomplete, durably; then remove its arrays and objects."""
-    set_marker_aside(root)
+    """Make the directory count as incomplete, durably; then remove its checkpoint's files."""
+    invalidate(root)
     trash = root / f"{REMOVED_PREFIX}{uuid.uuid4().hex}"
     with file_errors(None, root):
+        (root / COMMON_NAME).unlink(missing_ok=True)
         _move_old_out(root, trash, with_torch_dist=False)
         shutil.rmtree(trash)
 
@@ -205,7 +183,7 @@ def complete_commit(root: Path) -> bool:
         return any(_take_away(root, marker.parent) for marker in _staged_markers(root))
 
 
-class SavePlace(ABC):
+class PlaceBase(ABC):
     """Where the files of one save go until it is committed. Nothing else writes there.
 
     Args:
@@ -213,38 +191,22 @@ class SavePlace(ABC):
         timeout_s: of the save.
 
     Attributes:
-        save_id: of this save; after ``join``.
+        save_id: of this save. The first rank makes it, the others take it from there.
     """
+
+    save_id = ""
 
     def __init__(self, root: Path | Bucket, timeout_s: float) -> None:
         self._name = str(root)
         self._timeout_s = timeout_s
-        self.save_id = ""
 
     def __str__(self) -> str:
         """The checkpoint, for messages."""
         return self._name
 
-    @property
     @abstractmethod
-    def location(self) -> Path | Bucket:
-        """What the save writes into, after ``join``."""
-
-    @abstractmethod
-    def new_save_id(self) -> str:
-        """Look at what is there, on the first rank; the id of this save."""
-
-    def join(self, save_id: str) -> None:
-        """Take the id that the first rank has made."""
-        self.save_id = save_id
-
-    @abstractmethod
-    def begin(self, keys: Collection[str] | None) -> None:
-        """Make the place, on the first rank; ``keys`` of its arrays and objects.
-
-        Raises:
-            CheckpointExistsError: something is there that the save may not replace.
-        """
+    def is_current(self) -> bool:
+        """Whether what ``begin`` has made is there: no later save has taken the place."""
 
     def require(self, owner: str) -> None:
         """Wait until this rank sees what ``begin`` has made on the rank called ``owner``.
@@ -263,10 +225,6 @@ class SavePlace(ABC):
                 )
             time.sleep(_PAUSE_S)
 
-    @abstractmethod
-    def abandon(self) -> None:
-        """Remove what ``begin`` has made, if anything; what stays is removed by the next save."""
-
     def require_current(self) -> None:
         """Raise unless the place is still this save's.
 
@@ -274,36 +232,15 @@ class SavePlace(ABC):
             StorageError: another save has begun there, or all was removed.
         """
         if not self.is_current():
-            raise self.superseded()
-
-    def superseded(self) -> StorageError:
-        """The error of a save whose place belongs to another one by now."""
-        return StorageError(
-            f"{self}: another save to it has begun before this one was finished, or what this one "
-            "had written was removed; nothing of it was made visible",
-            path=str(self),
-        )
-
-    @abstractmethod
-    def is_current(self) -> bool:
-        """Whether what ``begin`` has made is there: no other save has begun since."""
-
-    @abstractmethod
-    def commit(self, marker: bytes | None) -> None:
-        """Make the save, all of it durable, the checkpoint's content; on the first rank.
-
-        Args:
-            marker: content of ``metadata.json``, which makes it visible; None where the caller
-                writes it, and has invalidated the directory before.
-
-        Raises:
-            StorageError: the place is gone, or a file cannot be moved. An earlier checkpoint is
-                still there, or ``complete_commit`` can finish this one.
-        """
+            raise StorageError(
+                f"{self}: another save to it has begun before this one was finished, or what this "
+                "one had written was removed; nothing of it was made visible",
+                path=str(self),
+            )
 
 
-class DirectoryPlace(SavePlace):
-    """A staging directory in the checkpoint's own; see SavePlace.
+class DirectoryPlace(PlaceBase):
+    """A staging directory in the checkpoint's own; see PlaceBase.
 
     Args:
         root: the checkpoint's directory, which ``begin`` makes.
@@ -322,11 +259,11 @@ class DirectoryPlace(SavePlace):
 
     @property
     def location(self) -> Path:
-        """See SavePlace."""
+        """What the save writes into; with the save id."""
         return self._root / f"{PARTIAL_PREFIX}{self.save_id}"
 
     def new_save_id(self) -> str:
-        """See SavePlace."""
+        """Look at what is there, on the first rank; the id of this save."""
         if not self._keeps_old:
             invalidate(self._root)
             self._overwrite = self._overwrite or (self._root / OLD_MARKER_NAME).exists()
@@ -334,9 +271,10 @@ class DirectoryPlace(SavePlace):
 
     @limited
     def begin(self, keys: Collection[str] | None) -> None:
-        """See SavePlace. With unknown keys nothing is replaced but by ``overwrite``.
+        """Make the place, on the first rank, and remove what earlier saves have not finished.
 
-        What earlier saves left without finishing is removed.
+        Args:
+            keys: of the save's arrays and objects; unknown: only ``overwrite`` replaces anything.
 
         Raises:
             CheckpointExistsError: there are arrays or objects of other keys and no marker; or a key
@@ -348,12 +286,12 @@ class DirectoryPlace(SavePlace):
         with file_errors(None, root):
             make_directories(root)
             require_directory(root)
-            is_empty = not os.listdir(root)  # noqa: PTH208 - the names alone
-        if keys is not None and not is_empty:
-            if not (self._overwrite or is_finished(root)):
-                require_replaceable(root, keys)
-            require_nothing_in_the_way(root, keys)
-        if not is_empty:
+            present = set(os.listdir(root))  # noqa: PTH208 - the names alone
+        if keys is not None and present:
+            if not self._overwrite:
+                _require_replaceable(root, keys)
+            _require_no_other_checkpoint(root, [k for k in keys if k.partition("/")[0] in present])
+        if present:
             _remove_stale(root)
         with file_errors(None, root):
             self.location.mkdir()
@@ -361,16 +299,25 @@ class DirectoryPlace(SavePlace):
 
     @limited
     def abandon(self) -> None:
-        """See SavePlace."""
+        """Remove what ``begin`` has made, if anything; what stays is removed by the next save."""
         shutil.rmtree(self.location, ignore_errors=True)
 
     @limited
     def is_current(self) -> bool:
-        """See SavePlace. A late write may make the directory again, and never the lock."""
+        """See PlaceBase. A late write may make the directory again, and never the lock."""
         return (self.location / _LOCK_NAME).exists()
 
     def commit(self, marker: bytes | None) -> None:
-        """See SavePlace. That something replaced cannot be removed is logged."""
+        """Make the save, all of it durable, the checkpoint's content; on the first rank.
+
+        Args:
+            marker: content of ``metadata.json``, which makes it visible; None where the caller
+                writes it, and has invalidated the directory before.
+
+        Raises:
+            StorageError: the place is gone, or a file cannot be moved. An earlier checkpoint is
+                still there, or ``complete_commit`` can finish this one.
+        """
         self._commit(marker)
         try:
             run_with_limit(partial(_remove_stale, self._root), self)
@@ -385,8 +332,8 @@ class DirectoryPlace(SavePlace):
             is_alone = os.listdir(root) == [staging.name]  # noqa: PTH208 - the names alone
             replaces = self._replaces and not is_alone
             if not is_alone:
-                going = names_of_contents(root, with_torch_dist=True) if replaces else ()
-                require_no_obstacle(staging, root, {f"{root}/{name}" for name in going})
+                going = _names_of_contents(root, with_torch_dist=True) if replaces else ()
+                _require_no_obstacle(staging, root, {f"{root}/{name}" for name in going})
             sync_path(staging)
             if marker is not None:
                 write_file(staging / MARKER_NAME, marker)
@@ -394,26 +341,117 @@ class DirectoryPlace(SavePlace):
             raise_if_cancelled()
             if replaces:
                 _trash_of(staging).mkdir()  # a full disk refuses that while the old marker is there
-                _mark_for_replacement(root)
+                set_marker_aside(root)
+                (root / OLD_MARKER_NAME).touch()  # without a marker too, old files are to go
             _finish(root, staging)
+
+
+def _require_replaceable(root: Path, keys: Collection[str]) -> None:
+    """Raise unless there is a checkpoint, or arrays and objects of these keys only.
+
+    Others may be a user's data.
+    """
+    with suppress(CheckpointNotFoundError, IncompleteCheckpointError):
+        read_marker(root)
+        return
+    found = {*Zarr2Layout(root).keys(), *(object_id.key for object_id in object_ids(root))}
+    others = sorted(found.difference(keys))
+    if others:
+        shown = ", ".join(others[:_MAX_NAMED]) + (", ..." if len(others) > _MAX_NAMED else "")
+        raise CheckpointExistsError(
+            f"{root} holds {len(others)} arrays or objects that this save would not replace and "
+            f"that belong to no finished checkpoint: {shown}; remove them, save elsewhere, or pass "
+            "overwrite=True to dist_ckpt_strategies.save",
+            path=str(root),
+        )
+
+
+def _require_no_other_checkpoint(root: Path, keys: Iterable[str]) -> None:
+    """Raise where what is written under a key would become a part of something else."""
+    above: dict[str, str] = {}
+    for key in sorted(keys):
+        parts = key.split("/")
+        above |= {"/".join(parts[:depth]): key for depth in range(1, len(parts) + 1)}
+    for inner, key in above.items():
+        # An array may be a link, which goes.
+        if is_elsewhere(root / inner) and inner not in set(Zarr2Layout(root).keys()):
+            raise CheckpointExistsError(
+                f"{key}: {root / inner} is a link or another checkpoint, of which this key would "
+                "become a part; save elsewhere",
+                key=key,
+                path=str(root / inner),
+            )
+
+
+@limited
+def require_room_for_format2(root: Path) -> None:
+    """Raise where a folder of format 2 is there that is not ours.
+
+    Raises:
+        CheckpointExistsError: it is; names it.
+    """
+    if (root / SAVE_NAME).is_file():
+        return
+    for name in FOLDER_NAMES:
+        if os.path.lexists(root / name):
+            raise CheckpointExistsError(
+                f"{root / name} is not of a checkpoint of format ('zarr', 2), which would put its "
+                "own files there; remove it, or save elsewhere",
+                path=str(root / name),
+            )
+
+
+def _require_no_obstacle(source: Path, target: Path, going: Collection[str]) -> None:
+    """Raise where a file is in the way of a staged directory, or the other way round.
+
+    What goes with an old checkpoint is not in the way.
+    """
+    for entry in _sorted_entries(source):
+        path = f"{target}/{entry.name}"
+        if path in going or not os.path.lexists(path):
+            continue
+        is_here, is_there = entry.is_dir(follow_symlinks=False), os.path.isdir(path)  # noqa: PTH112
+        if is_here != is_there:
+            raise CheckpointExistsError(
+                f"{path} is in the way of a file or directory of this save; remove it, or save "
+                "elsewhere",
+                path=path,
+            )
+        if is_here:
+            _require_no_obstacle(Path(entry.path), Path(path), going)
+
+
+def _sorted_entries(directory: Path | str) -> list[os.DirEntry[str]]:
+    with os.scandir(directory) as scan:
+        return sorted(scan, key=lambda entry: entry.name)
+
+
+def _names_of_contents(root: Path, *, with_torch_dist: bool) -> list[str]:
+    """The arrays and objects of a checkpoint of either format: paths below its directory.
+
+    Arrays of format 1 are directories, with Megatron-Core's locks beside them. ``common.pt`` is not
+    among them: it may be the new one already. Nor are other checkpoints below the directory, what
+    links lead to, and files of any other kind. Files of torch_dist are, where the marker of another
+    format would orphan them.
+    """
+    layout = Zarr2Layout(root)
+    names = [str(object_path(root, found).relative_to(root)) for found in object_ids(root)]
+    for key in sorted(layout.keys(), key=len, reverse=True):
+        names += [key, *layout.lock_directories(key)]
+    if (root / SAVE_NAME).is_file():
+        names += [name for name in FOLDER_NAMES if (root / name).exists()]
+    if with_torch_dist:
+        names += [
+            entry.name
+            for entry in _sorted_entries(root)
+            if _OF_TORCH_DIST.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
+        ]
+    return names
 
 
 def _staged_markers(root: Path) -> list[Path]:
     """Markers of saves that are decided and not finished; one at most, but for changes by hand."""
     return sorted(root.glob(f"{PARTIAL_PREFIX}*/{MARKER_NAME}"))
-
-
-def _has_interrupted_commit(root: Path) -> bool:
-    """Whether a save was killed while it moved its files into place."""
-    return not (root / MARKER_NAME).exists() and bool(_staged_markers(root))
-
-
-def _mark_for_replacement(root: Path) -> None:
-    """Set the marker aside; without one, note that what is there is to be replaced all the same."""
-    if (root / MARKER_NAME).exists():
-        set_marker_aside(root)
-    elif any(not _is_stale(entry.name) for entry in sorted_entries(root)):
-        (root / OLD_MARKER_NAME).touch()
 
 
 def _finish(root: Path, staging: Path) -> None:
@@ -438,7 +476,7 @@ def _move_old_out(root: Path, trash: Path, *, with_torch_dist: bool) -> None:
     Directories above them that become empty go; another call carries an interrupted one on.
     """
     trash.mkdir(exist_ok=True)
-    names = names_of_contents(root, with_torch_dist=with_torch_dist)
+    names = _names_of_contents(root, with_torch_dist=with_torch_dist)
     above = {parent for name in names for parent in PurePath(name).parents}
     prefix = f"{trash}/{uuid.uuid4().hex}-"  # a commit that is completed has moved some before
     for number, name in enumerate(names):
@@ -456,7 +494,7 @@ def _move_below(
     source: str, target: str, touched: list[Path | str], passed: Collection[str]
 ) -> None:
     """Move everything but some names; directories that got new names join ``touched``."""
-    for entry in sorted_entries(source):
+    for entry in _sorted_entries(source):
         if entry.name in passed:
             continue
         raise_if_cancelled()
@@ -470,29 +508,24 @@ def _move_below(
             _move_below(entry.path, path, touched, ())
 
 
-def _remove_stale(root: Path, *, completes: bool = True) -> None:
-    """Remove staging directories, and what was moved out; on one rank.
+def _remove_stale(root: Path) -> None:
+    """Complete an interrupted commit; remove staging directories, and what was moved out.
 
     What cannot be removed stays, with a warning: readers pass over it.
-
-    Args:
-        root: the checkpoint's directory.
-        completes: complete a commit that was interrupted before; False: it is given up.
 
     Raises:
         StorageError: another process is committing a save there.
     """
     with file_errors(None, root):
-        names = [entry.name for entry in sorted_entries(root) if _is_stale(entry.name)]
-        for name in names:  # staging directories, with their locks, come first
+        for name in [entry.name for entry in _sorted_entries(root)]:
             raise_if_cancelled()
-            if name.startswith(PARTIAL_PREFIX):
-                _take_away(root, root / name, completes=completes)
-            else:
+            if name.startswith(PARTIAL_PREFIX):  # with their locks; they come first
+                _take_away(root, root / name)
+            elif name.startswith(REMOVED_PREFIX) and name != OLD_MARKER_NAME:
                 _remove(root / name)
 
 
-def _take_away(root: Path, staging: Path, *, completes: bool = True) -> bool:
+def _take_away(root: Path, staging: Path) -> bool:
     """Remove a staging directory with what its commit moved out; returns whether it was completed.
 
     Under another name no thread of that save finds it.
@@ -500,18 +533,14 @@ def _take_away(root: Path, staging: Path, *, completes: bool = True) -> bool:
     doomed = root / f"{REMOVED_PREFIX}{uuid.uuid4().hex}"
     with _locked(staging):
         is_decided = (staging / MARKER_NAME).exists() and not (root / MARKER_NAME).exists()
-        if is_decided and completes:
+        if is_decided:
             _finish(root, staging)
             logger.warning("%s: completed the commit of a save that was interrupted", root)
         with suppress(FileNotFoundError):  # another process has taken it away
             staging.replace(doomed)
     _remove(doomed)
     _remove(_trash_of(staging))
-    return is_decided and completes
-
-
-def _is_stale(name: str) -> bool:
-    return name.startswith((PARTIAL_PREFIX, REMOVED_PREFIX)) and name != OLD_MARKER_NAME
+    return is_decided
 
 
 def _trash_of(staging: Path) -> Path:

@@ -231,14 +231,9 @@ def missing_files(
     path_of: Callable[[Shape], str],
     expected: str,
 ) -> Iterator[Issue]:
-    """Issues for the files of a grid that are not there; a damaged grid may be of any size.
+    """Issues for the files, one for each index of a grid, that are not there.
 
-    Args:
-        key: the array or object.
-        grid: one file for each index.
-        present: indices of the files that are there.
-        path_of: the file of an index.
-        expected: what each file should be.
+    A damaged grid may be of any size: of more than MAX_LISTED there is one issue.
     """
     num_files = math.prod(grid)
     num_missing = num_files - len(present)
@@ -269,8 +264,7 @@ def marker_or_issue(store: Store) -> CheckpointMarker | Issue:
     """The marker of a checkpoint, or what is wrong with it.
 
     Raises:
-        StoreAccessError, StoreUnreachableError, BucketNotFoundError: an object store does not give
-            it.
+        StoreAccessError, StoreUnreachableError, BucketNotFoundError: the store does not answer.
     """
     try:
         return CheckpointMarker.from_json(store.read(MARKER_NAME))
@@ -293,12 +287,7 @@ def has_own_common(marker: CheckpointMarker | Issue) -> bool:
 
 
 def check_marker(marker: CheckpointMarker | Issue, expected: tuple[str, int]) -> Iterator[Issue]:
-    """What is wrong with the marker of a checkpoint.
-
-    Args:
-        marker: the marker, or why there is none.
-        expected: backend and version of the sharded state.
-    """
+    """What is wrong with a marker; ``expected`` are backend and version of the sharded state."""
     if isinstance(marker, Issue):
         yield marker
         return

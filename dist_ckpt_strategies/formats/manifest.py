@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import importlib.metadata
 import json
 import socket
 import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import xxhash
@@ -37,9 +37,13 @@ FOLDER_NAMES = (ARRAYS_NAME, OBJECTS_NAME, MANIFEST_NAME)
 """The folders of a save, which hold all its files but two; the one that it is known by last."""
 
 SCHEMA = "dist_ckpt_strategies.manifest"
-SCHEMA_VERSION = 1
+_VERSION = 1
+_HEADER = {"schema": SCHEMA, "version": _VERSION}
+
+_PACKAGES = ("dist-ckpt-strategies", "megatron-core", "torch", "numpy", "tensorstore", "zarr")
 
 DIGEST_NBYTES = 8
+_HEX = "{:016x}".format
 
 _DIGEST_LEAD = b'{"digest":"'
 _DIGEST_HEX = 32
@@ -59,11 +63,6 @@ class ChunkRecord:
 
     writer: int
     digests: bytes
-
-    @classmethod
-    def of(cls, writer: int, digests: list[int]) -> ChunkRecord:
-        """The record with these digests."""
-        return cls(writer, b"".join(d.to_bytes(DIGEST_NBYTES, "big") for d in digests))
 
     @property
     def num_digests(self) -> int:
@@ -156,14 +155,8 @@ class ManifestIndex:
 
 def begun_content(save_id: str) -> bytes:
     """The bytes of the first file of a save, which says where and when it began."""
-    begun = {
-        "schema": SCHEMA,
-        "version": SCHEMA_VERSION,
-        "token": save_id,
-        "host": socket.gethostname(),
-        "time": time.time(),
-    }
-    return json.dumps(begun).encode()
+    begun = {"token": save_id, "host": socket.gethostname(), "time": time.time()}
+    return json.dumps({**_HEADER, **begun}).encode()
 
 
 def digest_of(content: bytes | memoryview) -> str:
@@ -171,9 +164,15 @@ def digest_of(content: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(content)
 
 
-def array_fields(record: ArrayRecord) -> Fields:
-    """An array and its files, of JSON types."""
-    array = record.array
+def array_fields(array: ArraySpec, writer: int, digests: Mapping[Shape, list[int]]) -> Fields:
+    """An array, and its files that a rank has written, of JSON types.
+
+    Args:
+        array: of format 2.
+        writer: the global rank.
+        digests: of each chunk that it has written, by index: of its inner chunks, then of its
+            index.
+    """
     assert array.inner_shape is not None  # noqa: S101 - format 2 has no others
     return {
         "key": array.key,
@@ -183,8 +182,8 @@ def array_fields(record: ArrayRecord) -> Fields:
         "inner_shape": list(array.inner_shape),
         "crc32c": array.has_crc32c,
         "chunks": [
-            {"index": list(index), "writer": chunk.writer, "digests": chunk.digests.hex()}
-            for index, chunk in sorted(record.chunks.items())
+            {"index": list(index), "writer": writer, "digests": "".join(map(_HEX, found))}
+            for index, found in sorted(digests.items())
         ],
     }
 
@@ -193,12 +192,12 @@ def array_record(fields: Fields) -> ArrayRecord:
     """The array that ``array_fields`` described.
 
     Raises:
-        ValueError, LookupError, TypeError: these are not fields of an array, or it lacks the file
-            of a chunk or the digest of an inner chunk.
+        ValueError, LookupError, TypeError: these are not fields of an array, or a file or digest is
+            missing.
     """
     key = str(fields["key"])
     shape, chunk_shape, inner_shape = (
-        _extent(fields[name]) for name in ("shape", "chunk_shape", "inner_shape")
+        _shape(fields[name]) for name in ("shape", "chunk_shape", "inner_shape")
     )
     if not len(shape) == len(chunk_shape) == len(inner_shape):
         raise ValueError(f"{key}: dims of shape, chunk_shape and inner_shape differ")
@@ -209,7 +208,7 @@ def array_record(fields: Fields) -> ArrayRecord:
         key, shape, dtype, chunk_shape, inner_shape=inner_shape, has_crc32c=has_crc32c
     )
     chunks = {
-        _extent(chunk["index"]): ChunkRecord(int(chunk["writer"]), bytes.fromhex(chunk["digests"]))
+        _shape(chunk["index"]): ChunkRecord(int(chunk["writer"]), bytes.fromhex(chunk["digests"]))
         for chunk in fields["chunks"]
     }
     if len(chunks) != array.num_chunks:
@@ -221,20 +220,14 @@ def array_record(fields: Fields) -> ArrayRecord:
     return ArrayRecord(array, chunks)
 
 
-def object_fields(record: ObjectRecord) -> Fields:
-    """One shard of an object, of JSON types."""
-    where: Fields = {"value": record.value} if record.span is None else {"span": list(record.span)}
-    return {**asdict(record.id), "writer": record.writer, **where}
-
-
 def _object_record(fields: Fields) -> ObjectRecord:
-    found = ObjectId(str(fields["key"]), _extent(fields["offset"]), _extent(fields["shape"]))
+    found = ObjectId(_key(fields), _shape(fields["offset"]), _shape(fields["shape"]))
     writer = int(fields["writer"])
     if "span" not in fields:
         return ObjectRecord(found, writer, None, fields["value"])
     name, byte_offset, nbytes, digest = fields["span"]
     _require_below(name, OBJECTS_NAME)
-    byte_offset, nbytes = _extent([byte_offset, nbytes])
+    byte_offset, nbytes = _shape([byte_offset, nbytes])
     return ObjectRecord(found, writer, Span(name, byte_offset, nbytes, str(digest)))
 
 
@@ -250,39 +243,43 @@ def merged_segment(contents: Iterable[bytes]) -> tuple[list[Fields], list[Fields
     Raises:
         ValueError: ranks describe an array differently, or a chunk of it is missing.
     """
-    arrays: dict[str, Fields] = {}
+    arrays: dict[str, tuple[Fields, list[Fields]]] = {}
     objects: list[Fields] = []
     for content in contents:
         segment = json.loads(content)
         objects += segment["objects"]
         for fields in segment["arrays"]:
-            known = arrays.setdefault(fields["key"], fields)
-            if known is not fields:
-                _require_same(known, fields)
-                known["chunks"] += fields["chunks"]
-    for fields in arrays.values():
+            chunks = fields.pop("chunks")
+            known, known_chunks = arrays.setdefault(fields["key"], (fields, []))
+            if known != fields:
+                raise ValueError(f"{fields['key']}: {known} on one rank, {fields} on another")
+            known_chunks += chunks
+    merged = [{**fields, "chunks": chunks} for _, (fields, chunks) in sorted(arrays.items())]
+    for fields in merged:
         array_record(fields)  # raises
-    objects.sort(key=lambda fields: (fields["key"], fields["offset"]))
-    return [arrays[key] for key in sorted(arrays)], objects
+    return merged, sorted(objects, key=lambda fields: (fields["key"], fields["offset"]))
 
 
-def _require_same(one: Fields, other: Fields) -> None:
-    for name in one:
-        if name != "chunks" and one[name] != other[name]:
-            raise ValueError(
-                f"{one['key']}: {name} {one[name]} on one rank, {other[name]} on another"
-            )
+def index_content(
+    entries: Iterable[SegmentEntry], common: bytes | None, layout: Mapping[str, int]
+) -> bytes:
+    """The bytes of the index: JSON whose first field is the digest of all that follows.
 
-
-def index_content(index: ManifestIndex) -> bytes:
-    """The bytes of the index: JSON whose first field is the digest of all that follows."""
+    Args:
+        entries: of all segments, in any order.
+        common: content of the common state's file, if there is one.
+        layout: see ManifestIndex.
+    """
+    versions = {}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):  # a package run from its sources
+            versions[name] = importlib.metadata.version(name)
     body = {
-        "schema": SCHEMA,
-        "version": SCHEMA_VERSION,
-        "layout": dict(index.layout),
-        "versions": dict(index.versions),
-        "common": index.common,
-        "parts": [segment._asdict() for segment in index.segments],
+        **_HEADER,
+        "layout": dict(layout),
+        "versions": versions,
+        "common": None if common is None else [len(common), digest_of(common)],
+        "parts": [entry._asdict() for entry in sorted(entries, key=lambda entry: entry.first)],
     }
     rest = b'",' + json.dumps(body, indent=1).encode()[1:]
     return _DIGEST_LEAD + digest_of(rest).encode() + rest
@@ -305,10 +302,10 @@ def parse_index(content: bytes, path: str) -> ManifestIndex:
         )
     try:
         fields = json.loads(content)
-        if (fields["schema"], fields["version"]) != (SCHEMA, SCHEMA_VERSION):
+        if (fields["schema"], fields["version"]) != (SCHEMA, _VERSION):
             raise IncompatibleVersionError(
                 f"{path}: schema {fields['schema']} {fields['version']}, this version of the "
-                f"package reads {SCHEMA} {SCHEMA_VERSION}; install a later one"
+                f"package reads {SCHEMA} {_VERSION}; install a later one"
             )
         common = fields["common"]
         return ManifestIndex(
@@ -339,7 +336,7 @@ def _require_below(name: Any, directory: str) -> None:
         raise ValueError(f"{name!r}, expected a file in {directory}")
 
 
-def _extent(numbers: Any) -> Shape:
+def _shape(numbers: Any) -> Shape:
     if not isinstance(numbers, list) or any(type(n) is not int or n < 0 for n in numbers):
         raise ValueError(f"{numbers!r}, expected a list of whole numbers")
     return tuple(numbers)
@@ -366,8 +363,7 @@ class Manifest:
         content = store.read(INDEX_NAME)
         self.index = parse_index(content, store.path(INDEX_NAME))
         self.digest = digest_of(content)
-        self._firsts = [segment.first for segment in self.index.segments]
-        self._contents: dict[str, _Contents] = {}
+        self._segments: dict[str, _Segment] = {}
         self._records: dict[str, ArrayRecord] = {}
 
     def find(self, key: str) -> ArrayRecord:
@@ -378,23 +374,23 @@ class Manifest:
             CorruptCheckpointError: the segment that lists it is damaged.
         """
         if key not in self._records:
-            contents = self._contents_for(key)
-            if contents is None or key not in contents.arrays:
+            segment = self._segment_for(key)
+            if segment is None or key not in segment.arrays:
                 raise self._not_found(key, list(self.keys()), "array")
-            self._records[key] = contents.array(key)
+            self._records[key] = segment.array(key)
         return self._records[key]
 
     def find_object(self, object_id: ObjectId) -> ObjectRecord:
         """One shard of an object; errors as in ``find``."""
-        contents, name = self._contents_for(object_id.key), object_id.unique_key
-        if contents is None or name not in contents.objects:
+        segment, name = self._segment_for(object_id.key), object_id.unique_key
+        if segment is None or name not in segment.objects:
             raise self._not_found(name, [r.id.unique_key for r in self.objects()], "object")
-        return contents.object(name)
+        return segment.objects[name]
 
     def keys(self) -> Iterator[str]:
         """The keys of all arrays, sorted."""
-        for segment in self.index.segments:
-            yield from self._contents_of(segment).arrays
+        for entry in self.index.segments:
+            yield from self._segment(entry).arrays
 
     def arrays(self) -> Iterator[ArrayRecord]:
         """All arrays, sorted by key."""
@@ -402,35 +398,35 @@ class Manifest:
 
     def objects(self) -> Iterator[ObjectRecord]:
         """All shards of objects, sorted."""
-        for segment in self.index.segments:
-            contents = self._contents_of(segment)
-            yield from map(contents.object, contents.objects)
+        for entry in self.index.segments:
+            yield from self._segment(entry).objects.values()
 
-    def contents_of(self, segment: SegmentEntry) -> tuple[list[ArrayRecord], list[ObjectRecord]]:
+    def contents_of(self, entry: SegmentEntry) -> tuple[list[ArrayRecord], list[ObjectRecord]]:
         """The arrays and objects that one segment lists.
 
         Raises:
             IncompleteCheckpointError: it is missing.
             CorruptCheckpointError: it is damaged.
         """
-        found = self._contents_of(segment)
-        return list(map(found.array, found.arrays)), list(map(found.object, found.objects))
+        segment = self._segment(entry)
+        return list(map(segment.array, segment.arrays)), list(segment.objects.values())
 
-    def _contents_for(self, key: str) -> _Contents | None:
-        number = bisect_right(self._firsts, key) - 1
-        return self._contents_of(self.index.segments[number]) if number >= 0 else None
+    def _segment_for(self, key: str) -> _Segment | None:
+        """The segment that lists a key; None where the key comes before the first one."""
+        number = bisect_right(self.index.segments, key, key=lambda entry: entry.first) - 1
+        return self._segment(self.index.segments[number]) if number >= 0 else None
 
-    def _contents_of(self, segment: SegmentEntry) -> _Contents:
-        if segment.name not in self._contents:
-            content, path = self._store.read(segment.name), self._store.path(segment.name)
+    def _segment(self, entry: SegmentEntry) -> _Segment:
+        if entry.name not in self._segments:
+            content, path = self._store.read(entry.name), self._store.path(entry.name)
             found = digest_of(content)
-            if found != segment.digest:
+            if found != entry.digest:
                 raise CorruptCheckpointError(
-                    f"{path} is damaged: it has digest {found}, expected {segment.digest}",
+                    f"{path} is damaged: it has digest {found}, expected {entry.digest}",
                     path=path,
                 )
-            self._contents[segment.name] = _Contents(content, path)
-        return self._contents[segment.name]
+            self._segments[entry.name] = _Segment(content, path)
+        return self._segments[entry.name]
 
     def _not_found(self, name: str, known: Sequence[str], what: str) -> ArrayNotFoundError:
         count = f"{name}: no such {what} among the {len(known)} in {self._store}"
@@ -445,38 +441,34 @@ def similar_text(name: str, known: Sequence[str]) -> str:
     return f"; similar ones: {', '.join(near)}" if near else ""
 
 
-class _Contents:
-    """A segment of the manifest, made into records one at a time."""
+class _Segment:
+    """A segment of the manifest; the fields of its arrays are made into records one at a time."""
 
     def __init__(self, content: bytes, path: str) -> None:
-        self._damage = partial(_damage, path)
-        with self._damage():
+        self._path = path
+        with self._named():
             fields = json.loads(content)
             self.arrays = {_key(found): found for found in fields["arrays"]}
-            self.objects = {_unique_key(found): found for found in fields["objects"]}
+            records = map(_object_record, fields["objects"])
+            self.objects = {record.id.unique_key: record for record in records}
             for listed, by_name in (("arrays", self.arrays), ("objects", self.objects)):
                 if len(by_name) < len(fields[listed]):
                     raise ValueError(f"one of the {listed} is listed twice")
 
     def array(self, key: str) -> ArrayRecord:
-        with self._damage():
+        with self._named():
             return array_record(self.arrays[key])
 
-    def object(self, unique_key: str) -> ObjectRecord:
-        with self._damage():
-            return _object_record(self.objects[unique_key])
-
-
-@contextmanager
-def _damage(path: str) -> Iterator[None]:
-    """Turn what parsing raises into an error that names the file."""
-    try:
-        yield
-    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        # PlanError, of a dtype that there is not, is a ValueError too.
-        raise CorruptCheckpointError(
-            f"{path} is no segment of a manifest: {error!r}", path=path
-        ) from error
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Turn what parsing raises into an error that names the file."""
+        try:
+            yield
+        except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+            # PlanError, of a dtype that there is not, is a ValueError too.
+            raise CorruptCheckpointError(
+                f"{self._path} is no segment of a manifest: {error!r}", path=self._path
+            ) from error
 
 
 def _key(fields: Fields) -> str:
@@ -484,7 +476,3 @@ def _key(fields: Fields) -> str:
     if not isinstance(key, str):
         raise TypeError(f"{key!r}, expected a text")
     return key
-
-
-def _unique_key(fields: Fields) -> str:
-    return ObjectId(_key(fields), tuple(fields["offset"]), tuple(fields["shape"])).unique_key

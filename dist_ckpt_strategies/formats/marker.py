@@ -43,7 +43,7 @@ class CheckpointMarker:
             found = json.loads(content)
         except RecursionError as error:
             raise ValueError("nested too deeply for a marker") from error
-        known = {field.name: str if "version" not in field.name else int for field in fields(cls)}
+        known = {field.name: int if "version" in field.name else str for field in fields(cls)}
         if not isinstance(found, dict) or "sharded_backend" not in found:
             raise ValueError("expected an object with the field sharded_backend")
         for name, value in found.items():

@@ -214,7 +214,7 @@ def _files_of_directory(root: Path) -> _There | None:
 
 def _files_of_bucket(bucket: Bucket) -> _There | None:
     """One list of all names below the URL: those of the last save, and what is beside it."""
-    from dist_ckpt_strategies.formats.bucket_commit import (  # noqa: PLC0415
+    from dist_ckpt_strategies.formats.locations import (  # noqa: PLC0415
         current_place,
         require_something,
         visible_place,

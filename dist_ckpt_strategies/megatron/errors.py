@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from dist_ckpt_strategies.errors import CheckpointError, joint_class
@@ -13,17 +13,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-@cache
-def _adapted_class(cls: Any) -> Any:
-    return joint_class(cls.__name__, (cls, CheckpointingException))
-
-
 def as_megatron_error(error: CheckpointError) -> CheckpointError:
     """The same error, of a class that is also a ``CheckpointingException``."""
     kind: Any = type(error)
     if issubclass(kind, CheckpointingException):
         return error
-    adapted = _adapted_class(kind)
+    adapted = joint_class(kind.__name__, (kind, CheckpointingException))
     found: CheckpointError = adapted.__new__(adapted, *error.args)
     found.args = error.args
     found.__dict__.update(error.__dict__)

@@ -169,7 +169,7 @@ class ShardedSave:
             RUNNING_SAVES.wait(writer.root, WORK * options.timeout_s)
         if self.comm.rank == 0:  # before anything can be refused: see DirectoryPlace
             self.save_id = writer.place.new_save_id()
-            writer.place.join(self.save_id)
+            writer.place.save_id = self.save_id
         messages = []
         for value in sharded_values(self._state):
             message = message_of(value)
@@ -204,7 +204,7 @@ class ShardedSave:
         comm, cache, common = self.comm, self.cache, self._common
         owns, lasts, save_ids, digests = zip(*answers, strict=True)
         self.save_id = save_ids[0]
-        self.writer.place.join(self.save_id)
+        self.writer.place.save_id = self.save_id
         if common is not None and len(set(digests)) > 1 and is_distributed():
             # Bytes that differ may be equal values. Megatron-Core compares them by a broadcast.
             agree(comm, partial(require_equal_common, common.compared or {}))

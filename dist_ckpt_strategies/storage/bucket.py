@@ -137,7 +137,7 @@ class Bucket:
         url: where.
         options: how the store is reached.
         is_place: whether the files of a checkpoint lie right below the URL; False where that has
-            to be looked up (bucket_commit.current_place).
+            to be looked up (locations.current_place).
     """
 
     block_nbytes = 8 << 20

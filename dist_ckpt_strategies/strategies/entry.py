@@ -338,7 +338,7 @@ class _Save:
             return agree(comm, lambda: self._by_base(base, is_async=is_async))
         root = require_path(self.root, type(self.sharded).__name__)
         place = DirectoryPlace(root, self.options, keeps_old=True, overwrite=self.overwrite)
-        place.join(agree_and_gather(comm, place.new_save_id)[0])
+        place.save_id = agree_and_gather(comm, place.new_save_id)[0]
         agree_on_first(comm, lambda: place.begin(None))
         if isinstance(base, LocalReplicatedSaveShardedStrategy):
             agree(comm, lambda: self._write_common(place))

@@ -26,11 +26,7 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.commit import (
-    make_directory,
-    set_marker_aside,
-    write_marker,
-)
+from dist_ckpt_strategies.formats.commit import make_directory, set_marker_aside
 from dist_ckpt_strategies.formats.locations import is_finished
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import Allowed
@@ -59,8 +55,15 @@ from dist_ckpt_strategies.sharded.load import (
     destination,
     warn_of_conversions,
 )
-from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file, write_file
+from dist_ckpt_strategies.storage.files import (
+    COMMON_NAME,
+    MARKER_NAME,
+    file_errors,
+    read_file,
+    write_file,
+)
 from dist_ckpt_strategies.storage.io_pool import limited, run_with_limit
+from dist_ckpt_strategies.storage.store import Directory
 from dist_ckpt_strategies.storage.time_limit import OPENING, WORK, restart_limit, time_limit
 from dist_ckpt_strategies.strategies.registry import Configured, require_own
 
@@ -415,7 +418,7 @@ def _write_common(root: Path, common: bytes) -> None:
     with file_errors("common state", path):
         if not (path.exists() and read_file(path) == common):
             write_file(path, common)
-    write_marker(root, CheckpointMarker(BACKEND, VERSION))
+    Directory(root).write(MARKER_NAME, CheckpointMarker(BACKEND, VERSION).to_json())
 
 
 @limited

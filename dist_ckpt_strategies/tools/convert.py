@@ -23,10 +23,10 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.bucket_commit import SAVE_PREFIX
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.issues import Watch
 from dist_ckpt_strategies.formats.locations import (
+    SAVE_PREFIX,
     Location,
     complete_commit,
     is_finished,
@@ -275,12 +275,11 @@ class _Conversion:
 
         def begin() -> str:
             _require_free(writer.root, "" if self._is_upgrade else reader.root)
-            save_id = place.new_save_id()
-            place.join(save_id)
+            place.save_id = place.new_save_id()
             writer.begin([*(array.key for array in plan.arrays), *(one.key for one in objects)])
-            return save_id
+            return place.save_id
 
-        place.join(ranks.run_on_first(begin))
+        place.save_id = ranks.run_on_first(begin)
         ranks.run(lambda: writer.open(ranks.first, plan.arrays[ranks.rank :: ranks.size]))
 
         def write(task: FileTask, count: Count) -> Any:

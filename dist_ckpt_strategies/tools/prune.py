@@ -26,7 +26,6 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.commit import (
     OLD_MARKER_NAME,
     complete_commit,
-    invalidate,
     remove_contents,
 )
 from dist_ckpt_strategies.formats.issues import NO_ANSWER, Problem, lacks_files
@@ -34,7 +33,6 @@ from dist_ckpt_strategies.formats.manifest import SAVE_NAME
 from dist_ckpt_strategies.formats.scan import scan
 from dist_ckpt_strategies.formats.zarr3_scan import read_begun
 from dist_ckpt_strategies.storage.files import (
-    COMMON_NAME,
     MARKER_NAME,
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
@@ -337,7 +335,7 @@ def _names_in(root: Path) -> tuple[list[str], bool]:
 
 def _names_below(root: Bucket) -> tuple[list[str], bool]:
     """The same below a URL. All names are held in memory."""
-    from dist_ckpt_strategies.formats.bucket_commit import (  # noqa: PLC0415
+    from dist_ckpt_strategies.formats.locations import (  # noqa: PLC0415
         SAVE_PREFIX,
         require_something,
     )
@@ -453,13 +451,10 @@ def _is_unchanged(root: Location, found: PruneDecision, policy: RetentionPolicy)
 def _remove(root: Location, name: str) -> tuple[str, ...]:
     """Remove a checkpoint, its marker first; names of what is no part of it, and stays."""
     if not isinstance(root, Path):
-        from dist_ckpt_strategies.formats.bucket_commit import remove  # noqa: PLC0415
+        from dist_ckpt_strategies.formats.locations import remove  # noqa: PLC0415
 
         return remove(root.below(name))
     directory = root / name
-    invalidate(directory)
-    with file_errors(None, directory):
-        (directory / COMMON_NAME).unlink(missing_ok=True)
     remove_contents(directory)
     with file_errors(None, directory):
         _remove_empty_folders(directory)

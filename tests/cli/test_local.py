@@ -15,8 +15,6 @@ from typer.testing import CliRunner, Result
 
 from dist_ckpt_strategies.cli.app import app
 from dist_ckpt_strategies.core.array import DType
-from dist_ckpt_strategies.formats.commit import write_marker
-from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.local.part_files import PartDirectory
 from dist_ckpt_strategies.local.part_format import (
     BufferSpec,
@@ -26,7 +24,7 @@ from dist_ckpt_strategies.local.part_format import (
     part_layout,
 )
 from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
-from tests.support.checkpoints import flip_at
+from tests.support.checkpoints import flip_at, write_marker
 
 BUFFERS = (
     BufferSpec("model.w", DType.UINT8, (5000,)),
@@ -244,7 +242,7 @@ def checkpoint(tmp_path: Path) -> Path:
     content = {"common": {"common_digest": xxhash.xxh3_128_hexdigest(COMMON)}}
     write_part(home, 100, 0, 0, content)
     (home / "common.pt").write_bytes(COMMON)
-    write_marker(home, CheckpointMarker("local_replicated", 1))
+    write_marker(home, "local_replicated")
     return home
 
 

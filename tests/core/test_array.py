@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,27 +38,12 @@ def test_the_chunks_of_a_box_are_those_that_share_an_element_with_it(data: st.Da
     assert list(array.chunks_of(box)) == touched
 
 
-@given(arrays())
-def test_chunk_files_have_names_of_their_own(array: ArraySpec) -> None:
-    names = [array.chunk_name(index) for index in array.chunk_indices()]
-
-    assert len(set(names)) == len(names)
-
-
 def test_a_scalar_is_one_chunk_called_0() -> None:
     scalar = ArraySpec("step", (), DType.INT64, ())
 
     assert list(scalar.chunk_indices()) == list(scalar.chunks_of(Region.whole(()))) == [()]
     assert (scalar.num_chunks, scalar.nbytes, scalar.chunk_nbytes) == (1, 8, 8)
     assert scalar.chunk_name(()) == "0"
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0, 2)])
-def test_an_array_without_elements_has_no_chunk(shape: tuple[int, ...]) -> None:
-    array = ArraySpec("w", shape, DType.FLOAT32, tuple(max(1, n) for n in shape))
-
-    assert list(array.chunk_indices()) == []
-    assert (array.num_chunks, array.nbytes) == (0, 0)
 
 
 def test_an_edge_chunk_has_the_size_of_a_whole_one_in_its_file() -> None:

@@ -25,14 +25,6 @@ def test_a_keeper_is_a_holder(held: list[set[int]]) -> None:
     assert all(keepers[one] in holders[one] for one in holders)
 
 
-def test_what_everybody_holds_is_shared_evenly() -> None:
-    holders = {shard(number): [0, 1] for number in range(4)}
-    sizes = dict(zip(holders, [6, 5, 4, 3], strict=True))
-    keepers = build_spread(holders, sizes)
-
-    assert sum(sizes[one] for one in keepers if keepers[one] == 0) == 9
-
-
 def test_a_shard_that_nobody_holds_is_named() -> None:
     with pytest.raises(PlanError, match="w1: no rank holds"):
         build_spread({shard(1): []}, {shard(1): 4})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,13 +13,12 @@ from dist_ckpt_strategies.core.chunk_grids import (
     MAX_ASSEMBLED_NBYTES,
     MAX_OBJECT_NBYTES,
     ShardPlacement,
-    chunk_parts,
     irregular_chunk_shape,
     object_chunk_shape,
     regular_chunk_shape,
 )
 from dist_ckpt_strategies.core.region import Region, Shape
-from tests.support.boxes import Split, regions_in, shapes, splits, times_covered
+from tests.support.boxes import Split, splits
 
 
 def boxes_of(split: Split) -> list[Region]:
@@ -45,30 +43,6 @@ def test_the_chunks_of_a_regular_grid_are_its_shards(split: Split) -> None:
     whole = Region.whole(split.shape)
     chunks = {array.chunk_region(index).intersect(whole) for index in array.chunk_indices()}
     assert chunks == set(boxes_of(split))
-
-
-@given(splits())
-def test_a_grid_is_called_regular_only_if_every_shard_is_one_chunk(split: Split) -> None:
-    chunk = regular_chunk_shape(split.shape, boxes_of(split))
-    if chunk is None:
-        return
-    for box in boxes_of(split):
-        assert len(chunk_parts(chunk, box)) == 1
-    assert num_files(split.shape, chunk) == len(split.main)
-
-
-@given(st.data())
-def test_a_box_is_cut_along_the_grid_into_parts_that_cover_it(data: st.DataObject) -> None:
-    shape = data.draw(shapes(max_ndim=3, max_size=8))
-    box = data.draw(regions_in(shape))
-    chunk = tuple(data.draw(st.integers(1, 9)) for _ in shape)
-    parts = chunk_parts(chunk, box)
-
-    covered = times_covered(shape, [part for _, part in parts])
-    assert (covered == times_covered(shape, [box])).all()
-    for index, part in parts:
-        corner = Region(tuple(i * c for i, c in zip(index, chunk, strict=True)), chunk)
-        assert corner.contains(part)
 
 
 @given(splits().filter(lambda split: split.main), st.sampled_from([1, 2, 4, 8]))
@@ -98,11 +72,6 @@ def test_a_large_chunk_is_cut_until_it_can_be_assembled() -> None:
     (chunk,) = irregular_chunk_shape((size,), 4, placements)
     assert chunk * 4 <= MAX_ASSEMBLED_NBYTES
     assert num_files((size,), (chunk,)) <= 4
-
-
-@pytest.mark.parametrize("shape", [(0,), (0, 7), (5, 0)])
-def test_an_array_without_elements_has_a_grid_all_the_same(shape: Shape) -> None:
-    assert regular_chunk_shape(shape, []) == tuple(max(1, n) for n in shape)
 
 
 @given(st.lists(st.integers(1, 1 << 20), min_size=1, max_size=4), st.sampled_from([1, 2, 4, 16]))

@@ -47,21 +47,6 @@ def test_any_boxes_are_refused_unless_they_hold_each_element_once(
 
 
 @given(splits().filter(lambda split: split.main), st.data())
-def test_a_gap_is_refused_naming_the_key_and_its_first_element(
-    split: Split, data: st.DataObject
-) -> None:
-    lost = data.draw(st.integers(0, len(split.main) - 1))
-    placements = placements_of(split)
-    box = placements.pop(lost).region
-
-    with pytest.raises(CoverageError, match=r"^layer\.w: main replicas cover") as caught:
-        require_partition("layer.w", split.shape, placements)
-
-    assert caught.value.key == "layer.w"
-    assert str(box.offset) in str(caught.value)
-
-
-@given(splits().filter(lambda split: split.main), st.data())
 def test_an_overlap_is_refused_naming_the_key_and_both_ranks(
     split: Split, data: st.DataObject
 ) -> None:
@@ -101,17 +86,3 @@ def test_a_gap_is_refused_naming_the_ranks_that_hold_copies_of_it() -> None:
         require_partition("w", (8,), main, [*copies, beside])
     with pytest.raises(CoverageError, match=r"\(4,\), which no rank holds"):
         require_partition("w", (8,), main, [beside])
-
-
-def test_a_scalar_needs_exactly_one_holder() -> None:
-    scalar = Region.whole(())
-
-    require_partition("step", (), [ShardPlacement(scalar, 1)])
-    with pytest.raises(CoverageError):
-        require_partition("step", (), [])
-    with pytest.raises(DuplicateWriterError, match=r"rank 1 .* rank 2"):
-        require_partition("step", (), [ShardPlacement(scalar, 1), ShardPlacement(scalar, 2)])
-
-
-def test_an_array_without_elements_needs_no_holder() -> None:
-    require_partition("w", (0, 4), [])

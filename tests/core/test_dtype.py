@@ -13,21 +13,9 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.va
 
 
 @EVERY_DTYPE
-def test_numpy_and_torch_agree_on_the_size_of_an_element(dtype: DType) -> None:
-    in_torch = getattr(torch, dtype.value)
-
-    assert dtype.itemsize == dtype.numpy.itemsize == in_torch.itemsize
-
-
-@EVERY_DTYPE
 def test_the_name_of_the_numpy_and_of_the_torch_type_lead_back(dtype: DType) -> None:
     assert DType.from_numpy(dtype.numpy, key="w") is dtype
     assert DType.named(str(getattr(torch, dtype.value)), key="w") is dtype
-
-
-@EVERY_DTYPE
-def test_extension_types_are_those_that_plain_numpy_lacks(dtype: DType) -> None:
-    assert dtype.is_extension == (dtype.numpy.kind == "V" or "float8" in dtype.value)
 
 
 @EVERY_DTYPE

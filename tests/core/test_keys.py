@@ -92,14 +92,6 @@ def test_a_key_in_the_place_of_another_arrays_file_is_refused(below: str) -> Non
         require("a/b", objects=(f"a/b/{below}",))
 
 
-def test_keys_below_another_key_are_fine_where_no_file_is_in_the_way() -> None:
-    require("a", "a/b", "a/b/c", objects=("a", "a/rng"))
-
-
-def test_the_same_key_may_name_an_array_and_an_object() -> None:
-    require("w", objects=("w",))
-
-
 @given(st.text(st.characters(codec="utf-8"), min_size=1, max_size=12))
 @example("~")
 @example("%2e%2e")

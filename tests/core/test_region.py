@@ -41,19 +41,6 @@ def test_containing_means_that_no_element_is_outside(
         assert outside.any() or inner.numel == 0
 
 
-@given(two_boxes())
-def test_within_gives_the_same_elements_of_the_frame(
-    case: tuple[tuple[int, ...], Region, Region],
-) -> None:
-    shape, frame, box = case
-    array = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    common = frame.intersect(box)
-
-    if common is not None:
-        in_frame = array[frame.slices()][common.within(frame).slices()]
-        assert np.array_equal(in_frame, array[common.slices()])
-
-
 def test_boxes_are_written_as_python_indexes_them() -> None:
     assert str(Region((0, 8), (4, 8))) == "[0:4, 8:16]"
     assert str(Region.whole(())) == "[]"

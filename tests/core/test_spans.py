@@ -61,12 +61,6 @@ def test_the_bytes_equal_numpy_slicing(data: st.DataObject) -> None:
     assert read == values[region.slices()].tobytes()
 
 
-def test_many_short_runs_are_left_to_the_chunk_reader() -> None:
-    array = ArraySpec("w", (8, 1024), DType.FLOAT32, (8, 1024))
-
-    assert raw_spans(array, Region((0, 0), (8, 512))) is None
-
-
 def test_long_rows_are_read_row_by_row() -> None:
     columns = MIN_SPAN_NBYTES // 4
     array = ArraySpec("w", (2, 2 * columns), DType.FLOAT32, (2, 2 * columns))
@@ -74,9 +68,3 @@ def test_long_rows_are_read_row_by_row() -> None:
 
     assert chunk.span_nbytes == MIN_SPAN_NBYTES
     assert chunk.offsets == ((4 * columns, 0), (12 * columns, MIN_SPAN_NBYTES))
-
-
-def test_an_encoded_array_is_left_to_the_chunk_reader() -> None:
-    array = ArraySpec("w", (4,), DType.FLOAT32, (4,), is_raw=False)
-
-    assert raw_spans(array, Region.whole((4,))) is None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
 
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.config import Engine, Options
@@ -17,20 +20,16 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
-from dist_ckpt_strategies.formats.commit import (
-    read_marker,
-    write_marker,
-)
-from dist_ckpt_strategies.formats.locations import is_finished
+from dist_ckpt_strategies.formats.commit import read_marker
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.sharded.async_save import SaveCache
-from tests.support.disks import fill_disk, read_only
+from tests.support.checkpoints import write_marker
+from tests.support.disks import read_only
 from tests.support.formats import save_format1
 from tests.support.objects import write_object
 from tests.support.samples import random_values
 from tests.support.stores import write_array
 
-MARKER = CheckpointMarker("zarr")
 VALUES = random_values((4, 4), DType.FLOAT32)
 
 
@@ -42,7 +41,7 @@ def make_checkpoint(root: Path) -> None:
     write_object(root, ObjectId("rng_state", (0, 0), (1, 2)), {"seed": 1})
     write_object(root, ObjectId("a/b/state", (0,), (1,)), None)
     torch.save({"iteration": 7}, root / "common.pt")
-    write_marker(root, MARKER)
+    write_marker(root, "zarr")
 
 
 def contents(root: Path) -> dict[str, bytes]:
@@ -88,33 +87,36 @@ def test_a_directory_without_marker_is_incomplete_and_the_error_says_what_is_the
         read_marker(tmp_path)
 
 
+def test_the_marker_has_the_fields_of_megatron() -> None:
+    content = CheckpointMarker("zarr").to_json()
+
+    assert CheckpointingConfig(**json.loads(content)) == CheckpointingConfig("zarr")
+    assert json.loads(content) == asdict(CheckpointingConfig("zarr"))
+
+
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b'{"sharded_backend": 1}', b"\xff\x00", b"[" * 100_000]
+    "content",
+    [
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"null",
+        b"{}",
+        b"[" * 100_000,
+        b'{"common_backend": "torch"}',
+        b'{"sharded_backend": null}',
+        b'{"sharded_backend": "zarr", "sharded_backend_version": "1"}',
+        b'{"sharded_backend": "zarr", "sharded_backend_version": true}',
+        b'{"sharded_backend": "zarr", "extra": 1}',
+        b'{"sharded_backend": "zarr"}{',
+    ],
 )
 def test_a_marker_that_does_not_parse_means_incomplete(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "metadata.json").write_bytes(content)
 
-    assert not is_finished(tmp_path)
     with pytest.raises(IncompleteCheckpointError, match=r"metadata.json is not whole") as caught:
         read_marker(tmp_path)
     assert caught.value.path == str(tmp_path / "metadata.json")
-
-
-def test_a_directory_in_the_place_of_the_marker_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "metadata.json").mkdir()
-
-    with pytest.raises(StorageError, match=r"metadata.json"):
-        read_marker(tmp_path)
-
-
-def test_a_marker_that_cannot_be_written_leaves_nothing_behind(small_disk: Path) -> None:
-    fill_disk(small_disk)
-
-    with pytest.raises(StorageError, match="no space left") as caught:
-        write_marker(small_disk, MARKER)
-    assert caught.value.path == str(small_disk / "metadata.json")
-    assert not is_finished(small_disk)
-    assert [path.name for path in small_disk.iterdir()] == [".ballast"]
 
 
 # Making room
@@ -201,7 +203,7 @@ def test_files_of_torch_dist_are_replaced_with_their_marker_only(tmp_path: Path)
     save_over(tmp_path, "w")
     assert set(contents(tmp_path)) == {*names, "mine.distcp"} | files_of("w")
 
-    write_marker(tmp_path, CheckpointMarker("torch_dist", 1))
+    write_marker(tmp_path, "torch_dist")
     save_over(tmp_path, "w")
     assert set(contents(tmp_path)) == {"mine.distcp"} | files_of("w")
 

@@ -20,7 +20,7 @@ from dist_ckpt_strategies.core.chunk_grids import cut_chunk
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import CorruptCheckpointError
 from dist_ckpt_strategies.formats.arrays import DirectoryReader, DirectoryWriter
-from dist_ckpt_strategies.formats.manifest import ArrayRecord, ChunkRecord
+from dist_ckpt_strategies.formats.manifest import ArrayRecord, array_fields, array_record
 from dist_ckpt_strategies.formats.zarr2_python import register_extension_dtypes
 from dist_ckpt_strategies.formats.zarr3 import chunk_name, directory_name
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
@@ -53,9 +53,8 @@ def write(root: Path, array: ArraySpec, values: Values, options: Options = OPTIO
     writes = [ArrayWrite(array, region, values[region.slices()]) for region in regions]
     writer.begin_writes(writes).wait(TIMEOUT_S)
     writer.begin_syncs([array]).wait(TIMEOUT_S)
-    return ArrayRecord(
-        array, {i: ChunkRecord.of(3, found) for (_, i), found in writer.digests.items()}
-    )
+    digests = {index: found for (_, index), found in writer.digests.items()}
+    return array_record(array_fields(array, 3, digests))
 
 
 def read(

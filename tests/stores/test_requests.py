@@ -19,9 +19,8 @@ from dist_ckpt_strategies.core.chunk_grids import MAX_OBJECT_NBYTES
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import StorageError, StoreAccessError, StoreUnreachableError
 from dist_ckpt_strategies.formats.bucket_arrays import BucketReader, BucketWriter
-from dist_ckpt_strategies.formats.bucket_commit import BucketPlace
-from dist_ckpt_strategies.formats.locations import located
-from dist_ckpt_strategies.formats.manifest import ArrayRecord, ChunkRecord
+from dist_ckpt_strategies.formats.locations import BucketPlace, located
+from dist_ckpt_strategies.formats.manifest import array_fields, array_record
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
 from dist_ckpt_strategies.storage.bucket import Bucket
 from tests.support.faulty_proxy import DENIED, NONE, Fault, FaultyProxy, Request
@@ -121,8 +120,9 @@ def write_and_read(bucket: Bucket, region: Region, options: Options) -> None:
     writer.begin_creates([array]).wait(30)
     writer.begin_writes([ArrayWrite(array, Region.whole(array.shape), values)]).wait(60)
     writer.begin_syncs([array]).wait(30)
-    digests = {i: ChunkRecord.of(0, found) for (_, i), found in writer.digests.items()}
-    reader = BucketReader(bucket, options, lambda _: ArrayRecord(array, digests))
+    digests = {index: found for (_, index), found in writer.digests.items()}
+    record = array_record(array_fields(array, 0, digests))
+    reader = BucketReader(bucket, options, lambda _: record)
     target = random_values(region.shape, array.dtype, seed=1)
     reader.begin_reads([ArrayRead(array, region, target)]).wait(60)
     assert target.tobytes() == values[region.slices()].tobytes()
@@ -221,7 +221,7 @@ def test_of_two_jobs_at_one_url_the_replaced_one_is_not_told_that_it_saved(
     dist_ckpt_strategies.save(state(0.0), url, FORMAT2)
     first, second = (BucketPlace(location, Options()) for _ in range(2))
     for place in (first, second):
-        place.join(place.new_save_id())
+        place.save_id = place.new_save_id()
         place.begin(None)
     with pytest.raises(StorageError, match="another save"):
         first.commit(location.read("metadata.json"))

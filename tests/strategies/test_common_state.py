@@ -22,9 +22,8 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     UnsafeObjectError,
 )
-from dist_ckpt_strategies.formats.commit import OLD_MARKER_NAME, write_marker
+from dist_ckpt_strategies.formats.commit import OLD_MARKER_NAME
 from dist_ckpt_strategies.formats.locations import is_finished
-from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.strategies.common import (
     TorchCommonLoadStrategy,
     TorchCommonSaveStrategy,
@@ -85,7 +84,7 @@ def test_what_torch_saved_we_load_and_what_we_save_torch_loads(tmp_path: Path) -
 
 
 def test_saving_common_state_invalidates_an_older_checkpoint(tmp_path: Path) -> None:
-    write_marker(tmp_path, CheckpointMarker("zarr"))
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "zarr"}')
     TorchCommonSaveStrategy().save_common({}, tmp_path)
 
     assert not is_finished(tmp_path)

@@ -14,11 +14,10 @@ import numpy as np
 
 from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.core.array import DType, ObjectId
-from dist_ckpt_strategies.formats.commit import write_marker
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME
-from dist_ckpt_strategies.storage.files import COMMON_NAME, write_file
+from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, write_file
 from tests.support.objects import write_object
 from tests.support.samples import random_values
 from tests.support.stores import write_array
@@ -51,7 +50,7 @@ def write_checkpoint(root: Path) -> Path:
         write_object(root, ObjectId(RNG, offset, (2, 2)), {"state": list(range(offset[0] + 9))})
     write_object(root, ObjectId(WEIGHT, (0,), (1,)), "an object may share an array's directory")
     write_file(root / COMMON_NAME, dump_object({"iteration": 7}, name="common state"))
-    write_marker(root, CheckpointMarker("zarr"))
+    write_marker(root, "zarr")
     return root
 
 
@@ -61,8 +60,13 @@ def write_foreign_checkpoint(root: Path) -> Path:
     for name in (".metadata", "__0_0.distcp", "__1_0.distcp"):
         (root / name).write_bytes(b"torch_dist")
     write_file(root / COMMON_NAME, dump_object({"iteration": 7}, name="common state"))
-    write_marker(root, CheckpointMarker("torch_dist"))
+    write_marker(root, "torch_dist")
     return root
+
+
+def write_marker(root: Path, backend: str, version: int = 1) -> None:
+    """Make a directory count as a checkpoint of a backend."""
+    write_file(root / MARKER_NAME, CheckpointMarker(backend, version).to_json())
 
 
 def write_metadata(directory: Path, **changes: Any) -> None:

@@ -10,10 +10,9 @@ from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
 from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.formats.commit import write_marker
-from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.sharded.async_save import SaveCache
+from tests.support.checkpoints import write_marker
 from tests.support.formats import save_format2
 
 LARGE, SMALL, RNG, PLAIN = "decoder.weight", "bias", "rng", "rerun"
@@ -36,5 +35,5 @@ def write_format2(root: Path, *, is_finished: bool = True) -> Path:
     (root / "common.pt").write_bytes(dump_object({"iteration": 7}, name="common state"))
     save_format2(state(), root, SoloCommunicator(), Options(timeout_s=60.0), SaveCache())
     if is_finished:
-        write_marker(root, CheckpointMarker("zarr", 2))
+        write_marker(root, "zarr", 2)
     return root
