@@ -86,12 +86,13 @@ def _save_and_load(
     """The steps and their seconds. Collective."""
     if comm.rank == 0:
         directory.mkdir()
-    digests, target = _digests(tensors), directory
+    digests = _digests(tensors)
+    save: Callable[[Tensors, Path], None] = _write_stream
+    load: Callable[[Tensors, Path], None] = _read_stream
+    target = directory / f"rank{comm.rank}.bin"
     if name in BACKENDS:
         save, load = partial(_save, backend=BACKENDS[name], comm=comm), partial(_load, comm=comm)
-    else:
-        save, load = partial(_write_stream), partial(_read_stream)
-        target = directory / f"rank{comm.rank}.bin"
+        target = directory
     yield STEPS[0], _seconds(partial(save, tensors, target), comm)
     for tensor in tensors.values():
         tensor.zero_()  # a load that does nothing is detected
