@@ -14,9 +14,8 @@ import numpy as np
 import torch
 import xxhash
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_and_gather_bytes
 from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
-from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
 from dist_ckpt_strategies.core.messages import Message
 from dist_ckpt_strategies.core.report import ReplicationReport
 from dist_ckpt_strategies.errors import (

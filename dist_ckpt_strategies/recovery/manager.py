@@ -330,7 +330,7 @@ class CheckpointManager(StepKeeper):
             self._random.note(rank, report.step, content)
         self._random.forget_before(report.step)
         self._kept = KeptState(new, report.step, Phase.RUNNING)
-        self._ballot = None
+        self._commit = None
         self._restores = True
         self.load_rng_states()
         self._record_checksums()
@@ -345,6 +345,6 @@ class CheckpointManager(StepKeeper):
 
     def _release(self) -> None:
         self._kept = None
-        self._ballot = None
+        self._commit = None
         self._restores = False
         self.checksum_manager.clear()

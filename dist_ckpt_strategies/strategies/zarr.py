@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.base import Communicator, SoloCommunicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
-from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.config import Options, Verify
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.errors import IncompatibleVersionError, StrategyError

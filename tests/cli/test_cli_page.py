@@ -20,7 +20,6 @@ from dist_ckpt_strategies.cli.app import app
 from dist_ckpt_strategies.cli.bench import build_table
 from dist_ckpt_strategies.cli.render import print_table
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.threads import run_ranks
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.formats.commit import write_marker
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
@@ -37,6 +36,7 @@ from tests.support.checkpoints import (
 )
 from tests.support.formats import save_format2
 from tests.support.pages import ROOT, blocks_of
+from tests.support.thread_ranks import run_ranks
 
 SHOWN = [text for language, text in blocks_of(ROOT / "docs" / "cli.md") if language == "text"]
 NUM_RANKS = 4

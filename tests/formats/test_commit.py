@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
-from dist_ckpt_strategies.comm.solo import SoloCommunicator
+from dist_ckpt_strategies.comm.base import SoloCommunicator
 from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.core.array import DType, ObjectId
 from dist_ckpt_strategies.errors import (

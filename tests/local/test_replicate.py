@@ -16,9 +16,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.comm.base import Bytes, Communicator, Exchange, Receive, Send
-from dist_ckpt_strategies.comm.solo import SoloCommunicator
-from dist_ckpt_strategies.comm.threads import run_ranks
+from dist_ckpt_strategies.comm.base import (
+    Bytes,
+    Communicator,
+    Exchange,
+    Receive,
+    Send,
+    SoloCommunicator,
+)
 from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.core.messages import Message
 from dist_ckpt_strategies.core.report import ReplicationReport
@@ -42,6 +47,7 @@ from dist_ckpt_strategies.local.part_format import (
 from dist_ckpt_strategies.local.part_streams import FileSink, MemorySink, PartSink
 from dist_ckpt_strategies.local.replicate import OpenSink, run_replicate
 from tests.support.leaks import open_files_below, threads_left
+from tests.support.thread_ranks import run_ranks
 
 SAVE = SaveId(7, "a1")
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
 from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.core.array import DType, RankShards, ShardId
 from dist_ckpt_strategies.core.region import Region
@@ -26,6 +25,7 @@ from tests.support.boxes import NUM_RANKS, Split, merged, spec_of, splits
 from tests.support.memory_store import MemoryArrays
 from tests.support.stores import read_array, store_of
 from tests.support.tensors import LAYOUTS, bits, transposed
+from tests.support.thread_ranks import ThreadCommunicator, run_ranks
 
 FRESH = itertools.count()
 FEWER = settings(max_examples=25)

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.region import Region
@@ -24,6 +23,7 @@ from dist_ckpt_strategies.two_stage.plan import GroupPlan, build_group_plan, enc
 from tests.support.leaks import threads_left
 from tests.support.memory_store import MemoryArrays
 from tests.support.samples import random_values
+from tests.support.thread_ranks import ThreadCommunicator, run_ranks
 
 OPTIONS = Options(timeout_s=5)
 
