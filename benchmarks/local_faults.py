@@ -75,7 +75,7 @@ from benchmarks.measuring.command_line import (
 )
 from benchmarks.measuring.harness import Ranks
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.threads import run_ranks
+from tests.support.thread_ranks import run_ranks
 
 KIB = 1 << 10
 FLIP, CUT = "flip", "cut"

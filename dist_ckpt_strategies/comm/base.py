@@ -1,4 +1,4 @@
-"""What the package asks of a group of ranks."""
+"""What the package asks of a group of ranks, and the group of one."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
 from dist_ckpt_strategies.errors import PeerLostError
 
 Message = Any
-"""What ranks tell each other: JSON types only. Nothing that comes from a peer is unpickled."""
+"""What ranks send each other: JSON types only. Nothing that comes from a peer is unpickled."""
 
 Bytes = npt.NDArray[Any]
 """A one-dimensional, contiguous array of uint8."""
@@ -82,13 +83,52 @@ class Communicator(Protocol):
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
         """Carry all the bytes. Collective.
 
-        Between any two ranks, the n-th send meets the n-th receive, and their sizes are equal.
+        Between any two ranks, the n-th send matches the n-th receive, and their sizes are equal.
         """
         ...
 
     def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
         """Like ``exchange``, but return at once. Collective; one at a time may be under way."""
         ...
+
+
+class _Done:
+    """An Exchange that is over."""
+
+    def wait(self) -> None:
+        """See Exchange."""
+
+
+class SoloCommunicator:
+    """A Communicator of one rank: single processes, tools, process groups of one rank.
+
+    Args:
+        global_rank: what this process is called in messages.
+    """
+
+    def __init__(self, global_rank: int = 0) -> None:
+        self._global_rank = global_rank
+        self.rank = 0
+        self.size = 1
+        self.device = torch.device("cpu")
+
+    def global_rank(self, rank: int) -> int:  # noqa: ARG002 - there is one
+        """See Communicator."""
+        return self._global_rank
+
+    def all_gather(self, item: Message) -> list[Message]:
+        """See Communicator."""
+        return [item]
+
+    def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
+        """See Communicator."""
+        for send, receive in zip(sends, receives, strict=True):
+            np.asarray(receive.into)[...] = np.asarray(send.data)
+
+    def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
+        """See Communicator."""
+        self.exchange(sends, receives)
+        return _Done()
 
 
 def report_level(comm: Communicator) -> int:

@@ -1,29 +1,27 @@
-"""A backend of torch.distributed, on gloo, whose waits end when they are told to."""
+"""A backend of torch.distributed, on gloo, whose waits can be aborted."""
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from dist_ckpt_strategies.comm.interruptible_work import (
-    InterruptibleWork,
-    MessageWork,
-    OnceFuture,
-)
-from dist_ckpt_strategies.comm.waiters import RELEASED, Waiters
+from dist_ckpt_strategies.comm.abortable_waits import RELEASED, AbortableWaits
 from dist_ckpt_strategies.errors import WaitReleasedError
 
 BACKEND_NAME = "interruptible_gloo"
 
 _CPU = torch.device("cpu")
+_SLICE = timedelta(milliseconds=20)
+_NO_LIMIT = timedelta(0)
 
 _COLLECTIVES = (
     "_allgather_base",
@@ -34,6 +32,7 @@ _COLLECTIVES = (
     "allgather",
     "allgather_coalesced",
     "allgather_into_tensor_coalesced",
+    "allreduce",
     "allreduce_coalesced",
     "alltoall",
     "alltoall_base",
@@ -58,171 +57,138 @@ _PLAIN = (
 )
 
 
-class WaitControl:
-    """Ends the waits of all groups of this process at once, and lets new groups wait again."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._groups: WeakSet[InterruptibleGloo] = WeakSet()
-        self._is_released = False
-
-    def admit(self, group: InterruptibleGloo) -> None:
-        """Take in a group that has just been made; one made too late ends at once."""
-        with self._lock:
-            self._groups.add(group)
-            is_late = self._is_released
-        if is_late:
-            group.release()
-
-    def release(self) -> None:
-        """End every wait, now and until ``renew``. The groups of today never wait again."""
-        with self._lock:
-            self._is_released = True
-            groups = list(self._groups)
-        for group in groups:
-            group.release()
-
-    def renew(self) -> None:
-        """Let groups wait that are made from now on."""
-        with self._lock:
-            self._is_released = False
-
-    def groups(self) -> list[InterruptibleGloo]:
-        """The groups of this process that have not been taken down."""
-        with self._lock:
-            return [group for group in self._groups if not group.is_taken_down]
-
-
-DEFAULT_WAIT_CONTROL = WaitControl()
-"""That of the groups which ``init_process_group("interruptible_gloo")`` makes."""
-
-
 class InterruptibleGloo(dist.ProcessGroup):
-    """A process group that hands all it is asked to a gloo group, and can be told to stop."""
+    """A process group that forwards all calls to a gloo group, and whose waits can be aborted.
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        timeout: timedelta,
-        control: WaitControl,
-    ) -> None:
+    ``abort_all`` aborts those of all groups of the process, also of groups made later, until
+    ``allow_new`` is called. An aborted group stays so.
+    """
+
+    _lock_of_all = threading.Lock()
+    _all: ClassVar[WeakSet[InterruptibleGloo]] = WeakSet()
+    _is_all_aborted = False
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._group_name = ""
         self._group_desc = ""
-        self._is_released = False
+        self._is_aborted = False
         self._lock = threading.Lock()
         self._pending: deque[Any] = deque()
-        self._futures: set[OnceFuture] = set()
-        self._waiters = Waiters(f"dist_ckpt-gloo-{rank}")
+        self._promises: set[torch.futures.Future[Any]] = set()
+        self._waits = AbortableWaits(f"dist_ckpt-gloo-{rank}")
         self._inner: Any = None
-        self._is_taken_down = False
-        control.admit(self)
-        # Not here: who waits for a rank that never connects has no connection that could be cut.
-        self._inner = self._waiters.run(lambda: _gloo_group(store, rank, size, timeout))
+        with self._lock_of_all:
+            self._all.add(self)
+            is_late = InterruptibleGloo._is_all_aborted
+        if is_late:
+            self.abort()
+        # On another thread: waiting for a rank that never connects, there is no connection to cut.
+        self._inner = self._waits.run(lambda: _gloo_group(store, rank, size, timeout))
 
-    @property
-    def is_taken_down(self) -> bool:
-        """Whether ``take_down`` has been called."""
-        return self._is_taken_down
+    @classmethod
+    def abort_all(cls) -> list[InterruptibleGloo]:
+        """Abort the waits of all groups, now and until ``allow_new``; the groups."""
+        with cls._lock_of_all:
+            InterruptibleGloo._is_all_aborted = True
+            groups = list(cls._all)
+        for group in groups:
+            group.abort()
+        return groups
+
+    @classmethod
+    def allow_new(cls) -> None:
+        """Let groups wait that are made from now on."""
+        with cls._lock_of_all:
+            InterruptibleGloo._is_all_aborted = False
 
     @property
     def inner(self) -> Any:
         """The gloo group.
 
         Raises:
-            WaitReleasedError: this group has been told to stop.
+            WaitReleasedError: this group has been aborted.
         """
         self.require_waiting()
-        inner = self._inner
-        if inner is None:
-            raise WaitReleasedError(None, "the process group has been taken down")
-        return inner
+        return self._inner
 
     def require_waiting(self) -> None:
-        """Raise if this group has been told to stop."""
-        if self._is_released:
+        """Raise if this group has been aborted."""
+        if self._is_aborted:
             raise WaitReleasedError(None, RELEASED)
 
-    def release(self) -> None:
+    def abort(self) -> None:
         """End all waits on this group, for good."""
-        self._is_released = True
-        self._waiters.release()
+        self._is_aborted = True
+        self._waits.abort()
         with self._lock:
-            futures = list(self._futures)
-            self._futures.clear()
-        for future in futures:
-            future.fail(WaitReleasedError(None, RELEASED))
+            promises, self._promises = self._promises, set()
+        for promise in promises:
+            promise.set_exception(WaitReleasedError(None, RELEASED))
+
+    shutdown = abort
 
     def take_down(self) -> tuple[Any, list[Any]]:
-        """Give away the gloo group, and what is under way in it; this one is of no use any more.
+        """Abort, and give away the gloo group and its pending works; (None, []) the second time.
 
-        The gloo group's last reference must go where the destructor may block, unless all that
-        was under way has completed.
+        The gloo group's last reference must go where the destructor may block, unless all works
+        have completed.
         """
-        self.release()
-        self._waiters.close()
+        self.abort()
         with self._lock:
             inner, self._inner = self._inner, None
-            self._is_taken_down = True
             pending = list(self._pending)
             self._pending.clear()
         return inner, pending
 
-    def begun(self, inner: Any) -> InterruptibleWork:
-        """The work for what has been started in gloo."""
-        with self._lock:
-            self._pending.append(inner)
-        return InterruptibleWork(self, inner)
-
     def forget_completed(self) -> None:
-        """Let go of what has been completed, and of its tensors."""
+        """Drop the references to completed works, and so to their tensors."""
         with self._lock:
             while self._pending and self._pending[0].is_completed():
                 self._pending.popleft()
 
     def future_of(self, inner: Any) -> torch.futures.Future[Any]:
-        """A future that ends as ``inner`` does, or when the waits are released."""
-        future = OnceFuture()
-        with self._lock:
-            self._futures.add(future)
-        if self._is_released:
-            future.fail(WaitReleasedError(None, RELEASED))
-        inner.get_future().add_done_callback(lambda done: self._settle(future, done))
-        return future.future
+        """A future that ends as ``inner`` does, or when this group is aborted.
 
-    def _settle(self, future: OnceFuture, done: Any) -> None:
+        ``set_exception`` of torch makes an exception the *value*, and has Python raise it. C++ does
+        not know that: DistributedDataParallel takes the first tensor of what has none, and the
+        process dies. What a callback raises is an error for C++ too, so the result is a callback's.
+        """
+        promise: torch.futures.Future[Any] = torch.futures.Future()
+        found = promise.then(lambda done: done.value())
         with self._lock:
-            self._futures.discard(future)
-        future.follow(done)
+            self._promises.add(promise)
+        if self._is_aborted:
+            self.abort()  # it may have come too early for this promise
+        inner.get_future().add_done_callback(lambda done: self._settle(promise, done))
+        return found
+
+    def _settle(self, promise: torch.futures.Future[Any], done: Any) -> None:
+        with self._lock:
+            if promise not in self._promises:  # aborted
+                return
+            self._promises.remove(promise)
+        try:
+            value = done.value()
+        except RuntimeError as error:
+            promise.set_exception(error)
+        else:
+            promise.set_result(value)
 
     def run(self, wait: Callable[[], Any]) -> Any:
-        """Call what blocks in gloo on another thread; wait for it, or for the release."""
-        self.require_waiting()
-        return self._waiters.run(wait)
+        """Call what blocks in gloo on another thread; wait for it, or for ``abort``."""
+        return self._waits.run(wait)
 
-    def allreduce(self, *args: Any, **kwargs: Any) -> Any:
-        """As gloo's. An average of whole numbers, which gloo lacks, is there when this returns."""
-        tensors, options = args[0], args[1] if len(args) > 1 else dist.AllreduceOptions()
-        is_average = _is_average_of_integers(tensors, options)
-        if is_average:
-            options.reduceOp = dist.ReduceOp.SUM
-        work = self.begun(self.inner.allreduce(*args, **kwargs))
-        if is_average:
-            work.wait()
-            for tensor in tensors:
-                tensor.div_(self.size(), rounding_mode="floor")
-        return work
+    def _started(self, inner: Any) -> _Collective:
+        with self._lock:
+            self._pending.append(inner)
+        return _Collective(self, inner)
 
-    def monitored_barrier(self, *args: Any, **kwargs: Any) -> Any:
-        """As gloo's. ``dist.monitored_barrier`` takes only groups whose backend is named gloo."""
-        inner = self.inner
-        return self.run(lambda: inner.monitored_barrier(*args, **kwargs))
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch calls it
-        """The name that the group was asked for by."""
+    def name(self) -> str:
+        """The name of the backend."""
         return BACKEND_NAME
+
+    getBackendName = name  # noqa: N815 - torch calls it
 
     def getGroupName(self) -> str:  # noqa: N802 - torch calls it
         """The name that torch has given it."""
@@ -233,39 +199,113 @@ class InterruptibleGloo(dist.ProcessGroup):
         self._group_name = name
 
     def getGroupDesc(self) -> str:  # noqa: N802 - torch calls it
-        """What torch says that it is for."""
+        """The description that torch has given it."""
         return self._group_desc
 
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - torch calls it
-        """Take what torch says that it is for."""
+        """Take the description that torch gives it."""
         self._group_desc = desc
-
-    def name(self) -> str:
-        """The name that the group was asked for by."""
-        return BACKEND_NAME
 
     @property
     def _device_types(self) -> list[torch.device]:
         return [_CPU]
 
-    def shutdown(self) -> None:
-        """End all waits on this group, for good."""
-        self.release()
 
-    def abort(self) -> None:
-        """End all waits on this group, for good."""
-        self.release()
+class _Collective(dist.Work):
+    """A collective that is under way in gloo."""
+
+    def __init__(self, group: InterruptibleGloo, inner: Any) -> None:
+        super().__init__()
+        self._group = group
+        self._inner = inner
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """Return once it is done.
+
+        Raises:
+            WaitReleasedError: the group was aborted.
+            RuntimeError: as gloo says.
+        """
+        deadline = time.monotonic() + timeout.total_seconds() if timeout > _NO_LIMIT else None
+        while not self._ended_within(_slice_before(deadline), deadline):
+            self._group.require_waiting()
+        self._group.forget_completed()
+        return True
+
+    def _ended_within(self, limit: timedelta, deadline: float | None) -> bool:
+        try:
+            self._inner.wait(limit)
+        except RuntimeError:
+            if self._inner.is_completed():
+                self._group.forget_completed()
+                self._inner.wait()  # raises what it ended with; it may have ended well by now
+                return True
+            if deadline is not None and time.monotonic() >= deadline:
+                raise
+            return False
+        return True
+
+    def synchronize(self) -> None:
+        """As ``wait``."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return bool(self._inner.is_completed())
+
+    def is_success(self) -> bool:
+        """Whether it has ended well."""
+        return bool(self._inner.is_success())
+
+    def exception(self) -> Any:
+        """What it ended with."""
+        return self._inner.exception()
+
+    def result(self) -> Any:
+        """The tensors."""
+        return self._inner.result()
+
+    def _source_rank(self) -> int:
+        return int(self._inner._source_rank())  # noqa: SLF001 - torch names it so
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future of the tensors; it fails when the group is aborted."""
+        if self._future is None:
+            self._future = self._group.future_of(self._inner)
+        return self._future
+
+
+class _Message(_Collective):
+    """A message to or from one rank.
+
+    Gloo closes the connection when a wait for a message has timed out, so it is not waited for in
+    slices: another thread waits, once.
+    """
+
+    def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
+        """See above."""
+        inner = self._inner
+        return bool(
+            self._group.run(inner.wait if timeout <= _NO_LIMIT else lambda: inner.wait(timeout))
+        )
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Gloo has none for messages."""
+        future: torch.futures.Future[Any] = self._inner.get_future()
+        return future
+
+
+def _slice_before(deadline: float | None) -> timedelta:
+    if deadline is None:
+        return _SLICE
+    return min(_SLICE, timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
 
 def register_interruptible_gloo() -> None:
     """Make the backend ``"interruptible_gloo"`` known to torch.distributed; again does nothing."""
-    if BACKEND_NAME in dist.Backend.backend_list:
-        return
-    dist.Backend.register_backend(BACKEND_NAME, _new_group, devices=["cpu"])
-
-
-def _new_group(store: Store, rank: int, size: int, timeout: timedelta) -> InterruptibleGloo:
-    return InterruptibleGloo(store, rank, size, timeout, DEFAULT_WAIT_CONTROL)
+    if BACKEND_NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND_NAME, InterruptibleGloo, devices=["cpu"])
 
 
 def _gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
@@ -279,37 +319,17 @@ def _gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     return group
 
 
-def _is_average_of_integers(tensors: Any, options: Any) -> bool:
-    if not (isinstance(tensors, list) and isinstance(options, dist.AllreduceOptions)):
-        return False
-    op: Any = options.reduceOp
-    return op == dist.ReduceOp.AVG and not (
-        tensors[0].is_floating_point() or tensors[0].is_complex()
-    )
-
-
-def _collective(name: str) -> Callable[..., Any]:
-    def start(self: InterruptibleGloo, *args: Any, **kwargs: Any) -> Any:
-        return self.begun(getattr(self.inner, name)(*args, **kwargs))
-
-    return start
-
-
-def _message(name: str) -> Callable[..., Any]:
-    def start(self: InterruptibleGloo, *args: Any, **kwargs: Any) -> Any:
-        return MessageWork(self, getattr(self.inner, name)(*args, **kwargs))
-
-    return start
-
-
-def _plain(name: str) -> Callable[..., Any]:
+def _forwarded(name: str, wrap: Callable[[InterruptibleGloo, Any], Any]) -> None:
     def call(self: InterruptibleGloo, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.inner, name)(*args, **kwargs)
+        return wrap(self, getattr(self.inner, name)(*args, **kwargs))
 
-    return call
+    if hasattr(dist.ProcessGroup, name):
+        setattr(InterruptibleGloo, name, call)
 
 
-for _names, _made in ((_COLLECTIVES, _collective), (_MESSAGES, _message), (_PLAIN, _plain)):
-    for _name in _names:
-        if hasattr(dist.ProcessGroup, _name):
-            setattr(InterruptibleGloo, _name, _made(_name))
+for _name in _COLLECTIVES:
+    _forwarded(_name, InterruptibleGloo._started)  # noqa: SLF001 - of this module
+for _name in _MESSAGES:
+    _forwarded(_name, _Message)
+for _name in _PLAIN:
+    _forwarded(_name, lambda _, result: result)

@@ -1,9 +1,8 @@
-"""Keys and values that outlive ranks: the store of a launcher, or of a world of one."""
+"""Keys and values that outlive ranks: a TCPStore, and clients with a time limit."""
 
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -12,7 +11,7 @@ from typing import TypeVar, cast
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError, DistStoreError
 
-from dist_ckpt_strategies.comm.waiters import Waiters
+from dist_ckpt_strategies.comm.abortable_waits import AbortableWaits
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, WaitReleasedError, text_of
 
 T = TypeVar("T")
@@ -26,22 +25,20 @@ _NUM_LOOKS = 3
 
 
 class TcpKeyValues:
-    """A TCPStore that another process hosts: text by key, seen alike by all ranks, never empty.
+    """A client of a TCPStore: text by key, never empty.
 
-    Each method raises PeerLostError where the store is gone, or has been silent for too long; none
-    but ``wait`` waits.
-
-    A client of torch's waits for ever for a host that is silent: one that is stopped, or has lost
-    its network. So requests are made on a thread of their own, which is given up then.
+    Each method raises PeerLostError if the store is gone, or silent for too long; only ``wait``
+    waits. Torch's client waits for ever for a host that is stopped, or has lost its network, so
+    requests are made on a thread, which is abandoned then.
 
     Args:
-        host: where it is.
-        port: of it.
-        prefix: that all keys begin with.
+        host: of the store.
+        port: of the store.
+        prefix: of all keys.
         timeout_s: after which a silent host is lost, in seconds. A request, and the
             connection, may take half of it.
-        beside: the same store over another connection, on which ``wait`` asks meanwhile whether
-            the host still answers.
+        beside: the same store over another connection, on which ``wait`` checks that the host
+            still answers.
 
     Raises:
         PeerLostError: there is no store, or it does not answer.
@@ -61,7 +58,7 @@ class TcpKeyValues:
         self._timeout_s = timeout_s
         self._beside = beside
         self._is_silent = False
-        self._waiters = Waiters("dist_ckpt-store")
+        self._waits = AbortableWaits("dist_ckpt-store")
         self._store = self._asked(
             lambda: TCPStore(
                 host,
@@ -130,7 +127,7 @@ class TcpKeyValues:
                 raise self._lost("no answer")
 
         while self._asked(woken, meanwhile):
-            if self.has_all([key]):  # else it was woken by somebody's question; see ``read``
+            if self.has_all([key]):  # else it was woken by a question; see ``read``
                 return True
         return False
 
@@ -142,7 +139,7 @@ class TcpKeyValues:
     def close(self) -> None:
         """Give up the connection; its socket is closed with the last reference."""
         vars(self).pop("_store", None)
-        self._waiters.close()
+        self._waits.abort()
 
     def _asked(self, ask: Callable[[], T], meanwhile: Callable[[], None] | None = None) -> T:
         limit_s = self._timeout_s / 2
@@ -158,7 +155,7 @@ class TcpKeyValues:
             raise self._lost("it has been silent for too long")
         try:
             return cast(
-                "T", self._waiters.run(ask, meanwhile or require_answer, limit_s / _NUM_LOOKS)
+                "T", self._waits.run(ask, meanwhile or require_answer, limit_s / _NUM_LOOKS)
             )
         except (DistError, AttributeError, WaitReleasedError) as error:  # the latter two: closed
             raise self._lost(text_of(error).partition("\n")[0]) from error
@@ -178,7 +175,7 @@ class TcpHost:
         port: of it; 0: one that is free.
 
     Raises:
-        PeerError: somebody else has that port.
+        PeerError: the port is taken.
     """
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
@@ -191,81 +188,3 @@ class TcpHost:
             reason = str(error).partition("\n")[0]
             raise PeerError(None, f"no store at {host}:{port}: {reason}") from error
         self.port = int(self._store.port)
-
-
-class LocalKeyValues:
-    """The same within one process: for a world of one, and for ranks that are threads."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, str] = {}
-        self._changed = threading.Condition()
-        self._is_closed = False
-
-    def read(self, key: str) -> str | None:
-        """See TcpKeyValues."""
-        with self._changed:
-            self._require_open()
-            return self._values.get(key)
-
-    def write(self, key: str, value: str) -> None:
-        """See TcpKeyValues."""
-        with self._changed:
-            self._set(key, value)
-
-    def write_once(self, key: str, value: str) -> str:
-        """See TcpKeyValues."""
-        with self._changed:
-            if key not in self._values:
-                self._set(key, value)
-            return self._values[key]
-
-    def replace(self, key: str, expected: str, value: str) -> str:
-        """See TcpKeyValues."""
-        with self._changed:
-            if self._values.get(key) == expected:
-                self._set(key, value)
-            return self._values.get(key, expected)
-
-    def add(self, key: str) -> int:
-        """See TcpKeyValues."""
-        with self._changed:
-            count = int(self._values.get(key, "0")) + 1
-            self._set(key, str(count))
-            return count
-
-    def has_all(self, keys: Sequence[str]) -> bool:
-        """See TcpKeyValues."""
-        with self._changed:
-            self._require_open()
-            return all(key in self._values for key in keys)
-
-    def wait(self, key: str, timeout_s: float | None = None) -> bool:
-        """See TcpKeyValues; unlike there, nobody is held up."""
-        deadline = time.monotonic() + (_LONGEST_WAIT_S if timeout_s is None else timeout_s)
-        with self._changed:
-            while key not in self._values and time.monotonic() < deadline:
-                self._require_open()
-                self._changed.wait(deadline - time.monotonic())
-            return key in self._values
-
-    def another(self) -> LocalKeyValues:
-        """See TcpKeyValues: this one, which everybody may use."""
-        return self
-
-    def close(self) -> None:
-        """End it for all who use it."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-
-    def _set(self, key: str, value: str) -> None:
-        self._require_open()
-        self._values[key] = value
-        self._changed.notify_all()
-
-    def _require_open(self) -> None:
-        if self._is_closed:
-            raise PeerLostError(None, "the coordinator's store has been closed")
-
-
-KeyValues = TcpKeyValues | LocalKeyValues

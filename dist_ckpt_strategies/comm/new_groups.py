@@ -34,8 +34,7 @@ def new_gloo_groups(
     answers = agree_and_gather(world, lambda: ranks_to_wire(_member_ranks(group)))
     mine = _member_ranks(group)
     found: list[ProcessGroup] = []
-    told = {tuple(item) for item in answers}
-    for ranks in sorted(map(ranks_from_wire, told)):
+    for ranks in sorted({ranks_from_wire(answer) for answer in answers}):
         limit = timedelta(seconds=timeout_s)
         made = [_new_group(ranks, limit, "gloo") for _ in range(num_groups)]
         if list(ranks) == mine:

@@ -32,7 +32,7 @@ def group_ranks(group: ProcessGroup | None) -> tuple[int, ...]:
 
 
 def is_default_group(group: ProcessGroup | None) -> bool:
-    """Whether this is the group that everybody uses by default, and it has several ranks."""
+    """Whether this is torch's default group, with several ranks."""
     if not is_distributed() or dist.get_world_size(group) == 1:
         return False
     return group is None or group is dist.group.WORLD
@@ -77,7 +77,7 @@ def payload_device(group: ProcessGroup | None) -> torch.device:
 
 
 def is_of_communication(error: BaseException | None) -> bool:
-    """Whether an error of torch's tells that ranks have lost each other, or have waited too long.
+    """Whether an error of torch's means that ranks lost contact, or waited too long.
 
     Gloo's are plain RuntimeErrors.
     """

@@ -90,7 +90,7 @@ class Ranks:
             nbytes_of: bytes of a task.
             work: carries out a task on any thread, and reports its bytes to its second argument.
             num_threads: of this rank.
-            watch: told about bytes, done by all ranks and in all, on the calling thread.
+            watch: called with the bytes done by all ranks and in all, on the calling thread.
 
         Returns:
             The results of this rank, by number of the task.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import logging
 import threading
 import time
@@ -14,12 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from dist_ckpt_strategies.comm.group_disposal import DEFAULT_GROUP_DISPOSAL, GroupDisposal
-from dist_ckpt_strategies.comm.interruptible_gloo import (
-    DEFAULT_WAIT_CONTROL,
-    InterruptibleGloo,
-    WaitControl,
-)
+from dist_ckpt_strategies.comm.interruptible_gloo import InterruptibleGloo
 from dist_ckpt_strategies.comm.sockets import (
     Address,
     addresses_of,
@@ -31,32 +28,60 @@ logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.005
 _SCHEMES = ("env", "tcp")
+_DESTROY_S = 1.0
 GRACE_S = 2.0
-"""Longest time for sockets to close before waits are released all the same."""
+"""Longest time for sockets to close before waits are aborted all the same."""
+
+_undestroyed: list[tuple[Any, list[Any]]] = []
+"""Gloo groups of earlier attempts, each with works that had not completed."""
+
+
+def num_undestroyed_groups() -> int:
+    """Destroy gloo groups of earlier attempts whose works have all completed; how many are left.
+
+    The destructor of a group waits for the group's timeout where gloo has forgotten the buffer of
+    a message, so a group with pending works is kept. What is left when the interpreter exits is
+    never destroyed: a destructor that returns at that time would abort the process.
+    """
+    kept: list[tuple[Any, list[Any]]] = []
+    ready: list[Any] = []
+    for group, works in _undestroyed:
+        if _have_completed(works):
+            ready.append(group)
+        else:
+            kept.append((group, works))
+    _undestroyed[:] = kept
+    if ready:
+        del group
+        _drop_in_a_thread(ready).join(_DESTROY_S)
+    return len(kept)
+
+
+def _have_completed(works: list[Any]) -> bool:
+    while works and works[-1].is_completed():
+        works.pop()
+    return not works
+
+
+@atexit.register
+def _keep_undestroyed() -> None:
+    for group, _ in _undestroyed:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 class Communication:
     """The process groups of this process, and its connections to their stores, in one attempt.
 
     Sockets that are open when this object is made are left alone.
-
-    Args:
-        control: of the waits.
-        disposal: of the groups.
     """
 
-    def __init__(
-        self,
-        control: WaitControl = DEFAULT_WAIT_CONTROL,
-        disposal: GroupDisposal = DEFAULT_GROUP_DISPOSAL,
-    ) -> None:
-        self._control = control
-        self._disposal = disposal
+    def __init__(self) -> None:
+        num_undestroyed_groups()
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._older = frozenset(open_sockets())
         self._stores: frozenset[Address] = frozenset()
-        control.renew()
+        InterruptibleGloo.allow_new()
 
     def note_store(self, store: Any) -> None:
         """Have ``end`` cut the connections to a store; those of the groups are known."""
@@ -71,13 +96,13 @@ class Communication:
         return self._ended.is_set()
 
     def end(self) -> None:
-        """Cut the connections of all groups and their stores, then release all waits.
+        """Cut the connections of all groups and their stores, then abort all waits.
 
         In this order: while a connection is open, bytes may still arrive in a tensor whose owner
-        has been released.
+        waits no longer.
         """
         begun = time.monotonic()
-        abort_nccl_groups()
+        _abort_nccl_groups()
         for _, store in _known_groups().values():
             self.note_store(store)
         num_cut = 0
@@ -87,7 +112,7 @@ class Communication:
                 logger.warning("%d connections are still open after %g s", num_open, GRACE_S)
                 break
             time.sleep(_PAUSE_S)
-        self._control.release()
+        InterruptibleGloo.abort_all()
         self._ended.set()
         logger.debug("%d connections cut in %.3f s", num_cut, time.monotonic() - begun)
 
@@ -101,38 +126,35 @@ class Communication:
 
         For the thread that made them, once it uses none of them any more.
         """
-        self._control.release()
+        aborted = InterruptibleGloo.abort_all()
         groups = list(_known_groups())
         num_groups = len(groups)
         if dist.is_available():
             _destroy_all()
-        for group in self._control.groups():
+        for group in aborted:
             inner, pending = group.take_down()
             if inner is not None:
-                self._disposal.take(inner, pending)
+                _undestroyed.append((inner, pending))
             del inner
-        others = [group for group in groups if not isinstance(group, InterruptibleGloo)]
+        num_undestroyed_groups()
+        others = [[group] for group in groups if not isinstance(group, InterruptibleGloo)]
         groups.clear()
-        while others:
-            drop_in_a_thread(others.pop())
+        for held in others:
+            _drop_in_a_thread(held)
         return num_groups
 
 
-def abort_nccl_groups() -> int:
-    """End what NCCL has under way, in every group that has it; how many there were."""
-    aborted = 0
+def _abort_nccl_groups() -> None:
     for group in _known_groups():
         if "nccl" in dist.get_backend_config(group):
             group._get_backend(torch.device("cuda")).abort()  # noqa: SLF001 - no public way
-            aborted += 1
-    return aborted
 
 
-def drop_in_a_thread(group: Any) -> None:
-    """Drop a reference to a group where its destructor may block: on a thread of its own."""
-    held = [group]
-    del group
-    threading.Thread(target=held.clear, name="dist_ckpt-group-disposal-of-one", daemon=True).start()
+def _drop_in_a_thread(held: list[Any]) -> threading.Thread:
+    """Empty a list of groups on a thread of its own: their destructors may block."""
+    thread = threading.Thread(target=held.clear, name="dist_ckpt-group-destruction", daemon=True)
+    thread.start()
+    return thread
 
 
 def _destroy_all() -> None:
@@ -160,7 +182,7 @@ def store_of_attempt(base: Any, attempt: str) -> Any:
 def rendezvous_by_attempt(
     attempt: Callable[[], int], note_store: Callable[[Any], None]
 ) -> Iterator[None]:
-    """While this is open, ``init_process_group`` meets only ranks in the same attempt.
+    """While this is open, ``init_process_group`` finds only ranks in the same attempt.
 
     That is, without a store of the caller's: with ``env://`` or ``tcp://``. The launcher's store
     outlives the attempts, and with it the addresses of dead connections: torch gives them the same

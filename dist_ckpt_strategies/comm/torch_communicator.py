@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
 
-from dist_ckpt_strategies.comm.attendance import Attendance, described
 from dist_ckpt_strategies.comm.base import (
     Buffer,
     Communicator,
@@ -24,11 +23,12 @@ from dist_ckpt_strategies.comm.base import (
     Message,
     Receive,
     Send,
+    SoloCommunicator,
     out_of_step,
     who_is_where,
 )
+from dist_ckpt_strategies.comm.missing_ranks import MissingRankTracker, described
 from dist_ckpt_strategies.comm.process_group import ProcessGroup, is_distributed, message_device
-from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerError,
@@ -49,17 +49,7 @@ _SIZE_BITS = 41
 
 _PURPOSE_BITS = 63 - _SIZE_BITS
 _PURPOSE_NBYTES = 160
-"""Of what ranks tell each other where their purposes differ."""
-
-
-class _Work(Protocol):
-    def wait(self, timeout: timedelta) -> Any:
-        """Block until done."""
-        ...
-
-    def is_completed(self) -> bool:
-        """Whether it is done."""
-        ...
+"""Of the text that ranks exchange where their purposes differ."""
 
 
 def open_communicator(
@@ -127,7 +117,9 @@ class TorchCommunicator:
         self._message_device = message_device(group)
         self.device = payload_device or self._message_device
         self._global_ranks = dist.get_process_group_ranks(group)
-        self._attendance = Attendance(group, self._global_ranks, f"{purpose} {detail}".rstrip())
+        self._tracker = MissingRankTracker(
+            group, self._global_ranks, f"{purpose} {detail}".rstrip()
+        )
         self._purpose_number = _number_of(purpose)
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
@@ -157,17 +149,17 @@ class TorchCommunicator:
         return messages
 
     def _gathered_sizes(self, size: int) -> list[int]:
-        """The size that each rank tells, all of them for the same purpose.
+        """Each rank's size; raises unless all have the same purpose.
 
-        One number for both: who meets another collective of the job most likely meets a number.
+        One number for both: another collective of the job most likely sends a number too.
         """
-        told = self._purpose_number << _SIZE_BITS | abs(size)
-        mine = torch.tensor([told if size >= 0 else -told], dtype=torch.int64, device="cpu")
+        packed = self._purpose_number << _SIZE_BITS | abs(size)
+        mine = torch.tensor([packed if size >= 0 else -packed], dtype=torch.int64, device="cpu")
         numbers = [int(number) for number in self._gathered(mine)]
         purposes = [abs(number) >> _SIZE_BITS for number in numbers]
         for rank, purpose in enumerate(purposes):
             if purpose == 0:
-                raise out_of_step(self.global_rank(rank), self._attendance.what)
+                raise out_of_step(self.global_rank(rank), self._tracker.what)
         if len(set(purposes)) > 1:
             raise self._other_purpose(purposes)
         sizes = [abs(number) & (1 << _SIZE_BITS) - 1 for number in numbers]
@@ -175,7 +167,7 @@ class TorchCommunicator:
 
     def _other_purpose(self, purposes: Sequence[int]) -> PlanError:
         """The error for ranks that call for different purposes. Collective: all of them see it."""
-        mine = self._attendance.what.encode()[:_PURPOSE_NBYTES]
+        mine = self._tracker.what.encode()[:_PURPOSE_NBYTES]
         padded = self._gathered_bytes(mine, _PURPOSE_NBYTES)
         texts = [text.rstrip(b"\0").decode(errors="replace") for text in padded]
         return PlanError(
@@ -185,11 +177,11 @@ class TorchCommunicator:
         )
 
     def _message(self, rank: int, content: bytes) -> Message:
-        """What a rank has said; another collective of the job may have met ours."""
+        """A rank's message; it may come from another collective of the job."""
         try:
             return json.loads(content) if content else None
         except ValueError as error:
-            raise out_of_step(self.global_rank(rank), self._attendance.what) from error
+            raise out_of_step(self.global_rank(rank), self._tracker.what) from error
 
     def exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
         """See Communicator."""
@@ -197,29 +189,33 @@ class TorchCommunicator:
 
     def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
         """See Communicator."""
-        self._attendance.sign()
+        self._tracker.reach()
         staged = [self._tensor_of(receive.into, self.device) for receive in receives]
-        data = [self._tensor_of(send.data, self.device) for send in sends]
-        received, sent = _Turns(self._channels), _Turns(self._channels)
-        operations = [
-            *(
-                _Operation(dist.irecv, tensor, peer, received.next(peer))
-                for tensor, peer in zip(
-                    staged, self._peers(r.from_rank for r in receives), strict=True
-                )
-            ),
-            *(
-                _Operation(dist.isend, tensor, peer, sent.next(peer))
-                for tensor, peer in zip(data, self._peers(s.to_rank for s in sends), strict=True)
-            ),
-        ]
-        is_batched = self.device.type != "cpu"
+        turns = _Turns(self._channels), _Turns(self._channels)
+        operations: list[dist.P2POp] = []
+        for receive, tensor in zip(receives, staged, strict=True):
+            peer = self._global_ranks[receive.from_rank]
+            operations.append(dist.P2POp(dist.irecv, tensor, peer, turns[0].next(peer)))
+        for send in sends:
+            peer = self._global_ranks[send.to_rank]
+            tensor = self._tensor_of(send.data, self.device)
+            operations.append(dist.P2POp(dist.isend, tensor, peer, turns[1].next(peer)))
         with self._peer_errors(time.monotonic() + self._timeout_s):
-            works = _started(operations, is_batched=is_batched)
+            works = self._started(operations)
         return _Arriving(self, tuple(works), tuple(zip(receives, staged, strict=True)))
 
+    def _started(self, operations: list[dist.P2POp]) -> list[tuple[int | None, dist.Work | None]]:
+        """The works of the operations, each with the rank at its other end where that is known.
+
+        NCCL takes them as a batch: one after the other, two ranks that both receive first would
+        wait for each other for ever.
+        """
+        if self.device.type != "cpu" and operations:
+            return [(None, work) for work in dist.batch_isend_irecv(operations)]
+        return [(o.peer, o.op(o.tensor, o.peer, group=o.group)) for o in operations]
+
     def finish(
-        self, works: Sequence[tuple[int | None, _Work | None]], device: torch.device
+        self, works: Sequence[tuple[int | None, dist.Work | None]], device: torch.device
     ) -> None:
         """Wait for what was started, each with the global rank at its other end if it has one.
 
@@ -267,9 +263,6 @@ class TorchCommunicator:
             work: Any = dist.irecv(nothing, peer, group=channel, tag=_TAG_OF_NOTHING)
             work.wait(timedelta(milliseconds=1))
 
-    def _peers(self, ranks: Iterable[int]) -> Iterator[int]:
-        return (self._global_ranks[rank] for rank in ranks)
-
     def _gathered_bytes(self, content: bytes, nbytes: int) -> list[bytes]:
         """Every rank's bytes, with zeros behind them up to ``nbytes``."""
         padded = bytearray(content.ljust(nbytes, b"\0"))
@@ -277,7 +270,7 @@ class TorchCommunicator:
         return [found.numpy().tobytes() for found in self._gathered(mine)]
 
     def _gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self._attendance.sign()
+        self._tracker.reach()
         mine = tensor.to(self._message_device)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         deadline = time.monotonic() + self._timeout_s
@@ -290,35 +283,39 @@ class TorchCommunicator:
     def _tensor_of(data: Buffer, device: torch.device) -> torch.Tensor:
         return (torch.from_numpy(data) if isinstance(data, np.ndarray) else data).to(device)
 
-    def _wait(self, work: _Work, deadline: float, peer: int | None, device: torch.device) -> None:
+    def _wait(
+        self, work: dist.Work, deadline: float, peer: int | None, device: torch.device
+    ) -> None:
         with self._peer_errors(deadline, peer):
             if device.type != "cpu":
                 _wait_for_device(work, deadline)
             work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
     def _peer_error(self, error: Exception, deadline: float, peer: int | None) -> PeerError:
-        """Who is to blame for a collective that timed out or broke off."""
-        what = self._attendance.what
-        if time.monotonic() >= deadline - 0.001:
-            absent = [peer] if peer is not None else self._attendance.absent(self._timeout_s)
+        """The error for a collective that timed out or broke off, with the ranks to blame."""
+        what = self._tracker.what
+        is_lost = time.monotonic() < deadline - 0.001
+        missing = (
+            [peer] if peer is not None else self._tracker.missing(self._timeout_s, is_lost=is_lost)
+        )
+        if not is_lost:
             return PeerTimeoutError(
-                absent[0] if absent else None,
-                f"{described(absent)} did not arrive within {self._timeout_s:g} s: {what}",
+                missing[0] if missing else None,
+                f"{described(missing)} did not arrive within {self._timeout_s:g} s: {what}",
             )
-        lost = [peer] if peer is not None else self._attendance.lost(self._timeout_s)
         return PeerLostError(
-            lost[0] if lost and len(lost) == 1 else None,
-            f"lost contact with {described(lost)}: {what}: {error}",
+            missing[0] if missing and len(missing) == 1 else None,
+            f"lost contact with {described(missing)}: {what}: {error}",
         )
 
 
 def _number_of(purpose: str) -> int:
-    """A number that tells purposes apart; not 0, which other collectives of the job begin with."""
+    """A number that identifies a purpose; not 0, which other collectives of the job begin with."""
     return xxhash.xxh3_64_intdigest(purpose.encode()) % ((1 << _PURPOSE_BITS) - 1) + 1
 
 
 def _encoded(item: Message) -> tuple[bytes, CheckpointError | None]:
-    """What a rank says; where it cannot say that, why, and the error to raise once it has."""
+    """The item as bytes; or its error as bytes, and the error to raise once it is sent."""
     if item is None:
         return b"", None
     try:
@@ -339,7 +336,7 @@ class _Arriving:
     """
 
     comm: TorchCommunicator
-    works: tuple[tuple[int | None, _Work | None], ...]
+    works: tuple[tuple[int | None, dist.Work | None], ...]
     received: tuple[tuple[Receive, torch.Tensor], ...]
 
     def wait(self) -> None:
@@ -350,34 +347,7 @@ class _Arriving:
                 torch.from_numpy(receive.into).copy_(tensor)
 
 
-@dataclass(frozen=True, slots=True)
-class _Operation:
-    """A send or receive, with the global rank at its other end."""
-
-    kind: Callable[..., Any]
-    tensor: torch.Tensor
-    peer: int
-    channel: ProcessGroup
-
-    def start(self) -> tuple[int | None, _Work | None]:
-        return self.peer, self.kind(self.tensor, self.peer, group=self.channel)
-
-
-def _started(
-    operations: Sequence[_Operation], *, is_batched: bool
-) -> list[tuple[int | None, _Work | None]]:
-    """The works of the operations, each with the rank at its other end where that is known.
-
-    NCCL takes them as a batch: one after the other, two ranks that both receive first would wait
-    for each other for ever.
-    """
-    if not (is_batched and operations):
-        return [operation.start() for operation in operations]
-    batch = [dist.P2POp(o.kind, o.tensor, o.peer, o.channel) for o in operations]
-    return [(None, work) for work in dist.batch_isend_irecv(batch)]
-
-
-def _wait_for_device(work: _Work, deadline: float) -> None:
+def _wait_for_device(work: dist.Work, deadline: float) -> None:
     """Return when the device is done. Its own ``wait`` holds up a stream, not the caller.
 
     Raises:

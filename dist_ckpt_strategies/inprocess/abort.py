@@ -61,7 +61,7 @@ class Compose(Abort):
         for instance in reversed(self.instances):
             try:
                 state = instance(state)
-            except Exception as error:  # noqa: BLE001 - the others must run; all are told below
+            except Exception as error:  # noqa: BLE001 - the others must run; raised below
                 errors.append(error)
                 logger.warning(
                     "%s: %s: %s", _name_of(instance), type(error).__name__, text_of(error)
@@ -91,9 +91,9 @@ class AbortTransformerEngine(Abort):
 
 
 class HPCheckpointingAbort(Abort):
-    """Saves that go on behind training: nobody is going to finalise them.
+    """Asynchronous saves, which are not finalised any more.
 
-    Our own end by themselves, invisible; processes that Megatron-Core's queues started are killed.
+    The package's own end by themselves; processes that Megatron-Core's queues started are killed.
     """
 
     def __call__(self, state: HPState) -> HPState:

@@ -8,11 +8,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NoReturn
 
 from dist_ckpt_strategies.comm.teardown import Communication
-from dist_ckpt_strategies.errors import PeerError, PeerLostError, RestartLimitError, text_of
+from dist_ckpt_strategies.errors import PeerError, PeerLostError, text_of
 from dist_ckpt_strategies.inprocess.coordinator import Coordinator, Fault, FaultMode
 from dist_ckpt_strategies.inprocess.health_check import HPState
 from dist_ckpt_strategies.inprocess.interruption import Interrupter
@@ -27,46 +27,46 @@ _PAUSE_S = 0.002
 _CUT_PAUSE_S = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class AttemptOptions:
-    """How an attempt is stopped.
-
-    Attributes:
-        abort: ends what the block does with others; None: nothing is ended.
-        abort_timeout_s: from the fault until the block must have been left.
-        raises_early: interrupt the block once communication has ended, not after all of abort.
-        progress_timeout_s: longest time between two signs of progress; None for any.
-    """
-
-    abort: Callable[[HPState], HPState] | None
-    abort_timeout_s: float
-    raises_early: bool
-    progress_timeout_s: float | None
-
-
 class Attempt:
     """One epoch of this process.
 
+    Args:
+        state: of the attempt.
+        communication: all that this process opens to talk to its peers in the attempt.
+        coordinator: reports faults, and is asked for them.
+        interrupter: of the block.
+        abort: ends what the block does with others; None: nothing is ended.
+        abort_timeout_s: from the fault until the block must have been left.
+        raises_early: interrupt the block once communication has ended, not after all of abort.
+        progress_timeout_s: longest time between two calls of ``ping``; None for any.
+
     Attributes:
-        fault: what has ended it, once heard.
-        lost: what the coordinator said when it could not be asked any more.
+        fault: what has ended it, None before.
+        lost: the error of a coordinator that does not answer, None before.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings of HPWrapper
         self,
         state: HPState,
+        communication: Communication,
         coordinator: Coordinator,
         interrupter: Interrupter,
-        options: AttemptOptions,
+        *,
+        abort: Callable[[HPState], HPState] | None,
+        abort_timeout_s: float,
+        raises_early: bool,
+        progress_timeout_s: float | None,
     ) -> None:
-        assert state.communication is not None  # noqa: S101 - made by the caller, two lines above
         self.fault: Fault | None = None
         self.lost: PeerError | None = None
-        self._state = state
-        self._communication: Communication = state.communication
+        self.communication = communication
+        self._state = replace(state, communication=communication)
         self._coordinator = coordinator
         self._interrupter = interrupter
-        self._options = options
+        self._abort_parts = abort
+        self._abort_timeout_s = abort_timeout_s
+        self._raises_early = raises_early
+        self._progress_timeout_s = progress_timeout_s
         self._over = threading.Event()
         self._heard = threading.Event()
         self._stopped = threading.Event()
@@ -83,7 +83,7 @@ class Attempt:
 
     @property
     def state(self) -> HPState:
-        """What abort, finalize and health checks are told."""
+        """What abort, finalize and health checks are given."""
         return replace(self._state, fault=self.fault)
 
     def start(self) -> None:
@@ -123,7 +123,7 @@ class Attempt:
             fault = self._awaited_fault()
         except PeerError as error:
             fault = self._lose(error)
-        except Exception as error:  # noqa: BLE001 - whatever a client raises: nobody would watch
+        except Exception as error:  # noqa: BLE001 - a client may raise anything
             lost = PeerLostError(None, f"{type(error).__name__}: {text_of(error)}")
             lost.__cause__ = error  # raised by the thread of the block, once that has been left
             fault = self._lose(lost)
@@ -134,7 +134,7 @@ class Attempt:
         try:
             logger.warning("%s", fault)
             self._stop(fault)
-        except Exception:  # noqa: BLE001 - no room for another thread, or somebody's log handler
+        except Exception:  # noqa: BLE001 - no new thread, or a log handler fails
             self._die("stopping the block failed")
         self._stopped.set()
 
@@ -144,7 +144,7 @@ class Attempt:
         return Fault(None, self.epoch, FaultMode.DEATH, why)
 
     def _awaited_fault(self) -> Fault | None:
-        limit_s = self._options.progress_timeout_s
+        limit_s = self._progress_timeout_s
         poll_s = _POLL_S if limit_s is None else min(_POLL_S, limit_s / 4)
         while not self._over.is_set():
             fault = self._coordinator.wait_fault(self.epoch, poll_s)
@@ -163,7 +163,7 @@ class Attempt:
             self._coordinator.report(self._state.rank, self.epoch, FaultMode.HANG, why)
 
     def _stop(self, fault: Fault) -> None:
-        deadline = time.monotonic() + self._options.abort_timeout_s
+        deadline = time.monotonic() + self._abort_timeout_s
         aborting = threading.Thread(target=self._abort, name="dist_ckpt-abort", daemon=True)
         aborting.start()
         while not self._may_interrupt() and time.monotonic() < deadline:
@@ -174,27 +174,27 @@ class Attempt:
             self._give_up(has_left=has_left)
 
     def _may_interrupt(self) -> bool:
-        if self._options.raises_early and self._communication.is_ended:
+        if self._raises_early and self.communication.is_ended:
             return True
         return self._aborted.is_set()
 
     def _abort(self) -> None:
         """Abort, and cut what is opened afterwards, until the block has been left."""
         try:
-            if self._options.abort is not None:
-                self._options.abort(self.state)
+            if self._abort_parts is not None:
+                self._abort_parts(self.state)
         except Exception:
             # Somebody's own step of abort: the block is interrupted all the same, and where it
             # cannot be, this process ends.
             logger.exception("epoch %d: abort failed; the restart goes on", self.epoch)
         finally:
             self._aborted.set()
-        while self._communication.is_ended and not self._interrupter.has_left:
-            self._communication.cut()
+        while self.communication.is_ended and not self._interrupter.has_left:
+            self.communication.cut()
             time.sleep(_CUT_PAUSE_S)
 
     def _give_up(self, *, has_left: bool) -> NoReturn:
-        limit_s = self._options.abort_timeout_s
+        limit_s = self._abort_timeout_s
         what = "abort is not done" if has_left else "the block has not been left"
         self._die(f"{what} within {limit_s:g} s")
 
@@ -205,54 +205,3 @@ class Attempt:
             logger.critical("%s: this process ends", why, exc_info=is_failing)
         finally:
             os._exit(EXIT_UNSTOPPABLE)
-
-
-class AttemptLimits:
-    """Counts the attempts of one call.
-
-    Args:
-        max_attempts: of this process; None for any number.
-        max_idle: in a row, ended by this rank's own exception before a step was done; None for
-            any number.
-    """
-
-    def __init__(self, max_attempts: int | None, max_idle: int | None) -> None:
-        self._max_attempts = max_attempts
-        self._max_idle = max_idle
-        self._num_idle = 0
-
-    def require_another(
-        self, state: HPState, *, did_step: bool, train_ex: BaseException | None
-    ) -> None:
-        """Raise unless there may be another attempt after this one.
-
-        Args:
-            state: of the attempt that has ended; asked once for each.
-            did_step: whether it has got on by a step.
-            train_ex: what the block raised, where it did.
-
-        Raises:
-            RestartLimitError: there may not.
-        """
-        limit = self._max_attempts
-        if limit is not None and state.attempt >= limit:
-            raise RestartLimitError(
-                f"{state.attempt} attempts, {limit} allowed; the last: {state.fault}"
-            ) from train_ex
-        self._count_idle(state, did_step=did_step)
-        if self._max_idle is not None and self._num_idle >= self._max_idle:
-            raise RestartLimitError(
-                f"{self._num_idle} attempts in a row ended in an exception of this rank before a "
-                f"step was done; the last: {state.fault}"
-            ) from train_ex
-
-    def _count_idle(self, state: HPState, *, did_step: bool) -> None:
-        fault = state.fault
-        if did_step:
-            self._num_idle = 0
-        elif (
-            fault is not None
-            and fault.global_rank == state.rank
-            and fault.mode is FaultMode.EXCEPTION
-        ):
-            self._num_idle += 1

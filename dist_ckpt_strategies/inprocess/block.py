@@ -73,13 +73,6 @@ def parameter_of(kind: type, fn: Callable[..., Any]) -> str | None:
     return None
 
 
-def without_argument(
-    name: str, fn: Callable[..., Any], a: tuple[Any, ...], kw: Mapping[str, Any]
-) -> bool:
-    """Whether a call gives nothing for a parameter."""
-    return name not in inspect.signature(fn).bind_partial(*a, **kw).arguments
-
-
 def _names(kind: type, annotation: Any) -> bool:
     if isinstance(annotation, typing.ForwardRef):
         annotation = annotation.__forward_arg__

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
-
-from dist_ckpt_strategies.errors import PeerError
 
 
 class FaultMode(StrEnum):
@@ -31,7 +28,7 @@ class Fault:
     """Why an epoch has ended.
 
     Attributes:
-        global_rank: the rank that failed first; None where nobody knows.
+        global_rank: the rank that failed first; None if unknown.
         epoch: the attempt that it ended.
         mode: what happened to the rank.
         why: in words, for logs and errors.
@@ -128,36 +125,6 @@ class Coordinator(Protocol):
     def close(self) -> None:
         """Give up the connections. Nothing may be asked afterwards."""
         ...
-
-
-def assignment_key(worker: str) -> str:
-    """Where the supervisor writes the place of a worker."""
-    return f"assign/{worker}"
-
-
-def ready_key(worker: str) -> str:
-    """Where a worker writes that it waits for a place, or has asked for the one it has."""
-    return f"ready/{worker}"
-
-
-def rank_info_to_text(place: RankInfo) -> str:
-    """What the supervisor writes there."""
-    return json.dumps(asdict(place))
-
-
-def rank_info_from_text(text: str) -> RankInfo:
-    """What a worker reads there.
-
-    Raises:
-        PeerError: it is no place.
-    """
-    try:
-        found = json.loads(text)
-        environment = tuple((str(name), str(value)) for name, value in found.pop("environment"))
-        numbers = {name: int(value) for name, value in found.items()}
-        return RankInfo(**numbers, environment=environment)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PeerError(None, f"expected a place in the job, found {text[:200]!r}") from error
 
 
 def environment_of(place: RankInfo) -> dict[str, str]:

@@ -29,7 +29,7 @@ class Finalize(ABC):
 
 
 class CheckpointlessFinalizeCleanup(Finalize):
-    """Megatron-Core's, Transformer Engine's and a trainer's leavings, where they are imported.
+    """Resets global state of Megatron-Core, Transformer Engine and a trainer, if imported.
 
     Attributes:
         trainer: see ``register_attributes``; forgotten after each call.
@@ -128,12 +128,19 @@ class MemoryStatus:
     @classmethod
     def take(cls) -> MemoryStatus:
         """Of now."""
-        return cls(_resident_bytes(), _cuda_bytes())
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+        torch = sys.modules.get("torch")
+        has_cuda = torch is not None and torch.cuda.is_initialized()
+        cuda = int(torch.cuda.memory_allocated()) if torch is not None and has_cuda else 0
+        return cls(int(pages) * os.sysconf("SC_PAGE_SIZE"), cuda)
 
-    def has_outgrown(self, first: MemoryStatus) -> bool:
-        """Whether it is well above ``first``: more than what allocators vary by."""
+    def log(self, attempt: int, first: MemoryStatus) -> None:
+        """Log it, with a warning if it is above ``first`` by more than allocators vary."""
         pairs = ((self.resident, first.resident), (self.cuda, first.cuda))
-        return any(now > _TOLERANCE * then + _SLACK_BYTES for now, then in pairs)
+        if any(now > _TOLERANCE * then + _SLACK_BYTES for now, then in pairs):
+            logger.warning("memory grows: %s after attempt %d, %s at first", self, attempt, first)
+        else:
+            logger.info("after attempt %d: %s", attempt, self)
 
     def has_leftovers(self, before: MemoryStatus) -> bool:
         """Whether an attempt has left so much behind that collecting its cycles is worth it."""
@@ -145,44 +152,12 @@ class MemoryStatus:
         return f"{self.resident >> 20} MiB resident, {self.cuda >> 20} MiB of CUDA memory"
 
 
-class MemoryLog:
-    """Logs memory at each restart, and warns where it grows."""
-
-    def __init__(self) -> None:
-        self._first: MemoryStatus | None = None
-
-    def note(self, attempt: int) -> MemoryStatus:
-        """Log what is used after ``attempt``; later notes are held against the first."""
-        now = MemoryStatus.take()
-        if self._first is None:
-            self._first = now
-        if now.has_outgrown(self._first):
-            logger.warning(
-                "memory grows: %s after attempt %d, %s at first", now, attempt, self._first
-            )
-        else:
-            logger.info("after attempt %d: %s", attempt, now)
-        return now
-
-
 def give_back_free_memory() -> None:
-    """Let the C library return what it keeps of freed memory to the system, where it can.
+    """Have glibc return freed memory to the system.
 
-    Each attempt allocates its model anew, and from other threads. Between what lives longer, glibc
-    keeps the holes of all of them: without this a process grew by some megabytes with each restart.
+    Each attempt allocates its model anew, from other threads, and glibc keeps the holes: without
+    this a process grew by some megabytes with each restart.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-
-
-def _resident_bytes() -> int:
-    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-    return int(pages) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _cuda_bytes() -> int:
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return 0
-    return int(torch.cuda.memory_allocated())

@@ -17,7 +17,7 @@ from dist_ckpt_strategies.inprocess.coordinator import Fault
 
 @dataclass(frozen=True, slots=True)
 class HPState:
-    """What abort, finalize and health checks are told.
+    """What abort, finalize and health checks are given.
 
     Attributes:
         rank: this process's place in the job.
@@ -85,7 +85,7 @@ class CudaHealthCheck(HealthCheck):
         def synchronize() -> None:
             try:
                 torch.cuda.synchronize(device)
-            except Exception as error:  # noqa: BLE001 - raised below, where somebody hears it
+            except Exception as error:  # noqa: BLE001 - raised below
                 errors.append(error)
 
         thread = threading.Thread(target=synchronize, name="dist_ckpt-cuda-check", daemon=True)

@@ -17,7 +17,7 @@ from dist_ckpt_strategies.inprocess.coordinator import Fault
 T = TypeVar("T")
 
 SIGNAL = signal.SIGRTMIN + 5
-"""Sent to the main thread; nobody else may use it."""
+"""Sent to the main thread; reserved for it."""
 
 _RETRY_S = 0.01
 _AGAIN_S = 0.25

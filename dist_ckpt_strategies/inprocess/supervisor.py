@@ -1,4 +1,4 @@
-"""Starts the workers of a job on this node, sees them die, and fills their place."""
+"""Starts the workers of a job on this node, and replaces those that die."""
 
 from __future__ import annotations
 
@@ -22,13 +22,10 @@ from dist_ckpt_strategies.inprocess.coordinator import (
     Fault,
     FaultMode,
     RankInfo,
-    assignment_key,
     environment_of,
-    rank_info_to_text,
-    ready_key,
 )
-from dist_ckpt_strategies.inprocess.epoch_book import EpochBook, FinishState
-from dist_ckpt_strategies.inprocess.launched import KEY_PREFIX
+from dist_ckpt_strategies.inprocess.restart_state import FinishState, RestartState
+from dist_ckpt_strategies.inprocess.store_coordinator import KEY_PREFIX
 from dist_ckpt_strategies.inprocess.worker_process import WorkerProcess, reason_of
 
 _HOST = "127.0.0.1"
@@ -51,7 +48,7 @@ class Job:
         num_spares: processes that wait, with everything imported, to take over a rank.
         max_restarts: how often a worker may be replaced, all ranks counted together.
         heartbeat_timeout_s: seconds of silence after which a worker is taken for hung; 0: never.
-        grace_s: seconds that workers get to end by themselves when they are told to.
+        grace_s: seconds that workers get to end by themselves after a signal.
     """
 
     command: tuple[str, ...]
@@ -63,7 +60,7 @@ class Job:
 
 
 class Listener(Protocol):
-    """Who hears what a job says."""
+    """Receives the output of a job."""
 
     def line(self, who: str, stream: str, line: bytes) -> None:
         """A worker has written a line, to "stdout" or "stderr"."""
@@ -89,7 +86,7 @@ class Supervisor:
         self._host = TcpHost(_HOST)
         self._environment = _environment(job, environment, self._host)
         self._store = TcpKeyValues(_HOST, self._host.port, prefix=KEY_PREFIX)
-        self._book = EpochBook(self._store)
+        self._state = RestartState(self._store)
         self._selector = selectors.DefaultSelector()
         self._workers: dict[str, WorkerProcess] = {}
         self._ranks: dict[str, int] = {}
@@ -174,12 +171,12 @@ class Supervisor:
         for output in worker.outputs:
             self._hear_while(output.fileno(), output.pump)
 
-    def _hear(self, fd: int, deed: Callable[[], object]) -> None:
-        self._selector.register(fd, selectors.EVENT_READ, deed)
+    def _hear(self, fd: int, react: Callable[[], object]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, react)
 
-    def _hear_while(self, fd: int, deed: Callable[[], bool]) -> None:
-        """Until the deed says that nothing more can come."""
-        self._hear(fd, lambda: deed() or self._selector.unregister(fd))
+    def _hear_while(self, fd: int, react: Callable[[], bool]) -> None:
+        """Until ``react`` returns False: nothing more can come."""
+        self._hear(fd, lambda: react() or self._selector.unregister(fd))
 
     def _lose(self, worker: WorkerProcess) -> None:
         """A worker is gone."""
@@ -191,25 +188,25 @@ class Supervisor:
         if rank is None:
             self._lose_spare(code, why)
         elif code != 0:
-            if code > 0 and self._book.joined(worker.name) is None:
+            if code > 0 and self._state.joined(worker.name) is None:
                 self._false_starts[rank] += 1
             self._replace(worker, rank, why)
         elif self._is_within_block(worker):
             self._replace(worker, rank, f"{why} in the middle of the wrapped block")
         else:
-            self._finished[rank] = self._book.joined(worker.name) or 0
+            self._finished[rank] = self._state.joined(worker.name) or 0
 
     def _is_within_block(self, worker: WorkerProcess) -> bool:
         """Whether others wait for what a worker has joined: who leaves that is lost to them."""
-        epoch = self._book.joined(worker.name)
-        return epoch is not None and self._book.finish(epoch) is not FinishState.DONE
+        epoch = self._state.joined(worker.name)
+        return epoch is not None and self._state.finish(epoch) is not FinishState.DONE
 
     def _require_able_to_meet(self) -> None:
         """Raise where a rank waits for one that is done, and comes to no barrier any more."""
         gone, last = min(self._finished.items(), key=lambda found: found[1])
         for worker in self._workers.values():
             rank = self._ranks.get(worker.name)
-            epoch = None if rank is None else self._book.joined(worker.name)
+            epoch = None if rank is None else self._state.joined(worker.name)
             if epoch is not None and epoch > last:
                 raise RestartError(
                     f"rank {rank} waits for all ranks to run a wrapped block, and rank {gone} has "
@@ -226,10 +223,10 @@ class Supervisor:
 
     def _replace(self, worker: WorkerProcess, rank: int, why: str) -> None:
         mode = FaultMode.HANG if worker.is_hung else FaultMode.DEATH
-        epoch = self._book.joined(worker.name)
+        epoch = self._state.joined(worker.name)
         if epoch is not None:
             # First the end of the epoch, then the new place: no spare may join what has died.
-            self._book.end(Fault(rank, epoch, mode, why))
+            self._state.end(Fault(rank, epoch, mode, why))
             self._require_replaceable(rank, epoch, why)
         self._count_failure(rank, why)
         self._require_able_to_start(rank, why)
@@ -241,7 +238,7 @@ class Supervisor:
             self._start(None)
 
     def _require_replaceable(self, rank: int, epoch: int, why: str) -> None:
-        if self._book.finish(epoch) is FinishState.DONE:
+        if self._state.finish(epoch) is FinishState.DONE:
             raise RestartError(
                 f"rank {rank} died after the wrapped block had ended on all ranks: {why}; a new "
                 "process could not catch up with the others"
@@ -265,7 +262,7 @@ class Supervisor:
 
         Later on there is state in the memory of others, and more reason to be patient.
         """
-        if self._false_starts[rank] >= _MAX_FALSE_STARTS and not self._book.has_begun():
+        if self._false_starts[rank] >= _MAX_FALSE_STARTS and not self._state.has_begun():
             raise RestartLimitError(
                 f"rank {rank}: {self._false_starts[rank]} processes have ended before they came "
                 f"to the wrapped block, the last one with {why}: this script cannot start; what "
@@ -279,12 +276,12 @@ class Supervisor:
             for name, worker in self._workers.items()
             if name not in self._ranks and worker.seconds_left() > 0
         ]
-        ready = (one for one in spares if self._store.read(ready_key(one.name)) is not None)
+        ready = (one for one in spares if self._state.is_ready(one.name))
         return next(ready, spares[0] if spares else None)
 
     def _assign(self, worker: WorkerProcess, rank: int) -> None:
         self._ranks[worker.name] = rank
-        self._store.write(assignment_key(worker.name), rank_info_to_text(self._place(rank)))
+        self._state.assign(worker.name, self._place(rank))
 
     def _place(self, rank: int) -> RankInfo:
         size = self._job.num_ranks
@@ -304,9 +301,9 @@ class Supervisor:
         return worker.end()
 
     def _end_all(self, inbox: SignalInbox) -> None:
-        """Tell those that still run to end, give them their time, and kill the others.
+        """Signal the workers that still run, wait for ``grace_s``, and kill the rest.
 
-        What the supervisor was told by a signal it passes on; a second one ends the waiting. A
+        A signal to the supervisor is passed on; a second one ends the waiting. A
         listener that raises does not keep any of them alive.
         """
         with ExitStack() as ending:

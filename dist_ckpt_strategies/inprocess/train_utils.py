@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import cast
+from typing import Any, Protocol, cast
 
-from dist_ckpt_strategies.config import update_environment
-from dist_ckpt_strategies.errors import MissingDependencyError, StrategyError
-from dist_ckpt_strategies.inprocess.agent import AgentClient, AgentCoordinator
-from dist_ckpt_strategies.inprocess.coordinator import Coordinator, environment_of
-from dist_ckpt_strategies.inprocess.launched import coordinator_from_environment
+from dist_ckpt_strategies.comm.key_values import TcpHost
+from dist_ckpt_strategies.config import claim_meeting_place, update_environment
+from dist_ckpt_strategies.errors import (
+    MissingDependencyError,
+    PeerError,
+    PeerLostError,
+    PeerTimeoutError,
+    StrategyError,
+)
+from dist_ckpt_strategies.inprocess.coordinator import (
+    Coordinator,
+    Epoch,
+    Fault,
+    FaultMode,
+    RankInfo,
+    environment_of,
+)
+from dist_ckpt_strategies.inprocess.store_coordinator import coordinator_from_environment
 
-__all__ = ["HPAgentK8sAPIFactory", "wait_rank"]
+__all__ = ["AgentClient", "HPAgentK8sAPIFactory", "wait_rank"]
 
 _CALLS = ("init", "wait_rank_info", "barrier", "past_barrier", "report_fault", "wait_fault")
+_PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def wait_rank(*, hp_api_factory: Callable[[], Coordinator] | None = None) -> None:
@@ -82,3 +98,142 @@ class HPAgentK8sAPIFactory:
                 "hyperpod-elastic-agent, or give it a client (docs/recovery_agent.md)"
             ) from error
         return cast("AgentClient", ipc.InProcessRestartSocketClient())
+
+
+class AgentClient(Protocol):
+    """What this package asks of the client of an agent; docs/recovery_agent.md has the contract.
+
+    Calls come from several threads, two of them at the same time: ``wait_fault`` beside any other.
+    Each raises TimeoutError when its time is over, and ConnectionError where the agent is gone.
+    """
+
+    def init(self) -> None:
+        """Say that this process has started; the first call."""
+        ...
+
+    def wait_rank_info(self, timeout_s: float | None) -> Mapping[str, str]:
+        """The variables of this process's place, RANK and its kin among them."""
+        ...
+
+    def barrier(self, timeout_s: float) -> int:
+        """Join the forming epoch; its number, once all ranks have joined."""
+        ...
+
+    def past_barrier(self, epoch: int) -> None:
+        """Say that this rank has left the barrier, and runs."""
+        ...
+
+    def report_fault(self, global_rank: int, epoch: int, mode: str, why: str) -> None:
+        """End an epoch for all; without effect on one that has ended."""
+        ...
+
+    def wait_fault(self, epoch: int, timeout_s: float) -> Mapping[str, Any] | None:
+        """What ended the epoch: rank (or None), mode, why; None where nothing has in time."""
+        ...
+
+
+class AgentCoordinator:
+    """A Coordinator over the client of an agent; sets the variables that the agent gives.
+
+    Args:
+        client: see AgentClient.
+        begins: whether ``init`` is called: it is the first coordinator over this client.
+    """
+
+    def __init__(self, client: AgentClient, *, begins: bool = True) -> None:
+        self._client = client
+        self._lock = threading.Lock()
+        self._place: RankInfo | None = None
+        self._joined_ahead: int | None = None
+        self._is_closed = False
+        self._hosted: TcpHost | None = None
+        if begins:
+            self._call("init")
+
+    def wait_rank(self, timeout_s: float | None = None) -> RankInfo:
+        """See Coordinator."""
+        with self._lock:
+            if self._place is None:
+                self._place = _place_of(self._call("wait_rank_info", timeout_s))
+                update_environment(environment_of(self._place))
+            return self._place
+
+    def barrier(self, timeout_s: float) -> Epoch:
+        """See Coordinator."""
+        deadline = time.monotonic() + timeout_s
+        place = self.wait_rank(timeout_s)
+        # Rank 0 hosts the store of the process groups, unless the agent does. If it were hosted
+        # by init_process_group and rank 0 failed before that, the others would try to connect for
+        # half a minute, which nothing interrupts.
+        address = claim_meeting_place()
+        if address is not None and place.global_rank == 0 and self._hosted is None:
+            self._hosted = TcpHost(*address)
+        while True:
+            epoch = self._next_epoch(max(0.0, deadline - time.monotonic()))
+            if self.wait_fault(epoch, 0.0) is None:
+                self._call("past_barrier", epoch)
+                return Epoch(epoch)
+
+    def wait_fault(self, epoch: int, timeout_s: float) -> Fault | None:
+        """See Coordinator."""
+        try:
+            found = self._call("wait_fault", epoch, timeout_s)
+        except PeerTimeoutError:
+            return None
+        if found is None:
+            return None
+        try:
+            rank = found.get("rank")
+            mode, why = FaultMode(found["mode"]), str(found.get("why", ""))
+            return Fault(None if rank is None else int(rank), epoch, mode, why)
+        except (KeyError, ValueError, TypeError) as error:
+            raise PeerError(None, f"the agent: wait_fault: no fault of ours: {found!r}") from error
+
+    def report(self, global_rank: int, epoch: int, mode: FaultMode, why: str) -> None:
+        """See Coordinator."""
+        self._call("report_fault", global_rank, epoch, mode.value, why)
+
+    def finish(self, epoch: int, timeout_s: float) -> bool:
+        """See Coordinator.
+
+        Over an agent the ranks meet in the next barrier: a rank that has failed comes to it to run
+        again, a rank that has returned to learn whether any failed. So False comes when all are
+        there, and the ``barrier`` after it returns the epoch that they have joined.
+        """
+        ahead = self._next_epoch(timeout_s)
+        if self.wait_fault(epoch, 0.0) is None:
+            return True
+        self._joined_ahead = ahead
+        return False
+
+    def close(self) -> None:
+        """See Coordinator. The client stays open."""
+        self._is_closed = True
+
+    def _next_epoch(self, timeout_s: float) -> int:
+        ahead, self._joined_ahead = self._joined_ahead, None
+        return int(self._call("barrier", timeout_s)) if ahead is None else ahead
+
+    def _call(self, name: str, *args: Any) -> Any:
+        """Call the client; its errors become this package's."""
+        if self._is_closed:
+            raise PeerLostError(None, "this coordinator has been closed")
+        try:
+            return getattr(self._client, name)(*args)
+        except TimeoutError as error:
+            raise PeerTimeoutError(None, f"the agent: {name}: {error}") from error
+        except (ConnectionError, EOFError) as error:
+            raise PeerLostError(None, f"the agent is gone: {name}: {error}") from error
+
+
+def _place_of(found: Mapping[str, str]) -> RankInfo:
+    missing = [name for name in _PLACE if not str(found.get(name, "")).isdecimal()]
+    if missing:
+        raise PeerError(
+            None,
+            f"the agent: wait_rank_info: expected numbers as {', '.join(_PLACE)}, found "
+            f"{', '.join(f'{name}={found.get(name)!r}' for name in missing)}",
+        )
+    rank, local_rank, size, local_size = (int(found[name]) for name in _PLACE)
+    rest = tuple(sorted((str(k), str(v)) for k, v in found.items() if k not in _PLACE))
+    return RankInfo(rank, local_rank, size, local_size, rest)

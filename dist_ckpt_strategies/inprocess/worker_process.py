@@ -1,26 +1,95 @@
-"""One process of a supervised job: started, heard, and ended with all that it started."""
+"""One process of a supervised job: started, watched, and ended with all that it started.
+
+Also the worker's side: the heartbeat, and what starts the command.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
 import select
 import signal
+import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
-from dist_ckpt_strategies.config import HEARTBEAT_PIPE, HEARTBEAT_S, WORKER
-from dist_ckpt_strategies.inprocess import tied_exec
-from dist_ckpt_strategies.inprocess.heartbeat import FAREWELL
+from dist_ckpt_strategies.config import HEARTBEAT_PIPE, HEARTBEAT_S, WORKER, Launch
+
+_HEARTBEAT_THREAD = "dist-ckpt-heartbeat"
+_BEAT = b"."
+_FAREWELL = b"!"
+"""The last heartbeat: threads end some time before the process does."""
 
 _CHUNK = 1 << 16
 _BEATS_PER_TIMEOUT = 4
 _FAREWELL_S = 60.0
-"""How long the end of an interpreter may take: it gives no more signs of life."""
+"""How long the end of an interpreter may take: it sends no more heartbeats."""
+
+_TIED_EXEC = """
+import ctypes, os, signal, sys
+libc = ctypes.CDLL(None, use_errno=True)
+if libc.prctl(1, signal.SIGKILL, 0, 0, 0):  # PR_SET_PDEATHSIG
+    sys.exit(f"prctl: {os.strerror(ctypes.get_errno())}")
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the supervisor has gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Run as ``python -c _TIED_EXEC PARENT COMMAND...``: the command, killed when the parent dies."""
+
+
+def start_heartbeat(launch: Launch) -> None:
+    """Send heartbeats from now on, where a supervisor reads them. Again: no change.
+
+    The thread runs while the main thread computes or waits, in Python or in C code that releases
+    the interpreter's lock. It stops with the process, whether that is stopped or dead.
+    """
+    if launch.heartbeat_pipe is None:
+        return
+    if any(thread.name == _HEARTBEAT_THREAD for thread in threading.enumerate()):
+        return
+    fd, inode = launch.heartbeat_pipe
+    if not _is_pipe(fd, inode):
+        return
+    os.set_blocking(fd, False)
+    _beat(fd, _BEAT)  # from here on silence counts, even if the thread never comes to run
+
+    def beat() -> None:
+        pause = threading.Event()
+        with suppress(BrokenPipeError):  # the supervisor has gone
+            while True:
+                _beat(fd, _BEAT)
+                pause.wait(launch.heartbeat_s)
+
+    def say_farewell() -> None:
+        if _is_pipe(fd, inode):
+            with suppress(BrokenPipeError):
+                _beat(fd, _FAREWELL)
+
+    atexit.register(say_farewell)
+    threading.Thread(target=beat, name=_HEARTBEAT_THREAD, daemon=True).start()
+
+
+def _is_pipe(fd: int, inode: int) -> bool:
+    """False in a process that a worker has started: it inherits variables, but no pipe.
+
+    The number may belong to another file there.
+    """
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return False
+    return stat.S_ISFIFO(found.st_mode) and found.st_ino == inode
+
+
+def _beat(fd: int, content: bytes) -> None:
+    with suppress(BlockingIOError):  # the supervisor is slow; enough is in the pipe
+        os.write(fd, content)
 
 
 class OutputLines:
@@ -115,7 +184,7 @@ class WorkerProcess:
         signs = os.read(self.beats, _CHUNK)
         if not signs:
             return False
-        if FAREWELL in signs:
+        if _FAREWELL in signs:
             self._timeout_s = max(_FAREWELL_S, self._timeout_s)
         self._last_beat = time.monotonic()
         return True
@@ -189,8 +258,8 @@ def _started(
     outputs: tuple[int, int],
     heartbeat_fd: int,
 ) -> subprocess.Popen[bytes]:
-    tied = [sys.executable, "-I", "-S", str(Path(tied_exec.__file__)), str(os.getpid())]
-    return subprocess.Popen(  # noqa: S603 - what whoever started the supervisor wants to run
+    tied = [sys.executable, "-I", "-S", "-c", _TIED_EXEC, str(os.getpid())]
+    return subprocess.Popen(  # noqa: S603 - the user's own command
         [*tied, *command],
         stdin=subprocess.DEVNULL,
         stdout=outputs[0],

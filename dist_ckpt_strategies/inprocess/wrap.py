@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib.util
+import inspect
 import logging
 import typing
 from collections.abc import Callable, Iterator
@@ -21,22 +22,23 @@ from dist_ckpt_strategies.errors import (
     MissingDependencyError,
     PeerError,
     RestartError,
+    RestartLimitError,
     forget_frames,
     text_of,
 )
 from dist_ckpt_strategies.inprocess.abort import Abort, Compose, HPAbortTorchDistributed
-from dist_ckpt_strategies.inprocess.attempt import Attempt, AttemptLimits, AttemptOptions
-from dist_ckpt_strategies.inprocess.block import parameter_of, require_usable, without_argument
-from dist_ckpt_strategies.inprocess.coordinator import Coordinator, RankInfo
+from dist_ckpt_strategies.inprocess.attempt import Attempt
+from dist_ckpt_strategies.inprocess.block import parameter_of, require_usable
+from dist_ckpt_strategies.inprocess.coordinator import Coordinator, FaultMode, RankInfo
 from dist_ckpt_strategies.inprocess.finalize import (
     Finalize,
-    MemoryLog,
     MemoryStatus,
     give_back_free_memory,
     release_cached_memory,
 )
 from dist_ckpt_strategies.inprocess.health_check import HealthCheck, HPState
 from dist_ckpt_strategies.inprocess.interruption import Interrupter, RankShouldRestart
+from dist_ckpt_strategies.inprocess.store_coordinator import coordinator_from_environment
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,7 @@ _FIRST_TELLER_S = 0.1
 """How long a broken connection waits to be explained by the fault that broke it."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class HPWrapper:
     """Makes a function a block that is run again on every rank, in place, when a rank fails.
 
@@ -86,47 +89,30 @@ class HPWrapper:
         MissingDependencyError: a trace is asked for, and VizTracer is not installed.
     """
 
-    def __init__(  # noqa: PLR0913 - as documented
-        self,
-        *,
-        abort: Callable[[HPState], HPState] | None = Compose(HPAbortTorchDistributed()),  # noqa: B008 - as documented; it has no state
-        finalize: Finalize | Callable[..., Any] | None = None,
-        health_check: HealthCheck | Callable[..., Any] | None = None,
-        hp_api_factory: Callable[[], Coordinator] | None = None,
-        abort_timeout: float | None = None,
-        enabled: bool = True,
-        trace_file_path: str | None = None,
-        async_raise_before_abort: bool = True,
-        early_abort_communicator: bool = False,
-        checkpoint_manager: Any = None,
-        check_memory_status: bool = True,
-        coordinator: Coordinator | None = None,
-        barrier_timeout_s: float = 1800.0,
-        finish_timeout_s: float = 7 * 86400.0,
-        max_attempts: int | None = None,
-        max_idle_attempts: int | None = 3,
-        progress_timeout_s: float | None = None,
-    ) -> None:
-        self.abort = abort
-        self.finalize = finalize
-        self.health_check = health_check
-        self.hp_api_factory = hp_api_factory
-        self.abort_timeout = abort_timeout
-        self.enabled = enabled
-        self.trace_file_path = trace_file_path
-        self.async_raise_before_abort = async_raise_before_abort
-        self.early_abort_communicator = early_abort_communicator
-        self.checkpoint_manager = checkpoint_manager
-        self.check_memory_status = check_memory_status
-        self.coordinator = coordinator
-        self.barrier_timeout_s = barrier_timeout_s
-        self.finish_timeout_s = finish_timeout_s
-        self.max_attempts = max_attempts
-        self.max_idle_attempts = max_idle_attempts
-        self.progress_timeout_s = progress_timeout_s
+    abort: Callable[[HPState], HPState] | None = Compose(HPAbortTorchDistributed())  # noqa: RUF009 - it has no state
+    finalize: Finalize | Callable[..., Any] | None = None
+    health_check: HealthCheck | Callable[..., Any] | None = None
+    hp_api_factory: Callable[[], Coordinator] | None = None
+    abort_timeout: float | None = None
+    enabled: bool = True
+    trace_file_path: str | None = None
+    async_raise_before_abort: bool = True
+    early_abort_communicator: bool = False
+    checkpoint_manager: Any = None
+    check_memory_status: bool = True
+    coordinator: Coordinator | None = None
+    barrier_timeout_s: float = 1800.0
+    finish_timeout_s: float = 7 * 86400.0
+    max_attempts: int | None = None
+    max_idle_attempts: int | None = 3
+    progress_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        """Check the options."""
         require_usable(self)
-        if enabled and trace_file_path is not None:
-            _require_viztracer()
+        traces = self.enabled and self.trace_file_path is not None
+        if traces and importlib.util.find_spec("viztracer") is None:
+            raise MissingDependencyError("trace_file_path needs VizTracer: pip install viztracer")
 
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn`` as a block that is run again; ``fn`` itself where the wrapper is not enabled."""
@@ -140,26 +126,12 @@ class HPWrapper:
 
         return wrapped
 
-    def attempt_options(self) -> AttemptOptions:
-        """How an attempt is stopped."""
-        abort = self.abort
-        if self.early_abort_communicator and isinstance(abort, Compose):
-            abort = abort.with_first(HPAbortTorchDistributed)
-        limit_s = DEFAULT_ABORT_TIMEOUT_S if self.abort_timeout is None else self.abort_timeout
-        return AttemptOptions(
-            abort, limit_s, self.async_raise_before_abort, self.progress_timeout_s
-        )
-
     def open_coordinator(self) -> tuple[Coordinator, bool]:
         """The coordinator, and whether it is closed after the call."""
         if self.coordinator is not None:
             return self.coordinator, False
         if self.hp_api_factory is not None:
             return self.hp_api_factory(), True
-        from dist_ckpt_strategies.inprocess.launched import (  # noqa: PLC0415 - only where asked
-            coordinator_from_environment,
-        )
-
         return coordinator_from_environment(), True
 
     @contextmanager
@@ -199,8 +171,8 @@ class HPCallWrapper:
         self._attempt: Attempt | None = None
         lock = getattr(wrapper.checkpoint_manager, "parameter_update_lock", None)
         self._interrupter = Interrupter(lock)
-        self._limits = AttemptLimits(wrapper.max_attempts, wrapper.max_idle_attempts)
-        self._memory = MemoryLog()
+        self._num_idle = 0
+        self._first_memory: MemoryStatus | None = None
         give_back_free_memory()
         self._memory_before = MemoryStatus.take()
         self._records_gradients = torch.is_grad_enabled()
@@ -215,7 +187,9 @@ class HPCallWrapper:
             PeerLostError: the coordinator does not answer.
         """
         self._open()
-        kw = self._with_self(fn, a, kw)
+        name = parameter_of(HPCallWrapper, fn)
+        if name is not None and name not in inspect.signature(fn).bind_partial(*a, **kw).arguments:
+            kw = {**kw, name: self}
         try:
             with (
                 self._interrupter.installed(),
@@ -245,18 +219,22 @@ class HPCallWrapper:
 
     def start_hp_fault_handling_thread(self) -> None:
         """Watch for faults from now on, and stop the block when there is one."""
-        place = self._place
+        place, wrapper = self._place, self.wrapper
         assert place is not None  # noqa: S101 - known since the call was opened
-        coordinator = self._asked()
-        state = HPState(
-            place.global_rank,
-            place.world_size,
-            self._epoch,
-            self.num_attempts,
-            communication=Communication(),
+        abort = wrapper.abort
+        if wrapper.early_abort_communicator and isinstance(abort, Compose):
+            abort = abort.with_first(HPAbortTorchDistributed)
+        limit_s = wrapper.abort_timeout
+        self._attempt = Attempt(
+            HPState(place.global_rank, place.world_size, self._epoch, self.num_attempts),
+            Communication(),
+            self._asked(),
+            self._interrupter,
+            abort=abort,
+            abort_timeout_s=DEFAULT_ABORT_TIMEOUT_S if limit_s is None else limit_s,
+            raises_early=wrapper.async_raise_before_abort,
+            progress_timeout_s=wrapper.progress_timeout_s,
         )
-        options = self.wrapper.attempt_options()
-        self._attempt = Attempt(state, coordinator, self._interrupter, options)
         self._attempt.start()
 
     def launch(self, fn: Callable[..., Any], *a: Any, **kw: Any) -> Any:
@@ -332,22 +310,20 @@ class HPCallWrapper:
         self.initialize_barrier()
         self.start_hp_fault_handling_thread()
         try:
-            return self._finished(self._outcome(fn, a, kw))
+            return self._outcome(fn, a, kw)
         except RankShouldRestart as error:
             interruption = error
         self.restart(interruption)
         return None
 
     def _outcome(self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]) -> _Outcome:
+        """What the block came to, once all ranks have an outcome."""
         try:
-            return _Outcome(self.launch(fn, *a, **kw))
+            outcome = _Outcome(self.launch(fn, *a, **kw))
         except SystemExit as leaving:
             if leaving.code not in {None, 0}:
                 raise
-            return _Outcome(None, leaving)
-
-    def _finished(self, outcome: _Outcome) -> _Outcome:
-        """The outcome, once all ranks have one."""
+            outcome = _Outcome(None, leaving)
         attempt = self._running()
         self._is_in_block = False
         if not self._asked().finish(attempt.epoch, self.wrapper.finish_timeout_s):
@@ -356,10 +332,10 @@ class HPCallWrapper:
         return outcome
 
     def _leave(self, error: BaseException) -> None:
-        """The block has been left for good: tell the others why, and end all communication.
+        """The block has been left for good: report why, and end all communication.
 
-        What is still under way in it, and a thread that waits for news of the epoch, would come
-        back while the interpreter ends, and abort the process in the place of its own exit code.
+        A pending wait that returned while the interpreter exits would abort the process, in place
+        of its own exit code.
         """
         attempt = self._running()
         try:
@@ -367,20 +343,17 @@ class HPCallWrapper:
                 attempt.report(error)
             attempt.wait_stopped()
         except PeerError as lost:
-            logger.warning("nobody is told that this rank leaves: %s", lost)
+            logger.warning("the other ranks do not learn that this rank leaves: %s", lost)
             return
-        assert attempt.state.communication is not None  # noqa: S101 - made with the attempt
-        attempt.state.communication.take_down()
+        attempt.communication.take_down()
 
     def _finalize(self, attempt: Attempt) -> None:
         # An interruption may come within torch.no_grad() before its body, which would undo it.
         torch.set_grad_enabled(self._records_gradients)
         _call_hook(self.wrapper.checkpoint_manager, "on_fault", attempt.fault)
-        state = attempt.state
-        assert state.communication is not None  # noqa: S101 - made with the attempt
-        state.communication.take_down()
+        attempt.communication.take_down()
         if self.wrapper.finalize is not None:
-            self.wrapper.finalize(state)
+            self.wrapper.finalize(attempt.state)
         give_back_free_memory()
         # Most of an attempt is freed without it. It goes through all objects of all libraries,
         # which takes longer than all else that a restart does.
@@ -390,16 +363,30 @@ class HPCallWrapper:
         release_cached_memory()
         self._memory_before = MemoryStatus.take()
         if self.wrapper.check_memory_status:
-            self._memory.note(self.num_attempts)
+            self._first_memory = self._first_memory or self._memory_before
+            self._memory_before.log(self.num_attempts, self._first_memory)
 
     def _note_store(self, store: Any) -> None:
-        communication = self._running().state.communication
-        assert communication is not None  # noqa: S101 - made with the attempt
-        communication.note_store(store)
+        self._running().communication.note_store(store)
 
     def _require_fit(self, state: HPState, train_ex: BaseException | None) -> None:
-        did_step = self.step_upon_restart > 0 or self._step() != self._first_step
-        self._limits.require_another(state, did_step=did_step, train_ex=train_ex)
+        """Raise unless this process may run another attempt."""
+        limit, idle_limit = self.wrapper.max_attempts, self.wrapper.max_idle_attempts
+        fault = state.fault
+        if limit is not None and state.attempt >= limit:
+            raise RestartLimitError(
+                f"{state.attempt} attempts, {limit} allowed; the last: {fault}"
+            ) from train_ex
+        own = fault is not None and fault.global_rank == state.rank
+        if self.step_upon_restart > 0 or self._step() != self._first_step:
+            self._num_idle = 0
+        elif own and fault is not None and fault.mode is FaultMode.EXCEPTION:
+            self._num_idle += 1
+        if idle_limit is not None and self._num_idle >= idle_limit:
+            raise RestartLimitError(
+                f"{self._num_idle} attempts in a row ended in an exception of this rank before a "
+                f"step was done; the last: {fault}"
+            ) from train_ex
         if self.wrapper.health_check is not None:
             self.wrapper.health_check(state, train_ex)
 
@@ -407,14 +394,6 @@ class HPCallWrapper:
         """The step that the checkpoint manager keeps, if it says."""
         step: int | None = getattr(self.wrapper.checkpoint_manager, "global_step", None)
         return step
-
-    def _with_self(
-        self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]
-    ) -> dict[str, Any]:
-        name = parameter_of(HPCallWrapper, fn)
-        if name is None or not without_argument(name, fn, a, kw):
-            return kw
-        return {**kw, name: self}
 
     def _running(self) -> Attempt:
         if self._attempt is None:
@@ -445,11 +424,6 @@ def _call_hook(manager: Any, name: str, argument: Any) -> None:
     hook = getattr(manager, name, None)
     if hook is not None:
         hook(argument)
-
-
-def _require_viztracer() -> None:
-    if importlib.util.find_spec("viztracer") is None:
-        raise MissingDependencyError("trace_file_path needs VizTracer: pip install viztracer")
 
 
 __all__ = ["Abort", "HPCallWrapper", "HPWrapper", "RankShouldRestart"]

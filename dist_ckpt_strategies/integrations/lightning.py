@@ -15,16 +15,13 @@ from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
 from dist_ckpt_strategies.integrations.lightning_faults import (
     FaultKind,
     FaultPoint,
-    FaultSchedule,
     InjectedFaultError,
     PlannedFault,
+    cause_fault,
 )
 from dist_ckpt_strategies.integrations.lightning_state import (
     LightningStateProvider,
     LoopState,
-    attach_state_provider,
-)
-from dist_ckpt_strategies.integrations.lightning_steps import (
     clear_tensor_hooks,
     manager_of,
     peft_callback_of,
@@ -69,7 +66,7 @@ _CheckpointConnector: Any = _of_lightning(
 
 
 class CheckpointlessCallback(_Callback):  # type: ignore[misc]
-    """Tells the wrapper and its manager how far each step of a Lightning training is.
+    """Reports the progress of each step of a Lightning training to the wrapper and its manager.
 
     The trainer is made in the block; ``trainer.wrapper`` is the HPCallWrapper of the call. Give it
     as the last of the callbacks that change what the next step sees.
@@ -132,7 +129,8 @@ class CheckpointlessCallback(_Callback):  # type: ignore[misc]
             return
         wrapper = wrapper_of(trainer)
         if self.enable_checkpointless:
-            attach_state_provider(trainer)
+            if isinstance(getattr(trainer, "state_provider", None), LightningStateProvider | None):
+                trainer.state_provider = LightningStateProvider(trainer)
             manager = manager_of(trainer)
             manager.enable_checksum = manager.enable_checksum or self.enable_checksum
         register = getattr(wrapper.wrapper.finalize, "register_attributes", None)
@@ -191,7 +189,7 @@ class CheckpointlessCallback(_Callback):  # type: ignore[misc]
             manager.end_step()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave the state where it is: it is taken over from there, or known to be torn."""
+        """Leave the state where it is: a recovery takes it over, or finds it inconsistent."""
         if not self.enable_inprocess:
             return
         if self.enable_checkpointless:
@@ -301,7 +299,8 @@ class HPFaultInjectionCallback(_Callback):  # type: ignore[misc]
 
     def __init__(self, faults: Sequence[PlannedFault], directory: str | Path) -> None:
         super().__init__()
-        self._schedule = FaultSchedule(faults, directory)
+        self._faults = tuple(faults)
+        self._directory = Path(directory)
         self._trainer: Any = None
 
     def register_hooks(self, trainer: Any) -> None:
@@ -339,8 +338,14 @@ class HPFaultInjectionCallback(_Callback):  # type: ignore[misc]
 
     def _reach(self, point: FaultPoint) -> None:
         trainer = self._trainer
-        if trainer is not None and trainer.training:
-            self._schedule.reach(trainer.global_rank, trainer.global_step, point)
+        if trainer is None or not trainer.training:
+            return
+        here = (trainer.global_rank, trainer.global_step, point)
+        for number, fault in enumerate(self._faults):
+            note = self._directory / f"fault{number}"
+            if (fault.global_rank, fault.step, fault.point) == here and not note.exists():
+                note.touch()
+                cause_fault(fault)
 
 
 def _nothing() -> None:

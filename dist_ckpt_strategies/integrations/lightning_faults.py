@@ -1,14 +1,12 @@
-"""Faults on purpose, in a training of Lightning. Imports nothing of Lightning."""
+"""Faults injected into a training of Lightning. Imports nothing of Lightning."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 
 
 class FaultPoint(StrEnum):
@@ -56,38 +54,8 @@ class PlannedFault:
     kind: FaultKind = FaultKind.EXCEPTION
 
 
-class FaultSchedule:
-    """Faults, each of which happens once, however often its step is run.
-
-    Args:
-        faults: of all ranks.
-        directory: where it is noted which have happened; it outlives the process.
-    """
-
-    def __init__(self, faults: Sequence[PlannedFault], directory: str | Path) -> None:
-        self._faults = tuple(faults)
-        self._directory = Path(directory)
-
-    def reach(self, global_rank: int, step: int, point: FaultPoint) -> None:
-        """A rank has come to a point of a step.
-
-        Raises:
-            InjectedFaultError: that is its fault.
-        """
-        for number, fault in enumerate(self._faults):
-            here = (fault.global_rank, fault.step, fault.point) == (global_rank, step, point)
-            if here and self._is_first(number):
-                _happen(fault)
-
-    def _is_first(self, number: int) -> bool:
-        try:
-            (self._directory / f"fault{number}").touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
-
-
-def _happen(fault: PlannedFault) -> None:
+def cause_fault(fault: PlannedFault) -> None:
+    """Fail as planned."""
     match fault.kind:
         case FaultKind.EXCEPTION:
             raise InjectedFaultError(f"rank {fault.global_rank}, step {fault.step}: {fault.point}")

@@ -1,20 +1,24 @@
-"""The state of a Lightning trainer, as a StateProvider. Imports nothing of Lightning."""
+"""The state of a Lightning trainer, as a StateProvider, and hooks into its steps.
+
+Imports nothing of Lightning.
+"""
 
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from dist_ckpt_strategies.errors import RestartError, StrategyError
-from dist_ckpt_strategies.integrations.lightning_steps import (
-    begin_epoch_if_over,
-    call_after_closure,
-    go_to_batch,
-)
+from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
+from dist_ckpt_strategies.recovery import CheckpointManager
 from dist_ckpt_strategies.recovery.torch_provider import TorchStateProvider
+
+_ITERATING = "_DataLoaderIterDataFetcher"
+"""Hands the iterator itself to the training step, which then keeps the position."""
 
 _REPLICATING = frozenset({"DDPStrategy", "SingleDeviceStrategy"})
 """Strategies, and classes made from them, whose ranks all hold everything."""
@@ -157,7 +161,13 @@ class LightningStateProvider(LoopState):
         """See LoopState; the data goes on from where the state is."""
         if self._trainer.fit_loop.is_resuming:
             go_to_batch(self._trainer, self.num_batches_done())
-            begin_epoch_if_over(self._trainer)
+            # Of an epoch's last batch, Lightning would take the state for the middle of an epoch,
+            # and leave out the count of the next one.
+            loop = self._trainer.fit_loop
+            if loop.epoch_loop.batch_progress.is_last_batch and hasattr(
+                loop, "reset_restart_stage"
+            ):
+                loop.reset_restart_stage()
         self.objects()
         call_after_closure(self._trainer.precision_plugin, on_final_gradients)
 
@@ -196,12 +206,6 @@ class LightningStateProvider(LoopState):
         return self._tensors
 
 
-def attach_state_provider(trainer: Any) -> None:
-    """Give a trainer a StateProvider, unless it has one of another class."""
-    if isinstance(getattr(trainer, "state_provider", None), LightningStateProvider | None):
-        trainer.state_provider = LightningStateProvider(trainer)
-
-
 def _require_replicated(trainer: Any) -> None:
     kinds = {kind.__name__ for kind in type(trainer.strategy).__mro__}
     if not kinds & _REPLICATING or kinds & _DIVIDING:
@@ -215,3 +219,101 @@ def _require_replicated(trainer: Any) -> None:
             f"{len(trainer.optimizers)} optimizers: recovery from memory needs automatic "
             "optimization and one optimizer, so that a step has one place for the vote"
         )
+
+
+def call_after_closure(plugin: Any, then: Callable[[], None]) -> None:
+    """Have ``then`` called between the last change of a gradient and the first of a parameter.
+
+    Lightning runs forward, backward and the clipping of gradients within the optimizer's step, and
+    the precision plugin's ``_after_closure`` last. An earlier call's ``then`` is replaced.
+
+    Raises:
+        StrategyError: the plugin has no such moment.
+    """
+    found = getattr(plugin, "_after_closure", None)
+    if found is None:
+        raise StrategyError(
+            f"{type(plugin).__name__}: expected one of Lightning's precision plugins, with "
+            "_after_closure"
+        )
+    before = getattr(found, "plugins_own", found)
+
+    def after(*a: Any, **kw: Any) -> Any:
+        result = before(*a, **kw)
+        then()
+        return result
+
+    setattr(after, "plugins_own", before)  # noqa: B010 - a function has no such attribute to mypy
+    plugin._after_closure = after  # noqa: SLF001 - there is no public place
+
+
+def wrapper_of(trainer: Any) -> HPCallWrapper:
+    """What the block has put on its trainer: ``trainer.wrapper = caller``.
+
+    Raises:
+        StrategyError: it has not.
+    """
+    found = getattr(trainer, "wrapper", None)
+    if found is None:
+        raise StrategyError(
+            "the trainer has no wrapper: set trainer.wrapper to the HPCallWrapper that the block "
+            "is given"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def manager_of(trainer: Any) -> CheckpointManager:
+    """The manager that the wrapper was made with.
+
+    Raises:
+        StrategyError: it was made with none.
+    """
+    found = wrapper_of(trainer).wrapper.checkpoint_manager
+    if not isinstance(found, CheckpointManager):
+        raise StrategyError(
+            "recovery from memory: give HPWrapper a CheckpointManager as checkpoint_manager"
+        )
+    return found
+
+
+def peft_callback_of(trainer: Any) -> Any:
+    """NeMo's PEFT among the callbacks, or None."""
+    for callback in getattr(trainer, "callbacks", None) or []:
+        if any(kind.__name__ == "PEFT" for kind in type(callback).__mro__):
+            return callback
+    return None
+
+
+def go_to_batch(trainer: Any, num_batches: int) -> None:
+    """Begin the epoch's data anew, and pass over what the state has seen of it.
+
+    Lightning's loops count on from where they were; without this the loader would not.
+    """
+    loop = trainer.fit_loop
+    fetcher = loop._data_fetcher  # noqa: SLF001 - there is no public place
+    if fetcher is None or type(fetcher).__name__ == _ITERATING:
+        return
+    for loader in loop._combined_loader.flattened:  # noqa: SLF001
+        batches = getattr(loader, "batch_sampler", None)
+        for sampler in (getattr(loader, "sampler", None), getattr(batches, "sampler", None)):
+            set_epoch = getattr(sampler, "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(loop.epoch_progress.current.processed)
+    iter(fetcher)
+    for _ in range(num_batches):
+        next(fetcher)
+    fetcher.fetched -= num_batches  # the loop adds them when it goes on
+
+
+def clear_tensor_hooks(device_type: str) -> int:
+    """Take all hooks off the tensors of a device; the number of tensors that had any."""
+    found = [
+        one
+        for one in gc.get_objects()
+        if issubclass(type(one), torch.Tensor)
+        and one.device.type == device_type
+        and one._backward_hooks  # noqa: SLF001 - no public way to take all off
+    ]
+    for tensor in found:
+        tensor._backward_hooks = None  # noqa: SLF001
+    return len(found)

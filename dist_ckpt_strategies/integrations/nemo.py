@@ -15,8 +15,8 @@ from dist_ckpt_strategies.comm.teardown import store_of_attempt
 from dist_ckpt_strategies.config import environment
 from dist_ckpt_strategies.errors import MissingDependencyError
 from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
-from dist_ckpt_strategies.integrations.lightning_state import LoopState
-from dist_ckpt_strategies.integrations.lightning_steps import (
+from dist_ckpt_strategies.integrations.lightning_state import (
+    LoopState,
     manager_of,
     peft_callback_of,
     wrapper_of,
@@ -85,8 +85,8 @@ def guard_optimizer(
 ) -> None:
     """Put a step in the place of ``optimizer.step`` that has a vote and the lock in it.
 
-    The state counts as torn until the end of Lightning's step, where its loops are captured. The
-    lock is held until then, but for the time in which the ranks gather their weights.
+    The state counts as inconsistent until the end of Lightning's step, where its loops are
+    captured. The lock is held until then, except while the ranks gather their weights.
 
     The step returns what Megatron-Core's own does: whether the update was made, the norm of the
     gradients and the number of zeros in them; the last two are None here.
@@ -115,7 +115,7 @@ def strategy_class(base: Any) -> type:  # noqa: C901 - the methods of one class
         that each shard of the optimizer has a copy; ``trainer.wrapper`` is the HPCallWrapper.
 
         Attributes:
-            base_store: where ranks meet, over which each attempt has keys of its own; None: where
+            base_store: rendezvous store, in which each attempt has keys of its own; None: where
                 the environment says.
         """
 
@@ -124,7 +124,7 @@ def strategy_class(base: Any) -> type:  # noqa: C901 - the methods of one class
             self.base_store: Any = None
 
         def setup(self, trainer: Any) -> None:
-            """See NeMo; the parts that need the trainer are told of it, and its steps are ours."""
+            """See NeMo; then registers the trainer, and wraps its optimizer's step."""
             super().setup(trainer)
             self.trainer = trainer
             _tell_of_trainer(trainer)

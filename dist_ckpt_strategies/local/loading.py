@@ -8,9 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from dist_ckpt_strategies.comm.agree import agree
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather_bytes
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
-from dist_ckpt_strategies.comm.base import Communicator, report_level
+from dist_ckpt_strategies.comm.base import Communicator, SoloCommunicator, report_level
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
-from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import limit_of_wait, options_from_environment
 from dist_ckpt_strategies.core.report import ReplicationReport

@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_and_gather_bytes
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
-from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
 from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.core.array import (
     ObjectId,

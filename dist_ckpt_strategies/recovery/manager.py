@@ -328,7 +328,7 @@ class CheckpointManager(StepKeeper):
             self._random[rank, report.step] = content
         self._forget_random_states(report.step)
         self._kept = KeptState(new, report.step, Phase.RUNNING)
-        self._ballot = None
+        self._commit = None
         self._restores = True
         self.load_rng_states()
         self._record_checksums()
@@ -343,6 +343,6 @@ class CheckpointManager(StepKeeper):
 
     def _release(self) -> None:
         self._kept = None
-        self._ballot = None
+        self._commit = None
         self._restores = False
         self.checksum_manager.clear()

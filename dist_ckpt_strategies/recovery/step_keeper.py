@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from dist_ckpt_strategies.comm.ballot import Ballot
 from dist_ckpt_strategies.comm.process_group import ProcessGroup, global_rank
+from dist_ckpt_strategies.comm.step_commit import StepCommit
 from dist_ckpt_strategies.errors import RestartError
 from dist_ckpt_strategies.recovery.kept_state import KeptState, MemoryChecksumManager
 from dist_ckpt_strategies.recovery.plan import Phase
@@ -114,7 +114,7 @@ class StepKeeper:
         self._timeout_s = timeout_s
         self._kept: KeptState | None = None
         self._random: dict[tuple[int, int], bytes] = {}  # of the last steps, by rank and step
-        self._ballot: Ballot | None = None
+        self._commit: StepCommit | None = None
         self._restores = False
 
     @property
@@ -154,7 +154,7 @@ class StepKeeper:
         found = provider_of(provider)
         require_movable(found)
         self._kept = KeptState(found, found.step, Phase.RUNNING)
-        self._ballot = Ballot(group, replica_group, timeout_s=self._timeout_s)
+        self._commit = StepCommit(group, replica_group, timeout_s=self._timeout_s)
 
     def begin_step(self) -> None:
         """Note that a step begins. In the first of an attempt, collective over the replicas.
@@ -162,9 +162,9 @@ class StepKeeper:
         Raises:
             RestartError: nothing is tracked, or the step before has not ended.
         """
-        kept, ballot = self._tracked({Phase.RUNNING})
-        if ballot.is_new:
-            self._begin_attempt(kept, ballot)
+        kept, commit = self._tracked({Phase.RUNNING})
+        if commit.is_new:
+            self._begin_attempt(kept, commit)
         elif kept.step != kept.provider.step:
             raise RestartError(f"step {kept.provider.step} begins, expected {kept.step}")
 
@@ -177,14 +177,14 @@ class StepKeeper:
         Raises:
             RestartError: some rank votes on another step; on all ranks alike.
         """
-        kept, ballot = self._tracked({Phase.RUNNING})
+        kept, commit = self._tracked({Phase.RUNNING})
         after = kept.step + 1
         content = encode_random_states(capture_random_states())
         self._random[global_rank(), after] = content
         self._kept = KeptState(kept.provider, kept.step, Phase.GRADS_FINAL)
-        self._mirror(ballot, after, content)
+        self._mirror(commit, after, content)
         # Whoever comes out of this knows that all have been in it, and so have mirrored theirs.
-        if not ballot.is_unanimous(kept.step):
+        if not commit.should_commit(kept.step):
             raise RestartError(
                 f"vote on step {kept.step}: some rank votes on another one; all have to load the "
                 "same checkpoint, and to begin with the same step"
@@ -254,17 +254,17 @@ class StepKeeper:
             raise RestartError(f"no random states are known for step {self.global_step}")
         restore_random_states(states)
 
-    def _tracked(self, phases: set[Phase]) -> tuple[KeptState, Ballot]:
-        if self._kept is None or self._ballot is None:
+    def _tracked(self, phases: set[Phase]) -> tuple[KeptState, StepCommit]:
+        if self._kept is None or self._commit is None:
             raise RestartError("no state is tracked; call track(provider) first")
         if self._kept.phase not in phases:
             names = " or ".join(sorted(phase.name for phase in phases))
             raise RestartError(
                 f"step {self._kept.step}: it is {self._kept.phase.name}, expected {names}"
             )
-        return self._kept, self._ballot
+        return self._kept, self._commit
 
-    def _begin_attempt(self, kept: KeptState, ballot: Ballot) -> None:
+    def _begin_attempt(self, kept: KeptState, commit: StepCommit) -> None:
         """The beginning of the first step: the one point that no vote of a step before covers."""
         step = kept.provider.step
         self._kept = KeptState(kept.provider, step, Phase.RUNNING)
@@ -272,11 +272,11 @@ class StepKeeper:
             self.load_rng_states()
             self._restores = False
         self.store_rng_states()
-        self._mirror(ballot, step, self._random[global_rank(), step])
+        self._mirror(commit, step, self._random[global_rank(), step])
         self._record_checksums()
 
-    def _mirror(self, ballot: Ballot, step: int, content: bytes) -> None:
-        for rank, found in ballot.mirror(content).items():
+    def _mirror(self, commit: StepCommit, step: int, content: bytes) -> None:
+        for rank, found in commit.replicate(content).items():
             self._random[rank, step] = found
 
     def _forget_random_states(self, before: int) -> None:

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 import xxhash
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
+from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_and_gather_bytes
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.gather import agree_and_gather_bytes
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import LocalOptions, Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId

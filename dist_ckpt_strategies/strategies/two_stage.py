@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
-from dist_ckpt_strategies.comm.base import Communicator, report_level
+from dist_ckpt_strategies.comm.base import Communicator, SoloCommunicator, report_level
 from dist_ckpt_strategies.comm.new_groups import new_gloo_groups
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
@@ -23,7 +23,6 @@ from dist_ckpt_strategies.comm.process_group import (
     payload_device,
     require_member,
 )
-from dist_ckpt_strategies.comm.solo import SoloCommunicator
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.core.report import BroadcastReport, GroupReport

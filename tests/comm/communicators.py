@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.solo import SoloCommunicator
-from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
+from dist_ckpt_strategies.comm.base import Communicator, SoloCommunicator
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from tests.support.ranks import run_processes
+from tests.support.thread_ranks import ThreadCommunicator, run_ranks
 
 Body = Callable[..., Any]
 Carrier = Callable[..., list[Any]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -35,18 +34,6 @@ def test_messages_of_every_json_type_arrive(carrier: Carrier) -> None:
     results = carrier(gathers_one_after_the_other)
 
     assert all(found == [[m] * len(results) for m in MESSAGES] for found in results)
-
-
-def gathers_rank_and_size(comm: Communicator) -> tuple[int, int, list[Any]]:
-    return comm.rank, comm.size, comm.all_gather([comm.rank, "x" * (1000 * comm.rank)])
-
-
-def test_items_come_back_by_rank_whatever_their_lengths(carrier: Carrier) -> None:
-    results = carrier(gathers_rank_and_size)
-
-    for rank, (found_rank, size, items) in enumerate(results):
-        assert (found_rank, size) == (rank, len(results))
-        assert items == [[r, "x" * (1000 * r)] for r in range(size)]
 
 
 def only_the_last_rank_says_something(comm: Communicator) -> list[Any]:
@@ -93,22 +80,6 @@ def test_bytes_go_both_ways_between_all_ranks(sizes: list[int], carrier: Carrier
     results = carrier(every_rank_to_every_other, sizes)
 
     assert results == [True] * len(results)
-
-
-def around_the_ring_twice(comm: Communicator) -> list[int]:
-    held = np.full(5, comm.rank, np.uint8)
-    for _ in range(2):
-        into = np.empty(5, np.uint8)
-        comm.exchange(
-            [Send((comm.rank + 1) % comm.size, held)],
-            [Receive((comm.rank - 1) % comm.size, into)],
-        )
-        held = into
-    return [int(v) for v in held]
-
-
-def test_bytes_go_one_way_around(four_ranks: Carrier) -> None:
-    assert four_ranks(around_the_ring_twice) == [[(r - 2) % 4] * 5 for r in range(4)]
 
 
 def exchanges_nothing(comm: Communicator) -> list[Any]:
@@ -161,16 +132,6 @@ def test_meetings_do_not_mix(carrier: Carrier) -> None:
     assert results == [True] * len(results)
 
 
-def names_all_ranks(comm: Communicator) -> list[int]:
-    return [comm.global_rank(rank) for rank in range(comm.size)]
-
-
-def test_over_the_world_global_ranks_are_the_ranks(carrier: Carrier) -> None:
-    results = carrier(names_all_ranks)
-
-    assert results == [list(range(len(results)))] * len(results)
-
-
 def one_rank_never_comes(comm: Communicator, absent: int) -> list[Any]:
     if comm.rank == absent:
         return []
@@ -198,7 +159,3 @@ def test_a_receiver_waits_for_its_sender_no_longer_than_the_timeout(four_ranks: 
     assert isinstance(error, PeerError)
     assert isinstance(error, TimeoutError)
     assert error.rank == 1
-
-
-def test_the_messages_of_this_suite_differ_from_each_other() -> None:
-    assert all(one != other for one, other in pairwise(map(repr, MESSAGES)))

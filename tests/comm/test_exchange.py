@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
-from dist_ckpt_strategies.comm.threads import run_ranks
 from dist_ckpt_strategies.device import TensorBytes
 from dist_ckpt_strategies.errors import (
     CheckpointError,
@@ -20,6 +19,7 @@ from dist_ckpt_strategies.errors import (
     PeerError,
     StorageError,
 )
+from tests.support.thread_ranks import run_ranks
 
 Block = tuple[int, int, int]
 """Sender, receiver, size."""

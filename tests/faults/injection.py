@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -27,15 +27,15 @@ TEXT = "injected"
 
 _OF_MEETINGS = (
     "comm/agree.py",
-    "comm/attendance.py",
     "comm/base.py",
+    "comm/missing_ranks.py",
     "comm/new_groups.py",
     "comm/process_group.py",
     "comm/torch_communicator.py",
 )
 """Where ranks meet: who fails in there cannot tell the others any more."""
 
-_OF_ERRORS = ("errors.py", "megatron/errors.py", "comm/solo.py")
+_OF_ERRORS = ("errors.py", "megatron/errors.py")
 _BEFORE = ("config.py", "comm/interruptible_gloo.py")
 _BEFORE_NAMES = ("_world", "_options", "_communicator", "open_communicator")
 """What is done before ranks can meet at all, and asks for nothing that could be refused."""
@@ -132,11 +132,16 @@ def _is_of_package(frame: FrameType | None) -> bool:
     while frame is not None and depth < 12:
         name = frame.f_code.co_filename
         if name.startswith(PACKAGE):
-            return not name.endswith(_OF_MEETINGS)
+            return _may_fail(frame.f_code) or not name.endswith(_OF_MEETINGS)
         if "/torch/" in name or "/tests/" in name:
             return False
         frame, depth = frame.f_back, depth + 1
     return False
+
+
+def _may_fail(code: CodeType) -> bool:
+    """Rank-local steps between collectives: their failure is raised on all ranks."""
+    return code.co_qualname.startswith("agree_and_gather_bytes.")
 
 
 Site = tuple[str, str, str]
@@ -148,7 +153,8 @@ def site_of(frame: FrameType) -> Site | None:
     code = frame.f_code
     if not code.co_filename.startswith(PACKAGE):
         return None
-    if code.co_filename.endswith(_OF_MEETINGS + _OF_ERRORS + _BEFORE):
+    exempt = code.co_filename.endswith(_OF_MEETINGS + _OF_ERRORS + _BEFORE)
+    if exempt and not _may_fail(code):
         return None
     if code.co_name in _BEFORE_NAMES:
         return None

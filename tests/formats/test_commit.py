@@ -12,7 +12,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 
-from dist_ckpt_strategies.comm.solo import SoloCommunicator
+from dist_ckpt_strategies.comm.base import SoloCommunicator
 from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.core.array import DType, ObjectId
 from dist_ckpt_strategies.errors import (

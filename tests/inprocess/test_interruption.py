@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import queue
 import signal
 import sys
 import threading
@@ -13,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,23 +45,6 @@ def interrupted_after(
         thread.join()
 
 
-def locked() -> None:
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-
-
-def spinning() -> None:
-    while True:
-        pass
-
-
-def condition() -> None:
-    waiting = threading.Condition()
-    with waiting:
-        waiting.wait()
-
-
 def swallowing() -> None:
     """What ignores the first interruption, as a careless ``except`` does."""
     try:
@@ -73,39 +54,19 @@ def swallowing() -> None:
     time.sleep(60)
 
 
-WAITS: list[Callable[[], Any]] = [
-    lambda: time.sleep(60),
-    locked,
-    spinning,
-    condition,
-    lambda: queue.Queue[int]().get(),
-    lambda: threading.Event().wait(),
-    swallowing,
-]
-
-
-@pytest.mark.parametrize("wait", WAITS)
-def test_the_main_thread_leaves_whatever_it_waits_for(wait: Callable[[], Any]) -> None:
+def test_a_block_that_swallows_an_interruption_is_interrupted_again() -> None:
     interrupter = Interrupter()
+    before = signal.getsignal(SIGNAL)
 
     with (
         interrupter.installed(),
         interrupted_after(interrupter, 0.02) as left,
         pytest.raises(RankShouldRestart) as found,
     ):
-        interrupter.guarded(wait)
+        interrupter.guarded(swallowing)
 
     assert found.value.fault == FAULT
     assert left.result()
-
-
-def test_what_the_block_returns_comes_back_and_the_old_handler_too() -> None:
-    interrupter = Interrupter()
-    before = signal.getsignal(SIGNAL)
-
-    with interrupter.installed():
-        assert interrupter.guarded(lambda: 5) == 5
-
     assert signal.getsignal(SIGNAL) is before
 
 
@@ -176,36 +137,6 @@ def test_an_update_under_the_lock_is_not_interrupted() -> None:
 
     assert steps == ["updated"]
     assert left.result()
-
-
-class SlowlyDeleted:
-    def __init__(self, steps: list[str]) -> None:
-        self.steps = steps
-
-    def __del__(self) -> None:
-        self.steps.append("begun")
-        time.sleep(0.2)
-        self.steps.append("deleted")
-
-
-def test_a_finaliser_is_not_interrupted() -> None:
-    """Python would ignore the exception there, and the finaliser would stop half-way."""
-    interrupter = Interrupter()
-    steps: list[str] = []
-
-    def block() -> None:
-        held = SlowlyDeleted(steps)
-        del held
-        time.sleep(60)
-
-    with (
-        interrupter.installed(),
-        interrupted_after(interrupter, 0.02, lambda: bool(steps)),
-        pytest.raises(RankShouldRestart),
-    ):
-        interrupter.guarded(block)
-
-    assert steps == ["begun", "deleted"]
 
 
 def test_a_block_that_is_not_left_is_told() -> None:

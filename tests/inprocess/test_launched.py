@@ -12,15 +12,14 @@ import pytest
 from dist_ckpt_strategies.comm.key_values import TcpHost, TcpKeyValues
 from dist_ckpt_strategies.config import Launch, launch_from_environment
 from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.inprocess.coordinator import (
-    FaultMode,
-    RankInfo,
-    assignment_key,
-    rank_info_to_text,
+from dist_ckpt_strategies.inprocess.coordinator import FaultMode, RankInfo
+from dist_ckpt_strategies.inprocess.restart_state import RestartState
+from dist_ckpt_strategies.inprocess.store_coordinator import (
+    KEY_PREFIX,
+    coordinator_from_environment,
 )
-from dist_ckpt_strategies.inprocess.heartbeat import start_heartbeat
-from dist_ckpt_strategies.inprocess.launched import KEY_PREFIX, coordinator_from_environment
 from dist_ckpt_strategies.inprocess.train_utils import wait_rank
+from dist_ckpt_strategies.inprocess.worker_process import start_heartbeat
 from tests.support.leaks import threads_left
 
 HEARTBEAT = "dist-ckpt-heartbeat"
@@ -113,7 +112,7 @@ def test_wait_rank_sets_the_variables_that_the_supervisor_assigns(host: TcpHost)
     os.environ["DIST_CKPT_WORKER"] = "spare7"
     store = TcpKeyValues(host.host, host.port, prefix=KEY_PREFIX)
     place = RankInfo(3, 1, 8, 2, (("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "29500")))
-    store.write(assignment_key("spare7"), rank_info_to_text(place))
+    RestartState(store).assign("spare7", place)
 
     wait_rank()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,14 +13,13 @@ import pytest
 
 from dist_ckpt_strategies.errors import RestartError, RestartLimitError
 from dist_ckpt_strategies.inprocess.supervisor import Job, Supervisor, script_command
-from dist_ckpt_strategies.inprocess.worker_process import reason_of
 
 pytestmark = pytest.mark.multiprocess
 
 ROOT = Path(__file__).parents[2]
 BEATS = """
 from dist_ckpt_strategies.config import launch_from_environment
-from dist_ckpt_strategies.inprocess.heartbeat import start_heartbeat
+from dist_ckpt_strategies.inprocess.worker_process import start_heartbeat
 start_heartbeat(launch_from_environment())
 """
 START = """
@@ -219,7 +217,7 @@ def test_once_the_job_has_begun_a_new_process_may_fail_to_start_more_often(jobs:
 num_started = len(list(here.glob("pid.*")))
 if 1 < num_started < 6:
     sys.exit(1)
-from dist_ckpt_strategies.inprocess.launched import coordinator_from_environment
+from dist_ckpt_strategies.inprocess.store_coordinator import coordinator_from_environment
 coordinator = coordinator_from_environment()
 epoch = coordinator.barrier(60)
 if num_started == 1:
@@ -308,10 +306,9 @@ if rank is None:
     (here / "taken").touch()
 elif rank == "1":
     from dist_ckpt_strategies.comm.key_values import TcpKeyValues
-    from dist_ckpt_strategies.inprocess.launched import KEY_PREFIX
-    from dist_ckpt_strategies.inprocess.coordinator import ready_key
+    from dist_ckpt_strategies.inprocess.store_coordinator import KEY_PREFIX
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    assert TcpKeyValues(*place, prefix=KEY_PREFIX).wait(ready_key("worker2"), 120)
+    assert TcpKeyValues(*place, prefix=KEY_PREFIX).wait("ready/worker2", 120)
     os.kill(os.getpid(), signal.SIGKILL)
 else:
     wait_for("taken")
@@ -335,7 +332,7 @@ def test_a_death_counts_against_the_epoch_that_the_worker_had_joined(
     jobs: Jobs, death: str, why: str
 ) -> None:
     body = f"""
-from dist_ckpt_strategies.inprocess.launched import coordinator_from_environment
+from dist_ckpt_strategies.inprocess.store_coordinator import coordinator_from_environment
 me = coordinator_from_environment()
 epoch = me.barrier(120)
 if rank == "1" and is_first("death"): {death}
@@ -355,7 +352,7 @@ print(epoch.number, me.finish(epoch.number, 120), os.environ["MASTER_PORT"])
 
 def test_a_death_after_the_end_of_the_block_ends_the_job(jobs: Jobs) -> None:
     body = """
-from dist_ckpt_strategies.inprocess.launched import coordinator_from_environment
+from dist_ckpt_strategies.inprocess.store_coordinator import coordinator_from_environment
 me = coordinator_from_environment()
 assert me.finish(me.barrier(120).number, 120)
 sys.exit(5)
@@ -366,7 +363,7 @@ sys.exit(5)
 
 def test_a_rank_that_ends_without_the_block_is_not_waited_for_in_vain(jobs: Jobs) -> None:
     body = """
-from dist_ckpt_strategies.inprocess.launched import coordinator_from_environment
+from dist_ckpt_strategies.inprocess.store_coordinator import coordinator_from_environment
 me = coordinator_from_environment()
 if rank == "1":
     me.barrier(120)
@@ -391,13 +388,3 @@ wait_for("waits")
         "a spare is gone: killed by SIGKILL; a new process waits in its place"
     ]
     assert jobs.left() == []
-
-
-def test_reasons_are_words() -> None:
-    assert reason_of(2) == "exit code 2"
-    assert reason_of(-signal.SIGSEGV) == "killed by SIGSEGV"
-    assert reason_of(-77) == "killed by signal 77"
-
-
-def test_a_module_is_run_as_python_would() -> None:
-    assert script_command("a.b", ["c"], is_module=True) == (sys.executable, "-m", "a.b", "c")

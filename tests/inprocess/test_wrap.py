@@ -16,7 +16,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
 
-from dist_ckpt_strategies.comm.key_values import LocalKeyValues
+from dist_ckpt_strategies.comm.key_values import TcpHost, TcpKeyValues
 from dist_ckpt_strategies.errors import (
     HealthCheckError,
     MissingDependencyError,
@@ -39,7 +39,8 @@ ALONE = RankInfo(0, 0, 1, 1)
 
 def alone() -> StoreCoordinator:
     """The coordinator of a world of one."""
-    return StoreCoordinator(LocalKeyValues(), "worker", ALONE)
+    host = TcpHost()
+    return StoreCoordinator(TcpKeyValues(host.host, host.port), "worker", ALONE, host=host)
 
 
 def wrapper(**settings: Any) -> HPWrapper:
@@ -67,12 +68,6 @@ def test_the_function_keeps_its_name_arguments_and_result() -> None:
     assert wrapped(1, b=5) == 6
 
 
-def test_unset_parts_are_valid() -> None:
-    bare = wrapper(abort=None, finalize=None, health_check=None, checkpoint_manager=None)
-
-    assert bare(fails_once)() == 2
-
-
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -94,10 +89,6 @@ def test_what_could_only_fail_at_the_first_fault_is_refused_at_once(
 ) -> None:
     with pytest.raises(StrategyError, match=words):
         HPWrapper(**settings)
-
-
-def test_a_block_that_raises_is_run_again() -> None:
-    assert wrapper()(fails_once)() == 2
 
 
 def in_optional(x: int, call: Optional[HPCallWrapper] = None) -> Any:  # noqa: UP045 - as users do
@@ -306,13 +297,6 @@ def test_a_large_cycle_of_an_attempt_is_gone_in_the_next() -> None:
     assert found == [False] * 3
 
 
-def test_nothing_of_a_call_is_left() -> None:
-    before = threading.enumerate()
-    wrapper()(fails_once)()
-
-    assert threads_left(before) == []
-
-
 class Endless(torch.utils.data.Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return 100
@@ -369,3 +353,20 @@ def test_methods_out_of_turn_say_so() -> None:
 def test_a_trace_needs_its_library() -> None:
     with pytest.raises(MissingDependencyError, match="pip install viztracer"):
         HPWrapper(trace_file_path="trace.json")
+
+
+def test_unset_parts_are_valid() -> None:
+    bare = wrapper(abort=None, finalize=None, health_check=None, checkpoint_manager=None)
+
+    assert bare(fails_once)() == 2
+
+
+def test_a_block_that_raises_is_run_again() -> None:
+    assert wrapper()(fails_once)() == 2
+
+
+def test_nothing_of_a_call_is_left() -> None:
+    before = threading.enumerate()
+    wrapper()(fails_once)()
+
+    assert threads_left(before) == []

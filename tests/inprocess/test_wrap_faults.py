@@ -6,7 +6,6 @@ import gc
 import os
 import random
 import signal
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -18,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_ckpt_strategies.comm.group_disposal import DEFAULT_GROUP_DISPOSAL
 from dist_ckpt_strategies.comm.sockets import open_sockets
+from dist_ckpt_strategies.comm.teardown import num_undestroyed_groups
 from dist_ckpt_strategies.errors import HealthCheckError, RestartLimitError
 from dist_ckpt_strategies.inprocess.coordinator import FaultMode
 from dist_ckpt_strategies.inprocess.health_check import FaultCounter
@@ -111,7 +110,7 @@ class Counted:
 
     @classmethod
     def now(cls) -> Counted:
-        num_groups = DEFAULT_GROUP_DISPOSAL.num_waiting
+        num_groups = num_undestroyed_groups()
         at_most = (num_groups * THREADS_OF_A_GROUP, num_groups * SOCKETS_OF_A_GROUP)
         return cls(len(list(Path("/proc/self/task").iterdir())), len(open_sockets()), at_most)
 
@@ -196,23 +195,6 @@ def test_a_rank_that_makes_no_progress_is_a_fault() -> None:
     for total, fault in require_results(run_restartable(3, one_fault, silent, settings)):
         assert total == 3.0
         assert (fault.mode, fault.global_rank) == (FaultMode.HANG, 1)
-
-
-def fault_after_return(rank: int, wrapper: Wrappers) -> Any:
-    """Body of a rank: all but the last return; the last raises when they have."""
-
-    @wrapper()
-    def block(call: HPCallWrapper) -> int:
-        if call.num_attempts == 1 and rank == 2:
-            time.sleep(0.3)
-            raise ValueError("late")
-        return call.num_attempts
-
-    return block()
-
-
-def test_a_fault_while_others_wait_at_the_end_makes_all_run_the_block_again() -> None:
-    assert run_restartable(3, fault_after_return) == [2, 2, 2]
 
 
 def unhealthy(rank: int, wrapper: Wrappers) -> Any:
@@ -331,13 +313,12 @@ def groups_of_the_old_attempt(rank: int, wrapper: Wrappers) -> Any:
     block()
     gc.collect()
     deadline = time.monotonic() + 60
-    while DEFAULT_GROUP_DISPOSAL.num_waiting and time.monotonic() < deadline:
+    while num_undestroyed_groups() and time.monotonic() < deadline:
         time.sleep(0.01)
-    names = [t.name for t in threading.enumerate() if "disposal" in t.name or "gloo" in t.name]
-    return said, DEFAULT_GROUP_DISPOSAL.num_waiting, names
+    return said, num_undestroyed_groups()
 
 
-def test_a_group_that_outlives_its_attempt_is_dead_and_nothing_waits_for_it() -> None:
-    for said, num_waiting, _ in require_results(run_restartable(2, groups_of_the_old_attempt)):
+def test_a_group_that_outlives_its_attempt_is_dead_and_destroyed() -> None:
+    for said, num_left in require_results(run_restartable(2, groups_of_the_old_attempt)):
         assert said == ["WaitReleasedError"]
-        assert num_waiting == 0
+        assert num_left == 0

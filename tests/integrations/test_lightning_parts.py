@@ -13,7 +13,7 @@ from dist_ckpt_strategies.errors import (
     MissingDependencyError,
     StrategyError,
 )
-from dist_ckpt_strategies.integrations.lightning_steps import call_after_closure, clear_tensor_hooks
+from dist_ckpt_strategies.integrations.lightning_state import call_after_closure, clear_tensor_hooks
 from dist_ckpt_strategies.recovery import CheckpointManager
 from tests.support.memory_provider import MemoryProvider
 

@@ -18,7 +18,6 @@ import pytest
 import xxhash
 
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.threads import run_ranks
 from dist_ckpt_strategies.errors import CheckpointError, NoReplicasAvailableError
 from dist_ckpt_strategies.local.encoding import decode_state, default_local_allowed, encode_state
 from dist_ckpt_strategies.local.loading import LocalParts, load_newest
@@ -32,6 +31,7 @@ from dist_ckpt_strategies.local.part_format import (
 )
 from dist_ckpt_strategies.local.replicate import run_replicate
 from tests.local.clique_worlds import described, state_of, values_of
+from tests.support.thread_ranks import run_ranks
 
 NUM_RANKS = 4
 NUM_CUTS = 5

@@ -15,9 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
-from dist_ckpt_strategies.comm.solo import SoloCommunicator
-from dist_ckpt_strategies.comm.threads import run_ranks
+from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send, SoloCommunicator
 from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.core.report import ReplicationReport
 from dist_ckpt_strategies.errors import (
@@ -32,6 +30,7 @@ from dist_ckpt_strategies.local.part_files import PartDirectory, PartReader
 from dist_ckpt_strategies.local.part_format import BufferSpec, Part, PartId, SaveId
 from dist_ckpt_strategies.local.replicate import MemorySink, OpenSink, PartSink, run_replicate
 from tests.support.leaks import open_files_below, threads_left
+from tests.support.thread_ranks import run_ranks
 
 SAVE = SaveId(7, "a1")
 

@@ -13,9 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.solo import SoloCommunicator
-from dist_ckpt_strategies.comm.threads import run_ranks
+from dist_ckpt_strategies.comm.base import Communicator, SoloCommunicator
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.local.part_files import PartDirectory
 from dist_ckpt_strategies.local.part_format import PartId
@@ -39,6 +37,7 @@ from tests.local.test_replicate import (
     part_of,
 )
 from tests.support.leaks import open_files_below, threads_left
+from tests.support.thread_ranks import run_ranks
 
 
 @dataclass

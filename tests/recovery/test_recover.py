@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
-from dist_ckpt_strategies.comm.threads import run_ranks
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -29,6 +28,7 @@ from dist_ckpt_strategies.recovery.recover import (
 )
 from tests.support.memory_provider import MemoryProvider
 from tests.support.tensors import LAYOUTS, bits
+from tests.support.thread_ranks import run_ranks
 
 STEP = 3
 DTYPES = (

@@ -11,7 +11,6 @@ import pytest
 
 from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
 from dist_ckpt_strategies.errors import (
     PlanError,
     SaveTimeoutError,
@@ -21,6 +20,7 @@ from dist_ckpt_strategies.sharded.async_request import (
     LocalSaveRequest,
     start_on_all,
 )
+from tests.support.thread_ranks import ThreadCommunicator, run_ranks
 
 NAME = ("5afe", "the end of a save")
 

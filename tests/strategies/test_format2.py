@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedObject
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.comm.solo import SoloCommunicator
+from dist_ckpt_strategies.comm.base import SoloCommunicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.errors import (
     CheckpointExistsError,

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.strategies.base import LoadShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
-from dist_ckpt_strategies.comm.solo import SoloCommunicator
+from dist_ckpt_strategies.comm.base import SoloCommunicator
 from dist_ckpt_strategies.errors import PeerError, PlanError, StrategyError
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
 from dist_ckpt_strategies.strategies.zarr import (

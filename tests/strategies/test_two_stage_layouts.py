@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.dist_checkpointing import ShardedTensor
 
-from dist_ckpt_strategies.comm.solo import SoloCommunicator
-from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
+from dist_ckpt_strategies.comm.base import SoloCommunicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.sharded.async_save import SaveCache
 from dist_ckpt_strategies.strategies.zarr import EitherFormatLoadShardedStrategy
@@ -33,6 +32,7 @@ from tests.support.sharding import (
     sharded,
     state_of,
 )
+from tests.support.thread_ranks import ThreadCommunicator, run_ranks
 
 OPTIONS = Options(timeout_s=20, max_inflight_bytes=20_000)
 """So little memory that a few kilobytes take several rounds."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
 
-from dist_ckpt_strategies.comm.solo import SoloCommunicator
+from dist_ckpt_strategies.comm.base import SoloCommunicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.formats.objects import dump_object
 from dist_ckpt_strategies.sharded.async_save import SaveCache

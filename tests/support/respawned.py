@@ -17,7 +17,7 @@ import torch
 
 from dist_ckpt_strategies.comm.key_values import TcpHost, TcpKeyValues
 from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode, RankInfo
-from dist_ckpt_strategies.inprocess.epoch_book import EpochBook
+from dist_ckpt_strategies.inprocess.restart_state import RestartState
 from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
 from tests.support.ranks import forkserver
 from tests.support.restarts import HOST, Wrappers
@@ -52,7 +52,7 @@ class _World:
         self, size: int, port: int, deadline: float, body: Callable[..., Any], args: tuple[Any, ...]
     ) -> None:
         self._task = (size, port, deadline, body, args)
-        self._book = EpochBook(TcpKeyValues(HOST, port, prefix=_PREFIX))
+        self._state = RestartState(TcpKeyValues(HOST, port, prefix=_PREFIX))
         self._running: dict[Connection, tuple[int, str, ForkServerProcess]] = {}
         self._over: list[tuple[Connection, ForkServerProcess]] = []
         self._results: dict[int, Any] = {}
@@ -108,9 +108,9 @@ class _World:
         """As the supervisor: first the end of what it had joined, then the new process."""
         self._died.append(rank)
         assert len(self._died) <= _MAX_DEATHS, self._died
-        epoch = self._book.joined(worker)
+        epoch = self._state.joined(worker)
         if epoch is not None:
-            self._book.end(Fault(rank, epoch, FaultMode.DEATH, "the process is gone"))
+            self._state.end(Fault(rank, epoch, FaultMode.DEATH, "the process is gone"))
         self._start(rank)
 
 

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from dist_ckpt_strategies import ConvertOptions, convert, diff
-from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.core.array import ObjectId
@@ -32,6 +31,7 @@ from tests.support.checkpoints import write_checkpoint
 from tests.support.objects import write_object
 from tests.support.ranks import RankDiedError, run_processes
 from tests.support.stores import write_array
+from tests.support.thread_ranks import ThreadCommunicator, run_ranks
 
 FORMATS = ("zarr@1", "zarr@2", "torch_dist")
 SMALL = ConvertOptions(max_memory_bytes=1, max_file_bytes=50_000, num_threads=2)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from dist_ckpt_strategies.comm.threads import ThreadCommunicator, run_ranks
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.region import Region
@@ -21,6 +20,7 @@ from dist_ckpt_strategies.two_stage.broadcast import Target, run_group_plan
 from dist_ckpt_strategies.two_stage.plan import GroupPlan, build_group_plan, encode_regions
 from tests.support.memory_store import MemoryArrays
 from tests.support.samples import random_values
+from tests.support.thread_ranks import ThreadCommunicator, run_ranks
 
 OPTIONS = Options(timeout_s=5)
 

@@ -1,4 +1,4 @@
-"""The collectives of every step: two numbers of all ranks, and a few bytes among replicas."""
+"""The two collectives of every step: its commit by all ranks, and bytes for replicas."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _LENGTH = struct.Struct("<q")
 _TOO_LONG = -1
 
 
-class Ballot:
-    """Votes of a group of ranks, and what each of them mirrors to its replicas.
+class StepCommit:
+    """Commits steps of a group of ranks, and replicates a few bytes of each rank.
 
-    Plain collectives of torch.distributed, two in each step: an error ends them as it ends those
-    of the training beside them. Without torch.distributed this process is alone.
+    Plain collectives of torch.distributed: an error ends them as it ends those of the training.
+    Without torch.distributed this process is alone.
 
     Args:
-        group: ranks that vote; None for the world.
+        group: ranks that commit; None for the world.
         replica_group: ranks that keep each other's bytes; None for those of ``group``.
         timeout_s: longest wait in each collective.
 
     Attributes:
-        is_new: whether nothing has been mirrored yet.
+        is_new: whether nothing has been replicated yet.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class Ballot:
         self._capacity: int | None = None
         self.is_new = True
 
-    def mirror(self, content: bytes) -> dict[int, bytes]:
-        """What the other replicas hand in, by global rank. Collective over the replicas.
+    def replicate(self, content: bytes) -> dict[int, bytes]:
+        """What the other replicas give, by global rank. Collective over the replicas.
 
-        The first call settles how long content may be, with room to spare; what is longer later
-        on is not mirrored, which the others see as nothing.
+        The first call determines how long content may be, with room to spare. Longer content is
+        not replicated later on: the other ranks get none from this one.
         """
         self.is_new = False
         if not is_distributed() or dist.get_world_size(self._replicas) == 1:
@@ -62,31 +62,31 @@ class Ballot:
         if self._capacity is None:
             lengths = self._gathered(torch.tensor([len(content)], dtype=torch.int64))
             self._capacity = 2 * max(int(length) for length in lengths) + _LENGTH.size
-        packed = torch.zeros(self._capacity, dtype=torch.uint8)
         if len(content) > self._capacity - _LENGTH.size:
-            logger.warning("%d bytes are too many to be mirrored", len(content))
-            head = _LENGTH.pack(_TOO_LONG)
+            logger.warning("%d bytes are too many to be replicated", len(content))
+            packed = _LENGTH.pack(_TOO_LONG)
         else:
-            head = _LENGTH.pack(len(content)) + content
-        packed[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+            packed = _LENGTH.pack(len(content)) + content
+        buffer = bytearray(packed.ljust(self._capacity, b"\0"))
         ranks = dist.get_process_group_ranks(self._replicas or dist.group.WORLD)
         found: dict[int, bytes] = {}
-        for rank, data in zip(ranks, self._gathered(packed), strict=True):
+        all_data = self._gathered(torch.frombuffer(buffer, dtype=torch.uint8))
+        for rank, data in zip(ranks, all_data, strict=True):
             raw = data.numpy().tobytes()
             (length,) = _LENGTH.unpack_from(raw)
             if rank != dist.get_rank() and length != _TOO_LONG:
                 found[rank] = raw[_LENGTH.size : _LENGTH.size + length]
         return found
 
-    def is_unanimous(self, number: int) -> bool:
-        """Whether all ranks vote on the same number. Collective over those that vote."""
+    def should_commit(self, step: int) -> bool:
+        """Whether all ranks are at the same step. Collective over the ranks that commit."""
         if not is_distributed():
             return True
         device = message_device(self._group)
-        value = torch.tensor([number, -number], dtype=torch.int64, device=device)
+        value = torch.tensor([step, -step], dtype=torch.int64, device=device)
         work: Any = dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group, async_op=True)
         work.wait(self._limit)
-        return value.tolist() == [number, -number]
+        return value.tolist() == [step, -step]
 
     def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
         mine = mine.to(message_device(self._replicas))
