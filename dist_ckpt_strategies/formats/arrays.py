@@ -255,7 +255,14 @@ class Format1Reader:
         self, array: ArraySpec, path: str, spans: tuple[tuple[int, Bytes], ...]
     ) -> None:
         with opened_chunk(array, path, array.chunk_nbytes) as handle:
-            if self._is_worth_direct(handle, array, spans) and start_direct(handle):
+            # Whole blocks are read past the page cache: of a small part more than it has.
+            is_direct = (
+                self._access.is_direct
+                and sum(memory.size for _, memory in spans) >= _MIN_DIRECT_READ_NBYTES
+                and not is_cached(handle, array.chunk_nbytes)
+                and start_direct(handle)
+            )
+            if is_direct:
                 with self._buffers.borrowed() as buffer:
                     found = [read_direct(handle, at, memory, buffer) for at, memory in spans]
             else:
@@ -263,16 +270,6 @@ class Format1Reader:
         for (byte_offset, memory), count in zip(spans, found, strict=True):
             if count != memory.size:
                 require_size(array, path, byte_offset + count, array.chunk_nbytes)
-
-    def _is_worth_direct(
-        self, handle: int, array: ArraySpec, spans: tuple[tuple[int, Bytes], ...]
-    ) -> bool:
-        """Whole blocks are read then: of a small part of a large file much more than it has."""
-        return (
-            self._access.is_direct
-            and sum(memory.size for _, memory in spans) >= _MIN_DIRECT_READ_NBYTES
-            and not is_cached(handle, array.chunk_nbytes)
-        )
 
     def _jobs_by_chunk(self, read: ArrayRead) -> Iterator[Job]:
         array = read.array

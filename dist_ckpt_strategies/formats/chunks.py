@@ -238,8 +238,8 @@ def encode_chunk(
     return [*digests, xxhash.xxh3_64_intdigest(entries.data)]
 
 
-def _num_inner(extent: int, inner: int) -> int:
-    return -(-extent // inner)
+def _num_inner(size: int, inner: int) -> int:
+    return -(-size // inner)
 
 
 def _in_order(elements: HostArray, shape: Shape) -> Iterator[HostArray]:

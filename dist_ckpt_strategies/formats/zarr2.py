@@ -59,9 +59,9 @@ def metadata_content(array: ArraySpec) -> bytes:
     return f"{{\n{lines}\n}}".encode()
 
 
-def _listed(extent: tuple[int, ...]) -> str:
-    numbers = ",\n".join(f"        {n}" for n in extent)
-    return f"[\n{numbers}\n    ]" if extent else "[]"
+def _listed(shape: tuple[int, ...]) -> str:
+    numbers = ",\n".join(f"        {n}" for n in shape)
+    return f"[\n{numbers}\n    ]" if shape else "[]"
 
 
 def parse_metadata(key: str, path: Path | str, content: bytes) -> ArraySpec:
@@ -81,7 +81,7 @@ def parse_metadata(key: str, path: Path | str, content: bytes) -> ArraySpec:
             and fields["order"] == "C"
             and (spelled[0] in "<|" or dtype.is_extension)
         )
-        shape, chunks = _extent(fields["shape"], least=0), _extent(fields["chunks"], least=1)
+        shape, chunks = _shape(fields["shape"], least=0), _shape(fields["chunks"], least=1)
         separator = str(fields.get("dimension_separator", "."))
         array = ArraySpec(key, shape, dtype, chunks, separator, is_raw=raw)
         _require_consistent(array, fields)
@@ -95,7 +95,7 @@ def parse_metadata(key: str, path: Path | str, content: bytes) -> ArraySpec:
     return array
 
 
-def _extent(numbers: Any, *, least: int) -> tuple[int, ...]:
+def _shape(numbers: Any, *, least: int) -> tuple[int, ...]:
     """Sizes of an array or chunk; JSON could hold anything in their place."""
     if not isinstance(numbers, list) or any(type(n) is not int or n < least for n in numbers):
         raise ValueError(f"{numbers!r}, expected a list of whole numbers, each at least {least}")

@@ -129,10 +129,10 @@ def encode_run(
         target: ``run.num_chunks * grid.stored_nbytes`` bytes, which are overwritten.
     """
     chunks = target.reshape(run.num_chunks, grid.stored_nbytes)
-    box = grid.box(run.offset, run.shape)
-    part = at_box(source, box.within(grid.region))
+    covered = grid.box(run.offset, run.shape)
+    part = at_box(source, covered.within(grid.region))
     elements = _elements(chunks, grid, run, dtype)
-    if box.shape == _whole_shape(grid, run):
+    if covered.shape == _whole_shape(grid, run):
         np.copyto(elements, _split(bits_of(part), grid))
     else:
         elements[...] = 0
@@ -158,9 +158,9 @@ def decode_run(
     """
     chunks = content.reshape(run.num_chunks, grid.stored_nbytes)
     elements = _elements(chunks, grid, run, dtype)
-    box = grid.box(run.offset, run.shape)
-    if box.shape == _whole_shape(grid, run) and region.contains(box):
-        part = at_box(target, box.within(region))
+    covered = grid.box(run.offset, run.shape)
+    if covered.shape == _whole_shape(grid, run) and region.contains(covered):
+        part = at_box(target, covered.within(region))
         np.copyto(_split(bits_of(part), grid), elements)
         return
     for offset, chunk in _each(run, elements):
@@ -172,20 +172,20 @@ def decode_run(
 
 
 def is_in_place(grid: InnerGrid, run: Run, region: Region) -> bool:
-    """Whether the run's bytes are, one after the other, those of its box in C order.
+    """Whether the run's bytes are, one after the other, those of its region in C order.
 
-    Then a target whose box is contiguous can take them as they come.
+    Then a target whose region is contiguous can take them as they come.
     """
     is_row = all(n == 1 for n in run.shape[1:]) or all(i == 1 for i in grid.inner_shape[:-1])
     if not is_row or grid.stored_nbytes != grid.raw_nbytes:
         return False
-    box = grid.box(run.offset, run.shape)
-    return box.shape == _whole_shape(grid, run) and region.contains(box)
+    covered = grid.box(run.offset, run.shape)
+    return covered.shape == _whole_shape(grid, run) and region.contains(covered)
 
 
-def at_box(elements: HostArray, box: Region) -> HostArray:
-    """A view of a box; of an array without dims too, where plain indexing would copy."""
-    place: Any = (..., *box.slices())
+def at_box(elements: HostArray, region: Region) -> HostArray:
+    """A view of a region; of an array without dims too, where plain indexing would copy."""
+    place: Any = (..., *region.slices())
     view: HostArray = elements[place]
     return view
 
@@ -220,7 +220,7 @@ def _whole_shape(grid: InnerGrid, run: Run) -> Shape:
 def _split(part: HostArray, grid: InnerGrid) -> HostArray:
     """A view with each dim cut in two: which inner chunk, and where in it; the former first."""
     counts = tuple(map(operator.floordiv, part.shape, grid.inner_shape))
-    pairs = [extent for pair in zip(counts, grid.inner_shape, strict=True) for extent in pair]
+    pairs = [size for pair in zip(counts, grid.inner_shape, strict=True) for size in pair]
     dims = range(2 * part.ndim)
     return part.reshape(pairs).transpose(*dims[::2], *dims[1::2])  # splitting dims never copies
 

@@ -392,17 +392,14 @@ def check_chunk(store: Store, array: ArraySpec, index: Shape, record: ChunkRecor
     """
     grid, name = InnerGrid.of(array, index), chunk_name(array, index)
     where = _where(index, record)
-    max_chunks = max(1, store.block_nbytes // grid.stored_nbytes)
-    counts = [
-        min(max_chunks, grid.num_chunks - first) for first in range(0, grid.num_chunks, max_chunks)
-    ]
-    sizes = [count * grid.stored_nbytes for count in counts]
+    step = max(1, store.block_nbytes // grid.stored_nbytes) * grid.stored_nbytes
+    sizes = [min(step, grid.data_nbytes - start) for start in range(0, grid.data_nbytes, step)]
     digests: list[int] = []
     try:
         blocks = store.read_blocks(name, [*sizes[:-1], sizes[-1] + grid.index_nbytes])
-        for count, nbytes, block in zip(counts, sizes, blocks, strict=True):
+        for nbytes, block in zip(sizes, blocks, strict=True):
             content = np.frombuffer(block, np.uint8)
-            digests += digests_of(content[:nbytes].reshape(count, -1))
+            digests += digests_of(content[:nbytes].reshape(-1, grid.stored_nbytes))
             if len(digests) == grid.num_chunks:
                 digests += digests_of(content[None, nbytes:])
     except IncompleteCheckpointError:
