@@ -353,7 +353,7 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
         return bool(self.finalize_fns[0].work.ends_within(0))
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Finalise the save: every rank's part is there then, or every rank raises.
+        """Finalise the save: every rank's share is there then, or every rank raises.
 
         Collective over all ranks of the manager.
 
@@ -361,7 +361,7 @@ class LocalSaveRequest(AsyncRequest):  # type: ignore[misc]
             timeout_s: longest wait for this rank's share, in seconds; by default the manager's.
 
         Raises:
-            StorageError: a part could not be written.
+            StorageError: a share could not be written.
             SaveTimeoutError: on some rank it takes too long; the save goes on, and may be waited
                 for again.
             PlanError: another rank waits for another save; all may be waited for again.

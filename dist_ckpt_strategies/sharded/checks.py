@@ -72,13 +72,17 @@ def require_validated(comm: Communicator, messages: list[Any], group: str) -> No
     VALIDATED.last = group
 
 
-def digest_of_common(common: StateDict) -> str:
+def digest_of_common(common: StateDict, content: bytes | None = None) -> str:
     """A digest of a common state; where two differ, the states may still be equal.
+
+    Args:
+        common: the state.
+        content: the state as it is written, if it was dumped already.
 
     Raises:
         StorageError: it holds something that cannot be pickled.
     """
-    return xxhash.xxh3_64_hexdigest(dump_object(common, name="common state"))
+    return xxhash.xxh3_64_hexdigest(content or dump_object(common, name="common state"))
 
 
 def check_save(comm: Communicator, state: StateDict, common: StateDict) -> None:

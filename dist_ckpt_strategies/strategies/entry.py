@@ -260,9 +260,13 @@ def _common_state(
     is_async: bool,
 ) -> CommonState:
     """The common state, ready to be written; one that a load would refuse is an error."""
-    digest = "" if compared is None else digest_of_common(compared)
-    if isinstance(saver, TorchCommonSaveStrategy):
-        return CommonState(compared, digest, saver.dump_common(state) if is_first else None, None)
+    is_ours = isinstance(saver, TorchCommonSaveStrategy)
+    content = saver.dump_common(state) if is_ours and is_first else None
+    digest = ""
+    if compared is not None:
+        digest = digest_of_common(compared, content if compared is state else None)
+    if is_ours:
+        return CommonState(compared, digest, content, None)
     if is_first and saver.backend == TORCH_BACKEND:
         dump_loadable(state, name="common state", allow=allow)
     elif is_first:
@@ -436,41 +440,39 @@ def load(  # noqa: PLR0913 - Megatron's signature
     comm, options, invalid = _open_world("load", f"from {checkpoint_dir}", timeout_s, allow)
     loads: list[_Load] = []
 
-    def open_load() -> _Load:
+    def describe(*, is_last: bool = False) -> Message:
         if invalid:
             raise invalid
         place = _location_for(sharded_strategy, checkpoint_dir, options)
-        if comm.rank == 0:
-            complete_commit(place)
-        root = content_of(place)
-        marker = read_marker(root)
-        loader = _loader(
-            root,
-            StrategyAction.LOAD_SHARDED,
-            sharded_strategy,
-            (marker.sharded_backend, marker.sharded_backend_version),
-            timeout_s,
-        )
-        commons = _loader(
-            root,
-            StrategyAction.LOAD_COMMON,
-            common_strategy,
-            (marker.common_backend, marker.common_backend_version),
-            None,
-        )
-        found: StateDict = commons.load_common(root)
-        state, nonpersistent, factories = split_for_load(sharded_state_dict)
-        loader = _with_options(loader, root, state, verify, strict_dtype=strict_dtype)
-        result = merged(found, nonpersistent)
-        return _Load(comm, root, loader, commons, state, factories, result, parsed_strict(strict))
-
-    def describe(*, is_last: bool = False) -> Message:
         try:
-            loads[:] = [open_load()]
+            if comm.rank == 0:
+                complete_commit(place)
+            root = content_of(place)
+            marker = read_marker(root)
+            loader = _loader(
+                root,
+                StrategyAction.LOAD_SHARDED,
+                sharded_strategy,
+                (marker.sharded_backend, marker.sharded_backend_version),
+                timeout_s,
+            )
+            commons = _loader(
+                root,
+                StrategyAction.LOAD_COMMON,
+                common_strategy,
+                (marker.common_backend, marker.common_backend_version),
+                None,
+            )
+            result: StateDict = commons.load_common(root)
         except (CheckpointNotFoundError, IncompleteCheckpointError):
-            if is_last or not isinstance(located(checkpoint_dir, None), Path):
+            if is_last or not isinstance(place, Path):
                 raise
             return None  # the first rank may have completed a commit, or another node has it
+        state, nonpersistent, factories = split_for_load(sharded_state_dict)
+        loader = _with_options(loader, root, state, verify, strict_dtype=strict_dtype)
+        merged(result, nonpersistent)
+        strictness = parsed_strict(strict)
+        loads[:] = [_Load(comm, root, loader, commons, state, factories, result, strictness)]
         return loads[0].describe(options, checkpoint_dir, validates=validate_access_integrity)
 
     with time_limit(options.timeout_s, OPENING, then=WORK), allowing(() if invalid else allow):
@@ -529,6 +531,8 @@ def _with_options(
             f"{type(loader).__name__} does not read itself; set verify on the strategy that does, "
             "or in its options"
         )
+    if verify is None and not strict_dtype:
+        return loader
     if hasattr(loader, "with_options"):
         return loader.with_options(verify=verify, strict_dtype=strict_dtype or None)
     if strict_dtype:
@@ -653,8 +657,9 @@ def _location_for(strategy: Any, checkpoint_dir: str | Path, options: Options) -
     """
     inner = getattr(strategy, "base_strategy", strategy)
     chosen = getattr(inner, "options", None) or options
-    limit_s = min(chosen.timeout_s, options.timeout_s)
-    return located(checkpoint_dir, chosen.with_changes(timeout_s=limit_s))
+    if chosen.timeout_s > options.timeout_s:
+        chosen = chosen.with_changes(timeout_s=options.timeout_s)
+    return located(checkpoint_dir, chosen)
 
 
 def _require_taken(root: Location, strategy: Any) -> None:

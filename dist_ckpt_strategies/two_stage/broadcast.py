@@ -144,36 +144,18 @@ class _Clock:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Memory for a slice on this rank.
-
-    Attributes:
-        array: what it is a slice of.
-        region: in the array's coordinates.
-        memory: its elements, on the communicator's device.
-        host: where it is read to; ``memory`` itself, if that is on the host.
-        copies: tensors that are copied from ``memory`` once it is filled.
-    """
+    """Memory for a slice of an array on this rank."""
 
     array: ArraySpec
     region: Region
-    memory: torch.Tensor
-    host: torch.Tensor
-    copies: list[torch.Tensor]
+    memory: torch.Tensor  # on the communicator's device
+    host: torch.Tensor  # where it is read to; ``memory`` itself, if that is on the host
+    copies: list[torch.Tensor]  # tensors that are copied from ``memory`` once it is filled
 
 
 @dataclass(slots=True)
 class _Round:
-    """A round on this rank.
-
-    Attributes:
-        own: blocks that this rank reads from storage.
-        cached: blocks that it reads from the page cache once another rank has read them.
-        received: blocks that arrive from other ranks.
-        sends: own blocks, as messages.
-        receives: where messages arrive.
-        transfers: reads under way.
-        exchange: messages under way.
-    """
+    """A round on this rank: what it reads itself, or once another rank has read it, or receives."""
 
     own: list[_Block] = field(default_factory=list)
     cached: list[_Block] = field(default_factory=list)

@@ -9,7 +9,7 @@ from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.report import SaveReport
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
-from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, Format2Checkpoint
+from dist_ckpt_strategies.formats.checkpoints import Format2Checkpoint
 from dist_ckpt_strategies.megatron.types import default_allowed
 from dist_ckpt_strategies.sharded.async_save import SaveCache
 from dist_ckpt_strategies.sharded.load import ShardedLoad, load_sharded
@@ -56,25 +56,13 @@ def save_format2(
     return _save(2, state, root, comm, options, cache)
 
 
-def load_format1(
-    state: dict[str, Any], root: Path, comm: Communicator, options: Options
-) -> dict[str, Any]:
-    """Load what the state asks for."""
-    return _load(Format1Checkpoint, state, root, comm, options)
-
-
 def load_format2(
     state: dict[str, Any], root: Path, comm: Communicator, options: Options
 ) -> dict[str, Any]:
     """Load what the state asks for, verified as the options say."""
-    return _load(Format2Checkpoint, state, root, comm, options)
 
-
-def _load(
-    kind: Any, state: dict[str, Any], root: Path, comm: Communicator, options: Options
-) -> dict[str, Any]:
     def open_load() -> ShardedLoad:
-        checkpoint = kind(root, options)
+        checkpoint = Format2Checkpoint(root, options)
         return ShardedLoad(comm, state, checkpoint, name=root, options=options, allowed=list)
 
     with time_limit(options.timeout_s):
