@@ -290,6 +290,8 @@ class _Rounds:
 
     def sent_digests(self) -> Message:
         """Of each block that went to another rank, in order, by receiver."""
+        if self._digests is None:
+            return None
         return {str(rank): self._found(rank, is_sent=True) for rank in self._outgoing}
 
     def compare(self, claimed: Sequence[Mapping[str, Sequence[str]]]) -> None:

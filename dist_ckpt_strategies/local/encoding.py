@@ -6,7 +6,6 @@ import datetime as dt
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, load_pickle
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.part_format import BufferSpec, Part, PartId
-from dist_ckpt_strategies.local.retrieve import RetrievedPart
+from dist_ckpt_strategies.local.replicate import FilledPart
 from dist_ckpt_strategies.local.state_dicts import (
     BasicTensorAwareStateDict,
     TensorPlace,
@@ -68,23 +67,9 @@ def default_local_allowed(allow: Allowed = ()) -> Allowed:
     return (*default_allowed(), *plain, TensorPlace, *allow)
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedState:
-    """A state, ready to be stored.
-
-    Attributes:
-        part: its description.
-        payloads: the elements of the part's buffers: the state's own memory, not copies; the last
-            one is the state without its tensors, pickled.
-    """
-
-    part: Part
-    payloads: tuple[torch.Tensor, ...]
-
-
 def encode_state(
     state: Any, part_id: PartId, *, world_size: int, session_id: str, allowed: Allowed
-) -> EncodedState:
+) -> FilledPart:
     """Split a state into tensors and the rest. It is left as it is.
 
     Raises:
@@ -92,20 +77,21 @@ def encode_state(
         UnsafeObjectError: it holds an object of a class that is not allowed.
         PlanError: it is hollow, or a tensor cannot be stored.
     """
-    split = _split(state)
-    content = bytearray(dump_loadable(split.description, name=_NAME, allow=allowed))
-    tensors = {
-        name: (tensor, split.devices[number] if number < len(split.devices) else "")
-        for number, (name, tensor) in enumerate(split.tensors.items())
-    }
-    buffers = [_spec(name, tensor, device) for name, (tensor, device) in tensors.items()]
+    kind, frame, tensors, devices = _split(state)
+    content = bytearray(dump_loadable(frame, name=_NAME, allow=allowed))
+    buffers = []
+    for number, (name, tensor) in enumerate(tensors.items()):
+        require_plain(tensor, key=name)
+        device = devices[number] if number < len(devices) else ""
+        buffers.append(BufferSpec(name, dtype_of(tensor, key=name), tuple(tensor.shape), device))
     buffers.append(BufferSpec("description", DType.UINT8, (len(content),), ""))
-    part = Part(part_id, world_size, session_id, split.kind, split.summary, tuple(buffers))
-    payloads = [tensor.detach() for tensor in split.tensors.values()]
-    return EncodedState(part, (*payloads, torch.frombuffer(content, dtype=torch.uint8)))
+    summary = {} if kind == _BASIC else _summary(frame["common"])
+    part = Part(part_id, world_size, session_id, kind, summary, tuple(buffers))
+    payloads = [tensor.detach() for tensor in tensors.values()]
+    return FilledPart(part, (*payloads, torch.frombuffer(content, dtype=torch.uint8)))
 
 
-def decode_state(retrieved: RetrievedPart, *, allowed: Allowed) -> Any:
+def decode_state(retrieved: FilledPart, *, allowed: Allowed) -> Any:
     """The state that was stored; its tensors are on the host.
 
     Raises:
@@ -137,34 +123,20 @@ def decode_state(retrieved: RetrievedPart, *, allowed: Allowed) -> Any:
         ) from error
 
 
-def decode_parts(retrieved: Sequence[RetrievedPart], *, allowed: Allowed) -> Any:
+def decode_parts(retrieved: Sequence[FilledPart], *, allowed: Allowed) -> Any:
     """The state of one shard file, or of several of one save; errors as in ``decode_state``."""
     states = [decode_state(part, allowed=allowed) for part in retrieved]
     return states[0] if len(states) == 1 else _joined(states)
 
 
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """A state in parts.
-
-    Attributes:
-        kind: of its class.
-        description: the state with numbers in place of its tensors.
-        tensors: by name; those of the state first, then those of the common state.
-        devices: the kind of device that each tensor of the state belongs to.
-        summary: what readers of the header alone are told, of JSON types.
-    """
-
-    kind: str
-    description: Any
-    tensors: Mapping[str, torch.Tensor]
-    devices: Sequence[str]
-    summary: Mapping[str, Any]
+_Split = tuple[str, Any, Mapping[str, torch.Tensor], Sequence[str]]
+"""The kind of a state, the state with numbers in place of its tensors, those by name, first those
+of the state, then those of the common state, and the kind of device of each tensor of the state."""
 
 
 def _split(state: Any) -> _Split:
     if isinstance(state, BasicTensorAwareStateDict):
-        return _Split(_BASIC, state.frame, state.named_tensors(), state.devices, {})
+        return _BASIC, state.frame, state.named_tensors(), state.devices
     if isinstance(state, MCoreTensorAwareStateDict):
         return _split_sharded(_MCORE, state, state.devices)
     names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(state).__mro__}
@@ -199,7 +171,7 @@ def _split_sharded(kind: str, state: Any, devices: Sequence[str] | None) -> _Spl
     placed = mapped_values(place, sharded)
     homes = _homes_of(sharded) if devices is None else devices
     common = take_tensors(state.common_state_dict, tensors, "common")
-    return _Split(kind, {"sharded": placed, "common": common}, tensors, homes, _summary(common))
+    return kind, {"sharded": placed, "common": common}, tensors, homes
 
 
 def _summary(common: Any) -> dict[str, Any]:
@@ -209,11 +181,6 @@ def _summary(common: Any) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError):
         return {}
     return {"common": common}
-
-
-def _spec(name: str, tensor: torch.Tensor, device: str) -> BufferSpec:
-    require_plain(tensor, key=name)
-    return BufferSpec(name, dtype_of(tensor, key=name), tuple(tensor.shape), device)
 
 
 def _basic(frame: Any, tensors: Sequence[torch.Tensor], devices: Sequence[str]) -> Any:

@@ -28,21 +28,20 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local.encoding import (
     RESHARDED_KINDS,
-    EncodedState,
     decode_parts,
     default_local_allowed,
     encode_state,
 )
 from dist_ckpt_strategies.local.loading import (
+    Inventory,
     LocalParts,
-    availability_of,
     find_newest,
     gather_listings,
     load_newest,
 )
 from dist_ckpt_strategies.local.part_files import PartDirectory
 from dist_ckpt_strategies.local.part_format import PartId, SaveId, part_layout
-from dist_ckpt_strategies.local.replicate import run_replicate
+from dist_ckpt_strategies.local.replicate import FilledPart, run_replicate
 from dist_ckpt_strategies.local.replication import (
     DEFAULT_BUCKET_NBYTES,
     CliqueReplicationStrategy,
@@ -202,7 +201,7 @@ class LocalCheckpointManager:
                     "is_async: the strategy sends over NCCL, where messages in the background and "
                     "those of training can wait for each other for ever; use target_device='cpu'"
                 )
-            copied = EncodedState(encoded.part, self._snapshot.take(encoded.payloads))
+            copied = FilledPart(encoded.part, self._snapshot.take(encoded.payloads))
 
             def write() -> ReplicationReport:
                 yield_to_training()
@@ -307,20 +306,20 @@ class LocalCheckpointManager:
         strategy: CliqueReplicationStrategy | None,
         *,
         is_async: bool,
-    ) -> EncodedState:
+    ) -> FilledPart:
         """Take the state apart, once all ranks know of the save and have room. Collective.
 
         One meeting: training waits for it.
         """
         me = comm.global_rank(comm.rank)
-        held: list[EncodedState] = []
+        held: list[FilledPart] = []
 
         def describe() -> list[Any]:
             directory = self._directory
             _require_clique(strategy)
             with time_limit(self.timeout_s, OPENING):
                 freed = directory.remove_leftovers(me)
-                room = [directory.device_name(), freed, directory.free_nbytes()]
+                device, free = directory.room()
                 if strategy is not None:
                     with uncounted():
                         strategy.let_finish(WORK * self.timeout_s)
@@ -339,7 +338,9 @@ class LocalCheckpointManager:
                 number,
                 part_layout(encoded.part).nbytes,
                 strategy.global_ranks if strategy else (me,),
-                *room,
+                device,
+                freed,
+                free,
                 bool(is_async),
                 f"{time.time_ns():016x}{os.urandom(2).hex()}",
             ]
@@ -352,17 +353,16 @@ class LocalCheckpointManager:
         require_possible(intents, self._directory)
         save = self._newest = SaveId(answers[0][0], answers[0][-1])
         part = replace(held[0].part, part_id=PartId(save, me))
-        return EncodedState(part, held[0].payloads)
+        return FilledPart(part, held[0].payloads)
 
     def _store(
-        self, clique: Communicator, encoded: EncodedState, max_bucket_nbytes: int
+        self, clique: Communicator, encoded: FilledPart, max_bucket_nbytes: int
     ) -> ReplicationReport:
         """Write this rank's part and those of its clique. Collective over the clique."""
         holder = clique.global_rank(clique.rank)
         return run_replicate(
             clique,
-            encoded.part,
-            encoded.payloads,
+            encoded,
             lambda part: self._directory.create(part, holder),
             max_bucket_nbytes=max_bucket_nbytes,
         )
@@ -411,7 +411,7 @@ class LocalCheckpointManager:
         listings = gather_listings(comm, self._directory, self.session_id)
 
         def clean_up() -> None:
-            found = availability_of(listings)
+            found = Inventory.of(listings)
             require_complete(found, save)
             remove_outdated(comm, self._directory, found, save, self._keep)
 

@@ -10,7 +10,7 @@ import shutil
 import stat
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -146,23 +146,15 @@ class PartDirectory:
         return removed
 
     @limited
-    def free_nbytes(self) -> int:
-        """Room left for this user on the file system.
+    def room(self) -> tuple[str, int]:
+        """What tells the file system from others, on any machine, and the bytes left on it.
 
         Raises:
             StorageError: the directory cannot be made.
         """
         with file_errors(None, self.root):
             make_directories(self.root)
-            return shutil.disk_usage(self.root).free
-
-    @limited
-    def device_name(self) -> str:
-        """Tells file systems apart on this machine and between machines."""
-        with file_errors(None, self.root):
-            make_directories(self.root)
-            found = self.root.stat()
-        return f"{_boot_id()}:{found.st_dev}"
+            return f"{_boot_id()}:{self.root.stat().st_dev}", shutil.disk_usage(self.root).free
 
     @limited
     def name(self) -> str:
@@ -339,16 +331,6 @@ class PartReader:
         return CorruptCheckpointError(f"{self.path}: {why}", path=str(self.path))
 
 
-def read_headers(found: list[FoundPart]) -> Iterator[tuple[FoundPart, Part | CheckpointError]]:
-    """Each file's part, or why it cannot be one."""
-    for one in found:
-        try:
-            with PartReader(one.path) as reader:
-                yield one, reader.stored.part
-        except CheckpointError as error:
-            yield one, error
-
-
 def _entries(directory: Path) -> list[Path]:
     """What is in a directory, sorted; nothing where there is none."""
     try:
@@ -418,9 +400,8 @@ def _is_rank(name: str) -> bool:
 def read_first_header(directory: PartDirectory) -> Part | None:
     """The description of a part of the newest save here; None if there is none that is good."""
     for one in sorted(directory.find(), key=lambda one: one.part_id, reverse=True):
-        for _, part in read_headers([one]):
-            if isinstance(part, Part):
-                return part
+        with suppress(CheckpointError), PartReader(one.path) as reader:
+            return reader.stored.part
     return None
 
 

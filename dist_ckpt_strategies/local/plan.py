@@ -100,11 +100,6 @@ def build_retention(
     return frozenset([newest, *list(one_each.values())[: num_kept - 1]])
 
 
-def outdated(parts: Iterable[PartId], kept: Collection[SaveId]) -> list[PartId]:
-    """The parts of saves that are not kept, sorted."""
-    return sorted(part for part in parts if part.save not in kept)
-
-
 @dataclass(frozen=True, slots=True)
 class Transfer:
     """One part, from a rank that can read it to one that wants it; both may be the same."""
@@ -207,57 +202,36 @@ class Completeness:
     Attributes:
         save: the save.
         world_size: ranks that took part in it.
-        missing: ranks whose parts nobody can read.
+        missing: ranks whose parts no rank can read.
+        kinds: how the states are encoded.
     """
 
     save: SaveId
     world_size: int
     missing: tuple[int, ...]
+    kinds: frozenset[str] = frozenset()
 
 
-def choose_world_sizes(found: Iterable[tuple[PartId, int]]) -> dict[SaveId, int]:
-    """The world size of each save. Parts that state another one are not of it.
-
-    Parts of one save that were written together state the same. Where some do not, the largest
-    world of which every part is there counts; where there is none, the one with most parts.
-
-    Args:
-        found: every part that some rank can read, with the world size that it states.
-    """
-    ranks: defaultdict[tuple[SaveId, int], set[int]] = defaultdict(set)
-    for part_id, world_size in found:
-        ranks[part_id.save, world_size].add(part_id.global_rank)
-    best: dict[SaveId, tuple[bool, int, int]] = {}
-    for (save, world_size), of_world in ranks.items():
-        present = sum(rank < world_size for rank in of_world)
-        merit = (present == world_size, present, world_size)
-        best[save] = max(merit, best.get(save, merit))
-    return {save: world_size for save, (_, _, world_size) in best.items()}
-
-
-def build_survey(found: Iterable[tuple[PartId, int]]) -> tuple[Completeness, ...]:
+def build_survey(found: Iterable[tuple[PartId, int, str]]) -> tuple[Completeness, ...]:
     """What there is of each save, the newest first.
 
-    Args:
-        found: every part that some rank can read, with the world size that it states.
+    Parts that state different world sizes are of different saves, the largest world first.
 
-    Raises:
-        PlanError: the parts of one save state different world sizes.
+    Args:
+        found: every part that some rank can read, the world size that it states, and its kind.
     """
-    ranks: defaultdict[SaveId, set[int]] = defaultdict(set)
-    sizes: dict[SaveId, int] = {}
-    for part_id, world_size in sorted(set(found)):
-        if sizes.setdefault(part_id.save, world_size) != world_size:
-            raise PlanError(
-                f"{part_id} was saved by {world_size} ranks, and another part of the same save by "
-                f"{sizes[part_id.save]}"
-            )
-        ranks[part_id.save].add(part_id.global_rank)
+    kinds: defaultdict[tuple[SaveId, int], dict[int, str]] = defaultdict(dict)
+    for part_id, world_size, kind in found:
+        if part_id.global_rank < world_size:
+            kinds[part_id.save, world_size][part_id.global_rank] = kind
     return tuple(
         Completeness(
-            save, sizes[save], tuple(r for r in range(sizes[save]) if r not in ranks[save])
+            save,
+            world_size,
+            tuple(rank for rank in range(world_size) if rank not in of_save),
+            frozenset(of_save.values()),
         )
-        for save in sorted(sizes, reverse=True)
+        for (save, world_size), of_save in sorted(kinds.items(), reverse=True)
     )
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,20 @@ from dist_ckpt_strategies.local.part_format import (
     part_to_fields,
 )
 from dist_ckpt_strategies.storage.time_limit import clean_up_limit
+
+
+@dataclass(frozen=True, slots=True)
+class FilledPart:
+    """A rank's part of a save with its bytes.
+
+    Attributes:
+        part: its description.
+        payloads: the elements of its buffers, which may be the state's own memory; the last one is
+            the state without its tensors, pickled.
+    """
+
+    part: Part
+    payloads: tuple[torch.Tensor, ...]
 
 
 def tensors_in(memory: torch.Tensor, part: Part, layout: PartLayout) -> tuple[torch.Tensor, ...]:
@@ -101,8 +116,7 @@ OpenSink = Callable[[Part], PartSink | None]
 
 def run_replicate(
     comm: Communicator,
-    part: Part,
-    payloads: Sequence[torch.Tensor],
+    filled: FilledPart,
     open_sink: OpenSink,
     *,
     max_bucket_nbytes: int,
@@ -114,8 +128,7 @@ def run_replicate(
 
     Args:
         comm: the clique; a group of one stores its own file alone.
-        part: what this rank saves.
-        payloads: the elements of its buffers. They must not change before this returns.
+        filled: what this rank saves; its bytes must not change before this returns.
         open_sink: called for every file of the clique, this rank's own too.
         max_bucket_nbytes: bound on what travels at once in each direction.
 
@@ -125,20 +138,20 @@ def run_replicate(
         PlanError: a peer takes part in another save.
     """
     started = time.monotonic()
-    fields = agree_and_gather(comm, lambda: _checked_fields(part, payloads))
+    fields = agree_and_gather(comm, lambda: _checked_fields(filled.part, filled.payloads))
     with ExitStack() as sinks:
-        streams: list[_Stream] = []
+        streams: list[Stream] = []
 
         def prepare() -> Blocks:
             for found in _checked_parts(comm, fields):
-                stream = _Stream(found, open_sink)
+                stream = Stream(found, open_sink(found))
                 streams.append(stream)
                 if stream.sink is not None:
                     sinks.callback(_abandon, stream.sink)
-            own = streams[comm.rank]
-            read = _SharedReads(payloads, own.layout).read
-            nbytes = own.layout.nbytes - own.layout.header_nbytes
-            outgoing = [Outgoing("own tensors", rank, nbytes, read) for rank in range(comm.size)]
+            own = SharedReads(filled.payloads, streams[comm.rank].layout)
+            outgoing = [
+                Outgoing("own tensors", rank, own.nbytes, own.read) for rank in range(comm.size)
+            ]
             return outgoing, [stream.incoming(rank) for rank, stream in enumerate(streams)]
 
         def claim() -> list[int]:
@@ -181,13 +194,20 @@ def _checked_parts(comm: Communicator, fields: Sequence[Any]) -> list[Part]:
     return parts
 
 
-class _Stream:
-    """A file on its way to its sink."""
+class Stream:
+    """A file on its way to its sink.
 
-    def __init__(self, part: Part, open_sink: OpenSink) -> None:
+    Attributes:
+        part: what it holds.
+        layout: where its buffers are.
+        sink: where it goes.
+        digests: of the bytes that have passed.
+    """
+
+    def __init__(self, part: Part, sink: PartSink | None) -> None:
         self.part = part
         self.layout = part_layout(part)
-        self.sink = open_sink(part)
+        self.sink = sink
         self.digests = BufferDigests(part, self.layout)
 
     def incoming(self, rank: int) -> Incoming:
@@ -202,12 +222,13 @@ class _Stream:
             self.sink.write(self.layout.header_nbytes + start, host)
 
 
-class _SharedReads:
+class SharedReads:
     """Reads tensors for several receivers, each message once: they get their messages in step."""
 
     def __init__(self, payloads: Sequence[torch.Tensor], layout: PartLayout) -> None:
         offsets = [offset - layout.header_nbytes for offset in layout.byte_offsets]
         self._tensors = TensorBytes(payloads, offsets)
+        self.nbytes = layout.nbytes - layout.header_nbytes
         self._lock = threading.Lock()
         self._last: tuple[int, torch.Tensor] | None = None
 
@@ -224,7 +245,7 @@ def _abandon(sink: PartSink) -> None:
         sink.abandon()
 
 
-def _finish(comm: Communicator, streams: Sequence[_Stream], claimed: Sequence[list[int]]) -> None:
+def _finish(comm: Communicator, streams: Sequence[Stream], claimed: Sequence[list[int]]) -> None:
     """Compare what arrived with what was sent, and finish all files."""
     for rank, (stream, expected) in enumerate(zip(streams, claimed, strict=True)):
         pairs = enumerate(zip(stream.digests.values(), expected, strict=True))

@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.exchange import Blocks, Outgoing, exchange
 from dist_ckpt_strategies.comm.new_groups import new_group_of
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
@@ -25,17 +26,28 @@ from dist_ckpt_strategies.config import (
     local_world_size,
     options_from_environment,
 )
-from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
+from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.local.encoding import (
-    EncodedState,
     decode_state,
     default_local_allowed,
     encode_state,
 )
-from dist_ckpt_strategies.local.part_format import Part, PartId, SaveId
+from dist_ckpt_strategies.local.part_format import (
+    Part,
+    PartId,
+    SaveId,
+    part_from_fields,
+    part_layout,
+    part_to_fields,
+)
 from dist_ckpt_strategies.local.plan import Clique, ExchangePlan, build_cliques, build_exchange_plan
-from dist_ckpt_strategies.local.replicate import MemorySink, run_replicate
-from dist_ckpt_strategies.local.retrieve import MemorySource, RetrievedPart, run_retrieve
+from dist_ckpt_strategies.local.replicate import (
+    FilledPart,
+    MemorySink,
+    SharedReads,
+    Stream,
+    run_replicate,
+)
 from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import BackgroundWork
@@ -226,11 +238,10 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         states are on the CPU; ``restore_tensor_device`` moves them to their devices.
         """
         comm = self.communicator("replication", f"of {id_}")
-        allowed = default_local_allowed()
         sinks: dict[int, MemorySink] = {}
 
         me = comm.global_rank(comm.rank)
-        encoded: list[EncodedState] = []
+        encoded: list[FilledPart] = []
 
         def encode() -> str:
             self.let_finish(limit_of_wait(self._timeout_s))
@@ -247,8 +258,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
         run_replicate(
             comm,
-            encoded[0].part,
-            encoded[0].payloads,
+            encoded[0],
             open_sink,
             max_bucket_nbytes=self.max_bucket_bytes,
         )
@@ -257,11 +267,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             states = []
             for rank in range(comm.size):
                 sink = sinks.get(comm.global_rank(rank))
-                states.append(
-                    local_ckpt
-                    if sink is None
-                    else decode_state(RetrievedPart(sink.part, sink.tensors), allowed=allowed)
-                )
+                states.append(local_ckpt if sink is None else _decoded(sink))
             return states
 
         return agree(comm, decode), ids
@@ -306,35 +312,64 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             CorruptCheckpointError: one arrived damaged.
         """
         comm = self.communicator("retrieval")
-        agree(comm, lambda: self.let_finish(limit_of_wait(self._timeout_s)))
         me = comm.global_rank(comm.rank)
-        allowed = default_local_allowed()
+        sent: dict[str, FilledPart] = {}
+        sinks: dict[str, MemorySink] = {}
 
-        def open_source(id_: str) -> MemorySource:
-            if id_ not in my_data:
-                raise PlanError(f"the plan has this rank send {id_}, which my_data does not hold")
-            encoded = _encoded(my_data[id_], me)
-            return MemorySource(encoded.part, encoded.payloads)
+        def encode() -> dict[str, Any]:
+            self.let_finish(limit_of_wait(self._timeout_s))
+            for id_ in sorted({t.id_ for t in plan.transfers if t.sender == me}):
+                if id_ not in my_data:
+                    raise PlanError(
+                        f"the plan has this rank send {id_}, which my_data does not hold"
+                    )
+                sent[id_] = _encoded(my_data[id_], me)
+            return {id_: part_to_fields(filled.part) for id_, filled in sent.items()}
 
-        found = run_retrieve(
+        fields = agree_and_gather(comm, encode)
+
+        exchange(
             comm,
-            lambda: _in_group(plan, comm),
-            open_source,
-            message_nbytes=self.max_bucket_bytes,
+            lambda: _blocks_of(comm, plan, sent, fields, sinks),
+            max_inflight_nbytes=self.max_bucket_bytes,
         )
 
         def decode() -> dict[str, TensorAwareStateDict]:
-            if found.bad:
-                raise CorruptCheckpointError("; ".join(bad.reason for bad in found.bad))
-            return {
-                id_: my_data[id_] if _is_own(plan, id_, me) else decode_state(part, allowed=allowed)
-                for id_, part in found.parts.items()
-            }
+            own = {t.id_: my_data[t.id_] for t in plan.transfers if t.sender == t.receiver == me}
+            return own | {id_: _decoded(sink) for id_, sink in sinks.items()}
 
         return agree(comm, decode)
 
 
-def _encoded(state: TensorAwareStateDict, rank: int) -> EncodedState:
+def _blocks_of(
+    comm: Communicator,
+    plan: ExchangePlan,
+    sent: Mapping[str, FilledPart],
+    fields: Sequence[Mapping[str, Any]],
+    sinks: dict[str, MemorySink],
+) -> Blocks:
+    """What a plan has this rank send and receive; the memory for the latter goes into ``sinks``."""
+    numbers = {comm.global_rank(rank): rank for rank in range(comm.size)}
+    moved = [t for t in plan.renumbered(numbers).transfers if t.sender != t.receiver]
+    outgoing, incoming = [], []
+    for t in moved:
+        if t.sender == comm.rank:
+            reads = SharedReads(sent[t.id_].payloads, part_layout(sent[t.id_].part))
+            outgoing.append(Outgoing(t.id_, t.receiver, reads.nbytes, reads.read))
+        if t.receiver == comm.rank:
+            sink = sinks[t.id_] = MemorySink(part_from_fields(fields[t.sender][t.id_]))
+            incoming.append(Stream(sink.part, sink).incoming(t.sender))
+    return outgoing, incoming
+
+
+def _decoded(sink: MemorySink) -> TensorAwareStateDict:
+    found: TensorAwareStateDict = decode_state(
+        FilledPart(sink.part, sink.tensors), allowed=default_local_allowed()
+    )
+    return found
+
+
+def _encoded(state: TensorAwareStateDict, rank: int) -> FilledPart:
     part_id = PartId(_IN_MEMORY, rank)
     allowed = default_local_allowed()
     return encode_state(state, part_id, world_size=1, session_id="", allowed=allowed)
@@ -346,15 +381,6 @@ def _by_rank(
     """The ids that each member has; NVRx hands on a list of all ranks' as it was gathered."""
     found = ids if isinstance(ids, Mapping) else dict(enumerate(ids))
     return {rank: list(map(str, found.get(rank, ()))) for rank in members}
-
-
-def _in_group(plan: ExchangePlan, comm: Communicator) -> ExchangePlan:
-    numbers = {comm.global_rank(rank): rank for rank in range(comm.size)}
-    return plan.renumbered(numbers)
-
-
-def _is_own(plan: ExchangePlan, id_: str, me: int) -> bool:
-    return any(t.id_ == id_ and t.sender == t.receiver == me for t in plan.transfers)
 
 
 EagerT = TypeVar("EagerT", bound=ReplicationStrategy)

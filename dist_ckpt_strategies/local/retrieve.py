@@ -13,13 +13,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import xxhash
 
 from dist_ckpt_strategies.comm.agree import agree_and_gather
 from dist_ckpt_strategies.comm.base import Bytes, Communicator
 from dist_ckpt_strategies.comm.exchange import MESSAGE_NBYTES, Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.core.report import RetrievalReport
-from dist_ckpt_strategies.device import TensorBytes, host_memory, to_host
+from dist_ckpt_strategies.device import host_memory
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -30,15 +29,12 @@ from dist_ckpt_strategies.local.part_files import PartReader
 from dist_ckpt_strategies.local.part_format import (
     PREFIX_NBYTES,
     BufferDigests,
-    Part,
     StoredPart,
     decode_header,
     description_nbytes,
-    encode_header,
-    part_layout,
 )
 from dist_ckpt_strategies.local.plan import ExchangePlan, Transfer
-from dist_ckpt_strategies.local.replicate import tensors_in
+from dist_ckpt_strategies.local.replicate import FilledPart, tensors_in
 from dist_ckpt_strategies.storage.io_pool import OrderedQueues, run_with_limit, settled
 
 _MAX_READERS = 4
@@ -98,47 +94,6 @@ class FileSource:
             self._reader.close()
 
 
-class MemorySource:
-    """A file that is made of tensors in this process; see FileSource."""
-
-    def __init__(self, part: Part, payloads: Sequence[torch.Tensor]) -> None:
-        layout = part_layout(part)
-        tensors = TensorBytes(payloads)
-        digests = [
-            xxhash.xxh3_64_intdigest(to_host([tensors.bytes_of(number)])[0].data)
-            for number in range(len(payloads))
-        ]
-        header = torch.frombuffer(bytearray(encode_header(part, digests)), dtype=torch.uint8)
-        self._tensors = TensorBytes([header, *payloads], [0, *layout.byte_offsets])
-        self.stored: StoredPart | None = StoredPart(part, tuple(digests), layout)
-        self.failure: CheckpointError | None = None
-        self.read_nbytes = 0
-
-    def read(self, byte_offset: int, buffer: torch.Tensor) -> torch.Tensor:
-        """See FileSource."""
-        return self._tensors.read(byte_offset, buffer)
-
-    def close(self) -> None:
-        """See FileSource."""
-
-
-PartSource = FileSource | MemorySource
-"""A copy that other ranks may get."""
-
-
-@dataclass(frozen=True, slots=True)
-class RetrievedPart:
-    """A file in memory, its digests compared.
-
-    Attributes:
-        part: what it holds.
-        payloads: the elements of its buffers, on the host.
-    """
-
-    part: Part
-    payloads: tuple[torch.Tensor, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class BadCopy:
     """A copy that cannot be used.
@@ -165,7 +120,7 @@ class Retrieval:
         report: in numbers.
     """
 
-    parts: Mapping[str, RetrievedPart]
+    parts: Mapping[str, FilledPart]
     bad: tuple[BadCopy, ...]
     report: RetrievalReport
 
@@ -173,7 +128,7 @@ class Retrieval:
 def run_retrieve(
     comm: Communicator,
     decide: Callable[[], ExchangePlan],
-    open_source: Callable[[str], PartSource],
+    open_source: Callable[[str], FileSource],
     *,
     message_nbytes: int,
 ) -> Retrieval:
@@ -229,11 +184,11 @@ class _Files:
         self._rank = comm.rank
         self._stack = stack
         self._transfers: tuple[Transfer, ...] = ()
-        self._own_reads: list[tuple[PartSource, Future[None]]] = []
-        self.sources: dict[str, PartSource] = {}
+        self._own_reads: list[tuple[FileSource, Future[None]]] = []
+        self.sources: dict[str, FileSource] = {}
         self.arrivals: dict[Transfer, _Arrival] = {}
 
-    def open(self, plan: ExchangePlan, source_of: Callable[[str], PartSource]) -> dict[str, int]:
+    def open(self, plan: ExchangePlan, source_of: Callable[[str], FileSource]) -> dict[str, int]:
         """Open the files of a plan; returns the sizes of those that can be used, by id."""
         self._transfers = plan.transfers
         for part_id in sorted({t.id_ for t in plan.transfers if t.sender == self._rank}):
@@ -308,7 +263,7 @@ class _Arrival:
         """All its bytes, the header first."""
         return Incoming(transfer.id_, transfer.sender, self.nbytes, self._take, self._place)
 
-    def reads_of(self, source: PartSource) -> Iterator[Callable[[], None]]:
+    def reads_of(self, source: FileSource) -> Iterator[Callable[[], None]]:
         """What reads it from this node, buffers together that are small; threads may share it."""
         assert source.stored is not None  # noqa: S101 - others are not moved
         self._stored, layout = source.stored, source.stored.layout
@@ -321,12 +276,9 @@ class _Arrival:
             end = start + buffer.nbytes
         yield partial(self._read, source, first, end)
 
-    def _read(self, source: PartSource, first: int, end: int) -> None:
+    def _read(self, source: FileSource, first: int, end: int) -> None:
         for start in range(first, end, _READ_NBYTES):
-            memory = self._place(start, min(_READ_NBYTES, end - start))
-            content = source.read(start, memory)
-            if content.data_ptr() != memory.data_ptr():
-                memory.copy_(content)
+            memory = source.read(start, self._place(start, min(_READ_NBYTES, end - start)))
             assert self._digests is not None  # noqa: S101 - see reads_of
             self._digests.take(start, memory.numpy())
 
@@ -369,11 +321,11 @@ class _Arrival:
                 )
         return None
 
-    def part(self) -> RetrievedPart:
+    def part(self) -> FilledPart:
         """The file, once it is known to be whole."""
         assert self._stored is not None  # noqa: S101 - it has no damage
         part, layout = self._stored.part, self._stored.layout
-        return RetrievedPart(part, tensors_in(self._memory, part, layout))
+        return FilledPart(part, tensors_in(self._memory, part, layout))
 
 
 def _num_readers() -> int:

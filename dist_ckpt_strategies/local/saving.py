@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.errors import PlanError, StorageError
-from dist_ckpt_strategies.local.loading import Availability
+from dist_ckpt_strategies.local.loading import Inventory
 from dist_ckpt_strategies.local.part_files import FoundPart, PartDirectory
 from dist_ckpt_strategies.local.part_format import SaveId
-from dist_ckpt_strategies.local.plan import build_retention, outdated
+from dist_ckpt_strategies.local.plan import build_retention
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def require_possible(intents: Mapping[int, Intent], directory: PartDirectory) ->
             )
 
 
-def require_complete(found: Availability, save: SaveId) -> None:
+def require_complete(found: Inventory, save: SaveId) -> None:
     """Raise unless some rank can read each part of a save.
 
     Args:
@@ -95,12 +95,12 @@ def require_complete(found: Availability, save: SaveId) -> None:
     Raises:
         StorageError: parts that were written are gone, or cannot be read; says whose.
     """
-    of_save = next((one for one in found.survey() if one.save == save), None)
-    if of_save is None or of_save.missing:
-        whose = ", ".join(map(str, of_save.missing)) if of_save else "all"
+    states = [one.missing for one in found.saves() if one.save == save]
+    if () not in states:
+        whose = ", ".join(map(str, states[0])) if states else "all"
         raise StorageError(
-            f"the local save of iteration {save.iteration} is not whole: nobody can read any more "
-            f"what was written of ranks {whose}"
+            f"the local save of iteration {save.iteration} is not whole: no rank can read what was "
+            f"written of ranks {whose}"
         )
 
 
@@ -123,7 +123,7 @@ def remove_save(directory: PartDirectory, holder: int, save: SaveId) -> None:
 def remove_outdated(
     comm: Communicator,
     directory: PartDirectory,
-    found: Availability,
+    found: Inventory,
     newest: SaveId,
     num_kept: int,
 ) -> None:
@@ -140,7 +140,7 @@ def remove_outdated(
         newest: the save that has just been completed.
         num_kept: saves to keep.
     """
-    complete = [one.save for one in found.survey() if not one.missing]
+    complete = [one.save for one in found.saves() if not one.missing]
     kept = build_retention(complete, newest, num_kept)
     try:
         holders = _responsible(comm, directory, found)
@@ -150,8 +150,7 @@ def remove_outdated(
     except StorageError as error:
         logger.warning("old local checkpoints are still there: %s", error)
         return
-    doomed = set(outdated([one.part_id for one in parts], kept))
-    _remove(directory, (p for p in parts if p.part_id in doomed and p.holder in holders))
+    _remove(directory, (p for p in parts if p.holder in holders and p.part_id.save not in kept))
 
 
 def _remove(directory: PartDirectory, parts: Iterable[FoundPart]) -> None:
@@ -162,9 +161,7 @@ def _remove(directory: PartDirectory, parts: Iterable[FoundPart]) -> None:
             logger.warning("%s is still there: %s", part.part_id, error)
 
 
-def _responsible(
-    comm: Communicator, directory: PartDirectory, found: Availability
-) -> frozenset[int]:
+def _responsible(comm: Communicator, directory: PartDirectory, found: Inventory) -> frozenset[int]:
     """The holders whose outdated parts this rank removes."""
     me = comm.global_rank(comm.rank)
     here = [comm.global_rank(rank) for rank in found.neighbours(comm.rank)]

@@ -85,43 +85,25 @@ def fetched_objects(
     if not wanted:
         return {}
     names = sorted(wanted)
-    holding = agree_and_gather(comm, lambda: [n for n, name in enumerate(names) if name in objects])
+    contents = agree_and_gather_bytes(
+        comm, lambda: pickle.dumps({name: objects[name] for name in names if name in objects})
+    )
 
-    def senders() -> dict[ObjectId, int]:
-        able = _first_holders(holding)
-        found = {}
-        for number, name in enumerate(names):
-            if number not in able:
+    def take() -> dict[ObjectId, Any]:
+        found: dict[ObjectId, Any] = {}
+        for content in contents:
+            held = pickle.loads(content)  # noqa: S301 - of a rank of this job
+            found = {**held, **found}
+        for name in names:
+            if name not in found:
                 raise ArrayNotFoundError(
                     f"{name.unique_key}: rank {comm.global_rank(wanted[name])} wants this object, "
                     "which no part of the checkpoint holds",
                     key=name.key,
                 )
-            found[name] = able[number]
-        return found
-
-    planned = agree(comm, senders)
-    mine = [name for name, rank in planned.items() if rank == comm.rank]
-    contents = agree_and_gather_bytes(comm, lambda: pickle.dumps([objects[name] for name in mine]))
-
-    def take() -> dict[ObjectId, Any]:
-        found: dict[ObjectId, Any] = {}
-        for rank, content in enumerate(contents):
-            sent = [name for name, sender in planned.items() if sender == rank]
-            held = pickle.loads(content)  # noqa: S301 - of a rank of this job
-            found.update(zip(sent, held, strict=True))
         return found
 
     return agree(comm, take)
-
-
-def _first_holders(holding: Sequence[Sequence[int]]) -> dict[int, int]:
-    """The first rank that holds each object, by the objects' numbers."""
-    found: dict[int, int] = {}
-    for rank, held in enumerate(holding):
-        for number in held:
-            found.setdefault(number, rank)
-    return found
 
 
 def fetched_shards(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence, ValuesView
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,97 +13,16 @@ from dist_ckpt_strategies.errors import PlanError
 
 
 class TensorAwareStateDict(ABC):
-    """A state dict whose tensors can be told from the rest of it.
+    """A state dict that holds its tensors in order or, once taken out, their shapes and dtypes.
 
     The names are those of NVIDIA's resiliency extension. The manager stores the classes of this
     package and Megatron-Core's.
     """
 
-    @abstractmethod
-    def pop_tensors(self) -> Sequence[torch.Tensor]:
-        """Take the tensors out, in their order; the state is hollow then.
-
-        Raises:
-            PlanError: it is hollow already.
-        """
-
-    @property
-    @abstractmethod
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """The tensors, always in the same order.
-
-        Raises:
-            PlanError: the state is hollow.
-        """
-
-    @property
-    @abstractmethod
-    def is_hollow(self) -> bool:
-        """Whether the tensors have been taken out, and nothing put in their place."""
-
-    @abstractmethod
-    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
-        """Put tensors into a hollow state, in the order of ``pop_tensors``.
-
-        Raises:
-            PlanError: the state is not hollow, or it is another number of tensors.
-        """
-
-    @abstractmethod
-    def init_tensors(self) -> None:
-        """Fill a hollow state with uninitialised tensors of the shapes, dtypes and devices it had.
-
-        Raises:
-            PlanError: the state is not hollow.
-        """
-
-    @abstractmethod
-    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Replace every tensor by a copy on the CPU, and remember the device of each.
-
-        Args:
-            non_blocking: return before copies from a device are done.
-        """
-
-    @abstractmethod
-    def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
-        """Move every tensor back to the device that it was on.
-
-        Args:
-            non_blocking: return before copies to a device are done.
-        """
-
-    @property
-    @abstractmethod
-    def state_dict(self) -> Any:
-        """What a training script loads: the state with its tensors in their places.
-
-        Raises:
-            PlanError: the state is hollow.
-        """
-
-    def values(self) -> ValuesView[Any]:
-        """The values of the state dict's first level."""
-        found: ValuesView[Any] = self.state_dict.values()
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Outline:
-    """What is known of a tensor that has been taken out."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
-class SlottedStateDict(TensorAwareStateDict):
-    """A state dict that holds its tensors in order or, once they are taken out, their outlines."""
-
     def _hold(self, tensors: Iterable[torch.Tensor], devices: Sequence[str] | None = None) -> None:
         """Begin with these tensors; by default each belongs to the device that it is on."""
         self._tensors: list[torch.Tensor] | None = list(tensors)
-        self._outlines: list[_Outline] = []
+        self._outlines: list[tuple[torch.Size, torch.dtype]] = []
         if devices is None:
             self._homes = [tensor.device for tensor in self._tensors]
         else:
@@ -120,29 +38,55 @@ class SlottedStateDict(TensorAwareStateDict):
             raise PlanError("the state is not hollow: call pop_tensors first")
 
     @property
+    @abstractmethod
+    def state_dict(self) -> Any:
+        """What a training script loads: the state with its tensors in their places.
+
+        Raises:
+            PlanError: the state is hollow.
+        """
+
+    def values(self) -> ValuesView[Any]:
+        """The values of the state dict's first level."""
+        found: ValuesView[Any] = self.state_dict.values()
+        return found
+
+    @property
     def devices(self) -> list[str]:
         """The kind of device that each tensor belongs to."""
         return [home.type for home in self._homes]
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """See TensorAwareStateDict."""
+        """The tensors, always in the same order.
+
+        Raises:
+            PlanError: the state is hollow.
+        """
         return iter(self._require_tensors())
 
     @property
     def is_hollow(self) -> bool:
-        """See TensorAwareStateDict."""
+        """Whether the tensors have been taken out, and none put in their place."""
         return self._tensors is None
 
     def pop_tensors(self) -> Sequence[torch.Tensor]:
-        """See TensorAwareStateDict."""
+        """Take the tensors out, in their order; the state is hollow then.
+
+        Raises:
+            PlanError: it is hollow already.
+        """
         tensors = self._require_tensors()
-        self._outlines = [_Outline(t.shape, t.dtype, t.device) for t in tensors]
+        self._outlines = [(tensor.shape, tensor.dtype) for tensor in tensors]
         self._tensors = None
         return tensors
 
     def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
-        """See TensorAwareStateDict."""
+        """Put tensors into a hollow state, in the order of ``pop_tensors``.
+
+        Raises:
+            PlanError: the state is not hollow, or it is another number of tensors.
+        """
         self._require_hollow()
         found = list(tensor_data)
         if len(found) != len(self._homes):
@@ -150,25 +94,35 @@ class SlottedStateDict(TensorAwareStateDict):
         self._tensors = found
 
     def init_tensors(self) -> None:
-        """See TensorAwareStateDict."""
+        """Fill a hollow state with uninitialised tensors of the shapes, dtypes and devices it had.
+
+        Raises:
+            PlanError: the state is not hollow.
+        """
         self._require_hollow()
         self._tensors = [
-            torch.empty(outline.shape, dtype=outline.dtype, device=home)
-            for outline, home in zip(self._outlines, self._homes, strict=True)
+            torch.empty(shape, dtype=dtype, device=home)
+            for (shape, dtype), home in zip(self._outlines, self._homes, strict=True)
         ]
 
     def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002
-        """See TensorAwareStateDict."""
+        """Replace every tensor by a copy on the CPU, and remember the device of each.
+
+        Args:
+            non_blocking: return before copies from a device are done.
+        """
         cpu = torch.device("cpu")
         self._tensors = [
-            tensor.detach().clone()
-            if tensor.device.type == "cpu"
-            else tensor.detach().to(cpu, non_blocking=non_blocking)
+            tensor.detach().to(cpu, non_blocking=non_blocking, copy=True)
             for tensor in self._require_tensors()
         ]
 
     def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
-        """See TensorAwareStateDict."""
+        """Move every tensor back to the device that it was on.
+
+        Args:
+            non_blocking: return before copies to a device are done.
+        """
         self._tensors = [
             tensor
             if tensor.device.type == home.type
@@ -183,7 +137,7 @@ class TensorPlace(int):
     __slots__ = ()
 
 
-class BasicTensorAwareStateDict(SlottedStateDict):
+class BasicTensorAwareStateDict(TensorAwareStateDict):
     """Any nested dicts, lists and tuples; their tensors may be on the CPU and on devices.
 
     The caller's containers are left as they are: what is taken out and put in concerns this

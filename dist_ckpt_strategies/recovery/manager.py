@@ -294,11 +294,9 @@ class CheckpointManager(StepKeeper):
         self._is_filling = False
         plan = self._plan(comm, new, with_digests=False)
         kept = self._kept
-        survivor = (
-            None
-            if kept is None
-            else Survivor(self._view(kept.provider), kept.step, kept.phase, self._finish_step)
-        )
+        survivor = None
+        if kept is not None:
+            survivor = Survivor(self._view(kept.provider), self._finish_step)
         return run_recovery(
             comm,
             plan,

@@ -140,7 +140,7 @@ class PEFTCheckpointManager(CheckpointManager):
 
         plan = plan_recovery(comm, describe, parts)
         old = None if weights is None else HeldTensors(lambda: {_BASE: weights})
-        survivor = None if old is None else Survivor(old, 0, Phase.RUNNING, old.apply_update)
+        survivor = None if old is None else Survivor(old, old.apply_update)
         target = HeldTensors(lambda: {_BASE: self._base_of(provider)})
         random_states = {} if weights is None else known
         recovered = run_recovery(

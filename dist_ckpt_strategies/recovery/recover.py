@@ -34,7 +34,6 @@ from dist_ckpt_strategies.recovery.part_transfer import (
     load_objects,
 )
 from dist_ckpt_strategies.recovery.plan import (
-    Phase,
     RankFacts,
     RecoveryPlan,
     Role,
@@ -60,14 +59,10 @@ class Survivor:
 
     Attributes:
         provider: of the attempt that ended; its tensors are the source.
-        step: that it was in.
-        phase: how far it was within it.
-        finish_step: finishes that step from the provider's gradients, and notes that it has.
+        finish_step: finishes its step from the provider's gradients, and notes that it has.
     """
 
     provider: StateProvider
-    step: int
-    phase: Phase
     finish_step: Callable[[], None]
 
 

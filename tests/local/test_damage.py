@@ -64,7 +64,7 @@ class Nodes:
         )
 
         run_replicate(
-            comm, encoded.part, encoded.payloads,
+            comm, encoded,
             lambda part: self.directory(rank).create(part, rank), max_bucket_nbytes=1 << 20,
         )  # fmt: skip
 

@@ -34,7 +34,7 @@ from dist_ckpt_strategies.local import (
 )
 from dist_ckpt_strategies.local.encoding import decode_parts, default_local_allowed, encode_state
 from dist_ckpt_strategies.local.part_format import PartId, SaveId
-from dist_ckpt_strategies.local.retrieve import RetrievedPart
+from dist_ckpt_strategies.local.replicate import FilledPart
 from dist_ckpt_strategies.megatron.types import TENSOR_AWARE_CLASS, tensor_aware_class
 
 
@@ -75,7 +75,7 @@ def parts_of(*states: Any, forge: Callable[[Any], Any] = lambda part: part) -> A
             allowed=allowed,
         )
         payloads = tuple(payload.clone() for payload in encoded.payloads)
-        retrieved.append(RetrievedPart(forge(encoded.part), payloads))
+        retrieved.append(FilledPart(forge(encoded.part), payloads))
     return decode_parts(retrieved, allowed=allowed)
 
 

@@ -168,11 +168,11 @@ def test_a_lost_clique_means_the_save_before_or_an_error_everywhere(tmp_path: Pa
         assert seen["own copy damaged"] == ("ok", "40")
         kind, text = seen["all truncated"]
         assert kind == "NoReplicasAvailableError"
-        assert "iteration 40: nobody has the parts of ranks 2" in text
+        assert "iteration 40: no rank has the parts of ranks 2" in text
         latest, (kind, text) = seen["clique lost"]
         assert latest == ("ok", "-1")
         assert kind == "NoReplicasAvailableError"
-        assert "iteration 50: nobody has the parts of ranks 1, 3" in text
+        assert "iteration 50: no rank has the parts of ranks 1, 3" in text
 
 
 def change_places(rank: int, root: str) -> dict[str, Any]:
@@ -334,7 +334,9 @@ def count_messages(rank: int, root: str) -> list[int]:
 
 
 def test_the_bound_on_what_travels_in_a_save_is_the_strategys(tmp_path: Path) -> None:
-    assert run(4, count_messages, tmp_path) == [[400_000, 20_000]] * 4
+    for of_large_bound, of_small_bound in run(4, count_messages, tmp_path):
+        assert of_large_bound > 400_000
+        assert of_small_bound == 20_000
 
 
 def call_something_else(rank: int, root: str) -> list[Outcome]:

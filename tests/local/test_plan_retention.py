@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dist_ckpt_strategies.local.part_format import PartId, SaveId
-from dist_ckpt_strategies.local.plan import build_retention, outdated
+from dist_ckpt_strategies.local.part_format import SaveId
+from dist_ckpt_strategies.local.plan import build_retention
 
 A, B, C = SaveId(10, "a"), SaveId(20, "b"), SaveId(30, "c")
 
@@ -28,7 +28,3 @@ def test_of_two_saves_of_one_iteration_the_later_is_kept() -> None:
     again = SaveId(10, "b")
 
     assert build_retention([A, again, C], C, 2) == {again, C}
-
-
-def test_outdated_parts_are_those_of_other_saves() -> None:
-    assert outdated([PartId(B, 1), PartId(A, 1), PartId(C, 0)], {C}) == [PartId(A, 1), PartId(B, 1)]

@@ -14,7 +14,6 @@ from dist_ckpt_strategies.local.plan import (
     Completeness,
     build_exchange_plan,
     build_survey,
-    choose_world_sizes,
     spread_parts,
 )
 
@@ -68,36 +67,23 @@ def test_a_plan_can_be_renumbered_and_says_which_rank_is_strange() -> None:
 
 def test_a_survey_lists_the_newest_save_first_and_what_is_missing() -> None:
     old, new = SaveId(5, "a"), SaveId(9, "b")
-    found = [(PartId(old, 0), 2), (PartId(old, 1), 2), (PartId(new, 1), 2), (PartId(new, 1), 2)]
+    found = [(PartId(old, 0), 2, "x"), (PartId(old, 1), 2, "y"), (PartId(new, 1), 2, "x")]
 
-    assert build_survey(found) == (Completeness(new, 2, (0,)), Completeness(old, 2, ()))
+    assert build_survey([*found, found[-1]]) == (
+        Completeness(new, 2, (0,), frozenset("x")),
+        Completeness(old, 2, (), frozenset("xy")),
+    )
 
 
-def test_two_saves_of_one_iteration_do_not_mix() -> None:
+def test_two_saves_of_one_iteration_and_worlds_of_other_sizes_do_not_mix() -> None:
     first, second = SaveId(5, "a"), SaveId(5, "b")
-    survey = build_survey([(PartId(first, 0), 2), (PartId(second, 1), 2)])
+    found = [(PartId(first, 0), 2, ""), (PartId(second, 1), 2, ""), (PartId(first, 1), 3, "")]
 
-    assert [one.missing for one in survey] == [(0,), (1,)]
-
-
-def test_parts_of_one_save_that_disagree_on_its_size_are_refused() -> None:
-    save = SaveId(5, "a")
-    with pytest.raises(PlanError, match="saved by 3 ranks"):
-        build_survey([(PartId(save, 0), 2), (PartId(save, 1), 3)])
-
-
-def test_the_largest_world_of_which_every_part_is_there_counts() -> None:
-    save, other = SaveId(5, "a"), SaveId(6, "b")
-    found = [(PartId(save, rank), 2) for rank in range(2)]
-
-    assert choose_world_sizes(found) == {save: 2}
-    assert choose_world_sizes([*found, (PartId(save, 0), 1)]) == {save: 2}
-    assert choose_world_sizes([*found, *((PartId(save, r), 8) for r in range(7))]) == {save: 2}
-    assert choose_world_sizes([*found, (PartId(save, 7), 1), (PartId(other, 0), 4)]) == {
-        save: 2,
-        other: 4,
-    }
-    assert choose_world_sizes([*found[:1], (PartId(save, 0), 3), (PartId(save, 1), 3)]) == {save: 3}
+    assert [(one.save, one.missing) for one in build_survey(found)] == [
+        (second, (0,)),
+        (first, (0, 2)),
+        (first, (1,)),
+    ]
 
 
 def test_parts_of_a_larger_world_are_taken_by_ranks_that_have_them() -> None:

@@ -10,19 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dist_ckpt_strategies.comm.base import Communicator, SoloCommunicator
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.local.part_files import PartDirectory
 from dist_ckpt_strategies.local.part_format import PartId
 from dist_ckpt_strategies.local.plan import ExchangePlan, build_exchange_plan
-from dist_ckpt_strategies.local.replicate import run_replicate
+from dist_ckpt_strategies.local.replicate import FilledPart, run_replicate
 from dist_ckpt_strategies.local.retrieve import (
     FileSource,
-    MemorySource,
-    PartSource,
     Retrieval,
     run_retrieve,
 )
@@ -61,7 +57,7 @@ class Disks:
 
         tensors = self.states[owner]
         run_replicate(
-            SoloCommunicator(rank), part_of(owner, tensors), tensors,
+            SoloCommunicator(rank), FilledPart(part_of(owner, tensors), tuple(tensors)),
             lambda part: directory.create(part, rank), max_bucket_nbytes=1 << 20,
         )  # fmt: skip
         return directory.holder_directory(rank) / f"{PartId(SAVE, owner)}.part"
@@ -78,7 +74,7 @@ class Disks:
     def retrieve(self, comm: Communicator, plan: ExchangePlan) -> Retrieval:
         """Carry it out. Collective."""
 
-        def open_source(part_id: str) -> PartSource:
+        def open_source(part_id: str) -> FileSource:
             return FileSource(part_id, self.paths.get((comm.rank, owner_of(part_id))))
 
         return run_retrieve(comm, lambda: plan, open_source, message_nbytes=self.message_nbytes)
@@ -136,43 +132,6 @@ def test_one_holder_serves_all(tmp_path: Path) -> None:
         assert (found.report.read_nbytes > 0) == (rank == 2)
 
 
-def test_many_want_the_same_part(tmp_path: Path) -> None:
-    disks = Disks(tmp_path, mixed(), [{1}, set(), {1}, set()])
-    for found in disks.run({rank: [1] for rank in range(4)}):
-        disks.require_whole(found, [1])
-
-
-def test_a_rank_that_wants_nothing_gets_nothing(tmp_path: Path) -> None:
-    disks = Disks(tmp_path, mixed(), [{0, 1, 2}, set()])
-    first, second = disks.run({1: [0, 1, 2]})
-
-    disks.require_whole(first, [])
-    disks.require_whole(second, [0, 1, 2])
-
-
-WORLDS = st.integers(1, 4).flatmap(
-    lambda size: st.tuples(
-        st.lists(st.sets(st.integers(0, 2)), min_size=size, max_size=size),
-        st.lists(st.sets(st.integers(0, 2)), min_size=size, max_size=size),
-        st.sampled_from([100, 4096, 1 << 20]),
-    )
-)
-
-
-@settings(max_examples=25)
-@given(WORLDS)
-def test_whoever_has_it_whoever_wants_it_gets_it(
-    tmp_path_factory: pytest.TempPathFactory, world: tuple[list[set[int]], list[set[int]], int]
-) -> None:
-    held, wishes, message_nbytes = world
-    held[0] |= {0, 1, 2}
-    states = [[noise(n, n) for n in sizes] for sizes in ([7, 0, 5000], [9000], [])]
-    disks = Disks(tmp_path_factory.mktemp("disks"), states, held, message_nbytes)
-    results = disks.run({rank: sorted(wish) for rank, wish in enumerate(wishes)})
-    for wish, found in zip(wishes, results, strict=True):
-        disks.require_whole(found, sorted(wish))
-
-
 @pytest.mark.parametrize(
     "damage", ["flipped", "truncated", "emptied", "missing", "renamed", "pipe"]
 )
@@ -207,7 +166,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_reported(tmp_path: Path) -> None
     plan = disks.plan({0: [0], 1: [0]})
 
     def retrieve(comm: Communicator) -> Retrieval:
-        def open_source(part_id: str) -> PartSource:
+        def open_source(part_id: str) -> FileSource:
             source = FileSource(part_id, disks.paths[0, 0])
             os.truncate(disks.paths[0, 0], 20_000)
             return source
@@ -251,30 +210,11 @@ def test_a_byte_that_changes_on_the_way_never_gets_in(number: int, tmp_path: Pat
         assert found.parts == {}
 
 
-def test_what_is_in_memory_is_sent_as_it_is() -> None:
-    states = mixed()
-    ids = [str(PartId(SAVE, owner)) for owner in range(3)]
-    plan = build_exchange_plan({0: ids, 1: [], 2: ids[:1]}, {0: [], 1: ids, 2: ids[:2]})
-
-    def retrieve(comm: Communicator) -> Retrieval:
-        def open_source(part_id: str) -> PartSource:
-            tensors = states[owner_of(part_id)]
-            return MemorySource(part_of(owner_of(part_id), tensors), tensors)
-
-        return run_retrieve(comm, lambda: plan, open_source, message_nbytes=500)
-
-    _, second, third = run_ranks(3, retrieve)
-    for part_id, found in [*second.parts.items(), *third.parts.items()]:
-        assert list(map(bytes_of, found.payloads)) == list(map(bytes_of, states[owner_of(part_id)]))
-    assert list(second.parts) == ids
-    assert list(third.parts) == ids[:2]
-
-
 def test_a_source_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) -> None:
     disks = Disks(tmp_path, mixed(), [{0}, set()])
     plan = disks.plan({1: [0]})
 
-    def open_source(part_id: str) -> PartSource:
+    def open_source(part_id: str) -> FileSource:
         raise PlanError(f"{part_id}: nothing of that name")
 
     seen = run_ranks(
