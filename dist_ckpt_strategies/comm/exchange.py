@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import xxhash
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Buffer, Communicator, Message, Receive, Send
+from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
 from dist_ckpt_strategies.device import host_memory, to_host, uses_cuda
 from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageTimeoutError
 from dist_ckpt_strategies.storage.io_pool import OrderedQueues, settled
@@ -113,7 +113,7 @@ def exchange(
             stack.enter_context(made[0].threads)
             return [max_inflight_nbytes, made[0].num_peers]
 
-        bounds = agree_and_gather(comm, begin)
+        bounds = run_and_gather(comm, begin)
         share = min(nbytes for nbytes, _ in bounds) // max(1, *(peers for _, peers in bounds))
         rounds = made[0]
         rounds.run(max(1, min(share, MESSAGE_NBYTES)))
@@ -122,9 +122,9 @@ def exchange(
             rounds.require_success()
             return [rounds.sent_digests(), finish()]
 
-        answers = agree_and_gather(comm, end)
+        answers = run_and_gather(comm, end)
         if compares_digests:
-            agree(comm, lambda: rounds.compare([digests for digests, _ in answers]))
+            run_collectively(comm, lambda: rounds.compare([digests for digests, _ in answers]))
     return [answer for _, answer in answers]
 
 

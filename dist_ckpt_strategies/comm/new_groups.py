@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dist_ckpt_strategies.comm.agree import agree_and_gather
+from dist_ckpt_strategies.comm.collective import run_and_gather
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
     is_distributed,
@@ -31,7 +31,7 @@ def new_gloo_groups(
         StrategyError: some rank is not in the group that it has given.
     """
     world = open_communicator(None, timeout_s=timeout_s, purpose="making of gloo groups")
-    answers = agree_and_gather(world, lambda: ranks_to_wire(_member_ranks(group)))
+    answers = run_and_gather(world, lambda: ranks_to_wire(_member_ranks(group)))
     mine = _member_ranks(group)
     found: list[ProcessGroup] = []
     for ranks in sorted({ranks_from_wire(answer) for answer in answers}):

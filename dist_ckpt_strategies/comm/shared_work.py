@@ -56,17 +56,17 @@ class Ranks:
         """Run a step on every rank; returns this rank's result."""
         if self._comm is None:
             return step()
-        from dist_ckpt_strategies.comm.agree import agree  # noqa: PLC0415
+        from dist_ckpt_strategies.comm.collective import run_collectively  # noqa: PLC0415
 
-        return agree(self._comm, step)
+        return run_collectively(self._comm, step)
 
     def gather(self, step: Callable[[], Any]) -> list[Any]:
         """Run a step on every rank; returns all results, of JSON types, by rank."""
         if self._comm is None:
             return [step()]
-        from dist_ckpt_strategies.comm.agree import agree_and_gather  # noqa: PLC0415
+        from dist_ckpt_strategies.comm.collective import run_and_gather  # noqa: PLC0415
 
-        return agree_and_gather(self._comm, step)
+        return run_and_gather(self._comm, step)
 
     def run_on_first(self, step: Callable[[], Any]) -> Any:
         """Run a step on the first rank; returns its result, of JSON types, on every rank."""

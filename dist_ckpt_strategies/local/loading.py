@@ -8,8 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather_bytes
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.collective import run_and_gather_bytes, run_collectively
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -151,7 +151,7 @@ def gather_listings(
         return json.dumps([directory.name(), rows]).encode()
 
     list_with_limit = partial(run_with_limit, listing, directory)
-    listings = tuple(agree_and_gather_bytes(comm, list_with_limit))
+    listings = tuple(run_and_gather_bytes(comm, list_with_limit))
     restart_limit()  # peers that came late are not storage that is slow
     return listings
 
@@ -182,7 +182,7 @@ def find_newest(
         resharded: kinds of state that another number of ranks can use.
     """
     listings = gather_listings(comm, local.directory, local.session_id)
-    return agree(comm, lambda: _newest(comm, Inventory.of(listings).saves(), resharded))
+    return run_collectively(comm, lambda: _newest(comm, Inventory.of(listings).saves(), resharded))
 
 
 def load_newest(

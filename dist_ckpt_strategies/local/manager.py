@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator, SoloCommunicator, report_level
+from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import limit_of_wait, options_from_environment
@@ -254,7 +254,7 @@ class LocalCheckpointManager:
         self._let_finish(comm)
         with time_limit(self.timeout_s, OPENING, then=WORK):
             parts = load_newest(comm, self._parts, RESHARDED_KINDS, at_least)
-        state = agree(comm, lambda: decode_parts(parts, allowed=self._allowed))
+        state = run_collectively(comm, lambda: decode_parts(parts, allowed=self._allowed))
         own = PartId(parts[0].part.part_id.save, comm.global_rank(comm.rank))
         logger.log(report_level(comm), "rank %s: loaded %s", own.global_rank, own)
         return state, str(own)
@@ -295,7 +295,9 @@ class LocalCheckpointManager:
         """
         running = self._running
         if running is not None:
-            agree(comm, lambda: running.wait(limit_of_wait(self.timeout_s), "the save before"))
+            run_collectively(
+                comm, lambda: running.wait(limit_of_wait(self.timeout_s), "the save before")
+            )
             self._running = None
 
     def _prepare(
@@ -345,7 +347,7 @@ class LocalCheckpointManager:
                 f"{time.time_ns():016x}{os.urandom(2).hex()}",
             ]
 
-        answers = agree_and_gather(comm, describe)
+        answers = run_and_gather(comm, describe)
         intents = {
             comm.global_rank(rank): Intent(number, nbytes, tuple(members), *room)
             for rank, (number, nbytes, members, *room, _) in enumerate(answers)
@@ -376,7 +378,7 @@ class LocalCheckpointManager:
         all are there.
         """
         try:
-            return agree(comm, store)
+            return run_collectively(comm, store)
         except (PeerLostError, PeerTimeoutError):
             raise
         except CheckpointError:
@@ -415,7 +417,7 @@ class LocalCheckpointManager:
             require_complete(found, save)
             remove_outdated(comm, self._directory, found, save, self._keep)
 
-        agree(comm, clean_up)
+        run_collectively(comm, clean_up)
 
 
 def _require_clique(strategy: object) -> None:

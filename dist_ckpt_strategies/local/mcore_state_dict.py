@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
@@ -128,7 +128,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             parts = _taken_apart(sharded_state_dict, algo)
             return parts, cls(parts.common, parts.sharded)
 
-        parts, whole = agree(world, take_apart)
+        parts, whole = run_collectively(world, take_apart)
         if cached_metadata is None:
             check_save(world, parts.sharded, parts.common)
         if algo == "atomic":
@@ -153,7 +153,9 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             distribution: who keeps what, if that is known.
         """
         dealt = distribution or distribute_shards(comm, sharded)
-        return agree(comm, lambda: cls(common, only_kept(sharded, dealt, comm.rank))), dealt
+        return run_collectively(
+            comm, lambda: cls(common, only_kept(sharded, dealt, comm.rank))
+        ), dealt
 
     @raises_megatron_errors
     def to_state_dict(  # noqa: PLR0913, PLR0917 - Megatron's signature
@@ -200,17 +202,17 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             begun.append((mapped_values(lambda value: value, self.common_state_dict), parts))
             return bool(wanted)
 
-        is_any_wanted = any(agree_and_gather(comm, begin))
+        is_any_wanted = any(run_and_gather(comm, begin))
         ((state, parts),) = begun
         if not is_any_wanted:
             return state
-        strictness = agree(comm, lambda: parsed_strict(strict))
+        strictness = run_collectively(comm, lambda: parsed_strict(strict))
         stored = stored_keys(comm, self._frame) if needs_stored_keys(strictness) else {}
         outcome = check_load(
             comm, parts.sharded, strictness, lambda: stored, validate_access_integrity
         )
         loaded = self.loaded(comm, outcome.sharded)
-        agree(
+        run_collectively(
             comm,
             lambda: merge_factories(merged(state, parts.nonpersistent, loaded), parts.factories),
         )
@@ -282,7 +284,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
                 sorted([n.key, n.offset, n.shape] for n in names if n not in objects),
             ]
 
-        answers = agree_and_gather(comm, describe)
+        answers = run_and_gather(comm, describe)
         lost = [names for _, names in answers]
         objects.update(fetched_objects(comm, objects, lost))
         missing = [wires for wires, _ in answers]
@@ -295,7 +297,7 @@ class MCoreTensorAwareStateDict(TensorAwareStateDict):
             found = at_hand[shard_spec(value).id].reshape(tuple(value.local_shape))
             return deliver(value, found)
 
-        return agree(comm, lambda: mapped_values(give, wanted))
+        return run_collectively(comm, lambda: mapped_values(give, wanted))
 
 
 def _communicator(group: ProcessGroup | None, purpose: str) -> Communicator:
@@ -324,7 +326,7 @@ def distribute_shards(comm: Communicator, sharded: StateDict) -> ShardDistributi
         values = (v for v in sharded_values(sharded) if isinstance(v, ShardedTensor))
         return [shard_to_wire(shard_spec(value)) for value in values]
 
-    everyone = agree_and_gather(comm, describe)
+    everyone = run_and_gather(comm, describe)
 
     def deal() -> ShardDistribution:
         holders: dict[ShardId, list[int]] = {}
@@ -337,7 +339,7 @@ def distribute_shards(comm: Communicator, sharded: StateDict) -> ShardDistributi
                     having.append(rank)
         return ShardDistribution(build_spread(holders, nbytes))
 
-    return agree(comm, deal)
+    return run_collectively(comm, deal)
 
 
 def only_kept(sharded: StateDict, distribution: ShardDistribution, rank: int) -> StateDict:

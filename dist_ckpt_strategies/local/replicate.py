@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Bytes, Communicator
+from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.core.report import ReplicationReport
 from dist_ckpt_strategies.device import TensorBytes, host_memory, to_host, torch_dtype
@@ -138,7 +138,7 @@ def run_replicate(
         PlanError: a peer takes part in another save.
     """
     started = time.monotonic()
-    fields = agree_and_gather(comm, lambda: _checked_fields(filled.part, filled.payloads))
+    fields = run_and_gather(comm, lambda: _checked_fields(filled.part, filled.payloads))
     with ExitStack() as sinks:
         streams: list[Stream] = []
 
@@ -164,7 +164,7 @@ def run_replicate(
             max_inflight_nbytes=max_bucket_nbytes,
             compares_digests=False,  # those of the buffers are
         )
-        agree(comm, lambda: _finish(comm, streams, claimed))
+        run_collectively(comm, lambda: _finish(comm, streams, claimed))
         sinks.pop_all()
     own_nbytes = streams[comm.rank].layout.nbytes
     return ReplicationReport(

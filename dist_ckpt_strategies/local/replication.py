@@ -7,8 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.exchange import Blocks, Outgoing, exchange
 from dist_ckpt_strategies.comm.new_groups import new_group_of
 from dist_ckpt_strategies.comm.process_group import (
@@ -159,7 +159,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             build_cliques(world.size, jump, replication_factor, allow_uneven=allow_uneven)
             return [jump, replication_factor, bool(allow_uneven)]
 
-        asked = agree_and_gather(world, plan)
+        asked = run_and_gather(world, plan)
 
         def checked() -> tuple[Clique, ...]:
             for rank, found in enumerate(asked):
@@ -171,7 +171,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
                     )
             return build_cliques(world.size, *asked[0][:2], allow_uneven=allow_uneven)
 
-        cliques = agree(world, checked)
+        cliques = run_collectively(world, checked)
         backend = "nccl" if target_device.startswith("cuda") else "gloo"
         group = new_group_of(cliques, backend=backend, timeout_s=limit_s)
         return cls(group, target_device, max_bucket_bytes=max_bucket_bytes, timeout_s=timeout_s)
@@ -248,7 +248,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             encoded.append(_encoded(local_ckpt, me))
             return str(id_)
 
-        ids = agree_and_gather(comm, encode)
+        ids = run_and_gather(comm, encode)
 
         def open_sink(part: Part) -> MemorySink | None:
             rank = part.part_id.global_rank
@@ -270,7 +270,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
                 states.append(local_ckpt if sink is None else _decoded(sink))
             return states
 
-        return agree(comm, decode), ids
+        return run_collectively(comm, decode), ids
 
     @raises_megatron_errors
     def retrieve_plan(
@@ -282,15 +282,15 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         the order of the ranks.
         """
         comm = self.communicator("plan of a retrieval")
-        agree(comm, lambda: self.let_finish(limit_of_wait(self._timeout_s)))
-        everyone = agree_and_gather(comm, lambda: [str(id_) for id_ in wanted])
+        run_collectively(comm, lambda: self.let_finish(limit_of_wait(self._timeout_s)))
+        everyone = run_and_gather(comm, lambda: [str(id_) for id_ in wanted])
         members = [comm.global_rank(rank) for rank in range(comm.size)]
 
         def plan() -> ExchangePlan:
             available = _by_rank(globally_available_ids, members)
             return build_exchange_plan(available, dict(zip(members, everyone, strict=True)))
 
-        return agree(comm, plan).held_by(comm.global_rank(comm.rank))
+        return run_collectively(comm, plan).held_by(comm.global_rank(comm.rank))
 
     @raises_megatron_errors
     def retrieve_execute(
@@ -326,7 +326,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
                 sent[id_] = _encoded(my_data[id_], me)
             return {id_: part_to_fields(filled.part) for id_, filled in sent.items()}
 
-        fields = agree_and_gather(comm, encode)
+        fields = run_and_gather(comm, encode)
 
         exchange(
             comm,
@@ -338,7 +338,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
             own = {t.id_: my_data[t.id_] for t in plan.transfers if t.sender == t.receiver == me}
             return own | {id_: _decoded(sink) for id_, sink in sinks.items()}
 
-        return agree(comm, decode)
+        return run_collectively(comm, decode)
 
 
 def _blocks_of(

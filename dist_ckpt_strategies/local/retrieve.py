@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree_and_gather
 from dist_ckpt_strategies.comm.base import Bytes, Communicator
+from dist_ckpt_strategies.comm.collective import run_and_gather
 from dist_ckpt_strategies.comm.exchange import MESSAGE_NBYTES, Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.core.report import RetrievalReport
 from dist_ckpt_strategies.device import host_memory
@@ -149,7 +149,7 @@ def run_retrieve(
     started = time.monotonic()
     with ExitStack() as stack:
         files = _Files(comm, stack)
-        sizes = agree_and_gather(comm, lambda: files.open(decide(), open_source))
+        sizes = run_and_gather(comm, lambda: files.open(decide(), open_source))
         found = exchange(
             comm,
             lambda: files.prepare(sizes),

@@ -8,8 +8,12 @@ from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_and_gather_bytes
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.collective import (
+    run_and_gather,
+    run_and_gather_bytes,
+    run_collectively,
+)
 from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.core.array import (
@@ -62,7 +66,7 @@ def stored_keys(comm: Communicator, sharded: StateDict) -> StateDict:
         first = {value.key: value for value in reversed(list(sharded_values(sharded)))}
         return [message_of(value) for value in first.values()]
 
-    everyone = agree_and_gather(comm, describe)
+    everyone = run_and_gather(comm, describe)
     found = (value_from_message(wire) for wires in everyone for wire in wires)
     return {value.key: value for value in found}
 
@@ -85,7 +89,7 @@ def fetched_objects(
     if not wanted:
         return {}
     names = sorted(wanted)
-    contents = agree_and_gather_bytes(
+    contents = run_and_gather_bytes(
         comm, lambda: pickle.dumps({name: objects[name] for name in names if name in objects})
     )
 
@@ -103,7 +107,7 @@ def fetched_objects(
                 )
         return found
 
-    return agree(comm, take)
+    return run_collectively(comm, take)
 
 
 def fetched_shards(
@@ -123,7 +127,7 @@ def fetched_shards(
         bound = options_from_environment().max_inflight_bytes
         return [bound, [shard_to_wire(spec) for spec in held]]
 
-    everyone = agree_and_gather(comm, describe)
+    everyone = run_and_gather(comm, describe)
     targets: dict[ShardId, torch.Tensor] = {}
 
     def prepare() -> Blocks:

@@ -1,4 +1,4 @@
-"""The steps of Megatron-Core's save and load, cut where ranks have to agree."""
+"""The steps of Megatron-Core's save and load, cut where ranks run them collectively."""
 
 from __future__ import annotations
 

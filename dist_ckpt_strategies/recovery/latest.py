@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import options_from_environment
 from dist_ckpt_strategies.errors import (
@@ -227,8 +227,8 @@ def _from_global(
     try:
         # First: who cannot see it must not miss the meetings of the load that the others begin.
         with time_limit(timeout_s):
-            place = agree(comm, look)
-        state = agree(comm, load)
+            place = run_collectively(comm, look)
+        state = run_collectively(comm, load)
     except _NO_ANSWER:
         raise
     except CheckpointError as error:
@@ -271,7 +271,7 @@ def _found(comm: Communicator, global_dirs: Sequence[str | Path]) -> list[_Globa
         )
         return [[_iteration_of(name), name, has_marker] for name, has_marker in dict(found).items()]
 
-    found = agree_and_gather(comm, look)[0]
+    found = run_and_gather(comm, look)[0]
     return sorted((_Global(*one) for one in found), key=_age, reverse=True)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.collective import run_collectively
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.core.report import RecoveryReport
@@ -201,7 +201,7 @@ class CheckpointManager(StepKeeper):
         comm = self._communicator(group)
         try:
             recovered = self._recover(comm, provider)
-            agree(comm, lambda: self._adopt(provider, recovered))
+            run_collectively(comm, lambda: self._adopt(provider, recovered))
         except (PeerTimeoutError, PeerLostError):
             raise
         except BrokenGatherError as error:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.collective import run_collectively
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.core.report import RecoveryReport
 from dist_ckpt_strategies.errors import CheckpointError, PeerLostError, PeerTimeoutError
@@ -152,7 +152,7 @@ class PEFTCheckpointManager(CheckpointManager):
             compares_copies=self.enable_checksum,
             on_filling=self._note_filling,
         )
-        agree(comm, lambda: self._note_base(self._base_of(provider)))
+        run_collectively(comm, lambda: self._note_base(self._base_of(provider)))
         return recovered.report
 
     def _held_base(self) -> tuple[HeldState | None, str]:

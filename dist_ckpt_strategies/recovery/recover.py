@@ -14,8 +14,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.exchange import Blocks, exchange
 from dist_ckpt_strategies.comm.process_group import is_of_communication
 from dist_ckpt_strategies.core.report import RecoveryReport
@@ -107,7 +107,7 @@ def plan_recovery(
         describe: what this rank has and needs.
         parts: this rank's own, wanted ones first; ``describe`` may fill the sequence.
     """
-    answers = agree_and_gather(comm, lambda: base64.b85encode(pickle.dumps(describe())).decode())
+    answers = run_and_gather(comm, lambda: base64.b85encode(pickle.dumps(describe())).decode())
 
     def decide() -> RecoveryPlan | CheckpointError | tuple[str, int, int]:
         contents = [base64.b85decode(answer) for answer in answers]
@@ -117,7 +117,7 @@ def plan_recovery(
         except CheckpointError as error:  # all ranks find it alike, so no rank is to blame
             return error
 
-    decision: RecoveryPlan | CheckpointError | tuple[str, int, int] = agree(comm, decide)
+    decision: RecoveryPlan | CheckpointError | tuple[str, int, int] = run_collectively(comm, decide)
     if isinstance(decision, tuple):
         _raise_conflict(comm, decision, parts)
     return _required(decision)
@@ -160,7 +160,7 @@ def run_recovery(  # noqa: PLR0913 - options by name
     if any(one is Role.ROLL_FORWARD for one in plan.roles):
         _finish_steps(comm, survivor, role)
     transfer = _Transfer(comm, plan, survivor, new, random_states)
-    described = agree_and_gather(comm, lambda: transfer.describe(with_digests=compares_copies))
+    described = run_and_gather(comm, lambda: transfer.describe(with_digests=compares_copies))
     if compares_copies:
         _compare_copies(comm, [digests for _, digests in described])
     on_filling()
@@ -169,7 +169,7 @@ def run_recovery(  # noqa: PLR0913 - options by name
         lambda: transfer.prepare([nbytes for nbytes, _ in described]),
         max_inflight_nbytes=max_bucket_nbytes,
     )
-    random = agree(comm, transfer.take)
+    random = run_collectively(comm, transfer.take)
     if plan.needs_gather:
         _gather_weights(comm, new)
     report = transfer.report(time.monotonic() - started)
@@ -278,7 +278,7 @@ def _finish_steps(comm: Communicator, survivor: Survivor | None, role: Role) -> 
             return str(error)
         return ""
 
-    _raise_if_any(comm, agree_and_gather(comm, finish), UnfinishedStepError)
+    _raise_if_any(comm, run_and_gather(comm, finish), UnfinishedStepError)
 
 
 def _gather_weights(comm: Communicator, new: StateProvider) -> None:
@@ -293,7 +293,7 @@ def _gather_weights(comm: Communicator, new: StateProvider) -> None:
             raise
         return ""
 
-    _raise_if_any(comm, agree_and_gather(comm, gather), BrokenGatherError)
+    _raise_if_any(comm, run_and_gather(comm, gather), BrokenGatherError)
 
 
 def _raise_if_any(
@@ -334,7 +334,7 @@ def _compare_copies(comm: Communicator, answers: Sequence[Mapping[str, str]]) ->
             return error
         return None
 
-    _required(agree(comm, compare))
+    _required(run_collectively(comm, compare))
 
 
 def _objects_of(survivor: Survivor | None) -> dict[str, Any] | None:
@@ -351,7 +351,7 @@ def _raise_conflict(
         found = [known[part_id].lines() for known in parts if part_id in known]
         return found if comm.rank in {first, second} else None
 
-    answers = agree_and_gather(comm, describe)
+    answers = run_and_gather(comm, describe)
     pairs = ((answers[first][0], lines) for lines in (*answers[second], *answers[first]))
     differences = next(filter(None, (layout_differences(*pair) for pair in pairs)), [])
     shown = "; ".join(differences[:_MAX_SHOWN])

@@ -17,8 +17,8 @@ from queue import SimpleQueue
 from typing import Any, Generic, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator, who_is_where
+from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
 from dist_ckpt_strategies.config import limit_of_wait
 from dist_ckpt_strategies.errors import MissingDependencyError, PlanError, SaveTimeoutError
 from dist_ckpt_strategies.formats.locations import Location
@@ -127,7 +127,7 @@ def start_on_all(comm: Communicator, prepare: Callable[[], BackgroundWork[T]]) -
     """
     works: list[BackgroundWork[T]] = []
     try:
-        agree(comm, lambda: works.append(prepare()))
+        run_collectively(comm, lambda: works.append(prepare()))
     except BaseException:
         for work in works:
             work.call_off()
@@ -242,7 +242,7 @@ class _Finalisation:
         if self._is_called:
             return
         if not self._is_the_same:
-            self._require_the_same(agree_and_gather(self._comm, lambda: [*self._name]))
+            self._require_the_same(run_and_gather(self._comm, lambda: [*self._name]))
         self._is_called = True
         try:
             self._finalise()
@@ -277,7 +277,7 @@ class _Finalisation:
 
         are_done = False
         while not are_done:
-            answers = agree_and_gather(self._comm, lambda: [*self._name, is_done()])
+            answers = run_and_gather(self._comm, lambda: [*self._name, is_done()])
             self._require_the_same([name for *name, _ in answers])
             are_done = all(done for *_, done in answers)
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree_and_gather
 from dist_ckpt_strategies.comm.base import Message
+from dist_ckpt_strategies.comm.collective import run_and_gather
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.device import HostSnapshot, Slot, pin_while_alive, torch_dtype
 from dist_ckpt_strategies.errors import StorageError
@@ -197,7 +197,7 @@ def _finalise(save: ShardedSave, work: BackgroundWork[_Written]) -> None:
         return save.describe_files()
 
     with time_limit(timeout_s, then=ENDING):
-        described = agree_and_gather(comm, written)
+        described = run_and_gather(comm, written)
         restart_limit()
         save.complete(described)
     save.log_report(seconds)

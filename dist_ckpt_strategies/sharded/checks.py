@@ -8,8 +8,8 @@ from typing import Any
 
 import xxhash
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator, Message, who_is_where
+from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.core.array import RankShards
 from dist_ckpt_strategies.errors import PlanError
@@ -68,7 +68,7 @@ def require_validated(comm: Communicator, messages: list[Any], group: str) -> No
         PlanError: the main replicas of a key do not fit together.
     """
     everyone = comm.all_gather(messages)
-    agree(comm, lambda: require_valid(_values(everyone)))
+    run_collectively(comm, lambda: require_valid(_values(everyone)))
     VALIDATED.last = group
 
 
@@ -93,7 +93,7 @@ def check_save(comm: Communicator, state: StateDict, common: StateDict) -> None:
     Raises:
         PlanError: the main replicas of a key do not fit together.
     """
-    answers = agree_and_gather(comm, lambda: [_messages(state), digest_of_common(common)])
+    answers = run_and_gather(comm, lambda: [_messages(state), digest_of_common(common)])
 
     def check() -> None:
         # Megatron-Core's own comparison is a broadcast: it comes first, where no rank can have
@@ -102,7 +102,7 @@ def check_save(comm: Communicator, state: StateDict, common: StateDict) -> None:
             require_equal_common(common)
         require_valid(_values(messages for messages, _ in answers))
 
-    agree(comm, check)
+    run_collectively(comm, check)
 
 
 def check_load(
@@ -128,7 +128,7 @@ def check_load(
             stored.append(stored_keys())
         return _messages(state) if needs_all else None
 
-    answers = agree_and_gather(comm, describe, is_sparse=not needs_all)
+    answers = run_and_gather(comm, describe, is_sparse=not needs_all)
 
     def check() -> StrictOutcome:
         everyone = _values(answers) if needs_all else None
@@ -137,7 +137,7 @@ def check_load(
         local = None if everyone is None else everyone[comm.rank]
         return apply_strictness(state, strict, local, everyone, stored[0] if stored else None)
 
-    return agree(comm, check)
+    return run_collectively(comm, check)
 
 
 def _messages(state: StateDict) -> list[Any]:

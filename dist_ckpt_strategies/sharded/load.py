@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator, Message, report_level
+from dist_ckpt_strategies.comm.collective import run_and_gather
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.report import LoadReport
 from dist_ckpt_strategies.device import may_overlap, require_plain
@@ -144,7 +144,7 @@ class ShardedLoad:
             finished.append(finish(self._read()))
             return self._converted or None
 
-        converted = agree_and_gather(self._comm, read, is_sparse=True)
+        converted = run_and_gather(self._comm, read, is_sparse=True)
         if any(converted):
             warn_of_conversions(self._comm, self._name, filter(None, converted))
         return finished[0]
@@ -201,7 +201,7 @@ def load_sharded(comm: Communicator, open_load: Callable[[], ShardedLoad]) -> St
         loads.append(open_load())
         return loads[0].describe()
 
-    answers = agree_and_gather(comm, describe)
+    answers = run_and_gather(comm, describe)
     restart_limit()
     loads[0].begin(answers)
     loaded: StateDict = loads[0].run()

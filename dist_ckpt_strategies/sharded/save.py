@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
 from dist_ckpt_strategies.comm.base import (
     Bytes,
     Communicator,
@@ -27,6 +26,7 @@ from dist_ckpt_strategies.comm.base import (
     Send,
     report_level,
 )
+from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively, run_on_first_rank
 from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, RankShards, ShardId
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
@@ -207,12 +207,12 @@ class ShardedSave:
         self.writer.place.save_id = self.save_id
         if common is not None and len(set(digests)) > 1 and is_distributed():
             # Bytes that differ may be equal values. Megatron-Core compares them by a broadcast.
-            agree(comm, partial(require_equal_common, common.compared or {}))
+            run_collectively(comm, partial(require_equal_common, common.compared or {}))
         group = digest_of(owns)
         if any(last != group for last in lasts):
             everyone = comm.all_gather(self._described)
             cache.planned = None
-            cache.planned = agree(comm, partial(self._new_plan, group, everyone))
+            cache.planned = run_collectively(comm, partial(self._new_plan, group, everyone))
         assert cache.planned is not None  # noqa: S101 - another plan would have another digest
         self.planned = cache.planned
         named = zip(self.planned.shards, self._held, strict=True)
@@ -257,9 +257,9 @@ class ShardedSave:
             return self.describe_files()
 
         if plan.rounds:
-            agree(comm, write_own)
+            run_collectively(comm, write_own)
             assemble(plan, tensors, comm, lambda some: run_writes(writer.arrays, some, options))
-        self.complete(agree_and_gather(comm, write_and_finish, is_sparse=True))
+        self.complete(run_and_gather(comm, write_and_finish, is_sparse=True))
         return self.log_report(time.monotonic() - started)
 
     def log_report(self, seconds: float) -> SaveReport:
@@ -299,7 +299,7 @@ class ShardedSave:
         """
         comm, writer, common = self.comm, self.writer, self._common
         if common is not None and common.save is not None:
-            agree(comm, partial(common.save, writer.place.location))
+            run_collectively(comm, partial(common.save, writer.place.location))
         manifest = self.planned.manifest
         received = self._received_segments(described)
 
@@ -311,7 +311,7 @@ class ShardedSave:
             ]
 
         is_by_first = set(manifest.owners) == {0}
-        answers = [] if is_by_first else agree_and_gather(comm, write_segments)
+        answers = [] if is_by_first else run_and_gather(comm, write_segments)
 
         def commit() -> None:
             entries = write_segments() if is_by_first else [e for found in answers for e in found]
@@ -319,7 +319,7 @@ class ShardedSave:
             writer.write_index(entries, layout, common.content if common else None)
             writer.place.commit(self._marker)
 
-        agree_on_first(comm, commit)
+        run_on_first_rank(comm, commit)
 
     def _received_segments(self, described: Sequence[Message]) -> dict[int, list[bytes]]:
         """What all ranks know of the segments that this one writes. Collective."""
@@ -347,7 +347,7 @@ class ShardedSave:
             ]
             return sends, [np.empty(nbytes, np.uint8) for _, _, nbytes in incoming]
 
-        sends, buffers = agree(self.comm, prepare)
+        sends, buffers = run_collectively(self.comm, prepare)
         pairs = list(zip(incoming, buffers, strict=True))
         self.comm.exchange(sends, [Receive(rank, buffer) for (_, rank, _), buffer in pairs])
         for (n, _, _), buffer in pairs:
@@ -438,7 +438,7 @@ def begun_save(
         return saves[0].describe() if saves[0] else None
 
     try:
-        answers = agree_and_gather(comm, describe)
+        answers = run_and_gather(comm, describe)
         restart_limit()
         kinds = ["another strategy" if answer is None else "zarr" for answer in answers]
         require_one_strategy(comm, "a save", kinds)

@@ -12,8 +12,8 @@ from functools import partial
 import numpy as np
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
+from dist_ckpt_strategies.comm.collective import run_collectively
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ShardId
 from dist_ckpt_strategies.core.region import Region
@@ -161,7 +161,7 @@ def stage_plan(
         for array, region, tensor in chunks:
             slots[array.key, region].tensor.copy_(tensor)
 
-    agree(comm, copy_whole)
+    run_collectively(comm, copy_whole)
     assemble(plan, tensors, comm, fill)
     return tuple(
         StagedWrite(w.array, w.region, slots[w.array.key, w.region].byte_offset) for w in mine
@@ -198,7 +198,7 @@ def assemble(
     for round_ in plan.rounds:
         arrived = _exchanged(round_, tensors, comm)
         own = [write for write in round_ if write.writer == me]
-        agree(comm, partial(use_chunks, own, arrived))
+        run_collectively(comm, partial(use_chunks, own, arrived))
 
 
 def _exchanged(
@@ -219,7 +219,7 @@ def _exchanged(
         ]
         return sends, [np.empty(write.nbytes_of(move), np.uint8) for write, move in incoming]
 
-    sends, buffers = agree(comm, prepare)
+    sends, buffers = run_collectively(comm, prepare)
     pairs = list(zip(incoming, buffers, strict=True))
     comm.exchange(sends, [Receive(in_group[move.holder], buffer) for (_, move), buffer in pairs])
     return {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dist_ckpt_strategies.comm.agree import agree_on_first
+from dist_ckpt_strategies.comm.collective import run_on_first_rank
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.keys import require_storable_keys
@@ -100,7 +100,7 @@ class TorchCommonSaveStrategy(Configured, SaveCommonStrategy):  # type: ignore[m
             _store(root).write(COMMON_NAME, content)
 
         with time_limit(self.options.timeout_s):
-            agree_on_first(comm, write)
+            run_on_first_rank(comm, write)
 
     def dump_common(self, common_state_dict: StateDict) -> bytes:
         """What ``save_common`` writes. Rank-local.

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator, Message
+from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively, run_on_first_rank
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.core.array import COMMON_OBJECT
@@ -339,17 +339,17 @@ class _Save:
         if self.common.compared is not None:
             check_save(comm, state, self.common.compared)
         if isinstance(base, ZarrSaveShardedStrategy):
-            return agree(comm, lambda: self._by_base(base, is_async=is_async))
+            return run_collectively(comm, lambda: self._by_base(base, is_async=is_async))
         root = require_path(self.root, type(self.sharded).__name__)
         place = DirectoryPlace(root, self.options, keeps_old=True, overwrite=self.overwrite)
-        place.save_id = agree_and_gather(comm, place.new_save_id)[0]
-        agree_on_first(comm, lambda: place.begin(None))
+        place.save_id = run_and_gather(comm, place.new_save_id)[0]
+        run_on_first_rank(comm, lambda: place.begin(None))
         if isinstance(base, LocalReplicatedSaveShardedStrategy):
-            agree(comm, lambda: self._write_common(place))
-            agree(comm, lambda: base.save_with_common(state, root, place.location))
+            run_collectively(comm, lambda: self._write_common(place))
+            run_collectively(comm, lambda: base.save_with_common(state, root, place.location))
         else:
             self._by_foreign(place)
-        agree_on_first(comm, lambda: place.commit(self.marker))
+        run_on_first_rank(comm, lambda: place.commit(self.marker))
         return None
 
     def _by_base(self, base: ZarrSaveShardedStrategy, *, is_async: bool) -> LocalSaveRequest | None:
@@ -367,12 +367,12 @@ class _Save:
     def _by_foreign(self, place: DirectoryPlace) -> None:
         """The strategy of another package takes the staging directory for the checkpoint."""
         comm, sharded, state = self.comm, self.sharded, self.state
-        agree(comm, lambda: place.require(f"rank {comm.global_rank(0)}"))
+        run_collectively(comm, lambda: place.require(f"rank {comm.global_rank(0)}"))
         if not sharded.can_handle_sharded_objects:
-            objects, state = agree(comm, lambda: split_objects(state))
-            agree(comm, lambda: self._write_objects(objects, place.location))
-        agree(comm, lambda: sharded.save(state, place.location))
-        agree(comm, lambda: self._write_common(place))
+            objects, state = run_collectively(comm, lambda: split_objects(state))
+            run_collectively(comm, lambda: self._write_objects(objects, place.location))
+        run_collectively(comm, lambda: sharded.save(state, place.location))
+        run_collectively(comm, lambda: self._write_common(place))
 
     def _write_common(self, place: DirectoryPlace) -> None:
         if self.common.save is not None:
@@ -476,11 +476,11 @@ def load(  # noqa: PLR0913 - Megatron's signature
         return loads[0].describe(options, checkpoint_dir, validates=validate_access_integrity)
 
     with time_limit(options.timeout_s, OPENING, then=WORK), allowing(() if invalid else allow):
-        answers = agree_and_gather(comm, describe)
+        answers = run_and_gather(comm, describe)
         restart_limit()
         if None in answers:
             _restore_local(comm, answers, checkpoint_dir)
-            answers = agree_and_gather(comm, lambda: describe(is_last=True))
+            answers = run_and_gather(comm, lambda: describe(is_last=True))
         return loads[0].run(answers, validates=validate_access_integrity)
 
 
@@ -489,7 +489,7 @@ def _restore_local(
 ) -> None:
     """Where a checkpoint is local, have every node hold its common state. Collective."""
     if _LOCAL in answers:
-        directory = agree(
+        directory = run_collectively(
             comm, lambda: require_path(located(checkpoint_dir, None), "local_replicated")
         )
         restore_common(comm, directory, str(checkpoint_dir))
@@ -603,7 +603,7 @@ class _Load:
             return result
         outcome = check_load(comm, self.state, strict, self._stored_keys, validates)
         loaded = self._load_otherwise(outcome.sharded)
-        agree(comm, lambda: self._finished(*loaded))
+        run_collectively(comm, lambda: self._finished(*loaded))
         if StrictHandling.requires_returning_mismatch_keys(strict):
             return self.result, outcome.missing, outcome.unexpected
         return self.result
@@ -625,10 +625,12 @@ class _Load:
         """What the strategies load: objects apart, where the sharded one does not take them."""
         comm, sharded, root = self.comm, self.sharded, self.root
         if sharded.can_handle_sharded_objects:
-            return (agree(comm, lambda: sharded.load(state, root)),)
-        objects, tensors = agree(comm, lambda: split_objects(state))
-        loaded = agree(comm, lambda: self.common_loader.load_sharded_objects(objects, root))
-        return loaded, agree(comm, lambda: sharded.load(tensors, root))
+            return (run_collectively(comm, lambda: sharded.load(state, root)),)
+        objects, tensors = run_collectively(comm, lambda: split_objects(state))
+        loaded = run_collectively(
+            comm, lambda: self.common_loader.load_sharded_objects(objects, root)
+        )
+        return loaded, run_collectively(comm, lambda: sharded.load(tensors, root))
 
 
 def _open_world(

@@ -15,8 +15,12 @@ from typing import Any
 import torch
 import xxhash
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_and_gather_bytes
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.collective import (
+    run_and_gather,
+    run_and_gather_bytes,
+    run_collectively,
+)
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import LocalOptions, Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
@@ -170,7 +174,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
                 is in ``checkpoint_dir`` already.
         """
         comm = self.communicator("save", f"to {checkpoint_dir}")
-        manager = agree(comm, lambda: self._manager(checkpoint_dir, comm, self._cliques))
+        manager = run_collectively(comm, lambda: self._manager(checkpoint_dir, comm, self._cliques))
         root = manager.root_local_ckpt_dir
 
         def prepare() -> bytes:
@@ -187,9 +191,9 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
                 _write_common(root, common)
 
         with time_limit(self.options.timeout_s, OPENING, then=WORK):
-            common = agree_and_gather_bytes(comm, partial(run_with_limit, prepare, root))[0]
+            common = run_and_gather_bytes(comm, partial(run_with_limit, prepare, root))[0]
             restart_limit()
-        described = agree_and_gather(comm, lambda: _described(sharded_state_dict))
+        described = run_and_gather(comm, lambda: _described(sharded_state_dict))
         arrays = {key: found for some, _ in described for key, found in some.items()}
         stored = {
             "arrays": [[key, *arrays[key]] for key in sorted(arrays)],
@@ -197,14 +201,16 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
         }
         content = {"common_digest": _digest(common), "stored": stored}
         if self._local.algo == "atomic":
-            state = agree(comm, lambda: MCoreTensorAwareStateDict(content, sharded_state_dict))
+            state = run_collectively(
+                comm, lambda: MCoreTensorAwareStateDict(content, sharded_state_dict)
+            )
         else:
             state, _ = MCoreTensorAwareStateDict.dealt_out(comm, content, sharded_state_dict)
         iteration = _ITERATION.search(Path(checkpoint_dir).name)
         manager.save(state, int(iteration[1]) if iteration else 0)
         with time_limit(self.options.timeout_s):
-            names = agree_and_gather(comm, lambda: PartDirectory(root).name())
-            agree(comm, complete)
+            names = run_and_gather(comm, lambda: PartDirectory(root).name())
+            run_collectively(comm, complete)
 
 
 class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type: ignore[misc]
@@ -252,7 +258,7 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
             CoverageError: a requested region or object is in no file.
         """
         comm = self.communicator("load", f"from {checkpoint_dir}")
-        manager = agree(comm, lambda: self._manager(checkpoint_dir, comm, None))
+        manager = run_collectively(comm, lambda: self._manager(checkpoint_dir, comm, None))
         state, _ = manager.load()
         own: dict[int, torch.Tensor] = {}
 
@@ -273,7 +279,7 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
             return own[id(tensor)]
 
         with time_limit(self.options.timeout_s):
-            converted = agree_and_gather(comm, check)
+            converted = run_and_gather(comm, check)
         found = dict(state.loaded(comm, sharded_state_dict, fill))
         warn_of_conversions(comm, checkpoint_dir, converted)
         return found
@@ -352,7 +358,7 @@ def prepare_local_load(
     """
     loader = LocalReplicatedLoadShardedStrategy(local=local, group=group, options=options)
     comm = loader.communicator("preparation", f"of {checkpoint_dir}")
-    root = agree(comm, lambda: loader.root(checkpoint_dir, comm))
+    root = run_collectively(comm, lambda: loader.root(checkpoint_dir, comm))
     with time_limit(loader.options.timeout_s, OPENING, then=WORK):
         restore_common(comm, root, str(checkpoint_dir))
 
@@ -376,7 +382,7 @@ def restore_common(comm: Communicator, root: Path, name: str) -> None:
         is_of_save = found is None or found.content["common"]["common_digest"] == _digest(content)
         return content if is_of_save else b""
 
-    everyone = agree_and_gather_bytes(comm, partial(run_with_limit, own, root))
+    everyone = run_and_gather_bytes(comm, partial(run_with_limit, own, root))
     restart_limit()
     common = next(filter(None, everyone), None)
 
@@ -389,7 +395,7 @@ def restore_common(comm: Communicator, root: Path, name: str) -> None:
             make_directory(root)
             _write_common(root, common)
 
-    agree(comm, restore)
+    run_collectively(comm, restore)
 
 
 def _described(sharded: StateDict) -> list[Any]:

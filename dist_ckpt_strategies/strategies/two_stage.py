@@ -13,8 +13,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather
 from dist_ckpt_strategies.comm.base import Communicator, SoloCommunicator, report_level
+from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
 from dist_ckpt_strategies.comm.new_groups import new_gloo_groups
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
@@ -213,14 +213,14 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
             detail=f"from {checkpoint_dir}",
         )
         if not self.cpu_transfer:
-            agree(world, lambda: require_member(self.data_parallel_group))
+            run_collectively(world, lambda: require_member(self.data_parallel_group))
         group = self._group(checkpoint_dir)
         kind = CheckpointLoad if self._is_own else StrategyLoad
         load = kind(self.base_strategy, checkpoint_dir, sharded_state_dict, group, self.options)
         with time_limit(self.options.timeout_s, OPENING, then=3 / 8):
-            converted = agree_and_gather(world, load.prepare)
+            converted = run_and_gather(world, load.prepare)
             restart_limit()
-            loaded, self._report = agree(world, lambda: load.run(self._allowed))
+            loaded, self._report = run_collectively(world, lambda: load.run(self._allowed))
         warn_of_conversions(world, checkpoint_dir, converted)
         who = world.global_rank(world.rank)
         text = "rank %s: load from %s: %s"
@@ -237,7 +237,7 @@ class TwoStageDataParallelLoadShardedStrategy(LoadShardedStrategy):  # type: ign
         if report is None:
             return None
         group = self._group("summary of a load")
-        answers = agree_and_gather(group, lambda: asdict(report))
+        answers = run_and_gather(group, lambda: asdict(report))
         summary = GroupReport(tuple(BroadcastReport(**answer) for answer in answers))
         if group.rank == 0:
             logger.info("%s", summary)

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator, Exchange, Receive, Send
+from dist_ckpt_strategies.comm.collective import run_collectively
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.inner_grid import stored_nbytes
@@ -92,14 +92,14 @@ def run_group_plan(
             reads = [(arrays[t.array], t.region, t.tensor.detach()) for t in alone]
             run_reads(reader, reads, options)
 
-    clock.agree(comm, read_alone)
+    clock.run_collectively(comm, read_alone)
     if plan.rounds:
         rounds = opened[0]
         try:
             for _ in plan.rounds:
-                current = clock.agree(comm, rounds.advance)
+                current = clock.run_collectively(comm, rounds.advance)
                 current.exchange = comm.begin_exchange(current.sends, current.receives)
-            clock.agree(comm, rounds.finish)
+            clock.run_collectively(comm, rounds.finish)
         finally:
             rounds.abandon()
     own = [(b, each) for batches in plan.rounds_of(comm.rank) for b in batches for each in b.slices]
@@ -132,11 +132,11 @@ class _Clock:
         finally:
             self.seconds[stage] += time.monotonic() - began
 
-    def agree(self, comm: Communicator, step: Callable[[], T]) -> T:
+    def run_collectively(self, comm: Communicator, step: Callable[[], T]) -> T:
         """Run a step with an error check; the time beside the step's stages is waiting."""
         before = sum(self.seconds.values())
         began = time.monotonic()
-        result = agree(comm, step)
+        result = run_collectively(comm, step)
         inside = sum(self.seconds.values()) - before
         self.seconds["waiting"] += time.monotonic() - began - inside
         return result

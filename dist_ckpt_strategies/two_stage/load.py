@@ -14,8 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_and_gather_bytes
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.collective import (
+    run_and_gather,
+    run_and_gather_bytes,
+    run_collectively,
+)
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, array_from_wire, array_to_wire
 from dist_ckpt_strategies.core.region import Region
@@ -96,7 +100,7 @@ class CheckpointLoad:
                 if one failed.
         """
         comm = self._comm
-        answers = agree_and_gather_bytes(comm, self._request)
+        answers = run_and_gather_bytes(comm, self._request)
         restart_limit()
         parsed = {answer: json.loads(answer) for answer in set(answers)}
         budgets, _, have_objects, all_names = zip(*parsed.values(), strict=True)
@@ -113,7 +117,7 @@ class CheckpointLoad:
             regions = encode_regions((target.array, target.region) for target in self._targets)
             return f"{int(_stays_cached(caches, comm.rank, nbytes))}\n{regions}".encode()
 
-        requests = agree_and_gather_bytes(comm, describe)
+        requests = run_and_gather_bytes(comm, describe)
         if any(have_objects):
             self._find_requesters()
         distinct = {request: request.decode().partition("\n") for request in set(requests)}
@@ -161,7 +165,7 @@ class CheckpointLoad:
             loaded |= {id(t): r for t, r in zip(self._tensors, self._results, strict=True)}
             return mapped_values(lambda value: loaded[id(value)], self._state_dict)
 
-        return agree(comm, finish), report
+        return run_collectively(comm, finish), report
 
     def _request(self) -> bytes:
         root = self._open()
@@ -177,7 +181,7 @@ class CheckpointLoad:
         """Learn which ranks request each object. Collective."""
         found: dict[str, list[int]] = defaultdict(list)
         own = lambda: sorted({object_id(found).unique_key for found in self._objects})  # noqa: E731
-        for rank, keys in enumerate(agree_and_gather(self._comm, own)):
+        for rank, keys in enumerate(run_and_gather(self._comm, own)):
             for key in keys:
                 found[key].append(rank)
         self._requesters = dict(sorted(found.items()))
@@ -198,7 +202,7 @@ class CheckpointLoad:
             sizes = json.dumps([[key, len(contents[key])] for key in shared])
             return b"\n".join([sizes.encode(), b"".join(contents[key] for key in shared)])
 
-        for answer in agree_and_gather_bytes(self._comm, read):
+        for answer in run_and_gather_bytes(self._comm, read):
             sizes, _, content = answer.partition(b"\n")
             start = 0
             for key, nbytes in json.loads(sizes):
@@ -222,7 +226,7 @@ class CheckpointLoad:
             found = self._checkpoint.find(names[rank::size])
             return json.dumps([array_to_wire(found[key]) for key in names[rank::size]]).encode()
 
-        shares = [json.loads(share) for share in agree_and_gather_bytes(self._comm, look_up)]
+        shares = [json.loads(share) for share in run_and_gather_bytes(self._comm, look_up)]
         return [array_from_wire(shares[n % size][n // size]) for n in range(len(names))]
 
     def _choose_targets(self, found: Sequence[tuple[int, ArraySpec]]) -> Any:

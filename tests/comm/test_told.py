@@ -6,8 +6,12 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_and_gather_bytes
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.collective import (
+    run_and_gather,
+    run_and_gather_bytes,
+    run_collectively,
+)
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerError,
@@ -22,10 +26,10 @@ from tests.faults.injection import TARGETS, failing_call
 def says_what_is_no_json(comm: Communicator) -> list[Any]:
     seen: list[Any] = []
     try:
-        agree_and_gather(comm, lambda: {1, 2} if comm.rank == 2 else [comm.rank])
+        run_and_gather(comm, lambda: {1, 2} if comm.rank == 2 else [comm.rank])
     except CheckpointError as error:
         seen = [isinstance(error, PeerError), str(error)]
-    return [*seen, agree(comm, lambda: comm.rank)]
+    return [*seen, run_collectively(comm, lambda: comm.rank)]
 
 
 @pytest.mark.multiprocess
@@ -40,7 +44,7 @@ def meets_an_error_of_a_file(comm: Communicator) -> None:
         if comm.rank == 1:
             raise PermissionError(13, "Permission denied", "/ckpt/w/0.0")
 
-    agree(comm, step)
+    run_collectively(comm, step)
 
 
 def test_what_the_system_says_of_a_file_is_a_storage_error_on_every_rank(
@@ -67,7 +71,7 @@ def meets_an_odd_error(comm: Communicator) -> None:
         if comm.rank == 1:
             raise FinalError("odd")
 
-    agree(comm, step)
+    run_collectively(comm, step)
 
 
 def test_an_error_of_a_class_that_nothing_can_be_derived_from_is_ours_too(
@@ -86,8 +90,8 @@ def waits_too_long_for_a_save(comm: Communicator) -> list[Any]:
             raise SaveTimeoutError(None, "the save is not done after 5 s")
 
     with pytest.raises(PeerTimeoutError, match="rank 3: the save is not done") as caught:
-        agree(comm, step)
-    return [type(caught.value).__name__, agree(comm, lambda: comm.rank)]
+        run_collectively(comm, step)
+    return [type(caught.value).__name__, run_collectively(comm, lambda: comm.rank)]
 
 
 def test_after_a_save_that_takes_too_long_ranks_are_in_step(four_ranks: Carrier) -> None:
@@ -100,12 +104,12 @@ def has_no_memory_for_the_others(comm: Communicator) -> list[Any]:
     try:
         if comm.rank == 1:
             with failing_call(TARGETS["np.frombuffer"], 1):
-                agree_and_gather_bytes(comm, lambda: content)
+                run_and_gather_bytes(comm, lambda: content)
         else:
-            agree_and_gather_bytes(comm, lambda: content)
+            run_and_gather_bytes(comm, lambda: content)
     except CheckpointError as error:
         seen.append(str(error))
-    return [*seen, *agree_and_gather_bytes(comm, lambda: content)]
+    return [*seen, *run_and_gather_bytes(comm, lambda: content)]
 
 
 @pytest.mark.multiprocess

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Receive, Send, SoloCommunicator
+from dist_ckpt_strategies.comm.collective import run_collectively
 from dist_ckpt_strategies.comm.new_groups import new_gloo_groups, ranks_from_wire, ranks_to_wire
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.errors import (
@@ -43,7 +43,7 @@ def meet_another_collective(rank: int) -> Any:
     comm = open_communicator(None, timeout_s=60.0, purpose="a load from /ckpt")
     if rank == 0:
         dist.all_gather_object([None, None], {"what": "Megatron's own validation"})
-    return agree(comm, lambda: None)
+    return run_collectively(comm, lambda: None)
 
 
 def test_a_rank_that_is_in_another_collective_is_named() -> None:
@@ -95,7 +95,7 @@ def in_subgroups(rank: int) -> dict[str, Any]:
                 raise StorageError(f"broken in {number}")
 
         try:
-            agree(comm, step)
+            run_collectively(comm, step)
             outcome = "fine"
         except StorageError as error:
             outcome = str(error)
@@ -164,13 +164,13 @@ def waits_for(rank: int, silent: int, meetings_before: int, scratch: Path) -> tu
     meet()
     comm = open_communicator(None, timeout_s=3.0, purpose="save of /ckpt/iter_1")
     for _ in range(meetings_before):
-        agree(comm, lambda: None)
+        run_collectively(comm, lambda: None)
     started = time.monotonic()
     if rank == silent:
         stay_silent(scratch)
         return 0.0, None
     try:
-        agree(comm, lambda: None)
+        run_collectively(comm, lambda: None)
     except PeerError as error:
         seconds = time.monotonic() - started
         (scratch / f"done.{rank}").touch()
@@ -210,7 +210,7 @@ def does_not_come_again(rank: int) -> Any:
         if attempt == 1 and rank == 1:
             return None
         try:
-            agree(comm, lambda: None)
+            run_collectively(comm, lambda: None)
         except PeerTimeoutError as error:
             return error
     return None
@@ -250,12 +250,12 @@ def test_a_sender_that_is_silent_is_named_to_its_receiver() -> None:
 
 def survives(rank: int, killed: int) -> tuple[float, Any]:
     comm = open_communicator(None, timeout_s=60.0, purpose="save of /ckpt/iter_1")
-    agree(comm, lambda: None)
+    run_collectively(comm, lambda: None)
     if rank == killed:
         os.kill(os.getpid(), signal.SIGKILL)
     started = time.monotonic()
     try:
-        agree(comm, lambda: None)
+        run_collectively(comm, lambda: None)
     except PeerError as error:
         seconds = time.monotonic() - started
         dist.destroy_process_group()  # as when the error ends the process
@@ -282,7 +282,7 @@ def test_a_killed_rank_is_an_error_on_the_others_long_before_the_timeout(killed:
 def dies_in_a_meeting(rank: int, killed: int) -> Any:
     """One has signed for the meeting when it dies: that it has not come does not tell who it is."""
     comm: Any = open_communicator(None, timeout_s=10.0, purpose="a test")
-    agree(comm, lambda: None)
+    run_collectively(comm, lambda: None)
     if rank == killed:
         comm._tracker.reach()
         os.kill(os.getpid(), signal.SIGKILL)

@@ -26,7 +26,7 @@ PACKAGE = str(Path(dist_ckpt_strategies.__file__).parent)
 TEXT = "injected"
 
 _OF_MEETINGS = (
-    "comm/agree.py",
+    "comm/collective.py",
     "comm/base.py",
     "comm/missing_ranks.py",
     "comm/new_groups.py",
@@ -141,7 +141,7 @@ def _is_of_package(frame: FrameType | None) -> bool:
 
 def _may_fail(code: CodeType) -> bool:
     """Rank-local steps between collectives: their failure is raised on all ranks."""
-    return code.co_qualname.startswith("agree_and_gather_bytes.")
+    return code.co_qualname.startswith("run_and_gather_bytes.")
 
 
 Site = tuple[str, str, str]

@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 
-from dist_ckpt_strategies.comm.agree import agree
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.collective import run_collectively
 from dist_ckpt_strategies.errors import (
     PlanError,
     SaveTimeoutError,
@@ -69,10 +69,12 @@ def test_a_save_that_takes_too_long_on_one_rank_may_be_waited_for_again_by_all()
 
     def body(comm: ThreadCommunicator) -> list[str]:
         work = start_on_all(comm, lambda: BackgroundWork(lambda: _ends(comm, may_end), "work"))
-        request = LocalSaveRequest.of(comm, NAME, work, lambda: agree(comm, lambda: None), 20.0)
+        request = LocalSaveRequest.of(
+            comm, NAME, work, lambda: run_collectively(comm, lambda: None), 20.0
+        )
         with pytest.raises(SaveTimeoutError) as caught:
             request.wait(0.05)
-        agree(comm, may_end.set)
+        run_collectively(comm, may_end.set)
         request.wait()
         request.wait()
         return [str(caught.value), str(work.result())]

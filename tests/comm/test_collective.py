@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dist_ckpt_strategies import errors
-from dist_ckpt_strategies.comm.agree import agree, agree_and_gather, agree_on_first
 from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively, run_on_first_rank
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointError,
@@ -39,7 +39,7 @@ def fails_on(comm: Communicator, ranks: list[int], kind: str) -> Any:
             raise cls(f"w.{comm.rank}: broken", key=f"w.{comm.rank}", path=f"/ckpt/w.{comm.rank}/0")
         return comm.rank * 10
 
-    return agree(comm, step)
+    return run_collectively(comm, step)
 
 
 def steps_apart(comm: Communicator, *, fails: bool) -> Any:
@@ -49,7 +49,11 @@ def steps_apart(comm: Communicator, *, fails: bool) -> Any:
         if fails and comm.rank == comm.size - 1:
             raise StorageError("broken")
 
-    return agree(comm, step) if comm.rank == comm.size - 1 else agree_and_gather(comm, lambda: 3)
+    return (
+        run_collectively(comm, step)
+        if comm.rank == comm.size - 1
+        else run_and_gather(comm, lambda: 3)
+    )
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -131,7 +135,7 @@ def fails_with_an_error_of_somebody_else(comm: Communicator) -> None:
         if comm.rank == 1:
             raise ZeroDivisionError("by zero")
 
-    agree(comm, step)
+    run_collectively(comm, step)
 
 
 def test_an_error_that_is_not_ours_is_raised_as_it_is_and_told_to_the_others(
@@ -154,7 +158,7 @@ def fails_with_a_class_made_elsewhere(comm: Communicator) -> None:
         if comm.rank == 0:
             raise FaceError("gone", key="w")
 
-    agree(comm, step)
+    run_collectively(comm, step)
 
 
 def test_a_class_derived_from_ours_is_its_nearest_of_ours_to_the_others() -> None:
@@ -171,7 +175,7 @@ def fails_with_odd_attributes(comm: Communicator) -> None:
 
             raise StorageError("odd \ud800", key="\udc80", path=Path("/a/b"))  # type: ignore[arg-type]
 
-    agree(comm, step)
+    run_collectively(comm, step)
 
 
 def test_a_failure_that_cannot_be_told_as_it_is_does_not_leave_the_others_waiting(
@@ -192,7 +196,7 @@ def reports_what_a_peer_reported(comm: Communicator) -> None:
         if comm.rank == 3:
             raise IncompleteCheckpointError("gone", key="w")
 
-    agree(comm, step)
+    run_collectively(comm, step)
 
 
 def test_a_failure_that_a_rank_learnt_from_a_peer_keeps_class_and_rank(
@@ -211,7 +215,7 @@ def goes_on_after_a_failure(comm: Communicator) -> list[Any]:
             fails_on(comm, [attempt], "StorageError")
         except StorageError as error:
             seen.append(error.global_rank)
-    seen.append(agree(comm, lambda: comm.rank))
+    seen.append(run_collectively(comm, lambda: comm.rank))
     return seen
 
 
@@ -227,7 +231,7 @@ def gathers(comm: Communicator, failing: list[int]) -> list[Any]:
             raise StorageError("broken", key="w")
         return {"rank": comm.rank} if comm.rank else None
 
-    return agree_and_gather(comm, step)
+    return run_and_gather(comm, step)
 
 
 def test_results_are_gathered_by_rank(carrier: Carrier) -> None:
@@ -252,7 +256,7 @@ def first_rank_only(comm: Communicator, fails: bool) -> list[int]:
         if fails:
             raise StorageError("broken")
 
-    agree_on_first(comm, step)
+    run_on_first_rank(comm, step)
     return done
 
 
@@ -274,7 +278,7 @@ def steps_aside(comm: Communicator) -> str:
         return "away"
     started = time.monotonic()
     try:
-        agree(comm, lambda: comm.all_gather("early"))
+        run_collectively(comm, lambda: comm.all_gather("early"))
     except PeerTimeoutError:
         return "in time" if time.monotonic() - started < 8.0 else "late"
     return "no error"
@@ -289,7 +293,7 @@ def interrupted(comm: Communicator) -> str:
         raise KeyboardInterrupt
 
     try:
-        agree(comm, step)
+        run_collectively(comm, step)
     except KeyboardInterrupt:
         return "left at once"
     return "went on"

@@ -36,7 +36,7 @@ _NUM_HALVES = 2
 """Of an answer: a verdict, and what the step has returned."""
 
 
-def agree(comm: Communicator, step: Callable[[], T]) -> T:
+def run_collectively(comm: Communicator, step: Callable[[], T]) -> T:
     """Run a rank-local step, then raise on every rank if it failed on any.
 
     Collective: every rank of ``comm`` calls this, once per step.
@@ -55,10 +55,10 @@ def agree(comm: Communicator, step: Callable[[], T]) -> T:
         del result, error  # or a raised error would hold this frame and its tensors, in a cycle
 
 
-def agree_and_gather(
+def run_and_gather(
     comm: Communicator, step: Callable[[], Message], *, is_sparse: bool = False
 ) -> list[Message]:
-    """Like ``agree``, and return what the step returned on every rank, by rank.
+    """Like ``run_collectively``, and return what the step returned on every rank, by rank.
 
     Collective. One gather serves for both.
 
@@ -84,8 +84,8 @@ def agree_and_gather(
         del result, error
 
 
-def agree_and_gather_bytes(comm: Communicator, step: Callable[[], bytes]) -> list[bytes]:
-    """Like ``agree_and_gather``, for bytes: every rank's, by rank.
+def run_and_gather_bytes(comm: Communicator, step: Callable[[], bytes]) -> list[bytes]:
+    """Like ``run_and_gather``, for bytes: every rank's, by rank.
 
     Collective: one gather, and where ranks have different bytes another one and an exchange.
     Equal bytes are sent once to each rank that lacks them, and the list holds one object many
@@ -97,7 +97,7 @@ def agree_and_gather_bytes(comm: Communicator, step: Callable[[], bytes]) -> lis
         held.append(step())
         return [len(held[0]), xxhash.xxh3_128_hexdigest(held[0])]
 
-    described = [tuple(answer) for answer in agree_and_gather(comm, describe)]
+    described = [tuple(answer) for answer in run_and_gather(comm, describe)]
     holder: dict[tuple[int, str], int] = {}
     for rank, what in enumerate(described):
         holder.setdefault(what, rank)
@@ -112,18 +112,18 @@ def agree_and_gather_bytes(comm: Communicator, step: Callable[[], bytes]) -> lis
         data = np.frombuffer(bytearray(content), np.uint8)
         return [Send(rank, data) for rank, what in enumerate(described) if what != mine], buffers
 
-    sends, buffers = agree(comm, prepare)
+    sends, buffers = run_collectively(comm, prepare)
     comm.exchange(sends, [Receive(holder[what], to) for what, to in buffers.items() if what[0]])
     found = {what: buffer.tobytes() for what, buffer in buffers.items()} | {mine: content}
     return [found[what] for what in described]
 
 
-def agree_on_first(comm: Communicator, step: Callable[[], None]) -> None:
+def run_on_first_rank(comm: Communicator, step: Callable[[], None]) -> None:
     """Run a step on the group's first rank alone, then raise on every rank if it failed.
 
     Collective.
     """
-    agree(comm, step if comm.rank == 0 else lambda: None)
+    run_collectively(comm, step if comm.rank == 0 else lambda: None)
 
 
 def _attempt(step: Callable[[], T]) -> tuple[T | None, CheckpointError | None]:
