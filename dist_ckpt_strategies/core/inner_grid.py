@@ -109,7 +109,7 @@ class InnerGrid:
         """Bytes of the file."""
         return self.data_nbytes + self.index_nbytes
 
-    def box(self, offset: Shape, shape: Shape | None = None) -> Region:
+    def region_of(self, offset: Shape, shape: Shape | None = None) -> Region:
         """The array's region of one inner chunk, or of several; cut at the array's edge."""
         whole, inner = self.region, self.inner_shape
         start = tuple(map(operator.add, whole.offset, map(operator.mul, offset, inner)))

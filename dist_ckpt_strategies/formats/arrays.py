@@ -33,7 +33,7 @@ from dist_ckpt_strategies.formats.chunks import (
 )
 from dist_ckpt_strategies.formats.decoders import decode_chunk
 from dist_ckpt_strategies.formats.manifest import ArrayRecord
-from dist_ckpt_strategies.formats.zarr3 import at_box, bits_of, decode_run
+from dist_ckpt_strategies.formats.zarr3 import at_region, bits_of, decode_run
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, HostArray, Transfer
 from dist_ckpt_strategies.storage.direct_io import (
     BUFFER_NBYTES,
@@ -117,7 +117,7 @@ class ArrayWriterBase(ABC):
                 chunk = array.chunk_region(index)
                 held = chunk.intersect(whole)
                 assert held is not None  # noqa: S101 - chunks_of gives none that are outside
-                source = at_box(write.source, held.within(write.region))
+                source = at_region(write.source, held.within(write.region))
                 blocks = [(chunk if array.inner_shape is None else held, source)]
                 path = self._store.path(chunk_name(array, index))
                 jobs.append(Job(array.key, path, partial(self._write, array, index, blocks)))
@@ -276,7 +276,7 @@ class Format1Reader:
         for index in array.chunks_of(read.region):
             region = read.region.intersect(array.chunk_region(index))
             assert region is not None  # noqa: S101 - chunks_of yields only chunks that overlap
-            target = at_box(read.target, region.within(read.region))
+            target = at_region(read.target, region.within(read.region))
             path = f"{self._root}/{chunk_name(array, index)}"
             yield Job(
                 array.key, path, partial(self._read_chunk, array, index, path, region, target)
@@ -296,7 +296,7 @@ class Format1Reader:
                 memory = np.empty(nbytes, np.uint8)
                 require_size(array, path, pread_into(handle, 0, memory), nbytes)
                 chunk = memory.view(array.dtype.numpy).reshape(array.chunk_shape)
-                elements = at_box(chunk, region.within(array.chunk_region(index)))
+                elements = at_region(chunk, region.within(array.chunk_region(index)))
             else:
                 engine = self._options.engine
                 elements = decode_chunk(self._root, array, index, region, handle, engine)

@@ -17,7 +17,7 @@ from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import CorruptCheckpointError, IncompleteCheckpointError
 from dist_ckpt_strategies.formats.manifest import ChunkRecord
 from dist_ckpt_strategies.formats.zarr3 import (
-    at_box,
+    at_region,
     bits_of,
     digests_of,
     encode_index,
@@ -283,7 +283,7 @@ def memory_of(grid: InnerGrid, run: Run, region: Region, elements: HostArray) ->
     """
     if not is_in_place(grid, run, region):
         return None
-    part = at_box(elements, grid.box(run.offset, run.shape).within(region))
+    part = at_region(elements, grid.region_of(run.offset, run.shape).within(region))
     return part.reshape(-1).view(np.uint8) if part.flags.c_contiguous else None
 
 

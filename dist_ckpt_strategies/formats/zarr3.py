@@ -129,17 +129,17 @@ def encode_run(
         target: ``run.num_chunks * grid.stored_nbytes`` bytes, which are overwritten.
     """
     chunks = target.reshape(run.num_chunks, grid.stored_nbytes)
-    covered = grid.box(run.offset, run.shape)
-    part = at_box(source, covered.within(grid.region))
+    covered = grid.region_of(run.offset, run.shape)
+    part = at_region(source, covered.within(grid.region))
     elements = _elements(chunks, grid, run, dtype)
     if covered.shape == _whole_shape(grid, run):
         np.copyto(elements, _split(bits_of(part), grid))
     else:
         elements[...] = 0
         for offset, chunk in _each(run, elements):
-            own = grid.box(offset)
-            held = at_box(source, own.within(grid.region))
-            np.copyto(at_box(chunk, Region.whole(own.shape)), bits_of(held))
+            own = grid.region_of(offset)
+            held = at_region(source, own.within(grid.region))
+            np.copyto(at_region(chunk, Region.whole(own.shape)), bits_of(held))
     return digests_of(chunks)
 
 
@@ -158,17 +158,17 @@ def decode_run(
     """
     chunks = content.reshape(run.num_chunks, grid.stored_nbytes)
     elements = _elements(chunks, grid, run, dtype)
-    covered = grid.box(run.offset, run.shape)
+    covered = grid.region_of(run.offset, run.shape)
     if covered.shape == _whole_shape(grid, run) and region.contains(covered):
-        part = at_box(target, covered.within(region))
+        part = at_region(target, covered.within(region))
         np.copyto(_split(bits_of(part), grid), elements)
         return
     for offset, chunk in _each(run, elements):
-        own = grid.box(offset)
+        own = grid.region_of(offset)
         common = own.intersect(region)
         if common is not None:
-            part = at_box(target, common.within(region))
-            np.copyto(bits_of(part), at_box(chunk, common.within(own)))
+            part = at_region(target, common.within(region))
+            np.copyto(bits_of(part), at_region(chunk, common.within(own)))
 
 
 def is_in_place(grid: InnerGrid, run: Run, region: Region) -> bool:
@@ -179,11 +179,11 @@ def is_in_place(grid: InnerGrid, run: Run, region: Region) -> bool:
     is_row = all(n == 1 for n in run.shape[1:]) or all(i == 1 for i in grid.inner_shape[:-1])
     if not is_row or grid.stored_nbytes != grid.raw_nbytes:
         return False
-    covered = grid.box(run.offset, run.shape)
+    covered = grid.region_of(run.offset, run.shape)
     return covered.shape == _whole_shape(grid, run) and region.contains(covered)
 
 
-def at_box(elements: HostArray, region: Region) -> HostArray:
+def at_region(elements: HostArray, region: Region) -> HostArray:
     """A view of a region; of an array without dims too, where plain indexing would copy."""
     place: Any = (..., *region.slices())
     view: HostArray = elements[place]

@@ -101,12 +101,12 @@ class _KeptArray:
         starts = [region.offset[dim] for region in regions]
         return cls(holders, dim, regions, starts, max(region.shape[dim] for region in regions))
 
-    def near(self, box: Region) -> list[Region]:
-        """Every region that shares an element with the box, and perhaps others, sorted."""
-        if box.ndim == 0:
+    def near(self, region: Region) -> list[Region]:
+        """Every region that shares an element with this one, and perhaps others, sorted."""
+        if region.ndim == 0:
             return list(self.regions)
-        first = bisect_right(self.starts, box.offset[self.dim] - self.longest)
-        stop = bisect_left(self.starts, box.end[self.dim])
+        first = bisect_right(self.starts, region.offset[self.dim] - self.longest)
+        stop = bisect_left(self.starts, region.end[self.dim])
         return sorted(self.regions[first:stop])
 
 

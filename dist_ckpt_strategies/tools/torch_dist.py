@@ -46,7 +46,7 @@ from dist_ckpt_strategies.formats.objects import (
     load_content,
     load_pickle,
 )
-from dist_ckpt_strategies.formats.zarr3 import at_box
+from dist_ckpt_strategies.formats.zarr3 import at_region
 from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.direct_io import write_buffered
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, new_file, read_file
@@ -222,8 +222,8 @@ class TorchDistReader(CheckpointReader):
         for shard in array.shards:
             common = shard.region.intersect(region)
             if common is not None:
-                found = at_box(self._elements(array, shard.region), common.within(shard.region))
-                part = at_box(target, common.within(region))
+                found = at_region(self._elements(array, shard.region), common.within(shard.region))
+                part = at_region(target, common.within(region))
                 np.copyto(part.view(bits), found.view(bits))
 
     def _elements(self, array: SourceArray, shard: Region) -> HostArray:

@@ -145,7 +145,7 @@ class ZarrWriter(TargetWriter):
         else:
             grid = InnerGrid.of(array, index)
             for run in grid.all(max(1, self._block_nbytes // grid.stored_nbytes)):
-                region = grid.box(run.offset, run.shape)
+                region = grid.region_of(run.offset, run.shape)
                 yield region, read(item, region)
 
     def flush(self, tasks: Sequence[FileTask]) -> None:

@@ -100,7 +100,7 @@ def test_runs_are_contiguous_and_make_up_the_box(
         ]
         assert numbers == list(range(run.first, run.first + run.num_chunks))
         seen += numbers
-    wanted = [n for n, o in enumerate(offsets) if grid.box(o).intersect(region)]
+    wanted = [n for n, o in enumerate(offsets) if grid.region_of(o).intersect(region)]
     assert seen == wanted
     assert [
         n for run in grid.all(max_chunks) for n in range(run.first, run.first + run.num_chunks)
