@@ -206,6 +206,10 @@ class DirectoryWriter(ArrayWriterBase):
                 return digests
 
 
+_ROWS_NBYTES = 2 << 20
+"""Of a raw chunk of format 1, read at a time where the rows of a region are short."""
+
+
 class Format1Reader:
     """Reads the arrays of one checkpoint directory of format ("zarr", 1); see ArrayReader.
 
@@ -287,21 +291,41 @@ class Format1Reader:
     ) -> None:
         """Copy a region of one chunk out of its elements, which are read or decoded first."""
         nbytes = array.chunk_nbytes
-        with (
-            opened_chunk(array, path, nbytes if array.is_raw else None) as handle,
-            self._budget.held(nbytes if array.is_raw else 2 * nbytes),
-        ):
-            raise_if_cancelled()
+        with opened_chunk(array, path, nbytes if array.is_raw else None) as handle:
             if array.is_raw:
-                memory = np.empty(nbytes, np.uint8)
-                require_size(array, path, pread_into(handle, 0, memory), nbytes)
-                chunk = memory.view(array.dtype.numpy).reshape(array.chunk_shape)
-                elements = at_region(chunk, region.within(array.chunk_region(index)))
-            else:
+                self._read_rows(
+                    array, path, handle, region.within(array.chunk_region(index)), target
+                )
+                return
+            with self._budget.held(2 * nbytes):
+                raise_if_cancelled()
                 engine = self._options.engine
                 elements = decode_chunk(self._root, array, index, region, handle, engine)
-            raise_if_cancelled()
-            np.copyto(bits_of(target), bits_of(elements))
+                raise_if_cancelled()
+                np.copyto(bits_of(target), bits_of(elements))
+
+    def _read_rows(
+        self, array: ArraySpec, path: str, handle: int, region: Region, target: HostArray
+    ) -> None:
+        """Read the rows that hold a region of a raw chunk, a few MiB of them at a time."""
+        shape = array.chunk_shape or (1,)
+        region = region if region.ndim else Region((0,), (1,))
+        target = target.reshape(region.shape) if target.ndim == 0 else target
+        row_nbytes = array.chunk_nbytes // shape[0]
+        step = max(1, min(region.shape[0], _ROWS_NBYTES // row_nbytes))
+        with self._budget.held(step * row_nbytes):
+            memory = np.empty(step * row_nbytes, np.uint8)
+            for start in range(0, region.shape[0], step):
+                num_rows = min(step, region.shape[0] - start)
+                content = memory[: num_rows * row_nbytes]
+                byte_offset = (region.offset[0] + start) * row_nbytes
+                found = byte_offset + pread_into(handle, byte_offset, content)
+                if found < byte_offset + content.size:
+                    require_size(array, path, found, array.chunk_nbytes)
+                rows = content.view(array.dtype.numpy).reshape(num_rows, *shape[1:])
+                part = rows[(slice(None), *region.slices()[1:])]
+                raise_if_cancelled()
+                np.copyto(bits_of(target[start : start + num_rows]), bits_of(part))
 
 
 class Format2Reader(ABC):
