@@ -30,7 +30,7 @@ from dist_ckpt_strategies.local.shard_fetching import (
     stored_keys,
     tensors_at_hand,
 )
-from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
+from dist_ckpt_strategies.local.state_dicts import ListedTensors
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.flow import (
     LoadParts,
@@ -66,7 +66,7 @@ class ShardDistribution:
     keepers: Mapping[ShardId, int]
 
 
-class MCoreTensorAwareStateDict(TensorAwareStateDict):
+class MCoreTensorAwareStateDict(ListedTensors):
     """A sharded state dict: ShardedTensors and ShardedObjects, and the common state beside them.
 
     Made by ``from_state_dict``; what was loaded becomes a state dict again by ``to_state_dict``,

@@ -13,11 +13,59 @@ from dist_ckpt_strategies.errors import PlanError
 
 
 class TensorAwareStateDict(ABC):
-    """A state dict that holds its tensors in order or, once taken out, their shapes and dtypes.
+    """A state dict whose tensors can be told from the rest of it.
 
-    The names are those of NVIDIA's resiliency extension. The manager stores the classes of this
-    package and Megatron-Core's.
+    The names are those of NVIDIA's resiliency extension; ListedTensors says what each does. The
+    manager stores the classes of this package and Megatron-Core's.
     """
+
+    @abstractmethod
+    def pop_tensors(self) -> Sequence[torch.Tensor]:
+        """Take the tensors out, in their order."""
+
+    @property
+    @abstractmethod
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """The tensors, always in the same order."""
+
+    @property
+    @abstractmethod
+    def is_hollow(self) -> bool:
+        """Whether the tensors have been taken out, and none put in their place."""
+
+    @abstractmethod
+    def insert_tensors(self, tensor_data: Iterable[torch.Tensor]) -> None:
+        """Put tensors into a hollow state."""
+
+    @abstractmethod
+    def init_tensors(self) -> None:
+        """Fill a hollow state with uninitialised tensors."""
+
+    @abstractmethod
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Replace every tensor by a copy on the CPU."""
+
+    @abstractmethod
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:  # noqa: FBT001, FBT002
+        """Move every tensor back to the device that it was on."""
+
+    @property
+    @abstractmethod
+    def state_dict(self) -> Any:
+        """What a training script loads: the state with its tensors in their places.
+
+        Raises:
+            PlanError: the state is hollow.
+        """
+
+    def values(self) -> ValuesView[Any]:
+        """The values of the state dict's first level."""
+        found: ValuesView[Any] = self.state_dict.values()
+        return found
+
+
+class ListedTensors(TensorAwareStateDict):
+    """A state dict that holds its tensors in order or, once taken out, their shapes and dtypes."""
 
     def _hold(self, tensors: Iterable[torch.Tensor], devices: Sequence[str] | None = None) -> None:
         """Begin with these tensors; by default each belongs to the device that it is on."""
@@ -36,20 +84,6 @@ class TensorAwareStateDict(ABC):
     def _require_hollow(self) -> None:
         if self._tensors is not None:
             raise PlanError("the state is not hollow: call pop_tensors first")
-
-    @property
-    @abstractmethod
-    def state_dict(self) -> Any:
-        """What a training script loads: the state with its tensors in their places.
-
-        Raises:
-            PlanError: the state is hollow.
-        """
-
-    def values(self) -> ValuesView[Any]:
-        """The values of the state dict's first level."""
-        found: ValuesView[Any] = self.state_dict.values()
-        return found
 
     @property
     def devices(self) -> list[str]:
@@ -137,7 +171,7 @@ class TensorPlace(int):
     __slots__ = ()
 
 
-class BasicTensorAwareStateDict(TensorAwareStateDict):
+class BasicTensorAwareStateDict(ListedTensors):
     """Any nested dicts, lists and tuples; their tensors may be on the CPU and on devices.
 
     The caller's containers are left as they are: what is taken out and put in concerns this
