@@ -131,7 +131,7 @@ def base_of_lost_rank(rank: int, damage: str) -> Any:
     try:
         with pytest.MonkeyPatch.context() as patch:
             if rank == LOST and damage == "transfer":
-                patch.setattr(FlatPart, "settle", _refusing)
+                patch.setattr(FlatPart, "write_back", _refusing)
             base = manager.try_base_model_checkpointless_load(new)
     except RestartError as error:
         second, newest = make(3)
