@@ -32,7 +32,6 @@ _COLLECTIVES = (
     "allgather",
     "allgather_coalesced",
     "allgather_into_tensor_coalesced",
-    "allreduce",
     "allreduce_coalesced",
     "alltoall",
     "alltoall_base",
@@ -326,6 +325,30 @@ def _forwarded(name: str, wrap: Callable[[InterruptibleGloo, Any], Any]) -> None
     if hasattr(dist.ProcessGroup, name):
         setattr(InterruptibleGloo, name, call)
 
+
+def _allreduce(
+    self: InterruptibleGloo, tensors: Any, options: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """As gloo's. An average of whole numbers, which Lightning asks for, is there at once."""
+    options = dist.AllreduceOptions() if options is None else options
+    op: Any = getattr(options, "reduceOp", None)
+    is_average = (
+        isinstance(tensors, list)
+        and isinstance(options, dist.AllreduceOptions)
+        and op == dist.ReduceOp.AVG
+        and not (tensors[0].is_floating_point() or tensors[0].is_complex())
+    )
+    if is_average:
+        options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment, unused-ignore]
+    work = self._started(self.inner.allreduce(tensors, options, *args, **kwargs))
+    if is_average:
+        work.wait()
+        for tensor in tensors:
+            tensor.div_(self.size(), rounding_mode="floor")
+    return work
+
+
+InterruptibleGloo.allreduce = _allreduce  # type: ignore[assignment, unused-ignore]
 
 for _name in _COLLECTIVES:
     _forwarded(_name, InterruptibleGloo._started)  # noqa: SLF001 - of this module
