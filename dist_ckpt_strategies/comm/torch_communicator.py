@@ -188,8 +188,7 @@ class TorchCommunicator:
         self.begin_exchange(sends, receives).wait()
 
     def begin_exchange(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Exchange:
-        """See Communicator."""
-        self._tracker.reach()
+        """See Communicator. Not counted as a collective: ranks may take part in different ones."""
         staged = [self._tensor_of(receive.into, self.device) for receive in receives]
         turns = _Turns(self._channels), _Turns(self._channels)
         operations: list[dist.P2POp] = []

@@ -146,13 +146,17 @@ def set_marker_aside(root: Path) -> None:
 def invalidate(root: Path) -> None:
     """Make a directory count as incomplete, durably, before the caller changes anything in it.
 
-    That it has held a checkpoint, or was about to, is still known afterwards.
+    That it has held a checkpoint, or was about to, is still known afterwards. A commit that was
+    interrupted is given up: completed, it would replace the common state that Megatron-Core's own
+    save has written by now.
 
     Raises:
         StorageError: another process is committing a save there.
     """
     if root.exists():
-        _remove_stale(root)
+        if _staged_markers(root):
+            (root / OLD_MARKER_NAME).touch()
+        _remove_stale(root, completes=False)
         set_marker_aside(root)
 
 
@@ -508,10 +512,11 @@ def _move_below(
             _move_below(entry.path, path, touched, ())
 
 
-def _remove_stale(root: Path) -> None:
-    """Complete an interrupted commit; remove staging directories, and what was moved out.
+def _remove_stale(root: Path, *, completes: bool = True) -> None:
+    """Remove staging directories, and what was moved out; at first complete an interrupted commit.
 
-    What cannot be removed stays, with a warning: readers pass over it.
+    What cannot be removed stays, with a warning: readers pass over it. Where ``completes`` is not
+    set the interrupted commit is given up.
 
     Raises:
         StorageError: another process is committing a save there.
@@ -520,12 +525,12 @@ def _remove_stale(root: Path) -> None:
         for name in [entry.name for entry in _sorted_entries(root)]:
             raise_if_cancelled()
             if name.startswith(PARTIAL_PREFIX):  # with their locks; they come first
-                _take_away(root, root / name)
+                _take_away(root, root / name, completes=completes)
             elif name.startswith(REMOVED_PREFIX) and name != OLD_MARKER_NAME:
                 _remove(root / name)
 
 
-def _take_away(root: Path, staging: Path) -> bool:
+def _take_away(root: Path, staging: Path, *, completes: bool = True) -> bool:
     """Remove a staging directory with what its commit moved out; returns whether it was completed.
 
     Under another name no thread of that save finds it.
@@ -533,14 +538,14 @@ def _take_away(root: Path, staging: Path) -> bool:
     doomed = root / f"{REMOVED_PREFIX}{uuid.uuid4().hex}"
     with _locked(staging):
         is_decided = (staging / MARKER_NAME).exists() and not (root / MARKER_NAME).exists()
-        if is_decided:
+        if is_decided and completes:
             _finish(root, staging)
             logger.warning("%s: completed the commit of a save that was interrupted", root)
         with suppress(FileNotFoundError):  # another process has taken it away
             staging.replace(doomed)
     _remove(doomed)
     _remove(_trash_of(staging))
-    return is_decided
+    return is_decided and completes
 
 
 def _trash_of(staging: Path) -> Path:

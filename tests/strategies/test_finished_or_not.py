@@ -22,6 +22,8 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 
 import dist_ckpt_strategies
 from dist_ckpt_strategies.errors import StrategyError, UnsafeObjectError
+from dist_ckpt_strategies.formats import commit
+from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
 from dist_ckpt_strategies.strategies.zarr import ZarrSaveShardedStrategy
 from tests.support.entries import (
     Entry,
@@ -247,6 +249,33 @@ def test_a_save_that_breaks_off_in_planning_removes_no_arrays_with_our_common_st
         assert "IncompleteCheckpointError" in loaded.kinds, loaded
         assert new == 2.0
         assert replaced == sorted(name.replace("w/", "new/") for name in before)
+
+
+def megatron_after_an_interrupted_commit(rank: int, root: Path) -> list[Any]:
+    """Our save breaks off while it moves its files into place; Megatron-Core's comes after it."""
+    prepare(60)
+    save(Entry.OURS, state_of(rank, 1.0), root)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(commit, "_finish", _broken_off)
+        failure = outcome(partial(save, Entry.OURS, state_of(rank, 2.0), root, overwrite=True))
+    dist.barrier()
+    staged = len(list(root.glob(f"{PARTIAL_PREFIX}*/metadata.json")))
+    save(Entry.MEGATRON, state_of(rank, 3.0), root)
+    return [failure, staged, value_in(rank, root)]
+
+
+def _broken_off(*_: Any) -> None:
+    raise OSError("on purpose")
+
+
+def test_megatrons_save_over_an_interrupted_commit_is_no_mixture(tmp_path: Path) -> None:
+    for failure, staged, value in run_processes(
+        SIZE, megatron_after_an_interrupted_commit, tmp_path / "c"
+    ):
+        assert isinstance(failure, Failure), failure
+        assert staged == 1
+        assert value == 3.0
 
 
 class Homemade:
