@@ -245,6 +245,32 @@ def test_a_sender_that_is_silent_is_named_to_its_receiver() -> None:
     assert results[1] == results[3] == "fine"
 
 
+def silent_after_messages_of_two(rank: int) -> Any:
+    """Ranks 0 and 1 exchange twice, and rank 1 does not come to the next collective."""
+    comm = open_communicator(None, timeout_s=3.0, purpose="a test")
+    run_collectively(comm, lambda: None)
+    for _ in range(2):
+        content = np.zeros(4, np.uint8)
+        if rank == 0:
+            comm.exchange([Send(1, content)], [])
+        elif rank == 1:
+            comm.exchange([], [Receive(0, content)])
+    if rank == 1:
+        time.sleep(8)  # its end would be noticed
+        return None
+    try:
+        run_collectively(comm, lambda: None)
+    except PeerTimeoutError as error:
+        return str(error)
+    return "fine"
+
+
+def test_messages_between_two_ranks_leave_the_others_on_time() -> None:
+    results = run_processes(3, silent_after_messages_of_two)
+
+    assert all("ranks [1] did not arrive" in results[rank] for rank in (0, 2)), results
+
+
 # Killed
 
 
