@@ -1,4 +1,4 @@
-"""The bytes of one chunk, of either format: put together for a file or an object, and read back."""
+"""The bytes of one chunk, of either format: assembled for a file or an object, and read back."""
 
 from __future__ import annotations
 

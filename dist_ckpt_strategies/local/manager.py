@@ -94,7 +94,7 @@ class LocalCheckpointManager:
         root_local_ckpt_dir: a directory of this node, with room for two saves of all parts that
             its ranks keep. A relative path is one from the current directory.
         session_id: tells the checkpoints of one training from those of others.
-        repl_strategy: who keeps copies for whom; without one, nobody does. At a load, copies are
+        repl_strategy: who keeps copies for whom; without one, no rank does. At a load, copies are
             found and used with or without it.
         keep: saves to keep, the newest included.
         group: all ranks, or the first ones of the world; the world by default.
@@ -311,7 +311,7 @@ class LocalCheckpointManager:
     ) -> FilledPart:
         """Take the state apart, once all ranks know of the save and have room. Collective.
 
-        One meeting: training waits for it.
+        One collective: training waits for it.
         """
         me = comm.global_rank(comm.rank)
         held: list[FilledPart] = []

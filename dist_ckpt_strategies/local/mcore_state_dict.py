@@ -185,9 +185,9 @@ class MCoreTensorAwareStateDict(ListedTensors):
             return_mismatch_keys: return missing and unexpected keys, too.
 
         Raises:
-            CoverageError: nobody holds a part of something that is wanted.
+            CoverageError: no rank holds a part of something that is wanted.
             ShapeMismatchError: an array was saved with another shape.
-            ArrayNotFoundError: nobody holds an object that is wanted.
+            ArrayNotFoundError: no rank holds an object that is wanted.
         """
         del exchange_algo, parallelization_group
         comm = _communicator(None, "making of a state dict")

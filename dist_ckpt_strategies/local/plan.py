@@ -133,7 +133,7 @@ class ExchangePlan:
             rank: by default the one that holds this plan.
 
         Raises:
-            PlanError: nobody has said who holds it.
+            PlanError: no rank has said who holds it.
         """
         sender = self.own_rank if rank is None else rank
         if sender is None:
@@ -169,7 +169,7 @@ def build_exchange_plan(
         wanted: for each rank the ids that it wants.
 
     Raises:
-        NoReplicasAvailableError: nobody can read one of them; names it and who wants it.
+        NoReplicasAvailableError: no rank can read one of them; names it and who wants it.
     """
     holders: defaultdict[str, list[int]] = defaultdict(list)
     for rank in sorted(available):

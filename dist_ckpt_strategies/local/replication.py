@@ -88,7 +88,7 @@ class ReplicationStrategy(ABC):
             wanted: what this rank wants.
 
         Raises:
-            NoReplicasAvailableError: nobody has one of them.
+            NoReplicasAvailableError: no rank has one of them.
         """
 
     @abstractmethod

@@ -79,7 +79,7 @@ def fetched_objects(
     """Objects that some rank wants and does not hold, from the first rank that does. Collective.
 
     Raises:
-        ArrayNotFoundError: nobody holds one of them.
+        ArrayNotFoundError: no rank holds one of them.
     """
     wanted = {
         ObjectId(key, tuple(offset), tuple(shape)): rank

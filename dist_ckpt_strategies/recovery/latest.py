@@ -225,7 +225,7 @@ def _from_global(
             raise CheckpointError(text, path=candidate.path) from error
 
     try:
-        # First: who cannot see it must not miss the meetings of the load that the others begin.
+        # First: who cannot see it must not miss the collectives of the load that the others begin.
         with time_limit(timeout_s):
             place = run_collectively(comm, look)
         state = run_collectively(comm, load)

@@ -72,7 +72,7 @@ class CheckpointManager(StepKeeper):
         enable_checksum: compare the copies of every part before any is used, and the state in
             memory with its digests of the step's beginning. Looks at every byte in every step.
         enable_offload: let ``maybe_offload_checkpoint`` move the copy to the host.
-        timeout_s: longest wait for a peer in each meeting.
+        timeout_s: longest wait for a peer in each collective.
 
     Attributes:
         checksum_manager: the digests, where ``enable_checksum`` is.

@@ -61,7 +61,7 @@ class PartFacts:
         part_id: ranks that name a part alike hold equal copies of it.
         nbytes: bytes of its tensors, one behind the other.
         layout: digest of the names, dtypes and shapes of its tensors.
-        digest: of its bytes; None where nobody asked for it.
+        digest: of its bytes; None where it was not requested.
     """
 
     part_id: str

@@ -104,7 +104,7 @@ class StepKeeper:
 
     Args:
         enable_checksum: take digests of the state at the beginning of each step.
-        timeout_s: longest wait for a peer in each meeting.
+        timeout_s: longest wait for a peer in each collective.
     """
 
     def __init__(self, *, enable_checksum: bool, timeout_s: float) -> None:

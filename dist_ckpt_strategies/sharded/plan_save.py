@@ -88,7 +88,7 @@ class SavePlan:
     Attributes:
         creations: who writes the metadata of each array, and flushes its directory.
         writes: every chunk.
-        rounds: the chunks among them that are put together from slices, in groups that bound the
+        rounds: the chunks among them that are assembled from slices, in groups that bound the
             memory of each rank.
     """
 

@@ -353,3 +353,20 @@ def megatrons_layout(rank: int, creates_gloo: bool) -> Any:
 @pytest.mark.parametrize("creates_gloo", [False, True])
 def test_megatrons_parallel_layout_works_over_it(creates_gloo: bool) -> None:
     assert run_processes(SIZE, megatrons_layout, creates_gloo) == [6.0] * SIZE
+
+
+def averaged(rank: int) -> list[float]:
+    """Body of a rank: averages of whole numbers and of others."""
+    counts, values = torch.tensor([rank + 1, 4]), torch.tensor([rank + 1.0])
+    for tensor in (counts, values):
+        dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=ours())
+    others = torch.tensor([rank + 4])
+    work: Any = dist.all_reduce(others, op=dist.ReduceOp.AVG, group=ours(), async_op=True)
+    (found,) = work.get_future().wait()
+    work.wait()
+    assert torch.equal(found, others)
+    return [*counts.tolist(), *values.tolist(), *others.tolist()]
+
+
+def test_whole_numbers_are_averaged_and_rounded_down() -> None:
+    assert run_processes(2, averaged) == [[1, 4, 1.5, 4]] * 2
