@@ -56,6 +56,8 @@ if TYPE_CHECKING:  # torch takes a while to import
 BACKEND = "local_replicated"
 
 _RANK = re.compile(r"0|[1-9]\d*", re.ASCII)
+_SESSION = re.compile(r"[0-9a-f]{32}")
+_MAX_DEPTH = 3
 _BLOCK_NBYTES = 4 << 20
 
 
@@ -69,6 +71,7 @@ class StoredCopy:
         holder: the global rank that keeps it.
         nbytes: its size.
         part: what its header describes; None where that is damaged.
+        damage: what is wrong with that.
     """
 
     part_id: PartId
@@ -76,6 +79,7 @@ class StoredCopy:
     holder: int
     nbytes: int
     part: Part | None
+    damage: Issue | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +128,16 @@ def scan_local(root: Path) -> LocalScan | None:
         if folder.failure:
             issues.append(unreadable(None, folder.key or ".", folder.failure))
         stale += _stale_files(root, folder)
-        for copy, damage in _copies(root, folder):
-            copies.append(copy)
-            issues += damage
+        copies += _copies(root, folder)
     if not (backend or copies or (stale and COMMON_NAME not in top.files)):
         return None
     if backend and not copies:
         issues.append(Issue(Problem.MISSING_FILE, None, ".", "a part of the checkpoint", NO_FILE))
-    issues += _check_common_files(root, copies)
+    replaced, found = _compare_common_files(root, copies)
+    stale += [StaleFile(StaleKind.PARTIAL, copy.path, copy.nbytes) for copy in replaced]
+    copies = [copy for copy in copies if copy not in replaced]
+    issues += found
+    issues += [copy.damage for copy in copies if copy.damage]
     copies.sort(key=lambda copy: (copy.part_id.global_rank, copy.path))
     copies.sort(key=lambda copy: copy.part_id.save, reverse=True)
     stale.sort(key=lambda one: one.path)
@@ -190,17 +196,13 @@ def _damaged(root: Path, path: str, error: CheckpointError) -> Issue:
     return Issue(Problem.DAMAGED, None, path, "a part whose header fits its digest", why)
 
 
-def _rank_folders(root: Path, top: Folder) -> Iterator[Folder]:
-    """The directories of ranks: this one, those in it, and those one further down."""
-    if _RANK.fullmatch(root.name):
-        yield top
-    for name in top.folders:
-        if _RANK.fullmatch(name):
-            yield read_folder(root, name)
-    for name in top.folders:
-        inner = read_folder(root, name)
-        for rank in filter(_RANK.fullmatch, inner.folders):
-            yield read_folder(root, inner.path_of(rank))
+def _rank_folders(root: Path, folder: Folder, depth: int = _MAX_DEPTH) -> Iterator[Folder]:
+    """The directories of ranks: this one, and those below it."""
+    if _RANK.fullmatch(os.path.basename(folder.key or root)):  # noqa: PTH119 - of a text or a path
+        yield folder
+    for name in folder.folders if depth else ():
+        if depth == _MAX_DEPTH or _RANK.fullmatch(name) or _SESSION.fullmatch(name):
+            yield from _rank_folders(root, read_folder(root, folder.path_of(name)), depth - 1)
 
 
 def _stale_files(root: Path, folder: Folder) -> Iterator[StaleFile]:
@@ -213,51 +215,52 @@ def _stale_files(root: Path, folder: Folder) -> Iterator[StaleFile]:
             yield StaleFile(kind, path, nbytes)
 
 
-def _copies(root: Path, folder: Folder) -> Iterator[tuple[StoredCopy, list[Issue]]]:
-    """Every shard file of a rank's directory, and what its header shows to be wrong."""
+def _copies(root: Path, folder: Folder) -> Iterator[StoredCopy]:
+    """Every shard file of a rank's directory."""
     holder = int(os.path.basename(folder.key or root))  # noqa: PTH119 - of a text or a path
     for name in (*folder.files, *folder.folders, *folder.links, *folder.others):
         part_id = PartId.parse(name.removesuffix(SUFFIX))
         if part_id is None or not name.endswith(SUFFIX):
             continue
-        path, part, damage = folder.path_of(name), None, []
+        path, part, damage = folder.path_of(name), None, None
         try:
             with PartReader(root / path) as reader:
                 part = reader.stored.part
         except CheckpointError as error:
-            damage.append(_damaged(root, path, error))
-        yield StoredCopy(part_id, path, holder, folder.files.get(name, 0), part), damage
+            damage = _damaged(root, path, error)
+        yield StoredCopy(part_id, path, holder, folder.files.get(name, 0), part, damage)
 
 
-def _check_common_files(root: Path, copies: Iterable[StoredCopy]) -> Iterator[Issue]:
-    """Whether each ``common.pt`` is the one whose digest the newest shard file beside it states."""
-    newest: dict[str, str | None] = {}
-    for copy in sorted(copies, key=lambda copy: copy.part_id):
-        of_rank = PurePosixPath(copy.path).parent
-        if copy.part is not None and of_rank.name:
-            newest[str(of_rank.parent / COMMON_NAME)] = _common_digest(copy.part)
-    for path, expected in newest.items():
-        if expected is not None:
-            yield from _check_common(root, path, expected)
+def _compare_common_files(
+    root: Path, copies: Iterable[StoredCopy]
+) -> tuple[list[StoredCopy], list[Issue]]:
+    """Shard files of other saves than the one that ``common.pt`` is of; what is wrong with that.
 
-
-def _check_common(root: Path, path: str, expected: str) -> Iterator[Issue]:
-    try:
-        found = xxhash.xxh3_128_hexdigest(read_file(root / path))
-    except FileNotFoundError:
-        yield missing_common(path)
-    except OSError as error:
-        yield unreadable(None, path, reason(error))
-    else:
-        if found != expected:
-            yield Issue(Problem.DAMAGED, None, path, f"digest {expected}", found)
-
-
-def _common_digest(part: Part) -> str | None:
-    """The digest of ``common.pt`` that a shard file of the backend states."""
-    common = part.content.get("common") if isinstance(part.content, dict) else None
-    digest = common.get("common_digest") if isinstance(common, dict) else None
-    return digest if isinstance(digest, str) else None
+    An overwrite that was interrupted has left the others.
+    """
+    by_common: dict[PurePosixPath, dict[str, list[StoredCopy]]] = {}
+    for copy in copies:
+        session = PurePosixPath(copy.path).parent.parent
+        if _SESSION.fullmatch(session.name):
+            of_save = by_common.setdefault(session.parent / COMMON_NAME, {})
+            of_save.setdefault(session.name, []).append(copy)
+    replaced: list[StoredCopy] = []
+    issues: list[Issue] = []
+    for path, by_session in by_common.items():
+        try:
+            found = xxhash.xxh3_128_hexdigest(read_file(root / path))
+        except FileNotFoundError:
+            issues.append(missing_common(str(path)))
+        except OSError as error:
+            issues.append(unreadable(None, str(path), reason(error)))
+        else:
+            if found in by_session:
+                del by_session[found]
+                replaced += [copy for some in by_session.values() for copy in some]
+            else:
+                text = f"digest {' or '.join(sorted(by_session))}"
+                issues.append(Issue(Problem.DAMAGED, None, str(path), text, found))
+    return replaced, issues
 
 
 def _by_path(issues: Iterable[Issue]) -> tuple[Issue, ...]:

@@ -74,6 +74,7 @@ from dist_ckpt_strategies.strategies.common import TorchCommonSaveStrategy
 from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
     LocalReplicatedSaveShardedStrategy,
+    common_digest,
     restore_common,
 )
 from dist_ckpt_strategies.strategies.registry import StrategyChoice, resolve
@@ -344,12 +345,18 @@ class _Save:
         place = DirectoryPlace(root, self.options, keeps_old=True, overwrite=self.overwrite)
         place.save_id = run_and_gather(comm, place.new_save_id)[0]
         run_on_first_rank(comm, lambda: place.begin(None))
+
+        def commit() -> None:
+            place.commit(self.marker)
+
         if isinstance(base, LocalReplicatedSaveShardedStrategy):
             run_collectively(comm, lambda: self._write_common(place))
-            run_collectively(comm, lambda: base.save_with_common(state, root, place.location))
+            run_collectively(
+                comm, lambda: base.save_with_common(state, root, place.location, commit)
+            )
         else:
             self._by_foreign(place)
-        run_on_first_rank(comm, lambda: place.commit(self.marker))
+            run_on_first_rank(comm, commit)
         return None
 
     def _by_base(self, base: ZarrSaveShardedStrategy, *, is_async: bool) -> LocalSaveRequest | None:
@@ -478,7 +485,7 @@ def load(  # noqa: PLR0913 - Megatron's signature
     with time_limit(options.timeout_s, OPENING, then=WORK), allowing(() if invalid else allow):
         answers = run_and_gather(comm, describe)
         restart_limit()
-        if None in answers:
+        if None in answers or len(set(filter(_is_local, answers))) > 1:
             _restore_local(comm, answers, checkpoint_dir)
             answers = run_and_gather(comm, lambda: describe(is_last=True))
         return loads[0].run(answers, validates=validate_access_integrity)
@@ -488,7 +495,7 @@ def _restore_local(
     comm: Communicator, answers: Sequence[Message], checkpoint_dir: str | Path
 ) -> None:
     """Where a checkpoint is local, have every node hold its common state. Collective."""
-    if _LOCAL in answers:
+    if any(map(_is_local, answers)):
         directory = run_collectively(
             comm, lambda: require_path(located(checkpoint_dir, None), "local_replicated")
         )
@@ -544,7 +551,14 @@ def _with_options(
 
 
 _LOCAL, _OTHER = "local", "other"
-"""What a rank answers whose load does not go straight to a strategy of this package."""
+"""What a rank answers whose load does not go straight to a strategy of this package.
+
+Where the checkpoint is local, the digest of its common state follows a colon.
+"""
+
+
+def _is_local(answer: Message) -> bool:
+    return isinstance(answer, str) and answer.startswith(_LOCAL)
 
 
 @dataclass(slots=True)
@@ -579,8 +593,9 @@ class _Load:
             )
             return self.direct.describe()
         _require_taken(self.root, ours)
-        is_local = isinstance(ours, LocalReplicatedLoadShardedStrategy)
-        return _LOCAL if is_local and isinstance(self.root, Path) else _OTHER
+        if isinstance(ours, LocalReplicatedLoadShardedStrategy) and isinstance(self.root, Path):
+            return f"{_LOCAL}:{common_digest(self.root)}"
+        return _OTHER
 
     def run(
         self, answers: Sequence[Message], *, validates: bool
@@ -595,7 +610,7 @@ class _Load:
             PlanError: ranks load by strategies of different kinds.
         """
         comm, strict = self.comm, self.strictness
-        kinds = [answer if isinstance(answer, str) else "zarr" for answer in answers]
+        kinds = [a.partition(":")[0] if isinstance(a, str) else "zarr" for a in answers]
         require_one_strategy(comm, "a load", kinds)
         if self.direct is not None:
             self.direct.begin(answers)

@@ -1,12 +1,18 @@
 """The backend ("local_replicated", 1): one checkpoint on the nodes' own disks, kept in copies.
 
 Each rank writes its shards as a local shard file, with copies on the nodes of its clique. Every
-node also gets ``common.pt`` and ``metadata.json``, which Megatron-Core looks for on every rank.
+node also gets ``common.pt`` and ``metadata.json``, which Megatron-Core looks for on every rank. The
+shards of a save are below a directory that is named by the digest of its ``common.pt``: those of an
+earlier save stay until the common state of the new one is in place.
 """
 
 from __future__ import annotations
 
+import logging
 import re
+import shutil
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +21,12 @@ from typing import Any
 import torch
 import xxhash
 
-from dist_ckpt_strategies.comm.base import Communicator
+from dist_ckpt_strategies.comm.base import Communicator, Message
 from dist_ckpt_strategies.comm.collective import (
     run_and_gather,
     run_and_gather_bytes,
     run_collectively,
+    run_on_first_rank,
 )
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import LocalOptions, Options
@@ -27,6 +34,7 @@ from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
+    StorageError,
     StrategyError,
 )
 from dist_ckpt_strategies.formats.commit import make_directory, set_marker_aside
@@ -73,6 +81,11 @@ from dist_ckpt_strategies.strategies.registry import Configured, require_own
 BACKEND = "local_replicated"
 VERSION = 1
 
+logger = logging.getLogger(__name__)
+
+_SESSION = re.compile(r"[0-9a-f]{32}")
+"""The name of a directory with the shards of one save: the digest of its ``common.pt``."""
+
 _ITERATION = re.compile(r"(\d+)\D*$")
 """The number that the directory's name ends with."""
 
@@ -91,12 +104,13 @@ class _OnNodes(Configured):
 
     def _manager(
         self,
-        checkpoint_dir: str | Path,
-        comm: Communicator,
-        cliques: LazyCliqueReplicationStrategy | None,
+        root: Path,
+        digest: str,
+        cliques: LazyCliqueReplicationStrategy | None = None,
     ) -> LocalCheckpointManager:
         return LocalCheckpointManager(
-            self.root(checkpoint_dir, comm),
+            root,
+            session_id=digest,
             repl_strategy=cliques,
             group=self._group,
             timeout_s=self.options.timeout_s,
@@ -158,59 +172,73 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
             UnsafeObjectError: an object is of a class that is not allowed.
             StorageError: a file cannot be written; a PeerError of that class elsewhere.
         """
-        self.save_with_common(sharded_state_dict, checkpoint_dir, None)
+        self.save_with_common(sharded_state_dict, checkpoint_dir)
 
     @raises_megatron_errors
     def save_with_common(
-        self, sharded_state_dict: StateDict, checkpoint_dir: str | Path, common_dir: Path | None
+        self,
+        sharded_state_dict: StateDict,
+        checkpoint_dir: str | Path,
+        common_dir: Path | None = None,
+        commit: Callable[[], None] | None = None,
     ) -> None:
         """Like ``save``, for a caller that has not yet replaced an earlier checkpoint.
 
         Args:
             sharded_state_dict: as in ``save``.
             checkpoint_dir: as in ``save``.
-            common_dir: where the first rank finds ``common.pt``; the caller moves it into place
-                later, and an earlier checkpoint stays as it is until all else is written. None: it
-                is in ``checkpoint_dir`` already.
+            common_dir: where the first rank finds ``common.pt``; an earlier checkpoint stays as it
+                is until all else is written. None: it is in ``checkpoint_dir`` already.
+            commit: moves it from there to ``checkpoint_dir``, and the marker; called on the first
+                rank. What the save replaces is removed after it.
         """
         comm = self.communicator("save", f"to {checkpoint_dir}")
-        manager = run_collectively(comm, lambda: self._manager(checkpoint_dir, comm, self._cliques))
-        root = manager.root_local_ckpt_dir
+        root = run_collectively(comm, lambda: self.root(checkpoint_dir, comm))
+        common_path = Path(common_dir or checkpoint_dir).absolute() / COMMON_NAME
 
         def prepare() -> bytes:
             make_directory(root)
             if common_dir is None:
                 set_marker_aside(root)
-            common_path = Path(common_dir or checkpoint_dir).absolute() / COMMON_NAME
             with file_errors("common state", common_path):
                 return read_file(common_path) if comm.rank == 0 else b""
-
-        def complete() -> None:
-            is_first_node = names[comm.rank] == names[0] and self._local.node_directory is None
-            if not is_first_node:
-                _write_common(root, common)
 
         with time_limit(self.options.timeout_s, OPENING, then=WORK):
             common = run_and_gather_bytes(comm, partial(run_with_limit, prepare, root))[0]
             restart_limit()
-        described = run_and_gather(comm, lambda: _described(sharded_state_dict))
+            nodes = run_and_gather(comm, lambda: PartDirectory(root).name())
+            digest = _digest(common)
+            run_collectively(comm, lambda: _remove_shards(root, comm, nodes, digest, is_new=False))
+        state = self._state(comm, sharded_state_dict)
+        iteration = _ITERATION.search(Path(checkpoint_dir).name)
+        manager = run_collectively(comm, lambda: self._manager(root, digest, self._cliques))
+        manager.save(state, int(iteration[1]) if iteration else 0)
+
+        def complete() -> None:
+            is_first_node = nodes[comm.rank] == nodes[0] and self._local.node_directory is None
+            if not is_first_node:
+                _write_common(root, common)
+
+        with time_limit(self.options.timeout_s):
+            run_collectively(comm, complete)
+            if commit is not None:
+                run_on_first_rank(comm, commit)
+            run_collectively(comm, lambda: _remove_shards(root, comm, nodes, digest, is_new=True))
+
+    def _state(self, comm: Communicator, sharded: StateDict) -> MCoreTensorAwareStateDict:
+        """What this rank saves, with a list of all that the checkpoint holds. Collective."""
+        with time_limit(self.options.timeout_s):
+            described = run_and_gather(comm, lambda: _described(sharded))
         arrays = {key: found for some, _ in described for key, found in some.items()}
         stored = {
             "arrays": [[key, *arrays[key]] for key in sorted(arrays)],
             "objects": sorted(name for _, names in described for name in names),
         }
-        content = {"common_digest": _digest(common), "stored": stored}
+        common = {"stored": stored}
         if self._local.algo == "atomic":
-            state = run_collectively(
-                comm, lambda: MCoreTensorAwareStateDict(content, sharded_state_dict)
-            )
-        else:
-            state, _ = MCoreTensorAwareStateDict.dealt_out(comm, content, sharded_state_dict)
-        iteration = _ITERATION.search(Path(checkpoint_dir).name)
-        manager.save(state, int(iteration[1]) if iteration else 0)
-        with time_limit(self.options.timeout_s):
-            names = run_and_gather(comm, lambda: PartDirectory(root).name())
-            run_collectively(comm, complete)
+            return run_collectively(comm, lambda: MCoreTensorAwareStateDict(common, sharded))
+        state, _ = MCoreTensorAwareStateDict.dealt_out(comm, common, sharded)
+        return state
 
 
 class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type: ignore[misc]
@@ -252,19 +280,30 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
 
         Raises:
             DTypeMismatchError: another dtype is stored, and the option ``strict_dtype`` is set.
-            CorruptCheckpointError: ``common.pt``, which Megatron-Core has read already, is not the
-                one of this save.
+            CorruptCheckpointError: ``common.pt``, which Megatron-Core has read already, belongs to
+                no local shards, or to others than that of the first rank.
             NoReplicasAvailableError: all copies of some rank's shards are lost or damaged.
             CoverageError: a requested region or object is in no file.
         """
         comm = self.communicator("load", f"from {checkpoint_dir}")
-        manager = run_collectively(comm, lambda: self._manager(checkpoint_dir, comm, None))
-        state, _ = manager.load()
+        common_path = Path(checkpoint_dir).absolute() / COMMON_NAME
+        root = run_collectively(comm, lambda: self.root(checkpoint_dir, comm))
+        with time_limit(self.options.timeout_s):
+            found = run_and_gather(
+                comm, lambda: [common_digest(common_path.parent), _sessions(root)]
+            )
+        digest = found[0][0]
+
+        def require_common() -> LocalCheckpointManager:
+            sessions = {name for _, names in found for name in names}
+            _require_common_of(sessions, common_path, found[comm.rank][0], digest)
+            return self._manager(root, digest)
+
+        state, _ = run_collectively(comm, require_common).load()
         own: dict[int, torch.Tensor] = {}
 
         def check() -> Conversions:
             content = state.common_state_dict
-            _require_common_of_save(Path(checkpoint_dir).absolute(), content["common_digest"])
             values = sharded_values(sharded_state_dict)
             tensors = [value for value in values if isinstance(value, ShardedTensor)]
             stored = {key: dtype for key, _, dtype in content["stored"]["arrays"]}
@@ -280,9 +319,9 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
 
         with time_limit(self.options.timeout_s):
             converted = run_and_gather(comm, check)
-        found = dict(state.loaded(comm, sharded_state_dict, fill))
+        loaded = dict(state.loaded(comm, sharded_state_dict, fill))
         warn_of_conversions(comm, checkpoint_dir, converted)
-        return found
+        return loaded
 
     @raises_megatron_errors
     def load_tensors_metadata(self, checkpoint_dir: str | Path) -> StateDict:
@@ -322,7 +361,10 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
         comm = self.communicator("look at a checkpoint")
         with time_limit(self.options.timeout_s):
             root = self.root(checkpoint_dir, comm)
-            header = read_first_header(PartDirectory(root))
+            common_path = Path(checkpoint_dir).absolute() / COMMON_NAME
+            digest = common_digest(common_path.parent)
+            _require_common_of(_sessions(root), common_path, digest, digest)
+            header = read_first_header(PartDirectory(root / digest))
         if header is None:
             raise IncompleteCheckpointError(
                 f"{root}: this node has no local shard file of the checkpoint; every rank has to "
@@ -378,9 +420,8 @@ def restore_common(comm: Communicator, root: Path, name: str) -> None:
             return b""
         with file_errors("common state", path):
             content = read_file(path)
-        found = read_first_header(PartDirectory(root))
-        is_of_save = found is None or found.content["common"]["common_digest"] == _digest(content)
-        return content if is_of_save else b""
+        sessions = _sessions(root)
+        return content if not sessions or _digest(content) in sessions else b""
 
     everyone = run_and_gather_bytes(comm, partial(run_with_limit, own, root))
     restart_limit()
@@ -412,7 +453,7 @@ def _described(sharded: StateDict) -> list[Any]:
 
 
 def _digest(common: bytes) -> str:
-    """Links local shard files to the common state of their save."""
+    """Links local shards to the common state of their save."""
     return xxhash.xxh3_128_hexdigest(common)
 
 
@@ -427,14 +468,60 @@ def _write_common(root: Path, common: bytes) -> None:
 
 
 @limited
-def _require_common_of_save(checkpoint_dir: Path, expected: str) -> None:
-    """Raise unless ``common.pt``, which Megatron-Core has read already, has this digest."""
-    path = checkpoint_dir / COMMON_NAME
-    with file_errors("common state", path):
-        found = _digest(read_file(path))
-    if found != expected:
-        raise CorruptCheckpointError(
-            f"common state: {path} has digest {found}, expected {expected}; it is damaged, or of "
-            "another save",
-            path=str(path),
-        )
+def common_digest(checkpoint_dir: Path) -> str:
+    """The digest of the common state of a checkpoint; empty where there is none."""
+    common_path = checkpoint_dir / COMMON_NAME
+    with file_errors("common state", common_path), suppress(FileNotFoundError):
+        return _digest(read_file(common_path))
+    return ""
+
+
+@limited
+def _sessions(root: Path) -> list[str]:
+    """Digests of the common states of which local shards are on this node."""
+    with file_errors(None, root), suppress(FileNotFoundError):
+        return sorted(path.name for path in root.iterdir() if _SESSION.fullmatch(path.name))
+    return []
+
+
+def _remove_shards(
+    root: Path, comm: Communicator, nodes: Sequence[Message], digest: str, *, is_new: bool
+) -> None:
+    """Remove the local shards of other saves, on the first rank of each node.
+
+    Args:
+        root: this rank's directory.
+        comm: all ranks.
+        nodes: for each rank what tells its node's directory from every other.
+        digest: of the common state of this save.
+        is_new: this save is complete; if not, those that the present ``common.pt`` is of stay too.
+    """
+    if nodes.index(nodes[comm.rank]) != comm.rank:
+        return
+    try:
+        kept = {digest} if is_new else {digest, common_digest(root)}
+        for name in set(_sessions(root)).difference(kept):
+            run_with_limit(partial(shutil.rmtree, root / name), root)
+    except (OSError, StorageError) as error:
+        logger.warning("%s: local shards of an earlier save are still there: %s", root, error)
+
+
+def _require_common_of(
+    sessions: Collection[str], common_path: Path, found: str, expected: str
+) -> None:
+    """Raise unless ``common.pt``, which Megatron-Core has read, belongs to the shards to load.
+
+    Args:
+        sessions: digests of the common states of which there are shards.
+        common_path: the file.
+        found: its digest.
+        expected: that of the first rank's file.
+    """
+    if found == expected and (found in sessions or not sessions):
+        return
+    what = f"{expected}, as on the first rank" if found != expected else " or ".join(sessions)
+    raise CorruptCheckpointError(
+        f"common state: {common_path} has digest {found or '(no such file)'}, expected {what}; it "
+        "is damaged, or of another save; prepare_local_load restores it from another node",
+        path=str(common_path),
+    )

@@ -239,8 +239,7 @@ def test_files_of_a_killed_save_alone_are_local_ones_without_a_common_state(
 def checkpoint(tmp_path: Path) -> Path:
     """One checkpoint of the backend."""
     home = tmp_path / "node" / "iter_0000100"
-    content = {"common": {"common_digest": xxhash.xxh3_128_hexdigest(COMMON)}}
-    write_part(home, 100, 0, 0, content)
+    write_part(home / xxhash.xxh3_128_hexdigest(COMMON), 100, 0, 0)
     (home / "common.pt").write_bytes(COMMON)
     write_marker(home, "local_replicated")
     return home
@@ -263,7 +262,16 @@ def test_the_common_state_of_the_backend_is_compared_too(
 
 
 def test_a_checkpoint_of_the_backend_without_parts_is_not_whole(checkpoint: Path) -> None:
-    shutil.rmtree(checkpoint / "0")
+    shutil.rmtree(checkpoint / xxhash.xxh3_128_hexdigest(COMMON))
     (finding,) = as_json("verify", checkpoint)["findings"]
 
     assert finding["problem"] == "missing_file"
+
+
+def test_shards_that_an_interrupted_overwrite_has_left_are_no_issue(checkpoint: Path) -> None:
+    write_part(checkpoint / xxhash.xxh3_128_hexdigest(b"another"), 100, 0, 0)
+    found = as_json("verify", checkpoint)
+
+    assert (found["whole"], found["findings"]) == (True, [])
+    assert [one["kind"] for one in found["leftovers"]] == ["partial"]
+    assert run("verify", checkpoint).exit_code == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
     LocalReplicatedSaveShardedStrategy,
 )
-from tests.support.ranks import run_processes
+from tests.support.entries import outcome
+from tests.support.ranks import RankDiedError, run_processes
 from tests.support.restarts import Wrappers, join_group, run_restartable
 
 pytestmark = pytest.mark.multiprocess
@@ -111,9 +113,8 @@ def through_ours(rank: int, root: str) -> None:
     require_loaded(found, 2, 2.0)
     common = directory / "common.pt"
     dist.barrier()
-    if rank == 2:
-        content = bytearray(common.read_bytes())
-        write_file(common, bytes(content) + b"x")
+    if rank in {0, 2}:
+        write_file(common, common.read_bytes() + b"x")
     dist.barrier()
     with pytest.raises(CorruptCheckpointError, match="common state"):
         dist_ckpt_strategies.load(state_of(2, 2.0, is_filled=False), directory)
@@ -121,6 +122,57 @@ def through_ours(rank: int, root: str) -> None:
 
 def test_our_own_save_and_load_restore_a_lost_node_by_themselves(tmp_path: Path) -> None:
     assert run_processes(NUM_RANKS, through_ours, str(tmp_path)) == [None] * NUM_RANKS
+
+
+def killed_while_overwriting(rank: int, root: str, victim: int, at: int) -> Any:
+    """One rank dies at its ``at``-th rename or removal of a save over a finished checkpoint."""
+    dist_ckpt_strategies.register(local=LocalOptions(replication_jump=1))
+    directory = Path(root) / f"node{rank}" / "iter_0000007"
+    dist_ckpt_strategies.save(state_of(2, 1.0) | {"value": 1.0}, directory, BACKEND)
+    dist.barrier()
+    left = [at]
+
+    def counted(real: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            left[0] -= 1
+            if left[0] == 0:
+                os._exit(9)
+            return real(*args, **options)
+
+        return call
+
+    for name in ("rename", "replace", "unlink", "rmdir") if rank == victim else ():
+        setattr(os, name, counted(getattr(os, name)))
+    state = state_of(2, 2.0) | {"value": 2.0}
+    return outcome(
+        lambda: dist_ckpt_strategies.save(state, directory, BACKEND, overwrite=True, timeout_s=8)
+    )
+
+
+def value_after_a_kill(rank: int, root: str) -> float:
+    directory = Path(root) / f"node{rank}" / "iter_0000007"
+    found = dist_ckpt_strategies.load(state_of(2, 0.0, is_filled=False), directory)
+    assert isinstance(found, dict)
+    require_loaded(found, 2, found["value"])
+    return float(found["value"])
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_kill_anywhere_in_an_overwrite_leaves_the_old_or_the_new_checkpoint(
+    victim: int, tmp_path: Path
+) -> None:
+    values: list[float] = []
+    for at in range(1, 40):
+        root = str(tmp_path / str(at))
+        ended = run_processes(2, killed_while_overwriting, root, victim, at)
+        first, second = run_processes(2, value_after_a_kill, root)
+        assert first == second
+        values.append(first)
+        if not isinstance(ended[victim], RankDiedError):
+            break
+    assert ended == [None, None], "the last save was not killed"
+    assert values == [1.0] * values.count(1.0) + [2.0] * values.count(2.0)
+    assert set(values) == {1.0, 2.0}
 
 
 def with_a_function(rank: int, root: str) -> str:
