@@ -5,16 +5,16 @@
 
 Four ranks, each a node of its own; cliques of two.
 
-Flips and cuts: two saves are on the disks, each part in two copies. A byte is changed, or a file
+Flips and cuts: two saves are on the disks, each shard in two copies. A byte is changed, or a file
 cut, in the copy that is read, in both copies, or in both copies of both saves. Then all ranks load:
 bit for bit the newest state, the one before, or, where no copy is left, an error on every rank.
 Each damaged file is also looked at as ``dist-ckpt verify`` does. A change that goes unnoticed has
 to be in padding, by a map of the file that does not come from this package.
 
 Kills: a rank is killed (SIGKILL) at a random moment of a save, every second one asynchronous; one
-save is kept. Afterwards nothing under the name of a part is half-written, the others have not been
+save is kept. Afterwards nothing under the name of a shard is half-written, the others have not been
 told that it was saved unless it was, and new processes load bit for bit this save if every rank's
-part is there, else the one before. The next save works, and removes what is left.
+shard is there, else the one before. The next save works, and removes what is left.
 
 Ends with status 1 at the first thing that must not happen, and says case and seed.
 """
@@ -193,8 +193,8 @@ def run_campaign(campaign: Campaign, directory: Path | None, output: Output) -> 
     """
     tally: dict[FaultClass, Counter[str]] = {}
     total = campaign.num_flips + campaign.num_cuts + campaign.num_kills
-    parts = (partial(run_damages, campaign), partial(run_all_kills, campaign))
-    for which, counts in run_parts(parts, total, directory):
+    shards = (partial(run_damages, campaign), partial(run_all_kills, campaign))
+    for which, counts in run_parts(shards, total, directory):
         tally.setdefault(which, Counter()).update(counts)
     for which in sorted(tally, key=str):
         output.lines.write("class", which, **tally[which])

@@ -77,7 +77,7 @@ Path("local/checkpoints/iter_0000100").mkdir()
 
 _LOCAL_AFTER = """
 assert all(bool((value == 7).all()) for value in model.state_dict().values())
-assert (part_id[:15], manager.find_latest()) == ("iter_0000099_0_", 100)
+assert (shard_id[:15], manager.find_latest()) == ("iter_0000099_0_", 100)
 assert torch.equal(state_dict["w"], torch.arange(6.0)) and state_dict["iteration"] == 7
 """
 

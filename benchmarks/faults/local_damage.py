@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.faults.outcomes import Ending, Outcome
-from dist_ckpt_strategies.local.part_format import PartId
-from dist_ckpt_strategies.local.scan import check_part
+from dist_ckpt_strategies.local.scan import check_shard
+from dist_ckpt_strategies.local.shard_format import LocalShardId
 
 _BLOCK = 4096
 _LARGE = 64 << 10
@@ -79,7 +79,7 @@ class Damage:
     Attributes:
         number: of the case.
         scope: which copies.
-        owner: the rank whose part it is.
+        owner: the rank whose shard it is.
         place: what is hit.
         hits: one for each save that is hit.
     """
@@ -96,8 +96,8 @@ class Checkpoints:
     """The files of two saves.
 
     Attributes:
-        paths: of each part, by iteration and owner; the copy that its owner reads comes first.
-        spans: the map of each part's files.
+        paths: of each shard, by iteration and owner; the copy that its owner reads comes first.
+        spans: the map of each shard's files.
         contents: what each file has to hold.
         iterations: the two, the older first.
     """
@@ -112,9 +112,9 @@ class Checkpoints:
         """What two saves have left."""
         paths: defaultdict[tuple[int, int], list[Path]] = defaultdict(list)
         for path in sorted(root.glob("node*/*/*.part")):
-            part_id = PartId.require(path.stem)
-            copies = paths[part_id.save.iteration, part_id.global_rank]
-            is_own = path.parent.name == str(part_id.global_rank)
+            shard_id = LocalShardId.require(path.stem)
+            copies = paths[shard_id.save.iteration, shard_id.global_rank]
+            is_own = path.parent.name == str(shard_id.global_rank)
             copies.insert(0 if is_own else len(copies), path)
         older, newer = sorted({iteration for iteration, _ in paths})
         return cls(
@@ -176,7 +176,8 @@ def draw_cut(saved: Checkpoints, chance: random.Random, number: int) -> Damage:
 def is_detected(saved: Checkpoints, damage: Damage) -> list[bool]:
     """For each file that is hit, whether ``dist-ckpt verify`` says so."""
     return [
-        any(True for _ in check_part(path.parent, path.name)) for path, _ in saved.hit_paths(damage)
+        any(True for _ in check_shard(path.parent, path.name))
+        for path, _ in saved.hit_paths(damage)
     ]
 
 
@@ -204,7 +205,7 @@ def complaint(
 
 
 def file_map(content: bytes) -> tuple[Span, ...]:
-    """What each byte of a part's file is, by the table in docs/local.md."""
+    """What each byte of a shard's file is, by the table in docs/local.md."""
     end = _PREFIX + int.from_bytes(content[8:16], "little")
     described = json.loads(content[_PREFIX:end])
     spans = [Span(0, _PREFIX, Place.PREFIX), Span(_PREFIX, end, Place.DESCRIPTION)]
@@ -215,7 +216,7 @@ def file_map(content: bytes) -> tuple[Span, ...]:
         spans += [Span(end, start, Place.PADDING), Span(start, start + nbytes, Place.TENSOR)]
         position = end = start + nbytes
     if end != len(content):
-        raise ValueError(f"a part of {len(content)} bytes is described as one of {end}")
+        raise ValueError(f"a shard of {len(content)} bytes is described as one of {end}")
     return tuple(span for span in spans if span.start < span.end)
 
 

@@ -15,8 +15,8 @@ from benchmarks.faults.attempts import Attempt, CampaignError, ended
 from benchmarks.faults.local_worker import PRELOAD, WorldSpec, make_worker
 from benchmarks.faults.outcomes import Ending, Outcome
 from benchmarks.measuring.harness import Ranks
-from dist_ckpt_strategies.local.part_format import PartId
-from dist_ckpt_strategies.local.scan import check_part
+from dist_ckpt_strategies.local.scan import check_shard
+from dist_ckpt_strategies.local.shard_format import LocalShardId
 from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
 
 NUM_RANKS = 4
@@ -33,8 +33,8 @@ class Left(StrEnum):
 
     NOTHING = "nothing"
     PARTIAL = "unfinished files"
-    SOME = "some of the parts"
-    EVERY = "every rank's part"
+    SOME = "some of the shards"
+    EVERY = "every rank's shard"
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ def _outcomes(values: Sequence[object]) -> list[Outcome]:
 
 
 def _left(spec: WorldSpec, iteration: int) -> Left:
-    ids = [PartId.require(path.stem) for path in spec.root.glob("node*/*/*.part")]
+    ids = [LocalShardId.require(path.stem) for path in spec.root.glob("node*/*/*.part")]
     owners = {one.global_rank for one in ids if one.save.iteration == iteration}
     if len(owners) == NUM_RANKS:
         return Left.EVERY
@@ -143,8 +143,8 @@ def _complaint(spec: WorldSpec, kill: Kill, outcomes: Sequence[Outcome]) -> str 
     if saved and kill.left is not Left.EVERY:
         return f"{len(saved)} ranks were told that it was saved"
     for path in spec.root.glob("node*/*/*.part"):
-        for finding in check_part(path.parent, path.name):
-            return f"half-written under a part's name: {path}: {finding}"
+        for finding in check_shard(path.parent, path.name):
+            return f"half-written under a shard's name: {path}: {finding}"
     return None
 
 
@@ -152,10 +152,10 @@ def _require_clean(spec: WorldSpec, iteration: int, outcomes: Sequence[Outcome])
     """Raise unless a save after a kill worked, and removed what the kill had left."""
     if any(one.ending is not Ending.SAVED for one in outcomes):
         raise CampaignError(f"the save of iteration {iteration} after a kill: {outcomes}")
-    names = [PartId.require(path.stem) for path in spec.root.glob("node*/*/*.part")]
+    names = [LocalShardId.require(path.stem) for path in spec.root.glob("node*/*/*.part")]
     found = sorted({one.save.iteration for one in names})
     if found != [iteration] or _partials(spec):
         raise CampaignError(
-            f"after the save of iteration {iteration} there are parts of {found}, and "
+            f"after the save of iteration {iteration} there are shards of {found}, and "
             f"{_partials(spec)}"
         )

@@ -23,7 +23,7 @@ from dist_ckpt_strategies.local import (
     CliqueReplicationStrategy,
     LocalCheckpointManager,
 )
-from dist_ckpt_strategies.local.part_format import PartId
+from dist_ckpt_strategies.local.shard_format import LocalShardId
 
 PRELOAD = ("benchmarks.local_faults",)
 """What ranks are forked with: all that the script imports. Nothing of it has been used."""
@@ -92,12 +92,12 @@ class KnownStates:
             state, text = manager.load()
         except CheckpointError as error:
             return refused(error)
-        part_id = PartId.require(text)
-        iteration = part_id.save.iteration
+        shard_id = LocalShardId.require(text)
+        iteration = shard_id.save.iteration
         if (rank, iteration) not in self._expected:
             self._expected[rank, iteration] = fingerprint(self._spec.state(rank, iteration))
         is_same = fingerprint(state.state_dict) == self._expected[rank, iteration]
-        if is_same and part_id.global_rank == rank:
+        if is_same and shard_id.global_rank == rank:
             return Outcome(Ending.LOADED, iteration)
         return Outcome(Ending.DIFFERENT, iteration, f"{text} is not what rank {rank} saved")
 

@@ -409,16 +409,16 @@ def _stale_facts(files: Sequence[StaleFile]) -> Iterator[tuple[str, str]]:
 
 def _local_summary(found: LocalScan, keys: str | None) -> Summary:
     """Of the local checkpoints in a directory."""
-    by_shard = [list(some) for _, some in groupby(found.copies, lambda copy: copy.part_id)]
+    by_shard = [list(some) for _, some in groupby(found.copies, lambda copy: copy.shard_id)]
     pattern = "*" if keys is None else keys
-    selected = [some for some in by_shard if fnmatchcase(str(some[0].part_id), pattern)]
+    selected = [some for some in by_shard if fnmatchcase(str(some[0].shard_id), pattern)]
     _require_match(found.root, f"{len(by_shard)} local shards", keys, selected)
     shards = [_shard_fields(some) for some in selected]
-    by_save = groupby(selected, lambda copies: copies[0].part_id.save)
+    by_save = groupby(selected, lambda copies: copies[0].shard_id.save)
     saves = [_save_fields(list(some)) for _, some in by_save]
-    num_files, num_saves = len(found.copies), len({copy.part_id.save for copy in found.copies})
+    num_files, num_saves = len(found.copies), len({copy.shard_id.save for copy in found.copies})
     held = f"{counted(num_saves, 'save')}, {counted(len(by_shard), 'shard')}"
-    num_tensors = sum(len(copy.part.buffers) for copy in found.copies if copy.part is not None)
+    num_tensors = sum(len(copy.shard.buffers) for copy in found.copies if copy.shard is not None)
     stale = list(map(asdict, found.stale_files))
     return Summary(
         str(found.root),
@@ -438,13 +438,13 @@ def _local_summary(found: LocalScan, keys: str | None) -> Summary:
 
 def _shard_fields(copies: Sequence[StoredCopy]) -> dict[str, Any]:
     """What one rank has saved, and its copies here; None for what no header says."""
-    part_id = copies[0].part_id
-    part = next((copy.part for copy in copies if copy.part is not None), None)
+    shard_id = copies[0].shard_id
+    part = next((copy.shard for copy in copies if copy.shard is not None), None)
     num_tensors = None if part is None else sum(1 for one in part.buffers if one.device)
     return {
-        "id": str(part_id),
-        "iteration": part_id.save.iteration,
-        "owner": part_id.global_rank,
+        "id": str(shard_id),
+        "iteration": shard_id.save.iteration,
+        "owner": shard_id.global_rank,
         "world_size": part and part.world_size,
         "session": part and part.session_id,
         "kind": part and part.kind,
@@ -454,7 +454,7 @@ def _shard_fields(copies: Sequence[StoredCopy]) -> dict[str, Any]:
                 "path": copy.path,
                 "holder": copy.holder,
                 "nbytes": copy.nbytes,
-                "readable": copy.part is not None,
+                "readable": copy.shard is not None,
             }
             for copy in copies
         ],
@@ -476,14 +476,14 @@ def _shard_row(fields: Mapping[str, Any]) -> dict[str, str]:
 def _save_fields(shards: Sequence[Sequence[StoredCopy]]) -> dict[str, Any]:
     """What is here of one save."""
     copies = list(chain.from_iterable(shards))
-    save = copies[0].part_id.save
-    part = next((copy.part for copy in copies if copy.part is not None), None)
+    save = copies[0].shard_id.save
+    part = next((copy.shard for copy in copies if copy.shard is not None), None)
     return {
         "iteration": save.iteration,
         "token": save.token,
         "world_size": part and part.world_size,
         "session": part and part.session_id,
-        "owners": [some[0].part_id.global_rank for some in shards],
+        "owners": [some[0].shard_id.global_rank for some in shards],
         "num_copies": len(copies),
         "nbytes": sum(copy.nbytes for copy in copies),
     }

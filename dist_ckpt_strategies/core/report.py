@@ -104,13 +104,13 @@ class ReplicationReport(_Report):
     """One rank's share of a local save.
 
     Attributes:
-        num_parts: parts that this rank has written: its own and those of its peers.
-        own_nbytes: size of its own part's file.
+        num_shards: shards that this rank has written: its own and those of its peers.
+        own_nbytes: size of its own shard file.
         received_nbytes: sizes of its peers' files.
         seconds: wall time, waiting for peers included.
     """
 
-    num_parts: int
+    num_shards: int
     own_nbytes: int
     received_nbytes: int
     seconds: float
@@ -121,13 +121,13 @@ class RetrievalReport(_Report):
     """One rank's share of a local load.
 
     Attributes:
-        num_parts: parts that it wanted and got.
+        num_shards: shards that it wanted and got.
         read_nbytes: bytes that it read from its node's disk, for itself and for others.
-        received_nbytes: sizes of the parts that came from other ranks.
+        received_nbytes: sizes of the shards that came from other ranks.
         seconds: wall time, waiting for peers included.
     """
 
-    num_parts: int
+    num_shards: int
     read_nbytes: int
     received_nbytes: int
     seconds: float

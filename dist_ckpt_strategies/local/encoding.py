@@ -20,8 +20,8 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, load_pickle
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
-from dist_ckpt_strategies.local.part_format import BufferSpec, Part, PartId
-from dist_ckpt_strategies.local.replicate import FilledPart
+from dist_ckpt_strategies.local.replicate import FilledShard
+from dist_ckpt_strategies.local.shard_format import BufferSpec, LocalShard, LocalShardId
 from dist_ckpt_strategies.local.state_dicts import (
     BasicTensorAwareStateDict,
     TensorPlace,
@@ -68,8 +68,8 @@ def default_local_allowed(allow: Allowed = ()) -> Allowed:
 
 
 def encode_state(
-    state: Any, part_id: PartId, *, world_size: int, session_id: str, allowed: Allowed
-) -> FilledPart:
+    state: Any, shard_id: LocalShardId, *, world_size: int, session_id: str, allowed: Allowed
+) -> FilledShard:
     """Split a state into tensors and the rest. It is left as it is.
 
     Raises:
@@ -86,28 +86,28 @@ def encode_state(
         buffers.append(BufferSpec(name, dtype_of(tensor, key=name), tuple(tensor.shape), device))
     buffers.append(BufferSpec("description", DType.UINT8, (len(content),), ""))
     summary = {} if kind == _BASIC else _summary(frame["common"])
-    part = Part(part_id, world_size, session_id, kind, summary, tuple(buffers))
+    shard = LocalShard(shard_id, world_size, session_id, kind, summary, tuple(buffers))
     payloads = [tensor.detach() for tensor in tensors.values()]
-    return FilledPart(part, (*payloads, torch.frombuffer(content, dtype=torch.uint8)))
+    return FilledShard(shard, (*payloads, torch.frombuffer(content, dtype=torch.uint8)))
 
 
-def decode_state(retrieved: FilledPart, *, allowed: Allowed) -> Any:
+def decode_state(retrieved: FilledShard, *, allowed: Allowed) -> Any:
     """The state that was stored; its tensors are on the host.
 
     Raises:
         UnsafeObjectError: it needs a class that is not allowed.
         CorruptCheckpointError: its description makes no sense.
     """
-    part = retrieved.part
-    if part.kind not in _MAKERS:
+    shard = retrieved.shard
+    if shard.kind not in _MAKERS:
         raise StrategyError(
-            f"{part.part_id}: a state of kind {part.kind!r}: expected one of {sorted(_MAKERS)}"
+            f"{shard.shard_id}: a state of kind {shard.kind!r}: expected one of {sorted(_MAKERS)}"
         )
-    devices = [buffer.device for buffer in part.buffers if buffer.device]
+    devices = [buffer.device for buffer in shard.buffers if buffer.device]
     try:
         *tensors, content = retrieved.payloads
-        found = load_pickle(content.numpy().tobytes(), str(part.part_id), _NAME, allowed)
-        return _MAKERS[part.kind](found, tensors, devices)
+        found = load_pickle(content.numpy().tobytes(), str(shard.shard_id), _NAME, allowed)
+        return _MAKERS[shard.kind](found, tensors, devices)
     except (
         LookupError,
         TypeError,
@@ -119,13 +119,13 @@ def decode_state(retrieved: FilledPart, *, allowed: Allowed) -> Any:
         if isinstance(error, CheckpointError):
             raise
         raise CorruptCheckpointError(
-            f"{part.part_id}: the state's description is damaged: {error}"
+            f"{shard.shard_id}: the state's description is damaged: {error}"
         ) from error
 
 
-def decode_parts(retrieved: Sequence[FilledPart], *, allowed: Allowed) -> Any:
+def decode_shards(retrieved: Sequence[FilledShard], *, allowed: Allowed) -> Any:
     """The state of one shard file, or of several of one save; errors as in ``decode_state``."""
-    states = [decode_state(part, allowed=allowed) for part in retrieved]
+    states = [decode_state(shard, allowed=allowed) for shard in retrieved]
     return states[0] if len(states) == 1 else _joined(states)
 
 

@@ -17,17 +17,17 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StorageError,
 )
-from dist_ckpt_strategies.local.part_files import PartDirectory, PartReader
-from dist_ckpt_strategies.local.part_format import PartId
 from dist_ckpt_strategies.local.plan import (
     Completeness,
     ExchangePlan,
     build_exchange_plan,
     build_survey,
-    spread_parts,
+    spread_shards,
 )
-from dist_ckpt_strategies.local.replicate import FilledPart
+from dist_ckpt_strategies.local.replicate import FilledShard
 from dist_ckpt_strategies.local.retrieve import FileSource, Retrieval, run_retrieve
+from dist_ckpt_strategies.local.shard_files import ShardDirectory, ShardReader
+from dist_ckpt_strategies.local.shard_format import LocalShardId
 from dist_ckpt_strategies.storage.io_pool import run_with_limit
 from dist_ckpt_strategies.storage.time_limit import restart_limit
 
@@ -43,14 +43,14 @@ class Copy:
     Attributes:
         node: tells the node's directory from every other.
         path: the file, below that directory.
-        part_id: what it holds.
+        shard_id: what it holds.
         world_size: ranks that took part in the save, as the file states.
         kind: how the state is encoded.
     """
 
     node: str
     path: str
-    part_id: PartId
+    shard_id: LocalShardId
     world_size: int
     kind: str
 
@@ -85,12 +85,14 @@ class Inventory:
         copies: dict[bytes, tuple[Copy, ...]] = {}
         for text in set(listings):
             node, rows = json.loads(text)
-            found = (Copy(node, path, PartId.require(id_), *rest) for id_, path, *rest in rows)
+            found = (
+                Copy(node, path, LocalShardId.require(id_), *rest) for id_, path, *rest in rows
+            )
             nodes[text] = node
             copies[text] = tuple(
                 one
                 for one in found
-                if one.part_id.save.iteration >= at_least and one not in excluded
+                if one.shard_id.save.iteration >= at_least and one not in excluded
             )
         return cls(
             tuple(map(nodes.__getitem__, listings)), tuple(map(copies.__getitem__, listings))
@@ -99,15 +101,15 @@ class Inventory:
     def saves(self) -> tuple[Completeness, ...]:
         """What there is of each save, the newest first."""
         distinct = {copy for copies in set(self.copies) for copy in copies}
-        return build_survey((copy.part_id, copy.world_size, copy.kind) for copy in distinct)
+        return build_survey((copy.shard_id, copy.world_size, copy.kind) for copy in distinct)
 
     def of_save(self, save: Completeness) -> dict[int, dict[str, Copy]]:
-        """A copy of each part of a save that a rank can read, by rank and id."""
+        """A copy of each shard of a save that a rank can read, by rank and id."""
         by_node = {
             copies: {
-                str(copy.part_id): copy
+                str(copy.shard_id): copy
                 for copy in reversed(copies)
-                if (copy.part_id.save, copy.world_size) == (save.save, save.world_size)
+                if (copy.shard_id.save, copy.world_size) == (save.save, save.world_size)
             }
             for copies in set(self.copies)
         }
@@ -119,7 +121,7 @@ class Inventory:
 
 
 def gather_listings(
-    comm: Communicator, directory: PartDirectory, session_id: str
+    comm: Communicator, directory: ShardDirectory, session_id: str
 ) -> tuple[bytes, ...]:
     """What each rank has, by the headers of its files; damaged ones are left out.
 
@@ -140,14 +142,14 @@ def gather_listings(
             found = []
         for one in found:
             try:
-                with PartReader(one.path) as reader:
-                    part = reader.stored.part
+                with ShardReader(one.path) as reader:
+                    shard = reader.stored.shard
             except CheckpointError as error:
                 logger.warning("a local checkpoint is not used: %s", error)
                 continue
-            if part.session_id == session_id:
+            if shard.session_id == session_id:
                 path = str(one.path.relative_to(directory.root))
-                rows.append([str(one.part_id), path, part.world_size, part.kind])
+                rows.append([str(one.shard_id), path, shard.world_size, shard.kind])
         return json.dumps([directory.name(), rows]).encode()
 
     list_with_limit = partial(run_with_limit, listing, directory)
@@ -157,7 +159,7 @@ def gather_listings(
 
 
 @dataclass(frozen=True, slots=True)
-class LocalParts:
+class LocalShards:
     """The files that the ranks of a node can read.
 
     Attributes:
@@ -166,15 +168,15 @@ class LocalParts:
         message_nbytes: bound on what travels at once.
     """
 
-    directory: PartDirectory
+    directory: ShardDirectory
     session_id: str
     message_nbytes: int
 
 
 def find_newest(
-    comm: Communicator, local: LocalParts, resharded: Collection[str]
+    comm: Communicator, local: LocalShards, resharded: Collection[str]
 ) -> Completeness | None:
-    """The newest save of which every part is somewhere, by the headers. Collective.
+    """The newest save of which every shard is somewhere, by the headers. Collective.
 
     Args:
         comm: all ranks.
@@ -186,9 +188,9 @@ def find_newest(
 
 
 def load_newest(
-    comm: Communicator, local: LocalParts, resharded: Collection[str], at_least: int = 0
-) -> tuple[FilledPart, ...]:
-    """This rank's part of the newest save whose parts can all be read undamaged.
+    comm: Communicator, local: LocalShards, resharded: Collection[str], at_least: int = 0
+) -> tuple[FilledShard, ...]:
+    """This rank's shard of the newest save whose shards can all be read undamaged.
 
     Collective. Copies that turn out to be damaged are left out, and the search begins anew.
 
@@ -196,12 +198,12 @@ def load_newest(
         comm: all ranks.
         local: this rank's node.
         resharded: kinds of state that another number of ranks can use; each rank gets some of the
-            parts then.
+            shards then.
         at_least: saves of iterations before this one are left alone.
 
     Raises:
         CheckpointNotFoundError: there is no local checkpoint at all.
-        NoReplicasAvailableError: of each save some part is lost; says which.
+        NoReplicasAvailableError: of each save some shard is lost; says which.
         PlanError: it was saved by another number of ranks.
     """
     damaged: dict[Copy, str] = {}
@@ -209,13 +211,13 @@ def load_newest(
         retrieval, found = _retrieve(comm, local, damaged, resharded, at_least)
         if not retrieval.bad:
             logger.debug("rank %s: %s", comm.global_rank(comm.rank), retrieval.report)
-            return tuple(retrieval.parts.values())
-        damaged |= {found[bad.rank][bad.part_id]: bad.reason for bad in retrieval.bad}
+            return tuple(retrieval.shards.values())
+        damaged |= {found[bad.rank][bad.shard_id]: bad.reason for bad in retrieval.bad}
 
 
 def _retrieve(
     comm: Communicator,
-    local: LocalParts,
+    local: LocalShards,
     damaged: Mapping[Copy, str],
     resharded: Collection[str],
     at_least: int,
@@ -229,9 +231,9 @@ def _retrieve(
         found.update(inventory.of_save(target))
         return _plan(comm, found, target)
 
-    def open_source(part_id: str) -> FileSource:
-        copy = found[comm.rank].get(part_id)
-        return FileSource(part_id, local.directory.root / copy.path if copy else None)
+    def open_source(shard_id: str) -> FileSource:
+        copy = found[comm.rank].get(shard_id)
+        return FileSource(shard_id, local.directory.root / copy.path if copy else None)
 
     return run_retrieve(comm, decide, open_source, message_nbytes=local.message_nbytes), found
 
@@ -240,7 +242,7 @@ def _target(
     comm: Communicator,
     saves: Sequence[Completeness],
     reasons: Sequence[str],
-    local: LocalParts,
+    local: LocalShards,
     resharded: Collection[str],
 ) -> Completeness:
     """The save to load."""
@@ -256,7 +258,7 @@ def _target(
     if not _fits(comm, target, resharded):
         raise PlanError(
             f"iteration {target.save.iteration} was saved by {target.world_size} ranks, and "
-            f"{comm.size} load it; parts of kind {', '.join(sorted(target.kinds))} fit the "
+            f"{comm.size} load it; shards of kind {', '.join(sorted(target.kinds))} fit the "
             "number of ranks that saved them; MCoreTensorAwareStateDict fits any"
         )
     return target
@@ -282,17 +284,19 @@ def _fits(comm: Communicator, one: Completeness, resharded: Collection[str]) -> 
 
 def _why_not(one: Completeness) -> str:
     if not one.missing:
-        return f"iteration {one.save.iteration}: its parts state different numbers of ranks"
+        return f"iteration {one.save.iteration}: its shards state different numbers of ranks"
     shown = ", ".join(map(str, one.missing[:_MAX_SHOWN]))
     more = len(one.missing) - _MAX_SHOWN
     text = f"{shown} and {more} more" if more > 0 else shown
-    return f"iteration {one.save.iteration}: no rank has the parts of ranks {text}"
+    return f"iteration {one.save.iteration}: no rank has the shards of ranks {text}"
 
 
 def _plan(
     comm: Communicator, found: Mapping[int, Mapping[str, Copy]], target: Completeness
 ) -> ExchangePlan:
     if target.world_size != comm.size:
-        return build_exchange_plan(found, spread_parts(target.save, target.world_size, found))
-    wanted = {rank: [str(PartId(target.save, comm.global_rank(rank)))] for rank in range(comm.size)}
+        return build_exchange_plan(found, spread_shards(target.save, target.world_size, found))
+    wanted = {
+        rank: [str(LocalShardId(target.save, comm.global_rank(rank)))] for rank in range(comm.size)
+    }
     return build_exchange_plan(found, wanted)

@@ -28,20 +28,18 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local.encoding import (
     RESHARDED_KINDS,
-    decode_parts,
+    decode_shards,
     default_local_allowed,
     encode_state,
 )
 from dist_ckpt_strategies.local.loading import (
     Inventory,
-    LocalParts,
+    LocalShards,
     find_newest,
     gather_listings,
     load_newest,
 )
-from dist_ckpt_strategies.local.part_files import PartDirectory
-from dist_ckpt_strategies.local.part_format import PartId, SaveId, part_layout
-from dist_ckpt_strategies.local.replicate import FilledPart, run_replicate
+from dist_ckpt_strategies.local.replicate import FilledShard, run_replicate
 from dist_ckpt_strategies.local.replication import (
     DEFAULT_BUCKET_NBYTES,
     CliqueReplicationStrategy,
@@ -55,6 +53,8 @@ from dist_ckpt_strategies.local.saving import (
     require_complete,
     require_possible,
 )
+from dist_ckpt_strategies.local.shard_files import ShardDirectory
+from dist_ckpt_strategies.local.shard_format import LocalShardId, SaveId, shard_layout
 from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import (
@@ -84,14 +84,14 @@ _HEAD_START_S = 0.01
 class LocalCheckpointManager:
     """Saves every rank's state to its node, and loads the newest that can be put together.
 
-    Each rank writes its own part and those of its clique below
-    ``<root_local_ckpt_dir>/<session_id>/<its global rank>``. A part that is lost or damaged is
+    Each rank writes its own shard and those of its clique below
+    ``<root_local_ckpt_dir>/<session_id>/<its global rank>``. A shard that is lost or damaged is
     taken from any rank that has a copy, whatever cliques there were at the save.
 
     All ranks make a manager alike, and call its methods together.
 
     Args:
-        root_local_ckpt_dir: a directory of this node, with room for two saves of all parts that
+        root_local_ckpt_dir: a directory of this node, with room for two saves of all shards that
             its ranks keep. A relative path is one from the current directory.
         session_id: tells the checkpoints of one training from those of others.
         repl_strategy: who keeps copies for whom; without one, no rank does. At a load, copies are
@@ -124,8 +124,8 @@ class LocalCheckpointManager:
         self.root_local_ckpt_dir = Path(root_local_ckpt_dir).absolute()
         self.session_id = session_id
         self.repl_strategy = repl_strategy
-        self._directory = PartDirectory(self.root_local_ckpt_dir / session_id)
-        self._parts = LocalParts(self._directory, session_id, max_bucket_bytes)
+        self._directory = ShardDirectory(self.root_local_ckpt_dir / session_id)
+        self._parts = LocalShards(self._directory, session_id, max_bucket_bytes)
         self._keep = keep
         self._group = group
         self.timeout_s = options_from_environment().with_changes(timeout_s=timeout_s).timeout_s
@@ -137,7 +137,7 @@ class LocalCheckpointManager:
 
     @property
     def local_ckpt_dir(self) -> Path:
-        """Where this rank keeps its own part and its copies of others'."""
+        """Where this rank keeps its own shard and its copies of others'."""
         comm = self.communicator("directory")
         return self._directory.holder_directory(comm.global_rank(comm.rank))
 
@@ -150,7 +150,7 @@ class LocalCheckpointManager:
     ) -> LocalSaveRequest | None:
         """Save every rank's state, and remove what is not to be kept any longer.
 
-        Collective. The state is left as it is. Either the parts of all ranks are there then,
+        Collective. The state is left as it is. Either the shards of all ranks are there then,
         durably, or an error is raised on every rank, and the saves before are untouched.
 
         Args:
@@ -169,7 +169,7 @@ class LocalCheckpointManager:
             PlanError: ranks differ in the iteration, in ``is_async`` or in the session, or have
                 called another method; or a tensor cannot be stored.
             UnsafeObjectError: the state holds an object of a class that is not allowed.
-            StorageError: there is no room for it, or a part cannot be written.
+            StorageError: there is no room for it, or a shard cannot be written.
             StrategyError: the state is of a class that cannot be stored; or, with ``is_async``,
                 the strategy's group is the one that training uses, or sends over NCCL.
             PeerError: the same on another rank.
@@ -178,7 +178,7 @@ class LocalCheckpointManager:
         self._let_finish(comm)
         strategy = self._strategy()
         encoded = self._prepare(comm, state_dict, iteration, strategy, is_async=is_async)
-        save = encoded.part.part_id.save
+        save = encoded.shard.shard_id.save
         clique: Communicator = SoloCommunicator(comm.global_rank(comm.rank))
         bound = self._max_bucket_nbytes
         if strategy is not None:
@@ -201,7 +201,7 @@ class LocalCheckpointManager:
                     "is_async: the strategy sends over NCCL, where messages in the background and "
                     "those of training can wait for each other for ever; use target_device='cpu'"
                 )
-            copied = FilledPart(encoded.part, self._snapshot.take(encoded.payloads))
+            copied = FilledShard(encoded.shard, self._snapshot.take(encoded.payloads))
 
             def write() -> ReplicationReport:
                 yield_to_training()
@@ -221,7 +221,7 @@ class LocalCheckpointManager:
 
     @raises_megatron_errors
     def find_latest(self) -> int:
-        """The newest iteration whose parts are all there somewhere, or -1.
+        """The newest iteration whose shards are all there somewhere, or -1.
 
         Collective. Headers are checked, tensors are not: ``load`` may have to fall back.
         """
@@ -233,7 +233,7 @@ class LocalCheckpointManager:
 
     @raises_megatron_errors
     def load(self, *, at_least: int = 0) -> tuple[Any, str]:
-        """The newest state that can be put together, and the id of this rank's part.
+        """The newest state that can be put together, and the id of this rank's shard.
 
         Collective. Every tensor's digest is compared. Where a copy is damaged another one is
         used, and where there is none, the save before.
@@ -247,15 +247,15 @@ class LocalCheckpointManager:
 
         Raises:
             CheckpointNotFoundError: there are no local checkpoints at all.
-            NoReplicasAvailableError: of each save some part is lost; says which.
+            NoReplicasAvailableError: of each save some shard is lost; says which.
             PlanError: it was saved by another number of ranks, and is no MCoreTensorAwareStateDict.
         """
         comm = self.communicator("load of a local checkpoint")
         self._let_finish(comm)
         with time_limit(self.timeout_s, OPENING, then=WORK):
-            parts = load_newest(comm, self._parts, RESHARDED_KINDS, at_least)
-        state = run_collectively(comm, lambda: decode_parts(parts, allowed=self._allowed))
-        own = PartId(parts[0].part.part_id.save, comm.global_rank(comm.rank))
+            shards = load_newest(comm, self._parts, RESHARDED_KINDS, at_least)
+        state = run_collectively(comm, lambda: decode_shards(shards, allowed=self._allowed))
+        own = LocalShardId(shards[0].shard.shard_id.save, comm.global_rank(comm.rank))
         logger.log(report_level(comm), "rank %s: loaded %s", own.global_rank, own)
         return state, str(own)
 
@@ -267,7 +267,7 @@ class LocalCheckpointManager:
             detail: of what, for messages.
 
         Raises:
-            PlanError: the group lacks one of the world's first ranks, by whose numbers parts go.
+            PlanError: the group lacks one of the world's first ranks, by whose numbers shards go.
         """
         comm = open_communicator(
             self._group,
@@ -308,13 +308,13 @@ class LocalCheckpointManager:
         strategy: CliqueReplicationStrategy | None,
         *,
         is_async: bool,
-    ) -> FilledPart:
+    ) -> FilledShard:
         """Take the state apart, once all ranks know of the save and have room. Collective.
 
         One collective: training waits for it.
         """
         me = comm.global_rank(comm.rank)
-        held: list[FilledPart] = []
+        held: list[FilledShard] = []
 
         def describe() -> list[Any]:
             directory = self._directory
@@ -327,7 +327,7 @@ class LocalCheckpointManager:
                         strategy.let_finish(WORK * self.timeout_s)
             logger.debug("rank %s: %s bytes of a save that was cut short removed", me, freed)
             number = _whole_number(iteration)
-            placeholder = PartId(SaveId(number, "0" * _TOKEN_DIGITS), me)
+            placeholder = LocalShardId(SaveId(number, "0" * _TOKEN_DIGITS), me)
             encoded = encode_state(
                 state,
                 placeholder,
@@ -338,7 +338,7 @@ class LocalCheckpointManager:
             held.append(encoded)
             return [
                 number,
-                part_layout(encoded.part).nbytes,
+                shard_layout(encoded.shard).nbytes,
                 strategy.global_ranks if strategy else (me,),
                 device,
                 freed,
@@ -354,27 +354,27 @@ class LocalCheckpointManager:
         }
         require_possible(intents, self._directory)
         save = self._newest = SaveId(answers[0][0], answers[0][-1])
-        part = replace(held[0].part, part_id=PartId(save, me))
-        return FilledPart(part, held[0].payloads)
+        shard = replace(held[0].shard, shard_id=LocalShardId(save, me))
+        return FilledShard(shard, held[0].payloads)
 
     def _store(
-        self, clique: Communicator, encoded: FilledPart, max_bucket_nbytes: int
+        self, clique: Communicator, encoded: FilledShard, max_bucket_nbytes: int
     ) -> ReplicationReport:
-        """Write this rank's part and those of its clique. Collective over the clique."""
+        """Write this rank's shard and those of its clique. Collective over the clique."""
         holder = clique.global_rank(clique.rank)
         return run_replicate(
             clique,
             encoded,
-            lambda part: self._directory.create(part, holder),
+            lambda shard: self._directory.create(shard, holder),
             max_bucket_nbytes=max_bucket_nbytes,
         )
 
     def _stored(
         self, comm: Communicator, save: SaveId, store: Callable[[], ReplicationReport]
     ) -> ReplicationReport:
-        """What ``store`` returns; if it fails on any rank, no rank keeps its parts. Collective.
+        """What ``store`` returns; if it fails on any rank, no rank keeps its shards. Collective.
 
-        Out of contact with a peer nobody knows how it went there: the parts stay, and count if
+        Out of contact with a peer nobody knows how it went there: the shards stay, and count if
         all are there.
         """
         try:
@@ -390,7 +390,7 @@ class LocalCheckpointManager:
     def _finalise(
         self, comm: Communicator, save: SaveId, work: BackgroundWork[ReplicationReport]
     ) -> None:
-        """Raise on every rank if a part is missing; else remove what is not kept. Collective."""
+        """Raise on every rank if a shard is missing; else remove what is not kept. Collective."""
 
         def outcome() -> ReplicationReport:
             work.wait((WORK + 1 / 8) * self.timeout_s)  # the work's own limit says more

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from dist_ckpt_strategies.errors import NoReplicasAvailableError, PlanError
-from dist_ckpt_strategies.local.part_format import PartId, SaveId
+from dist_ckpt_strategies.local.shard_format import LocalShardId, SaveId
 
 Clique = tuple[int, ...]
 """Global ranks that keep copies for each other, ascending."""
@@ -25,7 +25,7 @@ def build_cliques(
     Args:
         world_size: W, all ranks.
         replication_jump: J.
-        replication_factor: F, copies of each part, its owner's among them.
+        replication_factor: F, copies of each shard, its owner's among them.
         allow_uneven: where W is not divisible by JF, make some cliques larger; none is smaller
             than F. The ranks left over join, in order, the last cliques, so that two of one node
             are never in one clique if there is a full block of JF ranks.
@@ -47,7 +47,7 @@ def build_cliques(
     num_nodes = -(-world_size // replication_jump)
     if num_nodes < replication_factor:
         raise PlanError(
-            f"{replication_factor} copies of each part need as many nodes of {replication_jump} "
+            f"{replication_factor} copies of each shard need as many nodes of {replication_jump} "
             f"ranks (replication_jump); world size {world_size} makes {num_nodes}"
         )
     num_blocks = world_size // block
@@ -86,7 +86,7 @@ def build_retention(
     taken for the newest.
 
     Args:
-        complete: the saves whose parts are all there.
+        complete: the saves whose shards are all there.
         newest: the save that has just been made.
         num_kept: how many to keep, 1 or more.
     """
@@ -102,7 +102,7 @@ def build_retention(
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One part, from a rank that can read it to one that wants it; both may be the same."""
+    """One shard, from a rank that can read it to one that wants it; both may be the same."""
 
     id_: str
     sender: int
@@ -111,7 +111,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class ExchangePlan:
-    """Who reads which part for whom.
+    """Who reads which shard for whom.
 
     Attributes:
         transfers: all of them, sorted by receiver, then by id.
@@ -127,7 +127,7 @@ class ExchangePlan:
         return self.transfers
 
     def required_ids(self, rank: int | None = None) -> set[str]:
-        """Ids of the parts that a rank has to have, for itself or for others.
+        """Ids of the shards that a rank has to have, for itself or for others.
 
         Args:
             rank: by default the one that holds this plan.
@@ -165,7 +165,7 @@ def build_exchange_plan(
     """Let every rank read what it can, and spread the rest over those who can.
 
     Args:
-        available: for each rank the ids of the parts that it can read.
+        available: for each rank the ids of the shards that it can read.
         wanted: for each rank the ids that it wants.
 
     Raises:
@@ -173,22 +173,22 @@ def build_exchange_plan(
     """
     holders: defaultdict[str, list[int]] = defaultdict(list)
     for rank in sorted(available):
-        for part_id in set(available[rank]):
-            holders[part_id].append(rank)
+        for shard_id in set(available[rank]):
+            holders[shard_id].append(rank)
     transfers: list[Transfer] = []
     load: Counter[int] = Counter()
     for receiver in sorted(wanted):
-        for part_id in sorted(set(wanted[receiver])):
-            sender = _sender(receiver, part_id, holders.get(part_id, ()), load)
+        for shard_id in sorted(set(wanted[receiver])):
+            sender = _sender(receiver, shard_id, holders.get(shard_id, ()), load)
             load[sender] += 1
-            transfers.append(Transfer(part_id, sender, receiver))
+            transfers.append(Transfer(shard_id, sender, receiver))
     return ExchangePlan(tuple(transfers))
 
 
-def _sender(receiver: int, part_id: str, holders: Sequence[int], load: Mapping[int, int]) -> int:
+def _sender(receiver: int, shard_id: str, holders: Sequence[int], load: Mapping[int, int]) -> int:
     if not holders:
         raise NoReplicasAvailableError(
-            None, f"no rank has a copy of {part_id}, which rank {receiver} wants", key=part_id
+            None, f"no rank has a copy of {shard_id}, which rank {receiver} wants", key=shard_id
         )
     if receiver in holders:
         return receiver
@@ -202,7 +202,7 @@ class Completeness:
     Attributes:
         save: the save.
         world_size: ranks that took part in it.
-        missing: ranks whose parts no rank can read.
+        missing: ranks whose shards no rank can read.
         kinds: how the states are encoded.
     """
 
@@ -212,18 +212,18 @@ class Completeness:
     kinds: frozenset[str] = frozenset()
 
 
-def build_survey(found: Iterable[tuple[PartId, int, str]]) -> tuple[Completeness, ...]:
+def build_survey(found: Iterable[tuple[LocalShardId, int, str]]) -> tuple[Completeness, ...]:
     """What there is of each save, the newest first.
 
-    Parts that state different world sizes are of different saves, the largest world first.
+    Shards that state different world sizes are of different saves, the largest world first.
 
     Args:
-        found: every part that some rank can read, the world size that it states, and its kind.
+        found: every shard that some rank can read, the world size that it states, and its kind.
     """
     kinds: defaultdict[tuple[SaveId, int], dict[int, str]] = defaultdict(dict)
-    for part_id, world_size, kind in found:
-        if part_id.global_rank < world_size:
-            kinds[part_id.save, world_size][part_id.global_rank] = kind
+    for shard_id, world_size, kind in found:
+        if shard_id.global_rank < world_size:
+            kinds[shard_id.save, world_size][shard_id.global_rank] = kind
     return tuple(
         Completeness(
             save,
@@ -235,28 +235,28 @@ def build_survey(found: Iterable[tuple[PartId, int, str]]) -> tuple[Completeness
     )
 
 
-def spread_parts(
+def spread_shards(
     save: SaveId, old_size: int, available: Mapping[int, Collection[str]]
 ) -> dict[int, tuple[str, ...]]:
-    """Which ranks take over the parts of a world of another size: few each, readable if possible.
+    """Which ranks take over the shards of a world of another size: few each, readable if possible.
 
-    Every rank gets one at least; where there are more ranks than parts, some parts go to several.
+    Every rank gets one at least; where there are more ranks than shards, some shards go to several.
 
     Args:
-        save: whose parts.
+        save: whose shards.
         old_size: ranks that took part in the save.
-        available: for each rank of today the ids of the parts that it can read.
+        available: for each rank of today the ids of the shards that it can read.
     """
     taken: dict[int, list[str]] = {rank: [] for rank in sorted(available)}
     readers: defaultdict[str, list[int]] = defaultdict(list)
     for rank in taken:
-        for part_id in set(available[rank]):
-            readers[part_id].append(rank)
+        for shard_id in set(available[rank]):
+            readers[shard_id].append(rank)
     for old_rank in range(old_size):
-        part_id = str(PartId(save, old_rank))
-        chosen = min(readers.get(part_id, taken), key=lambda rank: (len(taken[rank]), rank))
-        taken[chosen].append(part_id)
+        shard_id = str(LocalShardId(save, old_rank))
+        chosen = min(readers.get(shard_id, taken), key=lambda rank: (len(taken[rank]), rank))
+        taken[chosen].append(shard_id)
     for place, rank in enumerate(taken):
         if not taken[rank]:
-            taken[rank].append(str(PartId(save, place % old_size)))
+            taken[rank].append(str(LocalShardId(save, place % old_size)))
     return {rank: tuple(ids) for rank, ids in taken.items()}

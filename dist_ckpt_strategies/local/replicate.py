@@ -17,32 +17,34 @@ from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, excha
 from dist_ckpt_strategies.core.report import ReplicationReport
 from dist_ckpt_strategies.device import TensorBytes, host_memory, to_host, torch_dtype
 from dist_ckpt_strategies.errors import CorruptCheckpointError, PlanError
-from dist_ckpt_strategies.local.part_format import (
+from dist_ckpt_strategies.local.shard_format import (
     BufferDigests,
-    Part,
-    PartLayout,
-    part_from_fields,
-    part_layout,
-    part_to_fields,
+    LocalShard,
+    ShardLayout,
+    shard_from_fields,
+    shard_layout,
+    shard_to_fields,
 )
 from dist_ckpt_strategies.storage.time_limit import clean_up_limit
 
 
 @dataclass(frozen=True, slots=True)
-class FilledPart:
-    """A rank's part of a save with its bytes.
+class FilledShard:
+    """A rank's shard of a save with its bytes.
 
     Attributes:
-        part: its description.
+        shard: its description.
         payloads: the elements of its buffers, which may be the state's own memory; the last one is
             the state without its tensors, pickled.
     """
 
-    part: Part
+    shard: LocalShard
     payloads: tuple[torch.Tensor, ...]
 
 
-def tensors_in(memory: torch.Tensor, part: Part, layout: PartLayout) -> tuple[torch.Tensor, ...]:
+def tensors_in(
+    memory: torch.Tensor, shard: LocalShard, layout: ShardLayout
+) -> tuple[torch.Tensor, ...]:
     """The buffers of a file that lies in memory.
 
     Each tensor has a storage of its own: saving it would save its neighbours too otherwise.
@@ -54,11 +56,11 @@ def tensors_in(memory: torch.Tensor, part: Part, layout: PartLayout) -> tuple[to
         .reshape(buffer.shape)
         if buffer.nbytes
         else torch.empty(buffer.shape, dtype=torch_dtype(buffer.dtype), device="cpu")
-        for buffer, start in zip(part.buffers, layout.byte_offsets, strict=True)
+        for buffer, start in zip(shard.buffers, layout.byte_offsets, strict=True)
     )
 
 
-class PartSink(Protocol):
+class ShardSink(Protocol):
     """Stores a file whose bytes arrive in order, without its header."""
 
     def write(self, byte_offset: int, content: Bytes) -> None:
@@ -87,36 +89,36 @@ class PartSink(Protocol):
 
 
 class MemorySink:
-    """A file in memory; see PartSink."""
+    """A file in memory; see ShardSink."""
 
-    def __init__(self, part: Part) -> None:
-        self.part = part
-        self._layout = part_layout(part)
+    def __init__(self, shard: LocalShard) -> None:
+        self.shard = shard
+        self._layout = shard_layout(shard)
         self._memory = host_memory(self._layout.nbytes, is_pinned=False)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """One for each buffer."""
-        return tensors_in(self._memory, self.part, self._layout)
+        return tensors_in(self._memory, self.shard, self._layout)
 
     def write(self, byte_offset: int, content: Bytes) -> None:
-        """See PartSink."""
+        """See ShardSink."""
         self._memory.numpy()[byte_offset : byte_offset + content.size] = content
 
     def finish(self, digests: Sequence[int]) -> None:
-        """See PartSink."""
+        """See ShardSink."""
 
     def abandon(self) -> None:
-        """See PartSink."""
+        """See ShardSink."""
 
 
-OpenSink = Callable[[Part], PartSink | None]
+OpenSink = Callable[[LocalShard], ShardSink | None]
 """Where a file goes; None for this rank's own if it is not stored."""
 
 
 def run_replicate(
     comm: Communicator,
-    filled: FilledPart,
+    filled: FilledShard,
     open_sink: OpenSink,
     *,
     max_bucket_nbytes: int,
@@ -138,7 +140,7 @@ def run_replicate(
         PlanError: a peer takes part in another save.
     """
     started = time.monotonic()
-    fields = run_and_gather(comm, lambda: _checked_fields(filled.part, filled.payloads))
+    fields = run_and_gather(comm, lambda: _checked_fields(filled.shard, filled.payloads))
     with ExitStack() as sinks:
         streams: list[Stream] = []
 
@@ -168,52 +170,52 @@ def run_replicate(
         sinks.pop_all()
     own_nbytes = streams[comm.rank].layout.nbytes
     return ReplicationReport(
-        num_parts=len(streams),
+        num_shards=len(streams),
         own_nbytes=own_nbytes,
         received_nbytes=sum(stream.layout.nbytes for stream in streams) - own_nbytes,
         seconds=time.monotonic() - started,
     )
 
 
-def _checked_fields(part: Part, payloads: Sequence[torch.Tensor]) -> dict[str, Any]:
+def _checked_fields(shard: LocalShard, payloads: Sequence[torch.Tensor]) -> dict[str, Any]:
     found = [tensor.numel() * tensor.element_size() for tensor in payloads]
-    expected = [buffer.nbytes for buffer in part.buffers]
+    expected = [buffer.nbytes for buffer in shard.buffers]
     if found != expected:
-        raise PlanError(f"{part.part_id}: buffers of {expected} bytes, found {found}")
-    return part_to_fields(part)
+        raise PlanError(f"{shard.shard_id}: buffers of {expected} bytes, found {found}")
+    return shard_to_fields(shard)
 
 
-def _checked_parts(comm: Communicator, fields: Sequence[Any]) -> list[Part]:
-    parts = [part_from_fields(found) for found in fields]
-    mine = parts[comm.rank].part_id
-    for rank, other in enumerate(parts):
-        if other.part_id.save != mine.save:
+def _checked_parts(comm: Communicator, fields: Sequence[Any]) -> list[LocalShard]:
+    shards = [shard_from_fields(found) for found in fields]
+    mine = shards[comm.rank].shard_id
+    for rank, other in enumerate(shards):
+        if other.shard_id.save != mine.save:
             raise PlanError(
-                f"rank {comm.global_rank(rank)} saves {other.part_id}, and this rank {mine}"
+                f"rank {comm.global_rank(rank)} saves {other.shard_id}, and this rank {mine}"
             )
-    return parts
+    return shards
 
 
 class Stream:
     """A file on its way to its sink.
 
     Attributes:
-        part: what it holds.
+        shard: what it holds.
         layout: where its buffers are.
         sink: where it goes.
         digests: of the bytes that have passed.
     """
 
-    def __init__(self, part: Part, sink: PartSink | None) -> None:
-        self.part = part
-        self.layout = part_layout(part)
+    def __init__(self, shard: LocalShard, sink: ShardSink | None) -> None:
+        self.shard = shard
+        self.layout = shard_layout(shard)
         self.sink = sink
-        self.digests = BufferDigests(part, self.layout)
+        self.digests = BufferDigests(shard, self.layout)
 
     def incoming(self, rank: int) -> Incoming:
         """Its bytes behind the header, from the rank that saves it."""
         nbytes = self.layout.nbytes - self.layout.header_nbytes
-        return Incoming(str(self.sink or self.part.part_id), rank, nbytes, self._take)
+        return Incoming(str(self.sink or self.shard.shard_id), rank, nbytes, self._take)
 
     def _take(self, start: int, content: torch.Tensor) -> None:
         (host,) = to_host([content])
@@ -225,7 +227,7 @@ class Stream:
 class SharedReads:
     """Reads tensors for several receivers, each message once: they get their messages in step."""
 
-    def __init__(self, payloads: Sequence[torch.Tensor], layout: PartLayout) -> None:
+    def __init__(self, payloads: Sequence[torch.Tensor], layout: ShardLayout) -> None:
         offsets = [offset - layout.header_nbytes for offset in layout.byte_offsets]
         self._tensors = TensorBytes(payloads, offsets)
         self.nbytes = layout.nbytes - layout.header_nbytes
@@ -240,7 +242,7 @@ class SharedReads:
             return self._last[1]
 
 
-def _abandon(sink: PartSink) -> None:
+def _abandon(sink: ShardSink) -> None:
     with clean_up_limit():
         sink.abandon()
 
@@ -251,9 +253,9 @@ def _finish(comm: Communicator, streams: Sequence[Stream], claimed: Sequence[lis
         pairs = enumerate(zip(stream.digests.values(), expected, strict=True))
         number = next((number for number, (found, sent) in pairs if found != sent), None)
         if number is not None:
-            name = stream.part.buffers[number].name
+            name = stream.shard.buffers[number].name
             raise CorruptCheckpointError(
-                f"{name}: the copy of {stream.part.part_id} that rank {comm.global_rank(rank)} "
+                f"{name}: the copy of {stream.shard.shard_id} that rank {comm.global_rank(rank)} "
                 "sent did not arrive as it was",
                 key=name,
             )

@@ -32,21 +32,21 @@ from dist_ckpt_strategies.local.encoding import (
     default_local_allowed,
     encode_state,
 )
-from dist_ckpt_strategies.local.part_format import (
-    Part,
-    PartId,
-    SaveId,
-    part_from_fields,
-    part_layout,
-    part_to_fields,
-)
 from dist_ckpt_strategies.local.plan import Clique, ExchangePlan, build_cliques, build_exchange_plan
 from dist_ckpt_strategies.local.replicate import (
-    FilledPart,
+    FilledShard,
     MemorySink,
     SharedReads,
     Stream,
     run_replicate,
+)
+from dist_ckpt_strategies.local.shard_format import (
+    LocalShard,
+    LocalShardId,
+    SaveId,
+    shard_from_fields,
+    shard_layout,
+    shard_to_fields,
 )
 from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
@@ -55,7 +55,7 @@ from dist_ckpt_strategies.sharded.async_request import BackgroundWork
 DEFAULT_BUCKET_NBYTES = 64 * MIB
 
 _IN_MEMORY = SaveId(0, "0")
-"""What parts belong to that are only exchanged, not saved."""
+"""What shards belong to that are only exchanged, not saved."""
 
 
 class ReplicationStrategy(ABC):
@@ -141,7 +141,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         Args:
             replication_jump: ranks between a copy and the next, those that fail together; 0 means
                 the ranks of a node, as the environment's LOCAL_WORLD_SIZE says.
-            replication_factor: copies of each part, its owner's among them.
+            replication_factor: copies of each shard, its owner's among them.
             allow_uneven: make some cliques larger where the numbers do not fit.
             target_device: ``cpu`` makes gloo groups, ``cuda`` NCCL ones.
             max_bucket_bytes: as for the class.
@@ -241,7 +241,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         sinks: dict[int, MemorySink] = {}
 
         me = comm.global_rank(comm.rank)
-        encoded: list[FilledPart] = []
+        encoded: list[FilledShard] = []
 
         def encode() -> str:
             self.let_finish(limit_of_wait(self._timeout_s))
@@ -250,10 +250,10 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 
         ids = run_and_gather(comm, encode)
 
-        def open_sink(part: Part) -> MemorySink | None:
-            rank = part.part_id.global_rank
+        def open_sink(shard: LocalShard) -> MemorySink | None:
+            rank = shard.shard_id.global_rank
             if rank != me:
-                sinks[rank] = MemorySink(part)
+                sinks[rank] = MemorySink(shard)
             return sinks.get(rank)
 
         run_replicate(
@@ -313,7 +313,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
         """
         comm = self.communicator("retrieval")
         me = comm.global_rank(comm.rank)
-        sent: dict[str, FilledPart] = {}
+        sent: dict[str, FilledShard] = {}
         sinks: dict[str, MemorySink] = {}
 
         def encode() -> dict[str, Any]:
@@ -324,7 +324,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
                         f"the plan has this rank send {id_}, which my_data does not hold"
                     )
                 sent[id_] = _encoded(my_data[id_], me)
-            return {id_: part_to_fields(filled.part) for id_, filled in sent.items()}
+            return {id_: shard_to_fields(filled.shard) for id_, filled in sent.items()}
 
         fields = run_and_gather(comm, encode)
 
@@ -344,7 +344,7 @@ class CliqueReplicationStrategy(ReplicationStrategy):
 def _blocks_of(
     comm: Communicator,
     plan: ExchangePlan,
-    sent: Mapping[str, FilledPart],
+    sent: Mapping[str, FilledShard],
     fields: Sequence[Mapping[str, Any]],
     sinks: dict[str, MemorySink],
 ) -> Blocks:
@@ -354,25 +354,25 @@ def _blocks_of(
     outgoing, incoming = [], []
     for t in moved:
         if t.sender == comm.rank:
-            reads = SharedReads(sent[t.id_].payloads, part_layout(sent[t.id_].part))
+            reads = SharedReads(sent[t.id_].payloads, shard_layout(sent[t.id_].shard))
             outgoing.append(Outgoing(t.id_, t.receiver, reads.nbytes, reads.read))
         if t.receiver == comm.rank:
-            sink = sinks[t.id_] = MemorySink(part_from_fields(fields[t.sender][t.id_]))
-            incoming.append(Stream(sink.part, sink).incoming(t.sender))
+            sink = sinks[t.id_] = MemorySink(shard_from_fields(fields[t.sender][t.id_]))
+            incoming.append(Stream(sink.shard, sink).incoming(t.sender))
     return outgoing, incoming
 
 
 def _decoded(sink: MemorySink) -> TensorAwareStateDict:
     found: TensorAwareStateDict = decode_state(
-        FilledPart(sink.part, sink.tensors), allowed=default_local_allowed()
+        FilledShard(sink.shard, sink.tensors), allowed=default_local_allowed()
     )
     return found
 
 
-def _encoded(state: TensorAwareStateDict, rank: int) -> FilledPart:
-    part_id = PartId(_IN_MEMORY, rank)
+def _encoded(state: TensorAwareStateDict, rank: int) -> FilledShard:
+    shard_id = LocalShardId(_IN_MEMORY, rank)
     allowed = default_local_allowed()
-    return encode_state(state, part_id, world_size=1, session_id="", allowed=allowed)
+    return encode_state(state, shard_id, world_size=1, session_id="", allowed=allowed)
 
 
 def _by_rank(
@@ -428,7 +428,7 @@ class LazyCliqueReplicationStrategy(LazyReplicationStrategyBuilder[CliqueReplica
 
     Args:
         replication_jump: as in ``CliqueReplicationStrategy.from_replication_params``.
-        replication_factor: copies of each part.
+        replication_factor: copies of each shard.
         options: further arguments of ``from_replication_params``.
     """
 

@@ -25,16 +25,16 @@ from dist_ckpt_strategies.errors import (
     StorageTimeoutError,
     as_checkpoint_error,
 )
-from dist_ckpt_strategies.local.part_files import PartReader
-from dist_ckpt_strategies.local.part_format import (
+from dist_ckpt_strategies.local.plan import ExchangePlan, Transfer
+from dist_ckpt_strategies.local.replicate import FilledShard, tensors_in
+from dist_ckpt_strategies.local.shard_files import ShardReader
+from dist_ckpt_strategies.local.shard_format import (
     PREFIX_NBYTES,
     BufferDigests,
-    StoredPart,
+    StoredShard,
     decode_header,
     description_nbytes,
 )
-from dist_ckpt_strategies.local.plan import ExchangePlan, Transfer
-from dist_ckpt_strategies.local.replicate import FilledPart, tensors_in
 from dist_ckpt_strategies.storage.io_pool import OrderedQueues, run_with_limit, settled
 
 _MAX_READERS = 4
@@ -52,17 +52,17 @@ class FileSource:
         read_nbytes: bytes read from storage so far.
     """
 
-    def __init__(self, part_id: str, path: Path | None) -> None:
-        self._name = str(path or part_id)
-        self.stored: StoredPart | None = None
+    def __init__(self, shard_id: str, path: Path | None) -> None:
+        self._name = str(path or shard_id)
+        self.stored: StoredShard | None = None
         self.failure: CheckpointError | None = None
         self.read_nbytes = 0
         self._counting = threading.Lock()
-        self._reader: PartReader | None = None
+        self._reader: ShardReader | None = None
         try:
             if path is None:
-                raise CorruptCheckpointError(f"{part_id}: this rank has no copy of it")
-            self._reader = run_with_limit(partial(PartReader, path), path)
+                raise CorruptCheckpointError(f"{shard_id}: this rank has no copy of it")
+            self._reader = run_with_limit(partial(ShardReader, path), path)
             self.stored = self._reader.stored
         except StorageTimeoutError:
             raise
@@ -100,12 +100,12 @@ class BadCopy:
 
     Attributes:
         rank: who read it, within the group.
-        part_id: which file.
+        shard_id: which file.
         reason: what is wrong, with the file.
     """
 
     rank: int
-    part_id: str
+    shard_id: str
     reason: str
 
 
@@ -114,13 +114,13 @@ class Retrieval:
     """What arrived.
 
     Attributes:
-        parts: what this rank wanted and got, by id.
+        shards: what this rank wanted and got, by id.
         bad: the copies that cannot be used, the same on every rank; what was to come from them
-            is missing in ``parts``.
+            is missing in ``shards``.
         report: in numbers.
     """
 
-    parts: Mapping[str, FilledPart]
+    shards: Mapping[str, FilledShard]
     bad: tuple[BadCopy, ...]
     report: RetrievalReport
 
@@ -158,18 +158,18 @@ def run_retrieve(
             compares_digests=False,  # those of the buffers are
         )
     reasons: dict[tuple[int, str], str] = {}
-    for rank, part_id, reason in (one for some in found for one in some):
-        reasons.setdefault((rank, part_id), reason)
+    for rank, shard_id, reason in (one for some in found for one in some):
+        reasons.setdefault((rank, shard_id), reason)
     arrived = files.arrivals.items()
-    parts = {t.id_: one.part() for t, one in arrived if (t.sender, t.id_) not in reasons}
+    shards = {t.id_: one.shard() for t, one in arrived if (t.sender, t.id_) not in reasons}
     report = RetrievalReport(
-        num_parts=len(parts),
+        num_shards=len(shards),
         read_nbytes=sum(source.read_nbytes for source in files.sources.values()),
         received_nbytes=sum(one.nbytes for t, one in arrived if t.sender != comm.rank),
         seconds=time.monotonic() - started,
     )
     bad = tuple(BadCopy(*where, reason) for where, reason in sorted(reasons.items()))
-    return Retrieval(parts, bad, report)
+    return Retrieval(shards, bad, report)
 
 
 class _Files:
@@ -191,12 +191,12 @@ class _Files:
     def open(self, plan: ExchangePlan, source_of: Callable[[str], FileSource]) -> dict[str, int]:
         """Open the files of a plan; returns the sizes of those that can be used, by id."""
         self._transfers = plan.transfers
-        for part_id in sorted({t.id_ for t in plan.transfers if t.sender == self._rank}):
-            source = self.sources[part_id] = source_of(part_id)
+        for shard_id in sorted({t.id_ for t in plan.transfers if t.sender == self._rank}):
+            source = self.sources[shard_id] = source_of(shard_id)
             self._stack.callback(source.close)
         return {
-            part_id: source.stored.layout.nbytes
-            for part_id, source in self.sources.items()
+            shard_id: source.stored.layout.nbytes
+            for shard_id, source in self.sources.items()
             if source.stored is not None
         }
 
@@ -234,8 +234,8 @@ class _Files:
         for source, reading in self._own_reads:
             settled(reading, source)
         failed = [
-            [self._rank, part_id, str(source.failure)]
-            for part_id, source in self.sources.items()
+            [self._rank, shard_id, str(source.failure)]
+            for shard_id, source in self.sources.items()
             if source.failure is not None
         ]
         return failed + [
@@ -255,7 +255,7 @@ class _Arrival:
         self.nbytes = nbytes
         self._memory = host_memory(nbytes, is_pinned=False)
         self._num_checked = 0
-        self._stored: StoredPart | None = None
+        self._stored: StoredShard | None = None
         self._digests: BufferDigests | None = None
         self._failure: CheckpointError | None = None
 
@@ -267,9 +267,9 @@ class _Arrival:
         """What reads it from this node, buffers together that are small; threads may share it."""
         assert source.stored is not None  # noqa: S101 - others are not moved
         self._stored, layout = source.stored, source.stored.layout
-        self._digests = BufferDigests(source.stored.part, layout)
+        self._digests = BufferDigests(source.stored.shard, layout)
         first = end = layout.header_nbytes
-        for buffer, start in zip(source.stored.part.buffers, layout.byte_offsets, strict=True):
+        for buffer, start in zip(source.stored.shard.buffers, layout.byte_offsets, strict=True):
             if end - first >= MESSAGE_NBYTES:
                 yield partial(self._read, source, first, start)
                 first = start
@@ -303,7 +303,7 @@ class _Arrival:
             stop = PREFIX_NBYTES + description_nbytes(content[:PREFIX_NBYTES].tobytes())
             if content.size >= stop:
                 self._stored = decode_header(content[:stop].tobytes())
-                self._digests = BufferDigests(self._stored.part, self._stored.layout)
+                self._digests = BufferDigests(self._stored.shard, self._stored.layout)
                 self._num_checked = stop
 
     def damage(self) -> str | None:
@@ -311,21 +311,19 @@ class _Arrival:
         if self._stored is None or self._digests is None:
             return str(self._failure or "its header did not arrive")
         if self._stored.layout.nbytes != self.nbytes:
-            return f"{self._stored.part.part_id} has {self.nbytes} bytes"
+            return f"{self._stored.shard.shard_id} has {self.nbytes} bytes"
         pairs = zip(self._stored.digests, self._digests.values(), strict=True)
-        for buffer, (expected, found) in zip(self._stored.part.buffers, pairs, strict=True):
+        for buffer, (expected, found) in zip(self._stored.shard.buffers, pairs, strict=True):
             if found != expected:
-                return (
-                    f"{buffer.name}: {self._stored.part.part_id} has digest {found:016x}, expected "
-                    f"{expected:016x}"
-                )
+                where = f"{buffer.name}: {self._stored.shard.shard_id}"
+                return f"{where} has digest {found:016x}, expected {expected:016x}"
         return None
 
-    def part(self) -> FilledPart:
+    def shard(self) -> FilledShard:
         """The file, once it is known to be whole."""
         assert self._stored is not None  # noqa: S101 - it has no damage
-        part, layout = self._stored.part, self._stored.layout
-        return FilledPart(part, tensors_in(self._memory, part, layout))
+        shard, layout = self._stored.shard, self._stored.layout
+        return FilledShard(shard, tensors_in(self._memory, shard, layout))
 
 
 def _num_readers() -> int:

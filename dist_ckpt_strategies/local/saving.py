@@ -1,4 +1,4 @@
-"""What surrounds the writing of parts: is there room, and what may go afterwards."""
+"""What surrounds the writing of shards: is there room, and what may go afterwards."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.errors import PlanError, StorageError
 from dist_ckpt_strategies.local.loading import Inventory
-from dist_ckpt_strategies.local.part_files import FoundPart, PartDirectory
-from dist_ckpt_strategies.local.part_format import SaveId
 from dist_ckpt_strategies.local.plan import build_retention
+from dist_ckpt_strategies.local.shard_files import FoundShard, ShardDirectory
+from dist_ckpt_strategies.local.shard_format import SaveId
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class Intent:
 
     Attributes:
         iteration: of the training.
-        nbytes: size of its part.
+        nbytes: size of its shard.
         members: global ranks of its clique.
         device: tells the file system that it writes to from every other.
         freed_nbytes: of leftovers that it has removed there.
@@ -40,7 +40,7 @@ class Intent:
     is_async: bool
 
 
-def require_possible(intents: Mapping[int, Intent], directory: PartDirectory) -> None:
+def require_possible(intents: Mapping[int, Intent], directory: ShardDirectory) -> None:
     """Raise unless the ranks save the same iteration, and each file system has room.
 
     Equal intents give equal answers, so no rank raises alone. Nobody knows whether a rank looked
@@ -78,7 +78,7 @@ def require_possible(intents: Mapping[int, Intent], directory: PartDirectory) ->
     for rank, intent in intents.items():
         if needed[intent.device] > free[intent.device]:
             raise StorageError(
-                f"{directory}: the parts of this save need {needed[intent.device]} bytes on the "
+                f"{directory}: the shards of this save need {needed[intent.device]} bytes on the "
                 f"file system of rank {rank}, which has {free[intent.device]} left; free some, or "
                 "keep fewer saves or copies",
                 path=str(directory),
@@ -86,14 +86,14 @@ def require_possible(intents: Mapping[int, Intent], directory: PartDirectory) ->
 
 
 def require_complete(found: Inventory, save: SaveId) -> None:
-    """Raise unless some rank can read each part of a save.
+    """Raise unless some rank can read each shard of a save.
 
     Args:
         found: what all ranks have.
         save: the save.
 
     Raises:
-        StorageError: parts that were written are gone, or cannot be read; says whose.
+        StorageError: shards that were written are gone, or cannot be read; says whose.
     """
     states = [one.missing for one in found.saves() if one.save == save]
     if () not in states:
@@ -104,7 +104,7 @@ def require_complete(found: Inventory, save: SaveId) -> None:
         )
 
 
-def remove_save(directory: PartDirectory, holder: int, save: SaveId) -> None:
+def remove_save(directory: ShardDirectory, holder: int, save: SaveId) -> None:
     """Remove what a rank keeps of a save that has failed. Rank-local; a failure is logged.
 
     Args:
@@ -113,23 +113,23 @@ def remove_save(directory: PartDirectory, holder: int, save: SaveId) -> None:
         save: the save.
     """
     try:
-        parts = directory.find()
+        shards = directory.find()
     except StorageError as error:
-        logger.warning("parts of a save that failed are still there: %s", error)
+        logger.warning("shards of a save that failed are still there: %s", error)
         return
-    _remove(directory, (p for p in parts if p.holder == holder and p.part_id.save == save))
+    _remove(directory, (p for p in shards if p.holder == holder and p.shard_id.save == save))
 
 
 def remove_outdated(
     comm: Communicator,
-    directory: PartDirectory,
+    directory: ShardDirectory,
     found: Inventory,
     newest: SaveId,
     num_kept: int,
 ) -> None:
-    """Remove the parts of saves that are not kept, in this rank's directory. Rank-local.
+    """Remove the shards of saves that are not kept, in this rank's directory. Rank-local.
 
-    On each node the first rank also does so where ranks kept parts that are on other nodes now,
+    On each node the first rank also does so where ranks kept shards that are on other nodes now,
     or gone, and removes what killed saves have left there. A failure is logged: the save itself
     is complete.
 
@@ -146,23 +146,23 @@ def remove_outdated(
         holders = _responsible(comm, directory, found)
         for holder in holders:
             directory.remove_leftovers(holder)
-        parts = directory.find()
+        shards = directory.find()
     except StorageError as error:
         logger.warning("old local checkpoints are still there: %s", error)
         return
-    _remove(directory, (p for p in parts if p.holder in holders and p.part_id.save not in kept))
+    _remove(directory, (p for p in shards if p.holder in holders and p.shard_id.save not in kept))
 
 
-def _remove(directory: PartDirectory, parts: Iterable[FoundPart]) -> None:
-    for part in parts:
+def _remove(directory: ShardDirectory, shards: Iterable[FoundShard]) -> None:
+    for shard in shards:
         try:
-            directory.remove(part)
+            directory.remove(shard)
         except StorageError as error:
-            logger.warning("%s is still there: %s", part.part_id, error)
+            logger.warning("%s is still there: %s", shard.shard_id, error)
 
 
-def _responsible(comm: Communicator, directory: PartDirectory, found: Inventory) -> frozenset[int]:
-    """The holders whose outdated parts this rank removes."""
+def _responsible(comm: Communicator, directory: ShardDirectory, found: Inventory) -> frozenset[int]:
+    """The holders whose outdated shards this rank removes."""
     me = comm.global_rank(comm.rank)
     here = [comm.global_rank(rank) for rank in found.neighbours(comm.rank)]
     strangers = set(directory.holders()).difference(here) if me == min(here) else set()

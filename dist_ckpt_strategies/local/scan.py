@@ -37,8 +37,8 @@ from dist_ckpt_strategies.formats.issues import (
 )
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.scan import run_checks
-from dist_ckpt_strategies.local.part_files import SUFFIX, PartReader, is_being_written
-from dist_ckpt_strategies.local.part_format import Part, PartId
+from dist_ckpt_strategies.local.shard_files import SUFFIX, ShardReader, is_being_written
+from dist_ckpt_strategies.local.shard_format import LocalShard, LocalShardId
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     PARTIAL_PREFIX,
@@ -66,19 +66,19 @@ class StoredCopy:
     """A file that is named like a local shard file.
 
     Attributes:
-        part_id: what its name says.
-        path: relative to the directory that was scanned, ``/`` between parts.
+        shard_id: what its name says.
+        path: relative to the directory that was scanned, ``/`` between shards.
         holder: the global rank that keeps it.
         nbytes: its size.
-        part: what its header describes; None where that is damaged.
+        shard: what its header describes; None where that is damaged.
         damage: what is wrong with that.
     """
 
-    part_id: PartId
+    shard_id: LocalShardId
     path: str
     holder: int
     nbytes: int
-    part: Part | None
+    shard: LocalShard | None
     damage: Issue | None = None
 
 
@@ -132,14 +132,14 @@ def scan_local(root: Path) -> LocalScan | None:
     if not (backend or copies or (stale and COMMON_NAME not in top.files)):
         return None
     if backend and not copies:
-        issues.append(Issue(Problem.MISSING_FILE, None, ".", "a part of the checkpoint", NO_FILE))
+        issues.append(Issue(Problem.MISSING_FILE, None, ".", "a shard of the checkpoint", NO_FILE))
     replaced, found = _compare_common_files(root, copies)
     stale += [StaleFile(StaleKind.PARTIAL, copy.path, copy.nbytes) for copy in replaced]
     copies = [copy for copy in copies if copy not in replaced]
     issues += found
     issues += [copy.damage for copy in copies if copy.damage]
-    copies.sort(key=lambda copy: (copy.part_id.global_rank, copy.path))
-    copies.sort(key=lambda copy: copy.part_id.save, reverse=True)
+    copies.sort(key=lambda copy: (copy.shard_id.global_rank, copy.path))
+    copies.sort(key=lambda copy: copy.shard_id.save, reverse=True)
     stale.sort(key=lambda one: one.path)
     return LocalScan(root, tuple(copies), tuple(stale), _by_path(issues))
 
@@ -157,14 +157,14 @@ def verify_local(
         comm: ranks that share the work; None: this process does it alone.
     """
     checks = (
-        FileCheck(None, copy.path, copy.nbytes, partial(check_part, scan.root, copy.path))
+        FileCheck(None, copy.path, copy.nbytes, partial(check_shard, scan.root, copy.path))
         for copy in scan.copies
     )
     num_threads = len(os.sched_getaffinity(0))
     return _by_path(run_checks(scan.issues, checks, num_threads, watch, comm))
 
 
-def check_part(root: Path, path: str) -> Iterator[Issue]:
+def check_shard(root: Path, path: str) -> Iterator[Issue]:
     """What is wrong with a local shard file: its header, or tensors that are not as stored.
 
     Args:
@@ -173,9 +173,9 @@ def check_part(root: Path, path: str) -> Iterator[Issue]:
     """
     memory = np.empty(_BLOCK_NBYTES, np.uint8)
     try:
-        with PartReader(root / path) as reader:
+        with ShardReader(root / path) as reader:
             stored = reader.stored
-            layout = zip(stored.part.buffers, stored.layout.byte_offsets, strict=True)
+            layout = zip(stored.shard.buffers, stored.layout.byte_offsets, strict=True)
             for (buffer, start), expected in zip(layout, stored.digests, strict=True):
                 digest = xxhash.xxh3_64()
                 for begin in range(0, buffer.nbytes, _BLOCK_NBYTES):
@@ -193,7 +193,7 @@ def _damaged(root: Path, path: str, error: CheckpointError) -> Issue:
     why = error.message.removeprefix(f"{root / path}: ")
     if not isinstance(error, CorruptCheckpointError | IncompleteCheckpointError):
         return unreadable(None, path, why)
-    return Issue(Problem.DAMAGED, None, path, "a part whose header fits its digest", why)
+    return Issue(Problem.DAMAGED, None, path, "a shard whose header fits its digest", why)
 
 
 def _rank_folders(root: Path, folder: Folder, depth: int = _MAX_DEPTH) -> Iterator[Folder]:
@@ -219,16 +219,16 @@ def _copies(root: Path, folder: Folder) -> Iterator[StoredCopy]:
     """Every shard file of a rank's directory."""
     holder = int(os.path.basename(folder.key or root))  # noqa: PTH119 - of a text or a path
     for name in (*folder.files, *folder.folders, *folder.links, *folder.others):
-        part_id = PartId.parse(name.removesuffix(SUFFIX))
-        if part_id is None or not name.endswith(SUFFIX):
+        shard_id = LocalShardId.parse(name.removesuffix(SUFFIX))
+        if shard_id is None or not name.endswith(SUFFIX):
             continue
-        path, part, damage = folder.path_of(name), None, None
+        path, shard, damage = folder.path_of(name), None, None
         try:
-            with PartReader(root / path) as reader:
-                part = reader.stored.part
+            with ShardReader(root / path) as reader:
+                shard = reader.stored.shard
         except CheckpointError as error:
             damage = _damaged(root, path, error)
-        yield StoredCopy(part_id, path, holder, folder.files.get(name, 0), part, damage)
+        yield StoredCopy(shard_id, path, holder, folder.files.get(name, 0), shard, damage)
 
 
 def _compare_common_files(

@@ -43,8 +43,8 @@ from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
-from dist_ckpt_strategies.local.part_files import PartDirectory, read_first_header
 from dist_ckpt_strategies.local.replication import LazyCliqueReplicationStrategy
+from dist_ckpt_strategies.local.shard_files import ShardDirectory, read_first_header
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -206,7 +206,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
         with time_limit(self.options.timeout_s, OPENING, then=WORK):
             common = run_and_gather_bytes(comm, partial(run_with_limit, prepare, root))[0]
             restart_limit()
-            nodes = run_and_gather(comm, lambda: PartDirectory(root).name())
+            nodes = run_and_gather(comm, lambda: ShardDirectory(root).name())
             digest = _digest(common)
             run_collectively(comm, lambda: _remove_shards(root, comm, nodes, digest, is_new=False))
         state = self._state(comm, sharded_state_dict)
@@ -364,7 +364,7 @@ class LocalReplicatedLoadShardedStrategy(_OnNodes, LoadShardedStrategy):  # type
             common_path = Path(checkpoint_dir).absolute() / COMMON_NAME
             digest = common_digest(common_path.parent)
             _require_common_of(_sessions(root), common_path, digest, digest)
-            header = read_first_header(PartDirectory(root / digest))
+            header = read_first_header(ShardDirectory(root / digest))
         if header is None:
             raise IncompleteCheckpointError(
                 f"{root}: this node has no local shard file of the checkpoint; every rank has to "

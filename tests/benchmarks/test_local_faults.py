@@ -27,8 +27,8 @@ from benchmarks.local_faults import FLIP, run_damage
 from benchmarks.measuring.command_line import Output
 from benchmarks.measuring.records import JsonLines
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.local.part_files import PartDirectory
-from tests.local.test_part_files import PART, written
+from dist_ckpt_strategies.local.shard_files import ShardDirectory
+from tests.local.test_shard_files import PART, written
 from tests.support.scripts import results_of
 
 SAVED = Checkpoints({}, {}, {}, (1, 2))
@@ -78,7 +78,7 @@ def test_every_other_end_than_the_right_one_is_a_violation(
 
 
 def test_a_map_names_every_byte_of_a_part(tmp_path: Path) -> None:
-    content = written(PartDirectory(tmp_path)).read_bytes()
+    content = written(ShardDirectory(tmp_path)).read_bytes()
     spans = file_map(content)
 
     assert [(span.place, span.end - span.start) for span in spans[:1] + spans[2:]] == [
@@ -100,7 +100,7 @@ def test_states_that_differ_in_a_bit_or_a_type_have_other_fingerprints() -> None
 def test_a_violation_ends_with_status_1_and_says_case_and_seed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = written(PartDirectory(tmp_path))
+    path = written(ShardDirectory(tmp_path))
     case = Damage(7, Scope.ONE, 1, Place.TENSOR, (Hit(7, 4096, 3),))
     saved = Checkpoints({(7, 1): (path,)}, {}, {path: path.read_bytes()}, (6, 7))
 

@@ -15,13 +15,13 @@ from typer.testing import CliRunner, Result
 
 from dist_ckpt_strategies.cli.app import app
 from dist_ckpt_strategies.core.array import DType
-from dist_ckpt_strategies.local.part_files import PartDirectory
-from dist_ckpt_strategies.local.part_format import (
+from dist_ckpt_strategies.local.shard_files import ShardDirectory
+from dist_ckpt_strategies.local.shard_format import (
     BufferSpec,
-    Part,
-    PartId,
+    LocalShard,
+    LocalShardId,
     SaveId,
-    part_layout,
+    shard_layout,
 )
 from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
 from tests.support.checkpoints import flip_at, write_marker
@@ -35,12 +35,12 @@ NBYTES = 4096 + 5000 + 56 + 40 + 24 + 100
 COMMON = b"what all ranks share"
 
 
-def write_part(home: Path, iteration: int, owner: int, holder: int, content: Any = None) -> Path:
-    """A part of a world of four."""
-    part_id = PartId(SaveId(iteration, "a1"), owner)
-    part = Part(part_id, 4, "run-7", "basic", content, BUFFERS)
-    layout = part_layout(part)
-    writer = PartDirectory(home).create(part, holder)
+def write_shard(home: Path, iteration: int, owner: int, holder: int, content: Any = None) -> Path:
+    """A shard of a world of four."""
+    shard_id = LocalShardId(SaveId(iteration, "a1"), owner)
+    shard = LocalShard(shard_id, 4, "run-7", "basic", content, BUFFERS)
+    layout = shard_layout(shard)
+    writer = ShardDirectory(home).create(shard, holder)
     digests = []
     for number, (buffer, offset) in enumerate(zip(BUFFERS, layout.byte_offsets, strict=True)):
         held = (np.arange(buffer.nbytes) + number + owner).astype(np.uint8)
@@ -52,12 +52,12 @@ def write_part(home: Path, iteration: int, owner: int, holder: int, content: Any
 
 @pytest.fixture
 def session(tmp_path: Path) -> Path:
-    """One session on one node: ranks 0 and 1 keep their parts, and a copy each of 2 and 3."""
+    """One session on one node: ranks 0 and 1 keep their shards, and a copy each of 2 and 3."""
     home = tmp_path / "local" / "run-7"
     for iteration in (9, 100):
         for holder, owner in ((0, 0), (0, 2), (1, 1), (1, 3)):
-            write_part(home, iteration, owner, holder)
-    write_part(home, 100, 0, 1)
+            write_shard(home, iteration, owner, holder)
+    write_shard(home, 100, 0, 1)
     return home
 
 
@@ -99,7 +99,7 @@ def test_a_root_a_session_and_a_ranks_directory_will_do(place: str, session: Pat
 def test_shards_are_chosen_by_a_glob(session: Path) -> None:
     found = as_json("inspect", session, "--keys", "iter_*_2_local_*")
 
-    assert [part["owner"] for part in found["parts"]] == [2, 2]
+    assert [shard["owner"] for shard in found["parts"]] == [2, 2]
     result = run("inspect", session, "--keys", "model.*")
     assert result.exit_code == 2
     assert "none of its 8 local shards matches 'model.*'" in result.stderr
@@ -111,7 +111,7 @@ def test_the_json_says_all_that_there_is(session: Path) -> None:
     assert (found["schema"], found["tier"], found["path"]) == (1, "local", str(session))
     assert (found["num_files"], found["nbytes"]) == (9, 9 * NBYTES)
     assert (found["leftovers"], found["findings"]) == ([], [])
-    assert [part["id"] for part in found["parts"]] == [
+    assert [shard["id"] for shard in found["parts"]] == [
         f"iter_{iteration}_{rank}_local_a1"
         for iteration in ("0000100", "0000009")
         for rank in range(4)
@@ -142,7 +142,7 @@ def test_the_json_says_all_that_there_is(session: Path) -> None:
 
 
 def damage(session: Path) -> None:
-    """A tensor, two tensors, a header, an end, and a name that is not the part's."""
+    """A tensor, two tensors, a header, an end, and a name that is not the shard's."""
     flip_at(session / "0" / "iter_0000100_0_local_a1.part", 4096 + 4999)
     flip_at(session / "0" / "iter_0000100_2_local_a1.part", 4096, NBYTES - 1)
     flip_at(session / "1" / "iter_0000100_1_local_a1.part", 40)
@@ -196,7 +196,7 @@ def test_inspect_says_what_headers_show(session: Path) -> None:
     assert result.exit_code == 1
     assert "complete    NO, 3 issues; `dist-ckpt verify` lists them all" in result.stdout
     readable = {
-        part["id"]: [copy["readable"] for copy in part["copies"]] for part in found["parts"]
+        shard["id"]: [copy["readable"] for copy in shard["copies"]] for shard in found["parts"]
     }
     assert readable["iter_0000100_1_local_a1"] == [False]
     assert readable["iter_0000100_0_local_a1"] == [True, True]
@@ -208,8 +208,8 @@ def test_leftovers_of_a_killed_save_are_told_from_files_being_written(
     command: str, session: Path
 ) -> None:
     (session / "0" / f"{PARTIAL_PREFIX}dead").write_bytes(bytes(700))
-    part = Part(PartId(SaveId(101, "a1"), 0), 4, "run-7", "basic", None, BUFFERS)
-    writer = PartDirectory(session).create(part, 0)
+    shard = LocalShard(LocalShardId(SaveId(101, "a1"), 0), 4, "run-7", "basic", None, BUFFERS)
+    writer = ShardDirectory(session).create(shard, 0)
     result = run(command, session)
     found = as_json(command, session)
     writer.abandon()
@@ -239,7 +239,7 @@ def test_files_of_a_killed_save_alone_are_local_ones_without_a_common_state(
 def checkpoint(tmp_path: Path) -> Path:
     """One checkpoint of the backend."""
     home = tmp_path / "node" / "iter_0000100"
-    write_part(home / xxhash.xxh3_128_hexdigest(COMMON), 100, 0, 0)
+    write_shard(home / xxhash.xxh3_128_hexdigest(COMMON), 100, 0, 0)
     (home / "common.pt").write_bytes(COMMON)
     write_marker(home, "local_replicated")
     return home
@@ -269,7 +269,7 @@ def test_a_checkpoint_of_the_backend_without_parts_is_not_whole(checkpoint: Path
 
 
 def test_shards_that_an_interrupted_overwrite_has_left_are_no_issue(checkpoint: Path) -> None:
-    write_part(checkpoint / xxhash.xxh3_128_hexdigest(b"another"), 100, 0, 0)
+    write_shard(checkpoint / xxhash.xxh3_128_hexdigest(b"another"), 100, 0, 0)
     found = as_json("verify", checkpoint)
 
     assert (found["whole"], found["findings"]) == (True, [])

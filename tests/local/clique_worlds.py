@@ -20,8 +20,8 @@ from dist_ckpt_strategies.local import (
     CliqueReplicationStrategy,
     LocalCheckpointManager,
 )
-from dist_ckpt_strategies.local.part_files import PartDirectory
-from dist_ckpt_strategies.local.part_format import PartId
+from dist_ckpt_strategies.local.shard_files import ShardDirectory
+from dist_ckpt_strategies.local.shard_format import LocalShardId
 from tests.support.ranks import run_processes
 
 RANKS_PER_NODE = 2
@@ -58,7 +58,7 @@ def node_directory(root: str, node: int) -> Path:
 
 
 def holder_directory(root: str, rank: int) -> Path:
-    """Where a rank keeps its parts."""
+    """Where a rank keeps its shards."""
     return node_directory(root, rank // RANKS_PER_NODE) / str(rank)
 
 
@@ -129,11 +129,11 @@ def outcome(action: Callable[[], Any]) -> Outcome:
 
 def loaded(manager: LocalCheckpointManager, rank: int) -> str:
     """The iteration that is loaded, if the state is the one that was saved bit for bit."""
-    state, part_id = manager.load()
-    part = PartId.require(part_id)
-    if described(state.state_dict) != described(values_of(rank, part.save.iteration)):
-        return f"{part_id} differs"
-    return str(part.save.iteration) if part.global_rank == rank else f"{part_id} is another's"
+    state, shard_id = manager.load()
+    shard = LocalShardId.require(shard_id)
+    if described(state.state_dict) != described(values_of(rank, shard.save.iteration)):
+        return f"{shard_id} differs"
+    return str(shard.save.iteration) if shard.global_rank == rank else f"{shard_id} is another's"
 
 
 def load(manager: LocalCheckpointManager, rank: int) -> Outcome:
@@ -159,15 +159,15 @@ def parts_in(root: str, *, iteration: int | None = None, owner: int | None = Non
     return [
         found.path
         for node in sorted(Path(root).glob("node*"))
-        for found in PartDirectory(node).find()
-        if iteration in {None, found.part_id.save.iteration}
-        and owner in {None, found.part_id.global_rank}
+        for found in ShardDirectory(node).find()
+        if iteration in {None, found.shard_id.save.iteration}
+        and owner in {None, found.shard_id.global_rank}
     ]
 
 
 def iterations_in(root: str) -> list[int]:
     """The iterations of which there is any file."""
-    return sorted({PartId.require(path.stem).save.iteration for path in parts_in(root)})
+    return sorted({LocalShardId.require(path.stem).save.iteration for path in parts_in(root)})
 
 
 def partials_in(root: str) -> list[str]:

@@ -20,16 +20,16 @@ import xxhash
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.errors import CheckpointError, NoReplicasAvailableError
 from dist_ckpt_strategies.local.encoding import decode_state, default_local_allowed, encode_state
-from dist_ckpt_strategies.local.loading import LocalParts, load_newest
-from dist_ckpt_strategies.local.part_files import PartDirectory
-from dist_ckpt_strategies.local.part_format import (
+from dist_ckpt_strategies.local.loading import LocalShards, load_newest
+from dist_ckpt_strategies.local.replicate import run_replicate
+from dist_ckpt_strategies.local.shard_files import ShardDirectory
+from dist_ckpt_strategies.local.shard_format import (
     MAGIC,
     PREFIX_NBYTES,
-    PartId,
+    LocalShardId,
     SaveId,
     description_nbytes,
 )
-from dist_ckpt_strategies.local.replicate import run_replicate
 from tests.local.clique_worlds import described, state_of, values_of
 from tests.support.thread_ranks import run_ranks
 
@@ -48,16 +48,16 @@ class Nodes:
     root: Path
     num_nodes: int = NUM_RANKS
 
-    def directory(self, rank: int) -> PartDirectory:
+    def directory(self, rank: int) -> ShardDirectory:
         """The disk of a rank."""
-        return PartDirectory(self.root / f"node{rank % self.num_nodes}")
+        return ShardDirectory(self.root / f"node{rank % self.num_nodes}")
 
     def save_pair(self, first: int, comm: Communicator) -> None:
         """Write the files of one of two neighbours. Collective over them."""
         rank = first + comm.rank
         encoded = encode_state(
             state_of(rank, ITERATION),
-            PartId(SaveId(ITERATION, "a1"), rank),
+            LocalShardId(SaveId(ITERATION, "a1"), rank),
             world_size=NUM_RANKS,
             session_id="",
             allowed=default_local_allowed(),
@@ -65,15 +65,15 @@ class Nodes:
 
         run_replicate(
             comm, encoded,
-            lambda part: self.directory(rank).create(part, rank), max_bucket_nbytes=1 << 20,
+            lambda shard: self.directory(rank).create(shard, rank), max_bucket_nbytes=1 << 20,
         )  # fmt: skip
 
     def load(self, comm: Communicator) -> Any:
         """What a rank loads, or why it does not. Collective."""
-        local = LocalParts(self.directory(comm.rank), "", 1 << 20)
+        local = LocalShards(self.directory(comm.rank), "", 1 << 20)
         try:
-            (part,) = load_newest(comm, local, ())
-            state = decode_state(part, allowed=default_local_allowed())
+            (shard,) = load_newest(comm, local, ())
+            state = decode_state(shard, allowed=default_local_allowed())
         except CheckpointError as error:
             return error
         return described(state.state_dict)
@@ -189,7 +189,7 @@ def test_a_crafted_device_is_an_error_of_ours(nodes: Nodes) -> None:
 
 
 def restate(path: Path, world_size: int) -> Path:
-    """A copy of a part, kept by a rank that there is not, which states another world size."""
+    """A copy of a shard, kept by a rank that there is not, which states another world size."""
     other = path.parents[1] / "77" / path.name
     other.parent.mkdir(exist_ok=True)
     other.write_bytes(crafted({"world_size": world_size}, path.read_bytes()))
@@ -209,9 +209,9 @@ def test_copies_that_state_another_world_size_are_not_of_the_save(
 def add_later(nodes: Nodes, world_sizes: Mapping[int, int]) -> None:
     """Every file again, as of a later save; what it states of its world, by the rank it is of."""
     for path in nodes.files():
-        rank = PartId.require(path.stem).global_rank
+        rank = LocalShardId.require(path.stem).global_rank
         if rank in world_sizes:
-            later = PartId(SaveId(ITERATION + 1, "a2"), rank)
+            later = LocalShardId(SaveId(ITERATION + 1, "a2"), rank)
             fields = {"id": str(later), "world_size": world_sizes[rank]}
             path.with_name(f"{later}.part").write_bytes(crafted(fields, path.read_bytes()))
 

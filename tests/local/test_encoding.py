@@ -32,9 +32,9 @@ from dist_ckpt_strategies.local import (
     LocalCheckpointManager,
     MCoreTensorAwareStateDict,
 )
-from dist_ckpt_strategies.local.encoding import decode_parts, default_local_allowed, encode_state
-from dist_ckpt_strategies.local.part_format import PartId, SaveId
-from dist_ckpt_strategies.local.replicate import FilledPart
+from dist_ckpt_strategies.local.encoding import decode_shards, default_local_allowed, encode_state
+from dist_ckpt_strategies.local.replicate import FilledShard
+from dist_ckpt_strategies.local.shard_format import LocalShardId, SaveId
 from dist_ckpt_strategies.megatron.types import TENSOR_AWARE_CLASS, tensor_aware_class
 
 
@@ -62,21 +62,21 @@ def megatrons(state: dict[str, Any] | None = None, **common: Any) -> Any:
     return tensor_aware_class()(common={"iteration": 5} | common, sharded_state_dict=held)
 
 
-def parts_of(*states: Any, forge: Callable[[Any], Any] = lambda part: part) -> Any:
-    """What comes back from the parts of these states, once ``forge`` has been at them."""
+def parts_of(*states: Any, forge: Callable[[Any], Any] = lambda shard: shard) -> Any:
+    """What comes back from the shards of these states, once ``forge`` has been at them."""
     allowed = default_local_allowed()
     retrieved = []
     for rank, state in enumerate(states):
         encoded = encode_state(
             state,
-            PartId(SaveId(1, "a"), rank),
+            LocalShardId(SaveId(1, "a"), rank),
             world_size=len(states),
             session_id="",
             allowed=allowed,
         )
         payloads = tuple(payload.clone() for payload in encoded.payloads)
-        retrieved.append(FilledPart(forge(encoded.part), payloads))
-    return decode_parts(retrieved, allowed=allowed)
+        retrieved.append(FilledShard(forge(encoded.shard), payloads))
+    return decode_shards(retrieved, allowed=allowed)
 
 
 def fields_of(value: Any) -> dict[str, Any]:
@@ -149,8 +149,8 @@ def test_parts_of_several_ranks_become_one_state_of_ours() -> None:
     assert [value["key"] for value in described(first)] == ["rows", "ragged", "away", "rng"]
 
 
-def with_device(part: Any) -> Any:
-    return replace(part, buffers=tuple(replace(one, device="nowhere") for one in part.buffers))
+def with_device(shard: Any) -> Any:
+    return replace(shard, buffers=tuple(replace(one, device="nowhere") for one in shard.buffers))
 
 
 @pytest.mark.parametrize("is_megatrons", [True, False], ids=["megatron's", "ours"])

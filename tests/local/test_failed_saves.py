@@ -87,7 +87,7 @@ def fail(rank: int, root: str) -> dict[str, Any]:
     rename = os.replace
 
     def replace(old: Any, new: Any, **options: Any) -> None:
-        if "_1_local" in str(new):  # of the two parts of a clique, one has been finished
+        if "_1_local" in str(new):  # of the two shards of a clique, one has been finished
             no_space()
         rename(old, new, **options)
 

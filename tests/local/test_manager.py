@@ -168,11 +168,11 @@ def test_a_lost_clique_means_the_save_before_or_an_error_everywhere(tmp_path: Pa
         assert seen["own copy damaged"] == ("ok", "40")
         kind, text = seen["all truncated"]
         assert kind == "NoReplicasAvailableError"
-        assert "iteration 40: no rank has the parts of ranks 2" in text
+        assert "iteration 40: no rank has the shards of ranks 2" in text
         latest, (kind, text) = seen["clique lost"]
         assert latest == ("ok", "-1")
         assert kind == "NoReplicasAvailableError"
-        assert "iteration 50: no rank has the parts of ranks 1, 3" in text
+        assert "iteration 50: no rank has the shards of ranks 1, 3" in text
 
 
 def change_places(rank: int, root: str) -> dict[str, Any]:

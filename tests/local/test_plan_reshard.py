@@ -22,8 +22,8 @@ def spec(start: int, stop: int, key: str = "w", rows: int = ROWS) -> ShardSpec:
     return ShardSpec(ShardId(key, region), (rows, 3), DType.INT16)
 
 
-def cut(num_parts: int) -> list[ShardSpec]:
-    bounds = [ROWS * n // num_parts for n in range(num_parts + 1)]
+def cut(num_shards: int) -> list[ShardSpec]:
+    bounds = [ROWS * n // num_shards for n in range(num_shards + 1)]
     return [spec(a, b) for a, b in itertools.pairwise(bounds)]
 
 

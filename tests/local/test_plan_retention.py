@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dist_ckpt_strategies.local.part_format import SaveId
 from dist_ckpt_strategies.local.plan import build_retention
+from dist_ckpt_strategies.local.shard_format import SaveId
 
 A, B, C = SaveId(10, "a"), SaveId(20, "b"), SaveId(30, "c")
 

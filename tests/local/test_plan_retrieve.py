@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.errors import NoReplicasAvailableError, PlanError
-from dist_ckpt_strategies.local.part_format import PartId, SaveId
 from dist_ckpt_strategies.local.plan import (
     Completeness,
     build_exchange_plan,
     build_survey,
-    spread_parts,
+    spread_shards,
 )
+from dist_ckpt_strategies.local.shard_format import LocalShardId, SaveId
 
 WORLDS = st.integers(1, 8).flatmap(
     lambda size: st.tuples(
@@ -28,7 +28,7 @@ WORLDS = st.integers(1, 8).flatmap(
 @given(WORLDS)
 def test_everybody_gets_what_somebody_has(world: tuple[list[set[int]], list[int]]) -> None:
     held, wishes = world
-    available = {rank: [str(part) for part in parts] for rank, parts in enumerate(held)}
+    available = {rank: [str(shard) for shard in shards] for rank, shards in enumerate(held)}
     wanted = {rank: [str(wish)] for rank, wish in enumerate(wishes)}
     there = set().union(*held)
     if set(wishes) - there:
@@ -67,7 +67,11 @@ def test_a_plan_can_be_renumbered_and_says_which_rank_is_strange() -> None:
 
 def test_a_survey_lists_the_newest_save_first_and_what_is_missing() -> None:
     old, new = SaveId(5, "a"), SaveId(9, "b")
-    found = [(PartId(old, 0), 2, "x"), (PartId(old, 1), 2, "y"), (PartId(new, 1), 2, "x")]
+    found = [
+        (LocalShardId(old, 0), 2, "x"),
+        (LocalShardId(old, 1), 2, "y"),
+        (LocalShardId(new, 1), 2, "x"),
+    ]
 
     assert build_survey([*found, found[-1]]) == (
         Completeness(new, 2, (0,), frozenset("x")),
@@ -77,7 +81,11 @@ def test_a_survey_lists_the_newest_save_first_and_what_is_missing() -> None:
 
 def test_two_saves_of_one_iteration_and_worlds_of_other_sizes_do_not_mix() -> None:
     first, second = SaveId(5, "a"), SaveId(5, "b")
-    found = [(PartId(first, 0), 2, ""), (PartId(second, 1), 2, ""), (PartId(first, 1), 3, "")]
+    found = [
+        (LocalShardId(first, 0), 2, ""),
+        (LocalShardId(second, 1), 2, ""),
+        (LocalShardId(first, 1), 3, ""),
+    ]
 
     assert [(one.save, one.missing) for one in build_survey(found)] == [
         (second, (0,)),
@@ -88,7 +96,7 @@ def test_two_saves_of_one_iteration_and_worlds_of_other_sizes_do_not_mix() -> No
 
 def test_parts_of_a_larger_world_are_taken_by_ranks_that_have_them() -> None:
     save = SaveId(5, "a")
-    ids = [str(PartId(save, rank)) for rank in range(4)]
-    taken = spread_parts(save, 4, {0: ids[:2], 1: ids[2:]})
+    ids = [str(LocalShardId(save, rank)) for rank in range(4)]
+    taken = spread_shards(save, 4, {0: ids[:2], 1: ids[2:]})
 
     assert taken == {0: tuple(ids[:2]), 1: tuple(ids[2:])}

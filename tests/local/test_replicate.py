@@ -1,4 +1,4 @@
-"""Parts of a clique: what every member holds afterwards, and what a failure leaves."""
+"""Shards of a clique: what every member holds afterwards, and what a failure leaves."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StorageError,
 )
-from dist_ckpt_strategies.local.part_files import PartDirectory, PartReader
-from dist_ckpt_strategies.local.part_format import BufferSpec, Part, PartId, SaveId
 from dist_ckpt_strategies.local.replicate import (
-    FilledPart,
+    FilledShard,
     MemorySink,
     OpenSink,
-    PartSink,
+    ShardSink,
     run_replicate,
 )
+from dist_ckpt_strategies.local.shard_files import ShardDirectory, ShardReader
+from dist_ckpt_strategies.local.shard_format import BufferSpec, LocalShard, LocalShardId, SaveId
 from tests.support.leaks import open_files_below, threads_left
 from tests.support.thread_ranks import run_ranks
 
@@ -44,13 +44,13 @@ def noise(nbytes: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=generator)
 
 
-def part_of(rank: int, tensors: Tensors, save: SaveId = SAVE) -> Part:
-    """A part of these tensors."""
+def part_of(rank: int, tensors: Tensors, save: SaveId = SAVE) -> LocalShard:
+    """A shard of these tensors."""
     buffers = tuple(
         BufferSpec(f"t{n}", DType(str(t.dtype).removeprefix("torch.")), tuple(t.shape))
         for n, t in enumerate(tensors)
     )
-    return Part(PartId(save, rank), 4, "", "basic", None, buffers)
+    return LocalShard(LocalShardId(save, rank), 4, "", "basic", None, buffers)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -67,23 +67,23 @@ class Clique:
     root: Path | None = None
     memory: dict[tuple[int, int], MemorySink] = field(default_factory=dict)
 
-    def directory(self, rank: int) -> PartDirectory:
+    def directory(self, rank: int) -> ShardDirectory:
         """Where a member keeps its files."""
         assert self.root is not None
-        return PartDirectory(self.root / f"node{rank}")
+        return ShardDirectory(self.root / f"node{rank}")
 
     def sinks(self, rank: int) -> OpenSink:
-        """Files, if there is a place for them; else memory for the others' parts."""
+        """Files, if there is a place for them; else memory for the others' shards."""
 
-        def in_memory(part: Part) -> PartSink | None:
-            peer = part.part_id.global_rank
+        def in_memory(shard: LocalShard) -> ShardSink | None:
+            peer = shard.shard_id.global_rank
             if peer == rank:
                 return None
-            self.memory[rank, peer] = MemorySink(part)
+            self.memory[rank, peer] = MemorySink(shard)
             return self.memory[rank, peer]
 
-        def in_files(part: Part) -> PartSink | None:
-            return self.directory(rank).create(part, rank)
+        def in_files(shard: LocalShard) -> ShardSink | None:
+            return self.directory(rank).create(shard, rank)
 
         return in_files if self.root else in_memory
 
@@ -94,7 +94,7 @@ class Clique:
         tensors = self.states[comm.rank]
         return run_replicate(
             comm,
-            FilledPart(part_of(comm.rank, tensors, save), tuple(tensors)),
+            FilledShard(part_of(comm.rank, tensors, save), tuple(tensors)),
             sinks or self.sinks(comm.rank),
             max_bucket_nbytes=self.max_bucket_nbytes,
         )
@@ -160,7 +160,7 @@ def test_every_member_holds_every_part_bit_for_bit(size: int, bucket: int) -> No
     reports = run_ranks(size, clique.save)
 
     assert clique.wrong_memory() == []
-    assert {report.num_parts for report in reports} == {size}
+    assert {report.num_shards for report in reports} == {size}
     assert sum(r.received_nbytes for r in reports) == (size - 1) * sum(
         r.own_nbytes for r in reports
     )
@@ -172,8 +172,8 @@ def test_every_member_has_a_file_of_every_part(size: int, tmp_path: Path) -> Non
     run_ranks(size, clique.save)
     for rank in range(size):
         for found in clique.directory(rank).find():
-            tensors = clique.states[found.part_id.global_rank]
-            with PartReader(found.path) as reader:
+            tensors = clique.states[found.shard_id.global_rank]
+            with ShardReader(found.path) as reader:
                 for number, tensor in enumerate(tensors):
                     target = noise(tensor.numel() * tensor.element_size()).numpy()
                     reader.read(reader.stored.layout.byte_offsets[number], target)
@@ -195,32 +195,32 @@ def test_a_member_alone_needs_no_group(tmp_path: Path) -> None:
     clique = Clique(mixed()[:1], 4096, tmp_path)
     clique.save(SoloCommunicator(0))
 
-    assert clique.files() == [f"node0/0/{PartId(SAVE, 0)}.part"]
+    assert clique.files() == [f"node0/0/{LocalShardId(SAVE, 0)}.part"]
 
 
 @dataclass
 class FailingSink:
     """A sink whose disk is full from some point on."""
 
-    inner: PartSink
+    inner: ShardSink
     fails_at: str
     num_taken: int = 0
 
     def write(self, byte_offset: int, content: Bytes) -> None:
-        """See PartSink."""
+        """See ShardSink."""
         self.num_taken += 1
         if self.fails_at == "take" and self.num_taken > 2:
             raise StorageError("no space left", key="t0", path="disk")
         self.inner.write(byte_offset, content)
 
     def finish(self, digests: Sequence[int]) -> None:
-        """See PartSink."""
+        """See ShardSink."""
         if self.fails_at == "finish":
             raise StorageError("no space left", key="t0", path="disk")
         self.inner.finish(digests)
 
     def abandon(self) -> None:
-        """See PartSink."""
+        """See ShardSink."""
         self.inner.abandon()
 
 
@@ -234,9 +234,9 @@ def test_a_full_disk_is_raised_on_every_rank_and_leaves_no_part(
     def save(comm: Communicator) -> Exception | None:
         good = clique.sinks(comm.rank)
 
-        def open_sink(part: Part) -> PartSink | None:
-            sink = good(part)
-            if comm.rank != member or part.part_id.global_rank != owner or sink is None:
+        def open_sink(shard: LocalShard) -> ShardSink | None:
+            sink = good(shard)
+            if comm.rank != member or shard.shard_id.global_rank != owner or sink is None:
                 return sink
             if fails_at == "open":
                 sink.abandon()
@@ -318,11 +318,11 @@ def test_tensors_that_are_not_what_the_part_says_are_refused_on_all(tmp_path: Pa
     clique = Clique([[noise(9000, rank)] for rank in range(2)], 4096, tmp_path)
 
     def save(comm: Communicator) -> ReplicationReport:
-        part = part_of(comm.rank, clique.states[comm.rank])
+        shard = part_of(comm.rank, clique.states[comm.rank])
         given_tensors = [noise(8999)] if comm.rank == 1 else clique.states[comm.rank]
         sinks = clique.sinks(comm.rank)
         return run_replicate(
-            comm, FilledPart(part, tuple(given_tensors)), sinks, max_bucket_nbytes=4096
+            comm, FilledShard(shard, tuple(given_tensors)), sinks, max_bucket_nbytes=4096
         )
 
     require_all_raise(run_ranks(2, lambda c: caught(lambda: save(c))), PlanError, 1)

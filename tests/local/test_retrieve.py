@@ -1,4 +1,4 @@
-"""Parts on their way to who wants them: from files and memory, whole or reported as bad."""
+"""Shards on their way to who wants them: from files and memory, whole or reported as bad."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import pytest
 
 from dist_ckpt_strategies.comm.base import Communicator, SoloCommunicator
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.local.part_files import PartDirectory
-from dist_ckpt_strategies.local.part_format import PartId
 from dist_ckpt_strategies.local.plan import ExchangePlan, build_exchange_plan
-from dist_ckpt_strategies.local.replicate import FilledPart, run_replicate
+from dist_ckpt_strategies.local.replicate import FilledShard, run_replicate
 from dist_ckpt_strategies.local.retrieve import (
     FileSource,
     Retrieval,
     run_retrieve,
 )
+from dist_ckpt_strategies.local.shard_files import ShardDirectory
+from dist_ckpt_strategies.local.shard_format import LocalShardId
 from tests.local.test_replicate import (
     SAVE,
     Flipping,
@@ -38,7 +38,7 @@ from tests.support.thread_ranks import run_ranks
 
 @dataclass
 class Disks:
-    """The files of every rank, each with the parts that it keeps."""
+    """The files of every rank, each with the shards that it keeps."""
 
     root: Path
     states: Sequence[Tensors]
@@ -53,29 +53,31 @@ class Disks:
                 self.paths[rank, owner] = self._write(rank, owner)
 
     def _write(self, rank: int, owner: int) -> Path:
-        directory = PartDirectory(self.root / f"node{rank}")
+        directory = ShardDirectory(self.root / f"node{rank}")
 
         tensors = self.states[owner]
         run_replicate(
-            SoloCommunicator(rank), FilledPart(part_of(owner, tensors), tuple(tensors)),
-            lambda part: directory.create(part, rank), max_bucket_nbytes=1 << 20,
+            SoloCommunicator(rank), FilledShard(part_of(owner, tensors), tuple(tensors)),
+            lambda shard: directory.create(shard, rank), max_bucket_nbytes=1 << 20,
         )  # fmt: skip
-        return directory.holder_directory(rank) / f"{PartId(SAVE, owner)}.part"
+        return directory.holder_directory(rank) / f"{LocalShardId(SAVE, owner)}.part"
 
     def plan(self, wanted: Mapping[int, Sequence[int]]) -> ExchangePlan:
         """Who gets what from whom."""
         available = {
-            rank: [str(PartId(SAVE, owner)) for owner in owners]
+            rank: [str(LocalShardId(SAVE, owner)) for owner in owners]
             for rank, owners in enumerate(self.held)
         }
-        named = {rank: [str(PartId(SAVE, o)) for o in wanted.get(rank, ())] for rank in available}
+        named = {
+            rank: [str(LocalShardId(SAVE, o)) for o in wanted.get(rank, ())] for rank in available
+        }
         return build_exchange_plan(available, named)
 
     def retrieve(self, comm: Communicator, plan: ExchangePlan) -> Retrieval:
         """Carry it out. Collective."""
 
-        def open_source(part_id: str) -> FileSource:
-            return FileSource(part_id, self.paths.get((comm.rank, owner_of(part_id))))
+        def open_source(shard_id: str) -> FileSource:
+            return FileSource(shard_id, self.paths.get((comm.rank, owner_of(shard_id))))
 
         return run_retrieve(comm, lambda: plan, open_source, message_nbytes=self.message_nbytes)
 
@@ -85,19 +87,19 @@ class Disks:
         return run_ranks(len(self.held), lambda comm: self.retrieve(comm, plan))
 
     def require_whole(self, found: Retrieval, owners: Sequence[int]) -> None:
-        """Raise unless these parts are there, bit for bit, and no others."""
-        assert set(found.parts) == {str(PartId(SAVE, owner)) for owner in owners}
-        for part_id, retrieved in found.parts.items():
-            tensors = self.states[owner_of(part_id)]
-            assert retrieved.part == part_of(owner_of(part_id), tensors)
+        """Raise unless these shards are there, bit for bit, and no others."""
+        assert set(found.shards) == {str(LocalShardId(SAVE, owner)) for owner in owners}
+        for shard_id, retrieved in found.shards.items():
+            tensors = self.states[owner_of(shard_id)]
+            assert retrieved.shard == part_of(owner_of(shard_id), tensors)
             assert list(map(bytes_of, retrieved.payloads)) == list(map(bytes_of, tensors))
             assert [(t.dtype, t.shape) for t in retrieved.payloads] == [
                 (t.dtype, t.shape) for t in tensors
             ]
 
 
-def owner_of(part_id: str) -> int:
-    return PartId.require(part_id).global_rank
+def owner_of(shard_id: str) -> int:
+    return LocalShardId.require(shard_id).global_rank
 
 
 def flip(path: Path, place: int) -> None:
@@ -156,7 +158,9 @@ def test_a_bad_copy_is_reported_on_every_rank_and_not_returned(
     results = disks.run({0: [0], 1: [1], 2: [2], 3: [1]})
 
     for found, owners in zip(results, ([], [1], [2], [1]), strict=True):
-        assert [(bad.rank, bad.part_id) for bad in found.bad] == [(sender, str(PartId(SAVE, 0)))]
+        assert [(bad.rank, bad.shard_id) for bad in found.bad] == [
+            (sender, str(LocalShardId(SAVE, 0)))
+        ]
         assert found.bad == results[0].bad
         disks.require_whole(found, owners)
 
@@ -166,8 +170,8 @@ def test_a_file_that_is_cut_while_it_is_read_is_reported(tmp_path: Path) -> None
     plan = disks.plan({0: [0], 1: [0]})
 
     def retrieve(comm: Communicator) -> Retrieval:
-        def open_source(part_id: str) -> FileSource:
-            source = FileSource(part_id, disks.paths[0, 0])
+        def open_source(shard_id: str) -> FileSource:
+            source = FileSource(shard_id, disks.paths[0, 0])
             os.truncate(disks.paths[0, 0], 20_000)
             return source
 
@@ -175,7 +179,7 @@ def test_a_file_that_is_cut_while_it_is_read_is_reported(tmp_path: Path) -> None
 
     for found in run_ranks(2, retrieve):
         assert [bad.rank for bad in found.bad] == [0]
-        assert found.parts == {}
+        assert found.shards == {}
 
 
 def test_every_bad_copy_is_reported_at_once(tmp_path: Path) -> None:
@@ -183,8 +187,8 @@ def test_every_bad_copy_is_reported_at_once(tmp_path: Path) -> None:
     for path in disks.paths.values():
         flip(path, 20_000)
     for found in disks.run({rank: [rank] for rank in range(3)}):
-        assert [(bad.rank, owner_of(bad.part_id)) for bad in found.bad] == [(0, 1), (1, 2), (2, 0)]
-        assert found.parts == {}
+        assert [(bad.rank, owner_of(bad.shard_id)) for bad in found.bad] == [(0, 1), (1, 2), (2, 0)]
+        assert found.shards == {}
 
 
 def test_a_rank_that_was_to_have_a_copy_and_has_none_is_reported(tmp_path: Path) -> None:
@@ -207,15 +211,15 @@ def test_a_byte_that_changes_on_the_way_never_gets_in(number: int, tmp_path: Pat
 
     for found in run_ranks(3, retrieve):
         assert [bad.rank for bad in found.bad] == [0]
-        assert found.parts == {}
+        assert found.shards == {}
 
 
 def test_a_source_that_cannot_be_made_is_an_error_on_every_rank(tmp_path: Path) -> None:
     disks = Disks(tmp_path, mixed(), [{0}, set()])
     plan = disks.plan({1: [0]})
 
-    def open_source(part_id: str) -> FileSource:
-        raise PlanError(f"{part_id}: nothing of that name")
+    def open_source(shard_id: str) -> FileSource:
+        raise PlanError(f"{shard_id}: nothing of that name")
 
     seen = run_ranks(
         2, lambda c: caught(lambda: run_retrieve(c, lambda: plan, open_source, message_nbytes=99))

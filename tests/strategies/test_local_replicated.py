@@ -36,11 +36,11 @@ BACKEND = ("local_replicated", 1)
 def state_of(tp: int, value: float, *, is_filled: bool = True) -> dict[str, Any]:
     """This rank's share of two arrays and an object, where ``tp`` neighbours divide the rows."""
     rank = dist.get_rank()
-    part, replica = rank % tp, rank // tp
-    data = torch.arange(24.0).reshape(8, 3).chunk(tp)[part] + value
+    shard, replica = rank % tp, rank // tp
+    data = torch.arange(24.0).reshape(8, 3).chunk(tp)[shard] + value
     data = data if is_filled else torch.zeros_like(data)
     state: dict[str, Any] = {"iteration": 7} if is_filled else {}
-    state["w"] = ShardedTensor.from_rank_offsets("w", data, (0, part, tp), replica_id=replica)
+    state["w"] = ShardedTensor.from_rank_offsets("w", data, (0, shard, tp), replica_id=replica)
     bias = torch.full((3,), value if is_filled else 0.0)
     state["b"] = ShardedTensor.from_rank_offsets("b", bias, replica_id=rank)
     state["rng"] = ShardedObject("rng", {"seed": value}, (1,), (0,), replica_id=rank)
@@ -48,8 +48,8 @@ def state_of(tp: int, value: float, *, is_filled: bool = True) -> dict[str, Any]
 
 
 def require_loaded(found: dict[str, Any], tp: int, value: float) -> None:
-    part = dist.get_rank() % tp
-    assert torch.equal(found["w"], torch.arange(24.0).reshape(8, 3).chunk(tp)[part] + value)
+    shard = dist.get_rank() % tp
+    assert torch.equal(found["w"], torch.arange(24.0).reshape(8, 3).chunk(tp)[shard] + value)
     assert found["b"].tolist() == [value] * 3
     assert (found["iteration"], found["rng"]) == (7, {"seed": value})
 
@@ -176,7 +176,7 @@ def test_a_kill_anywhere_in_an_overwrite_leaves_the_old_or_the_new_checkpoint(
 
 
 def with_a_function(rank: int, root: str) -> str:
-    """All ranks see one checkpoint directory; their parts are elsewhere."""
+    """All ranks see one checkpoint directory; their shards are elsewhere."""
 
     def node_directory(global_rank: int) -> Path:
         return Path(root) / f"disk{global_rank // 2}"

@@ -1,6 +1,6 @@
-"""The parts on one node's disk: found, written so that they appear whole, read, removed.
+"""The shards on one node's disk: found, written so that they appear whole, read, removed.
 
-A rank keeps its own part and copies of others' in ``<root>/<its global rank>/<part id>.part``.
+A rank keeps its own shard and copies of others' in ``<root>/<its global rank>/<shard id>.part``.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Self
 import numpy as np
 
 from dist_ckpt_strategies.errors import CheckpointError, CorruptCheckpointError, StorageError
-from dist_ckpt_strategies.local.part_format import (
+from dist_ckpt_strategies.local.shard_format import (
     PREFIX_NBYTES,
     Bytes,
     Digest,
-    Part,
-    PartId,
-    StoredPart,
+    LocalShard,
+    LocalShardId,
+    StoredShard,
     decode_header,
     description_nbytes,
     encode_header,
-    part_layout,
+    shard_layout,
 )
 from dist_ckpt_strategies.storage.direct_io import begin_writeback
 from dist_ckpt_strategies.storage.files import (
@@ -50,15 +50,15 @@ SUFFIX = ".part"
 
 
 @dataclass(frozen=True, slots=True)
-class FoundPart:
-    """A file that looks like a part.
+class FoundShard:
+    """A file that looks like a shard.
 
     Attributes:
-        part_id: what its name says.
+        shard_id: what its name says.
         path: the file.
     """
 
-    part_id: PartId
+    shard_id: LocalShardId
     path: Path
 
     @property
@@ -67,8 +67,8 @@ class FoundPart:
         return int(self.path.parent.name)
 
 
-class PartDirectory:
-    """All parts below one directory of a node, whichever rank put them there.
+class ShardDirectory:
+    """All shards below one directory of a node, whichever rank put them there.
 
     Args:
         root: the directory; made when something is written.
@@ -82,8 +82,8 @@ class PartDirectory:
         return str(self.root)
 
     @limited
-    def find(self) -> list[FoundPart]:
-        """Files named like parts, of all holders, sorted by path.
+    def find(self) -> list[FoundShard]:
+        """Files named like shards, of all holders, sorted by path.
 
         Raises:
             StorageError: the directory cannot be listed.
@@ -93,9 +93,9 @@ class PartDirectory:
             directory = self.holder_directory(holder)
             with file_errors(None, directory):
                 for path in _entries(directory):
-                    part_id = PartId.parse(path.name.removesuffix(SUFFIX))
-                    if part_id is not None and path.name.endswith(SUFFIX):
-                        found.append(FoundPart(part_id, path))
+                    shard_id = LocalShardId.parse(path.name.removesuffix(SUFFIX))
+                    if shard_id is not None and path.name.endswith(SUFFIX):
+                        found.append(FoundShard(shard_id, path))
         return found
 
     @limited
@@ -106,21 +106,21 @@ class PartDirectory:
         return sorted(int(name) for name in names if _is_rank(name))
 
     def holder_directory(self, global_rank: int) -> Path:
-        """Where a rank keeps its parts."""
+        """Where a rank keeps its shards."""
         return self.root / str(global_rank)
 
     @limited
-    def create(self, part: Part, holder: int) -> PartWriter:
-        """Begin to write a part; it appears when the writer is done.
+    def create(self, shard: LocalShard, holder: int) -> ShardWriter:
+        """Begin to write a shard; it appears when the writer is done.
 
         Raises:
             StorageError: the file cannot be made.
         """
-        return PartWriter(self.holder_directory(holder) / f"{part.part_id}{SUFFIX}", part)
+        return ShardWriter(self.holder_directory(holder) / f"{shard.shard_id}{SUFFIX}", shard)
 
     @limited
-    def remove(self, found: FoundPart) -> None:
-        """Remove a part; that it is gone already is no error.
+    def remove(self, found: FoundShard) -> None:
+        """Remove a shard; that it is gone already is no error.
 
         Raises:
             StorageError: it cannot be removed.
@@ -185,16 +185,16 @@ class _Handle:
         os.close(self.number)
 
 
-class PartWriter:
-    """A part being written beside its place, in a file that is locked until it appears.
+class ShardWriter:
+    """A shard being written beside its place, in a file that is locked until it appears.
 
     Raises:
         StorageError: the file cannot be made.
     """
 
-    def __init__(self, path: Path, part: Part) -> None:
+    def __init__(self, path: Path, shard: LocalShard) -> None:
         self.path = path
-        self._part = part
+        self._part = shard
         self._has_appeared = False
         self._handle: _Handle | None
         with file_errors(None, path):
@@ -223,7 +223,7 @@ class PartWriter:
 
     @limited
     def finish(self, digests: Sequence[Digest]) -> None:
-        """Write the header, and let the part appear; it is durable then.
+        """Write the header, and let the shard appear; it is durable then.
 
         Raises:
             StorageError: something cannot be written.
@@ -231,7 +231,7 @@ class PartWriter:
         handle = self._open_handle()
         self.write(0, np.frombuffer(encode_header(self._part, digests), np.uint8))
         with file_errors(None, self.path):
-            os.ftruncate(handle.number, part_layout(self._part).nbytes)
+            os.ftruncate(handle.number, shard_layout(self._part).nbytes)
             os.fsync(handle.number)
             raise_if_cancelled()
             self._partial.replace(self.path)  # locked until it has its name
@@ -245,7 +245,7 @@ class PartWriter:
 
     @limited
     def abandon(self) -> None:
-        """Remove what was written, the part too if it has appeared.
+        """Remove what was written, the shard too if it has appeared.
 
         Raises:
             StorageError: it cannot be removed.
@@ -261,8 +261,8 @@ class PartWriter:
         return self._handle
 
 
-class PartReader:
-    """An open part whose header has been checked; a context manager that closes it.
+class ShardReader:
+    """An open shard whose header has been checked; a context manager that closes it.
 
     Attributes:
         stored: what the header describes.
@@ -312,7 +312,7 @@ class PartReader:
                     raise self._damaged(f"ends at byte {byte_offset + done}")
                 done += got
 
-    def _checked_header(self, handle: int) -> StoredPart:
+    def _checked_header(self, handle: int) -> StoredShard:
         size = os.fstat(handle).st_size
         prefix = os.pread(handle, PREFIX_NBYTES, 0)
         try:
@@ -322,9 +322,9 @@ class PartReader:
             raise self._damaged(error.message) from error
         if size != stored.layout.nbytes:
             raise self._damaged(f"has {size} bytes, expected {stored.layout.nbytes}")
-        named = PartId.parse(self.path.name.removesuffix(SUFFIX))
-        if named is not None and named != stored.part.part_id:
-            raise self._damaged(f"holds {stored.part.part_id}")
+        named = LocalShardId.parse(self.path.name.removesuffix(SUFFIX))
+        if named is not None and named != stored.shard.shard_id:
+            raise self._damaged(f"holds {stored.shard.shard_id}")
         return stored
 
     def _damaged(self, why: str) -> CorruptCheckpointError:
@@ -397,11 +397,11 @@ def _is_rank(name: str) -> bool:
 
 
 @limited
-def read_first_header(directory: PartDirectory) -> Part | None:
-    """The description of a part of the newest save here; None if there is none that is good."""
-    for one in sorted(directory.find(), key=lambda one: one.part_id, reverse=True):
-        with suppress(CheckpointError), PartReader(one.path) as reader:
-            return reader.stored.part
+def read_first_header(directory: ShardDirectory) -> LocalShard | None:
+    """The description of a shard of the newest save here; None if there is none that is good."""
+    for one in sorted(directory.find(), key=lambda one: one.shard_id, reverse=True):
+        with suppress(CheckpointError), ShardReader(one.path) as reader:
+            return reader.stored.shard
     return None
 
 

@@ -1,4 +1,4 @@
-"""Parts on a disk: there when they are whole, refused when they are not, and never half of one."""
+"""Shards on a disk: there when they are whole, refused when they are not, and never half of one."""
 
 from __future__ import annotations
 
@@ -21,34 +21,39 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StorageError,
 )
-from dist_ckpt_strategies.local.part_files import (
-    PartDirectory,
-    PartReader,
-    PartWriter,
+from dist_ckpt_strategies.local.shard_files import (
+    ShardDirectory,
+    ShardReader,
+    ShardWriter,
 )
-from dist_ckpt_strategies.local.part_format import (
+from dist_ckpt_strategies.local.shard_format import (
     BufferSpec,
-    Part,
-    PartId,
+    LocalShard,
+    LocalShardId,
     SaveId,
-    part_layout,
+    shard_layout,
 )
 from dist_ckpt_strategies.storage.files import PARTIAL_PREFIX
 
-PART = Part(
-    PartId(SaveId(7, "a1"), 1), 2, "run", "basic", None, (BufferSpec("w", DType.UINT8, (5000,)),)
+PART = LocalShard(
+    LocalShardId(SaveId(7, "a1"), 1),
+    2,
+    "run",
+    "basic",
+    None,
+    (BufferSpec("w", DType.UINT8, (5000,)),),
 )
 CONTENT = np.arange(5000).astype(np.uint8)
 
 
-def begun(directory: PartDirectory, holder: int = 1) -> PartWriter:
+def begun(directory: ShardDirectory, holder: int = 1) -> ShardWriter:
     writer = directory.create(PART, holder)
-    writer.write(part_layout(PART).byte_offsets[0], CONTENT)
+    writer.write(shard_layout(PART).byte_offsets[0], CONTENT)
     return writer
 
 
-def written(directory: PartDirectory, holder: int = 1) -> Path:
-    """The file of a finished part."""
+def written(directory: ShardDirectory, holder: int = 1) -> Path:
+    """The file of a finished shard."""
     writer = begun(directory, holder)
     writer.finish([5])
     return writer.path
@@ -59,31 +64,31 @@ def files_below(root: Path) -> list[str]:
 
 
 def test_a_part_appears_when_it_is_finished_and_not_before(tmp_path: Path) -> None:
-    directory = PartDirectory(tmp_path / "root")
+    directory = ShardDirectory(tmp_path / "root")
     before = directory.find()
     writer = begun(directory)
     between = directory.find()
     writer.finish([5])
 
     assert (before, between) == ([], [])
-    assert [(one.part_id, one.holder) for one in directory.find()] == [(PART.part_id, 1)]
-    assert files_below(tmp_path) == [f"root/1/{PART.part_id}.part"]
+    assert [(one.shard_id, one.holder) for one in directory.find()] == [(PART.shard_id, 1)]
+    assert files_below(tmp_path) == [f"root/1/{PART.shard_id}.part"]
 
 
 def test_a_finished_part_is_read_back(tmp_path: Path) -> None:
-    path = written(PartDirectory(tmp_path))
+    path = written(ShardDirectory(tmp_path))
     found = np.zeros(5000, np.uint8)
-    with PartReader(path) as reader:
+    with ShardReader(path) as reader:
         reader.read(reader.stored.layout.byte_offsets[0], found)
         with pytest.raises(CorruptCheckpointError, match=r"ends at byte 9096"):
             reader.read(reader.stored.layout.byte_offsets[0], np.zeros(5001, np.uint8))
 
-    assert reader.stored.part == PART
+    assert reader.stored.shard == PART
     assert found.tobytes() == CONTENT.tobytes()
 
 
 def test_an_abandoned_part_leaves_nothing(tmp_path: Path) -> None:
-    writer = begun(PartDirectory(tmp_path))
+    writer = begun(ShardDirectory(tmp_path))
     writer.abandon()
     writer.abandon()
 
@@ -93,7 +98,7 @@ def test_an_abandoned_part_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_part_that_has_appeared_is_gone_again_when_it_is_abandoned(tmp_path: Path) -> None:
-    directory = PartDirectory(tmp_path)
+    directory = ShardDirectory(tmp_path)
     writer = begun(directory)
     writer.finish([5])
     writer.abandon()
@@ -105,7 +110,7 @@ def test_a_part_that_has_appeared_is_gone_again_when_it_is_abandoned(tmp_path: P
 def test_a_part_that_cannot_be_finished_does_not_appear(
     call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = PartDirectory(tmp_path)
+    directory = ShardDirectory(tmp_path)
     writer = begun(directory)
 
     def full(*_: object) -> int:
@@ -121,38 +126,38 @@ def test_a_part_that_cannot_be_finished_does_not_appear(
 
 
 def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
-    path = written(PartDirectory(tmp_path))
+    path = written(ShardDirectory(tmp_path))
     whole = path.read_bytes()
     for nbytes in (0, 1, 31, 32, 100, 4095, 4096, len(whole) - 1):
         path.write_bytes(whole[:nbytes])
         with pytest.raises(CorruptCheckpointError, match=str(path)):
-            PartReader(path)
+            ShardReader(path)
     path.write_bytes(whole + b"\0")
     with pytest.raises(CorruptCheckpointError, match="has 9097 bytes, expected 9096"):
-        PartReader(path)
+        ShardReader(path)
 
 
 def test_a_renamed_file_is_refused(tmp_path: Path) -> None:
-    path = written(PartDirectory(tmp_path))
+    path = written(ShardDirectory(tmp_path))
     for other in (
-        PartId(SaveId(8, "a1"), 1),
-        PartId(SaveId(7, "a2"), 1),
-        PartId(SaveId(7, "a1"), 0),
+        LocalShardId(SaveId(8, "a1"), 1),
+        LocalShardId(SaveId(7, "a2"), 1),
+        LocalShardId(SaveId(7, "a1"), 0),
     ):
         path = path.rename(path.with_name(f"{other}.part"))
-        with pytest.raises(CorruptCheckpointError, match=f"holds {PART.part_id}"):
-            PartReader(path)
+        with pytest.raises(CorruptCheckpointError, match=f"holds {PART.shard_id}"):
+            ShardReader(path)
 
 
 def test_a_missing_file_is_refused_as_missing(tmp_path: Path) -> None:
     with pytest.raises(IncompleteCheckpointError):
-        PartReader(tmp_path / f"{PART.part_id}.part")
+        ShardReader(tmp_path / f"{PART.shard_id}.part")
 
 
 @pytest.mark.parametrize("kind", ["directory", "pipe", "device", "loop", "dangling"])
 def test_what_is_no_file_is_refused_without_waiting(kind: str, tmp_path: Path) -> None:
-    directory = PartDirectory(tmp_path)
-    path = directory.holder_directory(1) / f"{PART.part_id}.part"
+    directory = ShardDirectory(tmp_path)
+    path = directory.holder_directory(1) / f"{PART.shard_id}.part"
     path.parent.mkdir()
     if kind == "directory":
         path.mkdir()
@@ -162,12 +167,12 @@ def test_what_is_no_file_is_refused_without_waiting(kind: str, tmp_path: Path) -
         path.symlink_to({"device": "/dev/zero", "loop": path.name, "dangling": "nowhere"}[kind])
     started = time.monotonic()
     with pytest.raises(CheckpointError):
-        PartReader(directory.find()[0].path)
+        ShardReader(directory.find()[0].path)
     assert time.monotonic() - started < 60
 
 
 def test_only_names_of_parts_below_names_of_ranks_are_found(tmp_path: Path) -> None:
-    directory = PartDirectory(tmp_path)
+    directory = ShardDirectory(tmp_path)
     path = written(directory)
     content = path.read_bytes()
     for name in ("01", "-1", "x", "1.5", "٣", "12/3"):
@@ -183,12 +188,12 @@ def test_only_names_of_parts_below_names_of_ranks_are_found(tmp_path: Path) -> N
 
 
 def test_what_a_killed_writer_leaves_is_never_listed_and_is_removed(tmp_path: Path) -> None:
-    directory = PartDirectory(tmp_path)
+    directory = ShardDirectory(tmp_path)
     kept = written(directory, holder=1)
     script = (
         "import sys, time; from pathlib import Path\n"
-        "from tests.local.test_part_files import begun, PartDirectory\n"
-        "writer = begun(PartDirectory(Path(sys.argv[1])))\n"
+        "from tests.local.test_shard_files import begun, ShardDirectory\n"
+        "writer = begun(ShardDirectory(Path(sys.argv[1])))\n"
         "print('there', flush=True); time.sleep(300)"
     )
     with subprocess.Popen(
@@ -208,8 +213,8 @@ def test_what_a_killed_writer_leaves_is_never_listed_and_is_removed(tmp_path: Pa
 
 
 def test_what_another_manager_is_writing_is_not_removed(tmp_path: Path) -> None:
-    writer = begun(PartDirectory(tmp_path))
-    other = PartDirectory(tmp_path)
+    writer = begun(ShardDirectory(tmp_path))
+    other = ShardDirectory(tmp_path)
 
     assert other.remove_leftovers(1) == 0
     writer.finish([5])
@@ -229,11 +234,11 @@ def test_a_file_that_is_taken_for_a_leftover_before_it_is_locked_is_begun_again(
         flock(handle, how)
 
     monkeypatch.setattr(fcntl, "flock", take_first)
-    path = written(PartDirectory(tmp_path))
+    path = written(ShardDirectory(tmp_path))
 
     assert len(taken) == 1
-    with PartReader(path) as reader:
-        assert reader.stored.part == PART
+    with ShardReader(path) as reader:
+        assert reader.stored.shard == PART
 
 
 def test_a_file_system_without_locks_will_do(
@@ -243,7 +248,7 @@ def test_a_file_system_without_locks_will_do(
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    directory = PartDirectory(tmp_path)
+    directory = ShardDirectory(tmp_path)
     written(directory)
     begun(directory)
 
@@ -255,12 +260,12 @@ def test_odd_leftovers_are_a_storage_error_or_gone(tmp_path: Path) -> None:
     holder.mkdir()
     os.mkfifo(holder / f"{PARTIAL_PREFIX}pipe")
     (holder / f"{PARTIAL_PREFIX}link").symlink_to("nowhere")
-    PartDirectory(tmp_path).remove_leftovers(1)
+    ShardDirectory(tmp_path).remove_leftovers(1)
     assert list(holder.iterdir()) == []
 
     (holder / f"{PARTIAL_PREFIX}directory").mkdir()
     with pytest.raises(StorageError, match="directory"):
-        PartDirectory(tmp_path).remove_leftovers(1)
+        ShardDirectory(tmp_path).remove_leftovers(1)
 
 
 @pytest.mark.parametrize("first", ["part", "room"])
@@ -275,7 +280,7 @@ def test_the_name_of_every_new_directory_is_flushed(
         flushed.add(os.fstat(handle).st_ino)
 
     monkeypatch.setattr(os, "fsync", recorded)
-    directory = PartDirectory(tmp_path / "a" / "b" / "root")
+    directory = ShardDirectory(tmp_path / "a" / "b" / "root")
     if first == "room":
         directory.room()
     path = written(directory)
@@ -286,7 +291,7 @@ def test_the_name_of_every_new_directory_is_flushed(
 
 
 def test_a_removed_part_may_be_removed_again(tmp_path: Path) -> None:
-    directory = PartDirectory(tmp_path)
+    directory = ShardDirectory(tmp_path)
     written(directory)
     (found,) = directory.find()
     directory.remove(found)
@@ -301,12 +306,12 @@ def test_a_directory_has_one_name_however_it_is_reached(tmp_path: Path) -> None:
     other.mkdir()
     (tmp_path / "link").symlink_to("one")
 
-    assert PartDirectory(tmp_path / "link").name() == PartDirectory(one).name()
-    assert PartDirectory(one).name() != PartDirectory(other).name()
+    assert ShardDirectory(tmp_path / "link").name() == ShardDirectory(one).name()
+    assert ShardDirectory(one).name() != ShardDirectory(other).name()
 
 
 def test_a_directory_that_cannot_be_looked_at_has_a_name_of_its_own(tmp_path: Path) -> None:
-    one, other = (PartDirectory(tmp_path / (letter * 300)) for letter in "ab")
+    one, other = (ShardDirectory(tmp_path / (letter * 300)) for letter in "ab")
 
     assert one.name() != other.name()
     with pytest.raises(StorageError):
@@ -315,7 +320,7 @@ def test_a_directory_that_cannot_be_looked_at_has_a_name_of_its_own(tmp_path: Pa
 
 def test_a_full_disk_or_a_file_in_the_way_is_a_storage_error(tmp_path: Path) -> None:
     (tmp_path / "1").write_text("in the way")
-    directory = PartDirectory(tmp_path)
+    directory = ShardDirectory(tmp_path)
     with pytest.raises(StorageError):
         begun(directory)
     with pytest.raises(StorageError):

@@ -1,4 +1,4 @@
-"""One rank's part of a local checkpoint, and what its file holds."""
+"""One rank's shard of a local checkpoint, and what its file holds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ID = re.compile(r"iter_(\d{7,})_(\d+)_local_([0-9a-f]{1,64})")
 
 @dataclass(frozen=True, slots=True, order=True)
 class SaveId:
-    """One save of all ranks together; parts of two saves never mix.
+    """One save of all ranks together; shards of two saves never mix.
 
     Sorted, the newest save comes last.
 
@@ -37,7 +37,7 @@ class SaveId:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class PartId:
+class LocalShardId:
     """What one rank saved in one save.
 
     Attributes:
@@ -58,8 +58,8 @@ class PartId:
         found = _ID.fullmatch(text)
         if found is None:
             return None
-        part = cls(SaveId(int(found[1]), found[3]), int(found[2]))
-        return part if str(part) == text else None
+        shard = cls(SaveId(int(found[1]), found[3]), int(found[2]))
+        return shard if str(shard) == text else None
 
     @classmethod
     def require(cls, text: str) -> Self:
@@ -71,14 +71,14 @@ class PartId:
         found = cls.parse(text)
         if found is None:
             raise PlanError(
-                f"expected the id of a part, such as iter_0000100_3_local_18f2, found {text!r}"
+                f"expected the id of a shard, such as iter_0000100_3_local_18f2, found {text!r}"
             )
         return found
 
 
 @dataclass(frozen=True, slots=True)
 class BufferSpec:
-    """The elements of one tensor or array of a part.
+    """The elements of one tensor or array of a shard.
 
     Attributes:
         name: where it stands in the state, for messages.
@@ -103,11 +103,11 @@ class BufferSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A part without its bytes.
+class LocalShard:
+    """A shard without its bytes.
 
     Attributes:
-        part_id: the save and the rank.
+        shard_id: the save and the rank.
         world_size: ranks that took part in the save.
         session_id: the training session, as the manager was told.
         kind: of the state's class.
@@ -116,7 +116,7 @@ class Part:
             without its tensors, pickled.
     """
 
-    part_id: PartId
+    shard_id: LocalShardId
     world_size: int
     session_id: str
     kind: str
@@ -145,8 +145,8 @@ Digest = int
 
 
 @dataclass(frozen=True, slots=True)
-class PartLayout:
-    """Where everything of a part is in its file.
+class ShardLayout:
+    """Where everything of a shard is in its file.
 
     Attributes:
         header_nbytes: bytes before the first buffer.
@@ -160,38 +160,38 @@ class PartLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredPart:
-    """A part as its header describes it.
+class StoredShard:
+    """A shard as its header describes it.
 
     Attributes:
-        part: the part without its bytes.
+        shard: the shard without its bytes.
         digests: of each buffer.
         layout: where the buffers are.
     """
 
-    part: Part
+    shard: LocalShard
     digests: tuple[Digest, ...]
-    layout: PartLayout
+    layout: ShardLayout
 
 
-def part_layout(part: Part) -> PartLayout:
-    """Where everything of a part goes."""
-    return _layout(part.buffers, len(_description(part, (0,) * len(part.buffers))))
+def shard_layout(shard: LocalShard) -> ShardLayout:
+    """Where everything of a shard goes."""
+    return _layout(shard.buffers, len(_description(shard, (0,) * len(shard.buffers))))
 
 
-def _layout(buffers: Sequence[BufferSpec], description_nbytes: int) -> PartLayout:
+def _layout(buffers: Sequence[BufferSpec], description_nbytes: int) -> ShardLayout:
     header_nbytes = end = _up(PREFIX_NBYTES + description_nbytes, _BLOCK_NBYTES)
     offsets: list[int] = []
     for buffer in buffers:
         is_large = buffer.nbytes >= _LARGE_NBYTES
         offsets.append(_up(end, _BLOCK_NBYTES if is_large else _SMALL_ALIGNMENT))
         end = offsets[-1] + buffer.nbytes
-    return PartLayout(header_nbytes, tuple(offsets), end)
+    return ShardLayout(header_nbytes, tuple(offsets), end)
 
 
-def encode_header(part: Part, digests: Sequence[Digest]) -> bytes:
+def encode_header(shard: LocalShard, digests: Sequence[Digest]) -> bytes:
     """The bytes before the first buffer."""
-    description = _description(part, digests)
+    description = _description(shard, digests)
     start = MAGIC + struct.pack("<Q", len(description))
     found = start + xxhash.xxh3_128_digest(start + description) + description
     return found.ljust(_up(len(found), _BLOCK_NBYTES), b"\0")
@@ -201,7 +201,7 @@ def description_nbytes(prefix: bytes) -> int:
     """Size of the description, from the first 32 bytes of a file.
 
     Raises:
-        CorruptCheckpointError: they are not those of a part.
+        CorruptCheckpointError: they are not those of a shard.
     """
     if len(prefix) < PREFIX_NBYTES or not prefix.startswith(MAGIC):
         raise CorruptCheckpointError(
@@ -213,7 +213,7 @@ def description_nbytes(prefix: bytes) -> int:
     return int(found)
 
 
-def decode_header(content: bytes) -> StoredPart:
+def decode_header(content: bytes) -> StoredShard:
     """What the first bytes of a file describe.
 
     Args:
@@ -230,39 +230,39 @@ def decode_header(content: bytes) -> StoredPart:
         )
     try:
         fields = json.loads(description)
-        part = part_from_fields(fields)
+        shard = shard_from_fields(fields)
         digests = tuple(int.from_bytes(bytes.fromhex(found)) for *_, found in fields["buffers"])
-        return StoredPart(part, digests, _layout(part.buffers, len(description)))
+        return StoredShard(shard, digests, _layout(shard.buffers, len(description)))
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"its header cannot be read: {type(error).__name__}: {error}"
         ) from error
 
 
-def _description(part: Part, digests: Sequence[Digest]) -> bytes:
-    fields = part_to_fields(part, digests)
+def _description(shard: LocalShard, digests: Sequence[Digest]) -> bytes:
+    fields = shard_to_fields(shard, digests)
     return json.dumps(fields, separators=(",", ":"), allow_nan=False).encode()
 
 
-def part_to_fields(part: Part, digests: Sequence[Digest] | None = None) -> dict[str, Any]:
-    """A part in JSON types, for a file's header or for another rank."""
+def shard_to_fields(shard: LocalShard, digests: Sequence[Digest] | None = None) -> dict[str, Any]:
+    """A shard in JSON types, for a file's header or for another rank."""
     return {
         "format": _FORMAT,
         "version": _VERSION,
-        "id": str(part.part_id),
-        "world_size": part.world_size,
-        "session": part.session_id,
-        "kind": part.kind,
+        "id": str(shard.shard_id),
+        "world_size": shard.world_size,
+        "session": shard.session_id,
+        "kind": shard.kind,
         "buffers": [
             [b.name, b.dtype.value, list(b.shape), b.device, f"{digest:0{_NUM_DIGITS}x}"]
-            for b, digest in zip(part.buffers, digests or (0,) * len(part.buffers), strict=True)
+            for b, digest in zip(shard.buffers, digests or (0,) * len(shard.buffers), strict=True)
         ],
-        "content": part.content,
+        "content": shard.content,
     }
 
 
-def part_from_fields(fields: Any) -> Part:
-    """The part that ``part_to_fields`` was given.
+def shard_from_fields(fields: Any) -> LocalShard:
+    """The shard that ``shard_to_fields`` was given.
 
     Raises:
         ValueError: it is of another version.
@@ -273,8 +273,8 @@ def part_from_fields(fields: Any) -> Part:
     (world_size,) = _counts([fields["world_size"]], _MAX_WORLD_SIZE)
     if world_size < 1:
         raise ValueError("expected a world of 1 rank or more")
-    return Part(
-        PartId.require(fields["id"]),
+    return LocalShard(
+        LocalShardId.require(fields["id"]),
         world_size,
         fields["session"],
         fields["kind"],
@@ -306,9 +306,9 @@ class BufferDigests:
     Threads may share it, as long as the bytes of one buffer pass in order.
     """
 
-    def __init__(self, part: Part, layout: PartLayout) -> None:
+    def __init__(self, shard: LocalShard, layout: ShardLayout) -> None:
         self._starts = layout.byte_offsets
-        sizes = (buffer.nbytes for buffer in part.buffers)
+        sizes = (buffer.nbytes for buffer in shard.buffers)
         self._ends = [start + size for start, size in zip(self._starts, sizes, strict=True)]
         self._digests: dict[int, Any] = {}
 

@@ -1,4 +1,4 @@
-"""Headers of parts: read back as they were written, and refused when they were not."""
+"""Headers of shards: read back as they were written, and refused when they were not."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import CorruptCheckpointError
-from dist_ckpt_strategies.local.part_format import (
+from dist_ckpt_strategies.local.shard_format import (
     MAGIC,
     PREFIX_NBYTES,
     BufferSpec,
-    Part,
-    PartId,
+    LocalShard,
+    LocalShardId,
     SaveId,
     decode_header,
     description_nbytes,
     encode_header,
-    part_from_fields,
-    part_layout,
-    part_to_fields,
+    shard_from_fields,
+    shard_layout,
+    shard_to_fields,
 )
 
 TEXTS = st.text(max_size=20)
@@ -46,12 +46,12 @@ TREES = st.recursive(
     max_leaves=10,
 )
 PARTS = st.builds(
-    Part,
+    LocalShard,
     st.builds(
-        PartId,
+        LocalShardId,
         st.builds(SaveId, st.integers(0, 10**9), st.text("0123456789abcdef", min_size=1)),
         st.integers(0, 10**5),
-    ).filter(lambda part_id: len(part_id.save.token) <= 64),
+    ).filter(lambda shard_id: len(shard_id.save.token) <= 64),
     st.integers(1, 10**6),
     TEXTS,
     TEXTS,
@@ -60,53 +60,53 @@ PARTS = st.builds(
 )
 
 
-def digests_of(part: Part) -> list[int]:
+def digests_of(shard: LocalShard) -> list[int]:
     """Some digests, the smallest and the largest among them."""
-    return [(0, (1 << 64) - 1, 0xABC)[number % 3] for number in range(len(part.buffers))]
+    return [(0, (1 << 64) - 1, 0xABC)[number % 3] for number in range(len(shard.buffers))]
 
 
-def header_of(part: Part, digests: list[int]) -> bytes:
+def header_of(shard: LocalShard, digests: list[int]) -> bytes:
     """The header without the zeros at its end."""
-    found = encode_header(part, digests)
+    found = encode_header(shard, digests)
     return found[: PREFIX_NBYTES + description_nbytes(found)]
 
 
 @given(PARTS)
-def test_a_header_is_read_back_as_it_was_written(part: Part) -> None:
-    stored = decode_header(header_of(part, digests_of(part)))
+def test_a_header_is_read_back_as_it_was_written(shard: LocalShard) -> None:
+    stored = decode_header(header_of(shard, digests_of(shard)))
 
-    assert stored.part == part
-    assert list(stored.digests) == digests_of(part)
-    assert stored.layout == part_layout(part)
-
-
-@given(PARTS)
-def test_a_peer_reads_the_same_part_and_lays_it_out_alike(part: Part) -> None:
-    found = part_from_fields(json.loads(json.dumps(part_to_fields(part))))
-
-    assert found == part
-    assert part_layout(found) == part_layout(part)
+    assert stored.shard == shard
+    assert list(stored.digests) == digests_of(shard)
+    assert stored.layout == shard_layout(shard)
 
 
 @given(PARTS)
-def test_buffers_lie_behind_the_header_in_order_and_apart(part: Part) -> None:
-    layout = part_layout(part)
-    header = encode_header(part, digests_of(part))
+def test_a_peer_reads_the_same_part_and_lays_it_out_alike(shard: LocalShard) -> None:
+    found = shard_from_fields(json.loads(json.dumps(shard_to_fields(shard))))
+
+    assert found == shard
+    assert shard_layout(found) == shard_layout(shard)
+
+
+@given(PARTS)
+def test_buffers_lie_behind_the_header_in_order_and_apart(shard: LocalShard) -> None:
+    layout = shard_layout(shard)
+    header = encode_header(shard, digests_of(shard))
     end = layout.header_nbytes
 
     assert len(header) == layout.header_nbytes
     assert layout.header_nbytes % 4096 == 0
-    for buffer, start in zip(part.buffers, layout.byte_offsets, strict=True):
+    for buffer, start in zip(shard.buffers, layout.byte_offsets, strict=True):
         assert start >= end
         assert start % (4096 if buffer.nbytes >= 64 << 10 else 64) == 0
         end = start + buffer.nbytes
     assert layout.nbytes == end
 
 
-def sample() -> Part:
+def sample() -> LocalShard:
     buffers = (BufferSpec("w", DType.FLOAT32, (4, 3)), BufferSpec("b", DType.BFLOAT16, ()))
     tree = {"w": {"$": "tensor", "buffer": 0}, "b": {"$": "tensor", "buffer": 1}}
-    return Part(PartId(SaveId(7, "a1"), 1), 2, "run", "basic", tree, buffers)
+    return LocalShard(LocalShardId(SaveId(7, "a1"), 1), 2, "run", "basic", tree, buffers)
 
 
 def test_every_flipped_bit_of_a_header_is_refused() -> None:
@@ -144,7 +144,7 @@ def with_digest(description: bytes) -> bytes:
 
 def crafted(**changes: Any) -> bytes:
     """A header with other fields."""
-    fields = json.loads(json.dumps(part_to_fields(sample()))) | changes
+    fields = json.loads(json.dumps(shard_to_fields(sample()))) | changes
     return with_digest(json.dumps(fields).encode())
 
 
@@ -155,8 +155,8 @@ def buffer_row(**changes: Any) -> list[list[Any]]:
 
 
 def test_the_header_that_the_crafted_ones_differ_from_is_good() -> None:
-    assert decode_header(crafted()).part == sample()
-    assert decode_header(crafted(buffers=buffer_row())).part.buffers[0].shape == (4,)
+    assert decode_header(crafted()).shard == sample()
+    assert decode_header(crafted(buffers=buffer_row())).shard.buffers[0].shape == (4,)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_a_description_that_is_none_is_refused(description: bytes) -> None:
 @pytest.mark.parametrize("missing", ["format", "version", "id", "world_size", "session", "kind",
                                      "buffers", "content"])  # fmt: skip
 def test_a_header_without_one_of_its_fields_is_refused(missing: str) -> None:
-    fields = dict(part_to_fields(sample()))
+    fields = dict(shard_to_fields(sample()))
     del fields[missing]
     with pytest.raises(CorruptCheckpointError):
         decode_header(with_digest(json.dumps(fields).encode()))

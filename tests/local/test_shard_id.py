@@ -1,4 +1,4 @@
-"""Ids of parts are text that reads back."""
+"""Ids of shards are text that reads back."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 
 from dist_ckpt_strategies.core.array import DType
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.local.part_format import BufferSpec, PartId, SaveId
+from dist_ckpt_strategies.local.shard_format import BufferSpec, LocalShardId, SaveId
 
 IDS = st.builds(
-    PartId,
+    LocalShardId,
     st.builds(SaveId, st.integers(0, 10**9), st.text("0123456789abcdef", min_size=1, max_size=64)),
     st.integers(0, 10**6),
 )
 
 
 @given(IDS)
-def test_an_id_is_read_back_from_its_text(part_id: PartId) -> None:
-    assert PartId.parse(str(part_id)) == part_id
+def test_an_id_is_read_back_from_its_text(shard_id: LocalShardId) -> None:
+    assert LocalShardId.parse(str(shard_id)) == shard_id
 
 
 @pytest.mark.parametrize(
@@ -28,9 +28,9 @@ def test_an_id_is_read_back_from_its_text(part_id: PartId) -> None:
      "iter_0000005_3_local_a.part", "iter_00000005_3_local_a"],
 )  # fmt: skip
 def test_other_text_is_no_id(text: str) -> None:
-    assert PartId.parse(text) is None
-    with pytest.raises(PlanError, match="expected the id of a part"):
-        PartId.require(text)
+    assert LocalShardId.parse(text) is None
+    with pytest.raises(PlanError, match="expected the id of a shard"):
+        LocalShardId.require(text)
 
 
 def test_the_newest_save_sorts_last() -> None:
