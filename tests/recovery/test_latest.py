@@ -258,4 +258,4 @@ def test_local_saves_that_are_passed_over_are_told_with_the_reason(tmp_path: Pat
         assert found == "local 10"
         assert "iteration 20" in damaged
         assert "damaged in every copy; iteration 10 is used instead" in damaged
-        assert "iteration 20: no rank has the parts of ranks 1" in lost
+        assert "iteration 20: no rank has the shards of ranks 1" in lost
