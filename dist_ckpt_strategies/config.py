@@ -320,6 +320,7 @@ HEARTBEAT_PIPE, HEARTBEAT_S = _PREFIX + "HEARTBEAT_PIPE", _PREFIX + "HEARTBEAT_S
 _TORCHRUN = _PREFIX + "TORCHRUN"
 _MEETING = _PREFIX + "MEETING"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+_NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 def launch_from_environment(environ: MutableMapping[str, str] | None = None) -> Launch:
@@ -365,6 +366,27 @@ def claim_meeting_place(
 def update_environment(changes: Mapping[str, str]) -> None:
     """Set variables of this process: what a launcher would have set, had it known."""
     os.environ.update(changes)
+
+
+def outlive_nccl_errors(environ: MutableMapping[str, str] | None = None) -> None:
+    """Have NCCL's watchdog leave this process alive when it loses contact with another rank.
+
+    By default it ends the process, and with it the state in its memory. Process groups read the
+    variable when they are made.
+
+    Args:
+        environ: the environment; by default that of this process.
+
+    Raises:
+        StrategyError: the variable asks for something else.
+    """
+    source = os.environ if environ is None else environ
+    found = source.setdefault(_NCCL_ERROR_HANDLING, "0")
+    if found != "0":
+        raise StrategyError(
+            f"{_NCCL_ERROR_HANDLING}={found}: NCCL would end every process when one rank is lost; "
+            "leave it unset, or set it to 0"
+        )
 
 
 def environment() -> dict[str, str]:

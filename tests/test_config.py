@@ -12,6 +12,7 @@ from dist_ckpt_strategies.config import (
     Options,
     StoreOptions,
     options_from_environment,
+    outlive_nccl_errors,
     store_options_from_environment,
 )
 from dist_ckpt_strategies.errors import StrategyError
@@ -128,3 +129,13 @@ def test_a_variable_of_object_stores_that_makes_no_sense_is_refused_by_name(
 ) -> None:
     with pytest.raises(StrategyError, match=name):
         store_options_from_environment({name: value})
+
+
+def test_nccl_is_told_to_leave_the_process_alive_and_nothing_else_is_accepted() -> None:
+    environ: dict[str, str] = {}
+    outlive_nccl_errors(environ)
+    outlive_nccl_errors(environ)
+
+    assert environ == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    with pytest.raises(StrategyError, match="TORCH_NCCL_ASYNC_ERROR_HANDLING=3"):
+        outlive_nccl_errors({"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"})

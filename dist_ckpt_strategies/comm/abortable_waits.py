@@ -1,4 +1,4 @@
-"""Blocking calls on threads of their own, which another thread can abort."""
+"""Waits that another thread can abort: whether they are aborted, and blocking calls on threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,20 @@ from dist_ckpt_strategies.errors import WaitReleasedError
 
 RELEASED = "this process was told to stop waiting for its peers"
 
+ABORTED = threading.Event()
+"""Set while the communication of this process is ended: at first, before any group is aborted."""
+
 _Inbox = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+
+
+def raise_if_aborted() -> None:
+    """Raise if the communication of this process has been ended, or is about to be.
+
+    NCCL ends pending works without an error then, and what they have received is garbage. So this
+    is called between the wait for a collective and the use of its result.
+    """
+    if ABORTED.is_set():
+        raise WaitReleasedError(None, RELEASED)
 
 
 class AbortableWaits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -14,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from dist_ckpt_strategies.errors import PeerLostError
+from dist_ckpt_strategies.errors import PeerLostError, PeerTimeoutError
 
 _LOOKUP_S = 5.0
 """Longest wait for the job's key-value store, once a collective has failed."""
@@ -27,9 +28,13 @@ _STATE, _FLAGS, _STARTED = 0, 6, 19
 _PF_EXITING = 0x4
 """In the flags of ``/proc/PID/stat``: the process ends, its connections are about to break off."""
 
-_COUNTS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-"""Collectives of each group so far. Torch's own sequence number counts messages between single
-ranks too, and a group takes no attributes."""
+_COUNTS: WeakKeyDictionary[Any, tuple[int, float, str]] = WeakKeyDictionary()
+"""Collectives of each group so far, when the last one was reached, and a name of this process'
+group: a later one may have torch's name of it. Torch's own sequence number counts messages between
+single ranks too, and a group takes no attributes."""
+
+_SHARE_OF_LIMIT = 0.5
+"""A rank that reaches a collective later than this after the one before may come too late."""
 
 
 class MissingRankTracker:
@@ -40,9 +45,19 @@ class MissingRankTracker:
     ranks, and its process, so that ranks on the same host see that it has died.
     """
 
-    def __init__(self, group: dist.ProcessGroup, global_ranks: Sequence[int], purpose: str) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        global_ranks: Sequence[int],
+        purpose: str,
+        timeout_s: float,
+    ) -> None:
         self._store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - no public way
         self._keys = {rank: f"dist_ckpt/{group.group_name}/{rank}" for rank in global_ranks}
+        self._given_up_key = f"dist_ckpt/{group.group_name}/given_up"
+        self._timeout_s = timeout_s
+        self._may_be_late = False
+        self._name = ""
         self._purpose = purpose
         self._group = group
         self._count = 0
@@ -56,17 +71,52 @@ class MissingRankTracker:
     def reach(self) -> None:
         """Note that this rank has reached the next collective."""
         self._count += 1
-        self._total = _COUNTS[self._group] = _COUNTS.get(self._group, 0) + 1
+        now = time.monotonic()
+        total, before, self._name = _COUNTS.get(self._group) or (0, 0.0, uuid.uuid4().hex)
+        self._total = total + 1
+        _COUNTS[self._group] = self._total, now, self._name
+        self._may_be_late = now - before > _SHARE_OF_LIMIT * self._timeout_s
         try:
             name = process_name(os.getpid())
-            self._store.set(self._keys[dist.get_rank()], f"{self._total} {name}")
+            text = f"{self._total} {self._name} {name}"
+            self._store.set(self._keys[dist.get_rank()], text)
         except RuntimeError as error:
             raise PeerLostError(
                 None, f"the job's key-value store does not answer: {self.what}: {error}"
             ) from error
 
-    def missing(self, timeout_s: float, *, is_lost: bool) -> list[int] | None:
+    def require_awaited(self) -> None:
+        """Raise if the other ranks had given up on this one before it reached the collective.
+
+        What they sent may have arrived all the same. Asks the store where this rank may be late.
+
+        Raises:
+            PeerTimeoutError: they had.
+            PeerLostError: the store does not answer.
+        """
+        if not self._may_be_late:
+            return
+        try:
+            is_given_up = self._store.check([self._given_up_key]) and self._is_given_up()
+        except RuntimeError as error:
+            raise PeerLostError(
+                None, f"the job's key-value store does not answer: {self.what}: {error}"
+            ) from error
+        if is_given_up:
+            raise PeerTimeoutError(
+                None,
+                f"this rank arrived after others had waited for their whole limit: {self.what}",
+            )
+
+    def _is_given_up(self) -> bool:
+        rank, total, name = self._store.get(self._given_up_key).decode().split()
+        peer = self._store.get(self._keys[int(rank)]).decode().split()
+        return int(total) >= self._total and peer[1] == name
+
+    def missing(self, *, is_lost: bool) -> list[int] | None:
         """Global ranks to blame for a failed collective; None if the store does not answer.
+
+        After a timeout, notes for late ranks that this rank has given up.
 
         After a timeout, those that have not reached it, else those whose processes on this host
         have ended. Where contact broke off, those that have ended, else those that have not
@@ -76,11 +126,14 @@ class MissingRankTracker:
         connection on a thread.
         """
         answers: list[list[int]] = []
-        limit_s = min(timeout_s, _LOOKUP_S)
+        me = dist.get_rank()
+        limit_s = min(self._timeout_s, _LOOKUP_S)
 
         def ask() -> None:
             with suppress(RuntimeError):
                 store = self._store.clone()
+                if not is_lost:
+                    store.set(self._given_up_key, f"{me} {self._total} {self._name}")
                 find = self._find_lost if is_lost else self._find_late
                 answers.append(find(store, limit_s / 2))
 
@@ -107,7 +160,7 @@ class MissingRankTracker:
         found = dict.fromkeys(self._keys, "0")
         found |= {rank: text.decode() for rank, text in zip(written, texts, strict=True)}
         split = {rank: text.partition(" ") for rank, text in found.items()}
-        ended = [rank for rank, (_, _, name) in split.items() if has_ended(name)]
+        ended = [rank for rank, (_, _, rest) in split.items() if has_ended(rest.partition(" ")[2])]
         return ended, [rank for rank, (count, _, _) in split.items() if int(count) < self._total]
 
 

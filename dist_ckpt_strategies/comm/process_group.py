@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -74,6 +75,27 @@ def payload_device(group: ProcessGroup | None) -> torch.device:
     if is_distributed() and "nccl" in dist.get_backend(group):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def uses_nccl(group: ProcessGroup | None) -> bool:
+    """Whether NCCL carries what tensors on a GPU hold."""
+    return "nccl" in dist.get_backend_config(group)
+
+
+def abort_nccl(groups: Iterable[ProcessGroup]) -> None:
+    """Abort the NCCL communicators of groups, all at once: one by one they wait for each other."""
+    backends: list[Any] = [
+        group._get_backend(torch.device("cuda"))  # noqa: SLF001 - no public way
+        for group in groups
+        if uses_nccl(group)
+    ]
+    together = [backend for backend in backends if hasattr(backend, "_group_start")][:1]
+    for backend in together:
+        backend._group_start()  # noqa: SLF001 - as torch's own abort of all groups does
+    for backend in backends:
+        backend.abort()
+    for backend in together:
+        backend._group_end()  # noqa: SLF001 - see above
 
 
 def is_of_communication(error: BaseException | None) -> bool:

@@ -9,16 +9,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 
+from dist_ckpt_strategies.comm.abortable_waits import raise_if_aborted
 from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
     is_distributed,
     message_device,
+    payload_device,
 )
+from dist_ckpt_strategies.errors import RestartError
 
 logger = logging.getLogger(__name__)
 
-_LENGTH = struct.Struct("<q")
+_HEADER = struct.Struct("<qQ")
+"""Of replicated bytes: their length, and their digest (xxh3)."""
+
 _TOO_LONG = -1
 
 
@@ -55,43 +61,64 @@ class StepCommit:
 
         The first call determines how long content may be, with room to spare. Longer content is
         not replicated later on: the other ranks get none from this one.
+
+        Raises:
+            RestartError: what has arrived of a rank is not what it sent.
+            WaitReleasedError: communication was ended meanwhile.
         """
         self.is_new = False
         if not is_distributed() or dist.get_world_size(self._replicas) == 1:
             return {}
         if self._capacity is None:
             lengths = self._gathered(torch.tensor([len(content)], dtype=torch.int64))
-            self._capacity = 2 * max(int(length) for length in lengths) + _LENGTH.size
-        if len(content) > self._capacity - _LENGTH.size:
+            self._capacity = 2 * int(lengths.max()) + _HEADER.size
+        if len(content) > self._capacity - _HEADER.size:
             logger.warning("%d bytes are too many to be replicated", len(content))
-            packed = _LENGTH.pack(_TOO_LONG)
+            packed = _HEADER.pack(_TOO_LONG, 0)
         else:
-            packed = _LENGTH.pack(len(content)) + content
+            packed = _HEADER.pack(len(content), xxhash.xxh3_64_intdigest(content)) + content
         buffer = bytearray(packed.ljust(self._capacity, b"\0"))
         ranks = dist.get_process_group_ranks(self._replicas or dist.group.WORLD)
         found: dict[int, bytes] = {}
         all_data = self._gathered(torch.frombuffer(buffer, dtype=torch.uint8))
         for rank, data in zip(ranks, all_data, strict=True):
             raw = data.numpy().tobytes()
-            (length,) = _LENGTH.unpack_from(raw)
-            if rank != dist.get_rank() and length != _TOO_LONG:
-                found[rank] = raw[_LENGTH.size : _LENGTH.size + length]
+            length, digest = _HEADER.unpack_from(raw)
+            if rank == dist.get_rank() or length == _TOO_LONG:
+                continue
+            found[rank] = raw[_HEADER.size :][: max(0, length)]
+            if len(found[rank]) != length or xxhash.xxh3_64_intdigest(found[rank]) != digest:
+                raise RestartError(f"the random states of rank {rank} arrived damaged")
         return found
 
     def should_commit(self, step: int) -> bool:
-        """Whether all ranks are at the same step. Collective over the ranks that commit."""
+        """Whether all ranks are at the same step. Collective over the ranks that commit.
+
+        A rank takes part once the gradients that its GPU reduces are there.
+
+        Raises:
+            WaitReleasedError: communication was ended before: gradients may be garbage then.
+        """
         if not is_distributed():
             return True
+        if payload_device(None).type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        raise_if_aborted()
         device = message_device(self._group)
         value = torch.tensor([step, -step], dtype=torch.int64, device=device)
         work: Any = dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group, async_op=True)
         work.wait(self._limit)
-        return value.tolist() == [step, -step]
+        found = value.tolist()
+        raise_if_aborted()
+        return bool(found == [step, -step])
 
-    def _gathered(self, mine: torch.Tensor) -> list[torch.Tensor]:
+    def _gathered(self, mine: torch.Tensor) -> torch.Tensor:
+        """The tensors of all replicas, in rows, on the host."""
         mine = mine.to(message_device(self._replicas))
-        size = dist.get_world_size(self._replicas)
-        found = [torch.empty_like(mine) for _ in range(size)]
-        work: Any = dist.all_gather(found, mine, group=self._replicas, async_op=True)
+        found = mine.new_empty((dist.get_world_size(self._replicas), mine.numel()))
+        rows = list(found.unbind())
+        work: Any = dist.all_gather(rows, mine, group=self._replicas, async_op=True)
         work.wait(self._limit)
-        return [one.cpu() for one in found]
+        found = found.cpu()
+        raise_if_aborted()
+        return found

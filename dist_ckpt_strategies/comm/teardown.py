@@ -12,11 +12,12 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from dist_ckpt_strategies.comm.abortable_waits import ABORTED
 from dist_ckpt_strategies.comm.interruptible_gloo import InterruptibleGloo
+from dist_ckpt_strategies.comm.process_group import abort_nccl
 from dist_ckpt_strategies.comm.sockets import (
     Address,
     addresses_of,
@@ -81,6 +82,8 @@ class Communication:
         self._ended = threading.Event()
         self._older = frozenset(open_sockets())
         self._stores: frozenset[Address] = frozenset()
+        self._num_aborted = 0
+        ABORTED.clear()
         InterruptibleGloo.allow_new()
 
     def note_store(self, store: Any) -> None:
@@ -99,10 +102,10 @@ class Communication:
         """Cut the connections of all groups and their stores, then abort all waits.
 
         In this order: while a connection is open, bytes may still arrive in a tensor whose owner
-        waits no longer.
+        waits no longer. What a wait returns from now on is not used; see ``raise_if_aborted``.
         """
         begun = time.monotonic()
-        _abort_nccl_groups()
+        ABORTED.set()
         for _, store in _known_groups().values():
             self.note_store(store)
         num_cut = 0
@@ -117,8 +120,14 @@ class Communication:
         logger.debug("%d connections cut in %.3f s", num_cut, time.monotonic() - begun)
 
     def cut(self) -> int:
-        """Cut connections; how many were open. More may come: call it again."""
+        """Cut connections; how many were open. More may come: call it again.
+
+        NCCL groups that have been made since the last call are aborted.
+        """
         with self._lock:
+            groups = list(_known_groups())
+            new, self._num_aborted = groups[self._num_aborted :], len(groups)
+            abort_nccl(new)
             return shut_down_groups(self._older, self._stores)
 
     def take_down(self) -> int:
@@ -142,12 +151,6 @@ class Communication:
         for held in others:
             _drop_in_a_thread(held)
         return num_groups
-
-
-def _abort_nccl_groups() -> None:
-    for group in _known_groups():
-        if "nccl" in dist.get_backend_config(group):
-            group._get_backend(torch.device("cuda")).abort()  # noqa: SLF001 - no public way
 
 
 def _drop_in_a_thread(held: list[Any]) -> threading.Thread:

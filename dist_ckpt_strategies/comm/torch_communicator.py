@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from dist_ckpt_strategies.comm.abortable_waits import raise_if_aborted
 from dist_ckpt_strategies.comm.base import (
     Buffer,
     Communicator,
@@ -28,7 +29,12 @@ from dist_ckpt_strategies.comm.base import (
     who_is_where,
 )
 from dist_ckpt_strategies.comm.missing_ranks import MissingRankTracker, described
-from dist_ckpt_strategies.comm.process_group import ProcessGroup, is_distributed, message_device
+from dist_ckpt_strategies.comm.process_group import (
+    ProcessGroup,
+    abort_nccl,
+    is_distributed,
+    message_device,
+)
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     PeerError,
@@ -118,7 +124,7 @@ class TorchCommunicator:
         self.device = payload_device or self._message_device
         self._global_ranks = dist.get_process_group_ranks(group)
         self._tracker = MissingRankTracker(
-            group, self._global_ranks, f"{purpose} {detail}".rstrip()
+            group, self._global_ranks, f"{purpose} {detail}".rstrip(), timeout_s
         )
         self._purpose_number = _number_of(purpose)
         self.rank = dist.get_rank(group)
@@ -206,11 +212,15 @@ class TorchCommunicator:
     def _started(self, operations: list[dist.P2POp]) -> list[tuple[int | None, dist.Work | None]]:
         """The works of the operations, each with the rank at its other end where that is known.
 
-        NCCL takes them as a batch: one after the other, two ranks that both receive first would
-        wait for each other for ever.
+        NCCL takes those of a group as a batch: one after the other, two ranks that both receive
+        first would wait for each other for ever.
         """
-        if self.device.type != "cpu" and operations:
-            return [(None, work) for work in dist.batch_isend_irecv(operations)]
+        if self.device.type != "cpu":
+            batches: dict[Any, list[dist.P2POp]] = {}
+            for operation in operations:
+                batches.setdefault(operation.group, []).append(operation)
+            works = (dist.batch_isend_irecv(batch) for batch in batches.values())
+            return [(None, work) for some in works for work in some]
         return [(o.peer, o.op(o.tensor, o.peer, group=o.group)) for o in operations]
 
     def finish(
@@ -233,7 +243,7 @@ class TorchCommunicator:
 
         Gloo breaks off all connections of a group that has waited in vain, but of no other: the
         channels beside it would carry the next call's bytes, to peers that still are in
-        this one.
+        this one. NCCL breaks off nothing: its group is aborted.
         """
         try:
             yield
@@ -242,7 +252,10 @@ class TorchCommunicator:
                 None if isinstance(error, PeerError) else self._peer_error(error, deadline, peer)
             )
             try:
-                if self._has_own_channels:
+                if self.device.type != "cpu":
+                    with suppress(RuntimeError, ValueError):  # it may have been aborted before
+                        abort_nccl({self._group, *self._channels})
+                if self._has_own_channels and self._message_device.type == "cpu":
                     for channel in self._channels:
                         self._break_off(channel)
                 if found is None:
@@ -253,8 +266,6 @@ class TorchCommunicator:
 
     def _break_off(self, channel: ProcessGroup) -> None:
         """Wait in vain, for something that no rank sends."""
-        if self._message_device.type != "cpu":
-            return
         peer = self._global_ranks[self.rank - 1]
         nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
         # It is what this is for; and the group may be broken off, or destroyed, already.
@@ -276,6 +287,8 @@ class TorchCommunicator:
         with self._peer_errors(deadline):
             work = dist.all_gather(found, mine, group=self._group, async_op=True)
         self._wait(work, deadline, None, self._message_device)
+        with self._peer_errors(deadline):
+            self._tracker.require_awaited()
         return [t.cpu() for t in found]
 
     @staticmethod
@@ -289,14 +302,13 @@ class TorchCommunicator:
             if device.type != "cpu":
                 _wait_for_device(work, deadline)
             work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+            raise_if_aborted()
 
     def _peer_error(self, error: Exception, deadline: float, peer: int | None) -> PeerError:
         """The error for a collective that timed out or broke off, with the ranks to blame."""
         what = self._tracker.what
         is_lost = time.monotonic() < deadline - 0.001
-        missing = (
-            [peer] if peer is not None else self._tracker.missing(self._timeout_s, is_lost=is_lost)
-        )
+        missing = [peer] if peer is not None else self._tracker.missing(is_lost=is_lost)
         if not is_lost:
             return PeerTimeoutError(
                 missing[0] if missing else None,

@@ -17,7 +17,7 @@ import torch
 
 from dist_ckpt_strategies.comm.interruptible_gloo import register_interruptible_gloo
 from dist_ckpt_strategies.comm.teardown import Communication, rendezvous_by_attempt
-from dist_ckpt_strategies.config import update_environment
+from dist_ckpt_strategies.config import outlive_nccl_errors, update_environment
 from dist_ckpt_strategies.errors import (
     MissingDependencyError,
     PeerError,
@@ -302,6 +302,8 @@ class HPCallWrapper:
         self._coordinator, self._closes = self.wrapper.open_coordinator()
         self._place = self._coordinator.wait_rank()
         register_interruptible_gloo()
+        if torch.cuda.is_available():
+            outlive_nccl_errors()
 
     def _attempted(
         self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]

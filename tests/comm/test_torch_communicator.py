@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from dist_ckpt_strategies.errors import (
     PlanError,
     StorageError,
 )
+from tests.support.entries import Failure, outcome
 from tests.support.ranks import RankDiedError, run_processes
 
 pytestmark = pytest.mark.multiprocess
@@ -404,3 +406,20 @@ def test_a_rank_that_dies_while_groups_are_made_is_an_error_of_ours() -> None:
     for error in (first, last):
         assert isinstance(error, PeerError)
         assert "making of a gloo group of 3 ranks" in str(error)
+
+
+def arrive_late(rank: int, *, is_first: bool) -> Any:
+    """Rank 1 reaches a collective when rank 0 has waited for its whole limit."""
+    comm = open_communicator(None, timeout_s=1.5, purpose="late")
+    if not is_first:
+        run_collectively(comm, lambda: None)
+    if rank == 1:
+        time.sleep(3.0)
+    return outcome(lambda: run_collectively(comm, lambda: None))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_rank_that_comes_after_the_others_have_given_up_raises_too(*, is_first: bool) -> None:
+    for found in run_processes(2, partial(arrive_late, is_first=is_first)):
+        assert isinstance(found, Failure), found
+        assert "PeerError" in found.kinds
