@@ -7,9 +7,11 @@ the command ends.
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import statistics
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -173,3 +175,13 @@ def _row(timing: dict[str, Any]) -> tuple[str, ...]:
         f"{bytes_text(round(timing['nbytes_per_second']))}/s",
         f"{timing['floor_ratio']:.2f}",
     )
+
+
+def drop_cache(files: Iterable[Path]) -> None:
+    """Drop files, which are flushed, from the page cache; where the kernel can do that."""
+    for path in files if hasattr(os, "posix_fadvise") else ():
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)

@@ -66,13 +66,24 @@ def test_the_command_says_nothing_of_libraries_that_it_does_without(written: Pat
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("to", ["zarr@2", "zarr@1", "torch_dist"])
-def test_a_checkpoint_is_converted_and_equal(written: Path, tmp_path: Path, to: str) -> None:
-    result = run("convert", written, tmp_path / "c", "--to", to)
+def test_a_checkpoint_is_converted_and_equal(written: Path, tmp_path: Path) -> None:
+    result = run("convert", written, tmp_path / "c", "--to", "zarr@2")
+    as_json = run("convert", written, tmp_path / "d", "--to", "zarr@1", "--json", "--memory", "1")
 
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith(f"{tmp_path / 'c'}\n4 arrays with 114 B, 5 object shards; ")
     assert result.stderr == ""
+    found = json.loads(as_json.stdout)
+    assert found.pop("seconds") > 0
+    assert found == {
+        "schema": 1,
+        "command": "convert",
+        "source": str(written),
+        "target": str(tmp_path / "d"),
+        "num_arrays": 4,
+        "num_objects": 5,
+        "nbytes": 114,
+    }
     compared = run("diff", written, tmp_path / "c")
     assert compared.exit_code == 0
     assert compared.stdout == (
@@ -94,22 +105,6 @@ def test_files_of_safetensors_are_no_damaged_checkpoint(
     assert "the library safetensors reads them" in found.stderr
     with pytest.raises(IncompleteCheckpointError, match="it holds files of safetensors"):
         dist_ckpt_strategies.load({}, tmp_path / "model")
-
-
-def test_the_json_of_a_conversion(written: Path, tmp_path: Path) -> None:
-    result = run("convert", written, tmp_path / "c", "--to", "zarr@2", "--json", "--memory", "1")
-
-    found = json.loads(result.stdout)
-    assert found.pop("seconds") > 0
-    assert found == {
-        "schema": 1,
-        "command": "convert",
-        "source": str(written),
-        "target": str(tmp_path / "c"),
-        "num_arrays": 4,
-        "num_objects": 5,
-        "nbytes": 114,
-    }
 
 
 def test_a_checkpoint_of_megatrons_own_is_upgraded(tmp_path: Path) -> None:
