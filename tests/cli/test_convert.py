@@ -27,7 +27,6 @@ from tests.support.checkpoints import (
     RNG,
     SCALAR,
     WEIGHT,
-    copied,
     golden_archives,
     unpack,
     write_checkpoint,
@@ -35,18 +34,6 @@ from tests.support.checkpoints import (
 from tests.support.objects import write_object
 from tests.support.samples import random_values
 from tests.support.stores import write_array
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of format 1, not to be changed."""
-    return write_checkpoint(tmp_path_factory.mktemp("whole") / "a")
-
-
-@pytest.fixture
-def other(written: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be changed."""
-    return copied(written, tmp_path / "b")
 
 
 def run(*args: str | Path) -> Result:
@@ -171,16 +158,16 @@ CHANGES: list[tuple[Callable[[Path], None], str]] = [
 
 @pytest.mark.parametrize(("change", "text"), CHANGES)
 def test_each_difference_is_told_and_ends_with_status_1(
-    written: Path, other: Path, change: Callable[[Path], None], text: str
+    written: Path, checkpoint: Path, change: Callable[[Path], None], text: str
 ) -> None:
-    change(other)
+    change(checkpoint)
 
-    result = run("diff", written, other)
+    result = run("diff", written, checkpoint)
 
     assert result.exit_code == 1, result.stderr
     assert f"{text}\n" in result.stdout or (text.endswith(": ") and text in result.stdout)
-    assert f"{written} and {other} DIFFER\n" in result.stdout
-    assert json.loads(run("diff", written, other, "--json").stdout)["equal"] is False
+    assert f"{written} and {checkpoint} DIFFER\n" in result.stdout
+    assert json.loads(run("diff", written, checkpoint, "--json").stdout)["equal"] is False
 
 
 def values_compared(tmp_path: Path, one: Any, two: Any) -> dict[str, Any]:
