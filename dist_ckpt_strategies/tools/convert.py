@@ -184,7 +184,7 @@ def convert(  # noqa: PLR0913
         UnsafeObjectError: an object needs a class that is not allowed.
     """
     conversion = _Conversion(options or ConvertOptions(), allow, Ranks(comm), is_upgrade=False)
-    return conversion.run(source, target, Format.named(to), keys, watch)
+    return conversion.run(source, target, Format(to), keys, watch)
 
 
 @raises_megatron_errors
@@ -216,7 +216,7 @@ def upgrade(  # noqa: PLR0913
     Raises:
         StrategyError: there is nothing to upgrade; others as in ``convert``.
     """
-    chosen = None if to is None else Format.named(to)
+    chosen = None if to is None else Format(to)
     if chosen is Format.SAFETENSORS:
         raise PlanError("format: safetensors holds no optimizer state; use convert for the model")
     conversion = _Conversion(options or ConvertOptions(), allow, Ranks(comm), is_upgrade=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise, product
 from types import MappingProxyType
+from typing import NoReturn
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
 from dist_ckpt_strategies.core.chunk_grids import (
@@ -48,7 +49,10 @@ SAFETENSORS_DTYPES: Mapping[DType, str] = MappingProxyType(
 
 
 class Format(StrEnum):
-    """What a checkpoint can be converted to; the values are those of the command line."""
+    """What a checkpoint can be converted to; the values are those of the command line.
+
+    Another value raises a PlanError.
+    """
 
     ZARR2 = "zarr@2"
     ZARR1 = "zarr@1"
@@ -56,17 +60,8 @@ class Format(StrEnum):
     SAFETENSORS = "safetensors"
 
     @classmethod
-    def named(cls, name: str) -> Format:
-        """The format of that name.
-
-        Raises:
-            PlanError: there is none.
-        """
-        try:
-            return cls(name)
-        except ValueError:
-            known = ", ".join(cls)
-            raise PlanError(f"format: expected one of {known}, found {name!r}") from None
+    def _missing_(cls, value: object) -> NoReturn:
+        raise PlanError(f"format: expected one of {', '.join(cls)}, found {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
