@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,6 +29,7 @@ with quiet_imports():
     )
 
     import dist_ckpt_strategies
+    from dist_ckpt_strategies.cli.bench_rank import read_stream, write_stream
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -196,23 +196,11 @@ class Raw:
 
     def save(self, directory: Path) -> None:
         """See Contender."""
-        with _own_file(directory, "bin").open("wb", buffering=0) as file:
-            for tensor in self._tensors.values():
-                memory, done = _memory(tensor), 0
-                while done < len(memory):
-                    done += file.write(memory[done:])
-            if self._flushes:
-                os.fsync(file.fileno())
+        write_stream(self._tensors, _own_file(directory, "bin"), flushes=self._flushes)
 
     def load(self, directory: Path) -> Tensors:
         """See Contender."""
-        start = 0
-        with _own_file(directory, "bin").open("rb", buffering=0) as file:
-            for tensor in self._tensors.values():
-                memory, done = _memory(tensor), 0
-                while done < len(memory):
-                    done += os.preadv(file.fileno(), [memory[done:]], start + done)
-                start += done
+        read_stream(self._tensors, _own_file(directory, "bin"))
         return self._tensors
 
 
@@ -265,10 +253,6 @@ def _raw_plain(shards: tuple[Shard, ...]) -> Contender:
 
 def _own_file(directory: Path, suffix: str) -> Path:
     return directory / f"rank_{dist.get_rank()}.{suffix}"
-
-
-def _memory(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
 MAKERS: Final[Mapping[str, Make]] = {

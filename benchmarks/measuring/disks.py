@@ -30,6 +30,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from dist_ckpt_strategies.cli import bench
+
 _BLOCK = 4 << 20
 _SPARE_NBYTES = 64 << 20
 _LARGE_PAGE_NBYTES = 2 << 20
@@ -96,12 +98,7 @@ def touch_memory(nbytes: int) -> None:
 
 def drop_cache(directory: Path) -> None:
     """Have the page cache forget the files, which must have been flushed; inodes stay known."""
-    for path in files_below(directory):
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(handle)
+    bench.drop_cache(files_below(directory))
 
 
 def fill_cache(directory: Path) -> None:

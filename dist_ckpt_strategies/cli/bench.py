@@ -7,15 +7,17 @@ the command ends.
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 import statistics
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
-from dist_ckpt_strategies.cli.ranks import Event, RankError, run_ranks
+from dist_ckpt_strategies.cli.ranks import Event, run_ranks
 from dist_ckpt_strategies.cli.render import (
     Table,
     bytes_text,
@@ -25,7 +27,7 @@ from dist_ckpt_strategies.cli.render import (
     print_table,
     printable,
 )
-from dist_ckpt_strategies.errors import CheckpointError
+from dist_ckpt_strategies.errors import StorageError
 
 GB = 10**9
 STEPS: Final = ("save", "load")
@@ -43,10 +45,6 @@ Sample = dict[str, Any]
 """One save or load: ``step``, ``contender``, ``repetition`` (0 is the warm-up), ``seconds``."""
 
 
-class BenchError(CheckpointError):
-    """The benchmark could not be run."""
-
-
 def bench_directory(
     directory: Path | None, nbytes: int, num_ranks: int, repetitions: int, *, as_json: bool
 ) -> None:
@@ -60,7 +58,8 @@ def bench_directory(
         as_json: print one JSON object instead of the table.
 
     Raises:
-        BenchError: the directory does not exist or has no space, or a rank failed.
+        StorageError: the directory does not exist or has no space.
+        RankError: a rank failed.
     """
     directory = (directory or Path(tempfile.gettempdir())).resolve()
     _require_space(directory, nbytes)
@@ -89,10 +88,10 @@ def bench_directory(
 
 def _require_space(directory: Path, nbytes: int) -> None:
     if not directory.is_dir():
-        raise BenchError(f"{directory}: expected a directory, found none", path=str(directory))
+        raise StorageError(f"{directory}: expected a directory, found none", path=str(directory))
     free, wanted = shutil.disk_usage(directory).free, round(_SPACE * nbytes)
     if free < wanted:
-        raise BenchError(
+        raise StorageError(
             f"{directory}: expected {bytes_text(wanted)} of free space, found {bytes_text(free)}; "
             "--size takes less",
             path=str(directory),
@@ -120,22 +119,19 @@ def _measured(
                 samples.append(event)
                 show(len(samples), num_samples)
 
-        try:
-            run_ranks(
-                "dist_ckpt_strategies.cli.bench_rank:measure",
-                {
-                    "workspace": Path(workspace),
-                    "nbytes": nbytes,
-                    "repetitions": repetitions,
-                    "candidates": candidates,
-                },
-                num_ranks,
-                timeout_s=timeout_s,
-                on_event=take,
-                silence_s=2 * timeout_s,
-            )
-        except RankError as error:
-            raise BenchError(str(error)) from error
+        run_ranks(
+            "dist_ckpt_strategies.cli.bench_rank:measure",
+            {
+                "workspace": Path(workspace),
+                "nbytes": nbytes,
+                "repetitions": repetitions,
+                "candidates": candidates,
+            },
+            num_ranks,
+            timeout_s=timeout_s,
+            on_event=take,
+            silence_s=2 * timeout_s,
+        )
     return state, [sample for sample in samples if sample["repetition"] > 0]
 
 
@@ -173,3 +169,13 @@ def _row(timing: dict[str, Any]) -> tuple[str, ...]:
         f"{bytes_text(round(timing['nbytes_per_second']))}/s",
         f"{timing['floor_ratio']:.2f}",
     )
+
+
+def drop_cache(files: Iterable[Path]) -> None:
+    """Drop files, which are flushed, from the page cache; where the kernel can do that."""
+    for path in files if hasattr(os, "posix_fadvise") else ():
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(handle)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.cli.bench import BACKENDS, STEPS
+from dist_ckpt_strategies.cli.bench import BACKENDS, STEPS, drop_cache
 from dist_ckpt_strategies.comm.base import Communicator
 
 _NUM_LAYERS = 24
@@ -87,8 +87,8 @@ def _save_and_load(
     if comm.rank == 0:
         directory.mkdir()
     digests = _digests(tensors)
-    save: Callable[[Tensors, Path], None] = _write_stream
-    load: Callable[[Tensors, Path], None] = _read_stream
+    save: Callable[[Tensors, Path], None] = write_stream
+    load: Callable[[Tensors, Path], None] = read_stream
     target = directory / f"rank{comm.rank}.bin"
     if name in BACKENDS:
         save, load = partial(_save, backend=BACKENDS[name], comm=comm), partial(_load, comm=comm)
@@ -98,7 +98,7 @@ def _save_and_load(
         tensor.zero_()  # a load that does nothing is detected
     files = sorted(path for path in directory.rglob("*") if path.is_file())
     own_files = files[comm.rank :: comm.size]
-    _drop_cache(own_files)
+    drop_cache(own_files)
     yield STEPS[1], _seconds(partial(load, tensors, target), comm)
     for key, digest in _digests(tensors).items():
         if digest != digests[key]:
@@ -138,27 +138,19 @@ def _sharded(tensors: Tensors, comm: Communicator) -> dict[str, Any]:
     }
 
 
-def _write_stream(tensors: Tensors, path: Path) -> None:
-    """The baseline: this rank's bytes into one file of its own, flushed."""
+def write_stream(tensors: Mapping[str, torch.Tensor], path: Path, *, flushes: bool = True) -> None:
+    """The baseline: this rank's bytes into one file of its own."""
     with path.open("wb") as file:
         for tensor in tensors.values():
             file.write(_bytes(tensor))
         file.flush()
-        os.fsync(file.fileno())
+        if flushes:
+            os.fsync(file.fileno())
 
 
-def _read_stream(tensors: Tensors, path: Path) -> None:
+def read_stream(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Fill the tensors with what ``write_stream`` has written of them."""
     with path.open("rb") as file:
         for tensor in tensors.values():
             if file.readinto(memory := _bytes(tensor)) != len(memory):
                 raise EOFError(f"{path}: expected more bytes")
-
-
-def _drop_cache(files: list[Path]) -> None:
-    """Drop files, which are flushed, from the page cache; where the kernel can do that."""
-    for path in files if hasattr(os, "posix_fadvise") else ():
-        handle = os.open(path, os.O_RDONLY)
-        try:
-            os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(handle)

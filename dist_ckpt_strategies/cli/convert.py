@@ -79,26 +79,17 @@ def diff_checkpoints(arguments: dict[str, Any], nproc: int | None, *, as_json: b
 def _run(tool: str, arguments: dict[str, Any], nproc: int | None) -> Any:
     # Processes of one node share its cores.
     num_threads = None if nproc is None else max(2, ConvertOptions().threads // nproc)
-    arguments = {"tool": tool, "num_threads": num_threads} | arguments
+    memory, max_file = arguments.pop("memory"), arguments.pop("max_file", None)
+    options = ConvertOptions(memory * MIB, max_file and max_file * _MB, num_threads)
+    task = {"tool": tool, "options": options, **arguments}
     with open_bars(in_bytes=True) as open_bar:
-        return run_tool(f"{__name__}:run_shared", arguments, nproc, open_bar)
+        return run_tool(f"{__name__}:run_shared", task, nproc, open_bar)
 
 
-def run_shared(
-    *,
-    tool: str,
-    memory: int,
-    num_threads: int | None,
-    comm: Communicator | None,
-    watch_of: WatchOf,
-    max_file: int | None = None,
-    **arguments: Any,
-) -> Any:
+def run_shared(*, tool: str, comm: Communicator | None, watch_of: WatchOf, **arguments: Any) -> Any:
     """Call a tool's library function; collective if ``comm`` has several ranks."""
     function, description = _TOOLS[tool]
-    max_file_bytes = None if max_file is None else max_file * _MB
-    options = ConvertOptions(memory * MIB, max_file_bytes, num_threads)
-    return function(**arguments, options=options, watch=watch_of(description), comm=comm)
+    return function(**arguments, watch=watch_of(description), comm=comm)
 
 
 def _compared(report: ConvertReport | DiffReport) -> str:

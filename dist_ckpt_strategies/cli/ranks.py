@@ -6,7 +6,6 @@ through that connection, and sends events (rank 0 alone) and its result or failu
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import subprocess
@@ -124,7 +123,7 @@ def run_ranks(
     *,
     timeout_s: float,
     on_event: Callable[[Event], None],
-    silence_s: float = math.inf,
+    silence_s: float | None = None,
 ) -> Any:
     """Call a function on new processes, the ranks of a gloo world; on return none is left.
 
@@ -135,7 +134,7 @@ def run_ranks(
         num_ranks: how many processes.
         timeout_s: longest wait of a rank for another one, in seconds.
         on_event: called with every event, in order, in this thread.
-        silence_s: longest time without an event, in seconds.
+        silence_s: longest time without an event, in seconds; None: any.
 
     Returns:
         What the function returned on rank 0.
@@ -144,7 +143,6 @@ def run_ranks(
         RankError: a rank failed (the first one is named; the cause is its error, if that is one of
             this package), or there was no event for too long.
     """
-    limit_s = None if math.isinf(silence_s) else silence_s
     with _leaving_on_sigterm(), TemporaryDirectory(prefix="dist-ckpt-ranks-") as directory:
         scratch = Path(directory)
         job = (num_ranks, directory, timeout_s, function, task)
@@ -153,7 +151,7 @@ def run_ranks(
             found: dict[str, dict[int, Any]] = {"result": {}, "failure": {}}
             has_failed = False
             # After a failure only what the others have sent before.
-            while running and (ready := wait([*running], 0.0 if has_failed else limit_s)):
+            while running and (ready := wait([*running], 0.0 if has_failed else silence_s)):
                 for connection in ready:
                     kind, content = _received(connection)
                     if kind == "end":

@@ -15,7 +15,6 @@ from typing import Any
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.shared_work import Count, Ranks
 from dist_ckpt_strategies.config import MIB, Options, options_from_environment
-from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
@@ -184,8 +183,8 @@ def convert(  # noqa: PLR0913
         StorageError: the source is damaged, or the target cannot be written.
         UnsafeObjectError: an object needs a class that is not allowed.
     """
-    conversion = _Conversion(options, allow, comm, is_upgrade=False)
-    return conversion.run(source, target, Format.named(to), keys, watch)
+    conversion = _Conversion(options or ConvertOptions(), allow, Ranks(comm), is_upgrade=False)
+    return conversion.run(source, target, Format(to), keys, watch)
 
 
 @raises_megatron_errors
@@ -217,10 +216,10 @@ def upgrade(  # noqa: PLR0913
     Raises:
         StrategyError: there is nothing to upgrade; others as in ``convert``.
     """
-    chosen = None if to is None else Format.named(to)
+    chosen = None if to is None else Format(to)
     if chosen is Format.SAFETENSORS:
         raise PlanError("format: safetensors holds no optimizer state; use convert for the model")
-    conversion = _Conversion(options, allow, comm, is_upgrade=True)
+    conversion = _Conversion(options or ConvertOptions(), allow, Ranks(comm), is_upgrade=True)
     return conversion.run(source, target, chosen, None, watch)
 
 
@@ -235,21 +234,13 @@ def resolved(name: str | Path, options: Options) -> Location:
 
 
 class _Conversion:
-    """One conversion, on all ranks of a communicator."""
+    """One conversion, on all ranks that share it."""
 
     def __init__(
-        self,
-        options: ConvertOptions | None,
-        allow: Allowed,
-        comm: Communicator | None,
-        *,
-        is_upgrade: bool,
+        self, options: ConvertOptions, allow: Allowed, ranks: Ranks, *, is_upgrade: bool
     ) -> None:
-        self._options = options or ConvertOptions()
+        self._options, self._ranks, self._is_upgrade = options, ranks, is_upgrade
         self._allow = [*default_allowed(), *allow]
-        self._ranks = Ranks(comm)
-        self._is_upgrade = is_upgrade
-        self._memory = Memory()
 
     def run(
         self,
@@ -261,22 +252,20 @@ class _Conversion:
     ) -> ConvertReport:
         """Plan, write to a place of its own, and move that into the target. Collective."""
         started = time.monotonic()
-        ranks = self._ranks
+        ranks, memory, num_threads = self._ranks, Memory(), self._options.threads
 
-        def prepare() -> tuple[CheckpointReader, Sequence[ObjectId], TargetWriter]:
+        def prepare() -> tuple[CheckpointReader, TargetWriter, bytes]:
             reader = self._options.open(source, self._allow)
-            chosen = to or reader.format
-            objects = () if chosen is Format.SAFETENSORS else reader.objects
-            return reader, objects, self._writer(reader, objects, target, chosen, keys)
+            writer = self._writer(reader, target, to or reader.format, keys)
+            return reader, writer, self._common(reader, writer)
 
-        reader, objects, writer = ranks.run(prepare)
+        reader, writer, common = ranks.run(prepare)
         plan, place = writer.plan, writer.place
-        common = ranks.run(lambda: self._common(reader, writer))
 
         def begin() -> str:
             _require_free(writer.root, "" if self._is_upgrade else reader.root)
             place.save_id = place.new_save_id()
-            writer.begin([*(array.key for array in plan.arrays), *(one.key for one in objects)])
+            writer.begin()
             return place.save_id
 
         place.save_id = ranks.run_on_first(begin)
@@ -284,7 +273,7 @@ class _Conversion:
 
         def write(task: FileTask, count: Count) -> Any:
             def read(item: WriteItem, region: Region) -> HostArray:
-                elements = self._memory.array(region.shape, item.array.dtype)
+                elements = memory.array(region.shape, item.array.dtype)
                 reader.read(item.source.key, region, elements)
                 count(elements.nbytes)
                 return elements
@@ -292,11 +281,7 @@ class _Conversion:
             return writer.write(task, read)
 
         records = ranks.share(
-            plan.tasks,
-            lambda task: task.nbytes,
-            write,
-            num_threads=self._options.threads,
-            watch=watch,
+            plan.tasks, lambda task: task.nbytes, write, num_threads=num_threads, watch=watch
         )
 
         def flush() -> list[tuple[int, Any]]:
@@ -310,17 +295,11 @@ class _Conversion:
             place.commit(writer.marker.to_json() if writer.marker else None)
 
         ranks.run_on_first(finish)
-        return ConvertReport(
-            len(plan.arrays), len(objects), plan.nbytes, time.monotonic() - started
-        )
+        seconds = time.monotonic() - started
+        return ConvertReport(len(plan.arrays), len(plan.objects), plan.nbytes, seconds)
 
     def _writer(
-        self,
-        reader: CheckpointReader,
-        objects: Sequence[ObjectId],
-        target: str | Path,
-        to: Format,
-        keys: str | None,
+        self, reader: CheckpointReader, target: str | Path, to: Format, keys: str | None
     ) -> TargetWriter:
         """Check the target's address, and plan; nothing is written."""
         options, block_nbytes = self._options.storage, self._options.block_nbytes
@@ -338,7 +317,7 @@ class _Conversion:
             arrays,
             to,
             upgraded_keys(array.key for array in arrays) if self._is_upgrade else {},
-            [object_id.key for object_id in objects],
+            () if to is Format.SAFETENSORS else reader.objects,
             file_nbytes=self._options.max_file_bytes or file_nbytes,
             object_nbytes=block_nbytes if isinstance(root, Bucket) else None,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -146,30 +146,23 @@ def diff(  # noqa: PLR0913
         StorageError: one of them is missing or damaged.
         UnsafeObjectError: an object that differs needs a class that is not allowed.
     """
-    comparison = _Comparison(a, b, options or ConvertOptions(), allow, Ranks(comm))
-    return comparison.run(keys, watch)
+    comparison = _Comparison(options or ConvertOptions(), allow, Ranks(comm))
+    return comparison.run(a, b, keys, watch)
 
 
 class _Comparison:
     """One comparison, on all ranks of a communicator."""
 
-    def __init__(
-        self,
-        a: str | Path,
-        b: str | Path,
-        options: ConvertOptions,
-        allow: Allowed,
-        ranks: Ranks,
-    ) -> None:
-        self._options = options
+    def __init__(self, options: ConvertOptions, allow: Allowed, ranks: Ranks) -> None:
+        self._options, self._ranks = options, ranks
         self._allow = [*default_allowed(), *allow]
-        self._ranks = ranks
-        self._a, self._b = ranks.run(lambda: [options.open(name, self._allow) for name in (a, b)])
         self._memory = Memory()
 
-    def run(self, keys: str | None, watch: Watch | None) -> DiffReport:
+    def run(
+        self, a: str | Path, b: str | Path, keys: str | None, watch: Watch | None
+    ) -> DiffReport:
         """Compare the keys, then the elements, then the objects. Collective."""
-        mine, theirs = self._ranks.run(lambda: self._arrays(keys))
+        mine, theirs = self._ranks.run(lambda: self._open(a, b, keys))
         pairs = {key: (mine[key], theirs[key]) for key in sorted(mine.keys() & theirs.keys())}
         found = [_only(mine[key], Difference.ONLY_IN_A) for key in mine.keys() - theirs.keys()]
         found += [_only(theirs[key], Difference.ONLY_IN_B) for key in theirs.keys() - mine.keys()]
@@ -193,8 +186,9 @@ class _Comparison:
         )
         return DiffReport(by_key, tuple(differing), len(pairs), num_objects, total)
 
-    def _arrays(self, keys: str | None) -> list[dict[str, SourceArray]]:
-        """The arrays of both to compare, each known to be whole."""
+    def _open(self, a: str | Path, b: str | Path, keys: str | None) -> list[dict[str, SourceArray]]:
+        """Open both; returns the arrays to compare, each known to be whole."""
+        self._a, self._b = (self._options.open(name, self._allow) for name in (a, b))
         found = [
             {one.key: one for one in reader.arrays if keys is None or fnmatchcase(one.key, keys)}
             for reader in (self._a, self._b)
@@ -311,57 +305,51 @@ def _objects(
             yield ObjectDifference(key, Difference.ONLY_IN_B, "", "nothing", "an object")
         else:
             contents = a.object_content(object_id), b.object_content(object_id)
-            yield from _contents(key, contents, (str(a.root), str(b.root)), allow)
+            yield from _contents(key, *contents, (str(a.root), str(b.root)), allow)
     paths = (f"{a.root}/{COMMON_NAME}", f"{b.root}/{COMMON_NAME}")
-    yield from _contents(COMMON_NAME, (a.common_content(), b.common_content()), paths, allow)
+    yield from _contents(COMMON_NAME, a.common_content(), b.common_content(), paths, allow)
 
 
 def _contents(
-    key: str, contents: tuple[bytes, bytes], paths: tuple[str, str], allow: Allowed
+    key: str, a: bytes, b: bytes, paths: tuple[str, str], allow: Allowed
 ) -> Iterator[ObjectDifference]:
-    if contents[0] == contents[1]:
-        return
-    one, other = (
-        load_content(content, path, key, allow)
-        for content, path in zip(contents, paths, strict=True)
-    )
-    for where, mine, theirs in islice(differing_places(one, other), _MAX_PLACES):
-        yield ObjectDifference(key, Difference.VALUES, where, mine, theirs)
+    if a != b:
+        values = [
+            load_content(one, path, key, allow) for one, path in zip((a, b), paths, strict=True)
+        ]
+        for found in islice(differing_places(*values), _MAX_PLACES):
+            yield ObjectDifference(key, Difference.VALUES, *found)
 
 
 def differing_places(a: Any, b: Any, where: str = "") -> Iterator[tuple[str, str, str]]:
     """Each place at which two values are not the same, and what is there in short."""
-    if type(a) is not type(b):
-        yield where, _short(a), _short(b)
-    elif isinstance(a, dict):
-        yield from _in_dicts(a, b, where)
-    elif isinstance(a, (list, tuple)):
-        yield from _in_lists(a, b, where)
-    elif hasattr(a, "__dict__") and not isinstance(a, (type, torch.Tensor)) and vars(a):
-        yield from _in_dicts(vars(a), vars(b), where, as_fields=True)
-    elif not _is_same(a, b):
-        yield where, _short(a), _short(b)
-
-
-def _in_dicts(
-    a: Mapping[Any, Any], b: Mapping[Any, Any], where: str, *, as_fields: bool = False
-) -> Iterator[tuple[str, str, str]]:
-    for key in [*a, *(key for key in b if key not in a)]:
-        place = f"{where}.{key}" if as_fields else f"{where}[{key!r}]"
-        if key not in b:
-            yield place, _short(a[key]), "nothing"
-        elif key not in a:
-            yield place, "nothing", _short(b[key])
-        else:
-            yield from differing_places(a[key], b[key], place)
-
-
-def _in_lists(a: Sequence[Any], b: Sequence[Any], where: str) -> Iterator[tuple[str, str, str]]:
-    if len(a) != len(b):
+    is_list = isinstance(a, (list, tuple))
+    if type(a) is type(b) and is_list and len(a) != len(b):
         yield where, f"{len(a)} elements", f"{len(b)} elements"
-        return
-    for number, (one, other) in enumerate(zip(a, b, strict=True)):
-        yield from differing_places(one, other, f"{where}[{number}]")
+    elif type(a) is type(b) and (form := _place_form(a)):
+        mine, theirs = (
+            value if isinstance(value, dict) else dict(enumerate(value)) if is_list else vars(value)
+            for value in (a, b)
+        )
+        for key in [*mine, *(key for key in theirs if key not in mine)]:
+            place = where + form.format(key)
+            if key not in theirs:
+                yield place, _short(mine[key]), "nothing"
+            elif key not in mine:
+                yield place, "nothing", _short(theirs[key])
+            else:
+                yield from differing_places(mine[key], theirs[key], place)
+    elif type(a) is not type(b) or not _is_same(a, b):
+        yield where, _short(a), _short(b)
+
+
+def _place_form(value: Any) -> str:
+    """How a place within the value is written; empty for values that hold no others."""
+    if isinstance(value, (dict, list, tuple)):
+        return "[{!r}]"
+    if isinstance(value, (type, torch.Tensor)) or not getattr(value, "__dict__", None):
+        return ""
+    return ".{}"
 
 
 def _is_same(a: Any, b: Any) -> bool:

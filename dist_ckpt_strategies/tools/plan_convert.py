@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise, product
 from types import MappingProxyType
+from typing import NoReturn
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
 from dist_ckpt_strategies.core.chunk_grids import (
     ShardPlacement,
     cut_chunk,
@@ -48,7 +49,10 @@ SAFETENSORS_DTYPES: Mapping[DType, str] = MappingProxyType(
 
 
 class Format(StrEnum):
-    """What a checkpoint can be converted to; the values are those of the command line."""
+    """What a checkpoint can be converted to; the values are those of the command line.
+
+    Another value raises a PlanError.
+    """
 
     ZARR2 = "zarr@2"
     ZARR1 = "zarr@1"
@@ -56,17 +60,8 @@ class Format(StrEnum):
     SAFETENSORS = "safetensors"
 
     @classmethod
-    def named(cls, name: str) -> Format:
-        """The format of that name.
-
-        Raises:
-            PlanError: there is none.
-        """
-        try:
-            return cls(name)
-        except ValueError:
-            known = ", ".join(cls)
-            raise PlanError(f"format: expected one of {known}, found {name!r}") from None
+    def _missing_(cls, value: object) -> NoReturn:
+        raise PlanError(f"format: expected one of {', '.join(cls)}, found {value!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +142,16 @@ class FileTask:
 
 @dataclass(frozen=True, slots=True)
 class ConvertPlan:
-    """The arrays of the target, sorted by key, and what is written."""
+    """The arrays of the target, sorted by key, its objects, and what is written of the arrays."""
 
     arrays: tuple[ArraySpec, ...]
+    objects: tuple[ObjectId, ...]
     tasks: tuple[FileTask, ...]
+
+    @property
+    def keys(self) -> list[str]:
+        """Of all arrays and objects."""
+        return [array.key for array in self.arrays] + [one.key for one in self.objects]
 
     @property
     def nbytes(self) -> int:
@@ -162,7 +163,7 @@ def build_convert_plan(
     sources: Sequence[SourceArray],
     target: Format,
     renames: Mapping[str, str],
-    object_keys: Sequence[str] = (),
+    objects: Sequence[ObjectId] = (),
     *,
     file_nbytes: int,
     object_nbytes: int | None = None,
@@ -173,7 +174,7 @@ def build_convert_plan(
         sources: all arrays that are converted.
         target: the format.
         renames: other keys in the target, by those in the source.
-        object_keys: of the objects that go there too, to find collisions.
+        objects: those that go there too.
         file_nbytes: wanted size of a file that holds several arrays.
         object_nbytes: no chunk is larger, where a chunk is an object of a store; None for any.
 
@@ -190,7 +191,7 @@ def build_convert_plan(
         if one == other:
             raise PlanError(f"{one}: two arrays of the source would have this key", key=one)
     if target is Format.ZARR1:
-        require_storable_keys(keys, object_keys)
+        require_storable_keys(keys, [object_id.key for object_id in objects])
     arrays = [(source, _target_array(key, source, target, object_nbytes)) for key, source in named]
     if target is Format.TORCH_DIST:
         items = [WriteItem(*pair, region) for pair in arrays for region in stored_regions(pair[0])]
@@ -205,7 +206,7 @@ def build_convert_plan(
             for source, array in arrays
             for index in array.chunk_indices()
         ]
-    return ConvertPlan(tuple(array for _, array in arrays), tuple(tasks))
+    return ConvertPlan(tuple(array for _, array in arrays), tuple(objects), tuple(tasks))
 
 
 def stored_regions(source: SourceArray) -> Iterator[Region]:

@@ -40,11 +40,11 @@ from dist_ckpt_strategies.storage.files import (
     folders_below,
     is_elsewhere,
     reason,
-    remove_empty,
     require_directory,
+    sync_path,
 )
 from dist_ckpt_strategies.storage.store import Directory
-from dist_ckpt_strategies.storage.urls import parsed_address
+from dist_ckpt_strategies.storage.urls import StoreUrl, parsed_address
 
 if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
     from dist_ckpt_strategies.storage.bucket import Bucket
@@ -198,7 +198,8 @@ def prune(  # noqa: PLR0913 - one parameter for each option
         StorageError: ``root`` cannot be read, or something cannot be removed; what went before is
             gone.
     """
-    location = _located(root, store)
+    place = parsed_address(root, what="root")
+    location = place if isinstance(place, Path) else _bucket(place, store)
     policy = RetentionPolicy(keep_last, keep_every, unfinished, older_than_s)
     removed, kept = [], []
     for decision in build_prune_plan(_find(location), policy):
@@ -206,7 +207,7 @@ def prune(  # noqa: PLR0913 - one parameter for each option
             kept.append(decision)
         elif dry_run:
             removed.append(decision)
-        elif _is_unchanged(location, decision, policy):
+        elif _is_unchanged(location, decision, older_than_s):
             removed.append(replace(decision, stays=_remove(location, decision.name)))
     return PruneReport(location, tuple(removed), tuple(kept), dry_run)
 
@@ -298,13 +299,10 @@ def _why_it_stays(
     return next((why for applies, why in reasons if applies), "")
 
 
-def _located(root: str | Path, store: StoreOptions | None) -> Location:
-    place = parsed_address(root, what="root")
-    if isinstance(place, Path):
-        return place
+def _bucket(url: StoreUrl, store: StoreOptions | None) -> Bucket:
     from dist_ckpt_strategies.storage.bucket import Bucket  # noqa: PLC0415
 
-    return Bucket(place, store or store_options_from_environment())
+    return Bucket(url, store or store_options_from_environment())
 
 
 def _find(root: Location) -> list[FoundCheckpoint]:
@@ -363,7 +361,8 @@ def _tracked(root: Location) -> int | None:
 
 def _look_at(root: Location, name: str, now_s: float) -> FoundCheckpoint:
     """What one of them is."""
-    iteration = iteration_of(name)
+    number = _NUMBER.search(name)
+    iteration = int(number[1]) if number else None
     try:
         if isinstance(root, Path):
             status, nbytes, changed_s = _directory_status(root / name)
@@ -380,29 +379,24 @@ def _look_at(root: Location, name: str, now_s: float) -> FoundCheckpoint:
 def _directory_status(directory: Path) -> tuple[Status, int | None, float]:
     """What a directory is, the bytes in it, and when it became that.
 
-    It is known by its marker, or by what a killed save of this package leaves, which is nothing at
-    all where it was killed before it wrote into the directory made for it.
+    It is known by its marker, or by what a save leaves under its save id.
     """
     complete_commit(directory)
-    if (directory / MARKER_NAME).exists():
+    marker = directory / MARKER_NAME
+    if has_marker := marker.exists():
         status, _, _ = _scanned(directory)
-        changed_s = (directory / MARKER_NAME).stat().st_mtime
     else:
-        with os.scandir(directory) as scanned:
-            entries = list(scanned)
-        is_new = not entries and iteration_of(directory.name) is not None
-        is_ours = any(map(_is_stale, entries)) or read_begun(Directory(directory)) is not None
-        status = Status.UNFINISHED if is_new or is_ours else Status.OTHER
-        changed_s = 0.0
+        with os.scandir(directory) as entries:
+            is_ours = any(map(_is_stale, entries)) or read_begun(Directory(directory)) is not None
+        status = Status.UNFINISHED if is_ours else Status.OTHER
     if status is Status.OTHER:
-        return status, None, changed_s
+        return status, None, 0.0
     folders = list(folders_below(directory, [""]))
     for folder in folders:
         if folder.failure:
             path = folder.key or "."
             raise StorageError(f"{path}: {folder.failure}", path=path)
-    if status is Status.UNFINISHED:
-        changed_s = max(_times(directory), default=0.0)
+    changed_s = marker.stat().st_mtime if has_marker else max(_times(directory), default=0.0)
     return status, sum(folder.nbytes for folder in folders), changed_s
 
 
@@ -441,10 +435,10 @@ def _times(directory: Path) -> Iterator[float]:
                 yield os.lstat(path).st_mtime
 
 
-def _is_unchanged(root: Location, found: PruneDecision, policy: RetentionPolicy) -> bool:
+def _is_unchanged(root: Location, found: PruneDecision, older_than_s: float) -> bool:
     """Whether no save has begun there since."""
     now = _look_at(root, found.name, time.time())
-    is_old = now.status is not Status.UNFINISHED or now.age_s >= policy.older_than_s
+    is_old = now.status is not Status.UNFINISHED or now.age_s >= older_than_s
     return now.status is found.status and is_old
 
 
@@ -458,22 +452,19 @@ def _remove(root: Location, name: str) -> tuple[str, ...]:
     remove_contents(directory)
     with file_errors(None, directory):
         _remove_empty_folders(directory)
-        remove_empty(directory, root)
+        sync_path(root)
         return tuple(sorted(os.listdir(directory))) if directory.exists() else ()  # noqa: PTH208
 
 
 def _remove_empty_folders(directory: Path) -> None:
-    """Remove the empty directories below one; links and other checkpoints are not looked into."""
+    """Remove a directory and those below it as far as nothing is in them.
+
+    Links and other checkpoints are not looked into.
+    """
     with os.scandir(directory) as entries:
         inner = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
     for path in inner:
         if not is_elsewhere(path):
             _remove_empty_folders(path)
-            if not any(path.iterdir()):
-                path.rmdir()
-
-
-def iteration_of(name: str) -> int | None:
-    """The number that a name ends in; None where it ends in none."""
-    number = _NUMBER.search(name)
-    return int(number[1]) if number else None
+    if not any(directory.iterdir()):
+        directory.rmdir()

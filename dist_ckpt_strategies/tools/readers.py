@@ -8,12 +8,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import COMMON_OBJECT, ArraySpec, DType, ObjectId
+from dist_ckpt_strategies.core.array import COMMON_OBJECT, DType, ObjectId
 from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
@@ -38,17 +39,15 @@ class CheckpointReader(ABC):
         own_format: that it is stored in.
 
     Attributes:
+        arrays: all arrays, sorted by key.
         layout: parallel sizes of the job that saved, as far as they are recorded.
     """
 
+    arrays: Sequence[SourceArray]
+    layout: Mapping[str, int] = MappingProxyType({})
+
     def __init__(self, root: Location, own_format: Format) -> None:
         self.root, self.format = root, own_format
-        self.layout: Mapping[str, int] = {}
-
-    @property
-    @abstractmethod
-    def arrays(self) -> Sequence[SourceArray]:
-        """All arrays, sorted by key."""
 
     @abstractmethod
     def read(self, key: str, region: Region, target: HostArray) -> None:
@@ -117,20 +116,13 @@ class ZarrReader(CheckpointReader):
         super().__init__(root, Format.ZARR2 if is_format2 else Format.ZARR1)
         self._checkpoint, self._timeout_s = checkpoint, timeout_s
         self._reader = checkpoint.array_reader
-        if isinstance(checkpoint, Format2Checkpoint):
-            self.layout = checkpoint.manifest.index.layout
-
-    @cached_property
-    def _specs(self) -> Mapping[str, ArraySpec]:
-        return self._checkpoint.find(self._checkpoint.keys())
-
-    @property
-    def arrays(self) -> Sequence[SourceArray]:
-        """See CheckpointReader."""
-        return tuple(
+        self._specs = checkpoint.find(checkpoint.keys())
+        self.arrays = tuple(
             SourceArray(a.key, a.shape, a.dtype, a.chunk_shape, granularity=a.inner_shape)
             for a in self._specs.values()
         )
+        if isinstance(checkpoint, Format2Checkpoint):
+            self.layout = checkpoint.manifest.index.layout
 
     def read(self, key: str, region: Region, target: HostArray) -> None:
         """See CheckpointReader. Arrays of format 1 have no digests."""

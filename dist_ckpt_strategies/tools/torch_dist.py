@@ -194,12 +194,8 @@ class TorchDistReader(CheckpointReader):
         super().__init__(root, Format.TORCH_DIST)
         self._allow = allow
         self._arrays, self._spans = _read_metadata(root / METADATA_NAME)
+        self.arrays = tuple(self._arrays.values())
         self._last = threading.local()
-
-    @property
-    def arrays(self) -> Sequence[SourceArray]:
-        """See CheckpointReader."""
-        return tuple(self._arrays.values())
 
     def _stored_objects(self) -> Sequence[ObjectId]:
         found = []
@@ -316,7 +312,7 @@ class TorchDistWriter(TargetWriter):
         name = f"__0_{len(self.plan.tasks)}.distcp"
         path, byte_offset = self.files.path(name), 0
         with new_file(None, path) as handle:
-            for object_id in source.objects:
+            for object_id in self.plan.objects:
                 key, content = object_id.unique_key, source.object_content(object_id)
                 dumped = dump_object([load_content(content, path, key, self._allow)], name=key)
                 write_buffered(handle, np.frombuffer(dumped, np.uint8))

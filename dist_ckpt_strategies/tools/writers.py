@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -77,9 +77,9 @@ class TargetWriter(ABC):
         """The files of the place, where that is a directory."""
         return Directory(require_path(self.place.location, "this format"))
 
-    def begin(self, keys: Collection[str]) -> None:
-        """Make the place, on the first rank; ``keys`` of all arrays and objects."""
-        self.place.begin(keys)
+    def begin(self) -> None:
+        """Make the place, on the first rank."""
+        self.place.begin(self.plan.keys)
 
     def open(self, owner: str, arrays: Sequence[ArraySpec]) -> None:
         """Find the place that ``begin`` has made on the rank ``owner``, and describe arrays."""
@@ -114,9 +114,9 @@ class ZarrWriter(TargetWriter):
         self._timeout_s = writer.options.timeout_s
         self.marker = CheckpointMarker("zarr", writer.version)
 
-    def begin(self, keys: Collection[str]) -> None:
+    def begin(self) -> None:
         """See TargetWriter."""
-        self._writer.begin(keys)
+        self._writer.begin(self.plan.keys)
 
     def open(self, owner: str, arrays: Sequence[ArraySpec]) -> None:
         """See TargetWriter."""
@@ -169,9 +169,8 @@ class ZarrWriter(TargetWriter):
         writer.take_digests(
             {(item.array.key, item.array.chunk_at(item.region) or ()): d for item, d in chunks}
         )
-        segments = build_manifest_plan(
-            arrays, (object_id.key for object_id in source.objects), _MAX_SEGMENTS
-        )
+        keys = (object_id.key for object_id in self.plan.objects)
+        segments = build_manifest_plan(arrays, keys, _MAX_SEGMENTS)
         described = writer.described(arrays, segments.segment_of)
         entries = [
             writer.write_segment(number, first, [described[number]] if number in described else [])
@@ -183,7 +182,7 @@ class ZarrWriter(TargetWriter):
         """Copy objects, 64 MiB of them at a time, or one that is larger."""
         batch: dict[ObjectId, bytes] = {}
         held = 0
-        for object_id in source.objects:
+        for object_id in self.plan.objects:
             content = source.object_content(object_id)
             if self._writer.version == 1 and (plain := plain_value(content)) is not None:
                 content = dump_object(plain.value, name=object_id.unique_key)
@@ -221,9 +220,9 @@ class SafetensorsWriter(TargetWriter):
             found[name] = len(content).to_bytes(_WORD_NBYTES, "little") + content
         return found
 
-    def begin(self, keys: Collection[str]) -> None:
+    def begin(self) -> None:
         """See TargetWriter. Every file gets its header."""
-        super().begin(keys)
+        super().begin()
         for name, header in self._headers.items():
             self.files.write(name, header)
 

@@ -27,7 +27,6 @@ from tests.support.checkpoints import (
     RNG,
     SCALAR,
     WEIGHT,
-    copied,
     golden_archives,
     unpack,
     write_checkpoint,
@@ -35,18 +34,6 @@ from tests.support.checkpoints import (
 from tests.support.objects import write_object
 from tests.support.samples import random_values
 from tests.support.stores import write_array
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of format 1, not to be changed."""
-    return write_checkpoint(tmp_path_factory.mktemp("whole") / "a")
-
-
-@pytest.fixture
-def other(written: Path, tmp_path: Path) -> Path:
-    """A copy of it, to be changed."""
-    return copied(written, tmp_path / "b")
 
 
 def run(*args: str | Path) -> Result:
@@ -66,13 +53,24 @@ def test_the_command_says_nothing_of_libraries_that_it_does_without(written: Pat
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("to", ["zarr@2", "zarr@1", "torch_dist"])
-def test_a_checkpoint_is_converted_and_equal(written: Path, tmp_path: Path, to: str) -> None:
-    result = run("convert", written, tmp_path / "c", "--to", to)
+def test_a_checkpoint_is_converted_and_equal(written: Path, tmp_path: Path) -> None:
+    result = run("convert", written, tmp_path / "c", "--to", "zarr@2")
+    as_json = run("convert", written, tmp_path / "d", "--to", "zarr@1", "--json", "--memory", "1")
 
     assert result.exit_code == 0, result.stderr
     assert result.stdout.startswith(f"{tmp_path / 'c'}\n4 arrays with 114 B, 5 object shards; ")
     assert result.stderr == ""
+    found = json.loads(as_json.stdout)
+    assert found.pop("seconds") > 0
+    assert found == {
+        "schema": 1,
+        "command": "convert",
+        "source": str(written),
+        "target": str(tmp_path / "d"),
+        "num_arrays": 4,
+        "num_objects": 5,
+        "nbytes": 114,
+    }
     compared = run("diff", written, tmp_path / "c")
     assert compared.exit_code == 0
     assert compared.stdout == (
@@ -94,22 +92,6 @@ def test_files_of_safetensors_are_no_damaged_checkpoint(
     assert "the library safetensors reads them" in found.stderr
     with pytest.raises(IncompleteCheckpointError, match="it holds files of safetensors"):
         dist_ckpt_strategies.load({}, tmp_path / "model")
-
-
-def test_the_json_of_a_conversion(written: Path, tmp_path: Path) -> None:
-    result = run("convert", written, tmp_path / "c", "--to", "zarr@2", "--json", "--memory", "1")
-
-    found = json.loads(result.stdout)
-    assert found.pop("seconds") > 0
-    assert found == {
-        "schema": 1,
-        "command": "convert",
-        "source": str(written),
-        "target": str(tmp_path / "c"),
-        "num_arrays": 4,
-        "num_objects": 5,
-        "nbytes": 114,
-    }
 
 
 def test_a_checkpoint_of_megatrons_own_is_upgraded(tmp_path: Path) -> None:
@@ -176,16 +158,16 @@ CHANGES: list[tuple[Callable[[Path], None], str]] = [
 
 @pytest.mark.parametrize(("change", "text"), CHANGES)
 def test_each_difference_is_told_and_ends_with_status_1(
-    written: Path, other: Path, change: Callable[[Path], None], text: str
+    written: Path, checkpoint: Path, change: Callable[[Path], None], text: str
 ) -> None:
-    change(other)
+    change(checkpoint)
 
-    result = run("diff", written, other)
+    result = run("diff", written, checkpoint)
 
     assert result.exit_code == 1, result.stderr
     assert f"{text}\n" in result.stdout or (text.endswith(": ") and text in result.stdout)
-    assert f"{written} and {other} DIFFER\n" in result.stdout
-    assert json.loads(run("diff", written, other, "--json").stdout)["equal"] is False
+    assert f"{written} and {checkpoint} DIFFER\n" in result.stdout
+    assert json.loads(run("diff", written, checkpoint, "--json").stdout)["equal"] is False
 
 
 def values_compared(tmp_path: Path, one: Any, two: Any) -> dict[str, Any]:

@@ -7,11 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from dist_ckpt_strategies.cli.app import app
-from dist_ckpt_strategies.cli.render import Table, bytes_text, print_table, printable
+from dist_ckpt_strategies.cli.render import bytes_text, printable
 from dist_ckpt_strategies.formats.issues import Issue, Problem, StaleFile, StaleKind
 from tests.support.checkpoints import (
     ARRAYS,
@@ -193,23 +192,6 @@ def test_a_long_list_is_cut_short_for_people_only(checkpoint: Path) -> None:
     assert text.count("missing file") == 20
     assert "... and 30 more; --json lists them" in text
     assert len(json_of("verify", checkpoint)["findings"]) == 50
-
-
-def test_a_wide_terminal_shows_one_line_for_each_row_and_a_narrow_one_two() -> None:
-    wide = ["key   shape  files", "a     1x2        1", "bb.c  3          9"]
-    narrow = ["key", "    shape  files", "a", "    1x2        1", "bb.c", "    3          9"]
-
-    assert listed(width=18, is_terminal=True) == wide
-    assert listed(width=17, is_terminal=True) == narrow
-    assert listed(width=5, is_terminal=False) == wide
-
-
-def listed(*, width: int, is_terminal: bool) -> list[str]:
-    console = Console(width=width, force_terminal=is_terminal, color_system=None, record=True)
-    rows = (("a", "1x2", "1"), ("bb.c", "3", "9"))
-    with console.capture() as captured:
-        print_table(console, Table(("key", "shape", "files"), rows, ("files",), {1}))
-    return captured.get().splitlines()
 
 
 def test_sizes_have_three_digits_and_texts_no_control_characters() -> None:

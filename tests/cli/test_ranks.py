@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from dist_ckpt_strategies.cli.app import app
 from dist_ckpt_strategies.cli.ranks import RankError, run_ranks
 from dist_ckpt_strategies.formats.locations import is_finished
 from tests.support.checkpoints import RNG, WEIGHT, flip_bit
+from tests.support.processes import is_running, until
 
 pytestmark = pytest.mark.multiprocess
 
@@ -119,22 +119,6 @@ def test_processes_beside_those_of_torchrun_are_refused(
 
 def children_of(pid: int) -> list[int]:
     return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in {"Z", "X"}
-
-
-def until(is_so: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + LIMIT_S / 4
-    while not (found := is_so()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from dist_ckpt_strategies.cli.app import app
+from tests.support.processes import is_running, until
 
 LIMIT_S = 200
 
@@ -74,7 +74,7 @@ def test_no_worker_is_left_when_the_supervisor_is_interrupted_or_killed(
         os.kill(process.pid, number)
         assert process.wait(LIMIT_S) == status
 
-    assert gone(pids)
+    until(lambda: not any(map(is_running, pids)))
 
 
 @pytest.mark.multiprocess
@@ -116,7 +116,7 @@ def test_a_reader_that_goes_ends_the_job_with_all_that_it_started(tmp_path: Path
         (tmp_path / "go").unlink()
         assert process.wait(LIMIT_S) == 1
 
-    assert gone(pids)
+    until(lambda: not any(map(is_running, pids)))
 
 
 @pytest.mark.multiprocess
@@ -139,27 +139,7 @@ def test_under_nohup_a_job_outlives_its_terminal(tmp_path: Path) -> None:
     assert b"SIGHUP" not in said
 
 
-def gone(pids: list[str]) -> bool:
-    """Whether they all are, in a moment."""
-    deadline = time.monotonic() + 60
-    while any(map(is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not any(map(is_running, pids))
-
-
-def is_running(pid: str) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
-def appeared(directory: Path, count: int) -> list[str]:
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        found = [path.stem for path in directory.glob("*.pid")]
-        if len(found) == count:
-            return found
-        time.sleep(0.02)
-    raise TimeoutError(f"{count} workers have not started")
+def appeared(directory: Path, count: int) -> list[int]:
+    """The workers that have started, by the files that they have made."""
+    found = until(lambda: (paths := [*directory.glob("*.pid")]) * (len(paths) == count), LIMIT_S)
+    return [int(path.stem) for path in found]

@@ -47,11 +47,10 @@ from tests.support.sharding import (
     whole,
     zeros,
 )
+from tests.tools.all_formats import FORMATS, saved_by
 
 pytestmark = pytest.mark.multiprocess
 
-NAMES = {"zarr@1": ("zarr", 1), "zarr@2": ("zarr", 2), "torch_dist": ("torch_dist", 1)}
-FORMATS = tuple(NAMES)
 PAIRS = [(source, to) for source in FORMATS for to in FORMATS]
 TINY = ConvertOptions(max_memory_bytes=1, max_file_bytes=2000)
 
@@ -78,25 +77,15 @@ def objects_of(rank: int, *, filled: bool) -> dict[str, Any]:
     }
 
 
-def save_all(rank: int, root: Path) -> None:
-    allow_torch_dist()
-    prepare(60)
-    for name, backend in NAMES.items():
-        with cpu_stand_ins():  # torch_dist synchronises CUDA, also for tensors on the CPU
-            state = state_of(rank, saved_cuts()) | objects_of(rank, filled=True)
-            if backend[0] == "zarr":
-                state |= state_of(rank, empties())
-            entry = Entry.OURS if backend[0] == "zarr" else Entry.MEGATRON
-            save(entry, state | {"iteration": 7}, root / name, sharded_strategy=backend)
+def whole_state(rank: int, to: str) -> dict[str, Any]:
+    cuts = saved_cuts() + ([] if to == "torch_dist" else empties())
+    return state_of(rank, cuts) | objects_of(rank, filled=True)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same state in each format, saved by four ranks; not to be changed."""
-    pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
-    root = tmp_path_factory.mktemp("saved")
-    assert run_processes(4, save_all, root, timeout_s=150) == [None] * 4
-    return root
+    return saved_by(4, whole_state, tmp_path_factory.mktemp("saved"))
 
 
 @pytest.fixture(scope="module")
@@ -221,23 +210,14 @@ ROWS, COLUMNS = 2048, 4096
 MEMORY_NBYTES = 4 << 20
 
 
-def save_large(rank: int, root: Path) -> None:
+def large_state(rank: int, _to: str) -> dict[str, Any]:
     """One array of 32 MiB, in one shard."""
-    allow_torch_dist()
-    prepare(60)
-    cut = on_grid("w", (ROWS, COLUMNS), (1, 1), size=1)
-    for name, backend in NAMES.items():
-        with cpu_stand_ins():
-            entry = Entry.OURS if backend[0] == "zarr" else Entry.MEGATRON
-            save(entry, state_of(rank, [cut]), root / name, sharded_strategy=backend)
+    return state_of(rank, [on_grid("w", (ROWS, COLUMNS), (1, 1), size=1)])
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
-    root = tmp_path_factory.mktemp("large")
-    assert run_processes(1, save_large, root, timeout_s=150) == [None]
-    return root
+    return saved_by(1, large_state, tmp_path_factory.mktemp("large"))
 
 
 @pytest.fixture

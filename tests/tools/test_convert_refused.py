@@ -16,7 +16,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from safetensors.torch import load_file
 
 from dist_ckpt_strategies import ConvertOptions, convert, diff, upgrade
-from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CheckpointError,
@@ -31,43 +30,27 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.locations import is_finished
 from dist_ckpt_strategies.formats.zarr3 import array_directory
-from tests.support.entries import Entry, prepare, save
-from tests.support.ranks import RankDiedError, allow_torch_dist, run_processes
-from tests.support.sharding import Cut, on_grid, state_of
+from tests.support.ranks import RankDiedError, run_processes
+from tests.support.sharding import on_grid, state_of
+from tests.tools.all_formats import FORMATS, saved_by
 
 pytestmark = pytest.mark.multiprocess
 
-NAMES = {"zarr@1": ("zarr", 1), "zarr@2": ("zarr", 2), "torch_dist": ("torch_dist", 1)}
-TARGETS = (*NAMES, "safetensors")
+TARGETS = (*FORMATS, "safetensors")
 SMALL = ConvertOptions(max_memory_bytes=1, max_file_bytes=20_000, num_threads=2)
 """Many files."""
 
 
-def cuts() -> list[Cut]:
-    return [on_grid(f"w{n}", (128, 128), (4, 2), size=1) for n in range(24)]
-
-
-def save_all(rank: int, root: Path) -> None:
-    allow_torch_dist()
-    prepare(60)
-    for name, backend in NAMES.items():
-        with cpu_stand_ins():
-            entry = Entry.OURS if backend[0] == "zarr" else Entry.MEGATRON
-            state: dict[str, Any] = {
-                **state_of(rank, cuts()),
-                "object": ShardedObject("rng", {"t": torch.arange(9), "s": {1}}, (1,), (0,)),
-                "iteration": 7,
-            }
-            save(entry, state, root / name, sharded_strategy=backend)
+def state(rank: int, _to: str) -> dict[str, Any]:
+    cuts = [on_grid(f"w{n}", (128, 128), (4, 2), size=1) for n in range(24)]
+    value = {"t": torch.arange(9), "s": {1}}
+    return state_of(rank, cuts) | {"object": ShardedObject("rng", value, (1,), (0,))}
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same state in each format; not to be changed."""
-    pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
-    root = tmp_path_factory.mktemp("saved")
-    assert run_processes(1, save_all, root, timeout_s=150) == [None]
-    return root
+    return saved_by(1, state, tmp_path_factory.mktemp("saved"))
 
 
 def convert_and_die(_rank: int, source: Path, target: Path, to: str, done_nbytes: int) -> None:

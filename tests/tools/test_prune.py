@@ -221,41 +221,27 @@ class KilledError(BaseException):
     """Stands for the end of the process."""
 
 
-class _Killer:
-    """Ends the process, so to speak, before the n-th change of a directory."""
-
-    def __init__(self) -> None:
-        self.left: int | None = None
-
-    def __call__(self, event: str, _: tuple[Any, ...]) -> None:
-        if self.left is None or event not in {"os.remove", "os.rmdir", "os.rename"}:
-            return
-        if self.left == 0:
-            raise KilledError
-        self.left -= 1
-
-    @contextmanager
-    def before(self, number: int) -> Iterator[None]:
-        self.left = number
-        try:
-            yield
-        finally:
-            self.left = None
-
-
-KILLER = _Killer()
-"""Hooks of this kind stay for good; it does nothing outside ``before``."""
-
-
 @pytest.fixture(scope="module")
-def killer() -> _Killer:
-    sys.addaudithook(KILLER)
-    return KILLER
+def left() -> list[int]:
+    """Holds the number of changes of directories before the process ends, so to speak.
+
+    The hook stays for good; it does nothing while the list is empty.
+    """
+    found: list[int] = []
+
+    def kill(event: str, _: tuple[Any, ...]) -> None:
+        if found and event in {"os.remove", "os.rmdir", "os.rename"}:
+            found[0] -= 1
+            if found[0] < 0:
+                raise KilledError
+
+    sys.addaudithook(kill)
+    return found
 
 
 @pytest.mark.parametrize("sample", ["one", "two"])
 def test_a_prune_that_is_killed_leaves_nothing_that_looks_whole(
-    sample: str, samples: Path, tmp_path: Path, killer: _Killer
+    sample: str, samples: Path, tmp_path: Path, left: list[int]
 ) -> None:
     number, was_killed = 0, True
     while was_killed:
@@ -263,11 +249,12 @@ def test_a_prune_that_is_killed_leaves_nothing_that_looks_whole(
         for iteration in (1, 2):
             age(copied(samples / sample, root / f"iter_{iteration:07d}"), OLD_S - iteration)
         was_killed = False
+        left.append(number)
         try:
-            with killer.before(number):
-                prune(root, keep_last=1)
+            prune(root, keep_last=1)
         except KilledError:
             was_killed = True
+        left.clear()
         expected = Status.COMPLETE if number == 0 else Status.UNFINISHED
         is_left = (root / "iter_0000001").exists()
         if is_left and any((root / "iter_0000001").iterdir()):

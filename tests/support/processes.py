@@ -1,0 +1,28 @@
+"""Processes that a test has started, and waiting for what they do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+
+def until(is_so: Callable[[], _T], limit_s: float = 150.0) -> _T:
+    """The first result of a function that is true; fails after the limit."""
+    deadline = time.monotonic() + limit_s
+    while not (found := is_so()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended; one that waits for its parent has."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in {"Z", "X"}

@@ -1,0 +1,37 @@
+"""One state saved in each format that a conversion reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
+from tests.support.entries import Entry, prepare, save
+from tests.support.ranks import allow_torch_dist, run_processes
+
+BACKENDS = {"zarr@1": ("zarr", 1), "zarr@2": ("zarr", 2), "torch_dist": ("torch_dist", 1)}
+FORMATS = tuple(BACKENDS)
+
+StateOf = Callable[[int, str], dict[str, Any]]
+"""What a rank saves in a format."""
+
+
+def saved_by(num_ranks: int, state_of: StateOf, root: Path) -> Path:
+    """Save from as many ranks; returns the directory that holds one checkpoint per format."""
+    pytest.importorskip("psutil", reason="without it torch_dist of Megatron-Core 0.16.1 hangs")
+    saved = run_processes(num_ranks, _save, root, state_of, timeout_s=150)
+    assert saved == [None] * num_ranks
+    return root
+
+
+def _save(rank: int, root: Path, state_of: StateOf) -> None:
+    allow_torch_dist()
+    prepare(60)
+    for name, backend in BACKENDS.items():
+        with cpu_stand_ins():  # torch_dist synchronises CUDA, also for tensors on the CPU
+            entry = Entry.OURS if backend[0] == "zarr" else Entry.MEGATRON
+            state = state_of(rank, name) | {"iteration": 7}
+            save(entry, state, root / name, sharded_strategy=backend)
