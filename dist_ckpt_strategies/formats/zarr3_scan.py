@@ -34,6 +34,7 @@ from dist_ckpt_strategies.formats.issues import (
     StaleFile,
     StaleKind,
     check_marker,
+    compared,
     marker_or_issue,
     missing_common,
     require_no_inner,
@@ -77,6 +78,7 @@ from dist_ckpt_strategies.storage.store import (
     Directory,
     Store,
     WrongSizeError,
+    block_sizes,
     nbytes_text,
 )
 
@@ -113,10 +115,12 @@ def scan_format2(place: Path | Bucket) -> Scan | None:
     chunks: dict[str, list[int]] = defaultdict(list)
     for check in checks():
         listed.add(check.name)
-        of_files += _compared(check, files)
-        nbytes = files.get(check.name)
-        if check.key is not None and nbytes is not None and not check.name.endswith(METADATA_NAME):
-            chunks[check.key].append(nbytes)
+        of_files += compared(check, files)
+        if check.name in files:
+            nbytes = files[check.name]
+            nbytes = files[check.name] = check.nbytes if nbytes is None else nbytes
+            if check.key is not None and not check.name.endswith(METADATA_NAME):
+                chunks[check.key].append(nbytes)
     if common is None and COMMON_NAME not in files:
         of_files.append(missing_common())
     if index is not None and not issues:
@@ -144,19 +148,6 @@ def scan_format2(place: Path | Bucket) -> Scan | None:
         index=index,
         others=others,
     )
-
-
-def _compared(file: FileCheck, files: dict[str, int | None]) -> Iterator[Issue]:
-    """What is wrong with a file that the manifest lists, by its name and size."""
-    if file.name not in files:
-        yield Issue(Problem.MISSING_FILE, file.key, file.name, file.expected, NO_FILE)
-        return
-    found = files[file.name]
-    if found is None:  # an object store lists names alone
-        files[file.name] = file.nbytes
-    elif found != file.nbytes:
-        text = nbytes_text(found)
-        yield Issue(Problem.WRONG_SIZE, file.key, file.name, file.expected, text)
 
 
 def _unexpected(
@@ -393,7 +384,7 @@ def check_chunk(store: Store, array: ArraySpec, index: Shape, record: ChunkRecor
     grid, name = InnerGrid.of(array, index), chunk_name(array, index)
     where = _where(index, record)
     step = max(1, store.block_nbytes // grid.stored_nbytes) * grid.stored_nbytes
-    sizes = [min(step, grid.data_nbytes - start) for start in range(0, grid.data_nbytes, step)]
+    sizes = block_sizes(grid.data_nbytes, step)
     digests: list[int] = []
     try:
         blocks = store.read_blocks(name, [*sizes[:-1], sizes[-1] + grid.index_nbytes])

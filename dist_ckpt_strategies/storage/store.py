@@ -95,6 +95,11 @@ def nbytes_text(nbytes: int) -> str:
     return f"{nbytes} byte{'' if nbytes == 1 else 's'}"
 
 
+def block_sizes(nbytes: int, block_nbytes: int) -> list[int]:
+    """The sizes of blocks that make up so many bytes, for ``read_blocks``; at least one."""
+    return [min(block_nbytes, nbytes - at) for at in range(0, max(nbytes, 1), block_nbytes)]
+
+
 class Directory:
     """A directory of a file system; see Store.
 
