@@ -43,24 +43,63 @@ def has_manifest(root: Path) -> bool:
     return (root / INDEX_NAME).exists()
 
 
-class _Checkpoint(ABC):
-    _options: Options
+class StoredCheckpoint(ABC):
+    """A checkpoint that can be read, whatever its format. Rank-local.
+
+    Attributes:
+        identity: a digest that no other checkpoint has; empty in a format without digests.
+    """
+
+    identity = ""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
 
     @cached_property
     def array_reader(self) -> ArrayReader:
-        """See StoredCheckpoint."""
+        """Reads the arrays that ``find`` gives."""
         return self._reader(self._options)
 
     @property
     def buffered_reader(self) -> ArrayReader:
-        """See StoredCheckpoint."""
+        """The same, without direct I/O: what it reads stays in the page cache for others."""
         return self._reader(self._options.with_changes(direct_io=False))
 
     @abstractmethod
     def _reader(self, options: Options) -> ArrayReader: ...
 
+    @abstractmethod
+    def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
+        """The arrays of these keys, sorted by key.
 
-class Format1Checkpoint(_Checkpoint):
+        Raises:
+            ArrayNotFoundError: one is missing; names similar ones.
+            CorruptCheckpointError: the description of one is damaged.
+        """
+
+    @abstractmethod
+    def keys(self) -> Iterator[str]:
+        """The keys of all arrays."""
+
+    @abstractmethod
+    def object_ids(self) -> Iterator[ObjectId]:
+        """All shards of objects."""
+
+    @abstractmethod
+    def object_path(self, object_id: ObjectId) -> str:
+        """Where one shard of an object is kept, for messages."""
+
+    @abstractmethod
+    def object_content(self, object_id: ObjectId) -> bytes:
+        """What is stored of one shard of an object, for ``load_content``.
+
+        Raises:
+            ArrayNotFoundError: there is no such shard.
+            CorruptCheckpointError: it is damaged.
+        """
+
+
+class Format1Checkpoint(StoredCheckpoint):
     """A checkpoint of format ("zarr", 1); see StoredCheckpoint.
 
     Args:
@@ -68,10 +107,9 @@ class Format1Checkpoint(_Checkpoint):
         options: engine and timeout.
     """
 
-    identity = ""
-
     def __init__(self, root: Path, options: Options) -> None:
-        self._layout, self._options = Zarr2Layout(root), options
+        super().__init__(options)
+        self._layout = Zarr2Layout(root)
 
     def _reader(self, options: Options) -> ArrayReader:
         return Format1Reader(self._layout.root, options)
@@ -125,7 +163,7 @@ class Format1Checkpoint(_Checkpoint):
         )
 
 
-class Format2Checkpoint(_Checkpoint):
+class Format2Checkpoint(StoredCheckpoint):
     """A checkpoint of format ("zarr", 2); see StoredCheckpoint.
 
     Args:
@@ -140,8 +178,8 @@ class Format2Checkpoint(_Checkpoint):
     """
 
     def __init__(self, root: Location, options: Options) -> None:
+        super().__init__(options)
         self._root = root = content_of(root)
-        self._options = options
         if isinstance(root, Path):
             run_with_limit(partial(require_directory, root), root)
         self.file_store: Store = root if isinstance(root, Bucket) else Directory(root)

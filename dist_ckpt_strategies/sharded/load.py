@@ -26,6 +26,7 @@ from dist_ckpt_strategies.errors import (
     ShapeMismatchError,
     StorageError,
 )
+from dist_ckpt_strategies.formats.checkpoints import StoredCheckpoint
 from dist_ckpt_strategies.formats.objects import Allowed, load_content
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -43,7 +44,6 @@ from dist_ckpt_strategies.sharded.checks import (
 )
 from dist_ckpt_strategies.sharded.plan_load import ReadItem, build_load_plan
 from dist_ckpt_strategies.sharded.transfer import run_reads
-from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.io_pool import Job, run_pooled
 from dist_ckpt_strategies.storage.time_limit import restart_limit
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
+from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.region import Region
 
 HostArray = npt.NDArray[np.generic] | npt.NDArray[Any]
@@ -75,54 +75,5 @@ class ArrayWriter(Protocol):
         """Issue all writes at once. Each covers whole chunks, no chunk is written twice.
 
         They need not wait for the array's creation.
-        """
-        ...
-
-
-class StoredCheckpoint(Protocol):
-    """A checkpoint that can be read, whatever its format. Rank-local."""
-
-    @property
-    def identity(self) -> str:
-        """A digest that no other checkpoint has; empty in a format without digests."""
-        ...
-
-    @property
-    def array_reader(self) -> ArrayReader:
-        """Reads the arrays that ``find`` gives."""
-        ...
-
-    @property
-    def buffered_reader(self) -> ArrayReader:
-        """The same, without direct I/O: what it reads stays in the page cache for others."""
-        ...
-
-    def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
-        """The arrays of these keys.
-
-        Raises:
-            ArrayNotFoundError: one is missing; names similar ones.
-            CorruptCheckpointError: the description of one is damaged.
-        """
-        ...
-
-    def keys(self) -> Iterator[str]:
-        """The keys of all arrays."""
-        ...
-
-    def object_ids(self) -> Iterator[ObjectId]:
-        """All shards of objects."""
-        ...
-
-    def object_path(self, object_id: ObjectId) -> str:
-        """Where one shard of an object is kept, for messages."""
-        ...
-
-    def object_content(self, object_id: ObjectId) -> bytes:
-        """What is stored of one shard of an object, for ``load_content``.
-
-        Raises:
-            ArrayNotFoundError: there is no such shard.
-            CorruptCheckpointError: it is damaged.
         """
         ...

@@ -25,6 +25,7 @@ from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.checkpoints import (
     Format1Checkpoint,
     Format2Checkpoint,
+    StoredCheckpoint,
     has_manifest,
 )
 from dist_ckpt_strategies.formats.locations import Location, located, require_path
@@ -41,7 +42,6 @@ from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
 from dist_ckpt_strategies.sharded.async_save import SaveCache, begin_in_background
 from dist_ckpt_strategies.sharded.load import ShardedLoad, destination, load_sharded
 from dist_ckpt_strategies.sharded.save import ShardedSave, begun_save
-from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import require_directory
 from dist_ckpt_strategies.storage.io_pool import run_with_limit

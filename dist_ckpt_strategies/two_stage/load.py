@@ -26,6 +26,7 @@ from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.core.report import BroadcastReport
 from dist_ckpt_strategies.device import to_host
 from dist_ckpt_strategies.errors import PlanError, StrategyError
+from dist_ckpt_strategies.formats.checkpoints import StoredCheckpoint
 from dist_ckpt_strategies.formats.locations import Location, located, require_path
 from dist_ckpt_strategies.formats.object_files import object_path
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object, load_content
@@ -45,7 +46,6 @@ from dist_ckpt_strategies.storage.base import (
     ArrayRead,
     ArrayReader,
     HostArray,
-    StoredCheckpoint,
     Transfer,
 )
 from dist_ckpt_strategies.storage.file_systems import PageCache, available_nbytes, page_cache_of
