@@ -45,7 +45,7 @@ from dist_ckpt_strategies.storage.direct_io import (
     read_direct,
     start_direct,
 )
-from dist_ckpt_strategies.storage.file_systems import is_cached, permitted_access, whole_flush
+from dist_ckpt_strategies.storage.file_systems import file_access, is_cached, whole_flush
 from dist_ckpt_strategies.storage.files import (
     create_file,
     directories_above,
@@ -158,7 +158,7 @@ class DirectoryWriter(ArrayWriterBase):
 
     def __init__(self, root: Path, options: Options) -> None:
         self._root = root.absolute()
-        access = permitted_access(self._root, options)
+        access = file_access(self._root, options)
         threads = access.num_metadata_threads, access.num_write_threads
         super().__init__(Directory(self._root), *threads)
         self._is_direct = access.is_direct
@@ -223,7 +223,7 @@ class Format1Reader:
     def __init__(self, root: Path, options: Options) -> None:
         self._root = root.absolute()
         self._options = options
-        self._access = permitted_access(self._root, options)
+        self._access = file_access(self._root, options)
         self._buffers = BounceBuffers()
         self._budget = ByteBudget(options.max_inflight_bytes)
 
@@ -378,7 +378,7 @@ class DirectoryReader(Format2Reader):
     """
 
     def __init__(self, root: Path, options: Options, find: FindRecord | None) -> None:
-        access = permitted_access(root, options)
+        access = file_access(root, options)
         super().__init__(Directory(root), access.num_read_threads, find)
         self._is_direct = access.is_direct
         self._buffers = BounceBuffers()

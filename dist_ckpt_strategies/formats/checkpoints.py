@@ -27,11 +27,11 @@ from dist_ckpt_strategies.formats.object_files import (
     plain_content,
     read_content,
 )
-from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, array_keys, find_array
 from dist_ckpt_strategies.formats.zarr3_scan import common_check, manifest_files
 from dist_ckpt_strategies.storage.base import ArrayReader
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access, permitted_access
+from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access
 from dist_ckpt_strategies.storage.files import require_directory
 from dist_ckpt_strategies.storage.io_pool import Job, limited, run_pooled, run_with_limit
 from dist_ckpt_strategies.storage.store import Directory, Store
@@ -109,57 +109,56 @@ class Format1Checkpoint(StoredCheckpoint):
 
     def __init__(self, root: Path, options: Options) -> None:
         super().__init__(options)
-        self._layout = Zarr2Layout(root)
+        self._root = root
 
     def _reader(self, options: Options) -> ArrayReader:
-        return Format1Reader(self._layout.root, options)
+        return Format1Reader(self._root, options)
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """See StoredCheckpoint. One metadata file is read for each; sorted by key."""
-        layout = self._layout
-        paths = {key: layout.metadata_path(key) for key in sorted(keys)}
+        paths = {key: f"{self._root}/{key}/{METADATA_NAME}" for key in sorted(keys)}
         found: dict[str, ArraySpec] = {}
 
         def find(key: str) -> None:
             try:
-                found[key] = layout.find(key)
+                found[key] = find_array(self._root, key)
             except ArrayNotFoundError as error:
                 raise self._not_found(key) from error
 
         jobs = [Job(key, path, partial(find, key)) for key, path in paths.items()]
-        num_threads = file_access(layout.root).num_metadata_threads
+        num_threads = file_access(self._root, self._options).num_metadata_threads
         if num_threads == 1:
             announce = partial(begin_readahead, list(paths.values()))
-            jobs.insert(0, Job("", layout.root, announce))
+            jobs.insert(0, Job("", self._root, announce))
         run_pooled(jobs, num_threads).wait(self._options.timeout_s)
         return {key: found[key] for key in paths}  # threads finish in any order
 
     def keys(self) -> Iterator[str]:
         """See StoredCheckpoint."""
-        return self._layout.keys()
+        return array_keys(self._root)
 
     def object_ids(self) -> Iterator[ObjectId]:
         """See StoredCheckpoint."""
-        return object_ids(self._layout.root)
+        return object_ids(self._root)
 
     def object_path(self, object_id: ObjectId) -> str:
         """See StoredCheckpoint."""
-        return str(object_path(self._layout.root, object_id))
+        return str(object_path(self._root, object_id))
 
     def object_content(self, object_id: ObjectId) -> bytes:
         """See StoredCheckpoint."""
-        return read_content(self._layout.root, object_id)
+        return read_content(self._root, object_id)
 
     def _not_found(self, key: str) -> ArrayNotFoundError:
-        root = self._layout.root
+        root = self._root
         require_directory(root)
-        keys = list(self._layout.keys())
+        keys = list(array_keys(root))
         of_format2 = f"; it is of format ('zarr', 2), by its {INDEX_NAME}"
         hint = of_format2 if has_manifest(root) else similar_text(key, keys)
         return ArrayNotFoundError(
             f"{key}: no such array among the {len(keys)} in {root}{hint}",
             key=key,
-            path=str(self._layout.directory(key)),
+            path=str(root / key),
         )
 
 
@@ -242,7 +241,7 @@ class Format2Checkpoint(StoredCheckpoint):
         if isinstance(self._root, Bucket):
             num_threads = num_requests(self._options, MAX_OBJECT_NBYTES)
         else:
-            num_threads = permitted_access(self._root, self._options).num_read_threads
+            num_threads = file_access(self._root, self._options).num_read_threads
         manifest, store = self.manifest, self.file_store
         checks = manifest_files(store, manifest.arrays(), manifest.objects(), manifest.index.common)
         jobs = map(self._job, islice(checks, rank, None, num_ranks))

@@ -130,12 +130,6 @@ def require_unfinished(location: Location) -> None:
         )
 
 
-def complete_commit(location: Location) -> None:
-    """See ``commit.complete_commit``; in a bucket nothing is moved."""
-    if isinstance(location, Path):
-        commit.complete_commit(location)
-
-
 def content_of(location: Location) -> Location:
     """Where the files of a checkpoint lie: in a bucket below the prefix of its save."""
     return location if isinstance(location, Path) else current_place(location)

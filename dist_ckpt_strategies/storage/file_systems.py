@@ -74,16 +74,14 @@ _BY_TYPE = {
 
 
 @limited
-def file_access(directory: Path) -> FileAccess:
-    """What suits the file system of a directory, or of the nearest one above that exists."""
+def file_access(directory: Path, options: Options) -> FileAccess:
+    """What suits the file system of a directory, or of the nearest one above that exists.
+
+    As far as the options permit it.
+    """
     while not directory.exists():
         directory = directory.parent
-    return _BY_TYPE.get(file_system_type(directory) or "", _OTHER)
-
-
-def permitted_access(directory: Path, options: Options) -> FileAccess:
-    """What suits the file system of a directory, as far as the options permit it."""
-    access = file_access(directory)
+    access = _BY_TYPE.get(file_system_type(directory) or "", _OTHER)
     return replace(
         access,
         is_direct=access.is_direct and options.direct_io,

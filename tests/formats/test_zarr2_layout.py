@@ -22,9 +22,11 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.object_files import object_ids
 from dist_ckpt_strategies.formats.zarr2 import (
-    Zarr2Layout,
+    array_keys,
+    find_array,
     metadata_content,
     parse_metadata,
+    remove_array,
 )
 from dist_ckpt_strategies.storage.files import sync_directories
 from tests.support.boxes import shapes
@@ -195,7 +197,7 @@ def make_array(root: Path, key: str) -> None:
 
 def test_a_key_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(ArrayNotFoundError, match=r"^layer\.w: ") as caught:
-        Zarr2Layout(tmp_path).find("layer.w")
+        find_array(tmp_path, "layer.w")
 
     assert caught.value.key == "layer.w"
     assert isinstance(caught.value, FileNotFoundError)
@@ -210,7 +212,7 @@ def test_keys_are_found_at_any_depth_and_nothing_else_is(tmp_path: Path) -> None
     (tmp_path / ".removed-z").mkdir()
     (tmp_path / ".removed-z" / ".zarray").write_bytes(b"")
 
-    assert list(Zarr2Layout(tmp_path).keys()) == ["a/x", "a/x/y", "b", "c.d"]
+    assert list(array_keys(tmp_path)) == ["a/x", "a/x/y", "b", "c.d"]
 
 
 def test_a_link_in_a_circle_is_passed_over(tmp_path: Path) -> None:
@@ -218,7 +220,7 @@ def test_a_link_in_a_circle_is_passed_over(tmp_path: Path) -> None:
     for directory in (tmp_path, tmp_path / "w"):
         (directory / "circle").symlink_to("circle")
 
-    assert list(Zarr2Layout(tmp_path).keys()) == ["w"]
+    assert list(array_keys(tmp_path)) == ["w"]
     assert list(object_ids(tmp_path)) == []
 
 
@@ -226,16 +228,16 @@ def test_a_link_in_a_circle_is_passed_over(tmp_path: Path) -> None:
 def test_a_removed_array_is_gone_without_a_trace(key: str, tmp_path: Path) -> None:
     make_array(tmp_path, key)
     make_array(tmp_path, "other")
-    Zarr2Layout(tmp_path).remove(key)
+    remove_array(tmp_path, key)
 
-    assert list(Zarr2Layout(tmp_path).keys()) == ["other"]
+    assert list(array_keys(tmp_path)) == ["other"]
     assert not (tmp_path / key).exists()
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".removed-")]
 
 
 def test_removing_what_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ArrayNotFoundError, match=r"^w: "):
-        Zarr2Layout(tmp_path).remove("w")
+        remove_array(tmp_path, "w")
 
 
 def test_a_directory_that_cannot_be_flushed_is_an_error_that_names_it(tmp_path: Path) -> None:

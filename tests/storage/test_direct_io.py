@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.storage.direct_io import (
     BLOCK_NBYTES,
     BounceBuffers,
@@ -70,11 +71,11 @@ def test_a_file_system_without_direct_transfers_is_told_from_one_that_has_them(
 ) -> None:
     with tiny_ext4(tmp_path / "ext4") as directory:
         assert file_system_type(directory) == "ext4"
-        assert file_access(directory).is_direct
-        assert file_access(directory / "not" / "yet" / "there").is_direct
+        assert file_access(directory, Options()).is_direct
+        assert file_access(directory / "not" / "yet" / "there", Options()).is_direct
     with tiny_tmpfs(tmp_path / "tmpfs") as directory:
         assert file_system_type(directory) == "tmpfs"
-        assert not file_access(directory).is_direct
+        assert not file_access(directory, Options()).is_direct
 
 
 def test_buffers_are_aligned_and_never_shared_between_threads_at_work() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.storage import file_systems as page_cache
 from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access, is_cached
 from tests.support.disks import tiny_tmpfs
@@ -19,7 +20,7 @@ WAIT_S = 30.0
 @pytest.fixture
 def paths(tmp_path: Path) -> list[str]:
     """Four files that are flushed, and that the page cache has been told to forget."""
-    if not file_access(tmp_path).is_direct:
+    if not file_access(tmp_path, Options()).is_direct:
         pytest.skip("needs ext4 or xfs: other file systems may not forget")
     found = [tmp_path / str(number) for number in range(4)]
     for path in found:
