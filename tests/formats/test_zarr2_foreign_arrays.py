@@ -112,21 +112,11 @@ def test_arrays_of_other_writers_are_read_bit_for_bit(
     write_foreign(tmp_path, values, way)
 
     assert same_bytes(read_array(tmp_path, reader, "layer.w"), values)
+    target = np.zeros((5, 7), np.float32).T
+    read_into(tmp_path, reader, find_array(tmp_path, "layer.w"), Region.whole((7, 5)), target)
+    assert np.array_equal(target, values)
     box = Region((2, 1), (4, 3))
     assert same_bytes(read_array(tmp_path, reader, "layer.w", box), values[box.slices()])
-
-
-@EVERY_WAY
-def test_a_strided_target_is_filled_from_them_too(
-    way: dict[str, Any], reader: Engine, tmp_path: Path
-) -> None:
-    values = np.arange(35, dtype=np.float32).reshape(7, 5)
-    write_foreign(tmp_path, values, way)
-    target = np.zeros((5, 7), np.float32).T
-    array = find_array(tmp_path, "layer.w")
-    read_into(tmp_path, reader, array, Region.whole((7, 5)), target)
-
-    assert np.array_equal(target, values)
 
 
 @pytest.mark.parametrize("dtype", ["i2", "u8", "c16", "f8", "b1"])

@@ -11,7 +11,7 @@ import pytest
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.storage import file_systems as page_cache
 from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access, is_cached
-from tests.support.disks import tiny_tmpfs
+from tests.support.disks import tiny_ext4, tiny_tmpfs
 
 SIZE = 3 << 20
 WAIT_S = 30.0
@@ -70,6 +70,15 @@ def test_announced_files_come_without_being_read(paths: list[str]) -> None:
     while not all(map(cached, paths)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert all(map(cached, paths))
+
+
+def test_files_go_past_the_page_cache_of_a_local_disk_alone(tmp_path: Path) -> None:
+    with tiny_ext4(tmp_path / "ext4") as directory:
+        assert file_access(directory, Options()).is_direct
+        assert file_access(directory / "not" / "yet" / "there", Options()).is_direct
+        assert not file_access(directory, Options(direct_io=False)).is_direct
+    with tiny_tmpfs(tmp_path / "tmpfs") as directory:
+        assert not file_access(directory, Options()).is_direct
 
 
 def test_a_file_in_memory_counts_as_cached(tmp_path: Path, way: str) -> None:

@@ -34,19 +34,6 @@ def failing(error: Exception) -> Callable[[], None]:
     return run
 
 
-def test_every_job_is_done_once() -> None:
-    done: list[int] = []
-    jobs = [appending(done, number) for number in range(100)]
-    run_pooled(jobs, 3).wait(LIMIT_S)
-
-    assert sorted(done) == list(range(100))
-
-
-def test_as_many_jobs_run_at_once_as_there_are_threads() -> None:
-    together = threading.Barrier(4, timeout=LIMIT_S)
-    run_pooled([job(str(n), together.wait) for n in range(4)], 4).wait(LIMIT_S)
-
-
 def test_a_failed_job_is_raised_translated_with_its_cause() -> None:
     cause = ValueError("broken")
 
