@@ -37,7 +37,7 @@ from dist_ckpt_strategies.formats.object_files import is_plain, plain_content, p
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, write_dumped
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, sync_directories
-from dist_ckpt_strategies.storage.io_pool import Job, run_pooled, run_with_limit
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer, run_with_limit
 from dist_ckpt_strategies.storage.store import Directory, Store
 
 Digests = Mapping[tuple[str, Shape], list[int]]
@@ -257,7 +257,7 @@ def _write_object_files(root: Path, objects: Mapping[ObjectId, bytes], timeout_s
         Job(name.key, f"{root}/{name.unique_key}", partial(write_dumped, root, name, content))
         for name, content in objects.items()
     )
-    run_pooled(jobs, _OBJECT_THREADS).wait(timeout_s)
+    Transfer(jobs, _OBJECT_THREADS).wait(timeout_s)
     if objects:
         run_with_limit(
             partial(sync_directories, root, {name.key: name.key for name in objects}), root

@@ -33,7 +33,7 @@ from dist_ckpt_strategies.storage.base import ArrayReader
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access
 from dist_ckpt_strategies.storage.files import require_directory
-from dist_ckpt_strategies.storage.io_pool import Job, limited, run_pooled, run_with_limit
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer, limited, run_with_limit
 from dist_ckpt_strategies.storage.store import Directory, Store
 
 
@@ -130,7 +130,7 @@ class Format1Checkpoint(StoredCheckpoint):
         if num_threads == 1:
             announce = partial(begin_readahead, list(paths.values()))
             jobs.insert(0, Job("", self._root, announce))
-        run_pooled(jobs, num_threads).wait(self._options.timeout_s)
+        Transfer(jobs, num_threads).wait(self._options.timeout_s)
         return {key: found[key] for key in paths}  # threads finish in any order
 
     def keys(self) -> Iterator[str]:
@@ -245,7 +245,7 @@ class Format2Checkpoint(StoredCheckpoint):
         manifest, store = self.manifest, self.file_store
         checks = manifest_files(store, manifest.arrays(), manifest.objects(), manifest.index.common)
         jobs = map(self._job, islice(checks, rank, None, num_ranks))
-        run_pooled(jobs, num_threads).wait(self._options.timeout_s)
+        Transfer(jobs, num_threads).wait(self._options.timeout_s)
 
     def _job(self, check: FileCheck) -> Job:
         path = self.file_store.path(check.name)

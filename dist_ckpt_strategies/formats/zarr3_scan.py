@@ -211,7 +211,7 @@ def _files_of_bucket(bucket: Bucket) -> _There | None:
         visible_place,
     )
 
-    names = list(bucket.names(""))
+    names = bucket.names()
     if not names:
         require_something(bucket)
     place = visible_place(bucket)

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.storage.io_pool import Transfer
 
 HostArray = npt.NDArray[np.generic] | npt.NDArray[Any]
 
@@ -31,21 +32,6 @@ class ArrayRead:
     array: ArraySpec
     region: Region
     target: HostArray
-
-
-class Transfer(Protocol):
-    """Reads or writes under way."""
-
-    def wait(self, timeout_s: float) -> None:
-        """Return once all are done.
-
-        Raises:
-            StorageError: one that failed, naming key and file. Those under way have ended then,
-                further ones are not started: no memory of the caller is in use any more.
-            StorageTimeoutError: one that did not end in time. It ends before its next slice, but
-                the system call under way may still read or fill the caller's memory.
-        """
-        ...
 
 
 class ArrayReader(Protocol):

@@ -85,10 +85,6 @@ class Store(Protocol):
         """Make a file, whole and durable, or replace it."""
         ...
 
-    def names(self, prefix: str) -> Iterator[str]:
-        """Every file whose name starts with ``prefix/``, at any depth, in no order."""
-        ...
-
 
 def nbytes_text(nbytes: int) -> str:
     """Such as ``1 byte`` and ``4096 bytes``."""
@@ -156,10 +152,3 @@ class Directory:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 sync_path(path.parent.parent)
             write_file(path, content)
-
-    def names(self, prefix: str) -> Iterator[str]:
-        """See Store."""
-        with file_errors(None, self.path(prefix)):
-            for directory, _, files in os.walk(self.path(prefix)):
-                below = os.path.relpath(directory, self.root)
-                yield from (f"{below}/{name}" for name in files)
