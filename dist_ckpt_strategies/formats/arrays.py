@@ -34,7 +34,6 @@ from dist_ckpt_strategies.formats.chunks import (
 from dist_ckpt_strategies.formats.decoders import decode_chunk
 from dist_ckpt_strategies.formats.manifest import ArrayRecord
 from dist_ckpt_strategies.formats.zarr3 import at_region, bits_of, decode_run
-from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, HostArray
 from dist_ckpt_strategies.storage.direct_io import (
     BUFFER_NBYTES,
     MIN_DIRECT_NBYTES,
@@ -54,7 +53,7 @@ from dist_ckpt_strategies.storage.files import (
     write_file,
 )
 from dist_ckpt_strategies.storage.io_pool import ByteBudget, Job, Transfer
-from dist_ckpt_strategies.storage.store import Directory, Store
+from dist_ckpt_strategies.storage.store import ArrayRead, ArrayWrite, Directory, HostArray, Store
 from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
 
 FindRecord = Callable[[str], ArrayRecord]

@@ -23,9 +23,9 @@ from dist_ckpt_strategies.formats.chunks import (
     runs_at_a_time,
 )
 from dist_ckpt_strategies.formats.zarr3 import chunk_name, decode_run
-from dist_ckpt_strategies.storage.base import ArrayRead
 from dist_ckpt_strategies.storage.bucket import MAX_REQUESTS, Bucket
 from dist_ckpt_strategies.storage.io_pool import ByteBudget, Transfer
+from dist_ckpt_strategies.storage.store import ArrayRead
 from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
 
 REQUEST_NBYTES = 8 << 20

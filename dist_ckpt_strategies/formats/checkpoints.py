@@ -29,12 +29,11 @@ from dist_ckpt_strategies.formats.object_files import (
 )
 from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, array_keys, find_array
 from dist_ckpt_strategies.formats.zarr3_scan import common_check, manifest_files
-from dist_ckpt_strategies.storage.base import ArrayReader
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access
 from dist_ckpt_strategies.storage.files import require_directory
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer, limited, run_with_limit
-from dist_ckpt_strategies.storage.store import Directory, Store
+from dist_ckpt_strategies.storage.store import ArrayReader, Directory, Store
 
 
 @limited

@@ -24,7 +24,6 @@ from dist_ckpt_strategies.formats.zarr3 import (
     encode_run,
     is_in_place,
 )
-from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.direct_io import (
     BLOCK_NBYTES,
     Bytes,
@@ -32,6 +31,7 @@ from dist_ckpt_strategies.storage.direct_io import (
     write_buffered,
 )
 from dist_ckpt_strategies.storage.files import file_errors
+from dist_ckpt_strategies.storage.store import HostArray
 from dist_ckpt_strategies.storage.time_limit import MAX_SLICE_NBYTES
 
 Blocks = Iterable[tuple[Region, HostArray]]

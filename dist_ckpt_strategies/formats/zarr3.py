@@ -24,7 +24,7 @@ import xxhash
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.inner_grid import InnerGrid, Run
 from dist_ckpt_strategies.core.region import Region, Shape
-from dist_ckpt_strategies.storage.base import HostArray
+from dist_ckpt_strategies.storage.store import HostArray
 
 ARRAYS_NAME = "arrays"
 METADATA_NAME = "zarr.json"

@@ -37,7 +37,6 @@ from dist_ckpt_strategies.formats.locations import (
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.types import default_allowed
-from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
@@ -45,6 +44,7 @@ from dist_ckpt_strategies.storage.files import (
     REMOVED_PREFIX,
     file_errors,
 )
+from dist_ckpt_strategies.storage.store import HostArray
 from dist_ckpt_strategies.tools.plan_convert import (
     FileTask,
     Format,

@@ -24,7 +24,7 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.formats.zarr2 import array_keys
-from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
+from dist_ckpt_strategies.storage.store import ArrayRead, ArrayWrite
 from tests.support.boxes import regions_in, shapes
 from tests.support.leaks import threads_left
 from tests.support.samples import (

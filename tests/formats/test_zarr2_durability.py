@@ -21,8 +21,8 @@ from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.formats import arrays as stores
 from dist_ckpt_strategies.formats.zarr2 import find_array
 from dist_ckpt_strategies.storage import file_systems as whole_flush
-from dist_ckpt_strategies.storage.base import ArrayWrite
 from dist_ckpt_strategies.storage.file_systems import FileAccess, file_access
+from dist_ckpt_strategies.storage.store import ArrayWrite
 from tests.support.leaks import open_files_below
 from tests.support.stores import TIMEOUT_S, store_of
 

@@ -21,7 +21,7 @@ from dist_ckpt_strategies.formats.arrays import DirectoryReader, DirectoryWriter
 from dist_ckpt_strategies.formats.manifest import ArrayRecord, array_fields, array_record
 from dist_ckpt_strategies.formats.zarr2_python import register_extension_dtypes
 from dist_ckpt_strategies.formats.zarr3 import chunk_name, directory_name
-from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
+from dist_ckpt_strategies.storage.store import ArrayRead, ArrayWrite
 from tests.support.samples import Values, random_values, same_bytes
 
 OPTIONS = Options()

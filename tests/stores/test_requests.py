@@ -21,8 +21,8 @@ from dist_ckpt_strategies.errors import StorageError, StoreAccessError, StoreUnr
 from dist_ckpt_strategies.formats.bucket_arrays import BucketReader, BucketWriter
 from dist_ckpt_strategies.formats.locations import BucketPlace, located
 from dist_ckpt_strategies.formats.manifest import array_fields, array_record
-from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
 from dist_ckpt_strategies.storage.bucket import Bucket
+from dist_ckpt_strategies.storage.store import ArrayRead, ArrayWrite
 from tests.support.faulty_proxy import DENIED, NONE, Fault, FaultyProxy, Request
 from tests.support.object_stores import ObjectStore
 from tests.support.samples import random_values

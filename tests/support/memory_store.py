@@ -9,8 +9,8 @@ import numpy as np
 
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.errors import StorageError
-from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
 from dist_ckpt_strategies.storage.io_pool import Transfer
+from dist_ckpt_strategies.storage.store import ArrayRead, ArrayWrite
 from tests.support.samples import Values
 
 

@@ -13,7 +13,7 @@ from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.formats.arrays import DirectoryWriter, Format1Reader
 from dist_ckpt_strategies.formats.zarr2 import find_array
-from dist_ckpt_strategies.storage.base import ArrayRead, ArrayReader, ArrayWrite, ArrayWriter
+from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader, ArrayWrite, ArrayWriter
 from tests.support.samples import Values, array_of, whole_of
 
 TIMEOUT_S = 60.0
