@@ -17,7 +17,7 @@ from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.arrays import ArrayWriterBase, DirectoryWriter
 from dist_ckpt_strategies.formats.bucket_arrays import BucketWriter
-from dist_ckpt_strategies.formats.commit import require_room_for_format2
+from dist_ckpt_strategies.formats.commit import require_free_folders
 from dist_ckpt_strategies.formats.locations import Location, open_save_place, require_path
 from dist_ckpt_strategies.formats.manifest import (
     INDEX_NAME,
@@ -132,7 +132,7 @@ class CheckpointWriter:
         if self._is_format1 or isinstance(root, Bucket):
             self.place.begin(keys)
             return
-        require_room_for_format2(root)
+        require_free_folders(root)
         self.place.begin(keys)
         self.store.write(SAVE_NAME, begun_content(self.place.save_id))
 

@@ -391,7 +391,7 @@ def _require_no_other_checkpoint(root: Path, keys: Iterable[str]) -> None:
 
 
 @limited
-def require_room_for_format2(root: Path) -> None:
+def require_free_folders(root: Path) -> None:
     """Raise where a folder of format 2 is there that is not ours.
 
     Raises:

@@ -58,11 +58,6 @@ def array_directory(key: str) -> str:
     return f"{ARRAYS_NAME}/{directory_name(key)}"
 
 
-def metadata_name(key: str) -> str:
-    """The file that describes an array to readers without our code, below the checkpoint."""
-    return f"{array_directory(key)}/{METADATA_NAME}"
-
-
 def chunk_name(array: ArraySpec, index: Shape) -> str:
     """The file of a chunk, below the checkpoint's directory."""
     return f"{array_directory(array.key)}/{'.'.join(['c', *map(str, index)])}"

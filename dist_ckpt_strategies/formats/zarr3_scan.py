@@ -58,10 +58,10 @@ from dist_ckpt_strategies.formats.manifest import (
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.zarr3 import (
     METADATA_NAME,
+    array_directory,
     chunk_name,
     digests_of,
     metadata_content,
-    metadata_name,
 )
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
@@ -332,7 +332,8 @@ def _files_of_array(store: Store, record: ArrayRecord) -> Iterator[FileCheck]:
     array, content = record.array, metadata_content(record.array)
     listed = FileDigest(len(content), digest_of(content))
     expected = "what other readers need to know"
-    yield _whole_file(store, array.key, metadata_name(array.key), listed, expected)
+    name = f"{array_directory(array.key)}/{METADATA_NAME}"
+    yield _whole_file(store, array.key, name, listed, expected)
     grid = InnerGrid.of(array, (0,) * len(array.shape))
     for index, chunk in record.chunks.items():
         nbytes = (chunk.num_digests - 1) * grid.stored_nbytes + grid.index_nbytes
