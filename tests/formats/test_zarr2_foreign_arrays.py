@@ -43,6 +43,14 @@ WAYS: dict[str, dict[str, Any]] = {
     "fill value": {"compressors": None, "fill_value": 7.0},
 }
 
+
+@pytest.fixture(params=list(Engine), ids=lambda engine: f"read-by-{engine.value}")
+def reader(request: pytest.FixtureRequest) -> Engine:
+    """The engine that reads."""
+    found: Engine = request.param
+    return found
+
+
 EVERY_WAY = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
