@@ -29,7 +29,7 @@ _PACKAGE = "dist_ckpt_strategies"
 _MAIN_SEAMS: Final[Mapping[str, str]] = {
     f"{_PACKAGE}.comm.torch_communicator.TorchCommunicator.all_gather": "waiting for ranks",
     f"{_PACKAGE}.comm.torch_communicator.TorchCommunicator.exchange": "sending",
-    f"{_PACKAGE}.storage.io_pool.PooledTransfers.wait": "waiting for storage",
+    f"{_PACKAGE}.storage.io_pool.Transfer.wait": "waiting for storage",
     f"{_PACKAGE}.two_stage.broadcast.copy_into": "copying",
     f"{_PACKAGE}.sharded.save.build_save_plan": "planning",
     f"{_PACKAGE}.two_stage.load.build_group_plan": "planning",

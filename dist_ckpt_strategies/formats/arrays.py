@@ -34,7 +34,6 @@ from dist_ckpt_strategies.formats.chunks import (
 from dist_ckpt_strategies.formats.decoders import decode_chunk
 from dist_ckpt_strategies.formats.manifest import ArrayRecord
 from dist_ckpt_strategies.formats.zarr3 import at_region, bits_of, decode_run
-from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, HostArray, Transfer
 from dist_ckpt_strategies.storage.direct_io import (
     BUFFER_NBYTES,
     MIN_DIRECT_NBYTES,
@@ -45,7 +44,7 @@ from dist_ckpt_strategies.storage.direct_io import (
     read_direct,
     start_direct,
 )
-from dist_ckpt_strategies.storage.file_systems import is_cached, permitted_access, whole_flush
+from dist_ckpt_strategies.storage.file_systems import file_access, is_cached, whole_flush
 from dist_ckpt_strategies.storage.files import (
     create_file,
     directories_above,
@@ -53,8 +52,8 @@ from dist_ckpt_strategies.storage.files import (
     sync_path,
     write_file,
 )
-from dist_ckpt_strategies.storage.io_pool import ByteBudget, Job, run_pooled
-from dist_ckpt_strategies.storage.store import Directory, Store
+from dist_ckpt_strategies.storage.io_pool import ByteBudget, Job, Transfer
+from dist_ckpt_strategies.storage.store import ArrayRead, ArrayWrite, Directory, HostArray, Store
 from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
 
 FindRecord = Callable[[str], ArrayRecord]
@@ -106,7 +105,7 @@ class ArrayWriterBase(ABC):
             name = f"{directory_name(array)}/{layout.METADATA_NAME}"
             create = partial(self._create, array.key, name, layout.metadata_content(array))
             jobs.append(Job(array.key, self._store.path(name), create))
-        return run_pooled(jobs, self._num_metadata_threads)
+        return Transfer(jobs, self._num_metadata_threads)
 
     def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
         """See ArrayWriter."""
@@ -121,7 +120,7 @@ class ArrayWriterBase(ABC):
                 blocks = [(chunk if array.inner_shape is None else held, source)]
                 path = self._store.path(chunk_name(array, index))
                 jobs.append(Job(array.key, path, partial(self._write, array, index, blocks)))
-        return run_pooled(jobs, self._num_write_threads)
+        return Transfer(jobs, self._num_write_threads)
 
     def _write(self, array: ArraySpec, index: Shape, blocks: Blocks) -> None:
         digests = self.write_chunk(array, index, blocks)
@@ -158,7 +157,7 @@ class DirectoryWriter(ArrayWriterBase):
 
     def __init__(self, root: Path, options: Options) -> None:
         self._root = root.absolute()
-        access = permitted_access(self._root, options)
+        access = file_access(self._root, options)
         threads = access.num_metadata_threads, access.num_write_threads
         super().__init__(Directory(self._root), *threads)
         self._is_direct = access.is_direct
@@ -169,11 +168,11 @@ class DirectoryWriter(ArrayWriterBase):
     def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:
         """See ArrayWriter."""
         if self._flush is not None:
-            return run_pooled([Job("", self._root, self._flush.run)], 1)
+            return Transfer([Job("", self._root, self._flush.run)], 1)
         names = {directory_name(array): array.key for array in arrays}
         paths = directories_above(self._root, names)
         jobs = (Job(key, path, partial(sync_path, path)) for path, key in paths.items())
-        return run_pooled(jobs, self._num_write_threads)
+        return Transfer(jobs, self._num_write_threads)
 
     def _create(self, key: str, name: str, content: bytes) -> None:
         del key  # the job's error names it
@@ -223,7 +222,7 @@ class Format1Reader:
     def __init__(self, root: Path, options: Options) -> None:
         self._root = root.absolute()
         self._options = options
-        self._access = permitted_access(self._root, options)
+        self._access = file_access(self._root, options)
         self._buffers = BounceBuffers()
         self._budget = ByteBudget(options.max_inflight_bytes)
 
@@ -237,7 +236,7 @@ class Format1Reader:
                 num_threads = max(num_threads, self._options.io_threads)
                 in_place = self._jobs_by_chunk(read)
             jobs += in_place
-        return run_pooled(jobs, num_threads)
+        return Transfer(jobs, num_threads)
 
     def _jobs_in_place(self, read: ArrayRead) -> Iterator[Job] | None:
         """Reads into the target's own memory; None where that is not possible, or too slow."""
@@ -346,7 +345,7 @@ class Format2Reader(ABC):
 
     def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
         """See ArrayReader."""
-        return run_pooled([job for read in reads for job in self._jobs(read)], self._num_threads)
+        return Transfer([job for read in reads for job in self._jobs(read)], self._num_threads)
 
     def _jobs(self, read: ArrayRead) -> Iterator[Job]:
         array = read.array
@@ -378,7 +377,7 @@ class DirectoryReader(Format2Reader):
     """
 
     def __init__(self, root: Path, options: Options, find: FindRecord | None) -> None:
-        access = permitted_access(root, options)
+        access = file_access(root, options)
         super().__init__(Directory(root), access.num_read_threads, find)
         self._is_direct = access.is_direct
         self._buffers = BounceBuffers()

@@ -23,9 +23,9 @@ from dist_ckpt_strategies.formats.chunks import (
     runs_at_a_time,
 )
 from dist_ckpt_strategies.formats.zarr3 import chunk_name, decode_run
-from dist_ckpt_strategies.storage.base import ArrayRead, Transfer
 from dist_ckpt_strategies.storage.bucket import MAX_REQUESTS, Bucket
-from dist_ckpt_strategies.storage.io_pool import ByteBudget, run_pooled
+from dist_ckpt_strategies.storage.io_pool import ByteBudget, Transfer
+from dist_ckpt_strategies.storage.store import ArrayRead
 from dist_ckpt_strategies.storage.time_limit import raise_if_cancelled
 
 REQUEST_NBYTES = 8 << 20
@@ -52,7 +52,7 @@ class BucketWriter(ArrayWriterBase):
 
     def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:  # noqa: ARG002 - a protocol
         """See ArrayWriter. What the store has acknowledged is durable."""
-        return run_pooled((), 0)
+        return Transfer((), 0)
 
     def _create(self, key: str, name: str, content: bytes) -> None:
         with _key_errors(key):

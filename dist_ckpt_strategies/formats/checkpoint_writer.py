@@ -17,7 +17,7 @@ from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.arrays import ArrayWriterBase, DirectoryWriter
 from dist_ckpt_strategies.formats.bucket_arrays import BucketWriter
-from dist_ckpt_strategies.formats.commit import require_room_for_format2
+from dist_ckpt_strategies.formats.commit import require_free_folders
 from dist_ckpt_strategies.formats.locations import Location, open_save_place, require_path
 from dist_ckpt_strategies.formats.manifest import (
     INDEX_NAME,
@@ -37,7 +37,7 @@ from dist_ckpt_strategies.formats.object_files import is_plain, plain_content, p
 from dist_ckpt_strategies.formats.objects import Allowed, dump_loadable, write_dumped
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, sync_directories
-from dist_ckpt_strategies.storage.io_pool import Job, run_pooled, run_with_limit
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer, run_with_limit
 from dist_ckpt_strategies.storage.store import Directory, Store
 
 Digests = Mapping[tuple[str, Shape], list[int]]
@@ -132,7 +132,7 @@ class CheckpointWriter:
         if self._is_format1 or isinstance(root, Bucket):
             self.place.begin(keys)
             return
-        require_room_for_format2(root)
+        require_free_folders(root)
         self.place.begin(keys)
         self.store.write(SAVE_NAME, begun_content(self.place.save_id))
 
@@ -257,7 +257,7 @@ def _write_object_files(root: Path, objects: Mapping[ObjectId, bytes], timeout_s
         Job(name.key, f"{root}/{name.unique_key}", partial(write_dumped, root, name, content))
         for name, content in objects.items()
     )
-    run_pooled(jobs, _OBJECT_THREADS).wait(timeout_s)
+    Transfer(jobs, _OBJECT_THREADS).wait(timeout_s)
     if objects:
         run_with_limit(
             partial(sync_directories, root, {name.key: name.key for name in objects}), root

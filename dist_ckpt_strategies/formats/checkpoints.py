@@ -27,14 +27,13 @@ from dist_ckpt_strategies.formats.object_files import (
     plain_content,
     read_content,
 )
-from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME, array_keys, find_array
 from dist_ckpt_strategies.formats.zarr3_scan import common_check, manifest_files
-from dist_ckpt_strategies.storage.base import ArrayReader
 from dist_ckpt_strategies.storage.bucket import Bucket
-from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access, permitted_access
+from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access
 from dist_ckpt_strategies.storage.files import require_directory
-from dist_ckpt_strategies.storage.io_pool import Job, limited, run_pooled, run_with_limit
-from dist_ckpt_strategies.storage.store import Directory, Store
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer, limited, run_with_limit
+from dist_ckpt_strategies.storage.store import ArrayReader, Directory, Store
 
 
 @limited
@@ -43,24 +42,63 @@ def has_manifest(root: Path) -> bool:
     return (root / INDEX_NAME).exists()
 
 
-class _Checkpoint(ABC):
-    _options: Options
+class StoredCheckpoint(ABC):
+    """A checkpoint that can be read, whatever its format. Rank-local.
+
+    Attributes:
+        identity: a digest that no other checkpoint has; empty in a format without digests.
+    """
+
+    identity = ""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
 
     @cached_property
     def array_reader(self) -> ArrayReader:
-        """See StoredCheckpoint."""
+        """Reads the arrays that ``find`` gives."""
         return self._reader(self._options)
 
     @property
     def buffered_reader(self) -> ArrayReader:
-        """See StoredCheckpoint."""
+        """The same, without direct I/O: what it reads stays in the page cache for others."""
         return self._reader(self._options.with_changes(direct_io=False))
 
     @abstractmethod
     def _reader(self, options: Options) -> ArrayReader: ...
 
+    @abstractmethod
+    def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
+        """The arrays of these keys, sorted by key.
 
-class Format1Checkpoint(_Checkpoint):
+        Raises:
+            ArrayNotFoundError: one is missing; names similar ones.
+            CorruptCheckpointError: the description of one is damaged.
+        """
+
+    @abstractmethod
+    def keys(self) -> Iterator[str]:
+        """The keys of all arrays."""
+
+    @abstractmethod
+    def object_ids(self) -> Iterator[ObjectId]:
+        """All shards of objects."""
+
+    @abstractmethod
+    def object_path(self, object_id: ObjectId) -> str:
+        """Where one shard of an object is kept, for messages."""
+
+    @abstractmethod
+    def object_content(self, object_id: ObjectId) -> bytes:
+        """What is stored of one shard of an object, for ``load_content``.
+
+        Raises:
+            ArrayNotFoundError: there is no such shard.
+            CorruptCheckpointError: it is damaged.
+        """
+
+
+class Format1Checkpoint(StoredCheckpoint):
     """A checkpoint of format ("zarr", 1); see StoredCheckpoint.
 
     Args:
@@ -68,64 +106,62 @@ class Format1Checkpoint(_Checkpoint):
         options: engine and timeout.
     """
 
-    identity = ""
-
     def __init__(self, root: Path, options: Options) -> None:
-        self._layout, self._options = Zarr2Layout(root), options
+        super().__init__(options)
+        self._root = root
 
     def _reader(self, options: Options) -> ArrayReader:
-        return Format1Reader(self._layout.root, options)
+        return Format1Reader(self._root, options)
 
     def find(self, keys: Iterable[str]) -> dict[str, ArraySpec]:
         """See StoredCheckpoint. One metadata file is read for each; sorted by key."""
-        layout = self._layout
-        paths = {key: layout.metadata_path(key) for key in sorted(keys)}
+        paths = {key: f"{self._root}/{key}/{METADATA_NAME}" for key in sorted(keys)}
         found: dict[str, ArraySpec] = {}
 
         def find(key: str) -> None:
             try:
-                found[key] = layout.find(key)
+                found[key] = find_array(self._root, key)
             except ArrayNotFoundError as error:
                 raise self._not_found(key) from error
 
         jobs = [Job(key, path, partial(find, key)) for key, path in paths.items()]
-        num_threads = file_access(layout.root).num_metadata_threads
+        num_threads = file_access(self._root, self._options).num_metadata_threads
         if num_threads == 1:
             announce = partial(begin_readahead, list(paths.values()))
-            jobs.insert(0, Job("", layout.root, announce))
-        run_pooled(jobs, num_threads).wait(self._options.timeout_s)
+            jobs.insert(0, Job("", self._root, announce))
+        Transfer(jobs, num_threads).wait(self._options.timeout_s)
         return {key: found[key] for key in paths}  # threads finish in any order
 
     def keys(self) -> Iterator[str]:
         """See StoredCheckpoint."""
-        return self._layout.keys()
+        return array_keys(self._root)
 
     def object_ids(self) -> Iterator[ObjectId]:
         """See StoredCheckpoint."""
-        return object_ids(self._layout.root)
+        return object_ids(self._root)
 
     def object_path(self, object_id: ObjectId) -> str:
         """See StoredCheckpoint."""
-        return str(object_path(self._layout.root, object_id))
+        return str(object_path(self._root, object_id))
 
     def object_content(self, object_id: ObjectId) -> bytes:
         """See StoredCheckpoint."""
-        return read_content(self._layout.root, object_id)
+        return read_content(self._root, object_id)
 
     def _not_found(self, key: str) -> ArrayNotFoundError:
-        root = self._layout.root
+        root = self._root
         require_directory(root)
-        keys = list(self._layout.keys())
+        keys = list(array_keys(root))
         of_format2 = f"; it is of format ('zarr', 2), by its {INDEX_NAME}"
         hint = of_format2 if has_manifest(root) else similar_text(key, keys)
         return ArrayNotFoundError(
             f"{key}: no such array among the {len(keys)} in {root}{hint}",
             key=key,
-            path=str(self._layout.directory(key)),
+            path=str(root / key),
         )
 
 
-class Format2Checkpoint(_Checkpoint):
+class Format2Checkpoint(StoredCheckpoint):
     """A checkpoint of format ("zarr", 2); see StoredCheckpoint.
 
     Args:
@@ -140,8 +176,8 @@ class Format2Checkpoint(_Checkpoint):
     """
 
     def __init__(self, root: Location, options: Options) -> None:
+        super().__init__(options)
         self._root = root = content_of(root)
-        self._options = options
         if isinstance(root, Path):
             run_with_limit(partial(require_directory, root), root)
         self.file_store: Store = root if isinstance(root, Bucket) else Directory(root)
@@ -204,11 +240,11 @@ class Format2Checkpoint(_Checkpoint):
         if isinstance(self._root, Bucket):
             num_threads = num_requests(self._options, MAX_OBJECT_NBYTES)
         else:
-            num_threads = permitted_access(self._root, self._options).num_read_threads
+            num_threads = file_access(self._root, self._options).num_read_threads
         manifest, store = self.manifest, self.file_store
         checks = manifest_files(store, manifest.arrays(), manifest.objects(), manifest.index.common)
         jobs = map(self._job, islice(checks, rank, None, num_ranks))
-        run_pooled(jobs, num_threads).wait(self._options.timeout_s)
+        Transfer(jobs, num_threads).wait(self._options.timeout_s)
 
     def _job(self, check: FileCheck) -> Job:
         path = self.file_store.path(check.name)

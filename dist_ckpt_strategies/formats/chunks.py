@@ -24,7 +24,6 @@ from dist_ckpt_strategies.formats.zarr3 import (
     encode_run,
     is_in_place,
 )
-from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.direct_io import (
     BLOCK_NBYTES,
     Bytes,
@@ -32,6 +31,7 @@ from dist_ckpt_strategies.storage.direct_io import (
     write_buffered,
 )
 from dist_ckpt_strategies.storage.files import file_errors
+from dist_ckpt_strategies.storage.store import HostArray
 from dist_ckpt_strategies.storage.time_limit import MAX_SLICE_NBYTES
 
 Blocks = Iterable[tuple[Region, HostArray]]
@@ -222,7 +222,7 @@ def encode_chunk(
     grid = InnerGrid.of(array, index)
     digests: list[int] = []
     for region, elements in blocks:
-        counts = tuple(map(_num_inner, region.shape, grid.inner_shape))
+        counts = tuple(-(-n // i) for n, i in zip(region.shape, grid.inner_shape, strict=True))
         part = replace(grid, region=region, counts=counts)
         for run in part.all(runs_at_a_time(part)):
             memory = None if sink.copies else memory_of(part, run, part.region, elements)
@@ -236,10 +236,6 @@ def encode_chunk(
     entries = np.frombuffer(encode_index(grid), np.uint8)
     sink.write(entries)
     return [*digests, xxhash.xxh3_64_intdigest(entries.data)]
-
-
-def _num_inner(size: int, inner: int) -> int:
-    return -(-size // inner)
 
 
 def _in_order(elements: HostArray, shape: Shape) -> Iterator[HostArray]:

@@ -36,7 +36,7 @@ from dist_ckpt_strategies.errors import (
 from dist_ckpt_strategies.formats.manifest import FOLDER_NAMES, SAVE_NAME
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.object_files import object_ids, object_path
-from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.formats.zarr2 import array_keys, lock_directories
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
     MARKER_NAME,
@@ -172,15 +172,18 @@ def remove_contents(root: Path) -> None:
 
 
 @limited
-def complete_commit(root: Path) -> bool:
+def complete_commit(root: Path | Bucket) -> bool:
     """Carry a commit that was interrupted to its end; returns whether there was one.
 
+    In a bucket nothing is moved, and nothing is to be done.
     Rank-local: one rank calls it, before the others look at the marker. A commit that is under way
     is waited for, and nothing but what belongs to the completed one is removed.
 
     Raises:
         StorageError: another process is still at it, or a file cannot be moved.
     """
+    if not isinstance(root, Path):
+        return False
     with file_errors(None, root):
         if (root / MARKER_NAME).exists():
             return False
@@ -358,7 +361,7 @@ def _require_replaceable(root: Path, keys: Collection[str]) -> None:
     with suppress(CheckpointNotFoundError, IncompleteCheckpointError):
         read_marker(root)
         return
-    found = {*Zarr2Layout(root).keys(), *(object_id.key for object_id in object_ids(root))}
+    found = {*array_keys(root), *(object_id.key for object_id in object_ids(root))}
     others = sorted(found.difference(keys))
     if others:
         shown = ", ".join(others[:_MAX_NAMED]) + (", ..." if len(others) > _MAX_NAMED else "")
@@ -378,7 +381,7 @@ def _require_no_other_checkpoint(root: Path, keys: Iterable[str]) -> None:
         above |= {"/".join(parts[:depth]): key for depth in range(1, len(parts) + 1)}
     for inner, key in above.items():
         # An array may be a link, which goes.
-        if is_elsewhere(root / inner) and inner not in set(Zarr2Layout(root).keys()):
+        if is_elsewhere(root / inner) and inner not in set(array_keys(root)):
             raise CheckpointExistsError(
                 f"{key}: {root / inner} is a link or another checkpoint, of which this key would "
                 "become a part; save elsewhere",
@@ -388,7 +391,7 @@ def _require_no_other_checkpoint(root: Path, keys: Iterable[str]) -> None:
 
 
 @limited
-def require_room_for_format2(root: Path) -> None:
+def require_free_folders(root: Path) -> None:
     """Raise where a folder of format 2 is there that is not ours.
 
     Raises:
@@ -438,10 +441,9 @@ def _names_of_contents(root: Path, *, with_torch_dist: bool) -> list[str]:
     links lead to, and files of any other kind. Files of torch_dist are, where the marker of another
     format would orphan them.
     """
-    layout = Zarr2Layout(root)
     names = [str(object_path(root, found).relative_to(root)) for found in object_ids(root)]
-    for key in sorted(layout.keys(), key=len, reverse=True):
-        names += [key, *layout.lock_directories(key)]
+    for key in sorted(array_keys(root), key=len, reverse=True):
+        names += [key, *lock_directories(root, key)]
     if (root / SAVE_NAME).is_file():
         names += [name for name in FOLDER_NAMES if (root / name).exists()]
     if with_torch_dist:

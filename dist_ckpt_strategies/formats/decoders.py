@@ -23,8 +23,8 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.formats.zarr2 import METADATA_NAME
-from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.files import MAX_JSON_NBYTES, read_file
+from dist_ckpt_strategies.storage.store import HostArray
 
 _BLOSC_NBYTES = slice(12, 16)
 """Where a Blosc header has the size of the whole chunk, which numcodecs does not compare."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import product
@@ -21,12 +21,12 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
+from dist_ckpt_strategies.storage.store import Store, nbytes_text
 
 if TYPE_CHECKING:  # numpy and TensorStore take a while to import
     from dist_ckpt_strategies.core.array import ArraySpec
     from dist_ckpt_strategies.formats.manifest import ManifestIndex
     from dist_ckpt_strategies.storage.bucket import Bucket
-    from dist_ckpt_strategies.storage.store import Store
 
 MAX_LISTED = 1000
 """Missing files of one key that have an issue each; one issue stands for more of them."""
@@ -222,6 +222,15 @@ def unreadable(key: str | None, path: str, why: str) -> Issue:
 def missing_common(path: str = COMMON_NAME) -> Issue:
     """The issue for a checkpoint without its common state."""
     return Issue(Problem.MISSING_FILE, None, path, "the state that all ranks share", NO_FILE)
+
+
+def compared(check: FileCheck, files: Mapping[str, int | None]) -> Iterator[Issue]:
+    """What is wrong with a file by its name and size; ``files`` are those that are there."""
+    if check.name not in files:
+        yield Issue(Problem.MISSING_FILE, check.key, check.name, check.expected, NO_FILE)
+    elif (found := files[check.name]) not in {None, check.nbytes}:  # None: a list of names alone
+        text = nbytes_text(found or 0)
+        yield Issue(Problem.WRONG_SIZE, check.key, check.name, check.expected, text)
 
 
 def missing_files(

@@ -130,12 +130,6 @@ def require_unfinished(location: Location) -> None:
         )
 
 
-def complete_commit(location: Location) -> None:
-    """See ``commit.complete_commit``; in a bucket nothing is moved."""
-    if isinstance(location, Path):
-        commit.complete_commit(location)
-
-
 def content_of(location: Location) -> Location:
     """Where the files of a checkpoint lie: in a bucket below the prefix of its save."""
     return location if isinstance(location, Path) else current_place(location)
@@ -151,7 +145,7 @@ def current_place(bucket: Bucket) -> Bucket:
     place = bucket.place(SAVE_PREFIX + save_id)
     if place.has(INDEX_NAME):
         return place
-    whole = [n for n in bucket.names_starting(SAVE_PREFIX) if n.endswith(f"/{MARKER_NAME}")]
+    whole = [n for n in bucket.names(SAVE_PREFIX) if n.endswith(f"/{MARKER_NAME}")]
     return bucket.place(max(whole).partition("/")[0]) if whole else place
 
 
@@ -168,7 +162,7 @@ def visible_place(bucket: Bucket) -> Bucket:
     """Like ``current_place``; where nothing is committed, what the last save has begun to put."""
     place = current_place(bucket)
     if str(place) == str(bucket) and not (bucket.has(INDEX_NAME) or bucket.has(SAVE_NAME)):
-        begun = {name.partition("/")[0] for name in bucket.names_starting(SAVE_PREFIX)}
+        begun = {name.partition("/")[0] for name in bucket.names(SAVE_PREFIX)}
         if begun:
             return bucket.place(max(begun))
     return place
@@ -245,7 +239,7 @@ def _remove_others(bucket: Bucket, current: Bucket) -> None:
     Who may put and read, and not delete, can save to a new URL.
     """
     kept = str(current.url).removeprefix(f"{bucket.url}/")
-    names = bucket.names_starting(SAVE_PREFIX)
+    names = bucket.names(SAVE_PREFIX)
     _delete_in_order(bucket, [name for name in names if name.partition("/")[0] != kept])
     if str(current) != str(bucket) and bucket.has(SAVE_NAME):
         _delete_in_order(bucket, _names_of_earlier_release(bucket))
@@ -259,7 +253,7 @@ def _delete_in_order(bucket: Bucket, names: Sequence[str]) -> None:
 
 
 def _names_of_earlier_release(bucket: Bucket) -> list[str]:
-    return [COMMON_NAME, *(name for folder in FOLDER_NAMES for name in bucket.names(folder))]
+    return [COMMON_NAME, *(name for folder in FOLDER_NAMES for name in bucket.names(f"{folder}/"))]
 
 
 def require_something(bucket: Bucket) -> None:
@@ -268,7 +262,7 @@ def require_something(bucket: Bucket) -> None:
     Raises:
         CheckpointNotFoundError: there is not.
     """
-    if bucket.is_empty():
+    if not bucket.names():
         what = "there is no checkpoint"
         if not bucket.reports_missing_buckets:
             what += f", or no bucket {bucket.url.bucket!r}: listings do not show it"
@@ -286,6 +280,6 @@ def remove(bucket: Bucket) -> tuple[str, ...]:
     for name in (MARKER_NAME, INDEX_NAME):
         if bucket.has(name):
             bucket.delete([name])
-    names = bucket.names_starting(SAVE_PREFIX)
+    names = bucket.names(SAVE_PREFIX)
     _delete_in_order(bucket, [*names, *_names_of_earlier_release(bucket)])
-    return tuple(sorted({name.partition("/")[0] for name in bucket.names("")}))
+    return tuple(sorted({name.partition("/")[0] for name in bucket.names()}))

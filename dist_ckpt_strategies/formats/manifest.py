@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import xxhash
@@ -270,19 +271,25 @@ def index_content(
         common: content of the common state's file, if there is one.
         layout: see ManifestIndex.
     """
-    versions = {}
-    for name in _PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):  # a package run from its sources
-            versions[name] = importlib.metadata.version(name)
     body = {
         **_HEADER,
         "layout": dict(layout),
-        "versions": versions,
+        "versions": _installed_versions(),
         "common": None if common is None else [len(common), digest_of(common)],
         "parts": [entry._asdict() for entry in sorted(entries, key=lambda entry: entry.first)],
     }
     rest = b'",' + json.dumps(body, indent=1).encode()[1:]
     return _DIGEST_LEAD + digest_of(rest).encode() + rest
+
+
+@cache
+def _installed_versions() -> Mapping[str, str]:
+    """The versions of the packages that take part; looking them up takes milliseconds."""
+    found = {}
+    for name in _PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):  # a package run from its sources
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def parse_index(content: bytes, path: str) -> ManifestIndex:

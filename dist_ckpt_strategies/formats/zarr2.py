@@ -10,7 +10,6 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -130,64 +129,45 @@ def _is_codec(found: Any) -> bool:
     return found is None or (isinstance(found, dict) and isinstance(found.get("id"), str))
 
 
-@dataclass(frozen=True, slots=True)
-class Zarr2Layout:
-    """Finds and removes the arrays of one checkpoint directory.
+def find_array(root: Path, key: str) -> ArraySpec:
+    """The array of that key in a checkpoint directory.
 
-    Attributes:
-        root: the checkpoint directory, absolute.
+    Raises:
+        ArrayNotFoundError: there is none.
+        CorruptCheckpointError: its description cannot be read.
     """
-
-    root: Path
-
-    def directory(self, key: str) -> Path:
-        """Where the array of that key lives."""
-        return self.root / key
-
-    def metadata_path(self, key: str) -> str:
-        """The file that describes the array of that key."""
-        return f"{self.root}/{key}/{METADATA_NAME}"
-
-    def find(self, key: str) -> ArraySpec:
-        """The array of that key.
-
-        Raises:
-            ArrayNotFoundError: there is none.
-            CorruptCheckpointError: its description cannot be read.
-        """
-        path = self.metadata_path(key)
-        with file_errors(key, path, not_found=ArrayNotFoundError):
-            content = read_file(path, MAX_JSON_NBYTES)
-        return parse_metadata(key, path, content)
-
-    def keys(self) -> Iterator[str]:
-        """Keys of all arrays, at any depth, sorted within a directory.
-
-        An array may be a link; other links, and checkpoints further down, are not looked into.
-        """
-        yield from _array_keys(self.root, "")
-
-    def lock_directories(self, key: str) -> Iterator[str]:
-        """The directory beside an array that Megatron-Core <= 0.15 kept locks in, if there is."""
-        if _is_lock_directory(str(self.directory(key + _LOCKS_SUFFIX))):
-            yield key + _LOCKS_SUFFIX
-
-    def remove(self, key: str) -> None:
-        """Remove an array; it is gone at once, its files follow. Of a link only the link goes."""
-        directory = self.directory(key)
-        doomed = directory.with_name(REMOVED_PREFIX + uuid.uuid4().hex)
-        with file_errors(key, directory, not_found=ArrayNotFoundError):
-            directory.rename(doomed)
-            if doomed.is_symlink():
-                doomed.unlink()
-            else:
-                shutil.rmtree(doomed)
-            for locks in self.lock_directories(key):
-                shutil.rmtree(self.directory(locks))
-            remove_empty(directory.parent, self.root)
+    path = f"{root}/{key}/{METADATA_NAME}"
+    with file_errors(key, path, not_found=ArrayNotFoundError):
+        content = read_file(path, MAX_JSON_NBYTES)
+    return parse_metadata(key, path, content)
 
 
-def _array_keys(directory: Path, prefix: str) -> Iterator[str]:
+def remove_array(root: Path, key: str) -> None:
+    """Remove an array; it is gone at once, its files follow. Of a link only the link goes."""
+    directory = root / key
+    doomed = directory.with_name(REMOVED_PREFIX + uuid.uuid4().hex)
+    with file_errors(key, directory, not_found=ArrayNotFoundError):
+        directory.rename(doomed)
+        if doomed.is_symlink():
+            doomed.unlink()
+        else:
+            shutil.rmtree(doomed)
+        for locks in lock_directories(root, key):
+            shutil.rmtree(root / locks)
+        remove_empty(directory.parent, root)
+
+
+def lock_directories(root: Path, key: str) -> Iterator[str]:
+    """The directory beside an array that Megatron-Core <= 0.15 kept locks in, if there is."""
+    if _is_lock_directory(f"{root}/{key}{_LOCKS_SUFFIX}"):
+        yield key + _LOCKS_SUFFIX
+
+
+def array_keys(directory: Path, prefix: str = "") -> Iterator[str]:
+    """Keys of all arrays below a checkpoint directory, at any depth, sorted within a directory.
+
+    An array may be a link; other links, and checkpoints further down, are not looked into.
+    """
     with file_errors(prefix, directory):
         entries = sorted(os.scandir(directory), key=lambda entry: entry.name)
     for entry in entries:
@@ -199,7 +179,7 @@ def _array_keys(directory: Path, prefix: str) -> Iterator[str]:
         if os.path.exists(os.path.join(entry.path, METADATA_NAME)):  # noqa: PTH110, PTH118 - 10,000 times
             yield key
         if not is_elsewhere(entry):
-            yield from _array_keys(Path(entry.path), key + "/")
+            yield from array_keys(Path(entry.path), key + "/")
 
 
 def _is_lock_directory(path: str) -> bool:

@@ -24,7 +24,7 @@ import xxhash
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.inner_grid import InnerGrid, Run
 from dist_ckpt_strategies.core.region import Region, Shape
-from dist_ckpt_strategies.storage.base import HostArray
+from dist_ckpt_strategies.storage.store import HostArray
 
 ARRAYS_NAME = "arrays"
 METADATA_NAME = "zarr.json"
@@ -56,11 +56,6 @@ def directory_name(key: str) -> str:
 def array_directory(key: str) -> str:
     """The directory of an array, below the checkpoint's."""
     return f"{ARRAYS_NAME}/{directory_name(key)}"
-
-
-def metadata_name(key: str) -> str:
-    """The file that describes an array to readers without our code, below the checkpoint."""
-    return f"{array_directory(key)}/{METADATA_NAME}"
 
 
 def chunk_name(array: ArraySpec, index: Shape) -> str:

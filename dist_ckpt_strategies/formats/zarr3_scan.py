@@ -34,6 +34,7 @@ from dist_ckpt_strategies.formats.issues import (
     StaleFile,
     StaleKind,
     check_marker,
+    compared,
     marker_or_issue,
     missing_common,
     require_no_inner,
@@ -57,10 +58,10 @@ from dist_ckpt_strategies.formats.manifest import (
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.zarr3 import (
     METADATA_NAME,
+    array_directory,
     chunk_name,
     digests_of,
     metadata_content,
-    metadata_name,
 )
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
@@ -77,6 +78,7 @@ from dist_ckpt_strategies.storage.store import (
     Directory,
     Store,
     WrongSizeError,
+    block_sizes,
     nbytes_text,
 )
 
@@ -113,10 +115,12 @@ def scan_format2(place: Path | Bucket) -> Scan | None:
     chunks: dict[str, list[int]] = defaultdict(list)
     for check in checks():
         listed.add(check.name)
-        of_files += _compared(check, files)
-        nbytes = files.get(check.name)
-        if check.key is not None and nbytes is not None and not check.name.endswith(METADATA_NAME):
-            chunks[check.key].append(nbytes)
+        of_files += compared(check, files)
+        if check.name in files:
+            nbytes = files[check.name]
+            nbytes = files[check.name] = check.nbytes if nbytes is None else nbytes
+            if check.key is not None and not check.name.endswith(METADATA_NAME):
+                chunks[check.key].append(nbytes)
     if common is None and COMMON_NAME not in files:
         of_files.append(missing_common())
     if index is not None and not issues:
@@ -144,19 +148,6 @@ def scan_format2(place: Path | Bucket) -> Scan | None:
         index=index,
         others=others,
     )
-
-
-def _compared(file: FileCheck, files: dict[str, int | None]) -> Iterator[Issue]:
-    """What is wrong with a file that the manifest lists, by its name and size."""
-    if file.name not in files:
-        yield Issue(Problem.MISSING_FILE, file.key, file.name, file.expected, NO_FILE)
-        return
-    found = files[file.name]
-    if found is None:  # an object store lists names alone
-        files[file.name] = file.nbytes
-    elif found != file.nbytes:
-        text = nbytes_text(found)
-        yield Issue(Problem.WRONG_SIZE, file.key, file.name, file.expected, text)
 
 
 def _unexpected(
@@ -220,7 +211,7 @@ def _files_of_bucket(bucket: Bucket) -> _There | None:
         visible_place,
     )
 
-    names = list(bucket.names(""))
+    names = bucket.names()
     if not names:
         require_something(bucket)
     place = visible_place(bucket)
@@ -341,7 +332,8 @@ def _files_of_array(store: Store, record: ArrayRecord) -> Iterator[FileCheck]:
     array, content = record.array, metadata_content(record.array)
     listed = FileDigest(len(content), digest_of(content))
     expected = "what other readers need to know"
-    yield _whole_file(store, array.key, metadata_name(array.key), listed, expected)
+    name = f"{array_directory(array.key)}/{METADATA_NAME}"
+    yield _whole_file(store, array.key, name, listed, expected)
     grid = InnerGrid.of(array, (0,) * len(array.shape))
     for index, chunk in record.chunks.items():
         nbytes = (chunk.num_digests - 1) * grid.stored_nbytes + grid.index_nbytes
@@ -393,7 +385,7 @@ def check_chunk(store: Store, array: ArraySpec, index: Shape, record: ChunkRecor
     grid, name = InnerGrid.of(array, index), chunk_name(array, index)
     where = _where(index, record)
     step = max(1, store.block_nbytes // grid.stored_nbytes) * grid.stored_nbytes
-    sizes = [min(step, grid.data_nbytes - start) for start in range(0, grid.data_nbytes, step)]
+    sizes = block_sizes(grid.data_nbytes, step)
     digests: list[int] = []
     try:
         blocks = store.read_blocks(name, [*sizes[:-1], sizes[-1] + grid.index_nbytes])

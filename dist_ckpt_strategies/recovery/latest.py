@@ -27,7 +27,8 @@ from dist_ckpt_strategies.errors import (
     StorageTimeoutError,
     text_of,
 )
-from dist_ckpt_strategies.formats.locations import Location, complete_commit, located, read_marker
+from dist_ckpt_strategies.formats.commit import complete_commit
+from dist_ckpt_strategies.formats.locations import Location, located, read_marker
 from dist_ckpt_strategies.formats.scan import scan
 from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.storage.bucket import Bucket

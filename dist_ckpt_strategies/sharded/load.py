@@ -26,6 +26,7 @@ from dist_ckpt_strategies.errors import (
     ShapeMismatchError,
     StorageError,
 )
+from dist_ckpt_strategies.formats.checkpoints import StoredCheckpoint
 from dist_ckpt_strategies.formats.objects import Allowed, load_content
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
@@ -43,8 +44,7 @@ from dist_ckpt_strategies.sharded.checks import (
 )
 from dist_ckpt_strategies.sharded.plan_load import ReadItem, build_load_plan
 from dist_ckpt_strategies.sharded.transfer import run_reads
-from dist_ckpt_strategies.storage.base import StoredCheckpoint
-from dist_ckpt_strategies.storage.io_pool import Job, run_pooled
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer
 from dist_ckpt_strategies.storage.time_limit import restart_limit
 
 logger = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class ShardedLoad:
             loaded[id(wanted)] = load_content(content, path, name.unique_key, allow)
 
         jobs = (Job(found.key, found.unique_key, partial(read, found)) for found in self._objects)
-        run_pooled(jobs, 1).wait(self._options.timeout_s)
+        Transfer(jobs, 1).wait(self._options.timeout_s)
 
 
 def load_sharded(comm: Communicator, open_load: Callable[[], ShardedLoad]) -> StateDict:

@@ -28,8 +28,8 @@ from dist_ckpt_strategies.device import (
 )
 from dist_ckpt_strategies.sharded.plan_save import SavePlan, ShardSlice, WriteItem
 from dist_ckpt_strategies.sharded.writer_process import StagedWrite
-from dist_ckpt_strategies.storage.base import ArrayRead, ArrayReader, ArrayWrite, ArrayWriter
 from dist_ckpt_strategies.storage.io_pool import InFlight
+from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader, ArrayWrite, ArrayWriter
 
 Tensors = Mapping[ShardId, torch.Tensor]
 """This rank's main replicas, each shaped like its region. Left untouched."""

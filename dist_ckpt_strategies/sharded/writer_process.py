@@ -27,8 +27,8 @@ from dist_ckpt_strategies.config import environment
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import CheckpointError, StorageError
-from dist_ckpt_strategies.storage.base import ArrayWrite, ArrayWriter
 from dist_ckpt_strategies.storage.io_pool import InFlight
+from dist_ckpt_strategies.storage.store import ArrayWrite, ArrayWriter
 from dist_ckpt_strategies.storage.time_limit import WORK, time_limit
 
 logger = logging.getLogger(__name__)

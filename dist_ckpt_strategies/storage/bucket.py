@@ -233,17 +233,13 @@ class Bucket:
             self.require_bucket()
         return bool(found.state != "missing")
 
-    def names(self, prefix: str) -> Iterator[str]:
-        """See Store."""
-        return iter(self._listed(f"{prefix}/" if prefix else ""))
-
-    def names_starting(self, start: str) -> Iterator[str]:
+    def names(self, start: str = "") -> Sequence[str]:
         """Every object whose name starts with ``start``, in no order."""
-        return iter(self._listed(start))
-
-    def is_empty(self) -> bool:
-        """Whether nothing lies below the URL."""
-        return not self._listed("")
+        end = f"{start[:-1]}{chr(ord(start[-1]) + 1)}" if start else ""
+        keys = ts.KvStore.KeyRange(start, end)
+        place = self.path("" if start == _NOTHING else start).rstrip("/")
+        found = self._result(self._store.list(range=keys), Operation.LIST, place)
+        return [key.decode() for key in found]
 
     def delete(self, names: Iterable[str]) -> None:
         """Delete objects; those that are not there are passed over."""
@@ -262,14 +258,7 @@ class Bucket:
             BucketNotFoundError: it is not there; only where ``reports_missing_buckets``.
             StoreAccessError, StoreUnreachableError: the store does not answer.
         """
-        self._listed(_NOTHING)
-
-    def _listed(self, start: str) -> Sequence[str]:
-        end = f"{start[:-1]}{chr(ord(start[-1]) + 1)}" if start else ""
-        keys = ts.KvStore.KeyRange(start, end)
-        place = self.path("" if start == _NOTHING else start).rstrip("/")
-        found = self._result(self._store.list(range=keys), Operation.LIST, place)
-        return [key.decode() for key in found]
+        self.names(_NOTHING)
 
     def _result(self, future: Any, operation: Operation, path: str) -> Any:
         """What a request gives, within the time that is set."""

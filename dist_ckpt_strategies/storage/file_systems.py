@@ -74,16 +74,14 @@ _BY_TYPE = {
 
 
 @limited
-def file_access(directory: Path) -> FileAccess:
-    """What suits the file system of a directory, or of the nearest one above that exists."""
+def file_access(directory: Path, options: Options) -> FileAccess:
+    """What suits the file system of a directory, or of the nearest one above that exists.
+
+    As far as the options permit it.
+    """
     while not directory.exists():
         directory = directory.parent
-    return _BY_TYPE.get(file_system_type(directory) or "", _OTHER)
-
-
-def permitted_access(directory: Path, options: Options) -> FileAccess:
-    """What suits the file system of a directory, as far as the options permit it."""
-    access = file_access(directory)
+    access = _BY_TYPE.get(file_system_type(directory) or "", _OTHER)
     return replace(
         access,
         is_direct=access.is_direct and options.direct_io,
@@ -257,25 +255,19 @@ class WholeFlush:
 
 @limited
 def whole_flush(directory: Path) -> WholeFlush | None:
-    """The flush of the directory's file system; None where files are better flushed one by one."""
-    syncfs = _syncfs_call()
-    if syncfs is None or _waiting_nbytes() > _MAX_WAITING_NBYTES:
-        return None
-    return WholeFlush(directory, syncfs)
+    """The flush of the directory's file system; None where files are better flushed one by one.
 
-
-def _syncfs_call() -> Callable[[int], int] | None:
-    """The C library's syncfs, if there is one and the kernel's reports errors."""
+    That is where the C library has no syncfs or the kernel's reports no errors, and where much of
+    others waits to be written, or the kernel does not say how much.
+    """
     version = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
     if platform.system() != "Linux" or version < _FIRST_TO_REPORT:
         return None
-    library: Any = ctypes.CDLL(None, use_errno=True)
-    return getattr(library, "syncfs", None)
-
-
-def _waiting_nbytes() -> float:
-    """Bytes that wait to be written to disks; infinite where the kernel does not say."""
     found = _numbers(_MEMORY_INFO)
     if "Dirty:" not in found:
-        return float("inf")
-    return 1024 * (found["Dirty:"] + found.get("Writeback:", 0))
+        return None
+    if 1024 * (found["Dirty:"] + found.get("Writeback:", 0)) > _MAX_WAITING_NBYTES:
+        return None
+    library: Any = ctypes.CDLL(None, use_errno=True)
+    syncfs = getattr(library, "syncfs", None)
+    return None if syncfs is None else WholeFlush(directory, syncfs)

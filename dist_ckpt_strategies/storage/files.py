@@ -284,12 +284,24 @@ class Folder:
 
 def read_folder(root: Path, key: str) -> Folder:
     """One directory; empty where it is gone."""
+    files: dict[str, int] = {}
+    folders: list[str] = []
+    links: list[str] = []
+    others: list[str] = []
     try:
-        return _read(key, os.path.join(root, key))  # noqa: PTH118 - 10,000 times
+        with os.scandir(os.path.join(root, key)) as entries:  # noqa: PTH118 - 10,000 times
+            for entry in entries:
+                if is_directory(entry):
+                    (links if entry.is_symlink() else folders).append(entry.name)
+                elif (nbytes := _file_nbytes(entry)) is None:
+                    others.append(entry.name)
+                else:
+                    files[entry.name] = nbytes
     except FileNotFoundError:
         return Folder(key, {})
     except OSError as error:
         return Folder(key, {}, failure=reason(error))
+    return Folder(key, files, tuple(sorted(folders)), tuple(sorted(links)), tuple(sorted(others)))
 
 
 def folders_below(root: Path, keys: Iterable[str]) -> Iterator[Folder]:
@@ -304,22 +316,6 @@ def folders_below(root: Path, keys: Iterable[str]) -> Iterator[Folder]:
 def reason(error: OSError) -> str:
     """What the operating system says, without the path."""
     return error.strerror or type(error).__name__
-
-
-def _read(key: str, path: str) -> Folder:
-    files: dict[str, int] = {}
-    folders: list[str] = []
-    links: list[str] = []
-    others: list[str] = []
-    with os.scandir(path) as entries:
-        for entry in entries:
-            if is_directory(entry):
-                (links if entry.is_symlink() else folders).append(entry.name)
-            elif (nbytes := _file_nbytes(entry)) is None:
-                others.append(entry.name)
-            else:
-                files[entry.name] = nbytes
-    return Folder(key, files, tuple(sorted(folders)), tuple(sorted(links)), tuple(sorted(others)))
 
 
 def _file_nbytes(entry: os.DirEntry[str]) -> int | None:

@@ -22,7 +22,6 @@ from dist_ckpt_strategies.errors import (
     StorageError,
     StorageTimeoutError,
 )
-from dist_ckpt_strategies.storage.base import Transfer
 from dist_ckpt_strategies.storage.files import storage_error
 from dist_ckpt_strategies.storage.time_limit import (
     CancelFlag,
@@ -44,15 +43,15 @@ class Job:
     run: Callable[[], None]
 
 
-class PooledTransfers:
-    """A Transfer whose jobs are taken from one queue by a few threads of its own.
+class Transfer:
+    """Reads or writes under way: jobs that a few threads of its own take from one queue.
 
     A job costs little more than its system calls: one future for each thread, none for each job.
 
     Args:
-        jobs: what to do, in this order; after a failure no further one is started.
-        num_threads: how many threads to start. Where the system starts no more of them, those that
-            run do all the work; without any the transfer has failed.
+        jobs: what is begun at once, in this order; after a failure no further one is started.
+        num_threads: how many threads to start at most. Where the system starts no more of them,
+            those that run do all the work; without any the transfer has failed.
     """
 
     def __init__(self, jobs: Iterable[Job], num_threads: int) -> None:
@@ -70,7 +69,14 @@ class PooledTransfers:
                 break
 
     def wait(self, timeout_s: float) -> None:
-        """See Transfer."""
+        """Return once all are done.
+
+        Raises:
+            StorageError: one that failed, naming key and file. Those under way have ended then,
+                further ones are not started: no memory of the caller is in use any more.
+            StorageTimeoutError: one that did not end in time. It ends before its next slice, but
+                the system call under way may still read or fill the caller's memory.
+        """
         deadline, limit_s = deadline_of(timeout_s)
         failures: list[CheckpointError] = []
         for worker in self._workers:
@@ -139,11 +145,6 @@ class InFlight(AbstractContextManager["InFlight"]):
         except CheckpointError:
             if error is None:  # else the first failure is the one to report
                 raise
-
-
-def run_pooled(jobs: Iterable[Job], num_threads: int) -> Transfer:
-    """Start the jobs, in their order, on at most ``num_threads`` threads; see PooledTransfers."""
-    return PooledTransfers(jobs, num_threads)
 
 
 _LONGEST_WAIT_S = 1e9

@@ -1,14 +1,21 @@
-"""The small files of a checkpoint, under names below its root: in a directory or a bucket."""
+"""What the package asks of a place that holds checkpoints: a directory, or a bucket.
+
+Arrays are read and written by region; small files have names below the checkpoint's root.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
+from dist_ckpt_strategies.core.array import ArraySpec
+from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import CorruptCheckpointError
 from dist_ckpt_strategies.storage.direct_io import pread_into
 from dist_ckpt_strategies.storage.files import (
@@ -18,7 +25,59 @@ from dist_ckpt_strategies.storage.files import (
     sync_path,
     write_file,
 )
-from dist_ckpt_strategies.storage.io_pool import limited
+from dist_ckpt_strategies.storage.io_pool import Transfer, limited
+
+HostArray = npt.NDArray[np.generic] | npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayWrite:
+    """Elements of ``region`` to store; ``source`` has its shape and stays untouched until done."""
+
+    array: ArraySpec
+    region: Region
+    source: HostArray
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayRead:
+    """Elements of ``region`` to read into ``target``, which has its shape and may be strided."""
+
+    array: ArraySpec
+    region: Region
+    target: HostArray
+
+
+class ArrayReader(Protocol):
+    """Moves regions of named arrays to memory."""
+
+    def begin_reads(self, reads: Sequence[ArrayRead]) -> Transfer:
+        """Issue all reads at once. A missing chunk is an error, never zeros."""
+        ...
+
+
+class ArrayWriter(Protocol):
+    """Moves regions of named arrays from memory to storage."""
+
+    def begin_creates(self, arrays: Sequence[ArraySpec]) -> Transfer:
+        """Write the metadata of new arrays."""
+        ...
+
+    def begin_syncs(self, arrays: Sequence[ArraySpec]) -> Transfer:
+        """Make durable all that this store has written, and the metadata of these arrays.
+
+        The names of their files too, those that other ranks wrote included: call it when every
+        rank has written.
+        """
+        ...
+
+    def begin_writes(self, writes: Sequence[ArrayWrite]) -> Transfer:
+        """Issue all writes at once. Each covers whole chunks, no chunk is written twice.
+
+        They need not wait for the array's creation.
+        """
+        ...
+
 
 _BLOCK_NBYTES = 2 << 20
 """Read at a time from a file system, so that it stays in the processor's cache."""
@@ -85,14 +144,15 @@ class Store(Protocol):
         """Make a file, whole and durable, or replace it."""
         ...
 
-    def names(self, prefix: str) -> Iterator[str]:
-        """Every file whose name starts with ``prefix/``, at any depth, in no order."""
-        ...
-
 
 def nbytes_text(nbytes: int) -> str:
     """Such as ``1 byte`` and ``4096 bytes``."""
     return f"{nbytes} byte{'' if nbytes == 1 else 's'}"
+
+
+def block_sizes(nbytes: int, block_nbytes: int) -> list[int]:
+    """The sizes of blocks that make up so many bytes, for ``read_blocks``; at least one."""
+    return [min(block_nbytes, nbytes - at) for at in range(0, max(nbytes, 1), block_nbytes)]
 
 
 class Directory:
@@ -151,10 +211,3 @@ class Directory:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 sync_path(path.parent.parent)
             write_file(path, content)
-
-    def names(self, prefix: str) -> Iterator[str]:
-        """See Store."""
-        with file_errors(None, self.path(prefix)):
-            for directory, _, files in os.walk(self.path(prefix)):
-                below = os.path.relpath(directory, self.root)
-                yield from (f"{below}/{name}" for name in files)

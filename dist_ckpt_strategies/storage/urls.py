@@ -70,7 +70,6 @@ class StoreUrl:
 
 _LOST_A_SLASH = re.compile(rf"({'|'.join(SCHEMES)}|file):/(?!/)")
 _LACKS_SLASHES = re.compile(rf"({'|'.join(SCHEMES)}|file):(?!//)")
-_FILE = "file://"
 
 
 def parsed_address(address: str | Path, *, what: str = "checkpoint_dir") -> Path | StoreUrl:
@@ -93,8 +92,11 @@ def parsed_address(address: str | Path, *, what: str = "checkpoint_dir") -> Path
         raise StrategyError(
             f"{text}: a URL begins with {scheme[0]}//; a directory of that name is ./{text}"
         )
-    if text.startswith(_FILE):
-        return _path_of(text)
+    if text.startswith("file://"):
+        host, slash, path = text.removeprefix("file://").partition("/")
+        if host not in {"", "localhost"} or not slash:
+            raise StrategyError(f"{text}: expected file:///path")
+        return Path("/", unquote(path))
     if "://" in text:
         return StoreUrl.parse(text)
     return Path(text).absolute()
@@ -106,10 +108,3 @@ def _text(address: object, what: str) -> str:
     if not isinstance(text, str) or "\0" in text:
         raise StrategyError(f"{what}: expected a str or a Path without NUL, found {address!r}")
     return text
-
-
-def _path_of(url: str) -> Path:
-    host, slash, path = url.removeprefix(_FILE).partition("/")
-    if host not in {"", "localhost"} or not slash:
-        raise StrategyError(f"{url}: expected file:///path")
-    return Path("/", unquote(path))

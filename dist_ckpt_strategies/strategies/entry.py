@@ -22,10 +22,9 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.commit import DirectoryPlace
+from dist_ckpt_strategies.formats.commit import DirectoryPlace, complete_commit
 from dist_ckpt_strategies.formats.locations import (
     Location,
-    complete_commit,
     content_of,
     located,
     read_marker,

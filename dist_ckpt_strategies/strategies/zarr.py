@@ -25,12 +25,13 @@ from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.checkpoints import (
     Format1Checkpoint,
     Format2Checkpoint,
+    StoredCheckpoint,
     has_manifest,
 )
 from dist_ckpt_strategies.formats.locations import Location, located, require_path
 from dist_ckpt_strategies.formats.object_files import object_ids, remove_object
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.formats.zarr2 import array_keys, remove_array
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
 from dist_ckpt_strategies.megatron.types import (
@@ -41,7 +42,6 @@ from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
 from dist_ckpt_strategies.sharded.async_save import SaveCache, begin_in_background
 from dist_ckpt_strategies.sharded.load import ShardedLoad, destination, load_sharded
 from dist_ckpt_strategies.sharded.save import ShardedSave, begun_save
-from dist_ckpt_strategies.storage.base import StoredCheckpoint
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import require_directory
 from dist_ckpt_strategies.storage.io_pool import run_with_limit
@@ -382,10 +382,9 @@ class ZarrLoadShardedStrategy(Configured, LoadShardedStrategy):  # type: ignore[
             )
         root = Path(checkpoint_dir).absolute()
         require_directory(root)
-        layout = Zarr2Layout(root)
-        keys = [key for key in layout.keys() if key.startswith(key_prefix)]
+        keys = [key for key in array_keys(root) if key.startswith(key_prefix)]
         for key in sorted(keys, key=len, reverse=True):
-            layout.remove(key)
+            remove_array(root, key)
         for name in [name for name in object_ids(root) if name.key.startswith(key_prefix)]:
             remove_object(root, name)
 
@@ -436,10 +435,10 @@ def load_zarr_based_sharded_metadata(
         checkpoint_dir: the checkpoint.
         get_shape_dtype_fn: gives shape, in elements, and numpy dtype of the array at a path.
     """
-    layout = Zarr2Layout(Path(checkpoint_dir).absolute())
+    root = Path(checkpoint_dir).absolute()
     found = {}
-    for key in layout.keys():
-        shape, dtype = get_shape_dtype_fn(str(layout.directory(key)))
+    for key in array_keys(root):
+        shape, dtype = get_shape_dtype_fn(str(root / key))
         chunk = tuple(max(1, extent) for extent in shape)
         array = ArraySpec(key, tuple(shape), DType.from_numpy(dtype, key=key), chunk)
         found[key] = metadata_tensor(array)

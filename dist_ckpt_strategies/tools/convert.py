@@ -23,11 +23,11 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
+from dist_ckpt_strategies.formats.commit import complete_commit
 from dist_ckpt_strategies.formats.issues import Watch
 from dist_ckpt_strategies.formats.locations import (
     SAVE_PREFIX,
     Location,
-    complete_commit,
     is_finished,
     located,
     open_save_place,
@@ -36,7 +36,6 @@ from dist_ckpt_strategies.formats.locations import (
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.types import default_allowed
-from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import (
     COMMON_NAME,
@@ -44,6 +43,7 @@ from dist_ckpt_strategies.storage.files import (
     REMOVED_PREFIX,
     file_errors,
 )
+from dist_ckpt_strategies.storage.store import HostArray
 from dist_ckpt_strategies.tools.plan_convert import (
     FileTask,
     Format,

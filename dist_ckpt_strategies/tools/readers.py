@@ -25,9 +25,9 @@ from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, Format2C
 from dist_ckpt_strategies.formats.locations import Location, read_marker
 from dist_ckpt_strategies.formats.object_files import archive_damage, plain_value
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object
-from dist_ckpt_strategies.storage.base import ArrayRead, HostArray
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file
+from dist_ckpt_strategies.storage.store import ArrayRead, HostArray
 from dist_ckpt_strategies.tools.plan_convert import Format, SourceArray
 
 

@@ -47,9 +47,9 @@ from dist_ckpt_strategies.formats.objects import (
     load_pickle,
 )
 from dist_ckpt_strategies.formats.zarr3 import at_region
-from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.direct_io import write_buffered
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, new_file, read_file
+from dist_ckpt_strategies.storage.store import HostArray
 from dist_ckpt_strategies.tools.plan_convert import FileTask, Format, SourceArray
 from dist_ckpt_strategies.tools.readers import CheckpointReader
 from dist_ckpt_strategies.tools.writers import (

@@ -21,10 +21,9 @@ from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.object_files import plain_value
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object
 from dist_ckpt_strategies.sharded.plan_manifest import build_manifest_plan
-from dist_ckpt_strategies.storage.base import HostArray
 from dist_ckpt_strategies.storage.direct_io import pwrite_all
 from dist_ckpt_strategies.storage.files import file_errors, sync_path
-from dist_ckpt_strategies.storage.store import Directory
+from dist_ckpt_strategies.storage.store import Directory, HostArray
 from dist_ckpt_strategies.tools.plan_convert import (
     SAFETENSORS_DTYPES,
     ConvertPlan,

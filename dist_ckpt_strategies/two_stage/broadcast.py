@@ -29,7 +29,8 @@ from dist_ckpt_strategies.device import (
 )
 from dist_ckpt_strategies.errors import CheckpointError
 from dist_ckpt_strategies.sharded.transfer import run_reads
-from dist_ckpt_strategies.storage.base import ArrayRead, ArrayReader, Transfer
+from dist_ckpt_strategies.storage.io_pool import Transfer
+from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader
 from dist_ckpt_strategies.two_stage.plan import Batch, GroupPlan, Slice
 
 _ROUNDS_AHEAD = 2

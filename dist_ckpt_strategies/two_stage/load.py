@@ -26,6 +26,7 @@ from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.core.report import BroadcastReport
 from dist_ckpt_strategies.device import to_host
 from dist_ckpt_strategies.errors import PlanError, StrategyError
+from dist_ckpt_strategies.formats.checkpoints import StoredCheckpoint
 from dist_ckpt_strategies.formats.locations import Location, located, require_path
 from dist_ckpt_strategies.formats.object_files import object_path
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object, load_content
@@ -41,15 +42,9 @@ from dist_ckpt_strategies.megatron.shards import (
 from dist_ckpt_strategies.megatron.types import ShardedTensor
 from dist_ckpt_strategies.sharded.load import conversions, destination
 from dist_ckpt_strategies.sharded.plan_load import build_load_plan
-from dist_ckpt_strategies.storage.base import (
-    ArrayRead,
-    ArrayReader,
-    HostArray,
-    StoredCheckpoint,
-    Transfer,
-)
 from dist_ckpt_strategies.storage.file_systems import PageCache, available_nbytes, page_cache_of
-from dist_ckpt_strategies.storage.io_pool import run_pooled
+from dist_ckpt_strategies.storage.io_pool import Transfer
+from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader, HostArray
 from dist_ckpt_strategies.storage.time_limit import restart_limit
 from dist_ckpt_strategies.two_stage.broadcast import Target, run_group_plan
 from dist_ckpt_strategies.two_stage.plan import GroupPlan, build_group_plan, encode_regions
@@ -355,7 +350,7 @@ class _MemoryReader:
             source = self._arrays[read.array.key]
             if source.ctypes.data != read.target.ctypes.data:
                 np.copyto(read.target, source)
-        return run_pooled((), 0)
+        return Transfer((), 0)
 
 
 def _in_array_dims(result: torch.Tensor, tensor: Any) -> torch.Tensor:

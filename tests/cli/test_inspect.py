@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from dist_ckpt_strategies.cli.app import app
@@ -183,6 +186,22 @@ def test_damage_is_listed_below_its_key(checkpoint: Path) -> None:
         "expected": "16 bytes",
         "found": "no file",
     }
+
+
+def test_a_chunk_that_cannot_be_read_is_named_and_the_status_says_so(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken_open(path: Any, *args: Any, **options: Any) -> int:
+        if str(path).endswith(f"{WEIGHT}/0.1"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return real_open(path, *args, **options)
+
+    real_open = os.open
+    monkeypatch.setattr(os, "open", broken_open)
+    result = run("verify", checkpoint)
+
+    assert result.exit_code == 3
+    assert f"{WEIGHT}/0.1: Input/output error" in result.stdout
 
 
 def test_a_long_list_is_cut_short_for_people_only(checkpoint: Path) -> None:

@@ -18,13 +18,11 @@ from dist_ckpt_strategies.core.array import DType, ObjectId
 from dist_ckpt_strategies.errors import (
     CheckpointExistsError,
     IncompleteCheckpointError,
-    StorageError,
 )
 from dist_ckpt_strategies.formats.commit import read_marker
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.sharded.async_save import SaveCache
 from tests.support.checkpoints import write_marker
-from tests.support.disks import read_only
 from tests.support.formats import save_format1
 from tests.support.objects import write_object
 from tests.support.samples import random_values
@@ -218,12 +216,3 @@ def test_what_killed_saves_left_is_removed(tmp_path: Path) -> None:
     save_over(tmp_path, "x")
 
     assert set(contents(tmp_path)) == {"common.pt"} | files_of("x")
-
-
-def test_a_read_only_checkpoint_keeps_its_marker_and_its_files(small_disk: Path) -> None:
-    make_checkpoint(small_disk)
-    before = contents(small_disk)
-    with read_only(small_disk), pytest.raises(StorageError, match="read-only"):
-        save_over(small_disk, "x")
-
-    assert contents(small_disk) == before

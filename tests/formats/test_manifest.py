@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dist_ckpt_strategies.errors import CorruptCheckpointError, StorageError
+from dist_ckpt_strategies.errors import CorruptCheckpointError
 from dist_ckpt_strategies.formats.manifest import INDEX_NAME, Manifest, digest_of
 from dist_ckpt_strategies.formats.scan import scan, verify
 from dist_ckpt_strategies.storage.store import Directory
@@ -114,22 +112,6 @@ def test_an_index_without_a_digest_is_said_to_be_that(content: bytes, tmp_path: 
         CorruptCheckpointError, match=r"index\.json is damaged: its \d+ bytes do not"
     ):
         read_all(root)
-
-
-def test_a_pipe_in_the_place_of_objects_is_refused_without_waiting(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    found: list[BaseException] = []
-
-    def read() -> None:
-        try:
-            Directory(tmp_path).read("pipe", 0, 10)
-        except StorageError as error:
-            found.append(error)
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
-    reader.join(30)
-    assert [str(tmp_path / "pipe") in str(error) for error in found] == [True]
 
 
 def test_more_bytes_are_read_than_one_call_of_the_system_gives(tmp_path: Path) -> None:

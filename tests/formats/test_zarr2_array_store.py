@@ -19,18 +19,15 @@ from dist_ckpt_strategies.config import Engine
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import (
-    CheckpointError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
     StorageError,
 )
-from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
-from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
+from dist_ckpt_strategies.formats.zarr2 import array_keys
+from dist_ckpt_strategies.storage.store import ArrayRead, ArrayWrite
 from tests.support.boxes import regions_in, shapes
-from tests.support.disks import fill_disk, read_only
 from tests.support.leaks import threads_left
 from tests.support.samples import (
-    Values,
     array_of,
     random_values,
     same_bytes,
@@ -60,14 +57,6 @@ def new_root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.value)
-def test_every_type_comes_back_with_every_bit(dtype: DType, tmp_path: Path) -> None:
-    values = random_values((7, 5), dtype)
-    write_array(tmp_path, ENGINE, values, chunk=(3, 5))
-
-    assert same_bytes(read_array(tmp_path, ENGINE), values)
-
-
-@pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.value)
 def test_a_strided_target_receives_every_bit_and_nothing_beside_it_changes(
     dtype: DType, tmp_path: Path
 ) -> None:
@@ -79,6 +68,7 @@ def test_a_strided_target_receives_every_bit_and_nothing_beside_it_changes(
     read_into(tmp_path, ENGINE, array, whole_of(array), frame[1::2, 1::2])
 
     assert same_bytes(frame, expected)
+    assert same_bytes(read_array(tmp_path, ENGINE), values)
 
 
 @FEWER
@@ -116,14 +106,6 @@ def test_an_array_without_elements_is_its_metadata_alone(shape: Shape, tmp_path:
 
     assert same_bytes(read_array(tmp_path, ENGINE), values)
     assert [path.name for path in (tmp_path / "w").iterdir()] == [".zarray"]
-
-
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16, DType.FLOAT8_E4M3FN, DType.BOOL])
-def test_zeros_are_really_stored(dtype: DType, tmp_path: Path) -> None:
-    array = write_array(tmp_path, ENGINE, np.zeros((5, 4), dtype.numpy), chunk=(2, 4))
-
-    sizes = [path.stat().st_size for path in chunk_files(tmp_path, array)]
-    assert sizes == [array.chunk_nbytes] * 3
 
 
 def test_an_edge_chunk_has_the_bytes_of_a_whole_chunk(tmp_path: Path) -> None:
@@ -164,22 +146,7 @@ def test_odd_keys_are_stored_under_their_own_name(key: str, tmp_path: Path) -> N
 
     assert same_bytes(read_array(tmp_path, ENGINE, key), values)
     assert (tmp_path / key / ".zarray").is_file()
-    assert list(Zarr2Layout(tmp_path).keys()) == [key]
-
-
-def test_thousands_of_arrays_are_transferred_at_once(tmp_path: Path) -> None:
-    num = 3000
-    store = store_of(tmp_path, ENGINE)
-    values = [np.full((2, 2), number, np.int32) for number in range(num)]
-    arrays = [array_of(v, (1, 2), f"layer.{n}.w") for n, v in enumerate(values)]
-    writes = [ArrayWrite(a, whole_of(a), v) for a, v in zip(arrays, values, strict=True)]
-    store.begin_creates(arrays).wait(TIMEOUT_S)
-    store.begin_writes(writes).wait(TIMEOUT_S)
-    targets = [np.zeros((2, 2), np.int32) for _ in range(num)]
-    reads = [ArrayRead(a, whole_of(a), t) for a, t in zip(arrays, targets, strict=True)]
-    store.begin_reads(reads).wait(TIMEOUT_S)
-
-    assert all(np.array_equal(v, t) for v, t in zip(values, targets, strict=True))
+    assert list(array_keys(tmp_path)) == [key]
 
 
 BLOCK = 4096
@@ -264,44 +231,6 @@ def four_chunks(root: Path, engine: Engine) -> ArraySpec:
     return write_array(root, ENGINE, values, chunk=(2, 4), key="layer.w")
 
 
-TARGETS = pytest.mark.parametrize(
-    "target",
-    [np.zeros((8, 4), np.float32), np.zeros((8, 8), np.float32)[:, ::2]],
-    ids=["dense", "strided"],
-)
-
-
-@TARGETS
-def test_a_missing_chunk_is_an_error_that_names_key_and_file(
-    target: Values, tmp_path: Path
-) -> None:
-    array = four_chunks(tmp_path, ENGINE)
-    lost = chunk_files(tmp_path, array)[2]
-    lost.unlink()
-
-    with pytest.raises(IncompleteCheckpointError) as caught:
-        read_into(tmp_path, ENGINE, array, whole_of(array), target)
-    assert str(caught.value).startswith("layer.w: ")
-    assert str(lost) in str(caught.value)
-    assert (caught.value.key, caught.value.path) == ("layer.w", str(lost))
-
-
-@TARGETS
-@pytest.mark.parametrize("size", [0, 1, 31, 33, 64, 4096])
-def test_a_chunk_of_the_wrong_size_is_an_error_that_names_key_and_file(
-    size: int, target: Values, tmp_path: Path
-) -> None:
-    array = four_chunks(tmp_path, ENGINE)
-    bad = chunk_files(tmp_path, array)[1]
-    bad.write_bytes((bad.read_bytes() * 200)[:size])
-
-    with pytest.raises(CorruptCheckpointError) as caught:
-        read_into(tmp_path, ENGINE, array, whole_of(array), target)
-    assert str(caught.value).startswith("layer.w: ")
-    assert str(bad) in str(caught.value)
-    assert (caught.value.key, caught.value.path) == ("layer.w", str(bad))
-
-
 def test_a_pipe_in_the_place_of_a_chunk_is_an_error_and_not_waited_for(tmp_path: Path) -> None:
     bad = chunk_files(tmp_path, four_chunks(tmp_path, ENGINE))[1]
     bad.unlink()
@@ -338,83 +267,6 @@ def test_no_read_touches_its_target_once_the_failure_of_one_is_reported(tmp_path
 
 
 # Disks that do not take what is written
-
-
-def failing_write(root: Path, num: int = 1, chunk_rows: int = 16) -> CheckpointError:
-    values = random_values((64, 512), DType.FLOAT32)
-    arrays = [array_of(values, (chunk_rows, 512), f"layer.{n}") for n in range(num)]
-    store = store_of(root, ENGINE)
-    with pytest.raises(StorageError) as caught:
-        store.begin_writes([ArrayWrite(a, whole_of(a), values) for a in arrays]).wait(TIMEOUT_S)
-    return caught.value
-
-
-@pytest.mark.parametrize("chunk_rows", [16, 65], ids=["whole chunks", "padded chunk"])
-def test_a_full_disk_is_an_error_that_names_key_file_and_remedy(
-    chunk_rows: int, small_disk: Path
-) -> None:
-    fill_disk(small_disk, leaving_nbytes=100_000)
-    error = failing_write(small_disk, chunk_rows=chunk_rows)
-
-    assert error.key == "layer.0"
-    assert str(error).startswith("layer.0: ")
-    assert str(small_disk / "layer.0") in str(error)
-    assert error.path is not None
-    assert error.path.startswith(str(small_disk / "layer.0"))
-    assert "no space left; free some" in str(error)
-
-
-def test_a_disk_that_fills_up_under_many_writes_leaves_none_of_them_running(
-    small_disk: Path,
-) -> None:
-    fill_disk(small_disk, leaving_nbytes=100_000)
-    error = failing_write(small_disk, num=8)
-    size_then = sum(path.stat().st_size for path in small_disk.rglob("*") if path.is_file())
-
-    assert "no space left" in str(error)
-    size_now = sum(path.stat().st_size for path in small_disk.rglob("*") if path.is_file())
-    assert size_then == size_now
-
-
-@pytest.mark.parametrize("chunk_rows", [16, 65], ids=["whole chunks", "padded chunk"])
-def test_a_read_only_disk_is_an_error_that_names_key_file_and_reason(
-    chunk_rows: int, small_disk: Path
-) -> None:
-    with read_only(small_disk):
-        error = failing_write(small_disk, chunk_rows=chunk_rows)
-
-    assert error.key == "layer.0"
-    assert str(small_disk / "layer.0") in str(error)
-    assert "read-only" in str(error).lower()
-
-
-@pytest.mark.parametrize("state", ["full", "read-only"])
-def test_metadata_that_cannot_be_written_is_an_error_that_names_key_and_file(
-    state: str, small_disk: Path
-) -> None:
-    array = array_of(np.zeros((4,), np.float32), key="layer.w")
-    store = store_of(small_disk, ENGINE)
-    if state == "full":
-        (small_disk / "layer.w").mkdir()
-        fill_disk(small_disk)
-        with pytest.raises(StorageError) as caught:
-            store.begin_creates([array]).wait(TIMEOUT_S)
-        assert "no space left; free some" in str(caught.value)
-    else:
-        with read_only(small_disk), pytest.raises(StorageError) as caught:
-            store.begin_creates([array]).wait(TIMEOUT_S)
-        assert "read-only" in str(caught.value).lower()
-
-    assert caught.value.key == "layer.w"
-    assert str(small_disk / "layer.w") in str(caught.value)
-
-
-def test_a_file_in_the_place_of_a_directory_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "layer.0").write_text("in the way")
-    error = failing_write(tmp_path)
-
-    assert error.key == "layer.0"
-    assert (tmp_path / "layer.0").read_text() == "in the way"
 
 
 @pytest.mark.parametrize("chunk", [4, 5], ids=["whole chunk", "padded chunk"])

@@ -19,10 +19,10 @@ from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import StorageError
 from dist_ckpt_strategies.formats import arrays as stores
-from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
+from dist_ckpt_strategies.formats.zarr2 import find_array
 from dist_ckpt_strategies.storage import file_systems as whole_flush
-from dist_ckpt_strategies.storage.base import ArrayWrite
-from dist_ckpt_strategies.storage.file_systems import FileAccess, permitted_access
+from dist_ckpt_strategies.storage.file_systems import FileAccess, file_access
+from dist_ckpt_strategies.storage.store import ArrayWrite
 from tests.support.leaks import open_files_below
 from tests.support.stores import TIMEOUT_S, store_of
 
@@ -111,9 +111,9 @@ def flush_whole(
     """Have every file system flushed whole, by what ``opened`` gives."""
 
     def access(root: Path, options: Options) -> FileAccess:
-        return replace(permitted_access(root, options), is_flushed_whole=True)
+        return replace(file_access(root, options), is_flushed_whole=True)
 
-    monkeypatch.setattr(stores, "permitted_access", access)
+    monkeypatch.setattr(stores, "file_access", access)
     monkeypatch.setattr(stores, "whole_flush", opened)
 
 
@@ -176,4 +176,4 @@ def test_metadata_that_is_not_whole_is_replaced(before: bytes, tmp_path: Path) -
     (tmp_path / "w" / ".zarray").write_bytes(before)
     store_of(tmp_path).begin_creates(ARRAYS[:1]).wait(TIMEOUT_S)
 
-    assert Zarr2Layout(tmp_path).find("w") == ARRAYS[0]
+    assert find_array(tmp_path, "w") == ARRAYS[0]

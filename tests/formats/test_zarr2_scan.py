@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import zarr
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
+from dist_ckpt_strategies.core.array import ObjectId
 from dist_ckpt_strategies.errors import CheckpointNotFoundError
 from dist_ckpt_strategies.formats.issues import (
     Issue,
@@ -22,13 +22,11 @@ from dist_ckpt_strategies.formats.issues import (
     StaleKind,
     Watch,
 )
-from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.scan import scan, verify
 from tests.support.checkpoints import (
     ARRAYS,
     EMPTY,
     NESTED,
-    OBJECTS,
     RNG,
     SCALAR,
     WEIGHT,
@@ -75,28 +73,6 @@ def link_to_itself(path: Path) -> None:
 
 def summary(issues: tuple[Issue, ...]) -> list[tuple[Problem, str | None, str]]:
     return [(issue.problem, issue.key, issue.path) for issue in issues]
-
-
-def test_a_scan_says_what_a_checkpoint_holds(written: Path) -> None:
-    found = scan(written)
-
-    arrays = {stored.array.key: stored for stored in found.arrays}
-    assert list(arrays) == ARRAYS
-    assert arrays[WEIGHT].array == ArraySpec(WEIGHT, (4, 6), DType.FLOAT32, (2, 2))
-    assert (arrays[WEIGHT].num_chunks, arrays[WEIGHT].file_nbytes) == (6, 96)
-    assert (arrays[NESTED].num_chunks, arrays[NESTED].file_nbytes) == (3, 12)
-    assert (arrays[SCALAR].num_chunks, arrays[SCALAR].file_nbytes) == (1, 8)
-    assert (arrays[EMPTY].num_chunks, arrays[EMPTY].array.num_chunks) == (0, 0)
-    objects = {stored.key: stored for stored in found.objects}
-    assert list(objects) == OBJECTS
-    assert (objects[RNG].shape, objects[RNG].num_shards) == ((2, 2), 4)
-    assert objects[RNG].file_nbytes == sum(f.stat().st_size for f in (written / RNG).iterdir())
-    assert found.marker == CheckpointMarker("zarr")
-    assert found.common_nbytes == (written / "common.pt").stat().st_size
-    files = [path for path in written.rglob("*") if path.is_file()]
-    assert found.num_files == len(files)
-    assert found.nbytes == sum(path.stat().st_size for path in files)
-    assert (found.stale_files, found.issues, found.is_unfinished) == ((), (), False)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -348,7 +324,8 @@ def test_progress_ends_at_all_of_it(written: Path) -> None:
 
     num_folders = 1 + sum(path.is_dir() for path in written.rglob("*"))
     assert seen[num_folders - 1] == (num_folders, num_folders)
-    assert seen[-1][0] == seen[-1][1] == sum(f.stat().st_size for f in written.rglob("*.pt"))
+    read = [*written.rglob("*.pt"), *(path for path in written.rglob("[0-9]*") if path.is_file())]
+    assert seen[-1][0] == seen[-1][1] == sum(path.stat().st_size for path in read)
 
 
 def test_a_scan_needs_neither_torch_nor_tensorstore() -> None:

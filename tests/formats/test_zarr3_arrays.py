@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +17,11 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.chunk_grids import cut_chunk
 from dist_ckpt_strategies.core.region import Region
-from dist_ckpt_strategies.errors import CorruptCheckpointError
 from dist_ckpt_strategies.formats.arrays import DirectoryReader, DirectoryWriter
 from dist_ckpt_strategies.formats.manifest import ArrayRecord, array_fields, array_record
 from dist_ckpt_strategies.formats.zarr2_python import register_extension_dtypes
 from dist_ckpt_strategies.formats.zarr3 import chunk_name, directory_name
-from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite
+from dist_ckpt_strategies.storage.store import ArrayRead, ArrayWrite
 from tests.support.samples import Values, random_values, same_bytes
 
 OPTIONS = Options()
@@ -140,49 +138,6 @@ def drop_from_cache(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
     os.close(handle)
-
-
-def damaged(tmp_path: Path) -> tuple[ArrayRecord, Values, Path]:
-    """An array of six inner chunks in one file, which the tests damage."""
-    array = ArraySpec("w", (6, 8), DType.INT16, (6, 8), inner_shape=(2, 4))
-    values = random_values(array.shape, array.dtype)
-    record = write(tmp_path, array, values)
-    return record, values, tmp_path / chunk_name(array, (0, 0))
-
-
-def test_a_flipped_byte_is_named_with_its_chunk_file_writer_and_digests(tmp_path: Path) -> None:
-    record, _, path = damaged(tmp_path)
-    content = bytearray(path.read_bytes())
-    content[16 * 3 + 5] ^= 0x10
-    path.write_bytes(content)
-
-    with pytest.raises(CorruptCheckpointError) as found:
-        read(
-            tmp_path,
-            record,
-            Region((0, 0), (6, 8)),
-            np.zeros((6, 8), np.int16),
-        )
-
-    expected = f"{record.chunks[0, 0].digest(3):016x}"
-    for word in ("w: ", "inner chunk 3", str(path), "rank 3", "expected", expected):
-        assert word in str(found.value)
-
-
-@pytest.mark.parametrize("change", [lambda c: c[:-1], lambda c: c + b"\0", lambda _: b""])
-def test_a_file_of_another_size_is_refused(
-    change: Callable[[bytes], bytes], tmp_path: Path
-) -> None:
-    record, _, path = damaged(tmp_path)
-    path.write_bytes(change(path.read_bytes()))
-
-    with pytest.raises(CorruptCheckpointError, match=r"bytes, expected 196"):
-        read(
-            tmp_path,
-            record,
-            Region((0, 0), (1, 1)),
-            np.zeros((1, 1), np.int16),
-        )
 
 
 @given(st.text(max_size=40), st.text(max_size=40))

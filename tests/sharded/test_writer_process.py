@@ -28,7 +28,8 @@ from dist_ckpt_strategies.sharded.writer_process import (
     WriterProcess,
     digests_from,
 )
-from dist_ckpt_strategies.storage.base import ArrayWriter, Transfer
+from dist_ckpt_strategies.storage.io_pool import Transfer
+from dist_ckpt_strategies.storage.store import ArrayWriter
 
 pytestmark = pytest.mark.multiprocess
 

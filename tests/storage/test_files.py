@@ -15,7 +15,6 @@ from dist_ckpt_strategies.errors import (
     StorageError,
 )
 from dist_ckpt_strategies.storage.files import (
-    file_errors,
     read_file,
     storage_error,
     write_file,
@@ -51,13 +50,6 @@ def test_a_directory_in_the_files_place_stays_and_nothing_is_left(tmp_path: Path
     with pytest.raises(IsADirectoryError):
         write_file(tmp_path / "file", b"x")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
-def test_a_file_is_read_whole_or_as_far_as_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"content")
-
-    assert read_file(tmp_path / "f") == b"content"
-    assert read_file(str(tmp_path / "f"), 3) == b"con"
 
 
 @pytest.mark.parametrize(
@@ -107,11 +99,3 @@ def test_what_is_missing_means_what_the_caller_says() -> None:
     found = storage_error("w", "/a", cause, not_found=ArrayNotFoundError)
     assert isinstance(found, ArrayNotFoundError)
     assert str(found) == "w: /a does not exist"
-
-
-def test_the_block_translates_system_errors_and_keeps_the_cause() -> None:
-    cause = OSError(errno.ENOSPC, "x")
-
-    with pytest.raises(StorageError, match=r"^w: /a: no space") as caught, file_errors("w", "/a"):
-        raise cause
-    assert caught.value.__cause__ is cause

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.storage import file_systems as page_cache
 from dist_ckpt_strategies.storage.file_systems import begin_readahead, file_access, is_cached
-from tests.support.disks import tiny_tmpfs
+from tests.support.disks import tiny_ext4, tiny_tmpfs
 
 SIZE = 3 << 20
 WAIT_S = 30.0
@@ -19,7 +20,7 @@ WAIT_S = 30.0
 @pytest.fixture
 def paths(tmp_path: Path) -> list[str]:
     """Four files that are flushed, and that the page cache has been told to forget."""
-    if not file_access(tmp_path).is_direct:
+    if not file_access(tmp_path, Options()).is_direct:
         pytest.skip("needs ext4 or xfs: other file systems may not forget")
     found = [tmp_path / str(number) for number in range(4)]
     for path in found:
@@ -69,6 +70,15 @@ def test_announced_files_come_without_being_read(paths: list[str]) -> None:
     while not all(map(cached, paths)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert all(map(cached, paths))
+
+
+def test_files_go_past_the_page_cache_of_a_local_disk_alone(tmp_path: Path) -> None:
+    with tiny_ext4(tmp_path / "ext4") as directory:
+        assert file_access(directory, Options()).is_direct
+        assert file_access(directory / "not" / "yet" / "there", Options()).is_direct
+        assert not file_access(directory, Options(direct_io=False)).is_direct
+    with tiny_tmpfs(tmp_path / "tmpfs") as directory:
+        assert not file_access(directory, Options()).is_direct
 
 
 def test_a_file_in_memory_counts_as_cached(tmp_path: Path, way: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from dist_ckpt_strategies.errors import StorageError
-from dist_ckpt_strategies.storage.io_pool import Job, run_pooled
+from dist_ckpt_strategies.storage.io_pool import Job, Transfer
 
 LIMIT_S = 60.0
 
@@ -34,24 +34,11 @@ def failing(error: Exception) -> Callable[[], None]:
     return run
 
 
-def test_every_job_is_done_once() -> None:
-    done: list[int] = []
-    jobs = [appending(done, number) for number in range(100)]
-    run_pooled(jobs, 3).wait(LIMIT_S)
-
-    assert sorted(done) == list(range(100))
-
-
-def test_as_many_jobs_run_at_once_as_there_are_threads() -> None:
-    together = threading.Barrier(4, timeout=LIMIT_S)
-    run_pooled([job(str(n), together.wait) for n in range(4)], 4).wait(LIMIT_S)
-
-
 def test_a_failed_job_is_raised_translated_with_its_cause() -> None:
     cause = ValueError("broken")
 
     with pytest.raises(StorageError, match=r"^w: /ckpt/w: broken$") as caught:
-        run_pooled([job("w", failing(cause))], 2).wait(LIMIT_S)
+        Transfer([job("w", failing(cause))], 2).wait(LIMIT_S)
     assert caught.value.__cause__ is cause
     assert (caught.value.key, caught.value.path) == ("w", "/ckpt/w")
 
@@ -73,7 +60,7 @@ def test_after_a_failure_no_further_job_is_started_and_those_under_way_have_ende
     jobs = [job("slow", slow), job("fails", fails)]
     jobs += [job("later", lambda: started.append("later")) for _ in range(50)]
     with pytest.raises(StorageError, match="broken"):
-        run_pooled(jobs, 2).wait(LIMIT_S)
+        Transfer(jobs, 2).wait(LIMIT_S)
 
     assert ended == ["slow"]
     time.sleep(0.05)
@@ -92,7 +79,7 @@ def test_jobs_that_do_not_end_are_an_error_after_the_timeout_and_no_more_are_sta
     with pytest.raises(
         StorageError, match=r"hangs: .*: storage did not .* within 0\.2 s"
     ) as caught:
-        run_pooled(jobs, 1).wait(0.2)
+        Transfer(jobs, 1).wait(0.2)
     assert caught.value.key == "hangs"
     assert caught.value.path == str(jobs[0].path)
     release.set()
@@ -107,10 +94,10 @@ def test_storage_that_never_answers_does_not_keep_a_process_from_ending() -> Non
         "import time\n"
         "from pathlib import Path\n"
         "from dist_ckpt_strategies.errors import StorageError\n"
-        "from dist_ckpt_strategies.storage.io_pool import Job, run_pooled\n"
+        "from dist_ckpt_strategies.storage.io_pool import Job, Transfer\n"
         "hangs = Job('w', Path('w/0'), lambda: time.sleep(300))\n"
         "try:\n"
-        "    run_pooled([hangs], 1).wait(0.1)\n"
+        "    Transfer([hangs], 1).wait(0.1)\n"
         "except StorageError as error:\n"
         "    print(error)\n"
     )
@@ -136,7 +123,7 @@ def test_work_goes_on_with_the_threads_that_there_are(
         real(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    transfer = run_pooled([appending(done, number) for number in range(20)], 4)
+    transfer = Transfer([appending(done, number) for number in range(20)], 4)
 
     if first_that_fails == 1:
         with pytest.raises(StorageError, match="no thread to read or write with"):

@@ -122,22 +122,3 @@ def test_a_full_verification_finds_bytes_behind_the_last_object(
             CorruptCheckpointError, match=f"{place}/.*{pack}.*expected [0-9]+ bytes of objects"
         ):
             dist_ckpt_strategies.load(state_of(0, cuts(), no_data), place, full)
-
-
-@pytest.mark.parametrize("store", ["moto"], indirect=True)
-def test_two_objects_that_have_changed_places_are_named(
-    environment: ObjectStore, bucket: str
-) -> None:
-    url = f"s3://{bucket}/run"
-    save(url)
-    one, other = (f"{environment.place(bucket)}/arrays/{key}/c.0.0" for key in "vw")
-    contents = environment.read(bucket, one), environment.read(bucket, other)
-    assert len(contents[0]) == len(contents[1])
-    environment.put(bucket, one, contents[1])
-    environment.put(bucket, other, contents[0])
-
-    with pytest.raises(StorageError, match=r"chunk \(0, 0\), written by rank 0.*digest") as caught:
-        dist_ckpt_strategies.load(state_of(0, cuts(), no_data), url)
-
-    assert "/arrays/" in str(caught.value.path)
-    assert caught.value.key in {"v", "w"}

@@ -154,19 +154,6 @@ def test_what_is_missing_or_no_checkpoint_is_told_apart(
 
 
 @BOTH_COMMANDS
-@pytest.mark.parametrize("store", ["radosgw"], indirect=True)
-def test_wrong_credentials_are_said_to_be_that(
-    environment: ObjectStore, bucket: str, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-
-    result = run(command, f"s3://{bucket}/run")
-
-    assert result.exit_code == 3
-    assert "credentials" in result.stderr
-
-
-@BOTH_COMMANDS
 def test_a_server_that_is_not_there_is_given_up_in_time(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,14 +187,3 @@ def test_a_server_that_fails_while_it_is_read_is_no_damage(
     assert result.exit_code == 3
     assert "within 4 s" in result.stderr
     assert result.stdout == ""
-
-
-@BOTH_COMMANDS
-def test_a_file_url_is_a_directory(tmp_path_factory: pytest.TempPathFactory, command: str) -> None:
-    root = tmp_path_factory.mktemp("with space")
-    write(str(root / "run"))
-
-    result = run(command, f"file://{root}/run".replace(" ", "%20"))
-
-    assert result.exit_code == 0
-    assert f"{root}/run" in result.stdout

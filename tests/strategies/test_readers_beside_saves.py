@@ -20,7 +20,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing import ShardedTensor
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.formats.locations import complete_commit
+from dist_ckpt_strategies.formats.commit import complete_commit
 from dist_ckpt_strategies.local import BasicTensorAwareStateDict, LocalCheckpointManager
 from dist_ckpt_strategies.recovery import load_latest
 from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy

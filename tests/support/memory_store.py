@@ -9,12 +9,13 @@ import numpy as np
 
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.errors import StorageError
-from dist_ckpt_strategies.storage.base import ArrayRead, ArrayWrite, Transfer
+from dist_ckpt_strategies.storage.io_pool import Transfer
+from dist_ckpt_strategies.storage.store import ArrayRead, ArrayWrite
 from tests.support.samples import Values
 
 
 @dataclass
-class Operation:
+class Operation(Transfer):
     """A transfer that happens when it is waited for, as late as a store may do it."""
 
     act: Callable[[], None]

@@ -12,8 +12,8 @@ from dist_ckpt_strategies.config import Engine, Options
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.formats.arrays import DirectoryWriter, Format1Reader
-from dist_ckpt_strategies.formats.zarr2 import Zarr2Layout
-from dist_ckpt_strategies.storage.base import ArrayRead, ArrayReader, ArrayWrite, ArrayWriter
+from dist_ckpt_strategies.formats.zarr2 import find_array
+from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader, ArrayWrite, ArrayWriter
 from tests.support.samples import Values, array_of, whole_of
 
 TIMEOUT_S = 60.0
@@ -63,7 +63,7 @@ def write_array(
 
 def read_array(root: Path, engine: Engine, key: str = "w", region: Region | None = None) -> Values:
     """What the array of that key holds, by its own metadata."""
-    array = Zarr2Layout(root).find(key)
+    array = find_array(root, key)
     box = whole_of(array) if region is None else region
     target = np.empty(box.shape, array.dtype.numpy)
     target.reshape(-1).view(np.uint8)[...] = 0xA5
