@@ -23,6 +23,11 @@ class DType(Enum):
     """An element type that a checkpoint can hold.
 
     The value is torch's name for it without the ``torch.`` in front.
+
+    Attributes:
+        numpy: the numpy dtype of the same bytes; bfloat16 and float8 come from ml_dtypes.
+        itemsize: bytes of one element.
+        is_extension: whether numpy alone does not know it.
     """
 
     BOOL = "bool"
@@ -46,20 +51,14 @@ class DType(Enum):
     FLOAT8_E5M2FNUZ = "float8_e5m2fnuz"
     FLOAT8_E8M0FNU = "float8_e8m0fnu"
 
-    @property
-    def numpy(self) -> np.dtype[np.generic]:
-        """The numpy dtype of the same bytes; bfloat16 and float8 come from ml_dtypes."""
-        return _NUMPY[self]
+    numpy: np.dtype[np.generic]
+    itemsize: int
+    is_extension: bool
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return _ITEMSIZE[self]
-
-    @property
-    def is_extension(self) -> bool:
-        """Whether numpy alone does not know it."""
-        return hasattr(ml_dtypes, self.value)
+    def __init__(self, name: str) -> None:
+        self.is_extension = hasattr(ml_dtypes, name)
+        self.numpy = np.dtype(getattr(ml_dtypes, name, name))
+        self.itemsize = self.numpy.itemsize
 
     @classmethod
     def named(cls, name: str, *, key: str) -> DType:
@@ -82,12 +81,6 @@ class DType(Enum):
             PlanError: no checkpoint format here holds it.
         """
         return cls.named(np.dtype(dtype).name, key=key)
-
-
-_NUMPY: dict[DType, np.dtype[np.generic]] = {
-    member: np.dtype(getattr(ml_dtypes, member.value, None) or member.value) for member in DType
-}
-_ITEMSIZE = {member: dtype.itemsize for member, dtype in _NUMPY.items()}
 
 
 Wire = list[Any]

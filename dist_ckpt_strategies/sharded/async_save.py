@@ -24,7 +24,7 @@ from dist_ckpt_strategies.sharded.async_request import (
     start_on_all,
     yield_to_training,
 )
-from dist_ckpt_strategies.sharded.plan_save import WriteItem
+from dist_ckpt_strategies.sharded.plan import WriteItem
 from dist_ckpt_strategies.sharded.save import Planned, ShardedSave
 from dist_ckpt_strategies.sharded.transfer import stage_plan
 from dist_ckpt_strategies.sharded.writer_process import (

@@ -31,7 +31,7 @@ from dist_ckpt_strategies.megatron.shards import (
     value_from_message,
 )
 from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor, StrictHandling
-from dist_ckpt_strategies.sharded.plan_save import build_save_plan
+from dist_ckpt_strategies.sharded.plan import build_save_plan
 
 
 class _Validated:

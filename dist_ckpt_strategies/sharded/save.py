@@ -55,8 +55,12 @@ from dist_ckpt_strategies.sharded.checks import (
     require_one_strategy,
     require_valid,
 )
-from dist_ckpt_strategies.sharded.plan_manifest import ManifestPlan, build_manifest_plan
-from dist_ckpt_strategies.sharded.plan_save import SavePlan, build_save_plan
+from dist_ckpt_strategies.sharded.plan import (
+    ManifestPlan,
+    SavePlan,
+    build_manifest_plan,
+    build_save_plan,
+)
 from dist_ckpt_strategies.sharded.transfer import assemble, elements, run_writes
 from dist_ckpt_strategies.storage.time_limit import WORK, clean_up_limit, restart_limit, uncounted
 

@@ -26,7 +26,7 @@ from dist_ckpt_strategies.device import (
     to_host,
     torch_dtype,
 )
-from dist_ckpt_strategies.sharded.plan_save import SavePlan, ShardSlice, WriteItem
+from dist_ckpt_strategies.sharded.plan import SavePlan, ShardSlice, WriteItem
 from dist_ckpt_strategies.sharded.writer_process import StagedWrite
 from dist_ckpt_strategies.storage.base import ArrayRead, ArrayReader, ArrayWrite, ArrayWriter
 from dist_ckpt_strategies.storage.io_pool import InFlight

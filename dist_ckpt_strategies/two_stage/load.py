@@ -39,8 +39,7 @@ from dist_ckpt_strategies.megatron.shards import (
     value_from_message,
 )
 from dist_ckpt_strategies.megatron.types import ShardedTensor
-from dist_ckpt_strategies.sharded.load import conversions, destination
-from dist_ckpt_strategies.sharded.plan_load import build_load_plan
+from dist_ckpt_strategies.sharded.load import build_load_plan, conversions, destination
 from dist_ckpt_strategies.storage.base import (
     ArrayRead,
     ArrayReader,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import ShapeMismatchError
-from dist_ckpt_strategies.sharded.plan_load import build_load_plan
+from dist_ckpt_strategies.sharded.load import build_load_plan
 from tests.support.boxes import regions_in, shapes, spec_of
 
 

@@ -22,7 +22,7 @@ from dist_ckpt_strategies.core.array import (
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
-from dist_ckpt_strategies.sharded.plan_save import (
+from dist_ckpt_strategies.sharded.plan import (
     SavePlan,
     WriteItem,
     build_save_plan,
