@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.region import Region, Shape
@@ -26,8 +27,7 @@ def num_inner_chunks(array: ArraySpec, index: Shape) -> int:
     return math.prod([-(-min(c, r) // i) for c, r, i in zip(chunk, rest, inner, strict=True)])
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Inner chunks that follow each other in the file and form a region.
 
     Attributes:
@@ -43,8 +43,7 @@ class Run:
     num_chunks: int
 
 
-@dataclass(frozen=True, slots=True)
-class InnerGrid:
+class InnerGrid(NamedTuple):
     """The inner chunks of a chunk that hold elements of the array; in C order in the file.
 
     Attributes:

@@ -16,6 +16,7 @@ from dist_ckpt_strategies.core.array import (
     RankShards,
     ShardId,
     ShardSpec,
+    require_storable_keys,
 )
 from dist_ckpt_strategies.core.chunk_grids import (
     MAX_ASSEMBLED_NBYTES,
@@ -30,7 +31,6 @@ from dist_ckpt_strategies.core.chunk_grids import (
     require_partition,
 )
 from dist_ckpt_strategies.core.inner_grid import num_inner_chunks
-from dist_ckpt_strategies.core.keys import require_storable_keys
 from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
 

@@ -36,12 +36,13 @@ from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError, Storage
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.megatron.flow import parallel_sizes, require_equal_common
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     is_main_message,
     message_of,
     object_from_message,
+    parallel_sizes,
+    require_equal_common,
     shard_data,
     shard_from_message,
     sharded_values,

@@ -22,7 +22,7 @@ from dist_ckpt_strategies.device import (
     copy_into,
     host_buffer,
     host_view,
-    staged_nbytes,
+    is_in_order,
     to_host,
     torch_dtype,
 )
@@ -52,7 +52,10 @@ def run_writes(
     once. Others are copied first, batch by batch: while one batch is written the next is copied,
     so that copies take at most ``max_inflight_bytes`` (or twice the largest tensor).
     """
-    sizes = [staged_nbytes(tensor) for _, _, tensor in writes]
+    sizes = [
+        0 if t.device.type == "cpu" and is_in_order(t) else t.numel() * t.element_size()
+        for _, _, t in writes
+    ]
     with InFlight(options.timeout_s) as in_flight:
         if creations:
             in_flight.follow_with(store.begin_creates(creations))

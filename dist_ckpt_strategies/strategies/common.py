@@ -7,7 +7,7 @@ from pathlib import Path
 from dist_ckpt_strategies.comm.collective import run_on_first_rank
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.keys import require_storable_keys
+from dist_ckpt_strategies.core.array import require_storable_keys
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompatibleVersionError,
@@ -28,7 +28,6 @@ from dist_ckpt_strategies.formats.objects import (
     read_object,
     write_dumped,
 )
-from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     is_main,
@@ -40,6 +39,7 @@ from dist_ckpt_strategies.megatron.shards import (
 from dist_ckpt_strategies.megatron.types import (
     LoadCommonStrategy,
     SaveCommonStrategy,
+    raises_megatron_errors,
 )
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME

@@ -39,17 +39,22 @@ from dist_ckpt_strategies.formats.objects import (
     dump_loadable,
     dump_object,
 )
-from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
-from dist_ckpt_strategies.megatron.flow import (
+from dist_ckpt_strategies.megatron.shards import (
+    StateDict,
     merge_factories,
     merged,
     parsed_strict,
+    sharded_values,
     split_for_load,
     split_for_save,
     split_objects,
 )
-from dist_ckpt_strategies.megatron.shards import StateDict, sharded_values
-from dist_ckpt_strategies.megatron.types import ShardedTensor, StrategyAction, StrictHandling
+from dist_ckpt_strategies.megatron.types import (
+    ShardedTensor,
+    StrategyAction,
+    StrictHandling,
+    raises_megatron_errors,
+)
 from dist_ckpt_strategies.sharded.async_request import RUNNING_SAVES, LocalSaveRequest
 from dist_ckpt_strategies.sharded.async_save import begin_in_background
 from dist_ckpt_strategies.sharded.checks import (

@@ -24,7 +24,6 @@ from dist_ckpt_strategies.errors import (
     StrategyNotFoundError,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.types import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -33,6 +32,7 @@ from dist_ckpt_strategies.megatron.types import (
     StrategyAction,
     default_allowed,
     has_registry,
+    raises_megatron_errors,
     register_strategy,
     registered_strategy,
     torch_dist_strategy,

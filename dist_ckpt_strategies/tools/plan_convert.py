@@ -9,7 +9,7 @@ from enum import StrEnum
 from itertools import pairwise, product
 from types import MappingProxyType
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.array import ArraySpec, DType, require_storable_keys
 from dist_ckpt_strategies.core.chunk_grids import (
     ShardPlacement,
     cut_chunk,
@@ -19,7 +19,6 @@ from dist_ckpt_strategies.core.chunk_grids import (
     regular_chunk_shape,
     require_partition,
 )
-from dist_ckpt_strategies.core.keys import require_storable_keys
 from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import PlanError
 
