@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from itertools import product
 from typing import Any, NamedTuple, Self
@@ -153,18 +153,6 @@ class ArraySpec:
     def chunk_name(self, index: Shape) -> str:
         """File name of a chunk, below the array's directory; ``0`` for a scalar."""
         return self.separator.join(map(str, index)) if index else "0"
-
-
-def array_to_wire(array: ArraySpec) -> Wire:
-    """The spec as JSON types."""
-    return [field.value if isinstance(field, DType) else field for field in astuple(array)]
-
-
-def array_from_wire(wire: Wire) -> ArraySpec:
-    """The spec that ``array_to_wire`` made, and JSON has carried."""
-    key, shape, dtype, chunk_shape, *others = wire
-    fields: list[Any] = [tuple(one) if isinstance(one, list) else one for one in others]
-    return ArraySpec(key, tuple(shape), DType.named(dtype, key=key), tuple(chunk_shape), *fields)
 
 
 _NAME = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)", re.ASCII)

@@ -74,45 +74,37 @@ class ReadItem:
     is_padded: bool
 
 
-def build_load_plan(wants: Sequence[ShardSpec], stored: Mapping[str, ArraySpec]) -> list[ReadItem]:
-    """Match what a rank wants with what a checkpoint holds: one item for each wanted shard.
+def build_read_item(want: ShardSpec, array: ArraySpec) -> ReadItem:
+    """Match a shard that a rank wants with the array that a checkpoint holds.
 
     Where ``may_mismatch`` is set and shapes differ, the read is clipped to what is stored and the
     rest of the tensor is padding, as in Megatron-Core 0.15's TensorStore loader.
-
-    Args:
-        wants: shards in any order; the same one may come twice.
-        stored: the array of each wanted key.
 
     Raises:
         ShapeMismatchError: shapes differ, or the shard reaches outside, and ``may_mismatch`` is
             not set; or the number of dims differs.
     """
-    return [_read_item(want, stored[want.key]) for want in wants]
-
-
-def _read_item(want: ShardSpec, array: ArraySpec) -> ReadItem:
-    same_rank = len(array.shape) == len(want.array_shape)
+    region, same_rank = want.region, len(array.shape) == len(want.array_shape)
     if array.shape != want.array_shape and not (want.may_mismatch and same_rank):
         raise ShapeMismatchError(
             f"{want.key}: shape {array.shape} in the checkpoint, {want.array_shape} requested; "
             "load it as it is stored, or set allow_shape_mismatch on the ShardedTensor",
             key=want.key,
         )
-    if want.region.numel == 0:
+    if region.numel == 0:
         return ReadItem(array, None, None, is_padded=False)
-    if Region.whole(array.shape).contains(want.region):
-        return ReadItem(array, want.region, Region.whole(want.region.shape), is_padded=False)
+    whole = Region.whole(array.shape)
+    if whole.contains(region):
+        return ReadItem(array, region, Region.whole(region.shape), is_padded=False)
     if not want.may_mismatch:
         raise ShapeMismatchError(
-            f"{want.key}: {want.region} requested, outside the array's shape {array.shape}",
+            f"{want.key}: {region} requested, outside the array's shape {array.shape}",
             key=want.key,
         )
-    source = want.region.intersect(Region.whole(array.shape))
+    source = region.intersect(whole)
     if source is None:
         return ReadItem(array, None, None, is_padded=True)
-    target = source.within(want.region)
-    return ReadItem(array, source, target, is_padded=source.shape != want.region.shape)
+    return ReadItem(array, source, source.within(region), is_padded=source.shape != region.shape)
 
 
 class ShardedLoad:
@@ -162,7 +154,7 @@ class ShardedLoad:
         """
         stored = self._checkpoint.find({tensor.key for tensor in self._tensors})
         specs = [spec for spec in map(shard_from_message, self._messages) if spec is not None]
-        self._plan = build_load_plan(specs, stored)
+        self._plan = [build_read_item(spec, stored[spec.key]) for spec in specs]
         dtypes = {key: array.dtype.value for key, array in stored.items()}
         is_strict = self._options.strict_dtype
         self._converted = conversions(self._tensors, dtypes, is_strict=is_strict)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -435,10 +434,6 @@ class ManifestPlan:
 
     firsts: tuple[str, ...]
     owners: tuple[int, ...]
-
-    def segment_of(self, key: str) -> int:
-        """The number of the segment that lists this key."""
-        return bisect_right(self.firsts, key) - 1
 
 
 def build_manifest_plan(

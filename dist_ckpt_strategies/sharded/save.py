@@ -291,7 +291,7 @@ class ShardedSave:
         A description that is small enough travels with the gather that follows.
         """
         planned = self.planned
-        self._segments = self.writer.described(planned.arrays, planned.manifest.segment_of)
+        self._segments = self.writer.described(planned.arrays, planned.manifest.firsts)
         limit = _EAGER_NBYTES // self.comm.size
         found = sorted(self._segments.items())
         return [[n, c.decode() if len(c) <= limit else len(c)] for n, c in found] or None

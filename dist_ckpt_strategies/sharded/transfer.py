@@ -80,16 +80,17 @@ def run_reads(store: ArrayReader, reads: Sequence[TensorRegion], options: Option
         for array, region, tensor in reads
     ]
     for batch in build_batches(sizes, options.max_inflight_bytes):
-        _run_batch(store, [reads[number] for number in batch], options)
+        staged = [sizes[number] > 0 for number in batch]
+        _run_batch(store, [reads[number] for number in batch], staged, options)
 
 
-def _run_batch(store: ArrayReader, reads: Sequence[TensorRegion], options: Options) -> None:
+def _run_batch(
+    store: ArrayReader, reads: Sequence[TensorRegion], staged: Sequence[bool], options: Options
+) -> None:
     """A function, so that the memory of a batch is free before the next one takes its own."""
     hosts = [
-        host_buffer(region.shape, array.dtype, like=tensor)
-        if _needs_staging(array, tensor)
-        else tensor
-        for array, region, tensor in reads
+        host_buffer(region.shape, array.dtype, like=tensor) if is_staged else tensor
+        for (array, region, tensor), is_staged in zip(reads, staged, strict=True)
     ]
     requests = [
         ArrayRead(array, region, host_view(host))

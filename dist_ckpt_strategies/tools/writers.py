@@ -172,7 +172,7 @@ class ZarrWriter(TargetWriter):
         segments = build_manifest_plan(
             arrays, (object_id.key for object_id in source.objects), _MAX_SEGMENTS
         )
-        described = writer.described(arrays, segments.segment_of)
+        described = writer.described(arrays, segments.firsts)
         entries = [
             writer.write_segment(number, first, [described[number]] if number in described else [])
             for number, first in enumerate(segments.firsts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 
 import pytest
 from hypothesis import given
@@ -91,7 +92,7 @@ def test_every_key_is_listed_in_one_part_and_parts_have_owners(
     assert all(0 <= owner < num_ranks for owner in plan.owners)
     assert len(set(plan.owners)) == len(plan.owners)
     for key in keys:
-        number = plan.segment_of(key)
+        number = bisect_right(plan.firsts, key) - 1
         assert plan.firsts[number] <= key
         assert number + 1 == len(plan.firsts) or key < plan.firsts[number + 1]
 
