@@ -84,12 +84,13 @@ def build_read_item(want: ShardSpec, array: ArraySpec) -> ReadItem:
         ShapeMismatchError: shapes differ, or the shard reaches outside, and ``may_mismatch`` is
             not set; or the number of dims differs.
     """
-    region, same_rank = want.region, len(array.shape) == len(want.array_shape)
+    key, region = want.id
+    same_rank = len(array.shape) == len(want.array_shape)
     if array.shape != want.array_shape and not (want.may_mismatch and same_rank):
         raise ShapeMismatchError(
-            f"{want.key}: shape {array.shape} in the checkpoint, {want.array_shape} requested; "
+            f"{key}: shape {array.shape} in the checkpoint, {want.array_shape} requested; "
             "load it as it is stored, or set allow_shape_mismatch on the ShardedTensor",
-            key=want.key,
+            key=key,
         )
     if region.numel == 0:
         return ReadItem(array, None, None, is_padded=False)
@@ -98,8 +99,8 @@ def build_read_item(want: ShardSpec, array: ArraySpec) -> ReadItem:
         return ReadItem(array, region, Region.whole(region.shape), is_padded=False)
     if not want.may_mismatch:
         raise ShapeMismatchError(
-            f"{want.key}: {region} requested, outside the array's shape {array.shape}",
-            key=want.key,
+            f"{key}: {region} requested, outside the array's shape {array.shape}",
+            key=key,
         )
     source = region.intersect(whole)
     if source is None:
@@ -153,8 +154,8 @@ class ShardedLoad:
                 cannot be given what it asks for.
         """
         stored = self._checkpoint.find({tensor.key for tensor in self._tensors})
-        specs = [spec for spec in map(shard_from_message, self._messages) if spec is not None]
-        self._plan = [build_read_item(spec, stored[spec.key]) for spec in specs]
+        specs = (spec for spec in map(shard_from_message, self._messages) if spec is not None)
+        self._plan = [build_read_item(spec, stored[spec.id.key]) for spec in specs]
         dtypes = {key: array.dtype.value for key, array in stored.items()}
         is_strict = self._options.strict_dtype
         self._converted = conversions(self._tensors, dtypes, is_strict=is_strict)

@@ -306,7 +306,7 @@ class ShardedSave:
         if common is not None and common.save is not None:
             run_collectively(comm, partial(common.save, writer.place.location))
         manifest = self.planned.manifest
-        received = self._received_segments(described)
+        received = self._received_segments(described) if any(described) else {}
 
         def write_segments() -> list[Any]:
             return [

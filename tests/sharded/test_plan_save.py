@@ -204,8 +204,9 @@ def test_a_gap_is_refused_naming_the_ranks_that_hold_copies_of_it() -> None:
     copy = replace(spec_of(Region((4,), (2,)), (8,)), is_main=False)
     beside = replace(spec_of(Region((5,), (3,)), (8,)), is_main=False)
 
+    held = {3: main, 7: copy, 5: copy, 6: beside}
+
     with pytest.raises(CoverageError, match=r"\(4,\), which only copies hold \(rank 5, 7\)"):
-        held = {3: main, 7: copy, 5: copy, 6: beside}
         build_save_plan([RankShards(rank, (spec,)) for rank, spec in held.items()])
     with pytest.raises(CoverageError, match=r"\(4,\), which no rank holds"):
         build_save_plan([RankShards(3, (main,)), RankShards(6, (beside,))])
