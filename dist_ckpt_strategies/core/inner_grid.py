@@ -111,6 +111,8 @@ class InnerGrid(NamedTuple):
 
     def overlapping(self, region: Region, max_chunks: int) -> Iterator[Run]:
         """Those that share an element with ``region``, in the order of the file."""
+        if region == self.region:
+            return self.all(max_chunks)
         common = region.intersect(self.region)
         if common is None:
             return iter(())

@@ -12,10 +12,10 @@ from tests.support.scripts import results_of
 pytestmark = pytest.mark.multiprocess
 
 BOUNDS = {
-    (1, "save"): (220, 38),
-    (1, "load"): (170, 38),
-    (2, "save"): (255, 40),
-    (2, "load"): (212, 40),
+    (1, "save"): (205, 35),
+    (1, "load"): (160, 35),
+    (2, "save"): (235, 37),
+    (2, "load"): (196, 37),
 }
 """Functions and files at most, by version and call: what was reached on the way to the aims."""
 
