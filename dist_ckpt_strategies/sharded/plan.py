@@ -205,7 +205,8 @@ def _object_writers(objects: Iterable[tuple[ObjectId, int]]) -> dict[str, int]:
                 "replica; give one of them another replica_id",
                 key=found.key,
             )
-        if len(offset) != len(grid) or not grid or any(map(_is_outside, offset, grid)):
+        is_inside = all(0 <= at < num for at, num in zip(offset, grid, strict=False))
+        if len(offset) != len(grid) or not grid or not is_inside:
             raise PlanError(
                 f"{found.key}: rank {rank} holds shard {offset} of an object whose grid is {grid}; "
                 "a grid has at least one dim, and its shards count from 0",
@@ -227,10 +228,6 @@ def _object_writers(objects: Iterable[tuple[ObjectId, int]]) -> dict[str, int]:
                 key=key,
             )
     return {key: next(iter(of_key.values())) for key, of_key in by_key.items()}
-
-
-def _is_outside(index: int, num: int) -> bool:
-    return not 0 <= index < num
 
 
 _Main = Sequence[tuple[ShardPlacement, ShardId]]
