@@ -318,7 +318,7 @@ class Launch:
 COORDINATOR, WORKER = _PREFIX + "COORDINATOR", _PREFIX + "WORKER"
 HEARTBEAT_PIPE, HEARTBEAT_S = _PREFIX + "HEARTBEAT_PIPE", _PREFIX + "HEARTBEAT_S"
 _TORCHRUN = _PREFIX + "TORCHRUN"
-_MEETING = _PREFIX + "MEETING"
+_STORE_ADDRESS = _PREFIX + "STORE_ADDRESS"
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 _NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
@@ -342,7 +342,7 @@ def launch_from_environment(environ: MutableMapping[str, str] | None = None) -> 
     )
 
 
-def claim_meeting_place(
+def claim_store_address(
     environ: MutableMapping[str, str] | None = None,
 ) -> tuple[str, int] | None:
     """Host and port for the store of process groups that no other process hosts; None if one does.
@@ -358,9 +358,13 @@ def claim_meeting_place(
         and source.get("MASTER_PORT")
         and source.get(_AGENT_STORE) != "True"
     ):
-        source[_MEETING] = f"{source['MASTER_ADDR']}:{source['MASTER_PORT']}"
+        source[_STORE_ADDRESS] = f"{source['MASTER_ADDR']}:{source['MASTER_PORT']}"
         source[_AGENT_STORE] = "True"
-    return _parsed(_MEETING, source[_MEETING], _address) if _MEETING in source else None
+    return (
+        _parsed(_STORE_ADDRESS, source[_STORE_ADDRESS], _address)
+        if _STORE_ADDRESS in source
+        else None
+    )
 
 
 def update_environment(changes: Mapping[str, str]) -> None:

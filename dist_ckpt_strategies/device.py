@@ -95,19 +95,9 @@ def host_view(tensor: torch.Tensor) -> HostArray:
     return plain.view(_SAME_SIZE[dtype.itemsize]).numpy().view(dtype)
 
 
-def is_host_readable(tensor: torch.Tensor) -> bool:
-    """Whether ``host_view`` shows the tensor's elements in C order."""
-    return tensor.device.type == "cpu" and is_in_order(tensor)
-
-
 def is_in_order(tensor: torch.Tensor) -> bool:
     """Whether the tensor's memory is its elements in C order, and nothing else."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def staged_nbytes(tensor: torch.Tensor) -> int:
-    """Host memory, in bytes, that a copy takes before the tensor can be written; 0 if none."""
-    return 0 if is_host_readable(tensor) else tensor.numel() * tensor.element_size()
 
 
 def to_host(tensors: Sequence[torch.Tensor]) -> list[HostArray]:
@@ -119,12 +109,13 @@ def to_host(tensors: Sequence[torch.Tensor]) -> list[HostArray]:
     plain = [tensor.detach().resolve_conj().resolve_neg() for tensor in tensors]
     hosts = [
         t
-        if is_host_readable(t)
+        if t.device.type == "cpu" and t.is_contiguous()
         else torch.empty(t.shape, dtype=t.dtype, pin_memory=t.device.type == "cuda", device=_HOST)
         for t in plain
     ]
     staged = [(host, t) for host, t in zip(hosts, plain, strict=True) if host is not t]
-    copy_into([host for host, _ in staged], [t for _, t in staged])
+    if staged:
+        copy_into(*zip(*staged, strict=True))
     return [host_view(host) for host in hosts]
 
 

@@ -13,7 +13,7 @@ class CheckpointError(Exception):
     Attributes:
         key: the array or object at fault, where there is one.
         path: the file or directory at fault, where there is one.
-        global_rank: the rank on which it happened, once ranks have agreed on it.
+        global_rank: the rank on which it happened, once a collective has reported it.
     """
 
     def __init__(self, message: str, *, key: str | None = None, path: str | None = None) -> None:

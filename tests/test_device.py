@@ -13,10 +13,8 @@ from dist_ckpt_strategies.device import (
     dtype_of,
     host_buffer,
     host_view,
-    is_host_readable,
     may_overlap,
     require_plain,
-    staged_nbytes,
     to_host,
     torch_dtype,
 )
@@ -66,7 +64,6 @@ def test_only_what_does_not_lie_in_order_is_copied() -> None:
         for host, tensor in zip(hosts, tensors, strict=True)
     ]
     assert copied == [False, False, True, True, False]
-    assert [bool(staged_nbytes(tensor)) for tensor in tensors] == copied
     assert all(host.flags.c_contiguous for host in hosts)
     assert [host.tobytes() for host in hosts] == [bits(tensor) for tensor in tensors]
 
@@ -83,8 +80,6 @@ def test_only_what_does_not_lie_in_order_is_copied() -> None:
 def test_lazy_tensors_are_copied_as_they_are_meant(lazy: torch.Tensor) -> None:
     (host,) = to_host([lazy])
 
-    assert not is_host_readable(lazy)
-    assert staged_nbytes(lazy) == lazy.numel() * lazy.element_size()
     assert host.tobytes() == bits(lazy)
 
 

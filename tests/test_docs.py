@@ -18,7 +18,7 @@ from dist_ckpt_strategies.formats import bucket_arrays
 from dist_ckpt_strategies.inprocess import wrap
 from dist_ckpt_strategies.integrations import lightning_faults
 from dist_ckpt_strategies.recovery import CheckpointManager
-from dist_ckpt_strategies.sharded import plan_manifest
+from dist_ckpt_strategies.sharded import plan
 from dist_ckpt_strategies.storage import bucket as buckets
 from tests.support.pages import PAGES, ROOT, blocks_of, page_id, python_blocks
 
@@ -204,9 +204,7 @@ def test_the_figures_of_format_2_are_those_of_the_code() -> None:
     page = " ".join((ROOT / "docs" / "format2.md").read_text().split())
 
     assert f"at most {chunk_grids.MAX_NBYTES >> 20} MiB each" in page
-    assert (
-        f"one for about every {plan_manifest.MAX_SEGMENT_NBYTES >> 20} MiB of description" in page
-    )
+    assert f"one for about every {plan.MAX_SEGMENT_NBYTES >> 20} MiB of description" in page
 
 
 def test_the_figures_of_the_chunk_grid_are_those_of_the_code() -> None:

@@ -20,7 +20,7 @@ from dist_ckpt_strategies.errors import (
     error_from_peer,
     kind_of,
 )
-from dist_ckpt_strategies.megatron.errors import as_megatron_error, raises_megatron_errors
+from dist_ckpt_strategies.megatron.types import as_megatron_error, raises_megatron_errors
 
 EVERY_ERROR = [
     cls

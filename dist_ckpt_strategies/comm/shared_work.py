@@ -5,6 +5,7 @@ Imports torch only where there are several ranks: commands that look at files go
 
 from __future__ import annotations
 
+import heapq
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import xxhash
 
-from dist_ckpt_strategies.core.balance import assign_lpt
 from dist_ckpt_strategies.errors import PeerTimeoutError, PlanError
 
 if TYPE_CHECKING:
@@ -240,3 +240,13 @@ class _Queue(Generic[Task, T]):
             self.done_nbytes += nbytes
         if self._is_stopped or self._failure:
             raise _StoppedError
+
+
+def assign_lpt(nbytes: Sequence[int], num_ranks: int) -> list[int]:
+    """The rank that takes each item: the largest first, each to the rank that has the least."""
+    loads = [(0, rank) for rank in range(num_ranks)]
+    owners = [0] * len(nbytes)
+    for item in sorted(range(len(nbytes)), key=lambda number: (-nbytes[number], number)):
+        load, owners[item] = loads[0]
+        heapq.heapreplace(loads, (load + nbytes[item], owners[item]))
+    return owners

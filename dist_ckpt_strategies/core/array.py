@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from enum import Enum
 from itertools import product
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import ml_dtypes
 import numpy as np
@@ -23,6 +23,11 @@ class DType(Enum):
     """An element type that a checkpoint can hold.
 
     The value is torch's name for it without the ``torch.`` in front.
+
+    Attributes:
+        numpy: the numpy dtype of the same bytes; bfloat16 and float8 come from ml_dtypes.
+        itemsize: bytes of one element.
+        is_extension: whether numpy alone does not know it.
     """
 
     BOOL = "bool"
@@ -46,20 +51,14 @@ class DType(Enum):
     FLOAT8_E5M2FNUZ = "float8_e5m2fnuz"
     FLOAT8_E8M0FNU = "float8_e8m0fnu"
 
-    @property
-    def numpy(self) -> np.dtype[np.generic]:
-        """The numpy dtype of the same bytes; bfloat16 and float8 come from ml_dtypes."""
-        return _NUMPY[self]
+    numpy: np.dtype[np.generic]
+    itemsize: int
+    is_extension: bool
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of one element."""
-        return _ITEMSIZE[self]
-
-    @property
-    def is_extension(self) -> bool:
-        """Whether numpy alone does not know it."""
-        return hasattr(ml_dtypes, self.value)
+    def __init__(self, name: str) -> None:
+        self.is_extension = hasattr(ml_dtypes, name)
+        self.numpy = np.dtype(getattr(ml_dtypes, name, name))
+        self.itemsize = self.numpy.itemsize
 
     @classmethod
     def named(cls, name: str, *, key: str) -> DType:
@@ -82,12 +81,6 @@ class DType(Enum):
             PlanError: no checkpoint format here holds it.
         """
         return cls.named(np.dtype(dtype).name, key=key)
-
-
-_NUMPY: dict[DType, np.dtype[np.generic]] = {
-    member: np.dtype(getattr(ml_dtypes, member.value, None) or member.value) for member in DType
-}
-_ITEMSIZE = {member: dtype.itemsize for member, dtype in _NUMPY.items()}
 
 
 Wire = list[Any]
@@ -162,18 +155,6 @@ class ArraySpec:
         return self.separator.join(map(str, index)) if index else "0"
 
 
-def array_to_wire(array: ArraySpec) -> Wire:
-    """The spec as JSON types."""
-    return [field.value if isinstance(field, DType) else field for field in astuple(array)]
-
-
-def array_from_wire(wire: Wire) -> ArraySpec:
-    """The spec that ``array_to_wire`` made, and JSON has carried."""
-    key, shape, dtype, chunk_shape, *others = wire
-    fields: list[Any] = [tuple(one) if isinstance(one, list) else one for one in others]
-    return ArraySpec(key, tuple(shape), DType.named(dtype, key=key), tuple(chunk_shape), *fields)
-
-
 _NAME = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)", re.ASCII)
 UNKNOWN = -1
 
@@ -223,8 +204,7 @@ def _joined(numbers: Shape) -> str:
     return ".".join(map(str, numbers))
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class ShardId:
+class ShardId(NamedTuple):
     """Names a shard, whichever rank or replica holds it."""
 
     key: str
@@ -289,3 +269,70 @@ def shard_from_wire(wire: Wire) -> ShardSpec:
     key, offset, shape, array_shape, dtype, *flags = wire
     shard = ShardId(key, Region(tuple(offset), tuple(shape)))
     return ShardSpec(shard, tuple(array_shape), DType.named(dtype, key=key), *flags)
+
+
+RESERVED_NAMES = frozenset({"common.pt", "metadata.json"})
+_MAX_COMPONENT_NBYTES = 255
+_FILES_OF_AN_ARRAY = re.compile(r"\.zarray|\.zattrs|\.zgroup|\d+(\.\d+)*")
+_READERS_NAMES = re.compile(r"\.zarray|metadata\.json|common\.pt|shard_\d+(\.\d+)*_\d+(\.\d+)*\.pt")
+"""A directory of such a name would be taken for the file that marks an array, a checkpoint, an
+object."""
+_LEAVING_PREFIXES = (".removed-", ".partial-")
+
+
+def require_storable_keys(array_keys: Collection[str], object_keys: Collection[str]) -> None:
+    """Raise unless every key names a directory of its own below the checkpoint.
+
+    Raises:
+        PlanError: a key is empty, leaves the directory, is too long for a file system, or
+            collides with a file of the checkpoint or of another array.
+    """
+    arrays = frozenset(array_keys)
+    for key in sorted(arrays.union(object_keys)):
+        problem = _problem(key) or _collision(key, arrays)
+        if problem:
+            raise PlanError(f"key {key!r} cannot be stored: {problem}", key=key)
+
+
+def _problem(key: str) -> str | None:
+    parts = key.split("/")
+    checks = {
+        "it is empty": not key,
+        "it holds a NUL character": "\0" in key,
+        "it holds a backslash, which TensorStore takes for '/'": "\\" in key,
+        "it starts or ends with '/' or holds an empty, '.' or '..' component": any(
+            part in {"", ".", ".."} for part in parts
+        ),
+        f"'{parts[0]}' is a file of every checkpoint": parts[0] in RESERVED_NAMES,
+        "a component ends in '.__lock'": any(part.endswith(".__lock") for part in parts),
+        "a component is the name of a file that marks an array, object or checkpoint": any(
+            _READERS_NAMES.fullmatch(part) for part in parts
+        ),
+        "a component is the name of something on its way out": any(
+            part.startswith(_LEAVING_PREFIXES) for part in parts
+        ),
+    }
+    return next((text for text, wrong in checks.items() if wrong), None) or _too_long(parts)
+
+
+def _too_long(parts: list[str]) -> str | None:
+    try:
+        sizes = [len(part.encode()) for part in parts]
+    except UnicodeEncodeError:
+        return "it cannot be encoded as UTF-8"
+    if max(sizes) > _MAX_COMPONENT_NBYTES:
+        return (
+            f"a component has {max(sizes)} bytes, file systems take {_MAX_COMPONENT_NBYTES}; "
+            "shorten it or split it with '/'"
+        )
+    return None
+
+
+def _collision(key: str, array_keys: frozenset[str]) -> str | None:
+    """Where the key's directory would take the place of a file of an array above it."""
+    parts = key.split("/")
+    for depth in range(1, len(parts)):
+        above = "/".join(parts[:depth])
+        if above in array_keys and _FILES_OF_AN_ARRAY.fullmatch(parts[depth]):
+            return f"'{parts[depth]}' is a file of the array {above!r}"
+    return None

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 from dist_ckpt_strategies.core.array import ArraySpec
 from dist_ckpt_strategies.core.region import Region, Shape
@@ -23,35 +24,26 @@ def num_inner_chunks(array: ArraySpec, index: Shape) -> int:
     assert inner is not None  # noqa: S101 - callers pass arrays of format 2
     chunk = array.chunk_shape
     rest = map(operator.sub, array.shape, map(operator.mul, index, chunk))
-    return math.prod(map(_num_parts, map(min, chunk, rest), inner))
+    return math.prod([-(-min(c, r) // i) for c, r, i in zip(chunk, rest, inner, strict=True)])
 
 
-def _num_parts(extent: int, part: int) -> int:
-    return -(-extent // part)
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Inner chunks that follow each other in the file and form a region.
 
     Attributes:
         first: number of the first one, in the order of the file.
         offset: of the first one, in inner chunks.
         shape: how many there are in each dim.
+        num_chunks: how many there are.
     """
 
     first: int
     offset: Shape
     shape: Shape
-
-    @property
-    def num_chunks(self) -> int:
-        """How many there are."""
-        return math.prod(self.shape)
+    num_chunks: int
 
 
-@dataclass(frozen=True, slots=True)
-class InnerGrid:
+class InnerGrid(NamedTuple):
     """The inner chunks of a chunk that hold elements of the array; in C order in the file.
 
     Attributes:
@@ -62,6 +54,10 @@ class InnerGrid:
             each of those.
         raw_nbytes: bytes of the elements of one.
         stored_nbytes: bytes of one in the file.
+        num_chunks: inner chunks in the file.
+        data_nbytes: bytes of the file before its index.
+        index_nbytes: bytes of the index, which ends the file.
+        file_nbytes: bytes of the file.
     """
 
     region: Region
@@ -70,6 +66,10 @@ class InnerGrid:
     slot_counts: Shape
     raw_nbytes: int
     stored_nbytes: int
+    num_chunks: int
+    data_nbytes: int
+    index_nbytes: int
+    file_nbytes: int
 
     @classmethod
     def of(cls, array: ArraySpec, index: Shape) -> InnerGrid:
@@ -79,35 +79,24 @@ class InnerGrid:
         chunk = array.chunk_shape
         offset = tuple(map(operator.mul, index, chunk))
         held = tuple(map(min, chunk, map(operator.sub, array.shape, offset)))
+        counts = tuple([-(-h // i) for h, i in zip(held, inner, strict=True)])
+        slot_counts = tuple(map(operator.floordiv, chunk, inner))
         raw = math.prod(inner) * array.dtype.itemsize
+        stored = raw + CRC_NBYTES * array.has_crc32c
+        num_chunks = math.prod(counts)
+        index_nbytes = math.prod(slot_counts) * INDEX_ENTRY_NBYTES + CRC_NBYTES
         return cls(
-            Region(offset, held),
-            inner,
-            tuple(map(_num_parts, held, inner)),
-            tuple(map(operator.floordiv, chunk, inner)),
-            raw,
-            raw + CRC_NBYTES * array.has_crc32c,
+            region=Region(offset, held),
+            inner_shape=inner,
+            counts=counts,
+            slot_counts=slot_counts,
+            raw_nbytes=raw,
+            stored_nbytes=stored,
+            num_chunks=num_chunks,
+            data_nbytes=num_chunks * stored,
+            index_nbytes=index_nbytes,
+            file_nbytes=num_chunks * stored + index_nbytes,
         )
-
-    @property
-    def num_chunks(self) -> int:
-        """How many inner chunks the file holds."""
-        return math.prod(self.counts)
-
-    @property
-    def index_nbytes(self) -> int:
-        """Bytes of the index, which ends the file."""
-        return math.prod(self.slot_counts) * INDEX_ENTRY_NBYTES + CRC_NBYTES
-
-    @property
-    def data_nbytes(self) -> int:
-        """Bytes of the file before its index."""
-        return self.num_chunks * self.stored_nbytes
-
-    @property
-    def file_nbytes(self) -> int:
-        """Bytes of the file."""
-        return self.data_nbytes + self.index_nbytes
 
     def region_of(self, offset: Shape, shape: Shape | None = None) -> Region:
         """The array's region of one inner chunk, or of several; cut at the array's edge."""
@@ -122,6 +111,8 @@ class InnerGrid:
 
     def overlapping(self, region: Region, max_chunks: int) -> Iterator[Run]:
         """Those that share an element with ``region``, in the order of the file."""
+        if region == self.region:
+            return self.all(max_chunks)
         common = region.intersect(self.region)
         if common is None:
             return iter(())
@@ -133,7 +124,7 @@ class InnerGrid:
     def _runs(self, low: Shape, high: Shape, max_chunks: int) -> Iterator[Run]:
         """The inner chunks ``[low, high)``, cut into runs."""
         if not self.counts:
-            yield Run(0, (), ())
+            yield Run(0, (), (), 1)
             return
         extents = tuple(map(operator.sub, high, low))
         cut, size = self._cut_dim(extents, max_chunks)
@@ -143,7 +134,10 @@ class InnerGrid:
                 count = min(step, high[cut] - start)
                 offset = (*outer, start, *low[cut + 1 :])
                 shape = (*(1,) * cut, count, *extents[cut + 1 :])
-                yield Run(self._number(offset), offset, shape)
+                first = 0
+                for at, num in zip(offset, self.counts, strict=True):
+                    first = first * num + at
+                yield Run(first, offset, shape, count * size)
 
     def _cut_dim(self, extents: Shape, max_chunks: int) -> tuple[int, int]:
         """The dim along which runs are cut, and the inner chunks behind each step along it.
@@ -157,12 +151,6 @@ class InnerGrid:
                 return dim, size
             size *= extents[dim]
         return 0, size
-
-    def _number(self, offset: Shape) -> int:
-        number = 0
-        for at, count in zip(offset, self.counts, strict=True):
-            number = number * count + at
-        return number
 
 
 MIN_SPAN_NBYTES = 64 << 10

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Region:
+class Region(NamedTuple):
     """Half-open region ``[offset, offset + shape)``, in elements of the global array."""
 
     offset: Shape

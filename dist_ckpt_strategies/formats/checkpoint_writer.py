@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -181,14 +182,12 @@ class CheckpointWriter:
         """Take the digests of chunks that another process has written."""
         self._digests.update(digests)
 
-    def described(
-        self, arrays: Iterable[ArraySpec], segment_of: Callable[[str], int]
-    ) -> dict[int, bytes]:
+    def described(self, arrays: Iterable[ArraySpec], firsts: Sequence[str]) -> dict[int, bytes]:
         """What this rank knows of each segment of the manifest; empty without a manifest.
 
         Args:
             arrays: those that this rank has created or written to.
-            segment_of: gives the number of the segment that lists a key.
+            firsts: the first key that each segment may list; the empty one first.
         """
         if self._is_format1:
             return {}
@@ -199,9 +198,9 @@ class CheckpointWriter:
         found: dict[int, tuple[list[Fields], list[Fields]]] = defaultdict(lambda: ([], []))
         for array in arrays:
             fields = array_fields(array, self._global_rank, chunks[array.key])
-            found[segment_of(array.key)][0].append(fields)
+            found[bisect_right(firsts, array.key) - 1][0].append(fields)
         for fields in self._objects:
-            found[segment_of(fields["key"])][1].append(fields)
+            found[bisect_right(firsts, fields["key"]) - 1][1].append(fields)
         return {number: segment_content(*both) for number, both in found.items()}
 
     def write_segment(self, number: int, first: str, contents: Iterable[bytes]) -> Any:

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import xxhash
@@ -223,7 +223,7 @@ def encode_chunk(
     digests: list[int] = []
     for region, elements in blocks:
         counts = tuple(-(-n // i) for n, i in zip(region.shape, grid.inner_shape, strict=True))
-        part = replace(grid, region=region, counts=counts)
+        part = grid._replace(region=region, counts=counts)
         for run in part.all(runs_at_a_time(part)):
             memory = None if sink.copies else memory_of(part, run, part.region, elements)
             if memory is None:

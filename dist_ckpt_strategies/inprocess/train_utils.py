@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any, Protocol, cast
 
 from dist_ckpt_strategies.comm.key_values import TcpHost
-from dist_ckpt_strategies.config import claim_meeting_place, update_environment
+from dist_ckpt_strategies.config import claim_store_address, update_environment
 from dist_ckpt_strategies.errors import (
     MissingDependencyError,
     PeerError,
@@ -165,7 +165,7 @@ class AgentCoordinator:
         # Rank 0 hosts the store of the process groups, unless the agent does. If it were hosted
         # by init_process_group and rank 0 failed before that, the others would try to connect for
         # half a minute, which nothing interrupts.
-        address = claim_meeting_place()
+        address = claim_store_address()
         if address is not None and place.global_rank == 0 and self._hosted is None:
             self._hosted = TcpHost(*address)
         while True:

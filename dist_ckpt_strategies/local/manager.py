@@ -56,7 +56,7 @@ from dist_ckpt_strategies.local.saving import (
 from dist_ckpt_strategies.local.shard_files import ShardDirectory
 from dist_ckpt_strategies.local.shard_format import LocalShardId, SaveId, shard_layout
 from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
-from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import (
     BackgroundWork,
     LocalSaveRequest,

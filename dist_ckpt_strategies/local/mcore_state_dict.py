@@ -21,8 +21,8 @@ from dist_ckpt_strategies.core.array import (
     shard_from_wire,
     shard_to_wire,
 )
-from dist_ckpt_strategies.core.balance import build_spread
 from dist_ckpt_strategies.errors import PlanError, StrategyError
+from dist_ckpt_strategies.local.plan import build_spread
 from dist_ckpt_strategies.local.shard_fetching import (
     fetched_objects,
     fetched_shards,
@@ -31,25 +31,27 @@ from dist_ckpt_strategies.local.shard_fetching import (
     tensors_at_hand,
 )
 from dist_ckpt_strategies.local.state_dicts import ListedTensors
-from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
-from dist_ckpt_strategies.megatron.flow import (
+from dist_ckpt_strategies.megatron.shards import (
     LoadParts,
     SaveParts,
+    StateDict,
+    mapped_values,
     merge_factories,
     merged,
     needs_stored_keys,
+    object_id,
     parsed_strict,
+    shard_spec,
+    sharded_values,
     split_for_load,
     split_for_save,
 )
-from dist_ckpt_strategies.megatron.shards import (
-    StateDict,
-    mapped_values,
-    object_id,
-    shard_spec,
-    sharded_values,
+from dist_ckpt_strategies.megatron.types import (
+    ShardedObject,
+    ShardedTensor,
+    StrictHandling,
+    raises_megatron_errors,
 )
-from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor, StrictHandling
 from dist_ckpt_strategies.sharded.checks import check_load, check_save
 
 _ALGORITHMS = ("atomic", "fully_parallel")

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from dist_ckpt_strategies.core.array import ShardId
 from dist_ckpt_strategies.errors import NoReplicasAvailableError, PlanError
 from dist_ckpt_strategies.local.shard_format import LocalShardId, SaveId
 
@@ -260,3 +261,28 @@ def spread_shards(
         if not taken[rank]:
             taken[rank].append(str(LocalShardId(save, place % old_size)))
     return {rank: tuple(ids) for rank, ids in taken.items()}
+
+
+def build_spread(
+    holders: Mapping[ShardId, Sequence[int]], nbytes: Mapping[ShardId, int]
+) -> dict[ShardId, int]:
+    """The rank that keeps each shard, one of its holders.
+
+    Shards with few holders come first, since they leave the least choice, then the largest; each
+    goes to the holder that has the least so far.
+
+    Args:
+        holders: for each shard the ranks that hold it.
+        nbytes: size of each shard, in bytes.
+
+    Raises:
+        PlanError: no rank holds a shard.
+    """
+    load: Counter[int] = Counter()
+    keepers: dict[ShardId, int] = {}
+    for shard in sorted(holders, key=lambda s: (len(holders[s]), -nbytes[s], s)):
+        if not holders[shard]:
+            raise PlanError(f"{shard.key}: no rank holds {shard.region}", key=shard.key)
+        keepers[shard] = min(holders[shard], key=lambda rank: (load[rank], rank))
+        load[keepers[shard]] += nbytes[shard]
+    return keepers

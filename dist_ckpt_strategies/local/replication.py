@@ -49,7 +49,7 @@ from dist_ckpt_strategies.local.shard_format import (
     shard_to_fields,
 )
 from dist_ckpt_strategies.local.state_dicts import TensorAwareStateDict
-from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
+from dist_ckpt_strategies.megatron.types import raises_megatron_errors
 from dist_ckpt_strategies.sharded.async_request import BackgroundWork
 
 DEFAULT_BUCKET_NBYTES = 64 * MIB

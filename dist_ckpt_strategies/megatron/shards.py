@@ -1,18 +1,41 @@
-"""Megatron-Core's sharded tensors and objects in our own words, and back."""
+"""Megatron-Core's sharded tensors and objects as specs and messages; its save and load in steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
-from megatron.core.dist_checkpointing.mapping import is_main_replica
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import (
+    dict_list_map_outplace,
+    extract_matching_values,
+    merge,
+    nested_values,
+)
+from megatron.core.dist_checkpointing.mapping import apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
+from megatron.core.dist_checkpointing.utils import (
+    extract_sharded_base,
+    force_all_tensors_to_non_fp8,
+)
+from megatron.core.dist_checkpointing.validation import (
+    maybe_report_missing_and_unexpected_keys,
+    parse_strict_flag,
+    validate_integrity_and_strict_load,
+    validate_sharding_integrity,
+)
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, ShardId, ShardSpec
 from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor
+from dist_ckpt_strategies.megatron.types import (
+    CheckpointingException,
+    ShardedObject,
+    ShardedTensor,
+    StrictHandling,
+)
 
 StateDict = dict[Any, Any]
 
@@ -36,19 +59,13 @@ def sharded_values(state_dict: StateDict) -> Iterator[Any]:
         yield value
 
 
-def mapped_values(convert: Callable[[Any], Any], state_dict: StateDict) -> StateDict:
-    """A state dict of the same structure with every value converted; the old one is untouched."""
-    mapped: StateDict = dict_list_map_outplace(convert, state_dict)
-    return mapped
-
-
 def is_main(value: Any) -> bool:
     """Whether this replica is the one that is written.
 
     Raises:
         PlanError: its replica_id is no number nor numbers.
     """
-    return bool(is_main_replica(_replica(value)))
+    return is_main_message(message_of(value))
 
 
 def shard_spec(tensor: Any) -> ShardSpec:
@@ -83,11 +100,7 @@ def object_id(sharded_object: Any) -> ObjectId:
     Raises:
         PlanError: its key is no text.
     """
-    return ObjectId(
-        _key(sharded_object),
-        _extent(sharded_object.global_offset),
-        _extent(sharded_object.global_shape),
-    )
+    return object_from_message(message_of(sharded_object))
 
 
 def metadata_tensor(array: ArraySpec) -> Any:
@@ -110,7 +123,9 @@ def message_of(value: Any) -> Message:
         PlanError: its key is no text, its replica_id no number nor numbers, or a tensor has a
             flattened range.
     """
-    where = [_key(value), _extent(value.global_shape), _extent(value.global_offset)]
+    if not isinstance(value.key, str):
+        raise PlanError(f"expected text as key of a {type(value).__name__}, found {value.key!r}")
+    where = [value.key, _extent(value.global_shape), _extent(value.global_offset)]
     if isinstance(value, ShardedObject):
         return [*where, _replica(value)]
     if getattr(value, "flattened_range", None) is not None:
@@ -185,11 +200,6 @@ def is_main_message(message: Message) -> bool:
     return not (replica if isinstance(replica, int) else any(replica))
 
 
-def is_empty(value: Any) -> bool:
-    """Whether this is a ShardedTensor without elements, which Megatron-Core's checks trip over."""
-    return isinstance(value, ShardedTensor) and 0 in value.local_shape
-
-
 def _replica(value: Any) -> int | Shape:
     replica = value.replica_id
     try:
@@ -201,11 +211,210 @@ def _replica(value: Any) -> int | Shape:
         ) from error
 
 
-def _key(value: Any) -> str:
-    if not isinstance(value.key, str):
-        raise PlanError(f"expected text as key of a {type(value).__name__}, found {value.key!r}")
-    return value.key
-
-
 def _extent(numbers: Any) -> Shape:
     return tuple(map(int, numbers))
+
+
+CONTENT_METADATA_KEY = "content_metadata"
+
+_GROUP_KEY = "dp_cp_group"
+"""Of the content metadata: a process group, which means nothing to another process."""
+
+_MAX_QUOTED = 400
+
+_RETURNING: Mapping[StrictHandling, StrictHandling] = MappingProxyType(
+    {
+        StrictHandling.RAISE_UNEXPECTED: StrictHandling.RETURN_UNEXPECTED,
+        StrictHandling.RAISE_ALL: StrictHandling.RETURN_ALL,
+    }
+)
+"""What tells the keys for which these raise."""
+
+
+mapped_values: Callable[[Callable[[Any], Any], StateDict], StateDict] = dict_list_map_outplace
+merge_factories: Callable[[StateDict, StateDict], StateDict] = apply_factory_merges
+parsed_strict: Callable[[str | StrictHandling], StrictHandling] = parse_strict_flag
+
+
+class SaveParts(NamedTuple):
+    """A state dict to save, split: what is sharded, and what every rank holds alike."""
+
+    sharded: StateDict
+    common: StateDict
+
+
+class LoadParts(NamedTuple):
+    """A state dict to load, split: what is loaded, what stays, and how loaded tensors merge."""
+
+    sharded: StateDict
+    nonpersistent: StateDict
+    factories: StateDict
+
+
+class StrictOutcome(NamedTuple):
+    """What is loaded, and the keys that only one side has."""
+
+    sharded: StateDict
+    missing: set[str]
+    unexpected: set[str]
+
+
+def split_for_save(state_dict: StateDict, content_metadata: dict[str, Any] | None) -> SaveParts:
+    """Factories applied, non-persistent values dropped, sharded and common parted. Rank-local.
+
+    Raises:
+        PlanError: it is no dict.
+    """
+    _require_dict(state_dict)
+    whole = mapped_values(lambda value: value, state_dict)  # factories are replaced in place
+    if content_metadata is not None:
+        whole[CONTENT_METADATA_KEY] = content_metadata
+    sharded, common = save_preprocess(whole, validate_access_integrity=False)
+    content = common.get(CONTENT_METADATA_KEY)
+    if isinstance(content, dict):
+        common[CONTENT_METADATA_KEY] = {k: v for k, v in content.items() if k != _GROUP_KEY}
+    return SaveParts(sharded, common)
+
+
+def require_equal_common(common: StateDict) -> None:
+    """Megatron-Core's check that all ranks hold the same common state; it logs what differs.
+
+    Collective over the world: a broadcast.
+    """
+    validate_sharding_integrity([], common_state_dict=common)
+
+
+def require_valid_sharding(everyone: list[list[Any]]) -> None:
+    """Megatron-Core's check, on rank 0, that the main replicas make up every array and object.
+
+    Empty tensors are left out: Megatron-Core 0.16.1 divides by their extent. Arrays and objects
+    are checked apart: it takes the values of one key for all of one kind.
+
+    Raises:
+        PlanError: elements or objects are missing, or held twice; names the key.
+    """
+    for is_object in (False, True):
+        chosen = [
+            [v for v in values if isinstance(v, ShardedObject) is is_object and not _is_empty(v)]
+            for values in everyone
+        ]
+        error = _sharding_error(chosen)
+        if error is not None:
+            keys = sorted({value.key for values in chosen for value in values})
+            key = next((key for key in keys if _sharding_error(_of_key(chosen, key))), None)
+            raise PlanError(
+                f"{key}: the shards of all ranks do not fit together: {error}", key=key
+            ) from error
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, ShardedTensor) and 0 in value.local_shape
+
+
+def _of_key(everyone: list[list[Any]], key: str) -> list[list[Any]]:
+    return [[value for value in values if value.key == key] for values in everyone]
+
+
+def _sharding_error(everyone: list[list[Any]]) -> Exception | None:
+    """What Megatron-Core's check raises; of what lies outside its grid that can be anything."""
+    try:
+        validate_sharding_integrity(everyone)
+    except (
+        CheckpointingException,
+        AssertionError,
+        ArithmeticError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
+        return error
+    return None
+
+
+def split_for_load(state_dict: StateDict) -> LoadParts:
+    """Factories applied, non-persistent values kept apart. Rank-local.
+
+    Raises:
+        PlanError: it is no dict.
+    """
+    _require_dict(state_dict)
+    force_all_tensors_to_non_fp8(state_dict)
+    sharded, nonpersistent, factories = load_preprocess(state_dict)
+    sharded, _ = extract_sharded_base(sharded)
+    return LoadParts(sharded, nonpersistent, factories)
+
+
+def _require_dict(state_dict: Any) -> None:
+    if not isinstance(state_dict, dict):
+        raise PlanError(
+            f"expected a dict as sharded state dict, found a {type(state_dict).__name__}"
+        )
+
+
+def needs_stored_keys(strict: StrictHandling) -> bool:
+    """Whether the strictness compares with the keys in the checkpoint."""
+    return bool(StrictHandling.requires_explicit_ckpt_mismatch_check(strict))
+
+
+def apply_strictness(
+    sharded: StateDict, strict: StrictHandling, local: Any, everyone: Any, stored: Any
+) -> StrictOutcome:
+    """Megatron-Core's comparison of wanted and stored keys. Rank-local.
+
+    Raises:
+        PlanError: there are keys that ``strict`` does not allow; names the first.
+    """
+    compared = _RETURNING.get(strict, strict)
+    outcome = StrictOutcome(
+        *validate_integrity_and_strict_load(sharded, compared, False, local, everyone, stored)  # noqa: FBT003 - theirs
+    )
+    if compared is not strict:
+        try:
+            maybe_report_missing_and_unexpected_keys(outcome.missing, outcome.unexpected)
+        except CheckpointingException as error:
+            key = min(outcome.unexpected or outcome.missing)
+            raise PlanError(f"{key}: {error}", key=key) from error
+    return outcome
+
+
+def split_objects(sharded: StateDict) -> tuple[StateDict, StateDict]:
+    """The sharded objects, and the rest."""
+    found: tuple[StateDict, StateDict] = extract_matching_values(
+        sharded, lambda value: isinstance(value, ShardedObject)
+    )
+    return found
+
+
+def merged(base: StateDict, *others: StateDict) -> StateDict:
+    """``base`` with the others merged into it; ``base`` itself is changed and returned.
+
+    Raises:
+        PlanError: two of them hold something at one place, such as common state of the checkpoint
+            where a ShardedTensor is wanted.
+    """
+    try:
+        for other in others:
+            merge(base, other)
+    except ValueError as error:
+        text = str(error)
+        if len(text) > _MAX_QUOTED:  # it holds the values, which may be tensors
+            text = f"{text[: _MAX_QUOTED // 2]} ... {text[-_MAX_QUOTED // 2 :]}"
+        raise PlanError(
+            "what was loaded does not fit together; common state of the checkpoint may stand where "
+            f"the sharded state dict has something else: {text}"
+        ) from error
+    return base
+
+
+def parallel_sizes() -> dict[str, int]:
+    """Sizes of the kinds of parallelism, by name; empty where Megatron-Core was not set up."""
+    if not parallel_state.model_parallel_is_initialized():
+        return {}
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "data": parallel_state.get_data_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+    }

@@ -1,4 +1,4 @@
-"""Megatron-Core's types, allow-list and registry, whatever its release.
+"""Megatron-Core's types, errors, allow-list and registry, whatever its release.
 
 0.17 removed the registry, its enum and more. What is missing, be it the whole module, gets a
 stand-in of the same name and attributes, so that our strategies stay what they are.
@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import inspect
 import types
+from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 from megatron.core import safe_globals
@@ -17,6 +19,8 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.validation import StrictHandling
+
+from dist_ckpt_strategies.errors import CheckpointError, joint_class
 
 try:
     from megatron.core.dist_checkpointing.strategies import base
@@ -36,13 +40,18 @@ __all__ = [
     "ShardedTensor",
     "StrategyAction",
     "StrictHandling",
+    "as_megatron_error",
     "default_allowed",
     "has_registry",
+    "raises_megatron_errors",
     "register_strategy",
     "registered_strategy",
     "tensor_aware_class",
     "torch_dist_strategy",
 ]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 TENSOR_AWARE_CLASS = (
     "megatron.core.dist_checkpointing.tensor_aware_state_dict.MCoreTensorAwareStateDict"
@@ -161,3 +170,30 @@ def torch_dist_strategy(action: StrategyAction) -> Any:
         raise CheckpointingException(f"torch_dist has no strategy for {action.value}")
     takes_names = "backend" in inspect.signature(TorchDistSaveShardedStrategy).parameters
     return TorchDistSaveShardedStrategy(*(("torch_dist", 1) if takes_names else ()))
+
+
+def as_megatron_error(error: CheckpointError) -> CheckpointError:
+    """The same error, of a class that is also a ``CheckpointingException``."""
+    kind: Any = type(error)
+    if issubclass(kind, CheckpointingException):
+        return error
+    adapted = joint_class(kind.__name__, (kind, CheckpointingException))
+    found: CheckpointError = adapted.__new__(adapted, *error.args)
+    found.args = error.args
+    found.__dict__.update(error.__dict__)
+    found.path = error.path  # an ImportError keeps it elsewhere
+    found.__traceback__ = error.__traceback__
+    return found
+
+
+def raises_megatron_errors(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a public function: every CheckpointError that it raises is Megatron-Core's too."""
+
+    @wraps(function)
+    def adapted(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except CheckpointError as error:
+            raise as_megatron_error(error) from error.__cause__
+
+    return adapted

@@ -12,7 +12,7 @@ import torch
 
 from dist_ckpt_strategies.device import uses_cuda
 from dist_ckpt_strategies.errors import CorruptCheckpointError
-from dist_ckpt_strategies.megatron.random_states import set_tracked_states, tracked_states
+from dist_ckpt_strategies.megatron.process_state import set_tracked_states, tracked_states
 
 RandomState = tuple[str, Any]
 """Of one generator: its name, and what it needs to go on from there."""

@@ -14,24 +14,22 @@ from dist_ckpt_strategies.comm.process_group import is_distributed
 from dist_ckpt_strategies.core.array import RankShards
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.formats.objects import dump_object
-from dist_ckpt_strategies.megatron.flow import (
-    StrictOutcome,
-    apply_strictness,
-    needs_stored_keys,
-    require_equal_common,
-    require_valid_sharding,
-)
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
+    StrictOutcome,
+    apply_strictness,
     is_main,
     message_of,
+    needs_stored_keys,
     object_id,
+    require_equal_common,
+    require_valid_sharding,
     shard_spec,
     sharded_values,
     value_from_message,
 )
 from dist_ckpt_strategies.megatron.types import ShardedObject, ShardedTensor, StrictHandling
-from dist_ckpt_strategies.sharded.plan_save import build_save_plan
+from dist_ckpt_strategies.sharded.plan import build_save_plan
 
 
 class _Validated:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch
 from dist_ckpt_strategies.comm.base import Communicator, Message, report_level
 from dist_ckpt_strategies.comm.collective import run_and_gather
 from dist_ckpt_strategies.config import Options
+from dist_ckpt_strategies.core.array import ArraySpec, ShardSpec
+from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.core.report import LoadReport
 from dist_ckpt_strategies.device import may_overlap, require_plain
 from dist_ckpt_strategies.errors import (
@@ -42,7 +45,6 @@ from dist_ckpt_strategies.sharded.checks import (
     digest_of,
     require_validated,
 )
-from dist_ckpt_strategies.sharded.plan_load import ReadItem, build_load_plan
 from dist_ckpt_strategies.sharded.transfer import run_reads
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer
 from dist_ckpt_strategies.storage.time_limit import restart_limit
@@ -53,6 +55,57 @@ Conversions = list[list[str]]
 """Key, stored and wanted dtype of each array that a load converts, sorted."""
 
 _NUM_EXAMPLES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ReadItem:
+    """How one wanted shard is filled.
+
+    Attributes:
+        array: the stored array.
+        source: region of the stored array to read; None where the shard lies wholly beyond it.
+        target: the same region, in coordinates of the wanted tensor.
+        is_padded: whether a part of the tensor has no counterpart in storage and becomes zeros.
+    """
+
+    array: ArraySpec
+    source: Region | None
+    target: Region | None
+    is_padded: bool
+
+
+def build_read_item(want: ShardSpec, array: ArraySpec) -> ReadItem:
+    """Match a shard that a rank wants with the array that a checkpoint holds.
+
+    Where ``may_mismatch`` is set and shapes differ, the read is clipped to what is stored and the
+    rest of the tensor is padding, as in Megatron-Core 0.15's TensorStore loader.
+
+    Raises:
+        ShapeMismatchError: shapes differ, or the shard reaches outside, and ``may_mismatch`` is
+            not set; or the number of dims differs.
+    """
+    key, region = want.id
+    same_rank = len(array.shape) == len(want.array_shape)
+    if array.shape != want.array_shape and not (want.may_mismatch and same_rank):
+        raise ShapeMismatchError(
+            f"{key}: shape {array.shape} in the checkpoint, {want.array_shape} requested; "
+            "load it as it is stored, or set allow_shape_mismatch on the ShardedTensor",
+            key=key,
+        )
+    if region.numel == 0:
+        return ReadItem(array, None, None, is_padded=False)
+    whole = Region.whole(array.shape)
+    if whole.contains(region):
+        return ReadItem(array, region, Region.whole(region.shape), is_padded=False)
+    if not want.may_mismatch:
+        raise ShapeMismatchError(
+            f"{key}: {region} requested, outside the array's shape {array.shape}",
+            key=key,
+        )
+    source = region.intersect(whole)
+    if source is None:
+        return ReadItem(array, None, None, is_padded=True)
+    return ReadItem(array, source, source.within(region), is_padded=source.shape != region.shape)
 
 
 class ShardedLoad:
@@ -101,8 +154,8 @@ class ShardedLoad:
                 cannot be given what it asks for.
         """
         stored = self._checkpoint.find({tensor.key for tensor in self._tensors})
-        specs = [spec for spec in map(shard_from_message, self._messages) if spec is not None]
-        self._plan = build_load_plan(specs, stored)
+        specs = (spec for spec in map(shard_from_message, self._messages) if spec is not None)
+        self._plan = [build_read_item(spec, stored[spec.id.key]) for spec in specs]
         dtypes = {key: array.dtype.value for key, array in stored.items()}
         is_strict = self._options.strict_dtype
         self._converted = conversions(self._tensors, dtypes, is_strict=is_strict)

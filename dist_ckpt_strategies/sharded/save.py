@@ -36,12 +36,13 @@ from dist_ckpt_strategies.errors import DuplicateWriterError, PlanError, Storage
 from dist_ckpt_strategies.formats.checkpoint_writer import CheckpointWriter
 from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.megatron.flow import parallel_sizes, require_equal_common
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     is_main_message,
     message_of,
     object_from_message,
+    parallel_sizes,
+    require_equal_common,
     shard_data,
     shard_from_message,
     sharded_values,
@@ -55,8 +56,12 @@ from dist_ckpt_strategies.sharded.checks import (
     require_one_strategy,
     require_valid,
 )
-from dist_ckpt_strategies.sharded.plan_manifest import ManifestPlan, build_manifest_plan
-from dist_ckpt_strategies.sharded.plan_save import SavePlan, build_save_plan
+from dist_ckpt_strategies.sharded.plan import (
+    ManifestPlan,
+    SavePlan,
+    build_manifest_plan,
+    build_save_plan,
+)
 from dist_ckpt_strategies.sharded.transfer import assemble, elements, run_writes
 from dist_ckpt_strategies.storage.time_limit import WORK, clean_up_limit, restart_limit, uncounted
 
@@ -286,7 +291,7 @@ class ShardedSave:
         A description that is small enough travels with the gather that follows.
         """
         planned = self.planned
-        self._segments = self.writer.described(planned.arrays, planned.manifest.segment_of)
+        self._segments = self.writer.described(planned.arrays, planned.manifest.firsts)
         limit = _EAGER_NBYTES // self.comm.size
         found = sorted(self._segments.items())
         return [[n, c.decode() if len(c) <= limit else len(c)] for n, c in found] or None
@@ -301,7 +306,7 @@ class ShardedSave:
         if common is not None and common.save is not None:
             run_collectively(comm, partial(common.save, writer.place.location))
         manifest = self.planned.manifest
-        received = self._received_segments(described)
+        received = self._received_segments(described) if any(described) else {}
 
         def write_segments() -> list[Any]:
             return [

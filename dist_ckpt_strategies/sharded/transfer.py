@@ -22,11 +22,11 @@ from dist_ckpt_strategies.device import (
     copy_into,
     host_buffer,
     host_view,
-    staged_nbytes,
+    is_in_order,
     to_host,
     torch_dtype,
 )
-from dist_ckpt_strategies.sharded.plan_save import SavePlan, ShardSlice, WriteItem
+from dist_ckpt_strategies.sharded.plan import SavePlan, ShardSlice, WriteItem
 from dist_ckpt_strategies.sharded.writer_process import StagedWrite
 from dist_ckpt_strategies.storage.io_pool import InFlight
 from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader, ArrayWrite, ArrayWriter
@@ -52,7 +52,10 @@ def run_writes(
     once. Others are copied first, batch by batch: while one batch is written the next is copied,
     so that copies take at most ``max_inflight_bytes`` (or twice the largest tensor).
     """
-    sizes = [staged_nbytes(tensor) for _, _, tensor in writes]
+    sizes = [
+        0 if t.device.type == "cpu" and is_in_order(t) else t.numel() * t.element_size()
+        for _, _, t in writes
+    ]
     with InFlight(options.timeout_s) as in_flight:
         if creations:
             in_flight.follow_with(store.begin_creates(creations))
@@ -77,16 +80,17 @@ def run_reads(store: ArrayReader, reads: Sequence[TensorRegion], options: Option
         for array, region, tensor in reads
     ]
     for batch in build_batches(sizes, options.max_inflight_bytes):
-        _run_batch(store, [reads[number] for number in batch], options)
+        staged = [sizes[number] > 0 for number in batch]
+        _run_batch(store, [reads[number] for number in batch], staged, options)
 
 
-def _run_batch(store: ArrayReader, reads: Sequence[TensorRegion], options: Options) -> None:
+def _run_batch(
+    store: ArrayReader, reads: Sequence[TensorRegion], staged: Sequence[bool], options: Options
+) -> None:
     """A function, so that the memory of a batch is free before the next one takes its own."""
     hosts = [
-        host_buffer(region.shape, array.dtype, like=tensor)
-        if _needs_staging(array, tensor)
-        else tensor
-        for array, region, tensor in reads
+        host_buffer(region.shape, array.dtype, like=tensor) if is_staged else tensor
+        for (array, region, tensor), is_staged in zip(reads, staged, strict=True)
     ]
     requests = [
         ArrayRead(array, region, host_view(host))

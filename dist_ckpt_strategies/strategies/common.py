@@ -7,7 +7,7 @@ from pathlib import Path
 from dist_ckpt_strategies.comm.collective import run_on_first_rank
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.keys import require_storable_keys
+from dist_ckpt_strategies.core.array import require_storable_keys
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompatibleVersionError,
@@ -28,7 +28,6 @@ from dist_ckpt_strategies.formats.objects import (
     read_object,
     write_dumped,
 )
-from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     is_main,
@@ -40,6 +39,7 @@ from dist_ckpt_strategies.megatron.shards import (
 from dist_ckpt_strategies.megatron.types import (
     LoadCommonStrategy,
     SaveCommonStrategy,
+    raises_megatron_errors,
 )
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME
@@ -51,6 +51,9 @@ from dist_ckpt_strategies.tools.readers import open_reader
 
 BACKEND = "torch"
 VERSION = 1
+
+COMMON_STATE = "common state"
+"""What messages call it."""
 
 _OBJECT_FILES = "one file for each ShardedObject"
 
@@ -94,22 +97,13 @@ class TorchCommonSaveStrategy(Configured, SaveCommonStrategy):  # type: ignore[m
         comm = self.communicator("save of common state", f"to {root}")
 
         def write() -> None:
-            content = self.dump_common(common_state_dict)
+            content = dump_loadable(common_state_dict, name=COMMON_STATE, allow=self.allowed())
             if isinstance(root, Path):
                 invalidate(root)
             _store(root).write(COMMON_NAME, content)
 
         with time_limit(self.options.timeout_s):
             run_on_first_rank(comm, write)
-
-    def dump_common(self, common_state_dict: StateDict) -> bytes:
-        """What ``save_common`` writes. Rank-local.
-
-        Raises:
-            UnsafeObjectError: it needs a class that a load would refuse.
-            StorageError: it cannot be pickled.
-        """
-        return dump_loadable(common_state_dict, name="common state", allow=self.allowed())
 
     @raises_megatron_errors
     def save_sharded_objects(
@@ -169,7 +163,7 @@ class TorchCommonLoadStrategy(Configured, LoadCommonStrategy):  # type: ignore[m
                     )
                 except (IncompatibleVersionError, IncompleteCheckpointError):
                     raise missing from None
-            found = load_content(content, path, "common state", allow)
+            found = load_content(content, path, COMMON_STATE, allow)
         if not isinstance(found, dict):
             raise CorruptCheckpointError(
                 f"common state: {path} holds a {type(found).__name__}, expected a dict",

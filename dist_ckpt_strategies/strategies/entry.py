@@ -38,17 +38,22 @@ from dist_ckpt_strategies.formats.objects import (
     dump_loadable,
     dump_object,
 )
-from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
-from dist_ckpt_strategies.megatron.flow import (
+from dist_ckpt_strategies.megatron.shards import (
+    StateDict,
     merge_factories,
     merged,
     parsed_strict,
+    sharded_values,
     split_for_load,
     split_for_save,
     split_objects,
 )
-from dist_ckpt_strategies.megatron.shards import StateDict, sharded_values
-from dist_ckpt_strategies.megatron.types import ShardedTensor, StrategyAction, StrictHandling
+from dist_ckpt_strategies.megatron.types import (
+    ShardedTensor,
+    StrategyAction,
+    StrictHandling,
+    raises_megatron_errors,
+)
 from dist_ckpt_strategies.sharded.async_request import RUNNING_SAVES, LocalSaveRequest
 from dist_ckpt_strategies.sharded.async_save import begin_in_background
 from dist_ckpt_strategies.sharded.checks import (
@@ -69,7 +74,7 @@ from dist_ckpt_strategies.storage.time_limit import (
     uncounted,
 )
 from dist_ckpt_strategies.strategies.common import BACKEND as TORCH_BACKEND
-from dist_ckpt_strategies.strategies.common import TorchCommonSaveStrategy
+from dist_ckpt_strategies.strategies.common import COMMON_STATE, TorchCommonSaveStrategy
 from dist_ckpt_strategies.strategies.local_replicated import (
     LocalReplicatedLoadShardedStrategy,
     LocalReplicatedSaveShardedStrategy,
@@ -261,16 +266,18 @@ def _common_state(
 ) -> CommonState:
     """The common state, ready to be written; one that a load would refuse is an error."""
     is_ours = isinstance(saver, TorchCommonSaveStrategy)
-    content = saver.dump_common(state) if is_ours and is_first else None
+    content: bytes | None = None
+    if is_ours and is_first:
+        content = dump_loadable(state, name=COMMON_STATE, allow=saver.allowed())
     digest = ""
     if compared is not None:
         digest = digest_of_common(compared, content if compared is state else None)
     if is_ours:
         return CommonState(compared, digest, content, None)
     if is_first and saver.backend == TORCH_BACKEND:
-        dump_loadable(state, name="common state", allow=allow)
+        dump_loadable(state, name=COMMON_STATE, allow=allow)
     elif is_first:
-        dump_object(state, name="common state")
+        dump_object(state, name=COMMON_STATE)
     kept = deepcopy(state) if is_async else state
 
     def write(place: Location) -> None:

@@ -45,7 +45,6 @@ from dist_ckpt_strategies.local.manager import LocalCheckpointManager
 from dist_ckpt_strategies.local.mcore_state_dict import MCoreTensorAwareStateDict
 from dist_ckpt_strategies.local.replication import LazyCliqueReplicationStrategy
 from dist_ckpt_strategies.local.shard_files import ShardDirectory, read_first_header
-from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     is_main,
@@ -59,6 +58,7 @@ from dist_ckpt_strategies.megatron.types import (
     LoadShardedStrategy,
     SaveShardedStrategy,
     ShardedTensor,
+    raises_megatron_errors,
 )
 from dist_ckpt_strategies.sharded.load import (
     Conversions,

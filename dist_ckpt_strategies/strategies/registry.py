@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
@@ -24,7 +24,6 @@ from dist_ckpt_strategies.errors import (
     StrategyNotFoundError,
 )
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.types import (
     LoadCommonStrategy,
     LoadShardedStrategy,
@@ -33,6 +32,7 @@ from dist_ckpt_strategies.megatron.types import (
     StrategyAction,
     default_allowed,
     has_registry,
+    raises_megatron_errors,
     register_strategy,
     registered_strategy,
     torch_dist_strategy,
@@ -59,29 +59,17 @@ StrategyChoice = Any
 """A strategy, a (backend, version) tuple, or None for the default."""
 
 
-@dataclass(frozen=True, slots=True)
-class StrategyKey:
+class StrategyKey(NamedTuple):
     """What a strategy is looked up by: ``(SAVE_SHARDED, "zarr", 1)``."""
 
     action: StrategyAction
     backend: str
     version: int
 
-    def __post_init__(self) -> None:
-        """Raise StrategyError for a value of the wrong type."""
-        if not isinstance(self.action, StrategyAction):
-            names = ", ".join(f"StrategyAction.{action.name}" for action in StrategyAction)
-            raise StrategyError(f"action: expected one of {names}, found {self.action!r}")
-        backend: Any = self.backend
-        version: Any = self.version
-        if not (isinstance(backend, str) and isinstance(version, int)):
-            raise StrategyError(
-                f"expected a str as backend and an int as version, found ({backend!r}, {version!r})"
-            )
-
     def __str__(self) -> str:
         """The key as users write it."""
-        return f"({self.action.value}, {self.backend!r}, {self.version})"
+        action = getattr(self.action, "value", self.action)
+        return f"({action}, {self.backend!r}, {self.version!r})"
 
 
 class StrategyRegistry:
@@ -100,10 +88,11 @@ class StrategyRegistry:
             StrategyExistsError: another one is there and ``replace`` is not set.
             StrategyError: the key is no StrategyKey, or the factory cannot be called.
         """
-        found: Any = (key, factory)
-        if not isinstance(found[0], StrategyKey) or not (
-            _is_instance(factory) or callable(factory)
-        ):
+        found: Any = key
+        is_key = isinstance(found, StrategyKey) and all(
+            map(isinstance, found, (StrategyAction, str, int))
+        )
+        if not (is_key and (_is_instance(factory) or callable(factory))):
             raise StrategyError(
                 f"expected a StrategyKey and a callable, found {key!r} and {factory!r}"
             )

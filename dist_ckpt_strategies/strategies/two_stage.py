@@ -29,9 +29,12 @@ from dist_ckpt_strategies.core.report import BroadcastReport, GroupReport
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.formats.locations import located
 from dist_ckpt_strategies.formats.objects import Allowed
-from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict
-from dist_ckpt_strategies.megatron.types import LoadShardedStrategy, default_allowed
+from dist_ckpt_strategies.megatron.types import (
+    LoadShardedStrategy,
+    default_allowed,
+    raises_megatron_errors,
+)
 from dist_ckpt_strategies.sharded.load import warn_of_conversions
 from dist_ckpt_strategies.storage.time_limit import OPENING, restart_limit, time_limit
 from dist_ckpt_strategies.strategies.zarr import (

@@ -32,11 +32,11 @@ from dist_ckpt_strategies.formats.locations import Location, located, require_pa
 from dist_ckpt_strategies.formats.object_files import object_ids, remove_object
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.formats.zarr2 import array_keys, remove_array
-from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
 from dist_ckpt_strategies.megatron.shards import StateDict, metadata_object, metadata_tensor
 from dist_ckpt_strategies.megatron.types import (
     AsyncSaveShardedStrategy,
     LoadShardedStrategy,
+    raises_megatron_errors,
 )
 from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
 from dist_ckpt_strategies.sharded.async_save import SaveCache, begin_in_background

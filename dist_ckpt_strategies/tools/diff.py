@@ -21,8 +21,7 @@ from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import ArrayNotFoundError
 from dist_ckpt_strategies.formats.issues import Watch
 from dist_ckpt_strategies.formats.objects import Allowed, load_content
-from dist_ckpt_strategies.megatron.errors import raises_megatron_errors
-from dist_ckpt_strategies.megatron.types import default_allowed
+from dist_ckpt_strategies.megatron.types import default_allowed, raises_megatron_errors
 from dist_ckpt_strategies.storage.files import COMMON_NAME
 from dist_ckpt_strategies.storage.store import HostArray
 from dist_ckpt_strategies.tools.convert import ConvertOptions

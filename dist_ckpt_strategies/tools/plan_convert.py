@@ -10,7 +10,12 @@ from itertools import pairwise, product
 from types import MappingProxyType
 from typing import NoReturn
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
+from dist_ckpt_strategies.core.array import (
+    ArraySpec,
+    DType,
+    ObjectId,
+    require_storable_keys,
+)
 from dist_ckpt_strategies.core.chunk_grids import (
     ShardPlacement,
     cut_chunk,
@@ -20,7 +25,6 @@ from dist_ckpt_strategies.core.chunk_grids import (
     regular_chunk_shape,
     require_partition,
 )
-from dist_ckpt_strategies.core.keys import require_storable_keys
 from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import PlanError
 

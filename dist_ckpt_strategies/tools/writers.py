@@ -20,7 +20,7 @@ from dist_ckpt_strategies.formats.locations import Location, SavePlace, require_
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.object_files import plain_value
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object
-from dist_ckpt_strategies.sharded.plan_manifest import build_manifest_plan
+from dist_ckpt_strategies.sharded.plan import build_manifest_plan
 from dist_ckpt_strategies.storage.direct_io import pwrite_all
 from dist_ckpt_strategies.storage.files import file_errors, sync_path
 from dist_ckpt_strategies.storage.store import Directory, HostArray
@@ -170,7 +170,7 @@ class ZarrWriter(TargetWriter):
         )
         keys = (object_id.key for object_id in self.plan.objects)
         segments = build_manifest_plan(arrays, keys, _MAX_SEGMENTS)
-        described = writer.described(arrays, segments.segment_of)
+        described = writer.described(arrays, segments.firsts)
         entries = [
             writer.write_segment(number, first, [described[number]] if number in described else [])
             for number, first in enumerate(segments.firsts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
@@ -21,7 +22,7 @@ from dist_ckpt_strategies.comm.collective import (
     run_collectively,
 )
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, array_from_wire, array_to_wire
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.core.report import BroadcastReport
 from dist_ckpt_strategies.device import to_host
@@ -40,8 +41,7 @@ from dist_ckpt_strategies.megatron.shards import (
     value_from_message,
 )
 from dist_ckpt_strategies.megatron.types import ShardedTensor
-from dist_ckpt_strategies.sharded.load import conversions, destination
-from dist_ckpt_strategies.sharded.plan_load import build_load_plan
+from dist_ckpt_strategies.sharded.load import build_read_item, conversions, destination
 from dist_ckpt_strategies.storage.file_systems import PageCache, available_nbytes, page_cache_of
 from dist_ckpt_strategies.storage.io_pool import Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead, ArrayReader, HostArray
@@ -219,14 +219,15 @@ class CheckpointLoad:
 
         def look_up() -> bytes:
             found = self._checkpoint.find(names[rank::size])
-            return json.dumps([array_to_wire(found[key]) for key in names[rank::size]]).encode()
+            return pickle.dumps([found[key] for key in names[rank::size]])
 
-        shares = [json.loads(share) for share in run_and_gather_bytes(self._comm, look_up)]
-        return [array_from_wire(shares[n % size][n // size]) for n in range(len(names))]
+        answers = run_and_gather_bytes(self._comm, look_up)
+        shares = [pickle.loads(answer) for answer in answers]  # noqa: S301 - from ranks of this job
+        return [shares[n % size][n // size] for n in range(len(names))]
 
     def _choose_targets(self, found: Sequence[tuple[int, ArraySpec]]) -> Any:
         stored = {array.key: array for _, array in found}
-        plan = build_load_plan([shard_spec(tensor) for tensor in self._tensors], stored)
+        plan = [build_read_item(shard_spec(t), stored[t.key]) for t in self._tensors]
         dtypes = {key: array.dtype.value for key, array in stored.items()}
         converted = conversions(self._tensors, dtypes, is_strict=self._options.strict_dtype)
         self._results = [self._base.destination_of(tensor) for tensor in self._tensors]

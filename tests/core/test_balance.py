@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.core.array import ShardId
-from dist_ckpt_strategies.core.balance import build_spread
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import PlanError
+from dist_ckpt_strategies.local.plan import build_spread
 
 
 def shard(number: int) -> ShardId:

@@ -8,21 +8,15 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.chunk_grids import (
     MAX_ASSEMBLED_NBYTES,
     MAX_OBJECT_NBYTES,
     ShardPlacement,
     irregular_chunk_shape,
     object_chunk_shape,
-    regular_chunk_shape,
 )
 from dist_ckpt_strategies.core.region import Region, Shape
 from tests.support.boxes import Split, splits
-
-
-def boxes_of(split: Split) -> list[Region]:
-    return [box for _, box in split.main]
 
 
 def num_files(shape: Shape, chunk: Shape) -> int:
@@ -32,17 +26,6 @@ def num_files(shape: Shape, chunk: Shape) -> int:
 def flat(*bounds: int) -> list[Region]:
     """Boxes of a flat buffer between consecutive bounds."""
     return [Region((a,), (b - a,)) for a, b in pairwise(bounds)]
-
-
-@given(splits(regular=True))
-def test_the_chunks_of_a_regular_grid_are_its_shards(split: Split) -> None:
-    chunk = regular_chunk_shape(split.shape, boxes_of(split))
-
-    assert chunk is not None
-    array = ArraySpec("w", split.shape, DType.INT8, chunk)
-    whole = Region.whole(split.shape)
-    chunks = {array.chunk_region(index).intersect(whole) for index in array.chunk_indices()}
-    assert chunks == set(boxes_of(split))
 
 
 @given(splits().filter(lambda split: split.main), st.sampled_from([1, 2, 4, 8]))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.core.keys import require_storable_keys
+from dist_ckpt_strategies.core.array import require_storable_keys
 from dist_ckpt_strategies.errors import PlanError
 
 

@@ -35,10 +35,10 @@ _OF_MEETINGS = (
 )
 """Where ranks meet: who fails in there cannot tell the others any more."""
 
-_OF_ERRORS = ("errors.py", "megatron/errors.py")
+_OF_ERRORS = ("errors.py",)
 _BEFORE = ("config.py", "comm/interruptible_gloo.py")
-_BEFORE_NAMES = ("_world", "_options", "_communicator", "open_communicator")
-"""What is done before ranks can meet at all, and asks for nothing that could be refused."""
+_BEFORE_NAMES = ("open_communicator", "adapted", "as_megatron_error")
+"""What runs before any collective, and what gives errors their class."""
 
 
 def no_memory() -> Exception:

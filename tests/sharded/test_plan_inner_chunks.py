@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 
 import pytest
 from hypothesis import given
@@ -12,8 +13,7 @@ from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.chunk_grids import MAX_NBYTES, MAX_OBJECT_NBYTES, ChunkLayout
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
 from dist_ckpt_strategies.core.region import Region
-from dist_ckpt_strategies.sharded.plan_manifest import build_manifest_plan
-from dist_ckpt_strategies.sharded.plan_save import SavePlan, build_save_plan
+from dist_ckpt_strategies.sharded.plan import SavePlan, build_manifest_plan, build_save_plan
 from tests.support.boxes import Split, splits, times_covered
 
 some_splits = st.booleans().flatmap(lambda regular: splits(regular=regular))
@@ -92,7 +92,7 @@ def test_every_key_is_listed_in_one_part_and_parts_have_owners(
     assert all(0 <= owner < num_ranks for owner in plan.owners)
     assert len(set(plan.owners)) == len(plan.owners)
     for key in keys:
-        number = plan.segment_of(key)
+        number = bisect_right(plan.firsts, key) - 1
         assert plan.firsts[number] <= key
         assert number + 1 == len(plan.firsts) or key < plan.firsts[number + 1]
 

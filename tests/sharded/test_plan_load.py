@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dist_ckpt_strategies.core.array import ArraySpec, DType
 from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import ShapeMismatchError
-from dist_ckpt_strategies.sharded.plan_load import build_load_plan
+from dist_ckpt_strategies.sharded.load import build_read_item
 from tests.support.boxes import regions_in, shapes, spec_of
 
 
@@ -22,7 +22,7 @@ def stored_array(shape: Shape) -> ArraySpec:
 def test_any_box_is_read_whole_from_where_it_lies(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     box = data.draw(regions_in(shape))
-    (read,) = build_load_plan([spec_of(box, shape)], {"w": stored_array(shape)})
+    read = build_read_item(spec_of(box, shape), stored_array(shape))
 
     if box.numel == 0:
         assert (read.source, read.target) == (None, None)
@@ -42,7 +42,7 @@ def test_with_another_shape_allowed_the_rest_is_clipped_or_padded_with_zeros(
     expected = np.zeros(np.maximum(stored_shape, wanted_shape), int)
     expected[Region.whole(stored_shape).slices()] = values
     want = spec_of(box, wanted_shape, may_mismatch=True)
-    (read,) = build_load_plan([want], {"w": stored_array(stored_shape)})
+    read = build_read_item(want, stored_array(stored_shape))
 
     tensor = np.zeros(box.shape, int) if read.is_padded else np.full(box.shape, -1)
     if read.source is not None and read.target is not None:
@@ -60,7 +60,7 @@ def test_another_shape_is_refused_naming_key_both_shapes_and_the_remedy(
     want = spec_of(Region.whole(wanted), wanted, may_mismatch=may_mismatch)
 
     with pytest.raises(ShapeMismatchError) as caught:
-        build_load_plan([want], {"w": stored_array(stored)})
+        build_read_item(want, stored_array(stored))
 
     message = str(caught.value)
     assert message.startswith(f"w: shape {stored} in the checkpoint, {wanted} requested")
@@ -72,11 +72,11 @@ def test_a_box_that_reaches_outside_its_own_array_is_refused() -> None:
     want = spec_of(Region((6,), (4,)), (8,))
 
     with pytest.raises(ShapeMismatchError, match=r"^w: .*\[6:10\]"):
-        build_load_plan([want], {"w": stored_array((8,))})
+        build_read_item(want, stored_array((8,)))
 
 
 def test_a_shard_wholly_beyond_the_stored_rows_is_padding() -> None:
     want = spec_of(Region((112, 0), (16, 4)), (128, 4), may_mismatch=True)
-    (read,) = build_load_plan([want], {"w": stored_array((100, 4))})
+    read = build_read_item(want, stored_array((100, 4)))
 
     assert (read.source, read.target, read.is_padded) == (None, None, True)

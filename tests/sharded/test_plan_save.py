@@ -22,7 +22,7 @@ from dist_ckpt_strategies.core.array import (
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
-from dist_ckpt_strategies.sharded.plan_save import (
+from dist_ckpt_strategies.sharded.plan import (
     SavePlan,
     WriteItem,
     build_save_plan,
@@ -197,6 +197,19 @@ def test_a_gap_is_always_refused_naming_the_key(split: Split, data: st.DataObjec
         build_save_plan(holed.requests(key="layer.w"))
 
     assert caught.value.key == "layer.w"
+
+
+def test_a_gap_is_refused_naming_the_ranks_that_hold_copies_of_it() -> None:
+    main = spec_of(Region((0,), (4,)), (8,))
+    copy = replace(spec_of(Region((4,), (2,)), (8,)), is_main=False)
+    beside = replace(spec_of(Region((5,), (3,)), (8,)), is_main=False)
+
+    held = {3: main, 7: copy, 5: copy, 6: beside}
+
+    with pytest.raises(CoverageError, match=r"\(4,\), which only copies hold \(rank 5, 7\)"):
+        build_save_plan([RankShards(rank, (spec,)) for rank, spec in held.items()])
+    with pytest.raises(CoverageError, match=r"\(4,\), which no rank holds"):
+        build_save_plan([RankShards(3, (main,)), RankShards(6, (beside,))])
 
 
 @given(some_splits.filter(lambda split: split.main), st.data())

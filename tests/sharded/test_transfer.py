@@ -19,7 +19,6 @@ from tests.support.memory_store import MemoryArrays
 from tests.support.samples import random_values, whole_of
 from tests.support.stores import ArrayStore, chunk_files, store_of
 from tests.support.tensors import (
-    LAYOUTS,
     Layout,
     bits,
     every_other,
@@ -29,7 +28,6 @@ from tests.support.tensors import (
 )
 
 OPTIONS = Options(timeout_s=60.0)
-WITH_LAYOUT = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
 def tensor_of(shape: tuple[int, ...], dtype: DType = DType.FLOAT32, seed: int = 0) -> torch.Tensor:
@@ -59,25 +57,6 @@ def read(store: ArrayStore, targets: list[torch.Tensor], options: Options = OPTI
         [(a, whole_of(a), t) for a, t in zip(arrays, targets, strict=True)],
         options,
     )
-
-
-# Bit for bit
-
-
-@pytest.mark.parametrize("engine", Engine)
-@pytest.mark.parametrize("dtype", DType, ids=lambda dtype: dtype.value)
-def test_tensors_of_every_type_and_layout_come_back(
-    dtype: DType, engine: Engine, tmp_path: Path
-) -> None:
-    values = tensor_of((4, 6), dtype)
-    sources = [layout(values) for layout in LAYOUTS.values()]
-    write(store_of(tmp_path, engine), sources)
-    targets = [layout(torch.zeros_like(values)) for layout in LAYOUTS.values()]
-    read(store_of(tmp_path, engine), targets)
-
-    for source, target in zip(sources, targets, strict=True):
-        assert bits(source) == bits(values)
-        assert bits(target) == bits(values)
 
 
 def test_a_lazily_conjugated_tensor_is_written_as_it_is_meant() -> None:

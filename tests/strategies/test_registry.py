@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -268,8 +269,11 @@ def test_the_functions_of_megatron_core_0_15_register_one_strategy_each() -> Non
 
 @pytest.mark.parametrize(("backend", "version"), [("mine", "1"), ("mine", 1.0), (None, 1)])
 def test_a_key_of_wrong_types_is_refused(backend: Any, version: Any) -> None:
-    with pytest.raises(StrategyError, match=r"str as backend and an int as version, found \("):
-        get_default_strategy(StrategyAction.SAVE_SHARDED, backend, version)
+    key = (StrategyAction.SAVE_SHARDED, backend, version)
+    with pytest.raises(StrategyError, match="expected a StrategyKey and a callable, found"):
+        register_default_strategy(*key, Plain)
+    with pytest.raises(StrategyNotFoundError, match=re.escape(f"{backend!r}, {version!r}")):
+        get_default_strategy(*key)
 
 
 def test_a_value_that_is_no_strategy_is_refused(tmp_path: Path) -> None:

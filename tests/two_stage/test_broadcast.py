@@ -81,10 +81,6 @@ class Group:
             != np.ascontiguousarray(self.expected(want)).tobytes()
         ]
 
-    def num_read(self, rank: int) -> int:
-        """Bytes that a rank has asked of its store."""
-        return sum(read.target.nbytes for reads in self.stores[rank].reads for read in reads)
-
 
 def replicas(num_ranks: int, **options: Any) -> Group:
     """Every rank requests everything: a few megabytes, in matrices and many vectors."""
@@ -92,33 +88,6 @@ def replicas(num_ranks: int, **options: Any) -> Group:
     arrays = [ArraySpec(f"w{n}", shape, DType.FLOAT32, shape) for n, shape in enumerate(shapes)]
     regions = [(n, Region.whole(array.shape)) for n, array in enumerate(arrays)]
     return Group(arrays, [list(regions) for _ in range(num_ranks)], **options)
-
-
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
-def test_each_byte_is_read_once_by_the_group_and_evenly(num_ranks: int) -> None:
-    group = replicas(num_ranks)
-    for rank, (tensors, report) in enumerate(run_ranks(num_ranks, group.load)):
-        assert group.wrong(rank, tensors) == []
-        assert report.read_nbytes == group.num_read(rank)
-        assert report.filled_nbytes == sum(t.nbytes for t in tensors)
-        assert report.read_nbytes + report.received_nbytes == sum(t.nbytes for t in tensors)
-    read = [group.num_read(rank) for rank in range(num_ranks)]
-
-    assert sum(read) == sum(array.nbytes for array in group.arrays)
-    assert max(read) <= 1.1 * sum(read) / num_ranks
-
-
-@pytest.mark.parametrize("caches", [["a"] * 4, ["a", "b", "a", "b"], ["a", "a", None, None]])
-def test_ranks_that_share_a_page_cache_read_what_another_has_read(caches: list[str | None]) -> None:
-    group = replicas(4, caches=caches, max_inflight_bytes=1 << 20)
-    results = run_ranks(4, group.load)
-    nbytes = sum(array.nbytes for array in group.arrays)
-    for rank, (tensors, report) in enumerate(results):
-        assert group.wrong(rank, tensors) == []
-        assert report.read_nbytes + report.received_nbytes == nbytes
-    assert sum(report.read_nbytes for _, report in results) == nbytes
-    if caches == ["a"] * 4:
-        assert [group.num_read(rank) for rank in range(4)] == [nbytes] * 4
 
 
 class Watched(MemoryArrays):

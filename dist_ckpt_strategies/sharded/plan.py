@@ -1,4 +1,4 @@
-"""Decide who writes which chunk of which array, and which slices have to move there first."""
+"""Decide who writes which chunk of which array, and which segment of the manifest."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from dist_ckpt_strategies.core.array import (
     RankShards,
     ShardId,
     ShardSpec,
+    require_storable_keys,
 )
 from dist_ckpt_strategies.core.chunk_grids import (
     MAX_ASSEMBLED_NBYTES,
@@ -28,7 +29,7 @@ from dist_ckpt_strategies.core.chunk_grids import (
     regular_chunk_shape,
     require_partition,
 )
-from dist_ckpt_strategies.core.keys import require_storable_keys
+from dist_ckpt_strategies.core.inner_grid import num_inner_chunks
 from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
 
@@ -204,7 +205,8 @@ def _object_writers(objects: Iterable[tuple[ObjectId, int]]) -> dict[str, int]:
                 "replica; give one of them another replica_id",
                 key=found.key,
             )
-        if len(offset) != len(grid) or not grid or any(map(_is_outside, offset, grid)):
+        is_inside = all(0 <= at < num for at, num in zip(offset, grid, strict=False))
+        if len(offset) != len(grid) or not grid or not is_inside:
             raise PlanError(
                 f"{found.key}: rank {rank} holds shard {offset} of an object whose grid is {grid}; "
                 "a grid has at least one dim, and its shards count from 0",
@@ -226,10 +228,6 @@ def _object_writers(objects: Iterable[tuple[ObjectId, int]]) -> dict[str, int]:
                 key=key,
             )
     return {key: next(iter(of_key.values())) for key, of_key in by_key.items()}
-
-
-def _is_outside(index: int, num: int) -> bool:
-    return not 0 <= index < num
 
 
 _Main = Sequence[tuple[ShardPlacement, ShardId]]
@@ -412,3 +410,64 @@ def _rounds(writes: Iterable[WriteItem], budget_nbytes: int) -> tuple[tuple[Writ
             rounds.append([])
         rounds[number].append(write)
     return tuple(map(tuple, rounds))
+
+
+MAX_SEGMENT_NBYTES = 4 << 20
+"""About the size of a segment: what a rank holds of the manifest while it is written."""
+
+_ENTRY_NBYTES = 160
+_CHUNK_NBYTES = 48
+_DIGEST_NBYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestPlan:
+    """The manifest's segments, by their first keys.
+
+    Attributes:
+        firsts: the first key that each segment may hold; the empty one first.
+        owners: the rank, within the group, that writes each segment.
+    """
+
+    firsts: tuple[str, ...]
+    owners: tuple[int, ...]
+
+
+def build_manifest_plan(
+    arrays: Sequence[ArraySpec],
+    object_keys: Iterable[str],
+    num_ranks: int,
+    max_segment_nbytes: int = MAX_SEGMENT_NBYTES,
+) -> ManifestPlan:
+    """Cut the keys into ranges of about equal description, one to a segment; at most one to a rank.
+
+    Args:
+        arrays: all arrays of the checkpoint.
+        object_keys: of its objects, once for each shard.
+        num_ranks: in the group that writes it.
+        max_segment_nbytes: wanted size of a segment.
+    """
+    sizes: dict[str, int] = {}
+    for array in arrays:
+        sizes[array.key] = sizes.get(array.key, 0) + _described_nbytes(array)
+    for key in object_keys:
+        sizes[key] = sizes.get(key, 0) + _ENTRY_NBYTES + len(key)
+    total = sum(sizes.values())
+    num_segments = max(1, min(num_ranks, -(-total // max_segment_nbytes)))
+    firsts = [""]
+    seen = 0
+    for key in sorted(sizes):
+        if len(firsts) < num_segments and seen >= len(firsts) * total / num_segments:
+            firsts.append(key)
+        seen += sizes[key]
+    owners = tuple(number * num_ranks // len(firsts) for number in range(len(firsts)))
+    return ManifestPlan(tuple(firsts), owners)
+
+
+def _described_nbytes(array: ArraySpec) -> int:
+    """About the bytes that the manifest has about an array."""
+    if not array.num_chunks:
+        return _ENTRY_NBYTES + len(array.key)
+    digests = num_inner_chunks(array, (0,) * len(array.shape)) + 1
+    of_chunks = array.num_chunks * (_CHUNK_NBYTES + digests * _DIGEST_NBYTES)
+    return _ENTRY_NBYTES + len(array.key) + of_chunks
