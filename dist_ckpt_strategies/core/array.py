@@ -139,8 +139,10 @@ class ArraySpec:
 
     def chunk_at(self, region: Region) -> Shape | None:
         """The index of the chunk whose whole region is ``region``; None where no chunk's is."""
-        index = tuple(map(operator.floordiv, region.offset, self.chunk_shape))
-        return index if self.chunk_region(index) == region else None
+        chunk = self.chunk_shape
+        if region.shape != chunk or any(map(operator.mod, region.offset, chunk)):
+            return None
+        return tuple(map(operator.floordiv, region.offset, chunk))
 
     def chunk_indices(self) -> Iterator[Shape]:
         """Every chunk of the grid, in C order."""

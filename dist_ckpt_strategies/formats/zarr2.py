@@ -10,7 +10,8 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
-from functools import cache
+from dataclasses import replace
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -71,26 +72,32 @@ def parse_metadata(key: str, path: Path | str, content: bytes) -> ArraySpec:
         PlanError: a dtype that torch has no counterpart for.
     """
     try:
-        fields = json.loads(content)
-        spelled = str(fields["dtype"])
-        dtype = _spelled_dtypes().get(spelled) or DType.from_numpy(_numpy_dtype(spelled), key=key)
-        raw = (
-            fields["compressor"] is None
-            and not fields.get("filters")
-            and fields["order"] == "C"
-            and (spelled[0] in "<|" or dtype.is_extension)
-        )
-        shape, chunks = _shape(fields["shape"], least=0), _shape(fields["chunks"], least=1)
-        separator = str(fields.get("dimension_separator", "."))
-        array = ArraySpec(key, shape, dtype, chunks, separator, is_raw=raw)
-        _require_consistent(array, fields)
+        return replace(_parsed(content), key=key)
     except PlanError as error:
-        found = error.message.removeprefix(f"{key}: ")
+        found = error.message.removeprefix(": ")
         raise PlanError(f"{key}: {path}: {found}", key=key, path=str(path)) from error
     except (ValueError, LookupError, TypeError, SyntaxError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{key}: {path} does not describe a Zarr v2 array: {error!r}", key=key, path=str(path)
         ) from error
+
+
+@lru_cache(maxsize=256)
+def _parsed(content: bytes) -> ArraySpec:
+    """The array without a key; the arrays of all layers have few descriptions between them."""
+    fields = json.loads(content)
+    spelled = str(fields["dtype"])
+    dtype = _spelled_dtypes().get(spelled) or DType.from_numpy(_numpy_dtype(spelled), key="")
+    raw = (
+        fields["compressor"] is None
+        and not fields.get("filters")
+        and fields["order"] == "C"
+        and (spelled[0] in "<|" or dtype.is_extension)
+    )
+    shape, chunks = _shape(fields["shape"], least=0), _shape(fields["chunks"], least=1)
+    separator = str(fields.get("dimension_separator", "."))
+    array = ArraySpec("", shape, dtype, chunks, separator, is_raw=raw)
+    _require_consistent(array, fields)
     return array
 
 
