@@ -186,14 +186,14 @@ def save_locally(rank: int, root: Path) -> None:
     manager.save(BasicTensorAwareStateDict(plain_state(rank)), 100)
 
 
-def test_the_reader_of_parts_finds_every_value(tmp_path: Path) -> None:
+def test_the_reader_of_local_shards_finds_every_value(tmp_path: Path) -> None:
     run_processes(2, save_locally, tmp_path)
-    reader = reader_of("local.md", "read_part")
+    reader = reader_of("local.md", "read_shard")
 
     for rank in range(2):
         (path,) = tmp_path.glob(f"run/{rank}/iter_0000100_{rank}_local_*.part")
         assert re.fullmatch(r"[0-9a-f]{20}", path.stem.rpartition("_")[2])
-        description, buffers = reader["read_part"](path)
+        description, buffers = reader["read_shard"](path)
         found, state = reader["named"](description, buffers), plain_state(rank)
         names = ("id", "world_size", "session", "kind")
         assert [description[name] for name in names] == [path.stem, 2, "run", "basic"]
@@ -204,16 +204,16 @@ def test_the_reader_of_parts_finds_every_value(tmp_path: Path) -> None:
             assert found[key].tobytes() == bits_of(state[key])
 
 
-def test_the_reader_of_parts_notices_a_changed_byte(tmp_path: Path) -> None:
+def test_the_reader_of_local_shards_notices_a_changed_byte(tmp_path: Path) -> None:
     run_processes(2, save_locally, tmp_path)
-    read_part = reader_of("local.md", "read_part")["read_part"]
+    read_shard = reader_of("local.md", "read_shard")["read_shard"]
     path = next(tmp_path.glob("run/0/*.part"))
     content = path.read_bytes()
 
     for at in (1, 9, 20, 100, len(content) - 1):
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with pytest.raises(ValueError, match="damaged"):
-            read_part(path)
+            read_shard(path)
 
 
 def test_the_page_names_every_dtype() -> None:

@@ -20,13 +20,13 @@ from dist_ckpt_strategies.errors import (
     StoreUnreachableError,
 )
 from dist_ckpt_strategies.formats.marker import CheckpointMarker
-from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
-from dist_ckpt_strategies.storage.store import Store, nbytes_text
+from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME, nbytes_text
 
 if TYPE_CHECKING:  # numpy and TensorStore take a while to import
     from dist_ckpt_strategies.core.array import ArraySpec
     from dist_ckpt_strategies.formats.manifest import ManifestIndex
     from dist_ckpt_strategies.storage.bucket import Bucket
+    from dist_ckpt_strategies.storage.store import Store
 
 MAX_LISTED = 1000
 """Missing files of one key that have an issue each; one issue stands for more of them."""

@@ -56,12 +56,13 @@ from dist_ckpt_strategies.storage.files import (
     PARTIAL_PREFIX,
     REMOVED_PREFIX,
     Folder,
+    nbytes_text,
     read_file,
     read_folder,
     reason,
     require_directory,
 )
-from dist_ckpt_strategies.storage.store import Directory, Store, block_sizes, nbytes_text
+from dist_ckpt_strategies.storage.store import Directory, Store, block_sizes
 
 if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without
     from dist_ckpt_strategies.comm.base import Communicator

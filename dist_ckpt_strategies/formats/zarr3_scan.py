@@ -71,6 +71,7 @@ from dist_ckpt_strategies.storage.files import (
     REMOVED_PREFIX,
     file_errors,
     folders_below,
+    nbytes_text,
     read_folder,
     require_directory,
 )
@@ -79,7 +80,6 @@ from dist_ckpt_strategies.storage.store import (
     Store,
     WrongSizeError,
     block_sizes,
-    nbytes_text,
 )
 
 if TYPE_CHECKING:  # TensorStore takes a while to import, and directories go without

@@ -313,6 +313,11 @@ def folders_below(root: Path, keys: Iterable[str]) -> Iterator[Folder]:
         waiting.extend(map(folder.path_of, folder.folders))
 
 
+def nbytes_text(nbytes: int) -> str:
+    """Such as ``1 byte`` and ``4096 bytes``."""
+    return f"{nbytes} byte{'' if nbytes == 1 else 's'}"
+
+
 def reason(error: OSError) -> str:
     """What the operating system says, without the path."""
     return error.strerror or type(error).__name__

@@ -20,6 +20,7 @@ from dist_ckpt_strategies.errors import CorruptCheckpointError
 from dist_ckpt_strategies.storage.direct_io import pread_into
 from dist_ckpt_strategies.storage.files import (
     file_errors,
+    nbytes_text,
     open_at_once,
     read_file,
     sync_path,
@@ -143,11 +144,6 @@ class Store(Protocol):
     def write(self, name: str, content: bytes) -> None:
         """Make a file, whole and durable, or replace it."""
         ...
-
-
-def nbytes_text(nbytes: int) -> str:
-    """Such as ``1 byte`` and ``4096 bytes``."""
-    return f"{nbytes} byte{'' if nbytes == 1 else 's'}"
 
 
 def block_sizes(nbytes: int, block_nbytes: int) -> list[int]:

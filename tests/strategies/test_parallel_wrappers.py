@@ -173,8 +173,8 @@ def load_damaged(rank: int, entry: Entry, size: int, scratch: Path) -> list[Any]
         elif rank == 0 and len(seen) == 1:
             torch.save(NotAllowed(), root / "o.own" / "shard_3_4.pt")
         elif rank == 0:
-            for part in scratch.glob("node*/iter_0000004/*/iter_*_1_local_*"):
-                part.unlink()
+            for shard in scratch.glob("node*/iter_0000004/*/*/iter_*_1_local_*"):
+                shard.unlink()
         dist.barrier()
         wanted = full_state(rank, cuts(), no_data)
         seen.append(outcome(partial(load_wrapped, entry, wanted, root, loader, group)))
