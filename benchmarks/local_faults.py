@@ -193,8 +193,8 @@ def run_campaign(campaign: Campaign, directory: Path | None, output: Output) -> 
     """
     tally: dict[FaultClass, Counter[str]] = {}
     total = campaign.num_flips + campaign.num_cuts + campaign.num_kills
-    shards = (partial(run_damages, campaign), partial(run_all_kills, campaign))
-    for which, counts in run_parts(shards, total, directory):
+    parts = (partial(run_damages, campaign), partial(run_all_kills, campaign))
+    for which, counts in run_parts(parts, total, directory):
         tally.setdefault(which, Counter()).update(counts)
     for which in sorted(tally, key=str):
         output.lines.write("class", which, **tally[which])

@@ -4,11 +4,11 @@
     python benchmarks/local_replicated.py --smoke
 
 Four ranks, each a node of its own with a directory of its own; cliques of two. Alternating
-contenders, medians; on a disk and on a memory file system. Each round: save, the blocking shard of
+contenders, medians; on a disk and on a memory file system. Each round: save, the blocking part of
 an asynchronous save, load, and load after rank 1's directory is gone. Every load is checked. The
 first round is not counted.
 
-The floors: of the blocking shard, one copy of the rank's bytes into memory that is in use; of a
+The floors: of the blocking part, one copy of the rank's bytes into memory that is in use; of a
 save, the exchange of the bytes between the two of a clique over gloo, then two plain files written
 and flushed; of a load, reading a file into memory in use; of a recovery, for rank 1 sending the
 bytes instead. ``floor, new memory`` loads into new memory, which a process that has just started
@@ -43,7 +43,7 @@ _WORKER = "benchmarks.ranks.local_replicated"
 MIB = 1 << 20
 NUM_RANKS = 4
 
-SAVE, BLOCKING, LOAD, RECOVERY = "save", "blocking shard", "load", "recovery"
+SAVE, BLOCKING, LOAD, RECOVERY = "save", "blocking part", "load", "recovery"
 STEPS = (SAVE, BLOCKING, LOAD, RECOVERY)
 TARGETS = {SAVE: 1.5, BLOCKING: 1.3, RECOVERY: 1.5}
 """Ratios to the floor that are aimed at; to NVRx it is 0.5 for a save and a recovery."""

@@ -67,7 +67,7 @@ class StoredCopy:
 
     Attributes:
         shard_id: what its name says.
-        path: relative to the directory that was scanned, ``/`` between shards.
+        path: relative to the directory that was scanned, ``/`` between its names.
         holder: the global rank that keeps it.
         nbytes: its size.
         shard: what its header describes; None where that is damaged.
