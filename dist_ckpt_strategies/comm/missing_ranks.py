@@ -110,8 +110,10 @@ class MissingRankTracker:
 
     def _is_given_up(self) -> bool:
         rank, total, name = self._store.get(self._given_up_key).decode().split()
-        peer = self._store.get(self._keys[int(rank)]).decode().split()
-        return int(total) >= self._total and peer[1] == name
+        key = self._keys.get(int(rank))  # an earlier group of that name had other ranks
+        if key is None or int(total) < self._total:
+            return False
+        return bool(self._store.get(key).decode().split()[1] == name)
 
     def missing(self, *, is_lost: bool) -> list[int] | None:
         """Global ranks to blame for a failed collective; None if the store does not answer.

@@ -150,6 +150,7 @@ class Communication:
         groups.clear()
         for held in others:
             _drop_in_a_thread(held)
+        ABORTED.clear()  # what is made from now on is another attempt's, or the caller's own
         return num_groups
 
 

@@ -208,7 +208,6 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
             restart_limit()
             nodes = run_and_gather(comm, lambda: ShardDirectory(root).name())
             digest = _digest(common)
-            run_collectively(comm, lambda: _remove_shards(root, comm, nodes, digest, is_new=False))
         state = self._state(comm, sharded_state_dict)
         iteration = _ITERATION.search(Path(checkpoint_dir).name)
         manager = run_collectively(comm, lambda: self._manager(root, digest, self._cliques))
@@ -223,7 +222,7 @@ class LocalReplicatedSaveShardedStrategy(_OnNodes, SaveShardedStrategy):  # type
             run_collectively(comm, complete)
             if commit is not None:
                 run_on_first_rank(comm, commit)
-            run_collectively(comm, lambda: _remove_shards(root, comm, nodes, digest, is_new=True))
+            run_collectively(comm, lambda: _remove_shards(root, comm, nodes, digest))
 
     def _state(self, comm: Communicator, sharded: StateDict) -> MCoreTensorAwareStateDict:
         """What this rank saves, with a list of all that the checkpoint holds. Collective."""
@@ -484,23 +483,19 @@ def _sessions(root: Path) -> list[str]:
     return []
 
 
-def _remove_shards(
-    root: Path, comm: Communicator, nodes: Sequence[Message], digest: str, *, is_new: bool
-) -> None:
+def _remove_shards(root: Path, comm: Communicator, nodes: Sequence[Message], digest: str) -> None:
     """Remove the local shards of other saves, on the first rank of each node.
 
     Args:
         root: this rank's directory.
         comm: all ranks.
         nodes: for each rank what tells its node's directory from every other.
-        digest: of the common state of this save.
-        is_new: this save is complete; if not, those that the present ``common.pt`` is of stay too.
+        digest: of the common state of this save, which is complete.
     """
     if nodes.index(nodes[comm.rank]) != comm.rank:
         return
     try:
-        kept = {digest} if is_new else {digest, common_digest(root)}
-        for name in set(_sessions(root)).difference(kept):
+        for name in set(_sessions(root)).difference({digest}):
             run_with_limit(partial(shutil.rmtree, root / name), root)
     except (OSError, StorageError) as error:
         logger.warning("%s: local shards of an earlier save are still there: %s", root, error)

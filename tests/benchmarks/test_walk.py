@@ -12,10 +12,10 @@ from tests.support.scripts import results_of
 pytestmark = pytest.mark.multiprocess
 
 BOUNDS = {
-    (1, "save"): (210, 37),
-    (1, "load"): (165, 37),
-    (2, "save"): (240, 38),
-    (2, "load"): (200, 39),
+    (1, "save"): (205, 36),
+    (1, "load"): (160, 36),
+    (2, "save"): (235, 37),
+    (2, "load"): (196, 38),
 }
 """Functions and files at most, by version and call: what was reached on the way to the aims."""
 
