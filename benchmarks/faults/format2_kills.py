@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import random
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
 from itertools import count
-from statistics import median
 
 from benchmarks.faults.attempts import Attempt, CampaignError, ended
 from benchmarks.faults.format2_worker import NUM_WRITERS, PRELOAD, Spec, make_worker
@@ -24,9 +22,9 @@ from dist_ckpt_strategies.tools.prune import prune
 
 _METHODS = ("save", "save_behind")
 _FIRST_GUESS_S = 0.2
-_BEYOND = 1.1
-"""Kills come up to this much of a usual save after its begin; those after its end do not count."""
-_NUM_REMEMBERED = 9
+_SOONER, _LATER = 0.8, 1.1
+"""A kill comes at a random moment up to a bound after a save's begin. One after the save's end does
+not count, and lowers the bound for the next; one before raises it: about 70 % count."""
 _REFUSALS = ("IncompleteCheckpointError", "CheckpointNotFoundError")
 
 
@@ -84,11 +82,10 @@ def run_kills(spec: Spec, chance: random.Random, num_kills: int) -> Iterator[Kil
     In each turn new processes load what the turn before has left, and what it must have left
     alone; the rest is pruned. Then they save, and begin another save, in which one is killed.
     """
-    usual = {method: deque([_FIRST_GUESS_S], maxlen=_NUM_REMEMBERED) for method in _METHODS}
+    bounds_s = dict.fromkeys(_METHODS, _FIRST_GUESS_S)
     last: Kill | None = None
     number = 0
     for iteration in count(1, 2):
-        method = _METHODS[number % 2]
         with _world(spec) as ranks:
             if last is not None:
                 result = _judged(spec, last, ranks)
@@ -101,16 +98,16 @@ def run_kills(spec: Spec, chance: random.Random, num_kills: int) -> Iterator[Kil
             timed = ranks.step(method, iteration)
             if any(one.ending is not Ending.SAVED for one in timed.values):
                 raise CampaignError(f"the save of {iteration} after a kill: {timed.values}")
-            usual[method].append(timed.seconds)
             attempt = Attempt(
                 number,
                 method,
                 chance.randrange(NUM_WRITERS),
-                chance.random() * _BEYOND * median(usual[method]),
+                chance.random() * bounds_s[method],
                 iteration + 1,
             )
             began = time.monotonic()
             end = ended(ranks, attempt)
+        bounds_s[method] *= _SOONER if end.was_done else _LATER
         seconds = time.monotonic() - began - attempt.delay_s
         survivors = tuple(end.values.values())
         left = _left(spec, attempt.iteration)

@@ -206,7 +206,9 @@ def _recovery(faults: Found, overhead: Found, figure: Figure | None) -> Iterator
     yield (
         "Four ranks train under `dist-ckpt run`. Seconds are from the fault until the last rank is "
         "in a step again; for `SIGSTOP` and `stuck` from its detection. After every fault, "
-        "weights, moments, random numbers and losses are compared bit for bit with a run without."
+        "weights, moments, random numbers and losses are compared bit for bit with a run without. "
+        "Faults follow each other after 2 to 4 steps: a spare often still starts when the next "
+        "rank is killed. With `--steps-apart 300` it waits; the recovery page has that figure."
     )
     yield f"![seconds until all ranks are in a step again]({FIGURES_NAME}/recovery.svg)"
     rows = []
