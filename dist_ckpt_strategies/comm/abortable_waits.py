@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from queue import SimpleQueue
 from typing import Any
 
 from dist_ckpt_strategies.errors import WaitReleasedError
@@ -16,8 +15,6 @@ RELEASED = "this process was told to stop waiting for its peers"
 
 ABORTED = threading.Event()
 """Set while the communication of this process is ended: at first, before any group is aborted."""
-
-_Inbox = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 
 def raise_if_aborted() -> None:
@@ -31,7 +28,7 @@ def raise_if_aborted() -> None:
 
 
 class AbortableWaits:
-    """About as many threads as callers wait at the same time; they are kept for later calls.
+    """Blocking calls, each on a thread of its own that can be abandoned.
 
     Args:
         name: of the threads.
@@ -40,7 +37,6 @@ class AbortableWaits:
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._idle: list[_Inbox] = []
         self._calls: set[Future[Any]] = set()
         self._is_aborted = False
 
@@ -66,9 +62,10 @@ class AbortableWaits:
             if self._is_aborted:
                 raise WaitReleasedError(None, RELEASED)
             self._calls.add(call)
-            inbox = self._idle.pop() if self._idle else self._started()
-            inbox.put((wait, call))
         try:
+            threading.Thread(
+                target=_settle, args=(call, wait), name=self._name, daemon=True
+            ).start()
             while meanwhile is not None and not futures.wait([call], every_s).done:
                 meanwhile()
             return call.result()
@@ -77,40 +74,35 @@ class AbortableWaits:
             del call  # or an error that it holds would hold this frame, in a cycle
 
     def abort(self) -> None:
-        """End all calls, now and later. Threads end as soon as what they wait for has ended."""
+        """End all calls, now and later."""
         with self._lock:
             self._is_aborted = True
-            calls, idle = list(self._calls), self._idle
-            self._idle = []
-        for inbox in idle:
-            inbox.put(None)
+            calls = list(self._calls)
         for call in calls:
             with suppress(InvalidStateError):  # its result has just come
                 call.set_exception(WaitReleasedError(None, RELEASED))
 
-    def _started(self) -> _Inbox:
-        inbox: _Inbox = SimpleQueue()
-        threading.Thread(target=self._serve, args=(inbox,), name=self._name, daemon=True).start()
-        return inbox
 
-    def _serve(self, inbox: _Inbox) -> None:
-        while (asked := inbox.get()) is not None:
-            wait, call = asked
-            value: Any = None
-            error: BaseException | None = None
-            try:
-                value = wait()
-            except BaseException as raised:  # noqa: BLE001 - raised again where the caller waits
-                error = raised
-            with self._lock:
-                is_last = self._is_aborted
-                if not is_last:
-                    self._idle.append(inbox)
-            with suppress(InvalidStateError):  # ``abort`` came first
-                if error is None:
-                    call.set_result(value)
-                else:
-                    call.set_exception(error)
-            del asked, wait, call, value, error
-            if is_last:
-                return
+def run_abandonable(call: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """What ``call`` returns or raises on a thread, which is abandoned after the time.
+
+    Raises:
+        TimeoutError: it has not returned by then; ``what`` did not answer.
+    """
+
+    def give_up() -> None:
+        raise TimeoutError(f"{what} did not answer within {timeout_s:g} s")
+
+    return AbortableWaits("dist_ckpt-call").run(call, give_up, timeout_s)
+
+
+def _settle(call: Future[Any], wait: Callable[[], Any]) -> None:
+    try:
+        value = wait()
+        with suppress(InvalidStateError):  # aborted
+            call.set_result(value)
+    except BaseException as error:  # noqa: BLE001 - raised again where the caller waits
+        with suppress(InvalidStateError):
+            call.set_exception(error)
+    finally:
+        del call, wait

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import datetime as dt
 import sys
-import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+from dist_ckpt_strategies.comm.abortable_waits import run_abandonable
 from dist_ckpt_strategies.comm.teardown import Communication
 from dist_ckpt_strategies.config import local_rank
 from dist_ckpt_strategies.errors import HealthCheckError
@@ -75,35 +75,18 @@ class CudaHealthCheck(HealthCheck):
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return state, train_ex
-        self._require_answer(torch)
+        # Where each process of a node is shown one device only, that is number 0 for all of them.
+        device = local_rank()
+        if device is None or device >= torch.cuda.device_count():
+            device = torch.cuda.current_device()
+        what = f"CUDA device {device}"
+        try:
+            run_abandonable(
+                lambda: torch.cuda.synchronize(device), self.timeout.total_seconds(), what
+            )
+        except RuntimeError as error:
+            raise HealthCheckError(f"{what}: {error}") from error
         return state, train_ex
-
-    def _require_answer(self, torch: Any) -> None:
-        device = _device_of(torch.cuda)
-        errors: list[Exception] = []
-
-        def synchronize() -> None:
-            try:
-                torch.cuda.synchronize(device)
-            except Exception as error:  # noqa: BLE001 - raised below
-                errors.append(error)
-
-        thread = threading.Thread(target=synchronize, name="dist_ckpt-cuda-check", daemon=True)
-        thread.start()
-        thread.join(self.timeout.total_seconds())
-        if thread.is_alive():
-            limit_s = self.timeout.total_seconds()
-            raise TimeoutError(f"CUDA device {device} did not answer within {limit_s:g} s")
-        for error in errors:
-            raise HealthCheckError(f"CUDA device {device}: {error}") from error
-
-
-def _device_of(cuda: Any) -> int:
-    found = local_rank()
-    # Where each process of a node is shown one device only, that is number 0 for all of them.
-    if found is None or found >= cuda.device_count():
-        found = cuda.current_device()
-    return int(found)
 
 
 class FaultCounter(HealthCheck):

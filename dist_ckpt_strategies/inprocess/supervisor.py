@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Protocol, Self
 
-from dist_ckpt_strategies.comm.key_values import TcpHost, TcpKeyValues
+from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.config import COORDINATOR
 from dist_ckpt_strategies.errors import RestartError, RestartLimitError
 from dist_ckpt_strategies.inprocess.coordinator import (
@@ -24,8 +24,7 @@ from dist_ckpt_strategies.inprocess.coordinator import (
     RankInfo,
     environment_of,
 )
-from dist_ckpt_strategies.inprocess.restart_state import FinishState, RestartState
-from dist_ckpt_strategies.inprocess.store_coordinator import KEY_PREFIX
+from dist_ckpt_strategies.inprocess.store_coordinator import RestartState
 from dist_ckpt_strategies.inprocess.worker_process import WorkerProcess, reason_of
 
 _HOST = "127.0.0.1"
@@ -83,9 +82,9 @@ class Supervisor:
     def __init__(self, job: Job, environment: Mapping[str, str], listener: Listener) -> None:
         self._job = job
         self._listener = listener
-        self._host = TcpHost(_HOST)
-        self._environment = _environment(job, environment, self._host)
-        self._store = TcpKeyValues(_HOST, self._host.port, prefix=KEY_PREFIX)
+        self._host = host_store(_HOST)
+        self._environment = _environment(job, environment, self._host.port)
+        self._store = JobStore(_HOST, self._host.port)
         self._state = RestartState(self._store)
         self._selector = selectors.DefaultSelector()
         self._workers: dict[str, WorkerProcess] = {}
@@ -199,7 +198,7 @@ class Supervisor:
     def _is_within_block(self, worker: WorkerProcess) -> bool:
         """Whether others wait for what a worker has joined: who leaves that is lost to them."""
         epoch = self._state.joined(worker.name)
-        return epoch is not None and self._state.finish(epoch) is not FinishState.DONE
+        return epoch is not None and not self._state.is_done(epoch)
 
     def _require_able_to_meet(self) -> None:
         """Raise where a rank waits for one that is done, and comes to no barrier any more."""
@@ -238,7 +237,7 @@ class Supervisor:
             self._start(None)
 
     def _require_replaceable(self, rank: int, epoch: int, why: str) -> None:
-        if self._state.finish(epoch) is FinishState.DONE:
+        if self._state.is_done(epoch):
             raise RestartError(
                 f"rank {rank} died after the wrapped block had ended on all ranks: {why}; a new "
                 "process could not catch up with the others"
@@ -342,18 +341,18 @@ def script_command(script: str, args: Sequence[str], *, is_module: bool) -> tupl
     return (sys.executable, *(("-m",) if is_module else ()), script, *args)
 
 
-def _environment(job: Job, given: Mapping[str, str], host: TcpHost) -> dict[str, str]:
+def _environment(job: Job, given: Mapping[str, str], port: int) -> dict[str, str]:
     num_threads = {} if job.num_ranks == 1 else {"OMP_NUM_THREADS": "1"}
     return {
         **num_threads,
         "PYTHONUNBUFFERED": "1",
         **given,
-        "MASTER_ADDR": host.host,
-        "MASTER_PORT": str(host.port),
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(port),
         # init_process_group(...) of a worker finds this store, and under it a place of the attempt.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        COORDINATOR: f"{host.host}:{host.port}",
+        COORDINATOR: f"{_HOST}:{port}",
     }
 
 

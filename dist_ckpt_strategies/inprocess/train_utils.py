@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, Protocol, cast
 
-from dist_ckpt_strategies.comm.key_values import TcpHost
+from dist_ckpt_strategies.comm.job_store import host_store
 from dist_ckpt_strategies.config import claim_store_address, update_environment
 from dist_ckpt_strategies.errors import (
     MissingDependencyError,
@@ -25,13 +25,13 @@ from dist_ckpt_strategies.inprocess.coordinator import (
     FaultMode,
     RankInfo,
     environment_of,
+    place_of,
 )
 from dist_ckpt_strategies.inprocess.store_coordinator import coordinator_from_environment
 
 __all__ = ["AgentClient", "HPAgentK8sAPIFactory", "wait_rank"]
 
 _CALLS = ("init", "wait_rank_info", "barrier", "past_barrier", "report_fault", "wait_fault")
-_PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def wait_rank(*, hp_api_factory: Callable[[], Coordinator] | None = None) -> None:
@@ -146,7 +146,7 @@ class AgentCoordinator:
         self._place: RankInfo | None = None
         self._joined_ahead: int | None = None
         self._is_closed = False
-        self._hosted: TcpHost | None = None
+        self._hosted: Any = None
         if begins:
             self._call("init")
 
@@ -154,7 +154,10 @@ class AgentCoordinator:
         """See Coordinator."""
         with self._lock:
             if self._place is None:
-                self._place = _place_of(self._call("wait_rank_info", timeout_s))
+                try:
+                    self._place = place_of(self._call("wait_rank_info", timeout_s))
+                except ValueError as error:
+                    raise PeerError(None, f"the agent: wait_rank_info: {error}") from error
                 update_environment(environment_of(self._place))
             return self._place
 
@@ -167,7 +170,7 @@ class AgentCoordinator:
         # half a minute, which nothing interrupts.
         address = claim_store_address()
         if address is not None and place.global_rank == 0 and self._hosted is None:
-            self._hosted = TcpHost(*address)
+            self._hosted = host_store(*address)
         while True:
             epoch = self._next_epoch(max(0.0, deadline - time.monotonic()))
             if self.wait_fault(epoch, 0.0) is None:
@@ -224,16 +227,3 @@ class AgentCoordinator:
             raise PeerTimeoutError(None, f"the agent: {name}: {error}") from error
         except (ConnectionError, EOFError) as error:
             raise PeerLostError(None, f"the agent is gone: {name}: {error}") from error
-
-
-def _place_of(found: Mapping[str, str]) -> RankInfo:
-    missing = [name for name in _PLACE if not str(found.get(name, "")).isdecimal()]
-    if missing:
-        raise PeerError(
-            None,
-            f"the agent: wait_rank_info: expected numbers as {', '.join(_PLACE)}, found "
-            f"{', '.join(f'{name}={found.get(name)!r}' for name in missing)}",
-        )
-    rank, local_rank, size, local_size = (int(found[name]) for name in _PLACE)
-    rest = tuple(sorted((str(k), str(v)) for k, v in found.items() if k not in _PLACE))
-    return RankInfo(rank, local_rank, size, local_size, rest)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
 
-from dist_ckpt_strategies.comm.key_values import TcpHost, TcpKeyValues
+from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.errors import (
     HealthCheckError,
     MissingDependencyError,
@@ -39,8 +39,8 @@ ALONE = RankInfo(0, 0, 1, 1)
 
 def alone() -> StoreCoordinator:
     """The coordinator of a world of one."""
-    host = TcpHost()
-    return StoreCoordinator(TcpKeyValues(host.host, host.port), "worker", ALONE, host=host)
+    host = host_store()
+    return StoreCoordinator(JobStore(host.host, host.port), "worker", ALONE, host=host)
 
 
 def wrapper(**settings: Any) -> HPWrapper:
