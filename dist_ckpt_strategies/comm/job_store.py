@@ -49,11 +49,11 @@ class JobStore:
         self._calls = AbortableWaits("dist_ckpt-store")
         limit = timedelta(seconds=self._limit_s)
 
-        def connect() -> list[PrefixStore]:
-            options = {"is_master": False, "wait_for_workers": False, "timeout": limit}
-            return [PrefixStore(prefix, TCPStore(host, port, **options)) for _ in range(2)]
+        def connect() -> PrefixStore:
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+            return PrefixStore(prefix, store)
 
-        self._connections = self._ask(connect)
+        self._connections = [self._ask(connect), self._ask(connect)]
 
     def get(self, key: str) -> str | None:
         """The value; None where there is none."""
@@ -126,9 +126,7 @@ class JobStore:
         if self._is_silent:
             raise self._lost("it has been silent for too long")
         try:
-            return self._calls.run(
-                request, meanwhile or require_answer, self._limit_s / _NUM_LOOKS
-            )
+            return self._calls.run(request, meanwhile or require_answer, self._limit_s / _NUM_LOOKS)
         except (DistError, IndexError, WaitReleasedError) as error:  # the latter two: closed
             raise self._lost(text_of(error).partition("\n")[0]) from error
 

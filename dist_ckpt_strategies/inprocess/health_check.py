@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime as dt
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from dist_ckpt_strategies.comm.abortable_waits import run_abandonable
 from dist_ckpt_strategies.comm.teardown import Communication
@@ -36,13 +37,14 @@ class HPState:
     communication: Communication | None = None
 
 
+Checked = tuple[HPState, BaseException | None]
+
+
 class HealthCheck(ABC):
     """A check between two attempts; what it raises ends this process, not the job."""
 
     @abstractmethod
-    def __call__(
-        self, state: HPState, train_ex: BaseException | None = None
-    ) -> tuple[HPState, BaseException | None]:
+    def __call__(self, state: HPState, train_ex: BaseException | None = None) -> Checked:
         """Both arguments, unchanged.
 
         Args:
@@ -63,27 +65,23 @@ class CudaHealthCheck(HealthCheck):
     def __init__(self, timeout: dt.timedelta = dt.timedelta(seconds=30)) -> None:
         self.timeout = timeout
 
-    def __call__(
-        self, state: HPState, train_ex: BaseException | None = None
-    ) -> tuple[HPState, BaseException | None]:
+    def __call__(self, state: HPState, train_ex: BaseException | None = None) -> Checked:
         """See HealthCheck.
 
         Raises:
             TimeoutError: the GPU does not answer in time.
             HealthCheckError: it answers with an error.
         """
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_initialized():
+        cuda: Any = torch.cuda
+        if not cuda.is_initialized():
             return state, train_ex
-        # Where each process of a node is shown one device only, that is number 0 for all of them.
         device = local_rank()
-        if device is None or device >= torch.cuda.device_count():
-            device = torch.cuda.current_device()
+        # Where each process of a node is shown one device only, that is number 0 for all of them.
+        if device is None or device >= cuda.device_count():
+            device = cuda.current_device()
         what = f"CUDA device {device}"
         try:
-            run_abandonable(
-                lambda: torch.cuda.synchronize(device), self.timeout.total_seconds(), what
-            )
+            run_abandonable(lambda: cuda.synchronize(device), self.timeout.total_seconds(), what)
         except RuntimeError as error:
             raise HealthCheckError(f"{what}: {error}") from error
         return state, train_ex
@@ -100,9 +98,7 @@ class FaultCounter(HealthCheck):
         self.max_faults = max_faults
         self.num_faults = 0
 
-    def __call__(
-        self, state: HPState, train_ex: BaseException | None = None
-    ) -> tuple[HPState, BaseException | None]:
+    def __call__(self, state: HPState, train_ex: BaseException | None = None) -> Checked:
         """See HealthCheck.
 
         Raises:
@@ -127,9 +123,7 @@ class ChainedHealthCheck(HealthCheck):
     def __init__(self, *checks: HealthCheck) -> None:
         self.checks = checks
 
-    def __call__(
-        self, state: HPState, train_ex: BaseException | None = None
-    ) -> tuple[HPState, BaseException | None]:
+    def __call__(self, state: HPState, train_ex: BaseException | None = None) -> Checked:
         """See HealthCheck."""
         for check in self.checks:
             state, train_ex = check(state, train_ex)

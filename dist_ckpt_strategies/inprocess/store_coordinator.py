@@ -215,6 +215,8 @@ class StoreCoordinator:
         place = self.wait_rank(timeout_s)
         while True:
             epoch = self._state.current()
+            if self._joined[0] != epoch:
+                self._join(epoch, place)
             if self._passes(epoch, place, deadline):
                 return self._begun(epoch, place)
             if time.monotonic() > deadline:
@@ -255,13 +257,6 @@ class StoreCoordinator:
 
     def _passes(self, epoch: int, place: RankInfo, deadline: float) -> bool:
         """Whether the barrier opened; False where the epoch has ended, or the time is over."""
-        if self._joined[0] != epoch:
-            if self._master is not None and place.global_rank == 0:
-                # An older one holds keys of old groups.
-                self._hosts[1] = host = host_store(self._master)
-                self._store.set(f"master/{epoch}", f"{self._master}:{host.port}")
-            self._joined = epoch, self._state.join(epoch, self._worker, place.global_rank)
-            self._want(epoch)
         # A rank on top of a full world has read an old epoch: it waits for the next one.
         is_counted = self._joined[1] <= place.world_size
         if self._joined[1] == place.world_size:
@@ -277,11 +272,18 @@ class StoreCoordinator:
                 return False
             if barrier is None:
                 self._state.fault(epoch)  # settles what a reporter began and did not end
-            if is_counted:
-                self._wait_until(lambda: self._decided >= epoch, pause_s)
-            else:
-                self._wait_until(lambda: epoch in self._ended, pause_s)
+            self._wait_until(
+                lambda: self._decided >= epoch if is_counted else epoch in self._ended, pause_s
+            )
         return False
+
+    def _join(self, epoch: int, place: RankInfo) -> None:
+        if self._master is not None and place.global_rank == 0:
+            # A store for this epoch's process groups: an older one holds keys of old groups.
+            self._hosts[1] = host = host_store(self._master)
+            self._store.set(f"master/{epoch}", f"{self._master}:{host.port}")
+        self._joined = epoch, self._state.join(epoch, self._worker, place.global_rank)
+        self._want(epoch)
 
     def _begun(self, epoch: int, place: RankInfo) -> Epoch:
         if self._master is None:
