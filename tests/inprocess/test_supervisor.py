@@ -74,7 +74,7 @@ class Jobs:
         # Each connection to a TCPStore asks for the name of an address: five seconds where the
         # name server does not answer.
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "RES_OPTIONS": "attempts:0"}
-        return Supervisor(job, environment, self.heard).run()
+        return Supervisor(job, environment, self.heard.line, self.heard.note).run()
 
     def pids(self) -> list[int]:
         return [int(path.suffix[1:]) for path in self.directory.glob("pid.*")]
