@@ -126,14 +126,13 @@ class Communication:
             abort_nccl(new)
             return _shut_down(self._older, self._stores)
 
-    def take_down(self) -> int:
-        """Destroy all process groups of this process; how many there were.
+    def take_down(self) -> None:
+        """Destroy all process groups of this process.
 
         For the thread that made them, once it uses none of them any more.
         """
         aborted = InterruptibleGloo.abort_all()
         groups = list(_known_groups())
-        num_groups = len(groups)
         if dist.is_initialized():
             dist.destroy_process_group()
         # Torch names groups by a count that it resets when it destroys the world. An initialisation
@@ -151,7 +150,6 @@ class Communication:
         for held in others:
             _drop_in_a_thread(held)
         ABORTED.clear()  # what is made from now on is another attempt's, or the caller's own
-        return num_groups
 
 
 def _drop_in_a_thread(held: list[Any]) -> threading.Thread:

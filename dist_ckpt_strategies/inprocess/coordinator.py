@@ -52,12 +52,9 @@ class Epoch:
 
     Attributes:
         number: counted by the coordinator, never by a rank; grows, and may skip numbers.
-        environment: variables of this attempt, such as the MASTER_PORT of its process groups; the
-            coordinators that ``coordinator_from_environment`` gives have set them already.
     """
 
     number: int
-    environment: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

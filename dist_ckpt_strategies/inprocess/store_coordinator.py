@@ -47,8 +47,7 @@ _EPOCHS_PER_ATTEMPT = 1_000_000
 _LONGEST_SILENCE_S = 30.0
 """Of the launcher's store, where ``timeout_s`` of the options is not shorter."""
 
-_FIRST_PAUSE_S = 0.001
-_LEAST_BACKSTOP_S = 0.25
+_LEAST_PAUSE_S = 0.25
 _MAX_REQUESTS_PER_S = 2000
 """That all ranks together make of the store while they wait for its news all the same."""
 
@@ -162,11 +161,8 @@ class StoreCoordinator:
     Args:
         store: of the job; is closed with this.
         worker: the launcher's name for this process.
-        place: in the job; None: the launcher assigns one.
+        place: in the job; None: the launcher assigns one, and its variables are set.
         first_epoch: number of the first epoch; the same for all.
-        master: address at which rank 0 hosts, for each attempt, a store for its process groups;
-            ``barrier`` then sets this process's variables, as its launcher would have. None: no
-            store is hosted, no variable set.
         host: server of the store, if it is in this process.
 
     Raises:
@@ -180,14 +176,12 @@ class StoreCoordinator:
         place: RankInfo | None = None,
         *,
         first_epoch: int = 1,
-        master: str | None = None,
         host: Any = None,
     ) -> None:
         self._store = store
-        self._hosts = [host, None]  # of the job, and of this attempt's process groups
+        self._host = host
         self._worker = worker
         self._place = place
-        self._master = master
         self._state = RestartState(store, first_epoch)
         self._joined = self._returned = (-1, 0)  # epoch, and how many had by then
         self._changed = threading.Condition()
@@ -203,10 +197,11 @@ class StoreCoordinator:
             self._store.set(f"ready/{self._worker}", "1")
             self._store.wait(f"assign/{self._worker}", timeout_s)
             self._place = self._state.place(self._worker)
-        if self._place is None:
-            raise PeerTimeoutError(
-                None, f"worker {self._worker}: expected a rank in {timeout_s:g} s, got none"
-            )
+            if self._place is None:
+                raise PeerTimeoutError(
+                    None, f"worker {self._worker}: expected a rank in {timeout_s:g} s, got none"
+                )
+            update_environment(environment_of(self._place))
         return self._place
 
     def barrier(self, timeout_s: float) -> Epoch:
@@ -216,9 +211,10 @@ class StoreCoordinator:
         while True:
             epoch = self._state.current()
             if self._joined[0] != epoch:
-                self._join(epoch, place)
+                self._joined = epoch, self._state.join(epoch, self._worker, place.global_rank)
+                self._want(epoch)
             if self._passes(epoch, place, deadline):
-                return self._begun(epoch, place)
+                return Epoch(epoch)
             if time.monotonic() > deadline:
                 raise self._timed_out(epoch, "joined", "arrived", place)
 
@@ -242,12 +238,12 @@ class StoreCoordinator:
             self._returned = (epoch, self._store.add(f"returned/{epoch}"))
         if self._returned[1] == place.world_size:
             self._store.compare_set(f"finish/{epoch}", "", _DONE)
-        for pause_s in _pauses(time.monotonic() + timeout_s, place):
+        for limit_s in _looks(time.monotonic() + timeout_s, place):
             if self._store.check([f"finish/{epoch}"]):
                 is_done = self._state.settle(epoch)
                 self._wait_until(lambda: epoch in self._ended, timeout_s)
                 return is_done
-            self._wait_until(lambda: epoch in self._ended, pause_s)
+            self._wait_until(lambda: epoch in self._ended, limit_s)
         raise self._timed_out(epoch, "returned from the block", "returned", place)
 
     def close(self) -> None:
@@ -261,7 +257,7 @@ class StoreCoordinator:
         is_counted = self._joined[1] <= place.world_size
         if self._joined[1] == place.world_size:
             self._store.compare_set(f"barrier/{epoch}", "", _OPEN)
-        for pause_s in _pauses(deadline, place):
+        for limit_s in _looks(deadline, place):
             barrier = self._store.get(f"barrier/{epoch}")
             if barrier == _BROKEN:
                 self._state.settle(epoch)
@@ -273,33 +269,9 @@ class StoreCoordinator:
             if barrier is None:
                 self._state.fault(epoch)  # settles what a reporter began and did not end
             self._wait_until(
-                lambda: self._decided >= epoch if is_counted else epoch in self._ended, pause_s
+                lambda: self._decided >= epoch if is_counted else epoch in self._ended, limit_s
             )
         return False
-
-    def _join(self, epoch: int, place: RankInfo) -> None:
-        if self._master is not None and place.global_rank == 0:
-            # A store for this epoch's process groups: an older one holds keys of old groups.
-            self._hosts[1] = host = host_store(self._master)
-            self._store.set(f"master/{epoch}", f"{self._master}:{host.port}")
-        self._joined = epoch, self._state.join(epoch, self._worker, place.global_rank)
-        self._want(epoch)
-
-    def _begun(self, epoch: int, place: RankInfo) -> Epoch:
-        if self._master is None:
-            return Epoch(epoch)
-        address = self._store.get(f"master/{epoch}")
-        variables: dict[str, str] = {}
-        if address is not None:
-            host, _, port = address.rpartition(":")
-            variables = {
-                "MASTER_ADDR": host,
-                "MASTER_PORT": port,
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": str(epoch),
-            }
-        update_environment(environment_of(place) | variables)
-        return Epoch(epoch, tuple(variables.items()))
 
     def _timed_out(self, epoch: int, what: str, key: str, place: RankInfo) -> PeerTimeoutError:
         ranks = self._state.without(key, epoch, range(place.world_size))
@@ -356,17 +328,15 @@ class StoreCoordinator:
             self._lose(error)
 
 
-def _pauses(deadline: float, place: RankInfo) -> Iterator[float]:
-    """How long to wait before the next look, longer and longer; 0 once the deadline has passed.
+def _looks(deadline: float, place: RankInfo) -> Iterator[float]:
+    """How long to wait for the thread until the next look at the store; 0 at the deadline.
 
-    The thread reports all but what a process left half done when it died. The longest pause grows
-    with the world, so that the store can answer all ranks.
+    The thread reports all but what a process left half done when it died. The pause grows with
+    the world, so that the store can answer all ranks.
     """
-    longest_s = max(_LEAST_BACKSTOP_S, place.world_size / _MAX_REQUESTS_PER_S)
-    pause_s = _FIRST_PAUSE_S
+    pause_s = max(_LEAST_PAUSE_S, place.world_size / _MAX_REQUESTS_PER_S)
     while (left_s := deadline - time.monotonic()) > 0:
         yield min(pause_s, left_s)
-        pause_s = min(longest_s, pause_s * 2)
     yield 0.0
 
 
@@ -377,7 +347,7 @@ def coordinator_from_environment() -> Coordinator:
     reports exceptions only: when a process dies, it restarts them all. Without either, and with no
     WORLD_SIZE above 1, the job is this process alone.
 
-    ``barrier`` sets the variables of the attempt in this process's environment, so that
+    ``wait_rank`` sets the variables of a place that the supervisor assigns, so that
     ``init_process_group`` finds the other ranks.
 
     Raises:
@@ -394,7 +364,7 @@ def coordinator_from_environment() -> Coordinator:
     silence_s = min(_LONGEST_SILENCE_S, options_from_environment().timeout_s)
     if launch.rank is None:
         store = JobStore(host, port, timeout_s=silence_s)
-        return StoreCoordinator(store, launch.worker, master=host)
+        return StoreCoordinator(store, launch.worker)
     try:
         place = replace(place_of(environment()), environment=())
     except ValueError as error:
@@ -402,4 +372,4 @@ def coordinator_from_environment() -> Coordinator:
     # The agent's store outlives the processes: keys and epochs differ by attempt.
     store = JobStore(host, port, prefix=f"dist_ckpt/{launch.attempt}", timeout_s=silence_s)
     first_epoch = launch.attempt * _EPOCHS_PER_ATTEMPT + 1
-    return StoreCoordinator(store, launch.worker, place, first_epoch=first_epoch, master=host)
+    return StoreCoordinator(store, launch.worker, place, first_epoch=first_epoch)

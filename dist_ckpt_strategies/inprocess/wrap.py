@@ -7,28 +7,35 @@ import gc
 import importlib.util
 import inspect
 import logging
+import math
+import re
 import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 
 from dist_ckpt_strategies.comm.interruptible_gloo import register_interruptible_gloo
 from dist_ckpt_strategies.comm.teardown import rendezvous_by_attempt
-from dist_ckpt_strategies.config import outlive_nccl_errors, update_environment
+from dist_ckpt_strategies.config import (
+    outlive_nccl_errors,
+    require_in_range,
+    update_environment,
+)
 from dist_ckpt_strategies.errors import (
     MissingDependencyError,
     PeerError,
     RestartError,
     RestartLimitError,
+    StrategyError,
     forget_frames,
     text_of,
 )
 from dist_ckpt_strategies.inprocess.abort import Abort, Compose, HPAbortTorchDistributed
 from dist_ckpt_strategies.inprocess.attempt import Attempt
-from dist_ckpt_strategies.inprocess.block import parameter_of, require_usable
 from dist_ckpt_strategies.inprocess.coordinator import Coordinator, FaultMode
 from dist_ckpt_strategies.inprocess.finalize import (
     Finalize,
@@ -40,6 +47,12 @@ from dist_ckpt_strategies.inprocess.interruption import Interrupter, RankShouldR
 from dist_ckpt_strategies.inprocess.store_coordinator import coordinator_from_environment
 
 logger = logging.getLogger(__name__)
+
+_LONGEST_S = 1e9
+_LIMITS = ("barrier_timeout_s", "finish_timeout_s", "abort_timeout", "progress_timeout_s")
+_COUNTS = ("max_attempts", "max_idle_attempts")
+_NEEDED = _LIMITS[:2]
+"""The others may be None."""
 
 _FIRST_TELLER_S = 0.1
 """How long a broken connection waits to be explained by the fault that broke it."""
@@ -105,7 +118,7 @@ class HPWrapper:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        require_usable(self)
+        _require_usable(self)
         traces = self.enabled and self.trace_file_path is not None
         if traces and importlib.util.find_spec("viztracer") is None:
             raise MissingDependencyError("trace_file_path needs VizTracer: pip install viztracer")
@@ -162,7 +175,7 @@ class HPCallWrapper:
         self._coordinator: Coordinator | None = None
         self._closes = False
         self._epoch = 0
-        self._first_step: int | None = None
+        self._first_step: Any = None
         self._attempt: Attempt | None = None
         lock = getattr(wrapper.checkpoint_manager, "parameter_update_lock", None)
         self._interrupter = Interrupter(lock)
@@ -366,10 +379,9 @@ class HPCallWrapper:
             raise RestartLimitError(
                 f"{state.attempt} attempts, {limit} allowed; the last: {fault}"
             ) from train_ex
-        own = fault is not None and fault.global_rank == state.rank
         if self.step_upon_restart > 0 or self._step() != self._first_step:
             self._num_idle = 0
-        elif own and fault is not None and fault.mode is FaultMode.EXCEPTION:
+        elif fault and (fault.global_rank, fault.mode) == (state.rank, FaultMode.EXCEPTION):
             self._num_idle += 1
         if idle_limit is not None and self._num_idle >= idle_limit:
             raise RestartLimitError(
@@ -379,15 +391,43 @@ class HPCallWrapper:
         if self.wrapper.health_check is not None:
             self.wrapper.health_check(state, train_ex)
 
-    def _step(self) -> int | None:
+    def _step(self) -> Any:
         """The step that the checkpoint manager keeps, if it says."""
-        step: int | None = getattr(self.wrapper.checkpoint_manager, "global_step", None)
-        return step
+        return getattr(self.wrapper.checkpoint_manager, "global_step", None)
 
     def _running(self) -> Attempt:
         if self._attempt is None:
             raise RestartError("no attempt is running; call start_hp_fault_handling_thread first")
         return self._attempt
+
+
+def _require_usable(options: HPWrapper) -> None:
+    for name in (*_LIMITS, *_COUNTS):
+        kind, most = (Real, _LONGEST_S) if name in _LIMITS else (Integral, math.inf)
+        value = getattr(options, name)
+        if value is not None or name in _NEEDED:
+            require_in_range(name, kind, most, value)
+    for name in ("abort", "finalize", "health_check", "hp_api_factory"):
+        value = getattr(options, name)
+        # Called with the state, a class would make an object, and do nothing.
+        if isinstance(value, type) and name != "hp_api_factory":
+            raise StrategyError(
+                f"option {name}: expected an object, found the class; write {value.__name__}()"
+            )
+        if value is not None and not callable(value):
+            raise StrategyError(f"option {name}: expected a function, found {value!r}")
+
+
+def parameter_of(kind: type, fn: Callable[..., Any]) -> str | None:
+    """The name of the parameter annotated with ``kind``, alone or among others; None: none is."""
+    try:
+        parameters = inspect.signature(fn).parameters
+    except ValueError:  # some functions that are written in C do not say
+        return None
+    for name, parameter in parameters.items():
+        if re.search(rf"\b{kind.__name__}\b", str(parameter.annotation)):
+            return name
+    return None
 
 
 def _call_hook(manager: Any, name: str, argument: Any) -> None:

@@ -83,7 +83,7 @@ def test_the_variables_of_torchrun_are_those_of_the_first_look() -> None:
     assert launch_from_environment(variables) == expected
 
 
-def test_under_torchrun_an_attempt_has_epochs_and_a_meeting_place_of_its_own(
+def test_under_torchrun_each_start_has_epochs_of_its_own(
     host: TCPStore,
 ) -> None:
     os.environ |= {
@@ -101,8 +101,6 @@ def test_under_torchrun_an_attempt_has_epochs_and_a_meeting_place_of_its_own(
     epoch = me.barrier(60.0)
 
     assert epoch.number == 1_000_001
-    assert int(os.environ["MASTER_PORT"]) != host.port
-    assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "1000001"
     assert me.finish(epoch.number, 60.0)
     me.close()
 

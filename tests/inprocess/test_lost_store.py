@@ -115,6 +115,7 @@ def sleeps_in_its_block(rank: int, store: tuple[int, int]) -> float:
 
     @HPWrapper(coordinator=coordinator(rank, port), barrier_timeout_s=60)
     def block() -> None:
+        time.sleep(0.5)  # until both are here
         stopped.append(time.monotonic())
         if rank == 0:
             os.kill(pid, signal.SIGSTOP)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
@@ -296,7 +297,10 @@ def test_a_spare_with_an_old_epoch_does_not_pass_its_open_barrier(connect: Conne
     assert in_threads(lambda: spare.barrier(LIMIT_S), end_it) == [Epoch(2)] * 2
 
 
-def test_a_spare_waits_until_it_is_given_a_rank(connect: Connect) -> None:
+def test_a_spare_waits_until_it_is_given_a_rank(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     spare = StoreCoordinator(connect(), "spare")
     with pytest.raises(PeerTimeoutError, match="worker spare"):
         spare.wait_rank(0.02)
@@ -307,6 +311,7 @@ def test_a_spare_waits_until_it_is_given_a_rank(connect: Connect) -> None:
     state.assign("spare", given)
 
     assert spare.wait_rank(LIMIT_S) == given
+    assert os.environ["RANK"] == "3"
 
 
 def test_a_waiting_rank_learns_that_the_store_is_gone() -> None:

@@ -25,13 +25,12 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.inprocess.abort import CheckpointlessAbortManager, HPAbortTorchDistributed
-from dist_ckpt_strategies.inprocess.block import parameter_of
 from dist_ckpt_strategies.inprocess.coordinator import Epoch, Fault, FaultMode, RankInfo
 from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup, MemoryStatus
 from dist_ckpt_strategies.inprocess.health_check import HPState
 from dist_ckpt_strategies.inprocess.interruption import RankShouldRestart
 from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
-from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
+from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper, parameter_of
 from tests.support.leaks import threads_left
 
 ALONE = RankInfo(0, 0, 1, 1)
