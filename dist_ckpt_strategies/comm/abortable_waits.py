@@ -28,7 +28,7 @@ def raise_if_aborted() -> None:
 
 
 class AbortableWaits:
-    """Blocking calls, each on a thread of its own that can be abandoned.
+    """Calls that ``abort`` ends; each blocking one has a thread, which is abandoned then.
 
     Args:
         name: of the threads.
@@ -36,9 +36,22 @@ class AbortableWaits:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = threading.Lock()
         self._calls: set[Future[Any]] = set()
-        self._is_aborted = False
+        self.is_aborted = False
+
+    def require_waiting(self) -> None:
+        """Raise if all calls have been ended."""
+        if self.is_aborted:
+            raise WaitReleasedError(None, RELEASED)
+
+    def begin(self) -> Future[Any]:
+        """A call for ``settle``; it fails when ``abort`` comes first, at once if it has."""
+        call: Future[Any] = Future()
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        if self.is_aborted:
+            self.abort()
+        return call
 
     def run(
         self,
@@ -57,15 +70,10 @@ class AbortableWaits:
         Raises:
             WaitReleasedError: ``abort`` came first; the thread may go on waiting.
         """
-        call: Future[Any] = Future()
-        with self._lock:
-            if self._is_aborted:
-                raise WaitReleasedError(None, RELEASED)
-            self._calls.add(call)
+        self.require_waiting()
+        call = self.begin()
         try:
-            threading.Thread(
-                target=_settle, args=(call, wait), name=self._name, daemon=True
-            ).start()
+            threading.Thread(target=settle, args=(call, wait), name=self._name, daemon=True).start()
             while meanwhile is not None and not futures.wait([call], every_s).done:
                 meanwhile()
             return call.result()
@@ -75,10 +83,8 @@ class AbortableWaits:
 
     def abort(self) -> None:
         """End all calls, now and later."""
-        with self._lock:
-            self._is_aborted = True
-            calls = list(self._calls)
-        for call in calls:
+        self.is_aborted = True
+        for call in list(self._calls):
             with suppress(InvalidStateError):  # its result has just come
                 call.set_exception(WaitReleasedError(None, RELEASED))
 
@@ -96,10 +102,11 @@ def run_abandonable(call: Callable[[], Any], timeout_s: float, what: str) -> Any
     return AbortableWaits("dist_ckpt-call").run(call, give_up, timeout_s)
 
 
-def _settle(call: Future[Any], wait: Callable[[], Any]) -> None:
+def settle(call: Future[Any], wait: Callable[[], Any]) -> None:
+    """Give a call what ``wait`` returns or raises, unless it has been aborted."""
     try:
         value = wait()
-        with suppress(InvalidStateError):  # aborted
+        with suppress(InvalidStateError):
             call.set_result(value)
     except BaseException as error:  # noqa: BLE001 - raised again where the caller waits
         with suppress(InvalidStateError):

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -15,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from dist_ckpt_strategies.comm.abortable_waits import RELEASED, AbortableWaits
-from dist_ckpt_strategies.errors import WaitReleasedError
+from dist_ckpt_strategies.comm.abortable_waits import AbortableWaits, settle
 
 BACKEND_NAME = "interruptible_gloo"
 
@@ -72,19 +72,17 @@ class InterruptibleGloo(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._group_name = ""
         self._group_desc = ""
-        self._is_aborted = False
         self._lock = threading.Lock()
         self._pending: deque[Any] = deque()
-        self._promises: set[torch.futures.Future[Any]] = set()
-        self._waits = AbortableWaits(f"dist_ckpt-gloo-{rank}")
+        self.waits = AbortableWaits(f"dist_ckpt-gloo-{rank}")
         self._inner: Any = None
         with self._lock_of_all:
             self._all.add(self)
             is_late = InterruptibleGloo._is_all_aborted
         if is_late:
-            self.abort()
+            self.waits.abort()
         # On another thread: waiting for a rank that never connects, there is no connection to cut.
-        self._inner = self._waits.run(lambda: _gloo_group(store, rank, size, timeout))
+        self._inner = self.waits.run(lambda: _gloo_group(store, rank, size, timeout))
 
     @classmethod
     def abort_all(cls) -> list[InterruptibleGloo]:
@@ -93,7 +91,7 @@ class InterruptibleGloo(dist.ProcessGroup):
             InterruptibleGloo._is_all_aborted = True
             groups = list(cls._all)
         for group in groups:
-            group.abort()
+            group.waits.abort()
         return groups
 
     @classmethod
@@ -109,22 +107,12 @@ class InterruptibleGloo(dist.ProcessGroup):
         Raises:
             WaitReleasedError: this group has been aborted.
         """
-        self.require_waiting()
+        self.waits.require_waiting()
         return self._inner
-
-    def require_waiting(self) -> None:
-        """Raise if this group has been aborted."""
-        if self._is_aborted:
-            raise WaitReleasedError(None, RELEASED)
 
     def abort(self) -> None:
         """End all waits on this group, for good."""
-        self._is_aborted = True
-        self._waits.abort()
-        with self._lock:
-            promises, self._promises = self._promises, set()
-        for promise in promises:
-            promise.set_exception(WaitReleasedError(None, RELEASED))
+        self.waits.abort()
 
     shutdown = abort
 
@@ -134,7 +122,7 @@ class InterruptibleGloo(dist.ProcessGroup):
         The gloo group's last reference must go where the destructor may block, unless all works
         have completed.
         """
-        self.abort()
+        self.waits.abort()
         with self._lock:
             inner, self._inner = self._inner, None
             pending = list(self._pending)
@@ -156,28 +144,18 @@ class InterruptibleGloo(dist.ProcessGroup):
         """
         promise: torch.futures.Future[Any] = torch.futures.Future()
         found = promise.then(lambda done: done.value())
-        with self._lock:
-            self._promises.add(promise)
-        if self._is_aborted:
-            self.abort()  # it may have come too early for this promise
-        inner.get_future().add_done_callback(lambda done: self._settle(promise, done))
+
+        def pass_on(call: Future[Any]) -> None:
+            error: Any = call.exception()
+            if error is None:
+                promise.set_result(call.result())
+            else:
+                promise.set_exception(error)
+
+        call = self.waits.begin()
+        call.add_done_callback(pass_on)
+        inner.get_future().add_done_callback(lambda done: settle(call, done.value))
         return found
-
-    def _settle(self, promise: torch.futures.Future[Any], done: Any) -> None:
-        with self._lock:
-            if promise not in self._promises:  # aborted
-                return
-            self._promises.remove(promise)
-        try:
-            value = done.value()
-        except RuntimeError as error:
-            promise.set_exception(error)
-        else:
-            promise.set_result(value)
-
-    def run(self, wait: Callable[[], Any]) -> Any:
-        """Call what blocks in gloo on another thread; wait for it, or for ``abort``."""
-        return self._waits.run(wait)
 
     def started(self, inner: Any) -> _Collective:
         """The work for one of gloo's, which is kept until it has completed."""
@@ -237,7 +215,7 @@ class _Collective(dist.Work):
                     break
                 if time.monotonic() >= deadline:
                     raise
-                self._group.require_waiting()
+                self._group.waits.require_waiting()
         self._group.forget_completed()
         return True
 
@@ -262,7 +240,7 @@ class _Message(_Collective):
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """See above."""
         args = () if timeout <= _NO_LIMIT else (timeout,)
-        return bool(self._group.run(lambda: self._inner.wait(*args)))
+        return bool(self._group.waits.run(lambda: self._inner.wait(*args)))
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Gloo has none for messages."""
