@@ -445,15 +445,6 @@ def rank_from_environment() -> tuple[int, int]:
     return _number("RANK"), _number("WORLD_SIZE")
 
 
-def world_from_environment() -> tuple[int, int, int]:
-    """WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, as torchrun sets them.
-
-    Raises:
-        StrategyError: one is missing, or is no number.
-    """
-    return _number("WORLD_SIZE"), _number("LOCAL_RANK"), _number("LOCAL_WORLD_SIZE")
-
-
 def _number(name: str) -> int:
     number: int = _parsed(name, os.environ.get(name, ""), int)
     return number

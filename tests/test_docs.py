@@ -15,7 +15,7 @@ import dist_ckpt_strategies
 from dist_ckpt_strategies import errors
 from dist_ckpt_strategies.core import chunk_grids
 from dist_ckpt_strategies.formats import bucket_arrays
-from dist_ckpt_strategies.inprocess import wrap
+from dist_ckpt_strategies.inprocess import attempt
 from dist_ckpt_strategies.integrations import lightning_faults
 from dist_ckpt_strategies.recovery import CheckpointManager
 from dist_ckpt_strategies.sharded import plan
@@ -197,7 +197,7 @@ def test_the_time_limits_are_those_of_the_code() -> None:
     assert f"default of `timeout_s` in `Options` is {options.timeout_s:g} s" in page
     assert f"`timeout_s` of `StoreOptions`, {store.timeout_s:g} s" in page
     assert f"`timeout_s` of `CheckpointManager`, {of_recovery:g} s" in page
-    assert f"`abort_timeout` of `HPWrapper`, {wrap.DEFAULT_ABORT_TIMEOUT_S:g} s" in page
+    assert f"`abort_timeout` of `HPWrapper`, {attempt.DEFAULT_ABORT_TIMEOUT_S:g} s" in page
 
 
 def test_the_figures_of_format_2_are_those_of_the_code() -> None:

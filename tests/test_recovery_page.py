@@ -20,7 +20,7 @@ from unittest import mock
 import pytest
 
 from dist_ckpt_strategies.cli.demo.cpu_stand_ins import cpu_stand_ins
-from dist_ckpt_strategies.comm.key_values import TcpHost
+from dist_ckpt_strategies.comm.job_store import host_store
 from dist_ckpt_strategies.inprocess import HPWrapper
 from dist_ckpt_strategies.inprocess.supervisor import Job
 from dist_ckpt_strategies.recovery import CheckpointManager
@@ -133,7 +133,7 @@ def printed_by(size: int, directory: Path, script: str, *, torn: bool = False) -
     directory.mkdir(exist_ok=True)
     path = directory / "train.py"
     path.write_text(script)
-    host = TcpHost()
+    host = host_store()
     found = run_processes(
         size, run_page, host.port, str(path), size, torn, timeout_s=150, makes_group=False
     )

@@ -1,4 +1,8 @@
-"""``dist-ckpt run``: workers' lines on the terminal, each led by the rank that wrote it."""
+"""``dist-ckpt run``: workers' lines on the terminal, each led by the rank that wrote it.
+
+A reader that has gone ends the job, as any command. A line that cannot be written for another
+reason, such as a full disk or a closed stream, is lost: no training ends for its log.
+"""
 
 from __future__ import annotations
 
@@ -12,20 +16,12 @@ from dist_ckpt_strategies.config import environment
 from dist_ckpt_strategies.inprocess.supervisor import Job, Supervisor
 
 
-class TerminalListener:
-    """Writes what workers write to the same stream of this process, line by line.
+def _write_line(who: str, stream: str, line: bytes) -> None:
+    _write(sys.stdout if stream == "stdout" else sys.stderr, f"[{who}] ".encode() + line)
 
-    A reader that has gone ends the job, as any command. A line that cannot be written for another
-    reason, such as a full disk or a closed stream, is lost: no training ends for its log.
-    """
 
-    def line(self, who: str, stream: str, line: bytes) -> None:
-        """See Listener."""
-        _write(sys.stdout if stream == "stdout" else sys.stderr, f"[{who}] ".encode() + line)
-
-    def note(self, text: str) -> None:
-        """See Listener."""
-        _write(sys.stderr, f"dist-ckpt: {printable(text)}\n".encode(errors="replace"))
+def _write_note(text: str) -> None:
+    _write(sys.stderr, f"dist-ckpt: {printable(text)}\n".encode(errors="replace"))
 
 
 def _write(target: TextIO | None, line: bytes) -> None:
@@ -39,9 +35,9 @@ def _write(target: TextIO | None, line: bytes) -> None:
         except BlockingIOError:  # others have made it non-blocking
             select.select([], [target.fileno()], [])
         except OSError:
-            return  # see TerminalListener
+            return  # see above
 
 
 def run_script(job: Job) -> int:
     """Run a job in the foreground; its exit code."""
-    return Supervisor(job, environment(), TerminalListener()).run()
+    return Supervisor(job, environment(), _write_line, _write_note).run()

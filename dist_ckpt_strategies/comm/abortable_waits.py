@@ -7,7 +7,6 @@ from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from queue import SimpleQueue
 from typing import Any
 
 from dist_ckpt_strategies.errors import WaitReleasedError
@@ -16,8 +15,6 @@ RELEASED = "this process was told to stop waiting for its peers"
 
 ABORTED = threading.Event()
 """Set while the communication of this process is ended: at first, before any group is aborted."""
-
-_Inbox = SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
 
 def raise_if_aborted() -> None:
@@ -31,7 +28,7 @@ def raise_if_aborted() -> None:
 
 
 class AbortableWaits:
-    """About as many threads as callers wait at the same time; they are kept for later calls.
+    """Calls that ``abort`` ends; each blocking one has a thread, which is abandoned then.
 
     Args:
         name: of the threads.
@@ -39,10 +36,22 @@ class AbortableWaits:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = threading.Lock()
-        self._idle: list[_Inbox] = []
         self._calls: set[Future[Any]] = set()
-        self._is_aborted = False
+        self.is_aborted = False
+
+    def require_waiting(self) -> None:
+        """Raise if all calls have been ended."""
+        if self.is_aborted:
+            raise WaitReleasedError(None, RELEASED)
+
+    def begin(self) -> Future[Any]:
+        """A call for ``settle``; it fails when ``abort`` comes first, at once if it has."""
+        call: Future[Any] = Future()
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        if self.is_aborted:
+            self.abort()
+        return call
 
     def run(
         self,
@@ -61,14 +70,10 @@ class AbortableWaits:
         Raises:
             WaitReleasedError: ``abort`` came first; the thread may go on waiting.
         """
-        call: Future[Any] = Future()
-        with self._lock:
-            if self._is_aborted:
-                raise WaitReleasedError(None, RELEASED)
-            self._calls.add(call)
-            inbox = self._idle.pop() if self._idle else self._started()
-            inbox.put((wait, call))
+        self.require_waiting()
+        call = self.begin()
         try:
+            threading.Thread(target=settle, args=(call, wait), name=self._name, daemon=True).start()
             while meanwhile is not None and not futures.wait([call], every_s).done:
                 meanwhile()
             return call.result()
@@ -77,40 +82,34 @@ class AbortableWaits:
             del call  # or an error that it holds would hold this frame, in a cycle
 
     def abort(self) -> None:
-        """End all calls, now and later. Threads end as soon as what they wait for has ended."""
-        with self._lock:
-            self._is_aborted = True
-            calls, idle = list(self._calls), self._idle
-            self._idle = []
-        for inbox in idle:
-            inbox.put(None)
-        for call in calls:
+        """End all calls, now and later."""
+        self.is_aborted = True
+        for call in list(self._calls):
             with suppress(InvalidStateError):  # its result has just come
                 call.set_exception(WaitReleasedError(None, RELEASED))
 
-    def _started(self) -> _Inbox:
-        inbox: _Inbox = SimpleQueue()
-        threading.Thread(target=self._serve, args=(inbox,), name=self._name, daemon=True).start()
-        return inbox
 
-    def _serve(self, inbox: _Inbox) -> None:
-        while (asked := inbox.get()) is not None:
-            wait, call = asked
-            value: Any = None
-            error: BaseException | None = None
-            try:
-                value = wait()
-            except BaseException as raised:  # noqa: BLE001 - raised again where the caller waits
-                error = raised
-            with self._lock:
-                is_last = self._is_aborted
-                if not is_last:
-                    self._idle.append(inbox)
-            with suppress(InvalidStateError):  # ``abort`` came first
-                if error is None:
-                    call.set_result(value)
-                else:
-                    call.set_exception(error)
-            del asked, wait, call, value, error
-            if is_last:
-                return
+def run_abandonable(call: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """What ``call`` returns or raises on a thread, which is abandoned after the time.
+
+    Raises:
+        TimeoutError: it has not returned by then; ``what`` did not answer.
+    """
+
+    def give_up() -> None:
+        raise TimeoutError(f"{what} did not answer within {timeout_s:g} s")
+
+    return AbortableWaits("dist_ckpt-call").run(call, give_up, timeout_s)
+
+
+def settle(call: Future[Any], wait: Callable[[], Any]) -> None:
+    """Give a call what ``wait`` returns or raises, unless it has been aborted."""
+    try:
+        value = wait()
+        with suppress(InvalidStateError):
+            call.set_result(value)
+    except BaseException as error:  # noqa: BLE001 - raised again where the caller waits
+        with suppress(InvalidStateError):
+            call.set_exception(error)
+    finally:
+        del call, wait

@@ -6,7 +6,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -14,13 +16,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from dist_ckpt_strategies.comm.abortable_waits import RELEASED, AbortableWaits
-from dist_ckpt_strategies.errors import WaitReleasedError
+from dist_ckpt_strategies.comm.abortable_waits import AbortableWaits, settle
 
 BACKEND_NAME = "interruptible_gloo"
 
 _CPU = torch.device("cpu")
-_SLICE = timedelta(milliseconds=20)
+_SLICE_S = 0.02
 _NO_LIMIT = timedelta(0)
 
 _COLLECTIVES = (
@@ -71,19 +72,17 @@ class InterruptibleGloo(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._group_name = ""
         self._group_desc = ""
-        self._is_aborted = False
         self._lock = threading.Lock()
         self._pending: deque[Any] = deque()
-        self._promises: set[torch.futures.Future[Any]] = set()
-        self._waits = AbortableWaits(f"dist_ckpt-gloo-{rank}")
+        self.waits = AbortableWaits(f"dist_ckpt-gloo-{rank}")
         self._inner: Any = None
         with self._lock_of_all:
             self._all.add(self)
             is_late = InterruptibleGloo._is_all_aborted
         if is_late:
-            self.abort()
+            self.waits.abort()
         # On another thread: waiting for a rank that never connects, there is no connection to cut.
-        self._inner = self._waits.run(lambda: _gloo_group(store, rank, size, timeout))
+        self._inner = self.waits.run(lambda: _gloo_group(store, rank, size, timeout))
 
     @classmethod
     def abort_all(cls) -> list[InterruptibleGloo]:
@@ -92,7 +91,7 @@ class InterruptibleGloo(dist.ProcessGroup):
             InterruptibleGloo._is_all_aborted = True
             groups = list(cls._all)
         for group in groups:
-            group.abort()
+            group.waits.abort()
         return groups
 
     @classmethod
@@ -108,22 +107,12 @@ class InterruptibleGloo(dist.ProcessGroup):
         Raises:
             WaitReleasedError: this group has been aborted.
         """
-        self.require_waiting()
+        self.waits.require_waiting()
         return self._inner
-
-    def require_waiting(self) -> None:
-        """Raise if this group has been aborted."""
-        if self._is_aborted:
-            raise WaitReleasedError(None, RELEASED)
 
     def abort(self) -> None:
         """End all waits on this group, for good."""
-        self._is_aborted = True
-        self._waits.abort()
-        with self._lock:
-            promises, self._promises = self._promises, set()
-        for promise in promises:
-            promise.set_exception(WaitReleasedError(None, RELEASED))
+        self.waits.abort()
 
     shutdown = abort
 
@@ -133,7 +122,7 @@ class InterruptibleGloo(dist.ProcessGroup):
         The gloo group's last reference must go where the destructor may block, unless all works
         have completed.
         """
-        self.abort()
+        self.waits.abort()
         with self._lock:
             inner, self._inner = self._inner, None
             pending = list(self._pending)
@@ -155,30 +144,21 @@ class InterruptibleGloo(dist.ProcessGroup):
         """
         promise: torch.futures.Future[Any] = torch.futures.Future()
         found = promise.then(lambda done: done.value())
-        with self._lock:
-            self._promises.add(promise)
-        if self._is_aborted:
-            self.abort()  # it may have come too early for this promise
-        inner.get_future().add_done_callback(lambda done: self._settle(promise, done))
+
+        def pass_on(call: Future[Any]) -> None:
+            error: Any = call.exception()
+            if error is None:
+                promise.set_result(call.result())
+            else:
+                promise.set_exception(error)
+
+        call = self.waits.begin()
+        call.add_done_callback(pass_on)
+        inner.get_future().add_done_callback(lambda done: settle(call, done.value))
         return found
 
-    def _settle(self, promise: torch.futures.Future[Any], done: Any) -> None:
-        with self._lock:
-            if promise not in self._promises:  # aborted
-                return
-            self._promises.remove(promise)
-        try:
-            value = done.value()
-        except RuntimeError as error:
-            promise.set_exception(error)
-        else:
-            promise.set_result(value)
-
-    def run(self, wait: Callable[[], Any]) -> Any:
-        """Call what blocks in gloo on another thread; wait for it, or for ``abort``."""
-        return self._waits.run(wait)
-
-    def _started(self, inner: Any) -> _Collective:
+    def started(self, inner: Any) -> _Collective:
+        """The work for one of gloo's, which is kept until it has completed."""
         with self._lock:
             self._pending.append(inner)
         return _Collective(self, inner)
@@ -189,20 +169,16 @@ class InterruptibleGloo(dist.ProcessGroup):
 
     getBackendName = name  # noqa: N815 - torch calls it
 
-    def getGroupName(self) -> str:  # noqa: N802 - torch calls it
-        """The name that torch has given it."""
+    def getGroupName(self) -> str:  # noqa: D102, N802 - torch's
         return self._group_name
 
-    def setGroupName(self, name: str) -> None:  # noqa: N802 - torch calls it
-        """Take the name that torch gives it."""
+    def setGroupName(self, name: str) -> None:  # noqa: D102, N802 - torch's
         self._group_name = name
 
-    def getGroupDesc(self) -> str:  # noqa: N802 - torch calls it
-        """The description that torch has given it."""
+    def getGroupDesc(self) -> str:  # noqa: D102, N802 - torch's
         return self._group_desc
 
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802 - torch calls it
-        """Take the description that torch gives it."""
+    def setGroupDesc(self, desc: str) -> None:  # noqa: D102, N802 - torch's
         self._group_desc = desc
 
     @property
@@ -226,47 +202,26 @@ class _Collective(dist.Work):
             WaitReleasedError: the group was aborted.
             RuntimeError: as gloo says.
         """
-        deadline = time.monotonic() + timeout.total_seconds() if timeout > _NO_LIMIT else None
-        while not self._ended_within(_slice_before(deadline), deadline):
-            self._group.require_waiting()
+        deadline = time.monotonic() + (timeout.total_seconds() or float("inf"))
+        while True:
+            left_s = max(0.001, deadline - time.monotonic())
+            try:
+                self._inner.wait(timedelta(seconds=min(_SLICE_S, left_s)))
+                break
+            except RuntimeError:
+                if self._inner.is_completed():
+                    self._group.forget_completed()
+                    self._inner.wait()  # raises what it ended with; it may have ended well by now
+                    break
+                if time.monotonic() >= deadline:
+                    raise
+                self._group.waits.require_waiting()
         self._group.forget_completed()
-        return True
-
-    def _ended_within(self, limit: timedelta, deadline: float | None) -> bool:
-        try:
-            self._inner.wait(limit)
-        except RuntimeError:
-            if self._inner.is_completed():
-                self._group.forget_completed()
-                self._inner.wait()  # raises what it ended with; it may have ended well by now
-                return True
-            if deadline is not None and time.monotonic() >= deadline:
-                raise
-            return False
         return True
 
     def synchronize(self) -> None:
         """As ``wait``."""
         self.wait()
-
-    def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
-        return bool(self._inner.is_completed())
-
-    def is_success(self) -> bool:
-        """Whether it has ended well."""
-        return bool(self._inner.is_success())
-
-    def exception(self) -> Any:
-        """What it ended with."""
-        return self._inner.exception()
-
-    def result(self) -> Any:
-        """The tensors."""
-        return self._inner.result()
-
-    def _source_rank(self) -> int:
-        return int(self._inner._source_rank())  # noqa: SLF001 - torch names it so
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the tensors; it fails when the group is aborted."""
@@ -284,21 +239,13 @@ class _Message(_Collective):
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
         """See above."""
-        inner = self._inner
-        return bool(
-            self._group.run(inner.wait if timeout <= _NO_LIMIT else lambda: inner.wait(timeout))
-        )
+        args = () if timeout <= _NO_LIMIT else (timeout,)
+        return bool(self._group.waits.run(lambda: self._inner.wait(*args)))
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Gloo has none for messages."""
         future: torch.futures.Future[Any] = self._inner.get_future()
         return future
-
-
-def _slice_before(deadline: float | None) -> timedelta:
-    if deadline is None:
-        return _SLICE
-    return min(_SLICE, timedelta(seconds=max(0.001, deadline - time.monotonic())))
 
 
 def register_interruptible_gloo() -> None:
@@ -318,29 +265,15 @@ def _gloo_group(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     return group
 
 
-def _forwarded(name: str, wrap: Callable[[InterruptibleGloo, Any], Any]) -> None:
-    def call(self: InterruptibleGloo, *args: Any, **kwargs: Any) -> Any:
-        return wrap(self, getattr(self.inner, name)(*args, **kwargs))
-
-    if hasattr(dist.ProcessGroup, name):
-        setattr(InterruptibleGloo, name, call)
-
-
-def _allreduce(
-    self: InterruptibleGloo, tensors: Any, options: Any = None, *args: Any, **kwargs: Any
-) -> Any:
+def _allreduce(self: InterruptibleGloo, tensors: Any, options: Any = None, *args: Any) -> Any:
     """As gloo's. An average of whole numbers, which Lightning asks for, is there at once."""
     options = dist.AllreduceOptions() if options is None else options
-    op: Any = getattr(options, "reduceOp", None)
-    is_average = (
-        isinstance(tensors, list)
-        and isinstance(options, dist.AllreduceOptions)
-        and op == dist.ReduceOp.AVG
-        and not (tensors[0].is_floating_point() or tensors[0].is_complex())
+    is_average = getattr(options, "reduceOp", None) == dist.ReduceOp.AVG and not (
+        tensors[0].is_floating_point() or tensors[0].is_complex()
     )
     if is_average:
-        options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment, unused-ignore]
-    work = self._started(self.inner.allreduce(tensors, options, *args, **kwargs))
+        options.reduceOp = dist.ReduceOp.SUM
+    work = self.started(self.inner.allreduce(tensors, options, *args))
     if is_average:
         work.wait()
         for tensor in tensors:
@@ -348,11 +281,29 @@ def _allreduce(
     return work
 
 
-InterruptibleGloo.allreduce = _allreduce  # type: ignore[assignment, unused-ignore]
+def _forward() -> None:
+    """Give groups the methods of torch's, and works those that ask about them."""
 
-for _name in _COLLECTIVES:
-    _forwarded(_name, InterruptibleGloo._started)  # noqa: SLF001 - of this module
-for _name in _MESSAGES:
-    _forwarded(_name, _Message)
-for _name in _PLAIN:
-    _forwarded(_name, lambda _, result: result)
+    def forwarded(name: str, wrap: Callable[[InterruptibleGloo, Any], Any]) -> Any:
+        def call(self: InterruptibleGloo, *args: Any, **kwargs: Any) -> Any:
+            return wrap(self, getattr(self.inner, name)(*args, **kwargs))
+
+        return call
+
+    def asked(name: str) -> Any:
+        return lambda self: getattr(self._inner, name)()
+
+    wraps: dict[tuple[str, ...], Callable[[InterruptibleGloo, Any], Any]] = {
+        _COLLECTIVES: InterruptibleGloo.started,
+        _MESSAGES: _Message,
+        _PLAIN: lambda _, result: result,
+    }
+    for names, wrap in wraps.items():
+        for name in filter(partial(hasattr, dist.ProcessGroup), names):
+            setattr(InterruptibleGloo, name, forwarded(name, wrap))
+    for name in ("is_completed", "is_success", "exception", "result", "_source_rank"):
+        setattr(_Collective, name, asked(name))
+    InterruptibleGloo.allreduce = _allreduce  # type: ignore[assignment, method-assign, unused-ignore]
+
+
+_forward()

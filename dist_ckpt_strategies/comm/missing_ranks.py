@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from dist_ckpt_strategies.comm.abortable_waits import run_abandonable
 from dist_ckpt_strategies.errors import PeerLostError, PeerTimeoutError
 
 _LOOKUP_S = 5.0
@@ -127,26 +126,22 @@ class MissingRankTracker:
         A question to a store hosted by a silent rank never returns, so it is asked over a new
         connection on a thread.
         """
-        answers: list[list[int]] = []
         me = dist.get_rank()
         limit_s = min(self._timeout_s, _LOOKUP_S)
 
-        def ask() -> None:
-            with suppress(RuntimeError):
-                store = self._store.clone()
-                if not is_lost:
-                    store.set(self._given_up_key, f"{me} {self._total} {self._name}")
-                find = self._find_lost if is_lost else self._find_late
-                answers.append(find(store, limit_s / 2))
+        def ask() -> list[int]:
+            store = self._store.clone()
+            if is_lost:
+                return self._find_lost(store, limit_s / 2)
+            store.set(self._given_up_key, f"{me} {self._total} {self._name}")
+            ended, late = self._ended_and_late(store)
+            return late or ended
 
-        reader = threading.Thread(target=ask, daemon=True)
-        reader.start()
-        reader.join(limit_s)
-        return answers[0] if answers else None
-
-    def _find_late(self, store: Any, _limit_s: float) -> list[int]:
-        ended, late = self._ended_and_late(store)
-        return late or ended
+        try:
+            found: list[int] = run_abandonable(ask, limit_s, "the job's key-value store")
+        except (RuntimeError, TimeoutError):
+            return None
+        return found
 
     def _find_lost(self, store: Any, limit_s: float) -> list[int]:
         deadline = time.monotonic() + limit_s

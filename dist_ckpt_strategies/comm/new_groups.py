@@ -1,4 +1,4 @@
-"""Process groups that are made for this package, by all ranks of the world together."""
+"""Process groups that are made for this package: each rank makes only the ones that it is in."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from dist_ckpt_strategies.comm.collective import run_and_gather
-from dist_ckpt_strategies.comm.process_group import (
-    ProcessGroup,
-    is_distributed,
-    require_member,
-)
+from dist_ckpt_strategies.comm.process_group import ProcessGroup, group_ranks, is_distributed
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.errors import PeerLostError, PeerTimeoutError, StrategyError
 
@@ -24,79 +21,66 @@ def new_gloo_groups(
 ) -> tuple[ProcessGroup, ...]:
     """Gloo groups of the same ranks as ``group``, for as many streams side by side.
 
-    Collective over the world: every rank calls this, with the group that it is in, and torch makes
-    the groups of all ranks.
+    Collective over the world: every rank calls this, with the group that it is in.
 
     Raises:
         StrategyError: some rank is not in the group that it has given.
     """
     world = open_communicator(None, timeout_s=timeout_s, purpose="making of gloo groups")
-    answers = run_and_gather(world, lambda: ranks_to_wire(_member_ranks(group)))
-    mine = _member_ranks(group)
-    found: list[ProcessGroup] = []
-    for ranks in sorted({ranks_from_wire(answer) for answer in answers}):
-        limit = timedelta(seconds=timeout_s)
-        made = [_new_group(ranks, limit, "gloo") for _ in range(num_groups)]
-        if list(ranks) == mine:
-            found = made
-    return tuple(found)
+    # The ranks of a group are sent by its first one: all by all would be too much.
+    answers = run_and_gather(world, lambda: _sent(group_ranks(group)))
+    groups = [answer for answer in answers if isinstance(answer, list)]
+    firsts = [answer[0] if isinstance(answer, list) else answer for answer in answers]
+    divided = sorted((rank, ranks[0]) for ranks in groups for rank in ranks)
+    if divided != list(enumerate(firsts)):
+        raise StrategyError(
+            f"the process groups that the ranks have given overlap, or differ: {groups}; every "
+            "rank has to give the group that it is in, and be in one only"
+        )
+    made = (new_group_of(groups, backend="gloo", timeout_s=timeout_s) for _ in range(num_groups))
+    return tuple(one for one in made if one is not None)
+
+
+def _sent(ranks: Sequence[int]) -> list[int] | int:
+    return list(ranks) if ranks[0] == dist.get_rank() else ranks[0]
 
 
 def new_group_of(
     groups: Sequence[Sequence[int]], *, backend: str, timeout_s: float
 ) -> ProcessGroup | None:
-    """Make a process group for each list of global ranks; the one that this rank is in.
+    """Make one process group for each list of global ranks; the one that this rank is in.
 
-    Collective over the world, with equal arguments. None without torch.distributed.
-    """
-    if not is_distributed():
-        return None
-    mine: ProcessGroup | None = None
-    for ranks in groups:
-        made = _new_group(ranks, timedelta(seconds=timeout_s), backend)
-        if dist.get_rank() in ranks:
-            mine = made
-    return mine
+    Collective over the world, with equal arguments; every rank is in one list. None without
+    torch.distributed.
 
-
-def _new_group(ranks: Sequence[int], limit: timedelta, backend: str) -> Any:
-    """A process group. Collective over the world.
+    Torch's ``new_group`` would be called once for each list by every rank, one after the other. Its
+    ``use_local_synchronization`` names a group by how many others a rank has, which differs; its
+    ``split_group`` is for NCCL alone. So each rank makes its own group only, under a name that
+    counts the calls, which is the same on all ranks, and that has the place in the list.
 
     Raises:
         PeerTimeoutError, PeerLostError: a rank has not come to make it, or broke off.
     """
+    if not is_distributed():
+        return None
+    me = dist.get_rank()
+    number, mine = next((n, sorted(ranks)) for n, ranks in enumerate(groups) if me in ranks)
+    limit = timedelta(seconds=timeout_s)
     began = time.monotonic()
+    c10d: Any = distributed_c10d
+    name = f"{c10d._process_group_name(mine, False)}.{number}"  # noqa: FBT003, SLF001 - see above
+    store, place = c10d._get_default_store(), mine.index(me)  # noqa: SLF001
     try:
-        return dist.new_group(list(ranks), limit, backend=backend)
+        made, _ = c10d._new_process_group_helper(  # noqa: SLF001
+            len(mine), place, mine, dist.Backend(backend), store, name, timeout=limit
+        )
     except RuntimeError as error:
-        what = f"making of a {backend} group of {len(ranks)} ranks: {error}"
+        what = f"making of a {backend} group of {len(mine)} ranks: {error}"
         if time.monotonic() - began >= limit.total_seconds():
             raise PeerTimeoutError(None, f"a peer did not arrive in time: {what}") from error
         if isinstance(error, dist.DistError) or "onnect" in str(error):
             raise PeerLostError(None, f"lost contact with a peer: {what}") from error
         raise StrategyError(what) from error
-
-
-def _member_ranks(group: ProcessGroup | None) -> list[int]:
-    require_member(group)
-    return sorted(dist.get_process_group_ranks(group))
-
-
-def ranks_to_wire(ranks: Sequence[int]) -> list[int]:
-    """Ascending ranks as numbers: four where they are evenly spaced, however many they are.
-
-    The groups of a parallel layout are, and so is the world, which every rank would have to list
-    to every other.
-    """
-    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    even = range(ranks[0], ranks[-1] + 1, step)
-    return [0, step, even.stop, even.start] if list(even) == list(ranks) else [1, *ranks]
-
-
-def ranks_from_wire(wire: Sequence[int]) -> tuple[int, ...]:
-    """The ranks that ``ranks_to_wire`` was given."""
-    is_listed, *numbers = wire
-    if is_listed:
-        return tuple(numbers)
-    step, stop, start = numbers
-    return tuple(range(start, stop, step))
+    c10d._world.pg_group_ranks[made] = {rank: n for n, rank in enumerate(mine)}  # noqa: SLF001
+    group: ProcessGroup = made
+    return group

@@ -5,11 +5,15 @@ from __future__ import annotations
 import atexit
 import ctypes
 import logging
+import os
+import re
+import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -18,17 +22,10 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from dist_ckpt_strategies.comm.abortable_waits import ABORTED
 from dist_ckpt_strategies.comm.interruptible_gloo import InterruptibleGloo
 from dist_ckpt_strategies.comm.process_group import abort_nccl
-from dist_ckpt_strategies.comm.sockets import (
-    Address,
-    addresses_of,
-    open_sockets,
-    shut_down_groups,
-)
 
 logger = logging.getLogger(__name__)
 
 _PAUSE_S = 0.005
-_SCHEMES = ("env", "tcp")
 _DESTROY_S = 1.0
 GRACE_S = 2.0
 """Longest time for sockets to close before waits are aborted all the same."""
@@ -44,24 +41,21 @@ def num_undestroyed_groups() -> int:
     a message, so a group with pending works is kept. What is left when the interpreter exits is
     never destroyed: a destructor that returns at that time would abort the process.
     """
-    kept: list[tuple[Any, list[Any]]] = []
+    found = list(_undestroyed)
+    _undestroyed.clear()
     ready: list[Any] = []
-    for group, works in _undestroyed:
-        if _have_completed(works):
-            ready.append(group)
+    while found:
+        group, works = found.pop()
+        while works and works[-1].is_completed():
+            works.pop()
+        if works:
+            _undestroyed.append((group, works))
         else:
-            kept.append((group, works))
-    _undestroyed[:] = kept
-    if ready:
+            ready.append(group)
         del group
+    if ready:
         _drop_in_a_thread(ready).join(_DESTROY_S)
-    return len(kept)
-
-
-def _have_completed(works: list[Any]) -> bool:
-    while works and works[-1].is_completed():
-        works.pop()
-    return not works
+    return len(_undestroyed)
 
 
 @atexit.register
@@ -81,7 +75,7 @@ class Communication:
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._older = frozenset(open_sockets())
-        self._stores: frozenset[Address] = frozenset()
+        self._stores: set[tuple[str, int]] = set()
         self._num_aborted = 0
         ABORTED.clear()
         InterruptibleGloo.allow_new()
@@ -91,7 +85,9 @@ class Communication:
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         if isinstance(store, TCPStore):
-            self._stores |= addresses_of(store.host, store.port)
+            with suppress(socket.gaierror):
+                found = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_STREAM)
+                self._stores |= {_plain(address[:2]) for *_, address in found}
 
     @property
     def is_ended(self) -> bool:
@@ -128,18 +124,21 @@ class Communication:
             groups = list(_known_groups())
             new, self._num_aborted = groups[self._num_aborted :], len(groups)
             abort_nccl(new)
-            return shut_down_groups(self._older, self._stores)
+            return _shut_down(self._older, self._stores)
 
-    def take_down(self) -> int:
-        """Destroy all process groups of this process; how many there were.
+    def take_down(self) -> None:
+        """Destroy all process groups of this process.
 
         For the thread that made them, once it uses none of them any more.
         """
         aborted = InterruptibleGloo.abort_all()
         groups = list(_known_groups())
-        num_groups = len(groups)
-        if dist.is_available():
-            _destroy_all()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # Torch names groups by a count that it resets when it destroys the world. An initialisation
+        # that was interrupted counts too, and leaves nothing to destroy: this rank's next world
+        # would look for the others under a name that they do not have.
+        dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - no public way
         for group in aborted:
             inner, pending = group.take_down()
             if inner is not None:
@@ -151,7 +150,6 @@ class Communication:
         for held in others:
             _drop_in_a_thread(held)
         ABORTED.clear()  # what is made from now on is another attempt's, or the caller's own
-        return num_groups
 
 
 def _drop_in_a_thread(held: list[Any]) -> threading.Thread:
@@ -161,20 +159,92 @@ def _drop_in_a_thread(held: list[Any]) -> threading.Thread:
     return thread
 
 
-def _destroy_all() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    # Torch names groups by a count that it resets when it destroys the world. An initialisation
-    # that was interrupted counts too, and leaves nothing to destroy: this rank's next world would
-    # look for the others under a name that they do not have.
-    dist.distributed_c10d._world.group_count = 0  # noqa: SLF001 - no public way
-
-
 def _known_groups() -> dict[Any, tuple[Any, Any]]:
     """Backend and store of each group."""
-    if not dist.is_available():
-        return {}
     return dict(dist.distributed_c10d._world.pg_map)  # noqa: SLF001 - no public way
+
+
+# Connections of gloo's groups, and to stores
+
+_OWN = Path("/proc/self")
+_SOCKET = re.compile(r"socket:\[(\d+)\]")
+_EPOLL = "anon_inode:[eventpoll]"
+_WATCHED = re.compile(r"^tfd: *(\d+) .*data: *([0-9a-f]+) .*ino:([0-9a-f]+)", re.MULTILINE)
+_LOW_32_BITS = 0xFFFFFFFF
+
+
+def open_sockets() -> dict[int, int]:
+    """File descriptors of the sockets of this process, by inode.
+
+    Sockets are told apart by inode: the numbers of file descriptors are used again.
+    """
+    found = ((_SOCKET.match(target), fd) for fd, target in _open_files())
+    return {int(match[1]): fd for match, fd in found if match}
+
+
+def _open_files() -> Iterator[tuple[int, str]]:
+    for file in (_OWN / "fd").iterdir():
+        with suppress(OSError):  # closed since it was listed
+            yield int(file.name), str(file.readlink())
+
+
+def _shut_down(older: Collection[int], stores: Collection[tuple[str, int]]) -> int:
+    """Shut down connections of gloo's groups and those to stores; how many were still open.
+
+    Their readers see the end of the stream. Sockets that listen are left alone: gloo ends the
+    process if its own is shut down.
+    """
+    with ExitStack() as closing:
+        listening: set[int] = set()
+        connections: dict[int, socket.socket] = {}
+        for inode, fd in open_sockets().items():
+            if inode in older:
+                continue
+            with suppress(OSError):  # closed since it was listed
+                copy = closing.enter_context(socket.socket(fileno=os.dup(fd)))
+                is_tcp = copy.family in {socket.AF_INET, socket.AF_INET6}
+                if not is_tcp or copy.type != socket.SOCK_STREAM:
+                    continue
+                if os.fstat(copy.fileno()).st_ino != inode:
+                    continue
+                if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    listening.add(inode)
+                else:
+                    connections[inode] = copy
+        groups = _watched_by_gloo(listening)
+        num_cut = 0
+        for inode, one in connections.items():
+            with suppress(OSError):  # not connected, or not any more
+                if inode in groups or _plain(one.getpeername()[:2]) in stores:
+                    one.shutdown(socket.SHUT_RDWR)
+                    num_cut += 1
+        return num_cut
+
+
+def _watched_by_gloo(listening: Collection[int]) -> set[int]:
+    """Inodes of all that is watched together with one of these listening sockets.
+
+    Each group of gloo has an epoll instance for its listening socket and its connections. Python's
+    and libuv's servers have one too, and keep the file descriptor as data, gloo keeps an address.
+    """
+    found: set[int] = set()
+    for epoll in [fd for fd, target in _open_files() if target == _EPOLL]:
+        with suppress(OSError):  # closed since it was listed
+            watched = _WATCHED.findall((_OWN / "fdinfo" / str(epoll)).read_text())
+            inodes = {int(inode, 16) for _, _, inode in watched}
+            is_by_number = any(int(data, 16) & _LOW_32_BITS == int(fd) for fd, data, _ in watched)
+            if not is_by_number and not inodes.isdisjoint(listening):
+                found |= inodes
+    return found
+
+
+def _plain(address: Any) -> tuple[str, int]:
+    """Host and port; an IPv4 address as such, where a socket of IPv6 has mapped it."""
+    host, port = address
+    return str(host).removeprefix("::ffff:"), port
+
+
+# Rendezvous by attempt
 
 
 def store_of_attempt(base: Any, attempt: str) -> Any:
@@ -199,20 +269,18 @@ def rendezvous_by_attempt(
     """
     module = import_module("torch.distributed.rendezvous")  # a function has its name in torch
     handlers = module._rendezvous_handlers  # noqa: SLF001 - see above
-    before = {scheme: handlers[scheme] for scheme in _SCHEMES}
-    handlers.update({name: _apart(found, attempt, note_store) for name, found in before.items()})
+
+    def by_attempt(handler: Callable[..., Any]) -> Callable[..., Any]:
+        def rendezvous(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
+            for store, rank, size in handler(*args, **kwargs):
+                note_store(store)
+                yield PrefixStore(f"dist_ckpt/attempt/{attempt()}", store), rank, size
+
+        return rendezvous
+
+    before = {scheme: handlers[scheme] for scheme in ("env", "tcp")}
+    handlers.update({scheme: by_attempt(handler) for scheme, handler in before.items()})
     try:
         yield
     finally:
         handlers.update(before)
-
-
-def _apart(
-    handler: Callable[..., Any], attempt: Callable[[], int], note_store: Callable[[Any], None]
-) -> Callable[..., Any]:
-    def by_attempt(*args: Any, **kwargs: Any) -> Iterator[tuple[Any, int, int]]:
-        for store, rank, size in handler(*args, **kwargs):
-            note_store(store)
-            yield PrefixStore(f"dist_ckpt/attempt/{attempt()}", store), rank, size
-
-    return by_attempt

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import multiprocessing
 import sys
 from abc import ABC, abstractmethod
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dist_ckpt_strategies.errors import RestartError, text_of
-from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup
+from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup, imported
 from dist_ckpt_strategies.inprocess.health_check import HPState
 
 __all__ = [
@@ -24,8 +23,6 @@ __all__ = [
     "HPCheckpointingAbort",
     "HPDataLoaderAbort",
 ]
-
-logger = logging.getLogger(__name__)
 
 
 class Abort(ABC):
@@ -63,9 +60,6 @@ class Compose(Abort):
                 state = instance(state)
             except Exception as error:  # noqa: BLE001 - the others must run; raised below
                 errors.append(error)
-                logger.warning(
-                    "%s: %s: %s", _name_of(instance), type(error).__name__, text_of(error)
-                )
         if errors:
             texts = "; ".join(f"{type(error).__name__}: {text_of(error)}" for error in errors)
             raise RestartError(f"abort failed: {texts}") from ExceptionGroup("abort", errors)
@@ -83,8 +77,7 @@ class AbortTransformerEngine(Abort):
 
     def __call__(self, state: HPState) -> HPState:
         """See Abort."""
-        base = sys.modules.get("transformer_engine.pytorch.module.base")
-        destroy = getattr(base, "destroy_ub", None)
+        destroy = imported("transformer_engine.pytorch.module.base", "destroy_ub")
         if destroy is not None:
             destroy()
         return state
@@ -98,7 +91,10 @@ class HPCheckpointingAbort(Abort):
 
     def __call__(self, state: HPState) -> HPState:
         """See Abort."""
-        for caller in _live_callers():
+        core = "megatron.core.dist_checkpointing.strategies.async_utils"
+        for caller in _users_of_processes(
+            imported(core, "TemporalAsyncCaller"), imported(core, "PersistentAsyncCaller")
+        ):
             process = getattr(caller, "process", None)
             if process is not None and process.is_alive():
                 process.kill()
@@ -123,10 +119,7 @@ class HPDataLoaderAbort(Abort):
 
     def __call__(self, state: HPState) -> HPState:
         """See Abort."""
-        module = sys.modules.get("torch.utils.data.dataloader")
-        if module is None:
-            return state
-        kind = module._MultiProcessingDataLoaderIter  # noqa: SLF001 - no public way
+        kind = imported("torch.utils.data.dataloader", "_MultiProcessingDataLoaderIter")
         for found in _users_of_processes(kind):
             _end_workers(found)
         return state
@@ -170,31 +163,17 @@ class CheckpointlessAbortManager:
         if instances is None:
             raise ValueError(f"abort_compose: expected a Compose, found {abort_compose!r}")
         if not any(isinstance(one, abort_type) for one in instances):
-            names = ", ".join(map(_name_of, instances))
+            names = ", ".join(type(one).__name__ for one in instances)
             raise ValueError(f"{abort_type.__name__}: expected one of {names}")
         return Compose(*(new_abort if isinstance(one, abort_type) else one for one in instances))
 
 
-def _name_of(instance: Any) -> str:
-    return type(instance).__name__
-
-
-def _live_callers() -> list[Any]:
-    """Megatron-Core's runners of asynchronous saves, of the modules that are imported."""
-    core = sys.modules.get("megatron.core.dist_checkpointing.strategies.async_utils")
-    kinds = tuple(
-        kind
-        for name in ("TemporalAsyncCaller", "PersistentAsyncCaller")
-        if isinstance(kind := getattr(core, name, None), type)
-    )
-    return _users_of_processes(*kinds)
-
-
-def _users_of_processes(*kinds: type) -> list[Any]:
-    """Objects of these classes; none where this process has started no other one."""
+def _users_of_processes(*kinds: Any) -> list[Any]:
+    """Objects of the classes that are not None; none where this process has started no other."""
     if not multiprocessing.active_children():
         return []
-    return [found for found in gc.get_objects() if isinstance(found, kinds)]
+    wanted = tuple(kind for kind in kinds if kind is not None)
+    return [found for found in gc.get_objects() if isinstance(found, wanted)]
 
 
 def _end_workers(iterator: Any) -> None:

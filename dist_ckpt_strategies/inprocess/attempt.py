@@ -7,20 +7,26 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from dist_ckpt_strategies.comm.teardown import Communication
 from dist_ckpt_strategies.errors import PeerError, PeerLostError, text_of
+from dist_ckpt_strategies.inprocess.abort import Compose, HPAbortTorchDistributed
 from dist_ckpt_strategies.inprocess.coordinator import Coordinator, Fault, FaultMode
 from dist_ckpt_strategies.inprocess.health_check import HPState
 from dist_ckpt_strategies.inprocess.interruption import Interrupter
+
+if TYPE_CHECKING:
+    from dist_ckpt_strategies.inprocess.wrap import HPWrapper
 
 logger = logging.getLogger(__name__)
 
 EXIT_UNSTOPPABLE = 86
 """Exit code of a process whose block could not be stopped in time."""
+
+DEFAULT_ABORT_TIMEOUT_S = 60.0
+"""Where ``abort_timeout`` is None: a rank that cannot be stopped must not be waited for."""
 
 _POLL_S = 0.5
 _PAUSE_S = 0.002
@@ -31,42 +37,28 @@ class Attempt:
     """One epoch of this process.
 
     Args:
+        wrapper: with the settings.
         state: of the attempt.
-        communication: all that this process opens to talk to its peers in the attempt.
         coordinator: reports faults, and is asked for them.
         interrupter: of the block.
-        abort: ends what the block does with others; None: nothing is ended.
-        abort_timeout_s: from the fault until the block must have been left.
-        raises_early: interrupt the block once communication has ended, not after all of abort.
-        progress_timeout_s: longest time between two calls of ``ping``; None for any.
 
     Attributes:
+        communication: all that this process opens to talk to its peers in the attempt.
         fault: what has ended it, None before.
         lost: the error of a coordinator that does not answer, None before.
     """
 
-    def __init__(  # noqa: PLR0913 - settings of HPWrapper
-        self,
-        state: HPState,
-        communication: Communication,
-        coordinator: Coordinator,
-        interrupter: Interrupter,
-        *,
-        abort: Callable[[HPState], HPState] | None,
-        abort_timeout_s: float,
-        raises_early: bool,
-        progress_timeout_s: float | None,
+    def __init__(
+        self, wrapper: HPWrapper, state: HPState, coordinator: Coordinator, interrupter: Interrupter
     ) -> None:
         self.fault: Fault | None = None
         self.lost: PeerError | None = None
-        self.communication = communication
-        self._state = replace(state, communication=communication)
+        self.communication = Communication()
+        self.epoch = state.epoch
+        self._wrapper = wrapper
+        self._state = replace(state, communication=self.communication)
         self._coordinator = coordinator
         self._interrupter = interrupter
-        self._abort_parts = abort
-        self._abort_timeout_s = abort_timeout_s
-        self._raises_early = raises_early
-        self._progress_timeout_s = progress_timeout_s
         self._over = threading.Event()
         self._heard = threading.Event()
         self._stopped = threading.Event()
@@ -77,11 +69,6 @@ class Attempt:
         )
 
     @property
-    def epoch(self) -> int:
-        """The coordinator's number."""
-        return self._state.epoch
-
-    @property
     def state(self) -> HPState:
         """What abort, finalize and health checks are given."""
         return replace(self._state, fault=self.fault)
@@ -89,7 +76,7 @@ class Attempt:
     def start(self) -> None:
         """Watch for faults from now on."""
         self._interrupter.prepare()
-        self._progress_at = time.monotonic()
+        self.ping()
         self._thread.start()
 
     def ping(self) -> None:
@@ -97,7 +84,7 @@ class Attempt:
         self._progress_at = time.monotonic()
 
     def report(self, error: BaseException) -> None:
-        """Say that the block of this rank has raised, unless a fault is known already."""
+        """Say that the block of this rank has raised."""
         why = f"{type(error).__name__}: {text_of(error)}"
         self._coordinator.report(self._state.rank, self.epoch, FaultMode.EXCEPTION, why)
 
@@ -121,12 +108,10 @@ class Attempt:
     def _watch(self) -> None:
         try:
             fault = self._awaited_fault()
-        except PeerError as error:
-            fault = self._lose(error)
         except Exception as error:  # noqa: BLE001 - a client may raise anything
-            lost = PeerLostError(None, f"{type(error).__name__}: {text_of(error)}")
-            lost.__cause__ = error  # raised by the thread of the block, once that has been left
-            fault = self._lose(lost)
+            self.lost = error if isinstance(error, PeerError) else _lost_by(error)
+            why = f"the coordinator does not answer: {self.lost}"
+            fault = Fault(None, self.epoch, FaultMode.DEATH, why)
         if fault is None or self._over.is_set():
             return
         self.fault = fault
@@ -135,35 +120,26 @@ class Attempt:
             logger.warning("%s", fault)
             self._stop(fault)
         except Exception:  # noqa: BLE001 - no new thread, or a log handler fails
-            self._die("stopping the block failed")
+            _die("stopping the block failed")
         self._stopped.set()
 
-    def _lose(self, error: PeerError) -> Fault:
-        self.lost = error
-        why = f"the coordinator does not answer: {error}"
-        return Fault(None, self.epoch, FaultMode.DEATH, why)
-
     def _awaited_fault(self) -> Fault | None:
-        limit_s = self._progress_timeout_s
+        limit_s = self._wrapper.progress_timeout_s
         poll_s = _POLL_S if limit_s is None else min(_POLL_S, limit_s / 4)
         while not self._over.is_set():
             fault = self._coordinator.wait_fault(self.epoch, poll_s)
             if fault is not None:
                 return fault
-            self._report_hang(limit_s)
+            silent_s = time.monotonic() - self._progress_at
+            # A block that has returned waits for others, and need not make progress.
+            if limit_s is not None and silent_s > limit_s and not self._interrupter.has_left:
+                why = f"no progress for {silent_s:.1f} s, {limit_s:g} s allowed"
+                self._coordinator.report(self._state.rank, self.epoch, FaultMode.HANG, why)
         return None
 
-    def _report_hang(self, limit_s: float | None) -> None:
-        """A block that has returned waits for others, and need not make progress."""
-        if limit_s is None or self._interrupter.has_left:
-            return
-        silent_s = time.monotonic() - self._progress_at
-        if silent_s > limit_s:
-            why = f"no progress for {silent_s:.1f} s, {limit_s:g} s allowed"
-            self._coordinator.report(self._state.rank, self.epoch, FaultMode.HANG, why)
-
     def _stop(self, fault: Fault) -> None:
-        deadline = time.monotonic() + self._abort_timeout_s
+        limit_s = self._wrapper.abort_timeout or DEFAULT_ABORT_TIMEOUT_S
+        deadline = time.monotonic() + limit_s
         aborting = threading.Thread(target=self._abort, name="dist_ckpt-abort", daemon=True)
         aborting.start()
         while not self._may_interrupt() and time.monotonic() < deadline:
@@ -171,21 +147,24 @@ class Attempt:
         has_left = self._interrupter.interrupt(fault, max(0.0, deadline - time.monotonic()))
         aborting.join(max(0.0, deadline - time.monotonic()))
         if not has_left or aborting.is_alive():
-            self._give_up(has_left=has_left)
+            what = "abort is not done" if has_left else "the block has not been left"
+            _die(f"{what} within {limit_s:g} s")
 
     def _may_interrupt(self) -> bool:
-        if self._raises_early and self.communication.is_ended:
-            return True
-        return self._aborted.is_set()
+        raises_early = self._wrapper.async_raise_before_abort and self.communication.is_ended
+        return raises_early or self._aborted.is_set()
 
     def _abort(self) -> None:
         """Abort, and cut what is opened afterwards, until the block has been left."""
+        abort = self._wrapper.abort
+        if self._wrapper.early_abort_communicator and isinstance(abort, Compose):
+            abort = abort.with_first(HPAbortTorchDistributed)
         try:
-            if self._abort_parts is not None:
-                self._abort_parts(self.state)
+            if abort is not None:
+                abort(self.state)
         except Exception:
-            # Somebody's own step of abort: the block is interrupted all the same, and where it
-            # cannot be, this process ends.
+            # A step of the user's: the block is interrupted all the same, and where it cannot be,
+            # this process ends.
             logger.exception("epoch %d: abort failed; the restart goes on", self.epoch)
         finally:
             self._aborted.set()
@@ -193,15 +172,17 @@ class Attempt:
             self.communication.cut()
             time.sleep(_CUT_PAUSE_S)
 
-    def _give_up(self, *, has_left: bool) -> NoReturn:
-        limit_s = self._abort_timeout_s
-        what = "abort is not done" if has_left else "the block has not been left"
-        self._die(f"{what} within {limit_s:g} s")
 
-    def _die(self, why: str) -> NoReturn:
-        """End this process: its block would wait for ever for what does not come."""
-        try:
-            is_failing = sys.exc_info()[1] is not None
-            logger.critical("%s: this process ends", why, exc_info=is_failing)
-        finally:
-            os._exit(EXIT_UNSTOPPABLE)
+def _lost_by(error: Exception) -> PeerLostError:
+    lost = PeerLostError(None, f"{type(error).__name__}: {text_of(error)}")
+    lost.__cause__ = error  # raised by the thread of the block, once that has been left
+    return lost
+
+
+def _die(why: str) -> NoReturn:
+    """End this process: its block would wait for ever for what does not come."""
+    try:
+        is_failing = sys.exc_info()[1] is not None
+        logger.critical("%s: this process ends", why, exc_info=is_failing)
+    finally:
+        os._exit(EXIT_UNSTOPPABLE)

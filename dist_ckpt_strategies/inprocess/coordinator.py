@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -51,12 +52,9 @@ class Epoch:
 
     Attributes:
         number: counted by the coordinator, never by a rank; grows, and may skip numbers.
-        environment: variables of this attempt, such as the MASTER_PORT of its process groups; the
-            coordinators that ``coordinator_from_environment`` gives have set them already.
     """
 
     number: int
-    environment: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +74,35 @@ class RankInfo:
     world_size: int
     local_world_size: int
     environment: tuple[tuple[str, str], ...] = ()
+
+
+_NUMBERS = {
+    "RANK": "global_rank",
+    "LOCAL_RANK": "local_rank",
+    "WORLD_SIZE": "world_size",
+    "LOCAL_WORLD_SIZE": "local_world_size",
+}
+
+
+def environment_of(place: RankInfo) -> dict[str, str]:
+    """The variables of a place, as torchrun names them."""
+    numbers = {name: str(getattr(place, field)) for name, field in _NUMBERS.items()}
+    return numbers | dict(place.environment)
+
+
+def place_of(variables: Mapping[str, object]) -> RankInfo:
+    """The place that variables state; those that torchrun does not name are its environment.
+
+    Raises:
+        ValueError: a number is missing, or is none; names it.
+    """
+    wrong = [name for name in _NUMBERS if not str(variables.get(name, "")).isdecimal()]
+    if wrong:
+        found = ", ".join(f"{name}={variables.get(name)!r}" for name in wrong)
+        raise ValueError(f"expected numbers as {', '.join(_NUMBERS)}, found {found}")
+    numbers = {field: int(str(variables[name])) for name, field in _NUMBERS.items()}
+    rest = sorted((str(k), str(v)) for k, v in variables.items() if k not in _NUMBERS)
+    return RankInfo(**numbers, environment=tuple(rest))
 
 
 class Coordinator(Protocol):
@@ -125,14 +152,3 @@ class Coordinator(Protocol):
     def close(self) -> None:
         """Give up the connections. Nothing may be asked afterwards."""
         ...
-
-
-def environment_of(place: RankInfo) -> dict[str, str]:
-    """The variables of a place, as torchrun names them."""
-    return {
-        "RANK": str(place.global_rank),
-        "LOCAL_RANK": str(place.local_rank),
-        "WORLD_SIZE": str(place.world_size),
-        "LOCAL_WORLD_SIZE": str(place.local_world_size),
-        **dict(place.environment),
-    }

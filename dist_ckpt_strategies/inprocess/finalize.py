@@ -11,10 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from dist_ckpt_strategies.inprocess.health_check import HPState
 
 logger = logging.getLogger(__name__)
 
+_cuda: Any = torch.cuda
 _TOLERANCE = 1.2
 _SLACK_BYTES = 256 << 20
 _LEFTOVER_BYTES = 32 << 20
@@ -44,65 +47,55 @@ class CheckpointlessFinalizeCleanup(Finalize):
         abort_te()
         cleanup_rope()
         cleanup_ddp()
-        self._forget_trainer()
+        trainer, self.trainer = self.trainer, None
+        strategy, loop = getattr(trainer, "strategy", None), getattr(trainer, "fit_loop", None)
+        for name in ("_lightning_module", "_model", "_optimizers", "lr_scheduler_configs"):
+            _clear(strategy, name)
+        for name in ("_combined_loader", "_data_fetcher"):
+            _clear(loop, name)
         return a[0] if a else kw.get("state")
 
     def register_attributes(self, trainer: Any) -> None:
         """Name the trainer whose model, optimizers and loops are let go of."""
         self.trainer = trainer
 
-    def _forget_trainer(self) -> None:
-        trainer, self.trainer = self.trainer, None
-        strategy = getattr(trainer, "strategy", None)
-        for owner, names in (
-            (strategy, ("_lightning_module", "_model", "_optimizers", "lr_scheduler_configs")),
-            (getattr(trainer, "fit_loop", None), ("_combined_loader", "_data_fetcher")),
-        ):
-            for name in names:
-                _clear(owner, name)
+
+def imported(module: str, name: str) -> Any:
+    """What a module calls so, if this process has imported it; else None."""
+    return getattr(sys.modules.get(module), name, None)
 
 
 def abort_megatron() -> None:
     """Take Megatron-Core's parallel layout and its global buffers down."""
-    if "megatron.core.parallel_state" not in sys.modules:
-        return
-    from dist_ckpt_strategies.megatron.process_state import (  # noqa: PLC0415 - only if imported
-        forget_parallel_layout,
-    )
+    if "megatron.core.parallel_state" in sys.modules:
+        from dist_ckpt_strategies.megatron.process_state import (  # noqa: PLC0415 - only if imported
+            forget_parallel_layout,
+        )
 
-    forget_parallel_layout()
+        forget_parallel_layout()
 
 
 def abort_te() -> None:
     """Let Transformer Engine make its global state anew."""
-    fp8 = sys.modules.get("transformer_engine.pytorch.fp8")
-    manager = getattr(fp8, "FP8GlobalStateManager", None)
+    manager = imported("transformer_engine.pytorch.fp8", "FP8GlobalStateManager")
     if manager is not None:
         manager.reset()
 
 
 def cleanup_rope() -> None:
     """Forget cached rotary embeddings: they may belong to a dead layout."""
-    module = sys.modules.get("megatron.core.models.common.embeddings.rotary_pos_embedding")
-    kind = getattr(module, "RotaryEmbedding", None)
-    cached = getattr(getattr(kind, "forward", None), "cache_clear", None)
-    if cached is not None:
-        cached()
+    module = "megatron.core.models.common.embeddings.rotary_pos_embedding"
+    kind = imported(module, "RotaryEmbedding")
+    clear = getattr(getattr(kind, "forward", None), "cache_clear", None)
+    if clear is not None:
+        clear()
 
 
 def cleanup_ddp() -> None:
     """Forget the module that torch's DistributedDataParallel takes for the one in forward."""
-    module = sys.modules.get("torch.nn.parallel.distributed")
-    kind = getattr(module, "DistributedDataParallel", None)
+    kind = imported("torch.nn.parallel.distributed", "DistributedDataParallel")
     if kind is not None:
         kind._active_ddp_module = None  # noqa: SLF001 - no public way
-
-
-def release_cached_memory() -> None:
-    """Give back what torch's CUDA allocator keeps, where CUDA has been used."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
 
 
 def _clear(owner: Any, name: str) -> None:
@@ -129,9 +122,7 @@ class MemoryStatus:
     def take(cls) -> MemoryStatus:
         """Of now."""
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
-        torch = sys.modules.get("torch")
-        has_cuda = torch is not None and torch.cuda.is_initialized()
-        cuda = int(torch.cuda.memory_allocated()) if torch is not None and has_cuda else 0
+        cuda = _cuda.memory_allocated() if _cuda.is_initialized() else 0
         return cls(int(pages) * os.sysconf("SC_PAGE_SIZE"), cuda)
 
     def log(self, attempt: int, first: MemoryStatus) -> None:
@@ -152,8 +143,8 @@ class MemoryStatus:
         return f"{self.resident >> 20} MiB resident, {self.cuda >> 20} MiB of CUDA memory"
 
 
-def give_back_free_memory() -> None:
-    """Have glibc return freed memory to the system.
+def release_free_memory() -> None:
+    """Have glibc, and torch's allocator where CUDA has been used, return freed memory.
 
     Each attempt allocates its model anew, from other threads, and glibc keeps the holes: without
     this a process grew by some megabytes with each restart.
@@ -161,3 +152,5 @@ def give_back_free_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+    if _cuda.is_initialized():
+        _cuda.empty_cache()

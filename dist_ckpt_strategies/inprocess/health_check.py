@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import datetime as dt
-import sys
-import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from dist_ckpt_strategies.comm.abortable_waits import run_abandonable
 from dist_ckpt_strategies.comm.teardown import Communication
 from dist_ckpt_strategies.config import local_rank
 from dist_ckpt_strategies.errors import HealthCheckError
@@ -36,13 +37,14 @@ class HPState:
     communication: Communication | None = None
 
 
+Checked = tuple[HPState, BaseException | None]
+
+
 class HealthCheck(ABC):
     """A check between two attempts; what it raises ends this process, not the job."""
 
     @abstractmethod
-    def __call__(
-        self, state: HPState, train_ex: BaseException | None = None
-    ) -> tuple[HPState, BaseException | None]:
+    def __call__(self, state: HPState, train_ex: BaseException | None = None) -> Checked:
         """Both arguments, unchanged.
 
         Args:
@@ -63,47 +65,26 @@ class CudaHealthCheck(HealthCheck):
     def __init__(self, timeout: dt.timedelta = dt.timedelta(seconds=30)) -> None:
         self.timeout = timeout
 
-    def __call__(
-        self, state: HPState, train_ex: BaseException | None = None
-    ) -> tuple[HPState, BaseException | None]:
+    def __call__(self, state: HPState, train_ex: BaseException | None = None) -> Checked:
         """See HealthCheck.
 
         Raises:
             TimeoutError: the GPU does not answer in time.
             HealthCheckError: it answers with an error.
         """
-        torch = sys.modules.get("torch")
-        if torch is None or not torch.cuda.is_initialized():
+        cuda: Any = torch.cuda
+        if not cuda.is_initialized():
             return state, train_ex
-        self._require_answer(torch)
+        device = local_rank()
+        # Where each process of a node is shown one device only, that is number 0 for all of them.
+        if device is None or device >= cuda.device_count():
+            device = cuda.current_device()
+        what = f"CUDA device {device}"
+        try:
+            run_abandonable(lambda: cuda.synchronize(device), self.timeout.total_seconds(), what)
+        except RuntimeError as error:
+            raise HealthCheckError(f"{what}: {error}") from error
         return state, train_ex
-
-    def _require_answer(self, torch: Any) -> None:
-        device = _device_of(torch.cuda)
-        errors: list[Exception] = []
-
-        def synchronize() -> None:
-            try:
-                torch.cuda.synchronize(device)
-            except Exception as error:  # noqa: BLE001 - raised below
-                errors.append(error)
-
-        thread = threading.Thread(target=synchronize, name="dist_ckpt-cuda-check", daemon=True)
-        thread.start()
-        thread.join(self.timeout.total_seconds())
-        if thread.is_alive():
-            limit_s = self.timeout.total_seconds()
-            raise TimeoutError(f"CUDA device {device} did not answer within {limit_s:g} s")
-        for error in errors:
-            raise HealthCheckError(f"CUDA device {device}: {error}") from error
-
-
-def _device_of(cuda: Any) -> int:
-    found = local_rank()
-    # Where each process of a node is shown one device only, that is number 0 for all of them.
-    if found is None or found >= cuda.device_count():
-        found = cuda.current_device()
-    return int(found)
 
 
 class FaultCounter(HealthCheck):
@@ -117,9 +98,7 @@ class FaultCounter(HealthCheck):
         self.max_faults = max_faults
         self.num_faults = 0
 
-    def __call__(
-        self, state: HPState, train_ex: BaseException | None = None
-    ) -> tuple[HPState, BaseException | None]:
+    def __call__(self, state: HPState, train_ex: BaseException | None = None) -> Checked:
         """See HealthCheck.
 
         Raises:
@@ -144,9 +123,7 @@ class ChainedHealthCheck(HealthCheck):
     def __init__(self, *checks: HealthCheck) -> None:
         self.checks = checks
 
-    def __call__(
-        self, state: HPState, train_ex: BaseException | None = None
-    ) -> tuple[HPState, BaseException | None]:
+    def __call__(self, state: HPState, train_ex: BaseException | None = None) -> Checked:
         """See HealthCheck."""
         for check in self.checks:
             state, train_ex = check(state, train_ex)

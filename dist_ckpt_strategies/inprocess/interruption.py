@@ -137,7 +137,9 @@ class Interrupter:
         return self._left.is_set()
 
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
-        if not self._wants_raise or not self._may_raise_at(frame) or self._is_locked():
+        if not self._wants_raise or not self._may_raise_at(frame):
+            return
+        if self._lock is not None and self._lock.held_by(self._thread_id):
             return
         self._wants_raise = False
         self._num_raised += 1
@@ -149,21 +151,11 @@ class Interrupter:
             return False
         defers = time.monotonic() - self._requested_at < _DEFER_S
         while frame is not None and frame is not self._guard:
+            module, function = frame.f_globals.get("__name__"), frame.f_code.co_name
             # A module whose import was broken off stays broken as long as the process lives.
-            if _is_importing(frame) or (defers and _is_fragile(frame)):
+            if module in _IMPORTING:
+                return False
+            if defers and (module in _FRAGILE_MODULES or function in _FRAGILE_FUNCTIONS):
                 return False
             frame = frame.f_back
         return frame is not None
-
-    def _is_locked(self) -> bool:
-        return self._lock is not None and bool(self._lock.held_by(self._thread_id))
-
-
-def _is_importing(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__") in _IMPORTING
-
-
-def _is_fragile(frame: FrameType) -> bool:
-    if frame.f_code.co_name in _FRAGILE_FUNCTIONS:
-        return True
-    return frame.f_globals.get("__name__") in _FRAGILE_MODULES

@@ -1,19 +1,31 @@
-"""The rendezvous client over a launcher's store, and how a process finds the store."""
+"""The restart state of a job in its launcher's store, and the coordinator over it.
+
+docs/design/recovery.md has the keys, and why each is written when.
+"""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
-from dist_ckpt_strategies.comm.key_values import TcpHost, TcpKeyValues
+from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.config import (
+    environment,
     launch_from_environment,
     options_from_environment,
     update_environment,
-    world_from_environment,
 )
-from dist_ckpt_strategies.errors import CheckpointError, PeerLostError, PeerTimeoutError
+from dist_ckpt_strategies.errors import (
+    CheckpointError,
+    PeerError,
+    PeerLostError,
+    PeerTimeoutError,
+    StrategyError,
+)
 from dist_ckpt_strategies.inprocess.coordinator import (
     Coordinator,
     Epoch,
@@ -21,37 +33,137 @@ from dist_ckpt_strategies.inprocess.coordinator import (
     FaultMode,
     RankInfo,
     environment_of,
+    place_of,
 )
-from dist_ckpt_strategies.inprocess.restart_state import BarrierState, FinishState, RestartState
 from dist_ckpt_strategies.inprocess.worker_process import start_heartbeat
 
-KEY_PREFIX = "dist_ckpt/"
-"""Of our keys in a store that others use too."""
+_OPEN, _DONE, _BROKEN = "open", "done", "broken"
+_NO_FAULT = "none"
+"""Replaces the fault of an epoch that all ranks have finished, so that no rank waits for one."""
 
+_MAX_WHY = 2000
+_MAX_NAMED = 64
 _EPOCHS_PER_ATTEMPT = 1_000_000
 _LONGEST_SILENCE_S = 30.0
 """Of the launcher's store, where ``timeout_s`` of the options is not shorter."""
 
-_FIRST_PAUSE_S = 0.001
-_MAX_QUESTIONS_PER_S = 2000
-"""What all ranks together ask of the store while they wait for its news all the same."""
-
-_LEAST_BACKSTOP_S = 0.25
-_MAX_NAMED = 64
+_LEAST_PAUSE_S = 0.25
+_MAX_REQUESTS_PER_S = 2000
+"""That all ranks together make of the store while they wait for its news all the same."""
 
 
-class StoreCoordinator:
-    """One worker's Coordinator. Both of its connections are made here, none later.
+class RestartState:
+    """Reads and writes the state of epochs and workers; waits for nothing.
 
     Args:
         store: of the job.
+        first_epoch: the number of the first epoch; the same for all.
+    """
+
+    def __init__(self, store: JobStore, first_epoch: int = 1) -> None:
+        self._store = store
+        self._first = first_epoch
+
+    def assign(self, worker: str, place: RankInfo) -> None:
+        """Give a worker its place."""
+        self._store.set(f"assign/{worker}", json.dumps(environment_of(place)))
+
+    def place(self, worker: str) -> RankInfo | None:
+        """The place of a worker, None before it has one.
+
+        Raises:
+            PeerError: the store holds something else.
+        """
+        text = self._store.get(f"assign/{worker}")
+        try:
+            return None if text is None else place_of(json.loads(text))
+        except (ValueError, AttributeError) as error:
+            raise PeerError(None, f"expected a place in the job, found {text!r:.200}") from error
+
+    def is_ready(self, worker: str) -> bool:
+        """Whether a worker waits for its place, or has one."""
+        return self._store.check([f"ready/{worker}"])
+
+    def current(self) -> int:
+        """The forming or running epoch."""
+        return int(self._store.compare_set("epoch", "", str(self._first)))
+
+    def join(self, epoch: int, worker: str, global_rank: int) -> int:
+        """Note that a worker has joined, once per epoch; how many have by now."""
+        # First the key that the death of a worker is reported by, then the count.
+        self._store.set(f"joined/{worker}", str(epoch))
+        self._store.set(f"arrived/{epoch}/{global_rank}", worker)
+        return self._store.add(f"arrived/{epoch}")
+
+    def joined(self, worker: str) -> int | None:
+        """The last epoch that a worker has joined."""
+        found = self._store.get(f"joined/{worker}")
+        return None if found is None else int(found)
+
+    def has_begun(self) -> bool:
+        """Whether all ranks have ever joined one epoch; looks at each of them."""
+        epochs = range(self._first, self.current() + 1)
+        return any(self._store.get(f"barrier/{epoch}") == _OPEN for epoch in epochs)
+
+    def is_done(self, epoch: int) -> bool:
+        """Whether all ranks have returned from the block in this epoch."""
+        return self._store.get(f"finish/{epoch}") == _DONE
+
+    def end(self, fault: Fault) -> None:
+        """End the fault's epoch, unless it is no longer the current one."""
+        if self.current() != fault.epoch:
+            return
+        content = {"rank": fault.global_rank, "mode": fault.mode, "why": fault.why[:_MAX_WHY]}
+        self._store.compare_set(f"fault/{fault.epoch}", "", json.dumps(content))
+        self.settle(fault.epoch)
+
+    def settle(self, epoch: int) -> bool:
+        """Complete the end of an epoch that a fault, or the return of all ranks, has ended.
+
+        Every process that sees the end does this, as the one that ended the epoch may have died
+        between two writes. Call it only for an epoch that has ended.
+
+        Returns:
+            Whether all ranks have finished it.
+        """
+        self._store.compare_set(f"barrier/{epoch}", "", _BROKEN)
+        is_done = self._store.compare_set(f"finish/{epoch}", "", _BROKEN) == _DONE
+        if is_done:
+            self._store.compare_set(f"fault/{epoch}", "", _NO_FAULT)
+        self._store.compare_set("epoch", str(epoch), str(epoch + 1))
+        return is_done
+
+    def fault(self, epoch: int) -> Fault | None:
+        """What ended an epoch; None before, and where all finished it."""
+        text = self._store.get(f"fault/{epoch}")
+        if text is None or self.settle(epoch):
+            return None
+        found = json.loads(text)
+        return Fault(found["rank"], epoch, FaultMode(found["mode"]), found["why"])
+
+    def without(self, what: str, epoch: int, ranks: range) -> list[int]:
+        """Ranks that have not "arrived" or "returned", by halves: few requests for few ranks."""
+        if self._store.check([f"{what}/{epoch}/{rank}" for rank in ranks]):
+            return []
+        if len(ranks) == 1:
+            return list(ranks)
+        half = len(ranks) // 2
+        return [*self.without(what, epoch, ranks[:half]), *self.without(what, epoch, ranks[half:])]
+
+
+class StoreCoordinator:
+    """One worker's Coordinator over the job's store.
+
+    A thread waits in the store for the barrier of an epoch, which any end of it breaks, and then
+    for its end. It waits for an epoch only once that is wanted: a thread that returned from the
+    store while the interpreter exits would abort the process.
+
+    Args:
+        store: of the job; is closed with this.
         worker: the launcher's name for this process.
-        place: in the job; None: the launcher assigns one.
+        place: in the job; None: the launcher assigns one, and its variables are set.
         first_epoch: number of the first epoch; the same for all.
-        master: address at which rank 0 hosts, for each attempt, a store for its process groups;
-            ``barrier`` then sets this process's variables, as its launcher would have. None: no
-            store is hosted, no variable set.
-        host: of the store, if it is in this process.
+        host: server of the store, if it is in this process.
 
     Raises:
         PeerLostError: the store does not answer.
@@ -59,31 +171,37 @@ class StoreCoordinator:
 
     def __init__(
         self,
-        store: TcpKeyValues,
+        store: JobStore,
         worker: str,
         place: RankInfo | None = None,
         *,
         first_epoch: int = 1,
-        master: str | None = None,
-        host: TcpHost | None = None,
+        host: Any = None,
     ) -> None:
         self._store = store
         self._host = host
         self._worker = worker
         self._place = place
         self._state = RestartState(store, first_epoch)
-        waiting = store.another()
-        self._waiting_state = RestartState(waiting, first_epoch)
-        self._watch = FaultWatch(waiting, first_epoch)
-        self._master = master
-        self._hosted: TcpHost | None = None
-        self._joined = (-1, 0)
-        self._returned = (-1, 0)
+        self._joined = self._returned = (-1, 0)  # epoch, and how many had by then
+        self._changed = threading.Condition()
+        self._ended: dict[int, Fault | None] = {}
+        self._lost: CheckpointError | None = None
+        self._next = self._first_watched = self._state.current()
+        self._wanted = self._decided = self._next - 1
+        threading.Thread(target=self._follow, name="dist-ckpt-fault-watch", daemon=True).start()
 
     def wait_rank(self, timeout_s: float | None = None) -> RankInfo:
         """See Coordinator."""
         if self._place is None:
-            self._place = self._assigned(timeout_s)
+            self._store.set(f"ready/{self._worker}", "1")
+            self._store.wait(f"assign/{self._worker}", timeout_s)
+            self._place = self._state.place(self._worker)
+            if self._place is None:
+                raise PeerTimeoutError(
+                    None, f"worker {self._worker}: expected a rank in {timeout_s:g} s, got none"
+                )
+            update_environment(environment_of(self._place))
         return self._place
 
     def barrier(self, timeout_s: float) -> Epoch:
@@ -92,16 +210,21 @@ class StoreCoordinator:
         place = self.wait_rank(timeout_s)
         while True:
             epoch = self._state.current()
+            if self._joined[0] != epoch:
+                self._joined = epoch, self._state.join(epoch, self._worker, place.global_rank)
+                self._want(epoch)
             if self._passes(epoch, place, deadline):
-                return self._begun(epoch, place)
+                return Epoch(epoch)
             if time.monotonic() > deadline:
-                raise self._timed_out(epoch, "joined", self._state.missing(epoch, place.world_size))
+                raise self._timed_out(epoch, "joined", "arrived", place)
 
     def wait_fault(self, epoch: int, timeout_s: float) -> Fault | None:
         """See Coordinator."""
-        if epoch < self._watch.start:
+        if epoch < self._first_watched:
             return self._state.fault(epoch)
-        return self._watch.wait_fault(epoch, timeout_s)
+        self._want(epoch)
+        self._wait_until(lambda: self._ended.get(epoch) is not None, timeout_s)
+        return self._ended.get(epoch)
 
     def report(self, global_rank: int | None, epoch: int, mode: FaultMode, why: str) -> None:
         """See Coordinator."""
@@ -111,82 +234,47 @@ class StoreCoordinator:
         """See Coordinator."""
         place = self.wait_rank(timeout_s)
         if self._returned[0] != epoch:
-            self._returned = (epoch, self._state.count_return(epoch, place.global_rank))
+            self._store.set(f"returned/{epoch}/{place.global_rank}", "1")
+            self._returned = (epoch, self._store.add(f"returned/{epoch}"))
         if self._returned[1] == place.world_size:
-            self._state.mark_done(epoch)
-        for pause_s in _pauses(time.monotonic() + timeout_s, _backstop_s(place)):
-            if self._state.finish(epoch) is not None:
-                is_done = self._state.settle(epoch) is FinishState.DONE
-                self._watch.wait_end(epoch, timeout_s)
+            self._store.compare_set(f"finish/{epoch}", "", _DONE)
+        for limit_s in _looks(time.monotonic() + timeout_s, place):
+            if self._store.check([f"finish/{epoch}"]):
+                is_done = self._state.settle(epoch)
+                self._wait_until(lambda: epoch in self._ended, timeout_s)
                 return is_done
-            self._watch.wait_end(epoch, pause_s)
-        late = self._state.unfinished(epoch, place.world_size)
-        raise self._timed_out(epoch, "returned from the block", late)
+            self._wait_until(lambda: epoch in self._ended, limit_s)
+        raise self._timed_out(epoch, "returned from the block", "returned", place)
 
     def close(self) -> None:
-        """See Coordinator."""
-        self._watch.close()
+        """See Coordinator. The thread ends with its epoch, or with the store."""
+        self._lose(PeerLostError(None, "this coordinator has been closed"))
         self._store.close()
 
     def _passes(self, epoch: int, place: RankInfo, deadline: float) -> bool:
         """Whether the barrier opened; False where the epoch has ended, or the time is over."""
-        if self._joined[0] != epoch:
-            self._host_groups(epoch, place)
-            count = self._state.join(epoch, self._worker, place.global_rank)
-            self._joined = (epoch, count)
-            self._watch.want(epoch)
+        # A rank on top of a full world has read an old epoch: it waits for the next one.
         is_counted = self._joined[1] <= place.world_size
         if self._joined[1] == place.world_size:
-            self._state.open_barrier(epoch)
-        for pause_s in _pauses(deadline, _backstop_s(place)):
-            barrier = self._state.barrier(epoch)
-            if barrier is BarrierState.BROKEN:
+            self._store.compare_set(f"barrier/{epoch}", "", _OPEN)
+        for limit_s in _looks(deadline, place):
+            barrier = self._store.get(f"barrier/{epoch}")
+            if barrier == _BROKEN:
                 self._state.settle(epoch)
                 return False
-            if barrier is BarrierState.OPEN and is_counted:
+            if barrier == _OPEN and is_counted:
                 return True
-            # Who comes on top of a full world read an old epoch: it waits for the next one.
             if not is_counted and self._state.current() != epoch:
                 return False
             if barrier is None:
                 self._state.fault(epoch)  # settles what a reporter began and did not end
-            wait = self._watch.wait_barrier if is_counted else self._watch.wait_end
-            wait(epoch, pause_s)
+            self._wait_until(
+                lambda: self._decided >= epoch if is_counted else epoch in self._ended, limit_s
+            )
         return False
 
-    def _host_groups(self, epoch: int, place: RankInfo) -> None:
-        """Host a store for the epoch's process groups: an older one holds keys of old groups."""
-        if self._master is not None and place.global_rank == 0:
-            self._hosted = TcpHost(self._master)
-            self._state.announce_master(epoch, f"{self._master}:{self._hosted.port}")
-
-    def _begun(self, epoch: int, place: RankInfo) -> Epoch:
-        if self._master is None:
-            return Epoch(epoch)
-        address = self._state.master(epoch)
-        variables: dict[str, str] = {}
-        if address is not None:
-            host, _, port = address.rpartition(":")
-            variables = {
-                "MASTER_ADDR": host,
-                "MASTER_PORT": port,
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": str(epoch),
-            }
-        update_environment({**environment_of(place), **variables})
-        return Epoch(epoch, tuple(variables.items()))
-
-    def _assigned(self, timeout_s: float | None) -> RankInfo:
-        self._state.note_ready(self._worker)
-        self._waiting_state.wait_place(self._worker, timeout_s)
-        place = self._state.place(self._worker)
-        if place is None:
-            raise PeerTimeoutError(
-                None, f"worker {self._worker}: expected a rank in {timeout_s:g} s, got none"
-            )
-        return place
-
-    def _timed_out(self, epoch: int, what: str, ranks: tuple[int, ...]) -> PeerTimeoutError:
+    def _timed_out(self, epoch: int, what: str, key: str, place: RankInfo) -> PeerTimeoutError:
+        ranks = self._state.without(key, epoch, range(place.world_size))
         names = ", ".join(map(str, ranks[:_MAX_NAMED])) or "none"
         if len(ranks) > _MAX_NAMED:
             names += f" and {len(ranks) - _MAX_NAMED} more"
@@ -195,85 +283,8 @@ class StoreCoordinator:
             f"epoch {epoch}: not all ranks have {what} in time; missing: {names}",
         )
 
-
-def _backstop_s(place: RankInfo) -> float:
-    """The longest pause between two looks at the store.
-
-    The watch reports all but what a process left half done when it died. The pause grows with the
-    world, so that the store can answer all ranks.
-    """
-    return max(_LEAST_BACKSTOP_S, place.world_size / _MAX_QUESTIONS_PER_S)
-
-
-def _pauses(deadline: float, longest_s: float) -> Iterator[float]:
-    """How long to wait before the next look, longer and longer; 0 once the deadline has passed."""
-    pause_s = _FIRST_PAUSE_S
-    while (left_s := deadline - time.monotonic()) > 0:
-        yield min(pause_s, left_s)
-        pause_s = min(longest_s, pause_s * 2)
-    yield 0.0
-
-
-class FaultWatch:
-    """Waits for barriers and faults of epochs on a thread, and settles their ends.
-
-    One connection waits for one key at a time: for the barrier of an epoch, which any end of it
-    breaks, and then for its end.
-
-    The thread waits for an epoch only once it is wanted: a thread that returned from the store
-    while the interpreter exits would abort the process.
-
-    Args:
-        store: a connection of its own; it is blocked all the time.
-        first_epoch: see RestartState.
-
-    Attributes:
-        start: the first epoch that it watches.
-
-    Its ``wait_*`` methods raise PeerLostError if the store is gone, or this has been closed.
-    """
-
-    def __init__(self, store: TcpKeyValues, first_epoch: int) -> None:
-        self._store = store
-        self._state = RestartState(store, first_epoch)
-        self._ended: dict[int, Fault | None] = {}
-        self._lost: CheckpointError | None = None
-        self._changed = threading.Condition()
-        self._next = self.start = self._state.current()
-        self._wanted = self._decided = self._next - 1
-        self._thread = threading.Thread(
-            target=self._follow, name="dist-ckpt-fault-watch", daemon=True
-        )
-        self._thread.start()
-
-    def want(self, epoch: int) -> None:
-        """Watch this epoch, and all before it."""
-        with self._changed:
-            self._wanted = max(self._wanted, epoch)
-            self._changed.notify_all()
-
-    def wait_barrier(self, epoch: int, timeout_s: float) -> bool:
-        """Whether the barrier of a watched epoch is known to be open or broken in time."""
-        return self._waited(lambda: self._decided >= epoch, timeout_s)
-
-    def wait_end(self, epoch: int, timeout_s: float) -> bool:
-        """Whether a watched epoch has ended in time, by a fault or because all have finished it."""
-        return self._waited(lambda: epoch in self._ended, timeout_s)
-
-    def wait_fault(self, epoch: int, timeout_s: float) -> Fault | None:
-        """The fault that ended an epoch, from ``start`` on; None where there is none in time."""
-        self.want(epoch)
-        self._waited(lambda: self._ended.get(epoch) is not None, timeout_s)
-        return self._ended.get(epoch)
-
-    def close(self) -> None:
-        """Wake up who waits here. The thread itself ends with its epoch, or with the store."""
-        with self._changed:
-            self._lost = self._lost or PeerLostError(None, "this coordinator has been closed")
-            self._changed.notify_all()
-        self._store.close()
-
-    def _waited(self, is_so: Callable[[], bool], timeout_s: float) -> bool:
+    def _wait_until(self, is_so: Callable[[], bool], timeout_s: float) -> None:
+        """Return when the thread has seen it, or after the time."""
         deadline = time.monotonic() + timeout_s
         with self._changed:
             while not is_so():
@@ -281,45 +292,62 @@ class FaultWatch:
                 if self._lost is not None:
                     raise PeerLostError(None, self._lost.message) from self._lost
                 if left_s <= 0:
-                    return False
+                    return
                 self._changed.wait(left_s)
-            return True
+
+    def _want(self, epoch: int) -> None:
+        """Have the thread watch this epoch, and all before it."""
+        with self._changed:
+            self._wanted = max(self._wanted, epoch)
+            self._changed.notify_all()
+
+    def _lose(self, error: CheckpointError) -> None:
+        with self._changed:
+            self._lost = self._lost or error
+            self._changed.notify_all()
 
     def _follow(self) -> None:
         try:
-            while self._is_wanted():
-                if self._decided < self._next:
-                    if self._state.wait_barrier(self._next):
-                        with self._changed:
-                            self._decided = self._next
-                            self._changed.notify_all()
-                elif self._state.wait_end(self._next):
-                    fault = self._state.fault(self._next)
-                    with self._changed:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._wanted >= self._next or self._lost)
+                    if self._lost is not None:
+                        return
+                is_forming = self._decided < self._next
+                if not self._store.wait(f"{'barrier' if is_forming else 'fault'}/{self._next}"):
+                    continue
+                fault = None if is_forming else self._state.fault(self._next)
+                with self._changed:
+                    if is_forming:
+                        self._decided = self._next
+                    else:
                         self._ended[self._next] = fault
                         self._next += 1
-                        self._changed.notify_all()
+                    self._changed.notify_all()
         except CheckpointError as error:
-            with self._changed:
-                self._lost = self._lost or error
-                self._changed.notify_all()
+            self._lose(error)
 
-    def _is_wanted(self) -> bool:
-        """True once the next epoch is wanted, False once this is closed."""
-        with self._changed:
-            while self._wanted < self._next and self._lost is None:
-                self._changed.wait()
-            return self._lost is None
+
+def _looks(deadline: float, place: RankInfo) -> Iterator[float]:
+    """How long to wait for the thread until the next look at the store; 0 at the deadline.
+
+    The thread reports all but what a process left half done when it died. The pause grows with
+    the world, so that the store can answer all ranks.
+    """
+    pause_s = max(_LEAST_PAUSE_S, place.world_size / _MAX_REQUESTS_PER_S)
+    while (left_s := deadline - time.monotonic()) > 0:
+        yield min(pause_s, left_s)
+    yield 0.0
 
 
 def coordinator_from_environment() -> Coordinator:
-    """The rendezvous client of this process, whose heartbeats begin with this call.
+    """The coordinator of this process, whose heartbeats begin with this call.
 
     Under ``dist-ckpt run`` it uses the supervisor's store, under torchrun the agent's. Torchrun
     reports exceptions only: when a process dies, it restarts them all. Without either, and with no
     WORLD_SIZE above 1, the job is this process alone.
 
-    ``barrier`` sets the variables of the attempt in this process's environment, so that
+    ``wait_rank`` sets the variables of a place that the supervisor assigns, so that
     ``init_process_group`` finds the other ranks.
 
     Raises:
@@ -329,18 +357,19 @@ def coordinator_from_environment() -> Coordinator:
     launch = launch_from_environment()
     start_heartbeat(launch)
     if launch.address is None:
-        own = TcpHost()
+        own = host_store()
         alone = RankInfo(0, 0, 1, 1)
-        return StoreCoordinator(TcpKeyValues(own.host, own.port), launch.worker, alone, host=own)
+        return StoreCoordinator(JobStore(own.host, own.port), launch.worker, alone, host=own)
     host, port = launch.address
-    prefix, first_epoch = KEY_PREFIX, 1
-    place: RankInfo | None = None
-    if launch.rank is not None:
-        world_size, local_rank, local_world_size = world_from_environment()
-        place = RankInfo(launch.rank, local_rank, world_size, local_world_size)
-        # The agent's store outlives the processes: keys and epochs differ by attempt.
-        prefix = f"{KEY_PREFIX}{launch.attempt}/"
-        first_epoch = launch.attempt * _EPOCHS_PER_ATTEMPT + 1
     silence_s = min(_LONGEST_SILENCE_S, options_from_environment().timeout_s)
-    store = TcpKeyValues(host, port, prefix=prefix, timeout_s=silence_s)
-    return StoreCoordinator(store, launch.worker, place, first_epoch=first_epoch, master=host)
+    if launch.rank is None:
+        store = JobStore(host, port, timeout_s=silence_s)
+        return StoreCoordinator(store, launch.worker)
+    try:
+        place = replace(place_of(environment()), environment=())
+    except ValueError as error:
+        raise StrategyError(f"torchrun's variables: {error}") from error
+    # The agent's store outlives the processes: keys and epochs differ by attempt.
+    store = JobStore(host, port, prefix=f"dist_ckpt/{launch.attempt}", timeout_s=silence_s)
+    first_epoch = launch.attempt * _EPOCHS_PER_ATTEMPT + 1
+    return StoreCoordinator(store, launch.worker, place, first_epoch=first_epoch)

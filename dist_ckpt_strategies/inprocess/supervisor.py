@@ -13,9 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from dist_ckpt_strategies.comm.key_values import TcpHost, TcpKeyValues
+from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.config import COORDINATOR
 from dist_ckpt_strategies.errors import RestartError, RestartLimitError
 from dist_ckpt_strategies.inprocess.coordinator import (
@@ -24,8 +24,7 @@ from dist_ckpt_strategies.inprocess.coordinator import (
     RankInfo,
     environment_of,
 )
-from dist_ckpt_strategies.inprocess.restart_state import FinishState, RestartState
-from dist_ckpt_strategies.inprocess.store_coordinator import KEY_PREFIX
+from dist_ckpt_strategies.inprocess.store_coordinator import RestartState
 from dist_ckpt_strategies.inprocess.worker_process import WorkerProcess, reason_of
 
 _HOST = "127.0.0.1"
@@ -59,33 +58,30 @@ class Job:
     grace_s: float = 5.0
 
 
-class Listener(Protocol):
-    """Receives the output of a job."""
-
-    def line(self, who: str, stream: str, line: bytes) -> None:
-        """A worker has written a line, to "stdout" or "stderr"."""
-        ...
-
-    def note(self, text: str) -> None:
-        """Something has happened that is worth a line of the supervisor's own."""
-        ...
-
-
 class Supervisor:
     """One job of one node. Linux only; ``run`` belongs into the main thread.
 
     Args:
         job: what to run.
         environment: of the workers, but for what the supervisor sets.
-        listener: hears what they print.
+        on_line: called with a worker's rank or "spare", "stdout" or "stderr", and each line that
+            the worker writes there.
+        on_note: called with a text where something happens to a worker.
     """
 
-    def __init__(self, job: Job, environment: Mapping[str, str], listener: Listener) -> None:
+    def __init__(
+        self,
+        job: Job,
+        environment: Mapping[str, str],
+        on_line: Callable[[str, str, bytes], None],
+        on_note: Callable[[str], None],
+    ) -> None:
         self._job = job
-        self._listener = listener
-        self._host = TcpHost(_HOST)
-        self._environment = _environment(job, environment, self._host)
-        self._store = TcpKeyValues(_HOST, self._host.port, prefix=KEY_PREFIX)
+        self._on_line = on_line
+        self._on_note = on_note
+        self._host = host_store(_HOST)
+        self._environment = _environment(job, environment, self._host.port)
+        self._store = JobStore(_HOST, self._host.port)
         self._state = RestartState(self._store)
         self._selector = selectors.DefaultSelector()
         self._workers: dict[str, WorkerProcess] = {}
@@ -107,24 +103,22 @@ class Supervisor:
             RestartError: one died after others had finished.
         """
         with SignalInbox() as inbox:
-            self._selector.register(inbox, selectors.EVENT_READ, _nothing)
+            self._selector.register(inbox, selectors.EVENT_READ, lambda: None)  # see the loop
             try:
-                self._start_all()
+                for rank in range(self._job.num_ranks):
+                    self._assign(self._start(rank), rank)
+                for _ in range(self._job.num_spares):
+                    self._start(None)
                 while len(self._finished) < self._job.num_ranks and not inbox.received:
                     self._step()
             finally:
                 self._end_all(inbox)
         return _SIGNAL_CODE + inbox.received[0] if inbox.received else 0
 
-    def _start_all(self) -> None:
-        for rank in range(self._job.num_ranks):
-            self._assign(self._start(rank), rank)
-        for _ in range(self._job.num_spares):
-            self._start(None)
-
     def _step(self) -> None:
         """Wait until something happens, and deal with it."""
-        patience_s = self._patience_s()
+        left_s = (worker.seconds_left() for worker in self._workers.values())
+        patience_s = max(0.0, min([_PATIENCE_S, *left_s]))
         started = time.monotonic()
         self._deal_with_events(patience_s)
         # Where this process was stopped itself, it knows nothing of the silence of others.
@@ -144,12 +138,6 @@ class Supervisor:
             if self._selector.get_map().get(key.fd) is key:
                 key.data()
 
-    def _patience_s(self) -> float:
-        left_s = min(
-            (worker.seconds_left() for worker in self._workers.values()), default=_PATIENCE_S
-        )
-        return max(0.0, min(_PATIENCE_S, left_s))
-
     def _start(self, rank: int | None) -> WorkerProcess:
         name = f"worker{self._num_started}"
         self._num_started += 1
@@ -159,24 +147,20 @@ class Supervisor:
             self._job.command,
             {**self._environment, **place},
             self._job.heartbeat_timeout_s,
-            lambda stream, line: self._listener.line(self._label(name), stream, line),
+            lambda stream, line: self._on_line(self._label(name), stream, line),
         )
         self._workers[name] = worker
-        self._watch(worker)
-        return worker
-
-    def _watch(self, worker: WorkerProcess) -> None:
-        self._hear(worker.pidfd, lambda: self._lose(worker))
+        self._selector.register(worker.pidfd, selectors.EVENT_READ, lambda: self._lose(worker))
         self._hear_while(worker.beats, worker.hear)
         for output in worker.outputs:
             self._hear_while(output.fileno(), output.pump)
-
-    def _hear(self, fd: int, react: Callable[[], object]) -> None:
-        self._selector.register(fd, selectors.EVENT_READ, react)
+        return worker
 
     def _hear_while(self, fd: int, react: Callable[[], bool]) -> None:
         """Until ``react`` returns False: nothing more can come."""
-        self._hear(fd, lambda: react() or self._selector.unregister(fd))
+        self._selector.register(
+            fd, selectors.EVENT_READ, lambda: react() or self._selector.unregister(fd)
+        )
 
     def _lose(self, worker: WorkerProcess) -> None:
         """A worker is gone."""
@@ -187,19 +171,16 @@ class Supervisor:
             why = f"no sign of life for {self._job.heartbeat_timeout_s:g} s"
         if rank is None:
             self._lose_spare(code, why)
-        elif code != 0:
-            if code > 0 and self._state.joined(worker.name) is None:
-                self._false_starts[rank] += 1
-            self._replace(worker, rank, why)
-        elif self._is_within_block(worker):
-            self._replace(worker, rank, f"{why} in the middle of the wrapped block")
-        else:
-            self._finished[rank] = self._state.joined(worker.name) or 0
-
-    def _is_within_block(self, worker: WorkerProcess) -> bool:
-        """Whether others wait for what a worker has joined: who leaves that is lost to them."""
+            return
         epoch = self._state.joined(worker.name)
-        return epoch is not None and self._state.finish(epoch) is not FinishState.DONE
+        if code != 0:
+            if code > 0 and epoch is None:
+                self._false_starts[rank] += 1
+            self._replace(worker, rank, epoch, why)
+        elif epoch is not None and not self._state.is_done(epoch):
+            self._replace(worker, rank, epoch, f"{why} in the middle of the wrapped block")
+        else:
+            self._finished[rank] = epoch or 0
 
     def _require_able_to_meet(self) -> None:
         """Raise where a rank waits for one that is done, and comes to no barrier any more."""
@@ -215,34 +196,30 @@ class Supervisor:
 
     def _lose_spare(self, code: int, why: str) -> None:
         if code == 0:
-            self._listener.note("a spare has ended without waiting in wait_rank(); it is no spare")
+            self._on_note("a spare has ended without waiting in wait_rank(); it is no spare")
             return
         self._count_failure(None, why)
-        self._listener.note(f"a spare is gone: {why}; a new process waits in its place")
+        self._on_note(f"a spare is gone: {why}; a new process waits in its place")
         self._start(None)
 
-    def _replace(self, worker: WorkerProcess, rank: int, why: str) -> None:
+    def _replace(self, worker: WorkerProcess, rank: int, epoch: int | None, why: str) -> None:
         mode = FaultMode.HANG if worker.is_hung else FaultMode.DEATH
-        epoch = self._state.joined(worker.name)
         if epoch is not None:
             # First the end of the epoch, then the new place: no spare may join what has died.
             self._state.end(Fault(rank, epoch, mode, why))
-            self._require_replaceable(rank, epoch, why)
+            if self._state.is_done(epoch):
+                raise RestartError(
+                    f"rank {rank} died after the wrapped block had ended on all ranks: {why}; a "
+                    "new process could not catch up with the others"
+                )
         self._count_failure(rank, why)
         self._require_able_to_start(rank, why)
         spare = self._spare()
         taken = "a new process" if spare is None else f"spare {spare.name}"
-        self._listener.note(f"rank {rank} is gone: {why}; {taken} takes its place")
+        self._on_note(f"rank {rank} is gone: {why}; {taken} takes its place")
         self._assign(spare or self._start(rank), rank)
         if spare is not None:
             self._start(None)
-
-    def _require_replaceable(self, rank: int, epoch: int, why: str) -> None:
-        if self._state.finish(epoch) is FinishState.DONE:
-            raise RestartError(
-                f"rank {rank} died after the wrapped block had ended on all ranks: {why}; a new "
-                "process could not catch up with the others"
-            )
 
     def _count_failure(self, rank: int | None, why: str) -> None:
         self._num_failures += 1
@@ -293,35 +270,34 @@ class Supervisor:
         return "spare" if rank is None else str(rank)
 
     def _take_away(self, worker: WorkerProcess) -> int:
-        """The exit code of a worker that is gone, or is ended now."""
+        """The exit code of a worker that is gone, or is ended now; 0 where it was taken away."""
+        if self._workers.pop(worker.name, None) is None:
+            return 0
         for fd in (worker.pidfd, worker.beats, *(output.fileno() for output in worker.outputs)):
             if fd in self._selector.get_map():
                 self._selector.unregister(fd)
-        del self._workers[worker.name]
         return worker.end()
 
     def _end_all(self, inbox: SignalInbox) -> None:
         """Signal the workers that still run, wait for ``grace_s``, and kill the rest.
 
         A signal to the supervisor is passed on; a second one ends the waiting. A
-        listener that raises does not keep any of them alive.
+        callback that raises does not keep any of them alive.
         """
         with ExitStack() as ending:
             ending.callback(self._store.close)
             ending.callback(self._selector.close)
-            for name in self._workers:
-                ending.callback(self._take_away_if_there, name)
+            for worker in self._workers.values():
+                ending.callback(self._take_away, worker)
             self._await_ends(inbox)
-
-    def _take_away_if_there(self, name: str) -> None:
-        if name in self._workers:
-            self._take_away(self._workers[name])
 
     def _await_ends(self, inbox: SignalInbox) -> None:
         if inbox.received:
-            self._listener.note(f"{signal.Signals(inbox.received[0]).name}: ending all workers")
-        self._tell_all(inbox.received[0] if inbox.received else signal.SIGTERM)
+            self._on_note(f"{signal.Signals(inbox.received[0]).name}: ending all workers")
         for worker in self._workers.values():
+            # A spare does nothing that it would have to bring to an end.
+            is_told = inbox.received and worker.name in self._ranks
+            worker.signal(inbox.received[0] if is_told else signal.SIGTERM)
             self._selector.modify(
                 worker.pidfd, selectors.EVENT_READ, lambda w=worker: self._take_away(w)
             )
@@ -331,34 +307,25 @@ class Supervisor:
         while self._workers and time.monotonic() < deadline and num_signals == len(inbox.received):
             self._deal_with_events(min(_POLL_S, max(0.0, deadline - time.monotonic())))
 
-    def _tell_all(self, number: int) -> None:
-        for worker in self._workers.values():
-            # A spare does nothing that it would have to bring to an end.
-            worker.signal(number if worker.name in self._ranks else signal.SIGTERM)
-
 
 def script_command(script: str, args: Sequence[str], *, is_module: bool) -> tuple[str, ...]:
     """What runs a script, or a module, with this Python."""
     return (sys.executable, *(("-m",) if is_module else ()), script, *args)
 
 
-def _environment(job: Job, given: Mapping[str, str], host: TcpHost) -> dict[str, str]:
+def _environment(job: Job, given: Mapping[str, str], port: int) -> dict[str, str]:
     num_threads = {} if job.num_ranks == 1 else {"OMP_NUM_THREADS": "1"}
     return {
         **num_threads,
         "PYTHONUNBUFFERED": "1",
         **given,
-        "MASTER_ADDR": host.host,
-        "MASTER_PORT": str(host.port),
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(port),
         # init_process_group(...) of a worker finds this store, and under it a place of the attempt.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        COORDINATOR: f"{host.host}:{host.port}",
+        COORDINATOR: f"{_HOST}:{port}",
     }
-
-
-def _nothing() -> None:
-    """A signal has come: the loop looks for it after each step."""
 
 
 class SignalInbox:
@@ -376,7 +343,8 @@ class SignalInbox:
     def __enter__(self) -> Self:
         """Hear signals from now on."""
         self._ours, self._theirs = os.pipe()
-        for number in _SIGNALS if _is_main() else ():
+        is_main = threading.current_thread() is threading.main_thread()
+        for number in _SIGNALS if is_main else ():
             if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
                 continue
             self._before[number] = signal.signal(number, self._note)
@@ -396,7 +364,3 @@ class SignalInbox:
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.received.append(number)
         os.write(self._theirs, b".")
-
-
-def _is_main() -> bool:
-    return threading.current_thread() is threading.main_thread()

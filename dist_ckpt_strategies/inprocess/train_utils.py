@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any
 
-from dist_ckpt_strategies.comm.key_values import TcpHost
+from dist_ckpt_strategies.comm.job_store import host_store
 from dist_ckpt_strategies.config import claim_store_address, update_environment
 from dist_ckpt_strategies.errors import (
     MissingDependencyError,
@@ -25,13 +24,13 @@ from dist_ckpt_strategies.inprocess.coordinator import (
     FaultMode,
     RankInfo,
     environment_of,
+    place_of,
 )
 from dist_ckpt_strategies.inprocess.store_coordinator import coordinator_from_environment
 
-__all__ = ["AgentClient", "HPAgentK8sAPIFactory", "wait_rank"]
+__all__ = ["HPAgentK8sAPIFactory", "wait_rank"]
 
 _CALLS = ("init", "wait_rank_info", "barrier", "past_barrier", "report_fault", "wait_fault")
-_PLACE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def wait_rank(*, hp_api_factory: Callable[[], Coordinator] | None = None) -> None:
@@ -61,11 +60,11 @@ class HPAgentK8sAPIFactory:
     """Makes coordinators over the agent of a cluster; what HPWrapper takes as ``hp_api_factory``.
 
     Args:
-        client: of the agent, with the six calls of AgentClient; None: that of the package
-            hyperpod-elastic-agent.
+        client: of the agent, any object with the six calls of docs/recovery_agent.md; None: that
+            of the package hyperpod-elastic-agent.
     """
 
-    def __init__(self, client: AgentClient | None = None) -> None:
+    def __init__(self, client: Any = None) -> None:
         self._client = client
         self._has_begun = False
 
@@ -77,86 +76,52 @@ class HPAgentK8sAPIFactory:
             StrategyError: the client lacks some of the six calls.
             PeerLostError: the agent does not answer.
         """
-        client = self._installed() if self._client is None else self._client
-        missing = [name for name in _CALLS if not callable(getattr(client, name, None))]
+        if self._client is None:
+            try:
+                ipc = import_module("hyperpod_elastic_agent.ipc")
+            except ImportError as error:
+                raise MissingDependencyError(
+                    "HPAgentK8sAPIFactory without a client needs the agent's package: install "
+                    "hyperpod-elastic-agent, or give it a client (docs/recovery_agent.md)"
+                ) from error
+            self._client = ipc.InProcessRestartSocketClient()
+        missing = [name for name in _CALLS if not callable(getattr(self._client, name, None))]
         if missing:
             raise StrategyError(
-                f"{type(client).__name__}: expected the calls of docs/recovery_agent.md, it lacks "
-                f"{', '.join(missing)}; give HPAgentK8sAPIFactory a client that translates"
+                f"{type(self._client).__name__}: expected the calls of docs/recovery_agent.md, it "
+                f"lacks {', '.join(missing)}; give HPAgentK8sAPIFactory a client that translates"
             )
-        found = AgentCoordinator(client, begins=not self._has_begun)
-        self._client, self._has_begun = client, True
+        found = AgentCoordinator(self._client)
+        if not self._has_begun:
+            found.call("init")
+        self._has_begun = True
         return found
-
-    @staticmethod
-    def _installed() -> AgentClient:
-        try:
-            ipc = import_module("hyperpod_elastic_agent.ipc")
-        except ImportError as error:
-            raise MissingDependencyError(
-                "HPAgentK8sAPIFactory without a client needs the agent's package: install "
-                "hyperpod-elastic-agent, or give it a client (docs/recovery_agent.md)"
-            ) from error
-        return cast("AgentClient", ipc.InProcessRestartSocketClient())
-
-
-class AgentClient(Protocol):
-    """What this package asks of the client of an agent; docs/recovery_agent.md has the contract.
-
-    Calls come from several threads, two of them at the same time: ``wait_fault`` beside any other.
-    Each raises TimeoutError when its time is over, and ConnectionError where the agent is gone.
-    """
-
-    def init(self) -> None:
-        """Say that this process has started; the first call."""
-        ...
-
-    def wait_rank_info(self, timeout_s: float | None) -> Mapping[str, str]:
-        """The variables of this process's place, RANK and its kin among them."""
-        ...
-
-    def barrier(self, timeout_s: float) -> int:
-        """Join the forming epoch; its number, once all ranks have joined."""
-        ...
-
-    def past_barrier(self, epoch: int) -> None:
-        """Say that this rank has left the barrier, and runs."""
-        ...
-
-    def report_fault(self, global_rank: int, epoch: int, mode: str, why: str) -> None:
-        """End an epoch for all; without effect on one that has ended."""
-        ...
-
-    def wait_fault(self, epoch: int, timeout_s: float) -> Mapping[str, Any] | None:
-        """What ended the epoch: rank (or None), mode, why; None where nothing has in time."""
-        ...
 
 
 class AgentCoordinator:
     """A Coordinator over the client of an agent; sets the variables that the agent gives.
 
     Args:
-        client: see AgentClient.
-        begins: whether ``init`` is called: it is the first coordinator over this client.
+        client: see HPAgentK8sAPIFactory.
     """
 
-    def __init__(self, client: AgentClient, *, begins: bool = True) -> None:
+    def __init__(self, client: Any) -> None:
         self._client = client
-        self._lock = threading.Lock()
         self._place: RankInfo | None = None
         self._joined_ahead: int | None = None
         self._is_closed = False
-        self._hosted: TcpHost | None = None
-        if begins:
-            self._call("init")
+        self._hosted: Any = None
 
     def wait_rank(self, timeout_s: float | None = None) -> RankInfo:
         """See Coordinator."""
-        with self._lock:
-            if self._place is None:
-                self._place = _place_of(self._call("wait_rank_info", timeout_s))
-                update_environment(environment_of(self._place))
-            return self._place
+        if self._place is None:
+            found = self.call("wait_rank_info", timeout_s)
+            try:
+                self._place = place_of(found)
+            except ValueError as error:
+                raise PeerError(None, f"the agent: wait_rank_info: {error}") from error
+            update_environment(environment_of(self._place))
+        return self._place
 
     def barrier(self, timeout_s: float) -> Epoch:
         """See Coordinator."""
@@ -167,17 +132,17 @@ class AgentCoordinator:
         # half a minute, which nothing interrupts.
         address = claim_store_address()
         if address is not None and place.global_rank == 0 and self._hosted is None:
-            self._hosted = TcpHost(*address)
+            self._hosted = host_store(*address)
         while True:
             epoch = self._next_epoch(max(0.0, deadline - time.monotonic()))
             if self.wait_fault(epoch, 0.0) is None:
-                self._call("past_barrier", epoch)
+                self.call("past_barrier", epoch)
                 return Epoch(epoch)
 
     def wait_fault(self, epoch: int, timeout_s: float) -> Fault | None:
         """See Coordinator."""
         try:
-            found = self._call("wait_fault", epoch, timeout_s)
+            found = self.call("wait_fault", epoch, timeout_s)
         except PeerTimeoutError:
             return None
         if found is None:
@@ -191,14 +156,14 @@ class AgentCoordinator:
 
     def report(self, global_rank: int, epoch: int, mode: FaultMode, why: str) -> None:
         """See Coordinator."""
-        self._call("report_fault", global_rank, epoch, mode.value, why)
+        self.call("report_fault", global_rank, epoch, mode.value, why)
 
     def finish(self, epoch: int, timeout_s: float) -> bool:
         """See Coordinator.
 
-        Over an agent the ranks meet in the next barrier: a rank that has failed comes to it to run
-        again, a rank that has returned to learn whether any failed. So False comes when all are
-        there, and the ``barrier`` after it returns the epoch that they have joined.
+        Over an agent this is the next barrier: a rank that has failed comes to it to run again, a
+        rank that has returned to learn whether any failed. So False comes when all are there, and
+        the ``barrier`` after it returns the epoch that they have joined.
         """
         ahead = self._next_epoch(timeout_s)
         if self.wait_fault(epoch, 0.0) is None:
@@ -210,11 +175,7 @@ class AgentCoordinator:
         """See Coordinator. The client stays open."""
         self._is_closed = True
 
-    def _next_epoch(self, timeout_s: float) -> int:
-        ahead, self._joined_ahead = self._joined_ahead, None
-        return int(self._call("barrier", timeout_s)) if ahead is None else ahead
-
-    def _call(self, name: str, *args: Any) -> Any:
+    def call(self, name: str, *args: Any) -> Any:
         """Call the client; its errors become this package's."""
         if self._is_closed:
             raise PeerLostError(None, "this coordinator has been closed")
@@ -225,15 +186,6 @@ class AgentCoordinator:
         except (ConnectionError, EOFError) as error:
             raise PeerLostError(None, f"the agent is gone: {name}: {error}") from error
 
-
-def _place_of(found: Mapping[str, str]) -> RankInfo:
-    missing = [name for name in _PLACE if not str(found.get(name, "")).isdecimal()]
-    if missing:
-        raise PeerError(
-            None,
-            f"the agent: wait_rank_info: expected numbers as {', '.join(_PLACE)}, found "
-            f"{', '.join(f'{name}={found.get(name)!r}' for name in missing)}",
-        )
-    rank, local_rank, size, local_size = (int(found[name]) for name in _PLACE)
-    rest = tuple(sorted((str(k), str(v)) for k, v in found.items() if k not in _PLACE))
-    return RankInfo(rank, local_rank, size, local_size, rest)
+    def _next_epoch(self, timeout_s: float) -> int:
+        ahead, self._joined_ahead = self._joined_ahead, None
+        return int(self.call("barrier", timeout_s)) if ahead is None else ahead

@@ -115,23 +115,18 @@ class OutputLines:
         is_cut = bool(lines) and not lines[-1].endswith((b"\n", b"\r")) and len(lines[-1]) < _CHUNK
         self._rest = lines.pop() if chunk and is_cut else b""
         for line in lines:
-            self._pass_on(line)
+            self._on_line(line if line.endswith((b"\n", b"\r")) else line + b"\n")
         return bool(chunk)
 
-    def drain(self) -> None:
-        """Pass on all that is there, a line without an end too."""
-        while select.select([self._ours], [], [], 0)[0] and self.pump():
-            continue
-        if self._rest:
-            self._pass_on(self._rest)
-            self._rest = b""
-
     def close(self) -> None:
-        """Listen no more."""
-        os.close(self._ours)
-
-    def _pass_on(self, line: bytes) -> None:
-        self._on_line(line if line.endswith((b"\n", b"\r")) else line + b"\n")
+        """Pass on all that is there, a line without an end too, and listen no more."""
+        try:
+            while select.select([self._ours], [], [], 0)[0] and self.pump():
+                continue
+            if self._rest:
+                self._on_line(self._rest + b"\n")
+        finally:
+            os.close(self._ours)
 
 
 class WorkerProcess:
@@ -168,16 +163,19 @@ class WorkerProcess:
         }
         out, err = (output.theirs for output in self.outputs)
         try:
-            self._process = _started(command, {**environment, **own}, (out, err), theirs)
+            self._process = subprocess.Popen(  # noqa: S603 - the user's own command
+                [sys.executable, "-I", "-S", "-c", _TIED_EXEC, str(os.getpid()), *command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env={**environment, **own},
+                pass_fds=(theirs,),
+                start_new_session=True,
+            )
         finally:
             for fd in (theirs, out, err):
                 os.close(fd)
         self.pidfd = os.pidfd_open(self._process.pid)
-
-    @property
-    def pid(self) -> int:
-        """Of the process, and of the group of all that it started."""
-        return self._process.pid
 
     def hear(self) -> bool:
         """Take note of the signs of life that have come; False once no more can."""
@@ -208,23 +206,21 @@ class WorkerProcess:
     def signal(self, number: int) -> None:
         """Send a signal to the process and all that it started."""
         with suppress(ProcessLookupError):
-            os.killpg(self.pid, number)
+            os.killpg(self._process.pid, number)
 
     def end(self) -> int:
         """The exit code of a process that is dying or dead; nothing of it is left afterwards."""
         self.signal(signal.SIGKILL)
         # Before the wait, after which the number may be that of another session.
-        for pid in _session_of(self.pid):
+        for pid in _session_of(self._process.pid):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         code = self._process.wait()
         with ExitStack() as closing:  # a listener may raise
             closing.callback(os.close, self.beats)
             closing.callback(os.close, self.pidfd)
-            for output in self.outputs:
+            for output in reversed(self.outputs):
                 closing.callback(output.close)
-            for output in self.outputs:
-                output.drain()
         return code
 
 
@@ -250,21 +246,3 @@ def _session_of(leader: int) -> list[int]:
             if int(fields[3]) == leader:
                 found.append(int(place.name))
     return found
-
-
-def _started(
-    command: Sequence[str],
-    environment: Mapping[str, str],
-    outputs: tuple[int, int],
-    heartbeat_fd: int,
-) -> subprocess.Popen[bytes]:
-    tied = [sys.executable, "-I", "-S", "-c", _TIED_EXEC, str(os.getpid())]
-    return subprocess.Popen(  # noqa: S603 - the user's own command
-        [*tied, *command],
-        stdin=subprocess.DEVNULL,
-        stdout=outputs[0],
-        stderr=outputs[1],
-        env=dict(environment),
-        pass_fds=(heartbeat_fd,),
-        start_new_session=True,
-    )

@@ -7,34 +7,40 @@ import gc
 import importlib.util
 import inspect
 import logging
+import math
+import re
 import typing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 
 from dist_ckpt_strategies.comm.interruptible_gloo import register_interruptible_gloo
-from dist_ckpt_strategies.comm.teardown import Communication, rendezvous_by_attempt
-from dist_ckpt_strategies.config import outlive_nccl_errors, update_environment
+from dist_ckpt_strategies.comm.teardown import rendezvous_by_attempt
+from dist_ckpt_strategies.config import (
+    outlive_nccl_errors,
+    require_in_range,
+    update_environment,
+)
 from dist_ckpt_strategies.errors import (
     MissingDependencyError,
     PeerError,
     RestartError,
     RestartLimitError,
+    StrategyError,
     forget_frames,
     text_of,
 )
 from dist_ckpt_strategies.inprocess.abort import Abort, Compose, HPAbortTorchDistributed
 from dist_ckpt_strategies.inprocess.attempt import Attempt
-from dist_ckpt_strategies.inprocess.block import parameter_of, require_usable
-from dist_ckpt_strategies.inprocess.coordinator import Coordinator, FaultMode, RankInfo
+from dist_ckpt_strategies.inprocess.coordinator import Coordinator, FaultMode
 from dist_ckpt_strategies.inprocess.finalize import (
     Finalize,
     MemoryStatus,
-    give_back_free_memory,
-    release_cached_memory,
+    release_free_memory,
 )
 from dist_ckpt_strategies.inprocess.health_check import HealthCheck, HPState
 from dist_ckpt_strategies.inprocess.interruption import Interrupter, RankShouldRestart
@@ -42,8 +48,11 @@ from dist_ckpt_strategies.inprocess.store_coordinator import coordinator_from_en
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_ABORT_TIMEOUT_S = 60.0
-"""Where ``abort_timeout`` is None: a rank that cannot be stopped must not be waited for."""
+_LONGEST_S = 1e9
+_LIMITS = ("barrier_timeout_s", "finish_timeout_s", "abort_timeout", "progress_timeout_s")
+_COUNTS = ("max_attempts", "max_idle_attempts")
+_NEEDED = _LIMITS[:2]
+"""The others may be None."""
 
 _FIRST_TELLER_S = 0.1
 """How long a broken connection waits to be explained by the fault that broke it."""
@@ -109,7 +118,7 @@ class HPWrapper:
 
     def __post_init__(self) -> None:
         """Check the options."""
-        require_usable(self)
+        _require_usable(self)
         traces = self.enabled and self.trace_file_path is not None
         if traces and importlib.util.find_spec("viztracer") is None:
             raise MissingDependencyError("trace_file_path needs VizTracer: pip install viztracer")
@@ -165,15 +174,14 @@ class HPCallWrapper:
         self.last_fault: Any = None
         self._coordinator: Coordinator | None = None
         self._closes = False
-        self._place: RankInfo | None = None
         self._epoch = 0
-        self._first_step: int | None = None
+        self._first_step: Any = None
         self._attempt: Attempt | None = None
         lock = getattr(wrapper.checkpoint_manager, "parameter_update_lock", None)
         self._interrupter = Interrupter(lock)
         self._num_idle = 0
         self._first_memory: MemoryStatus | None = None
-        give_back_free_memory()
+        release_free_memory()
         self._memory_before = MemoryStatus.take()
         self._records_gradients = torch.is_grad_enabled()
 
@@ -186,7 +194,7 @@ class HPCallWrapper:
             PeerTimeoutError: not all ranks joined, or returned, in time.
             PeerLostError: the coordinator does not answer.
         """
-        self._open()
+        self._opened()
         name = parameter_of(HPCallWrapper, fn)
         if name is not None and name not in inspect.signature(fn).bind_partial(*a, **kw).arguments:
             kw = {**kw, name: self}
@@ -196,9 +204,9 @@ class HPCallWrapper:
                 rendezvous_by_attempt(lambda: self._epoch, self._note_store),
             ):
                 while True:
-                    outcome = self._attempted(fn, a, kw)
-                    if outcome is not None:
-                        return outcome.result()
+                    result = self._attempted(fn, a, kw)
+                    if result is not None:
+                        return result[0]
         except BaseException as error:  # a request to leave the process gives up too
             if self._is_in_block:
                 self._leave(error)
@@ -208,7 +216,7 @@ class HPCallWrapper:
 
     def initialize_barrier(self) -> None:
         """Join the forming epoch; return once all ranks have."""
-        epoch = self._asked().barrier(self.wrapper.barrier_timeout_s)
+        epoch = self._opened().barrier(self.wrapper.barrier_timeout_s)
         self._epoch = epoch.number
         self.num_attempts += 1
         self.step_upon_restart = 0
@@ -219,22 +227,10 @@ class HPCallWrapper:
 
     def start_hp_fault_handling_thread(self) -> None:
         """Watch for faults from now on, and stop the block when there is one."""
-        place, wrapper = self._place, self.wrapper
-        assert place is not None  # noqa: S101 - known since the call was opened
-        abort = wrapper.abort
-        if wrapper.early_abort_communicator and isinstance(abort, Compose):
-            abort = abort.with_first(HPAbortTorchDistributed)
-        limit_s = wrapper.abort_timeout
-        self._attempt = Attempt(
-            HPState(place.global_rank, place.world_size, self._epoch, self.num_attempts),
-            Communication(),
-            self._asked(),
-            self._interrupter,
-            abort=abort,
-            abort_timeout_s=DEFAULT_ABORT_TIMEOUT_S if limit_s is None else limit_s,
-            raises_early=wrapper.async_raise_before_abort,
-            progress_timeout_s=wrapper.progress_timeout_s,
-        )
+        coordinator = self._opened()
+        place = coordinator.wait_rank()
+        state = HPState(place.global_rank, place.world_size, self._epoch, self.num_attempts)
+        self._attempt = Attempt(self.wrapper, state, coordinator, self._interrupter)
         self._attempt.start()
 
     def launch(self, fn: Callable[..., Any], *a: Any, **kw: Any) -> Any:
@@ -298,40 +294,45 @@ class HPCallWrapper:
         if self._attempt is not None:
             self._attempt.ping()
 
-    def _open(self) -> None:
-        self._coordinator, self._closes = self.wrapper.open_coordinator()
-        self._place = self._coordinator.wait_rank()
-        register_interruptible_gloo()
-        if torch.cuda.is_available():
-            outlive_nccl_errors()
+    def _opened(self) -> Coordinator:
+        if self._coordinator is None:
+            self._coordinator, self._closes = self.wrapper.open_coordinator()
+            self._coordinator.wait_rank()
+            register_interruptible_gloo()
+            if torch.cuda.is_available():
+                outlive_nccl_errors()
+        return self._coordinator
 
     def _attempted(
         self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]
-    ) -> _Outcome | None:
-        """What the block came to; None where a fault has ended the attempt, and all is ready."""
+    ) -> tuple[Any] | None:
+        """What the block returns; None where a fault has ended the attempt, and all is ready."""
         self.initialize_barrier()
         self.start_hp_fault_handling_thread()
         try:
-            return self._outcome(fn, a, kw)
+            return (self._result(fn, a, kw),)
         except RankShouldRestart as error:
             interruption = error
         self.restart(interruption)
         return None
 
-    def _outcome(self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]) -> _Outcome:
-        """What the block came to, once all ranks have an outcome."""
+    def _result(self, fn: Callable[..., Any], a: tuple[Any, ...], kw: dict[str, Any]) -> Any:
+        """What the block returns, or raises to end the process, once all ranks have a result."""
+        value, leaving = None, None
         try:
-            outcome = _Outcome(self.launch(fn, *a, **kw))
-        except SystemExit as leaving:
-            if leaving.code not in {None, 0}:
+            value = self.launch(fn, *a, **kw)
+        except SystemExit as error:
+            if error.code not in {None, 0}:
                 raise
-            outcome = _Outcome(None, leaving)
+            leaving = error
         attempt = self._running()
         self._is_in_block = False
-        if not self._asked().finish(attempt.epoch, self.wrapper.finish_timeout_s):
+        if not self._opened().finish(attempt.epoch, self.wrapper.finish_timeout_s):
             attempt.wait_stopped()
             raise RankShouldRestart(attempt.fault)
-        return outcome
+        if leaving is not None:
+            raise leaving
+        return value
 
     def _leave(self, error: BaseException) -> None:
         """The block has been left for good: report why, and end all communication.
@@ -356,13 +357,12 @@ class HPCallWrapper:
         attempt.communication.take_down()
         if self.wrapper.finalize is not None:
             self.wrapper.finalize(attempt.state)
-        give_back_free_memory()
+        release_free_memory()
         # Most of an attempt is freed without it. It goes through all objects of all libraries,
         # which takes longer than all else that a restart does.
         if MemoryStatus.take().has_leftovers(self._memory_before):
             gc.collect()
-            give_back_free_memory()
-        release_cached_memory()
+            release_free_memory()
         self._memory_before = MemoryStatus.take()
         if self.wrapper.check_memory_status:
             self._first_memory = self._first_memory or self._memory_before
@@ -379,10 +379,9 @@ class HPCallWrapper:
             raise RestartLimitError(
                 f"{state.attempt} attempts, {limit} allowed; the last: {fault}"
             ) from train_ex
-        own = fault is not None and fault.global_rank == state.rank
         if self.step_upon_restart > 0 or self._step() != self._first_step:
             self._num_idle = 0
-        elif own and fault is not None and fault.mode is FaultMode.EXCEPTION:
+        elif fault and (fault.global_rank, fault.mode) == (state.rank, FaultMode.EXCEPTION):
             self._num_idle += 1
         if idle_limit is not None and self._num_idle >= idle_limit:
             raise RestartLimitError(
@@ -392,34 +391,43 @@ class HPCallWrapper:
         if self.wrapper.health_check is not None:
             self.wrapper.health_check(state, train_ex)
 
-    def _step(self) -> int | None:
+    def _step(self) -> Any:
         """The step that the checkpoint manager keeps, if it says."""
-        step: int | None = getattr(self.wrapper.checkpoint_manager, "global_step", None)
-        return step
+        return getattr(self.wrapper.checkpoint_manager, "global_step", None)
 
     def _running(self) -> Attempt:
         if self._attempt is None:
             raise RestartError("no attempt is running; call start_hp_fault_handling_thread first")
         return self._attempt
 
-    def _asked(self) -> Coordinator:
-        if self._coordinator is None:
-            self._open()
-        assert self._coordinator is not None  # noqa: S101 - opened above
-        return self._coordinator
+
+def _require_usable(options: HPWrapper) -> None:
+    for name in (*_LIMITS, *_COUNTS):
+        kind, most = (Real, _LONGEST_S) if name in _LIMITS else (Integral, math.inf)
+        value = getattr(options, name)
+        if value is not None or name in _NEEDED:
+            require_in_range(name, kind, most, value)
+    for name in ("abort", "finalize", "health_check", "hp_api_factory"):
+        value = getattr(options, name)
+        # Called with the state, a class would make an object, and do nothing.
+        if isinstance(value, type) and name != "hp_api_factory":
+            raise StrategyError(
+                f"option {name}: expected an object, found the class; write {value.__name__}()"
+            )
+        if value is not None and not callable(value):
+            raise StrategyError(f"option {name}: expected a function, found {value!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What the block came to: a value, or a request to end the process."""
-
-    value: Any
-    leaving: SystemExit | None = None
-
-    def result(self) -> Any:
-        if self.leaving is not None:
-            raise self.leaving
-        return self.value
+def parameter_of(kind: type, fn: Callable[..., Any]) -> str | None:
+    """The name of the parameter annotated with ``kind``, alone or among others; None: none is."""
+    try:
+        parameters = inspect.signature(fn).parameters
+    except ValueError:  # some functions that are written in C do not say
+        return None
+    for name, parameter in parameters.items():
+        if re.search(rf"\b{kind.__name__}\b", str(parameter.annotation)):
+            return name
+    return None
 
 
 def _call_hook(manager: Any, name: str, argument: Any) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from dist_ckpt_strategies.comm.base import Receive, Send, SoloCommunicator
 from dist_ckpt_strategies.comm.collective import run_collectively
-from dist_ckpt_strategies.comm.new_groups import new_gloo_groups, ranks_from_wire, ranks_to_wire
+from dist_ckpt_strategies.comm.new_groups import new_gloo_groups, new_group_of
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.errors import (
     PeerError,
@@ -375,24 +377,61 @@ def test_an_exchange_with_one_that_died_before_is_an_error_of_ours() -> None:
     assert found == "PeerLostError"
 
 
-@pytest.mark.parametrize(
-    "ranks", [[0], [5], [3, 4], [1, 9], [0, 8, 16, 24], [0, 1, 3], [2, 3, 5, 6], [0, 2, 3]]
-)
-def test_ranks_arrive_as_they_were_sent(ranks: list[int]) -> None:
-    assert ranks_from_wire(ranks_to_wire(ranks)) == tuple(ranks)
+def counted_groups(*, dies_at: int | None = None) -> list[Any]:
+    """From now on, the ranks of each group that this process makes, or takes part in making."""
+    made: list[Any] = []
+    inner = distributed_c10d._new_process_group_helper
+
+    def make(size: int, rank: int, ranks: Any, *args: Any, **options: Any) -> Any:
+        if dies_at == len(made):
+            os.kill(os.getpid(), signal.SIGKILL)
+        made.append(ranks)
+        return inner(size, rank, ranks, *args, **options)
+
+    vars(distributed_c10d)["_new_process_group_helper"] = make
+    return made
+
+
+def makes_groups(rank: int) -> Any:
+    """With other numbers of earlier groups: torch counts them in some names of groups."""
+    world = range(8)
+    dist.new_group([0, 1, 2])
+    made = counted_groups()
+    cliques = [[low, low + 4] for low in range(4)]
+    found: list[Any] = [new_group_of(cliques, backend="gloo", timeout_s=60) for _ in range(2)]
+    half = dist.new_group([r for r in world if r % 2 == 0])
+    odd = dist.new_group([r for r in world if r % 2])
+    before = len(made)
+    found += new_gloo_groups(odd if rank % 2 else half, 2, timeout_s=60)
+    sums = []
+    for group in found:
+        total = torch.tensor(rank)
+        dist.all_reduce(total, group=group)
+        sums.append(int(total))
+    return sums, made[:2], len(made) - before
+
+
+def test_each_rank_makes_its_own_group_alone() -> None:
+    for rank, (sums, made, num_channels) in enumerate(run_processes(8, makes_groups)):
+        mine = [rank % 4, rank % 4 + 4]
+        assert made == [mine, mine]
+        assert num_channels == 2
+        assert sums == [sum(mine)] * 2 + [16 if rank % 2 else 12] * 2
+
+
+def gives_a_group_of_others(rank: int) -> Any:
+    groups = [dist.new_group([0, 1]), dist.new_group([1, 2])]
+    return outcome(lambda: new_gloo_groups(groups[rank > 0], 1, timeout_s=60))
+
+
+def test_groups_that_do_not_fit_each_other_are_an_error_on_all_ranks() -> None:
+    for found in run_processes(3, gives_a_group_of_others):
+        assert "StrategyError" in found.kinds, found
 
 
 def dies_before_its_second_group(rank: int) -> Any:
     if rank == 1:
-        make, made = dist.new_group, list[Any]()
-
-        def make_one(*args: Any, **options: Any) -> Any:
-            if made:
-                os.kill(os.getpid(), signal.SIGKILL)
-            made.append(make(*args, **options))
-            return made[0]
-
-        vars(dist)["new_group"] = make_one
+        counted_groups(dies_at=1)
     try:
         return new_gloo_groups(None, 2, timeout_s=3.0)
     except PeerError as error:

@@ -192,11 +192,6 @@ class FakeCuda:
         self.answer()
 
 
-class FakeTorch:
-    def __init__(self, cuda: FakeCuda) -> None:
-        self.cuda = cuda
-
-
 @pytest.mark.parametrize(
     ("variable", "num_devices", "asked"),
     [("3", 8, 3), ("3", 1, 0), (None, 8, 0)],
@@ -206,7 +201,7 @@ def test_the_device_of_the_local_rank_is_asked(
     variable: str | None, num_devices: int, asked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = FakeCuda(num_devices, lambda: None)
-    monkeypatch.setitem(sys.modules, "torch", FakeTorch(cuda))
+    monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     if variable is not None:
         monkeypatch.setenv("LOCAL_RANK", variable)
@@ -225,10 +220,10 @@ def test_a_device_that_fails_or_stays_silent_is_not_healthy(
         released.wait(100)
 
     released = threading.Event()
-    monkeypatch.setitem(sys.modules, "torch", FakeTorch(FakeCuda(1, fails)))
+    monkeypatch.setattr(torch, "cuda", FakeCuda(1, fails))
     with pytest.raises(HealthCheckError, match="CUDA device 0: an illegal memory access"):
         CudaHealthCheck()(STATE)
-    monkeypatch.setitem(sys.modules, "torch", FakeTorch(FakeCuda(1, waits)))
+    monkeypatch.setattr(torch, "cuda", FakeCuda(1, waits))
     with pytest.raises(TimeoutError, match=r"CUDA device 0 did not answer within 0\.05 s"):
         CudaHealthCheck(dt.timedelta(seconds=0.05))(STATE)
     released.set()

@@ -155,7 +155,7 @@ def test_a_client_without_the_calls_is_refused_by_name() -> None:
             """Does nothing."""
 
     with pytest.raises(StrategyError, match=r"Half.*lacks wait_rank_info, barrier"):
-        HPAgentK8sAPIFactory(Half())()  # type: ignore[arg-type]
+        HPAgentK8sAPIFactory(Half())()
 
 
 def test_without_a_client_the_agents_package_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:

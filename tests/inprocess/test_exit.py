@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_ckpt_strategies.comm.key_values import TcpHost
+from dist_ckpt_strategies.comm.job_store import host_store
 from dist_ckpt_strategies.config import environment
 from tests.support.restarts import HOST
 
@@ -65,7 +65,7 @@ except RestartLimitError as error:
 
 def run_both(script: str) -> tuple[list[int], list[str]]:
     """The exit codes of two ranks, and what they say on stderr."""
-    host = TcpHost()
+    host = host_store()
     place = {"MASTER_ADDR": HOST, "MASTER_PORT": str(host.port), "GLOO_SOCKET_IFNAME": "lo"}
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     size = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "PYTHONPATH": str(ROOT)}

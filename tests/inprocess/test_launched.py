@@ -8,14 +8,14 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
-from dist_ckpt_strategies.comm.key_values import TcpHost, TcpKeyValues
+from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.config import Launch, launch_from_environment
 from dist_ckpt_strategies.errors import StrategyError
 from dist_ckpt_strategies.inprocess.coordinator import FaultMode, RankInfo
-from dist_ckpt_strategies.inprocess.restart_state import RestartState
 from dist_ckpt_strategies.inprocess.store_coordinator import (
-    KEY_PREFIX,
+    RestartState,
     coordinator_from_environment,
 )
 from dist_ckpt_strategies.inprocess.train_utils import wait_rank
@@ -36,8 +36,8 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def host() -> Iterator[TcpHost]:
-    found = TcpHost()
+def host() -> Iterator[TCPStore]:
+    found = host_store()
     yield found
     time.sleep(0.05)
 
@@ -83,8 +83,8 @@ def test_the_variables_of_torchrun_are_those_of_the_first_look() -> None:
     assert launch_from_environment(variables) == expected
 
 
-def test_under_torchrun_an_attempt_has_epochs_and_a_meeting_place_of_its_own(
-    host: TcpHost,
+def test_under_torchrun_each_start_has_epochs_of_its_own(
+    host: TCPStore,
 ) -> None:
     os.environ |= {
         "TORCHELASTIC_USE_AGENT_STORE": "True",
@@ -101,23 +101,21 @@ def test_under_torchrun_an_attempt_has_epochs_and_a_meeting_place_of_its_own(
     epoch = me.barrier(60.0)
 
     assert epoch.number == 1_000_001
-    assert int(os.environ["MASTER_PORT"]) != host.port
-    assert os.environ["TORCHELASTIC_RESTART_COUNT"] == "1000001"
     assert me.finish(epoch.number, 60.0)
     me.close()
 
 
-def test_wait_rank_sets_the_variables_that_the_supervisor_assigns(host: TcpHost) -> None:
+def test_wait_rank_sets_the_variables_that_the_supervisor_assigns(host: TCPStore) -> None:
     os.environ["DIST_CKPT_COORDINATOR"] = f"{host.host}:{host.port}"
     os.environ["DIST_CKPT_WORKER"] = "spare7"
-    store = TcpKeyValues(host.host, host.port, prefix=KEY_PREFIX)
+    store = JobStore(host.host, host.port)
     place = RankInfo(3, 1, 8, 2, (("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "29500")))
     RestartState(store).assign("spare7", place)
 
     wait_rank()
 
     assert [os.environ[name] for name in VARIABLES] == ["3", "1", "8", "2", "10.0.0.1", "29500"]
-    assert store.read("ready/spare7") == "1"
+    assert RestartState(store).is_ready("spare7")
 
 
 def test_signs_of_life_go_to_the_pipe_of_this_process_and_to_nothing_else() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt_strategies.comm.key_values import TcpKeyValues
+from dist_ckpt_strategies.comm.job_store import JobStore
 from dist_ckpt_strategies.errors import PeerLostError
 from dist_ckpt_strategies.inprocess.coordinator import Coordinator, FaultMode, RankInfo
 from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
@@ -29,8 +29,8 @@ SLACK_S = 10.0
 
 _HOST_SCRIPT = """
 import time
-from dist_ckpt_strategies.comm.key_values import TcpHost
-host = TcpHost()
+from dist_ckpt_strategies.comm.job_store import host_store
+host = host_store()
 print(host.port, flush=True)
 time.sleep(300)
 """
@@ -47,7 +47,7 @@ def store() -> Iterator[tuple[int, int]]:
 
 
 def coordinator(rank: int, port: int) -> StoreCoordinator:
-    store = TcpKeyValues("127.0.0.1", port, timeout_s=SILENCE_S)
+    store = JobStore("127.0.0.1", port, timeout_s=SILENCE_S)
     return StoreCoordinator(store, f"worker{rank}", RankInfo(rank, rank, SIZE, SIZE))
 
 
@@ -115,6 +115,7 @@ def sleeps_in_its_block(rank: int, store: tuple[int, int]) -> float:
 
     @HPWrapper(coordinator=coordinator(rank, port), barrier_timeout_s=60)
     def block() -> None:
+        time.sleep(0.5)  # until both are here
         stopped.append(time.monotonic())
         if rank == 0:
             os.kill(pid, signal.SIGSTOP)

@@ -74,7 +74,7 @@ class Jobs:
         # Each connection to a TCPStore asks for the name of an address: five seconds where the
         # name server does not answer.
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "RES_OPTIONS": "attempts:0"}
-        return Supervisor(job, environment, self.heard).run()
+        return Supervisor(job, environment, self.heard.line, self.heard.note).run()
 
     def pids(self) -> list[int]:
         return [int(path.suffix[1:]) for path in self.directory.glob("pid.*")]
@@ -305,10 +305,9 @@ if rank is None:
     print("now", os.environ["RANK"], os.environ["WORLD_SIZE"])
     (here / "taken").touch()
 elif rank == "1":
-    from dist_ckpt_strategies.comm.key_values import TcpKeyValues
-    from dist_ckpt_strategies.inprocess.store_coordinator import KEY_PREFIX
+    from dist_ckpt_strategies.comm.job_store import JobStore
     place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    assert TcpKeyValues(*place, prefix=KEY_PREFIX).wait("ready/worker2", 120)
+    assert JobStore(*place).wait("ready/worker2", 120)
     os.kill(os.getpid(), signal.SIGKILL)
 else:
     wait_for("taken")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing.strategies.async_utils import TemporalAsyncCaller
 
-from dist_ckpt_strategies.comm.key_values import TcpHost, TcpKeyValues
+from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.errors import (
     HealthCheckError,
     MissingDependencyError,
@@ -25,13 +25,12 @@ from dist_ckpt_strategies.errors import (
     StrategyError,
 )
 from dist_ckpt_strategies.inprocess.abort import CheckpointlessAbortManager, HPAbortTorchDistributed
-from dist_ckpt_strategies.inprocess.block import parameter_of
 from dist_ckpt_strategies.inprocess.coordinator import Epoch, Fault, FaultMode, RankInfo
 from dist_ckpt_strategies.inprocess.finalize import CheckpointlessFinalizeCleanup, MemoryStatus
 from dist_ckpt_strategies.inprocess.health_check import HPState
 from dist_ckpt_strategies.inprocess.interruption import RankShouldRestart
 from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
-from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper
+from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper, HPWrapper, parameter_of
 from tests.support.leaks import threads_left
 
 ALONE = RankInfo(0, 0, 1, 1)
@@ -39,8 +38,8 @@ ALONE = RankInfo(0, 0, 1, 1)
 
 def alone() -> StoreCoordinator:
     """The coordinator of a world of one."""
-    host = TcpHost()
-    return StoreCoordinator(TcpKeyValues(host.host, host.port), "worker", ALONE, host=host)
+    host = host_store()
+    return StoreCoordinator(JobStore(host.host, host.port), "worker", ALONE, host=host)
 
 
 def wrapper(**settings: Any) -> HPWrapper:

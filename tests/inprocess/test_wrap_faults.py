@@ -17,8 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dist_ckpt_strategies.comm.sockets import open_sockets
-from dist_ckpt_strategies.comm.teardown import num_undestroyed_groups
+from dist_ckpt_strategies.comm.teardown import num_undestroyed_groups, open_sockets
 from dist_ckpt_strategies.errors import HealthCheckError, RestartLimitError
 from dist_ckpt_strategies.inprocess.coordinator import FaultMode
 from dist_ckpt_strategies.inprocess.health_check import FaultCounter

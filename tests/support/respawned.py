@@ -15,14 +15,12 @@ from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.key_values import TcpHost, TcpKeyValues
+from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.inprocess.coordinator import Fault, FaultMode, RankInfo
-from dist_ckpt_strategies.inprocess.restart_state import RestartState
-from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
+from dist_ckpt_strategies.inprocess.store_coordinator import RestartState, StoreCoordinator
 from tests.support.ranks import forkserver
 from tests.support.restarts import HOST, Wrappers
 
-_PREFIX = "coordinator"
 _MAX_DEATHS = 8
 
 
@@ -38,7 +36,7 @@ def run_respawned(
         TimeoutError: some rank had no result in time. None is left running, however this ends.
     """
     forkserver()
-    host = TcpHost()
+    host = host_store()
     world = _World(size, host.port, time.monotonic() + timeout_s, body, args)
     try:
         return world.run()
@@ -52,7 +50,7 @@ class _World:
         self, size: int, port: int, deadline: float, body: Callable[..., Any], args: tuple[Any, ...]
     ) -> None:
         self._task = (size, port, deadline, body, args)
-        self._state = RestartState(TcpKeyValues(HOST, port, prefix=_PREFIX))
+        self._state = RestartState(JobStore(HOST, port))
         self._running: dict[Connection, tuple[int, str, ForkServerProcess]] = {}
         self._over: list[tuple[Connection, ForkServerProcess]] = []
         self._results: dict[int, Any] = {}
@@ -127,7 +125,7 @@ def _on_rank(rank: int, worker: str, pipe: Connection, task: tuple[Any, ...]) ->
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     torch.set_num_threads(1)
-    store = TcpKeyValues(HOST, port, prefix=_PREFIX)
+    store = JobStore(HOST, port)
     coordinator = StoreCoordinator(store, worker, RankInfo(rank, rank, size, size))
     try:
         pipe.send(body(rank, Wrappers(coordinator, size, port), *args))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dist_ckpt_strategies.comm.key_values import TcpHost, TcpKeyValues
+from dist_ckpt_strategies.comm.job_store import JobStore, host_store
 from dist_ckpt_strategies.inprocess.coordinator import RankInfo
 from dist_ckpt_strategies.inprocess.store_coordinator import StoreCoordinator
 from dist_ckpt_strategies.inprocess.wrap import HPWrapper
@@ -24,7 +24,7 @@ def run_restartable(
     size: int, body: Callable[..., Any], *args: Any, timeout_s: float = 120.0
 ) -> list[Any]:
     """Call ``body(rank, wrapper, *args)`` in processes; ``wrapper(...)`` is one of Wrappers."""
-    host = TcpHost()
+    host = host_store()
     try:
         return run_processes(
             size, _on_rank, size, host.port, body, args, timeout_s=timeout_s, makes_group=False
@@ -46,7 +46,7 @@ def _on_rank(
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    store = TcpKeyValues(HOST, port, prefix="coordinator")
+    store = JobStore(HOST, port)
     coordinator = StoreCoordinator(store, f"worker{rank}", RankInfo(rank, rank, size, size))
 
     try:
@@ -80,6 +80,6 @@ class Wrappers:
 
 def successor_of(wrappers: Wrappers, rank: int) -> HPWrapper:
     """For the process that takes a rank over: here it is the same one, with another name."""
-    store = TcpKeyValues(HOST, wrappers.port, prefix="coordinator")
+    store = JobStore(HOST, wrappers.port)
     place = RankInfo(rank, rank, wrappers.size, wrappers.size)
     return wrappers(coordinator=StoreCoordinator(store, f"successor{rank}", place))

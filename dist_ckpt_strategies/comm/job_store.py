@@ -1,0 +1,153 @@
+"""The key-value store of a job: a TCPStore, and a client of it whose requests have a time limit."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistError, DistStoreError
+
+from dist_ckpt_strategies.comm.abortable_waits import AbortableWaits
+from dist_ckpt_strategies.errors import PeerError, PeerLostError, WaitReleasedError, text_of
+
+_LONGEST_WAIT_S = 86400.0
+"""Of one request: torch's client warns on stderr each time that one ends without a result."""
+
+_NUM_LOOKS = 3
+"""After so many pauses without an answer a request is given up: where this process itself was
+stopped, the first pause is over at once."""
+
+
+class JobStore:
+    """A client of a TCPStore for text, with one connection for requests and one for ``wait``.
+
+    Every method raises PeerLostError if the store is gone, or silent for too long. Torch's client
+    waits for ever for a host that is stopped or has lost its network, so each request runs on a
+    thread, which is abandoned then.
+
+    Args:
+        host: of the store.
+        port: of the store.
+        prefix: of all keys, before a slash.
+        timeout_s: after which a silent host is lost, in seconds. A request, and the connection,
+            may take half of it.
+
+    Raises:
+        PeerLostError: there is no store, or it does not answer.
+    """
+
+    def __init__(
+        self, host: str, port: int, *, prefix: str = "dist_ckpt", timeout_s: float = 30.0
+    ) -> None:
+        self._address = f"{host}:{port}"
+        self._limit_s = timeout_s / 2
+        self._is_silent = False
+        self._calls = AbortableWaits("dist_ckpt-store")
+        limit = timedelta(seconds=self._limit_s)
+
+        def connect() -> PrefixStore:
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+            return PrefixStore(prefix, store)
+
+        self._connections = [self._ask(connect), self._ask(connect)]
+
+    def get(self, key: str) -> str | None:
+        """The value; None where there is none."""
+
+        # A compare_set with a value that no key has would take one request, but where the key is
+        # missing that wakes all who wait for it (torch 2.13).
+        def read() -> bytes | None:
+            store = self._connections[0]
+            return store.get(key) if store.check([key]) else None
+
+        found = self._ask(read)
+        return None if found is None else found.decode()
+
+    def set(self, key: str, value: str) -> None:
+        """Set the value; once this returns, every rank reads it."""
+
+        def write() -> None:
+            store = self._connections[0]
+            store.set(key, value)
+            store.check([key])  # ``set`` does not wait for an answer
+
+        self._ask(write)
+
+    def compare_set(self, key: str, expected: str, value: str) -> str:
+        """Set the value where it is the expected one, or "" and none; the value from then on."""
+        found: bytes = self._ask(lambda: self._connections[0].compare_set(key, expected, value))
+        return found.decode()
+
+    def add(self, key: str) -> int:
+        """Count one more; the count, this one included. Such keys are for counting alone."""
+        return int(self._ask(lambda: self._connections[0].add(key, 1)))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether each of the keys has been set; one request, however many they are."""
+        return bool(self._ask(lambda: self._connections[0].check(list(keys))))
+
+    def wait(self, key: str, timeout_s: float | None = None) -> bool:
+        """Whether the key has been set in time; without ``timeout_s``, wait until then.
+
+        One wait at a time. Meanwhile other requests check that the host still answers.
+        """
+        deadline = time.monotonic() + (_LONGEST_WAIT_S if timeout_s is None else timeout_s)
+
+        def is_woken() -> bool:
+            left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
+            try:
+                self._connections[1].wait([key], left)
+            except DistStoreError:
+                return False
+            return True
+
+        while self._ask(is_woken, lambda: self.check([key])):
+            if self.check([key]):  # else it was woken by a compare_set; see ``get``
+                return True
+        return False
+
+    def close(self) -> None:
+        """Give up the connections; their sockets are closed with the last reference."""
+        self._calls.abort()
+        self._connections = []
+
+    def _ask(self, request: Callable[[], Any], meanwhile: Callable[[], Any] | None = None) -> Any:
+        num_looks = itertools.count(1)
+
+        def require_answer() -> None:
+            if next(num_looks) >= _NUM_LOOKS:
+                self._is_silent = True
+                raise self._lost(f"no answer for {self._limit_s:g} s")
+
+        if self._is_silent:
+            raise self._lost("it has been silent for too long")
+        try:
+            return self._calls.run(request, meanwhile or require_answer, self._limit_s / _NUM_LOOKS)
+        except (DistError, IndexError, WaitReleasedError) as error:  # the latter two: closed
+            raise self._lost(text_of(error).partition("\n")[0]) from error
+
+    def _lost(self, why: str) -> PeerLostError:
+        return PeerLostError(
+            None, f"the coordinator's store at {self._address} does not answer: {why}"
+        )
+
+
+def host_store(host: str = "127.0.0.1", port: int = 0) -> TCPStore:
+    """A TCPStore's server in this process, which ends with the last reference to it.
+
+    Args:
+        host: the address that others reach it at.
+        port: of it; 0: one that is free.
+
+    Raises:
+        PeerError: the port is taken.
+    """
+    try:
+        return TCPStore(host, port, is_master=True, wait_for_workers=False, multi_tenant=port != 0)
+    except DistError as error:
+        reason = str(error).partition("\n")[0]
+        raise PeerError(None, f"no store at {host}:{port}: {reason}") from error
