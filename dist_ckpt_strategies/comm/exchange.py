@@ -81,6 +81,7 @@ def exchange(
     prepare: Callable[[], Blocks],
     finish: Callable[[], Message] = lambda: None,
     *,
+    complete: Callable[[], None] = lambda: None,
     max_inflight_nbytes: int,
     compares_digests: bool = True,
 ) -> list[Message]:
@@ -94,6 +95,8 @@ def exchange(
         comm: the ranks.
         prepare: makes this rank's blocks; what it raises, every rank raises.
         finish: called when all has been taken.
+        complete: called where digests are compared, once all are equal on this rank; what it
+            raises, every rank raises.
         max_inflight_nbytes: bound on what travels at once in each direction; where ranks give
             different ones, the least counts. Takes up to five times as much memory.
         compares_digests: compare each block's digest at the receiver with the sender's. Without,
@@ -123,8 +126,13 @@ def exchange(
             return [rounds.sent_digests(), finish()]
 
         answers = run_and_gather(comm, end)
+
+        def check() -> None:
+            rounds.compare([digests for digests, _ in answers])
+            complete()
+
         if compares_digests:
-            run_collectively(comm, lambda: rounds.compare([digests for digests, _ in answers]))
+            run_collectively(comm, check)
     return [answer for _, answer in answers]
 
 

@@ -139,7 +139,7 @@ class RecoveryReport(_Report):
 
     Attributes:
         step: that is run next, on all ranks.
-        role: what became of this rank's state: ``keep``, ``roll forward`` or ``receive``.
+        role: what became of this rank's state: ``keep``, ``finish step`` or ``receive``.
         sources: ranks that it received from.
         received_nbytes: payload bytes that it received.
         sent_nbytes: payload bytes that it sent.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from dist_ckpt_strategies.recovery.kept_state import MemoryChecksumManager
+from dist_ckpt_strategies.recovery.in_memory import MemoryChecksumManager
 from dist_ckpt_strategies.recovery.manager import CheckpointManager
 from dist_ckpt_strategies.recovery.peft import PEFTCheckpointManager
 from dist_ckpt_strategies.recovery.provider import Phase, StateProvider

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import run_collectively
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
 from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.core.report import RecoveryReport
@@ -22,30 +21,26 @@ from dist_ckpt_strategies.errors import (
     RestartError,
     forget_frames,
 )
-from dist_ckpt_strategies.recovery.kept_state import (
+from dist_ckpt_strategies.recovery.in_memory import (
     HeldTensors,
-    KeptState,
-    damage_of,
-    held_state,
+    InMemoryCheckpoint,
+    MemoryChecksumManager,
     host_copy,
 )
-from dist_ckpt_strategies.recovery.part_transfer import FlatPart, flat_parts
-from dist_ckpt_strategies.recovery.plan import Phase, RankFacts
+from dist_ckpt_strategies.recovery.plan import Phase
 from dist_ckpt_strategies.recovery.provider import HasStateProvider, StateProvider, provider_of
 from dist_ckpt_strategies.recovery.recover import (
     BrokenGatherError,
-    Recovered,
-    Survivor,
+    Recovery,
     UnfinishedStepError,
-    plan_recovery,
-    run_recovery,
 )
+from dist_ckpt_strategies.recovery.shards import Shards
 from dist_ckpt_strategies.recovery.step_keeper import StepKeeper
 
 logger = logging.getLogger(__name__)
 
 _MAX_WHY = 800
-"""Characters that are told of why a rank has no state."""
+"""Longest reason why a rank has no state, in characters."""
 
 
 class CheckpointManager(StepKeeper):
@@ -58,18 +53,18 @@ class CheckpointManager(StepKeeper):
         while provider.step < num_steps:
             manager.begin_step()
             ...                                # forward, backward, reduce the gradients
-            manager.vote()                     # from here on the step counts
+            manager.vote()                     # commits the step: from here on it counts
             with manager.updating():
                 ...                            # update the shard and the objects
             ...                                # gather the weights
             manager.end_step()
 
-    Between the vote and the end of the step nothing may draw a random number. What the
+    Between ``vote`` and the end of the step nothing may draw a random number. What the
     documentation of HyperPod calls a trainer is a StateProvider here, or has one as its
     ``state_provider``.
 
     Args:
-        enable_checksum: compare the copies of every part before any is used, and the state in
+        enable_checksum: compare the copies of every shard before any is used, and the state in
             memory with its digests of the step's beginning. Looks at every byte in every step.
         enable_offload: let ``maybe_offload_checkpoint`` move the copy to the host.
         timeout_s: longest wait for a peer in each collective.
@@ -103,7 +98,7 @@ class CheckpointManager(StepKeeper):
         """
         provider = provider_of(trainer)
         if self._kept is None or self._kept.provider is not provider:
-            self._kept = KeptState(provider, provider.step, Phase.RUNNING)
+            self._kept = InMemoryCheckpoint(provider, provider.step, Phase.RUNNING)
             self.store_rng_states()
         self._record_checksums()
 
@@ -118,7 +113,7 @@ class CheckpointManager(StepKeeper):
             torch.cuda.empty_cache()
 
     def maybe_offload_checkpoint(self) -> None:
-        """Move the kept state to the host, if that is enabled and the state may be let go of.
+        """Move the kept state to the host, if that is enabled and the state may be released.
 
         A rank whose step counts finishes it first. One that cannot know yet whether its step
         counts keeps its live state: it needs its gradients. With checksums, a state that is not
@@ -130,18 +125,19 @@ class CheckpointManager(StepKeeper):
         if kept.phase is Phase.GRADS_FINAL:
             logger.info("step %d may count or not: its state stays where it is", kept.step)
             return
-        if self.enable_checksum and damage_of(kept, self.checksum_manager):
+        if kept.damage(self._checksums()):
             return
         if kept.phase is Phase.COMMITTED:
             try:
                 self._finish_step()
-            except RestartError as error:  # only its trainer could: the state is torn now
+            except RestartError as error:  # only its trainer could: it is inconsistent now
                 logger.warning("step %d is not finished: %s", kept.step, error)
         kept = self._kept
         assert kept is not None  # noqa: S101 - finishing a step keeps it
-        is_whole = kept.phase is not Phase.UPDATING
-        host = host_copy(self._view(kept.provider), kept.step, holds_parts=is_whole)
-        self._kept = KeptState(host, kept.step, kept.phase)
+        is_whole = kept.phase is not Phase.UPDATING  # otherwise nothing but its step counts
+        shards = self._shards_of(kept.provider) if is_whole else {}
+        host = host_copy(kept.provider, shards, kept.step)
+        self._kept = InMemoryCheckpoint(host, kept.step, kept.phase)
         self._record_checksums()  # of the copy, which need not have all that the state has
 
     def checkpointless_recovery_feasible(
@@ -163,9 +159,11 @@ class CheckpointManager(StepKeeper):
         Raises:
             PeerTimeoutError, PeerLostError: a rank does not take part any more.
         """
-        comm = self._communicator(group)
+        recovery = self._recovery(self._communicator(group), provider_of(trainer))
         try:
-            self._plan(comm, provider_of(trainer), with_digests=include_checksum_verification)
+            plan = recovery.plan()
+            if include_checksum_verification and self.enable_checksum:
+                recovery.compare(plan)
         except (PeerTimeoutError, PeerLostError):
             raise
         except CheckpointError as error:
@@ -180,7 +178,7 @@ class CheckpointManager(StepKeeper):
 
         Collective. Before it nothing may touch what is kept: where the model is the same as in
         the attempt before, its gradients may still be needed. Afterwards, whether it succeeded or
-        not, what was kept is let go of; but where a peer was lost on the way nothing was decided,
+        not, what was kept is released; but where a peer was lost on the way nothing was decided,
         and it is kept for another attempt.
 
         Args:
@@ -200,8 +198,7 @@ class CheckpointManager(StepKeeper):
         provider = provider_of(trainer)
         comm = self._communicator(group)
         try:
-            recovered = self._recover(comm, provider)
-            run_collectively(comm, lambda: self._adopt(provider, recovered))
+            report = self._recover(comm, provider)
         except (PeerTimeoutError, PeerLostError):
             raise
         except BrokenGatherError as error:
@@ -209,10 +206,12 @@ class CheckpointManager(StepKeeper):
         except CheckpointError as error:
             self._give_up(error)
             return None
-        return {"global_step": recovered.report.step, **asdict(recovered.report)}
+        self.last_report, self.last_failure = report, None
+        logger.info("recovered from memory: %s", report)
+        return {"global_step": report.step, **asdict(report)}
 
     def decline(self, why: str) -> None:
-        """Let the kept state go, for a reason that all ranks see: a checkpoint is loaded instead.
+        """Release the kept state, for a reason that all ranks see: a checkpoint is loaded instead.
 
         Rank-local, called on all ranks alike in place of ``try_checkpointless_load``.
         """
@@ -224,9 +223,9 @@ class CheckpointManager(StepKeeper):
         self._is_run_again = True
 
     def _give_up(self, error: CheckpointError) -> None:
-        """Let go of everything; raise where the state to be filled is neither new nor old now.
+        """Release everything; raise where the state to be filled is neither new nor old now.
 
-        On all ranks alike. Who would begin a new run with it would begin with weights of the old.
+        On all ranks alike. A new run that began with it would begin with weights of the old.
         """
         self._refuse(error)
         if self._kept is not None:
@@ -253,35 +252,33 @@ class CheckpointManager(StepKeeper):
             group, timeout_s=self._timeout_s, purpose="recovery from the memory of other ranks"
         )
 
-    def _plan(self, comm: Communicator, new: StateProvider, *, with_digests: bool) -> Any:
-        parts: list[dict[str, FlatPart]] = []
-        view = self._view(new)
+    def _checksums(self) -> MemoryChecksumManager | None:
+        return self.checksum_manager if self.enable_checksum else None
 
-        def describe() -> RankFacts:
-            wanted, kept = flat_parts(view.parts()), self._flat_kept()
-            recorded = self.checksum_manager if self.enable_checksum else None
-            held, why = held_state(self._kept, kept, recorded, with_digests=with_digests)
-            if held is None and self._let_go_for:
-                why = f"has let its state go when {self._let_go_for[:_MAX_WHY]}"
-            parts.extend([wanted, kept])
-            return RankFacts(
-                tuple(part.facts() for part in wanted.values()),
-                tuple(sorted(view.gathered_parts())),
-                held,
-                why,
-                tuple(sorted(self._random)),
-            )
+    def _recovery(self, comm: Communicator, new: StateProvider) -> Recovery:
+        why = f"has let its state go when {self._let_go_for[:_MAX_WHY]}"
+        return Recovery(
+            comm,
+            new,
+            self._kept,
+            why=why if self._let_go_for else "has no state",
+            random_states=self._random,
+            checksums=self._checksums(),
+            shards_of=self._shards_of,
+        )
 
-        return plan_recovery(comm, describe, parts)
+    def _recover(self, comm: Communicator, new: StateProvider) -> RecoveryReport:
+        self._is_filling = False
+        recovery = self._recovery(comm, new)
 
-    def _flat_kept(self) -> dict[str, FlatPart]:
-        return {} if self._kept is None else flat_parts(self._view(self._kept.provider).parts())
+        def adopt(step: int, random_states: dict[int, bytes]) -> None:
+            self._adopt(new, step, random_states)
 
-    def _recover(self, comm: Communicator, new: StateProvider) -> Recovered:
         try:
-            return self._carry_out(comm, new)
+            plan = recovery.plan()
+            return recovery.run(plan, self._finish_step, adopt, on_filling=self._note_filling)
         except UnfinishedStepError as unfinished:
-            # That rank's state is torn now, and known to be: the next plan has one rank less.
+            # That rank's state is inconsistent, and known to be: the next plan has one rank less.
             logger.warning("%s; is there another copy?", unfinished)
             try:
                 return self._recover(comm, new)
@@ -290,48 +287,28 @@ class CheckpointManager(StepKeeper):
             except CheckpointError as error:
                 raise RestartError(f"{unfinished}; without it: {error}") from error
 
-    def _carry_out(self, comm: Communicator, new: StateProvider) -> Recovered:
-        self._is_filling = False
-        plan = self._plan(comm, new, with_digests=False)
-        kept = self._kept
-        survivor = None
-        if kept is not None:
-            survivor = Survivor(self._view(kept.provider), self._finish_step)
-        return run_recovery(
-            comm,
-            plan,
-            survivor,
-            self._view(new),
-            dict(self._random),
-            compares_copies=self.enable_checksum,
-            on_filling=self._note_filling,
-        )
-
-    def _view(self, provider: StateProvider) -> StateProvider:
+    def _shards_of(self, provider: StateProvider) -> Shards:
         """What of a state a recovery moves: here all of it."""
-        return provider
+        return provider.parts()
 
     def _finish_step(self) -> None:
-        """Update the kept state from its gradients; interrupted, it is torn, and known to be."""
+        """Update the kept state from its gradients; interrupted, it counts as inconsistent."""
         kept = self._kept
         assert kept is not None  # noqa: S101 - only called for a state that is kept
         with self.parameter_update_lock:
-            self._kept = KeptState(kept.provider, kept.step, Phase.UPDATING)
+            self._kept = InMemoryCheckpoint(kept.provider, kept.step, Phase.UPDATING)
             kept.provider.apply_update()
-            self._kept = KeptState(kept.provider, kept.step, Phase.UPDATED)
+            self._kept = InMemoryCheckpoint(kept.provider, kept.step, Phase.UPDATED)
 
-    def _adopt(self, new: StateProvider, recovered: Recovered) -> None:
-        report = recovered.report
-        for rank, content in recovered.random_states.items():
-            self._random[rank, report.step] = content
-        self._forget_random_states(report.step)
-        self._kept = KeptState(new, report.step, Phase.RUNNING)
+    def _adopt(self, new: StateProvider, step: int, random_states: dict[int, bytes]) -> None:
+        for rank, content in random_states.items():
+            self._random[rank, step] = content
+        self._forget_random_states(step)
+        self._kept = InMemoryCheckpoint(new, step, Phase.RUNNING)
         self._commit = None
         self._restores = True
         self.load_rng_states()
         self._record_checksums()
-        self.last_report, self.last_failure = report, None
-        logger.info("recovered from memory: %s", report)
 
     def _refuse(self, error: CheckpointError) -> None:
         """Note why; the frames that the error came through would keep the tensors they look at."""

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.collective import run_collectively
 from dist_ckpt_strategies.comm.process_group import ProcessGroup
-from dist_ckpt_strategies.core.report import RecoveryReport
 from dist_ckpt_strategies.errors import CheckpointError, PeerLostError, PeerTimeoutError
-from dist_ckpt_strategies.recovery.kept_state import HeldTensors, MemoryChecksumManager, PartsView
-from dist_ckpt_strategies.recovery.manager import CheckpointManager
-from dist_ckpt_strategies.recovery.part_transfer import FlatPart
-from dist_ckpt_strategies.recovery.plan import HeldState, Phase, RankFacts
-from dist_ckpt_strategies.recovery.provider import HasStateProvider, StateProvider, provider_of
-from dist_ckpt_strategies.recovery.recover import (
-    Survivor,
-    plan_recovery,
-    run_recovery,
+from dist_ckpt_strategies.recovery.in_memory import (
+    HeldTensors,
+    InMemoryCheckpoint,
+    MemoryChecksumManager,
 )
-
-logger = logging.getLogger(__name__)
+from dist_ckpt_strategies.recovery.manager import CheckpointManager
+from dist_ckpt_strategies.recovery.plan import Phase
+from dist_ckpt_strategies.recovery.provider import HasStateProvider, StateProvider, provider_of
+from dist_ckpt_strategies.recovery.recover import Recovery
+from dist_ckpt_strategies.recovery.shards import Shards
 
 _BASE = "base model"
 
@@ -35,7 +29,7 @@ class PEFTCheckpointManager(CheckpointManager):
 
     The base model is noted once, when its state is first tracked or saved, and kept through all
     recoveries; what each recovery moves is the adapters, the optimizer and the objects. Of the base
-    model are the parameters of the provider's parts (``torch.nn.Parameter``) that need no gradient
+    model are the parameters of the provider's shards (``torch.nn.Parameter``) that need no gradient
     and are not adapters by name. In the block::
 
         if manager.try_base_model_checkpointless_load(provider) is None:
@@ -49,7 +43,7 @@ class PEFTCheckpointManager(CheckpointManager):
 
     Attributes:
         params_to_save: names of parameters that are adapters.
-        base_model_weights: the base model's tensors by ``part/name``; None before they are noted.
+        base_model_weights: the base model's tensors by ``shard/name``; None before they are noted.
         base_model_keys_to_extract: their keys, sorted.
     """
 
@@ -116,9 +110,23 @@ class PEFTCheckpointManager(CheckpointManager):
                 ``try_checkpointless_load``.
         """
         provider = provider_of(trainer)
-        comm = self._communicator(group)
+        weights, self._is_filling = self.base_model_weights, False
+        old = None if weights is None else HeldTensors(lambda: {_BASE: weights})
+        recovery = Recovery(
+            self._communicator(group),
+            HeldTensors(lambda: {_BASE: self._base_of(provider)}),
+            None if old is None else InMemoryCheckpoint(old, 0, Phase.RUNNING),
+            why="has no base model",
+            random_states=None,
+            checksums=self._base_checksums if self.enable_checksum else None,
+        )
         try:
-            report = self._fill_base(comm, provider)
+            report = recovery.run(
+                recovery.plan(),
+                finish_step=lambda: None,
+                adopt=lambda *_: self._note_base(self._base_of(provider)),
+                on_filling=self._note_filling,
+            )
         except (PeerTimeoutError, PeerLostError):
             raise
         except CheckpointError as error:
@@ -126,46 +134,6 @@ class PEFTCheckpointManager(CheckpointManager):
             self._require_unfilled(error)
             return None
         return asdict(report)
-
-    def _fill_base(self, comm: Communicator, provider: StateProvider) -> RecoveryReport:
-        self._is_filling, weights = False, self.base_model_weights
-        known = {(comm.global_rank(rank), 0): b"" for rank in range(comm.size)}
-        parts: list[dict[str, FlatPart]] = []
-
-        def describe() -> RankFacts:
-            new = FlatPart(_BASE, self._base_of(provider))
-            held, why = self._held_base()
-            parts.extend({_BASE: one} for one in (new, FlatPart(_BASE, weights or {})))
-            return RankFacts((new.facts(),), (), held, why, tuple(sorted(known)) if held else ())
-
-        plan = plan_recovery(comm, describe, parts)
-        old = None if weights is None else HeldTensors(lambda: {_BASE: weights})
-        survivor = None if old is None else Survivor(old, old.apply_update)
-        target = HeldTensors(lambda: {_BASE: self._base_of(provider)})
-        random_states = {} if weights is None else known
-        recovered = run_recovery(
-            comm,
-            plan,
-            survivor,
-            target,
-            random_states,
-            compares_copies=self.enable_checksum,
-            on_filling=self._note_filling,
-        )
-        run_collectively(comm, lambda: self._note_base(self._base_of(provider)))
-        return recovered.report
-
-    def _held_base(self) -> tuple[HeldState | None, str]:
-        """What is noted of the base model, for the ranks that have none; or why nothing is."""
-        weights = self.base_model_weights
-        if weights is None:
-            return None, "has no base model"
-        if self.enable_checksum:
-            damage = self._base_checksums.differences({_BASE: weights})
-            if damage:
-                logger.error("the base model in memory is not used: %s", "; ".join(damage))
-                return None, damage[0]
-        return HeldState(0, Phase.RUNNING, (FlatPart(_BASE, weights).facts(),)), ""
 
     def _note_base(self, weights: Mapping[str, torch.Tensor]) -> None:
         self.base_model_weights = dict(weights)
@@ -175,8 +143,8 @@ class PEFTCheckpointManager(CheckpointManager):
 
     def _base_of(self, provider: StateProvider) -> dict[str, torch.Tensor]:
         return {
-            f"{part_id}/{name}": tensor.detach()
-            for part_id, tensors in provider.parts().items()
+            f"{shard_id}/{name}": tensor.detach()
+            for shard_id, tensors in provider.parts().items()
             for name, tensor in tensors.items()
             if self._is_base(name, tensor)
         }
@@ -186,12 +154,9 @@ class PEFTCheckpointManager(CheckpointManager):
         is_adapter = self.is_adapter_key(name) or self.is_adapter_key((name, tensor))
         return is_parameter and not is_adapter
 
-    def _view(self, provider: StateProvider) -> StateProvider:
+    def _shards_of(self, provider: StateProvider) -> Shards:
         """Without the base model."""
-        return PartsView(
-            provider,
-            lambda: {
-                part_id: {n: t for n, t in tensors.items() if not self._is_base(n, t)}
-                for part_id, tensors in provider.parts().items()
-            },
-        )
+        return {
+            shard_id: {n: t for n, t in tensors.items() if not self._is_base(n, t)}
+            for shard_id, tensors in provider.parts().items()
+        }

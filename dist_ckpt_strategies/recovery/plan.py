@@ -24,10 +24,10 @@ class Phase(IntEnum):
     """No gradient changes any more; the state is still that of the step's beginning."""
 
     COMMITTED = 2
-    """The vote is over: the gradients of all ranks are final, so the step counts."""
+    """All ranks have committed the step: the gradients of all are final, so it counts."""
 
     UPDATING = 3
-    """Some tensors of the parts are new, others old."""
+    """Some tensors of the shards are new, others old."""
 
     UPDATED = 4
     """The shard is that of the next step; weights that others' shards make up may be old."""
@@ -35,9 +35,11 @@ class Phase(IntEnum):
 
 _MAX_SHOWN = 8
 _SHORT_WHY = 40
+_MAX_SOURCES = 8
+"""Ranks that send one replicated shard to a receiver; more would only add messages."""
 
-ALIGNMENT_NBYTES = 4096
-"""Where a part is split over its holders: multiples of it, so that few tensors are cut oddly."""
+_ALIGNMENT_NBYTES = 4096
+"""Where a shard is split over its sources: multiples of it, so that few tensors are cut oddly."""
 
 
 class Role(StrEnum):
@@ -46,7 +48,7 @@ class Role(StrEnum):
     KEEP = "keep"
     """It is that of the target."""
 
-    ROLL_FORWARD = "roll forward"
+    FINISH_STEP = "finish step"
     """The rank finishes its step from its own gradients."""
 
     RECEIVE = "receive"
@@ -54,20 +56,18 @@ class Role(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class PartFacts:
-    """A part of a rank's state.
+class ShardFacts:
+    """A replicated shard of a rank's state.
 
     Attributes:
-        part_id: ranks that name a part alike hold equal copies of it.
-        nbytes: bytes of its tensors, one behind the other.
+        shard_id: ranks that name a shard alike hold equal copies of it.
+        nbytes: bytes of its tensors, one right after the other.
         layout: digest of the names, dtypes and shapes of its tensors.
-        digest: of its bytes; None where it was not requested.
     """
 
-    part_id: str
+    shard_id: str
     nbytes: int
     layout: str
-    digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,39 +77,40 @@ class HeldState:
     Attributes:
         step: that it was in.
         phase: how far it was within it.
-        parts: sorted by id.
+        shards: sorted by id.
     """
 
     step: int
     phase: Phase
-    parts: tuple[PartFacts, ...]
+    shards: tuple[ShardFacts, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What one rank has, and what it needs.
+    """What one rank has, and what it needs. Its size does not depend on the number of ranks.
 
     Attributes:
-        wanted: the parts of its new state, sorted by id.
+        wanted: the shards of its new state, sorted by id.
         gathered: ids of those that the ranks make anew from the others, once they have these.
         held: what it has kept; None if nothing.
-        why: why nothing, or no parts, in words.
-        random_states: whose random states it has, and of the beginning of which step.
+        why: why nothing, or no shards, in words.
+        random_states: of which ranks it has the random states at the beginning of which step; see
+            ``evenly_spaced``. None where none are needed.
     """
 
-    wanted: tuple[PartFacts, ...]
+    wanted: tuple[ShardFacts, ...]
     gathered: tuple[str, ...]
     held: HeldState | None
     why: str = "has no state"
-    random_states: tuple[tuple[int, int], ...] = ()
+    random_states: tuple[tuple[int, range], ...] | None = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ByteCopy:
-    """Bytes of a part, from a rank that has them to one that wants them."""
+    """Bytes of a replicated shard, from a rank that has them to one that wants them."""
 
     receiver: int
-    part_id: str
+    shard_id: str
     start: int
     nbytes: int
     source: int
@@ -122,13 +123,13 @@ class RecoveryPlan:
     Attributes:
         target: the step that is run next.
         roles: of every rank.
-        holders: for each part the ranks that hold it at the target, after rolling forward. Not
-            there: parts that are gathered.
-        copies: sorted by receiver, part and first byte.
+        holders: for each shard the ranks that hold it at the target, once steps are finished. Not
+            there: shards that are gathered.
+        copies: sorted by receiver, shard and first byte.
         object_sources: for every rank whose objects it takes; its own where it has them. Tensors
             and objects of one rank need not come from the same other one.
         random_sources: for every rank who has its random states; itself where it has them.
-        needs_gather: whether all ranks make the gathered parts anew, at the end.
+        needs_gather: whether all ranks make the gathered shards anew, at the end.
     """
 
     target: int
@@ -139,19 +140,23 @@ class RecoveryPlan:
     random_sources: tuple[int, ...]
     needs_gather: bool
 
-    def local_parts(self, rank: int) -> tuple[str, ...]:
-        """Parts of which a rank has its own copy at the target."""
-        return tuple(part_id for part_id, ranks in self.holders if rank in ranks)
+    def local_shards(self, rank: int) -> tuple[str, ...]:
+        """Shards of which a rank has its own copy at the target."""
+        return tuple(shard_id for shard_id, ranks in self.holders if rank in ranks)
 
-    def message_pairs(self) -> tuple[tuple[int, int], ...]:
-        """Source and receiver, wherever objects or random states travel."""
-        pairs = {
-            (source, receiver)
-            for sources in (self.object_sources, self.random_sources)
-            for receiver, source in enumerate(sources)
-            if source != receiver
-        }
-        return tuple(sorted(pairs))
+
+def evenly_spaced(ranks: Iterable[int]) -> tuple[range, ...]:
+    """The ranks as ranges: one, if they are evenly spaced, as those of most groups are."""
+    found: list[range] = []
+    for rank in sorted(ranks):
+        last = found[-1] if found else range(0)
+        if len(last) == 1:
+            found[-1] = range(last[0], rank + 1, rank - last[0])
+        elif last and rank == last[-1] + last.step:
+            found[-1] = range(last[0], rank + 1, last.step)
+        else:
+            found.append(range(rank, rank + 1))
+    return tuple(found)
 
 
 def build_recovery_plan(facts: Sequence[RankFacts]) -> RecoveryPlan:
@@ -161,25 +166,23 @@ def build_recovery_plan(facts: Sequence[RankFacts]) -> RecoveryPlan:
         facts: of every rank, by rank.
 
     Raises:
-        NoReplicasAvailableError: no rank has state, or nobody holds a part, the objects, or some
-            rank's random states, at the target; names it, and those who might have.
-        PlanError: ranks that share a part have different tensors in it.
-        CorruptCheckpointError: copies that should be equal differ; names the ranks.
+        NoReplicasAvailableError: no rank has state, or none holds a shard, the objects, or some
+            rank's random states, at the target; names it, and the ranks that might have.
+        PlanError: ranks that share a shard have different tensors in it.
     """
     target = _target(facts)
     roles = tuple(_role(one.held, target) for one in facts)
     gathered = {part_id for one in facts for part_id in one.gathered}
     is_behind = any(map(_is_behind, (one.held for one in facts), roles))
     needs_gather = is_behind and bool(gathered)
-    holders = _holders(facts, roles, gathered if needs_gather else set())
+    skipped = gathered if needs_gather else set()
+    holders = _holders(facts, roles, skipped)
     conflict = find_layout_conflict(facts)
     if conflict is not None:
-        part_id, first, second = conflict
+        shard_id, first, second = conflict
         raise PlanError(
-            f"{part_id}: other tensors on rank {second} than on rank {first}", key=part_id
+            f"{shard_id}: other tensors on rank {second} than on rank {first}", key=shard_id
         )
-    _require_equal_digests(facts, holders)
-    skipped = gathered if needs_gather else set()
     return RecoveryPlan(
         target,
         roles,
@@ -192,32 +195,33 @@ def build_recovery_plan(facts: Sequence[RankFacts]) -> RecoveryPlan:
 
 
 def find_layout_conflict(facts: Sequence[RankFacts]) -> tuple[str, int, int] | None:
-    """The first part whose tensors are not the same everywhere, and two ranks that differ."""
+    """The first shard whose tensors are not the same everywhere, and two ranks that differ."""
     first: dict[str, tuple[int, str, int]] = {}
     for rank, one in enumerate(facts):
-        for part in (*one.wanted, *(one.held.parts if one.held else ())):
-            known = first.setdefault(part.part_id, (rank, part.layout, part.nbytes))
-            if known[1:] != (part.layout, part.nbytes):
-                return part.part_id, known[0], rank
+        for shard in (*one.wanted, *(one.held.shards if one.held else ())):
+            known = first.setdefault(shard.shard_id, (rank, shard.layout, shard.nbytes))
+            if known[1:] != (shard.layout, shard.nbytes):
+                return shard.shard_id, known[0], rank
     return None
 
 
-def require_equal_copies(digests: Mapping[str, Mapping[int, str]]) -> None:
-    """Raise unless all copies of each part are equal.
+def require_equal_copies(digests: Sequence[Mapping[str, str]]) -> None:
+    """Raise unless all copies of each shard are equal.
 
     Args:
-        digests: by part id and rank.
+        digests: of every rank, by shard id.
 
     Raises:
         CorruptCheckpointError: some differ; names the ranks by what they have.
     """
-    for part_id, by_rank in sorted(digests.items()):
-        groups: defaultdict[str, list[int]] = defaultdict(list)
-        for rank, digest in sorted(by_rank.items()):
-            groups[digest].append(rank)
-        if len(groups) > 1:
-            shown = "; ".join(f"{digest} on {_ranks(ranks)}" for digest, ranks in groups.items())
-            raise CorruptCheckpointError(f"{part_id}: copies differ: {shown}", key=part_id)
+    by_shard: defaultdict[str, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, found in enumerate(digests):
+        for shard_id, digest in found.items():
+            by_shard[shard_id][digest].append(rank)
+    for shard_id, ranks_with in sorted(by_shard.items()):
+        if len(ranks_with) > 1:
+            shown = "; ".join(f"{digest} on {_ranks(r)}" for digest, r in ranks_with.items())
+            raise CorruptCheckpointError(f"{shard_id}: copies differ: {shown}", key=shard_id)
 
 
 def _target(facts: Sequence[RankFacts]) -> int:
@@ -246,7 +250,7 @@ def _role(held: HeldState | None, target: int) -> Role:
         if held.phase is Phase.UPDATED:
             return Role.KEEP
         if held.phase in {Phase.GRADS_FINAL, Phase.COMMITTED}:
-            return Role.ROLL_FORWARD
+            return Role.FINISH_STEP
     return Role.RECEIVE
 
 
@@ -254,7 +258,7 @@ def _is_behind(held: HeldState | None, role: Role) -> bool:
     """Whether the rank's shard is at the target, but weights that others' shards make are not."""
     if held is None or role is Role.RECEIVE:
         return False
-    return role is Role.ROLL_FORWARD or held.phase is Phase.UPDATED
+    return role is Role.FINISH_STEP or held.phase is Phase.UPDATED
 
 
 def _holders(
@@ -264,28 +268,10 @@ def _holders(
     for rank, (one, role) in enumerate(zip(facts, roles, strict=True)):
         if one.held is None or role is Role.RECEIVE:
             continue
-        for part in one.held.parts:
-            if part.part_id not in skipped:
-                found[part.part_id].append(rank)
-    return {part_id: tuple(ranks) for part_id, ranks in found.items()}
-
-
-def _require_equal_digests(
-    facts: Sequence[RankFacts], holders: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Of what is at the target as it is; digests from before a roll-forward say nothing."""
-    digests: defaultdict[str, dict[int, str]] = defaultdict(dict)
-    ranks_with = _as_sets(holders)
-    for rank, one in enumerate(facts):
-        for part in one.held.parts if one.held else ():
-            if part.digest is not None and rank in ranks_with.get(part.part_id, ()):
-                digests[part.part_id][rank] = part.digest
-    require_equal_copies(digests)
-
-
-def _as_sets(holders: Mapping[str, tuple[int, ...]]) -> dict[str, frozenset[int]]:
-    """The same, to be asked who is one of them: a part may be on every rank."""
-    return {part_id: frozenset(ranks) for part_id, ranks in holders.items()}
+        for shard in one.held.shards:
+            if shard.shard_id not in skipped:
+                found[shard.shard_id].append(rank)
+    return {shard_id: tuple(ranks) for shard_id, ranks in found.items()}
 
 
 def _copies(
@@ -295,42 +281,44 @@ def _copies(
     target: int,
     skipped: set[str],
 ) -> Iterator[ByteCopy]:
-    ranks_with = _as_sets(holders)
+    ranks_with = {shard_id: frozenset(ranks) for shard_id, ranks in holders.items()}
     for receiver, one in enumerate(facts):
-        for part in one.wanted:
-            sources = holders.get(part.part_id, ())
-            if part.part_id in skipped or receiver in ranks_with.get(part.part_id, ()):
+        for shard in one.wanted:
+            sources = holders.get(shard.shard_id, ())
+            if shard.shard_id in skipped or receiver in ranks_with.get(shard.shard_id, ()):
                 continue
             if not sources:
-                raise _nobody_has(part.part_id, receiver, facts, roles, target)
-            yield from _split(part, receiver, sources)
+                raise _no_holder(shard.shard_id, receiver, facts, roles, target)
+            yield from _split(shard, receiver, sources)
 
 
-def _split(part: PartFacts, receiver: int, sources: Sequence[int]) -> Iterator[ByteCopy]:
-    """The bytes of a part, evenly over those who have it."""
+def _split(shard: ShardFacts, receiver: int, holders: Sequence[int]) -> Iterator[ByteCopy]:
+    """The bytes of a shard, evenly over holders; of many, each receiver takes others."""
+    first, count = receiver * _MAX_SOURCES, min(len(holders), _MAX_SOURCES)
+    sources = sorted(holders[(first + number) % len(holders)] for number in range(count))
     start = 0
     for number, source in enumerate(sources, start=1):
-        end = part.nbytes * number // len(sources)
-        if number < len(sources):
-            end -= end % ALIGNMENT_NBYTES
+        end = shard.nbytes * number // count
+        if number < count:
+            end -= end % _ALIGNMENT_NBYTES
         if end > start:
-            yield ByteCopy(receiver, part.part_id, start, end - start, source)
+            yield ByteCopy(receiver, shard.shard_id, start, end - start, source)
             start = end
 
 
-def _nobody_has(
-    part_id: str, receiver: int, facts: Sequence[RankFacts], roles: Sequence[Role], target: int
+def _no_holder(
+    shard_id: str, receiver: int, facts: Sequence[RankFacts], roles: Sequence[Role], target: int
 ) -> NoReplicasAvailableError:
     lost = [
         f"rank {rank} {_why_not(one, role)}"
         for rank, (one, role) in enumerate(zip(facts, roles, strict=True))
-        if any(part.part_id == part_id for part in one.wanted)
+        if any(shard.shard_id == shard_id for shard in one.wanted)
     ]
     return NoReplicasAvailableError(
         None,
-        f"{part_id}: no rank holds it at step {target}, and rank {receiver} needs it: "
+        f"{shard_id}: no rank holds it at step {target}, and rank {receiver} needs it: "
         + "; ".join(lost),
-        key=part_id,
+        key=shard_id,
     )
 
 
@@ -340,21 +328,21 @@ def _why_not(one: RankFacts, role: Role) -> str:
     if role is not Role.RECEIVE:
         return one.why or f"is at the target, but without it (step {one.held.step})"
     if one.held.phase is Phase.UPDATING:
-        return f"was interrupted in its update of step {one.held.step}: its state is torn"
+        return f"was interrupted in its update of step {one.held.step}: its state is inconsistent"
     return f"has the state of step {one.held.step}, {one.held.phase.name}"
 
 
 def _object_sources(
     facts: Sequence[RankFacts], roles: Sequence[Role], target: int
 ) -> Iterator[int]:
-    """Of those at the target, the one that shares most parts; objects are equal among these."""
+    """Of those at the target, the one that shares most shards; objects are equal among these."""
     sharing: defaultdict[str, list[int]] = defaultdict(list)
     ready: list[int] = []
     for rank, (one, role) in enumerate(zip(facts, roles, strict=True)):
         if one.held is not None and role is not Role.RECEIVE:
             ready.append(rank)
-            for part_id in {part.part_id for part in one.held.parts}:
-                sharing[part_id].append(rank)
+            for shard in one.held.shards:
+                sharing[shard.shard_id].append(rank)
     if not ready:
         why = "; ".join(
             f"rank {rank} {_why_not(one, role)}"
@@ -362,28 +350,38 @@ def _object_sources(
         )
         raise NoReplicasAvailableError(None, f"no rank has the state of step {target}: {why}")
     is_ready = frozenset(ready)
+    best: dict[frozenset[str], int] = {}
     for rank, one in enumerate(facts):
         if rank in is_ready:
             yield rank
             continue
-        wanted = {part.part_id for part in one.wanted}
-        shared = Counter(source for part_id in wanted for source in sharing.get(part_id, ()))
-        yield min(shared, key=lambda source: (-shared[source], source), default=ready[0])
+        wanted = frozenset(shard.shard_id for shard in one.wanted)
+        if wanted not in best:
+            shared = Counter(source for shard_id in wanted for source in sharing.get(shard_id, ()))
+            best[wanted] = min(shared, key=lambda s: (-shared[s], s), default=ready[0])
+        yield best[wanted]
 
 
 def _random_sources(facts: Sequence[RankFacts], target: int) -> Iterator[int]:
     """The rank itself where it has its own random states, else the first that has them."""
+    if any(one.random_states is None for one in facts):
+        yield from range(len(facts))
+        return
+    known = [[r for step, r in one.random_states or () if step == target] for one in facts]
+    own = {rank for rank, found in enumerate(known) if any(rank in ranks for ranks in found)}
+    sources: dict[range, int] = {}
+    for source, found in enumerate(known):
+        for ranks in found:
+            sources.setdefault(ranks, source)
     first: dict[int, int] = {}
-    for source, one in enumerate(facts):
-        for rank, step in one.random_states:
-            if step == target and (rank == source or rank not in first):
-                first[rank] = source
+    for ranks, source in sources.items():
+        first = dict.fromkeys(ranks, source) | first
     for rank in range(len(facts)):
         if rank not in first:
             raise NoReplicasAvailableError(
-                None, f"nobody has the random states of rank {rank} at the beginning of {target}"
+                None, f"no rank has the random states of rank {rank} at the beginning of {target}"
             )
-        yield first[rank]
+        yield rank if rank in own else first[rank]
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -8,8 +8,8 @@ from typing import Any, Protocol, cast
 import torch
 
 from dist_ckpt_strategies.errors import StrategyError
-from dist_ckpt_strategies.recovery.part_transfer import dump_objects, flat_parts
 from dist_ckpt_strategies.recovery.plan import Phase
+from dist_ckpt_strategies.recovery.shards import dump_objects, flat_shards
 
 __all__ = ["HasStateProvider", "Phase", "StateProvider", "provider_of"]
 
@@ -17,9 +17,9 @@ __all__ = ["HasStateProvider", "Phase", "StateProvider", "provider_of"]
 class StateProvider(Protocol):
     """One rank's training state. Nothing here but ``gather_weights`` talks to other ranks.
 
-    A *part* is a set of tensors; ranks that give a part the same id hold equal copies of it. Two
-    ranks need not have the same parts: weights may be one part of all ranks, an optimizer's shard
-    a part of the two that hold it.
+    A *replicated shard* is a set of tensors; ranks that give one the same id hold equal copies of
+    it. Two ranks need not have the same: the weights may be one of all ranks, a shard of the
+    optimizer one of the two that hold it.
     """
 
     @property
@@ -32,21 +32,21 @@ class StateProvider(Protocol):
         ...
 
     def parts(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """The live tensors, by part id and name: recovery reads them, and writes into them.
+        """The live tensors, by shard id and name: recovery reads them, and writes into them.
 
-        All of them are there from the beginning, an optimizer's moments too: what a fresh rank
-        has not, it cannot receive.
+        All of them are there from the beginning, an optimizer's moments too: a fresh rank can only
+        receive what it has a place for.
         """
         ...
 
     def gathered_parts(self) -> frozenset[str]:
-        """Ids of the parts of which ``gather_weights`` makes every tensor anew."""
+        """Ids of the shards of which ``gather_weights`` makes every tensor anew."""
         ...
 
     def objects(self) -> Mapping[str, Any]:
         """State that is no tensor: schedulers, counters, data position. A copy, to be pickled.
 
-        Equal on all ranks that share a part. It changes together with the tensors: in the update.
+        Equal on all ranks that share a shard. It changes together with the tensors: in the update.
         """
         ...
 
@@ -59,7 +59,7 @@ class StateProvider(Protocol):
 
         Local: no peer is asked, and none of the groups of the attempt that ended is left. Called
         for a rank whose step counts and that was interrupted before its update. What needs the
-        other ranks, the norm of the gradients for one, is done before the vote.
+        other ranks, the norm of the gradients for one, is done before the step is committed.
         """
         ...
 
@@ -99,5 +99,5 @@ def require_movable(provider: StateProvider) -> None:
     Raises:
         PlanError: a tensor has no memory of its own, or an object cannot be pickled.
     """
-    flat_parts(provider.parts())
+    flat_shards(provider.parts())
     dump_objects(provider.objects())

@@ -7,67 +7,59 @@ import logging
 import pickle
 import time
 import traceback
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from dist_ckpt_strategies.comm.base import Communicator
 from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
-from dist_ckpt_strategies.comm.exchange import Blocks, exchange
+from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing, exchange
 from dist_ckpt_strategies.comm.process_group import is_of_communication
 from dist_ckpt_strategies.core.report import RecoveryReport
+from dist_ckpt_strategies.device import TensorBytes
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     RestartError,
     ShapeMismatchError,
     text_of,
 )
-from dist_ckpt_strategies.recovery.part_transfer import (
-    FlatPart,
-    blocks_of,
-    dump_objects,
-    flat_parts,
-    layout_differences,
-    load_objects,
-)
+from dist_ckpt_strategies.recovery.in_memory import InMemoryCheckpoint, MemoryChecksumManager
 from dist_ckpt_strategies.recovery.plan import (
+    ByteCopy,
+    HeldState,
     RankFacts,
     RecoveryPlan,
     Role,
     build_recovery_plan,
+    evenly_spaced,
     find_layout_conflict,
     require_equal_copies,
 )
 from dist_ckpt_strategies.recovery.provider import StateProvider
+from dist_ckpt_strategies.recovery.shards import (
+    FlatShard,
+    Shards,
+    dump_objects,
+    flat_shards,
+    layout_differences,
+    load_objects,
+)
 
 logger = logging.getLogger(__name__)
 
 _MAX_SHOWN = 3
+_OBJECTS, _RANDOM_STATES = "objects", "random states"
+_MAX_INFLIGHT_NBYTES = 64 << 20
 
 T = TypeVar("T")
 
 RandomStates = Mapping[tuple[int, int], bytes]
-"""Encoded random states, by rank and step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Survivor:
-    """What a rank has kept through a fault.
-
-    Attributes:
-        provider: of the attempt that ended; its tensors are the source.
-        finish_step: finishes its step from the provider's gradients, and notes that it has.
-    """
-
-    provider: StateProvider
-    finish_step: Callable[[], None]
+"""Encoded random states, by global rank and step."""
 
 
 class UnfinishedStepError(RestartError):
-    """A rank could not finish its step, and its state is torn; others may hold the same parts.
+    """A rank could not finish its step: its state is inconsistent, others may hold the same shards.
 
     Raised on all ranks alike, before any state has been moved.
     """
@@ -80,175 +72,256 @@ class BrokenGatherError(RestartError):
     """
 
 
-@dataclass(frozen=True, slots=True)
-class Recovered:
-    """What a rank has after a recovery.
-
-    Attributes:
-        report: in numbers.
-        random_states: those of the target that this rank knows, by rank; its own among them.
-    """
-
-    report: RecoveryReport
-    random_states: dict[int, bytes]
-
-
-def plan_recovery(
-    comm: Communicator,
-    describe: Callable[[], RankFacts],
-    parts: Sequence[Mapping[str, FlatPart]],
-) -> RecoveryPlan:
-    """The plan, or the same error on all ranks; where tensors differ it names them.
-
-    Collective.
+class Recovery:
+    """One rank's side of a recovery: what it has and needs, what it sends and receives.
 
     Args:
-        comm: the ranks.
-        describe: what this rank has and needs.
-        parts: this rank's own, wanted ones first; ``describe`` may fill the sequence.
+        comm: the ranks that recover together.
+        new: the state to be filled; it may have the tensors of the kept one, or be the same object.
+        kept: what this rank has in memory; None if nothing.
+        why: why nothing, in words.
+        random_states: that this rank knows; None if the state has none.
+        checksums: digests of the kept state, which is refused where it differs, and of which all
+            copies of a shard have to be equal; None: neither is compared.
+        shards_of: the tensors of a state that are moved.
     """
-    answers = run_and_gather(comm, lambda: base64.b85encode(pickle.dumps(describe())).decode())
 
-    def decide() -> RecoveryPlan | CheckpointError | tuple[str, int, int]:
-        contents = [base64.b85decode(answer) for answer in answers]
-        facts = [pickle.loads(content) for content in contents]  # noqa: S301 - of this job
-        try:
-            return find_layout_conflict(facts) or build_recovery_plan(facts)
-        except CheckpointError as error:  # all ranks find it alike, so no rank is to blame
-            return error
-
-    decision: RecoveryPlan | CheckpointError | tuple[str, int, int] = run_collectively(comm, decide)
-    if isinstance(decision, tuple):
-        _raise_conflict(comm, decision, parts)
-    return _required(decision)
-
-
-def run_recovery(  # noqa: PLR0913 - options by name
-    comm: Communicator,
-    plan: RecoveryPlan,
-    survivor: Survivor | None,
-    new: StateProvider,
-    random_states: RandomStates,
-    *,
-    compares_copies: bool = False,
-    max_bucket_nbytes: int = 64 << 20,
-    on_filling: Callable[[], None] = lambda: None,
-) -> Recovered:
-    """Carry out a plan: afterwards ``new`` has the state of the target on every rank.
-
-    Collective: either every rank returns, or every rank raises, and then the state of ``new`` is
-    good for nothing on ranks that were to receive. What ``survivor`` has is only changed by
-    finishing its step.
-
-    Args:
-        comm: the ranks of the plan.
-        plan: equal on all of them.
-        survivor: what this rank has kept; None if nothing.
-        new: what is to be filled; it may have the survivor's tensors, or be the same object.
-        random_states: that this rank knows.
-        compares_copies: whether all copies of a part have to be equal before any is sent.
-        max_bucket_nbytes: bound on what travels at once to, or from, all peers of a rank.
-        on_filling: called when the new state is about to be changed; on all ranks, or on none.
-
-    Raises:
-        UnfinishedStepError: a rank could not finish its step; another plan may do without it.
-        BrokenGatherError: ranks lost each other while they made the weights anew.
-        CorruptCheckpointError: bytes arrived damaged, or copies of a part differ.
-    """
-    started = time.monotonic()
-    role = plan.roles[comm.rank]
-    if any(one is Role.ROLL_FORWARD for one in plan.roles):
-        _finish_steps(comm, survivor, role)
-    transfer = _Transfer(comm, plan, survivor, new, random_states)
-    described = run_and_gather(comm, lambda: transfer.describe(with_digests=compares_copies))
-    if compares_copies:
-        _compare_copies(comm, [digests for _, digests in described])
-    on_filling()
-    exchange(
-        comm,
-        lambda: transfer.prepare([nbytes for nbytes, _ in described]),
-        max_inflight_nbytes=max_bucket_nbytes,
-    )
-    random = run_collectively(comm, transfer.take)
-    if plan.needs_gather:
-        _gather_weights(comm, new)
-    report = transfer.report(time.monotonic() - started)
-    return Recovered(report, random)
-
-
-class _Transfer:
-    """One rank's side of a plan: what it has at the target, and what it receives."""
-
-    def __init__(
+    def __init__(  # noqa: PLR0913 - options by name
         self,
         comm: Communicator,
-        plan: RecoveryPlan,
-        survivor: Survivor | None,
         new: StateProvider,
-        random_states: RandomStates,
+        kept: InMemoryCheckpoint | None,
+        *,
+        why: str = "has no state",
+        random_states: RandomStates | None,
+        checksums: MemoryChecksumManager | None,
+        shards_of: Callable[[StateProvider], Shards] = lambda provider: provider.parts(),
     ) -> None:
         self._comm = comm
-        self._plan = plan
-        self._survivor = survivor
         self._new = new
+        self._kept = kept
+        self._why = why
         self._random_states = random_states
+        self._checksums = checksums
+        self._shards_of = shards_of
+        self._wanted: dict[str, FlatShard] = {}
+        self._held: dict[str, FlatShard] = {}
         self._copied_nbytes = 0
-        self._sources: dict[str, FlatPart] = {}
-        self._targets: dict[str, FlatPart] = {}
-        self._objects: dict[int, torch.Tensor] = {}
+        self._messages: dict[tuple[str, int], torch.Tensor] = {}
+        """What is no tensor, by name and receiver: this rank's own, and what it sends."""
 
-    def describe(self, *, with_digests: bool) -> list[Any]:
-        """The size of this rank's objects, and digests of its parts at the target."""
-        plan, rank = self._plan, self._comm.rank
-        # Asked for after the roll-forward: an update may replace tensors by new ones.
-        self._sources = _sources(self._survivor, plan.roles[rank])
-        self._targets = flat_parts(_asked("parts", self._new.parts))
+    def plan(self) -> RecoveryPlan:
+        """The plan, or the same error on all ranks; where tensors differ it names them.
+
+        Collective: one gather.
+        """
+
+        def describe() -> str:
+            return base64.b85encode(pickle.dumps(self._facts())).decode()
+
+        contents = map(base64.b85decode, run_and_gather(self._comm, describe))
+        facts = [pickle.loads(content) for content in contents]  # noqa: S301 - of this job
+        conflict = find_layout_conflict(facts)
+        if conflict is not None:
+            self._raise_conflict(*conflict)
+        return build_recovery_plan(facts)
+
+    def compare(self, plan: RecoveryPlan) -> None:
+        """Raise on all ranks alike where copies differ of what is at the target as it is.
+
+        Collective: one gather.
+
+        Raises:
+            CorruptCheckpointError: they do.
+        """
+        is_there = plan.roles[self._comm.rank] is Role.KEEP
+        found = run_and_gather(self._comm, lambda: self._digests(plan) if is_there else {})
+        require_equal_copies(found)
+
+    def run(
+        self,
+        plan: RecoveryPlan,
+        finish_step: Callable[[], None],
+        adopt: Callable[[int, dict[int, bytes]], None],
+        *,
+        on_filling: Callable[[], None] = lambda: None,
+    ) -> RecoveryReport:
+        """Carry out a plan: afterwards the new state is that of the target on every rank.
+
+        Collective: either every rank returns, or every rank raises, and then the new state is
+        good for nothing on ranks that were to receive. The kept state is only changed by finishing
+        its step. Four gathers beside the transfer, two more where weights are gathered.
+
+        Args:
+            plan: equal on all ranks.
+            finish_step: finishes the step of the kept state from its gradients, and notes that.
+            adopt: called at the end with the target, and the random states of its beginning that
+                this rank received, by global rank; what it raises, every rank raises.
+            on_filling: called when the new state is about to be changed; on all ranks, or on none.
+
+        Raises:
+            UnfinishedStepError: a rank could not finish its step; another plan may do without it.
+            BrokenGatherError: ranks lost each other while they made the weights anew.
+            CorruptCheckpointError: bytes arrived damaged, or copies of a shard differ.
+        """
+        comm, started = self._comm, time.monotonic()
+        prepared = run_and_gather(comm, lambda: self._prepared(plan, finish_step))
+        self._raise_if_any([why for why, *_ in prepared], UnfinishedStepError)
+        require_equal_copies([digests for *_, digests in prepared])
+        on_filling()
+
+        random: dict[int, bytes] = {}
+
+        def complete() -> None:
+            random.update(self._complete(plan))
+            if not plan.needs_gather:
+                adopt(plan.target, random)
+
+        exchange(
+            comm,
+            lambda: self._blocks(plan, prepared),
+            complete=complete,
+            max_inflight_nbytes=_MAX_INFLIGHT_NBYTES,
+        )
+        if plan.needs_gather:
+            self._gather_weights()
+            run_collectively(comm, lambda: adopt(plan.target, random))
+        return self._report(plan, time.monotonic() - started)
+
+    def _facts(self) -> RankFacts:
+        self._wanted = flat_shards(self._shards_of(self._new))
+        held, why, kept = None, self._why, self._kept
+        if kept is not None:
+            self._held = flat_shards(self._shards_of(kept.provider))
+            damage = kept.damage(self._checksums)
+            if damage:
+                logger.error("the state in memory is not used: %s", "; ".join(damage))
+            shards = () if damage else tuple(shard.facts() for shard in self._held.values())
+            held, why = HeldState(kept.step, kept.phase, shards), "".join(damage[:1])
+        return RankFacts(
+            tuple(shard.facts() for shard in self._wanted.values()),
+            tuple(sorted(self._new.gathered_parts())),
+            held,
+            why,
+            self._known_random_states(),
+        )
+
+    def _known_random_states(self) -> tuple[tuple[int, range], ...] | None:
+        if self._random_states is None:
+            return None
+        of_comm = {self._comm.global_rank(rank): rank for rank in range(self._comm.size)}
+        by_step: dict[int, list[int]] = {}
+        for global_rank, step in self._random_states:
+            if global_rank in of_comm:
+                by_step.setdefault(step, []).append(of_comm[global_rank])
+        return tuple(
+            (step, ranks) for step in sorted(by_step) for ranks in evenly_spaced(by_step[step])
+        )
+
+    def _prepared(self, plan: RecoveryPlan, finish_step: Callable[[], None]) -> list[Any]:
+        """Why the step is not finished, sizes of the messages, and digests of the shards."""
+        rank, role = self._comm.rank, plan.roles[self._comm.rank]
+        if role is Role.FINISH_STEP:
+            try:
+                _asked("apply_update", finish_step)
+            except CheckpointError as error:
+                return [str(error), [], {}]
+        # Asked for after the step is finished: an update may replace tensors by new ones.
+        provider = None if self._kept is None or role is Role.RECEIVE else self._kept.provider
+        self._held = {} if provider is None else self._flat(provider)
+        self._wanted = self._flat(self._new)
         for copy in plan.copies:
             if copy.receiver == rank:
-                self._targets[copy.part_id].require_fillable()
-        has_objects = plan.object_sources[rank] == rank
-        known = {
-            of_rank: found
-            for (of_rank, step), found in self._random_states.items()
-            if step == plan.target
-        }
-        content = dump_objects((_objects_of(self._survivor if has_objects else None), known))
-        self._objects[rank] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-        compared = plan.local_parts(rank) if with_digests else ()
-        return [len(content), {name: self._sources[name].digest() for name in compared}]
+                self._wanted[copy.shard_id].require_fillable()
+        self._make_messages(plan, provider)
+        sizes = [[*which, content.numel()] for which, content in self._messages.items()]
+        return ["", sizes, self._digests(plan) if self._checksums is not None else {}]
 
-    def prepare(self, objects_nbytes: Sequence[int]) -> Blocks:
-        """Copy this rank's own parts to the new state; what it sends and receives beside them."""
-        plan, rank = self._plan, self._comm.rank
-        for part_id in plan.local_parts(rank):
-            if part_id in self._targets:
-                self._copied_nbytes += self._targets[part_id].copy_from(self._sources[part_id])
-        for source, receiver in plan.message_pairs():
-            if receiver == rank:
-                memory = torch.empty(objects_nbytes[source], dtype=torch.uint8, device="cpu")
-                self._objects[source] = memory
-        return blocks_of(self._comm, plan, self._sources, self._targets, self._objects)
+    def _make_messages(self, plan: RecoveryPlan, provider: StateProvider | None) -> None:
+        rank = self._comm.rank
+        if provider is not None:
+            objects = _tensor(dump_objects(dict(_asked("objects", provider.objects))))
+            for receiver, source in enumerate(plan.object_sources):
+                if source == rank:
+                    self._messages[_OBJECTS, receiver] = objects
+        for receiver, source in enumerate(plan.random_sources):
+            if source == rank != receiver:
+                states = dump_objects(self._random_states_for(receiver, plan.target))
+                self._messages[_RANDOM_STATES, receiver] = _tensor(states)
 
-    def take(self) -> dict[int, bytes]:
-        """Complete the new state; returns the random states of the target, by rank."""
-        plan, rank = self._plan, self._comm.rank
-        for part in self._targets.values():
-            part.write_back()
-        states = {
-            source: load_objects(content.numpy().tobytes())
-            for source, content in self._objects.items()
-        }
-        random: dict[int, bytes] = {}
-        for source in {plan.random_sources[rank], *states}:
-            random = {**states[source][1], **random}
-        objects, _ = states[plan.object_sources[rank]]
+    def _flat(self, provider: StateProvider) -> dict[str, FlatShard]:
+        return flat_shards(_asked("parts", lambda: self._shards_of(provider)))
+
+    def _digests(self, plan: RecoveryPlan) -> dict[str, str]:
+        """Of this rank's shards at the target, by id."""
+        return {name: self._held[name].digest() for name in plan.local_shards(self._comm.rank)}
+
+    def _random_states_for(self, receiver: int, step: int) -> dict[int, bytes]:
+        """The receiver's own, and this rank's: should it be lost next, the receiver has them."""
+        states = self._random_states or {}
+        ranks = (self._comm.global_rank(rank) for rank in (receiver, self._comm.rank))
+        return {rank: states[rank, step] for rank in ranks if (rank, step) in states}
+
+    def _blocks(self, plan: RecoveryPlan, prepared: Sequence[Sequence[Any]]) -> Blocks:
+        """Copy this rank's own shards to the new state; what it sends and receives beside them."""
+        rank = self._comm.rank
+        for shard_id in plan.local_shards(rank):
+            if shard_id in self._wanted:
+                self._copied_nbytes += self._wanted[shard_id].copy_from(self._held[shard_id])
+        outgoing = [_outgoing(self._held[c.shard_id], c) for c in plan.copies if c.source == rank]
+        incoming = [
+            _incoming(self._wanted[copy.shard_id], copy, self._comm.device)
+            for copy in plan.copies
+            if copy.receiver == rank
+        ]
+        for (name, receiver), content in self._messages.items():
+            if receiver != rank:
+                sent = TensorBytes([content])
+                outgoing.append(Outgoing(name, receiver, sent.nbytes, sent.read))
+        all_sources = {_OBJECTS: plan.object_sources, _RANDOM_STATES: plan.random_sources}
+        for name, sources in all_sources.items():
+            source = sources[rank]
+            for what, receiver, nbytes in prepared[source][1] if source != rank else ():
+                if (what, receiver) == (name, rank):
+                    memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+                    self._messages[name, rank] = memory
+                    incoming.append(Incoming(name, source, nbytes, TensorBytes([memory]).write))
+        return outgoing, incoming
+
+    def _complete(self, plan: RecoveryPlan) -> dict[int, bytes]:
+        """Complete the new state; returns the random states that this rank received."""
+        for shard in self._wanted.values():
+            shard.write_back()
+        rank = self._comm.rank
+        objects = load_objects(self._messages[_OBJECTS, rank].numpy().tobytes())
         _asked("load_objects", lambda: self._new.load_objects(objects))
         _asked("set_step", lambda: self._new.set_step(plan.target))
-        return random
+        received = self._messages.get((_RANDOM_STATES, rank))
+        return {} if received is None else dict(load_objects(received.numpy().tobytes()))
 
-    def report(self, seconds: float) -> RecoveryReport:
-        """What was done, in numbers."""
-        plan, rank = self._plan, self._comm.rank
+    def _gather_weights(self) -> None:
+        """Have the weights made anew. Collective."""
+
+        def gather() -> str:
+            try:
+                _asked("gather_weights", self._new.gather_weights)
+            except CheckpointError as error:
+                if is_of_communication(error) or is_of_communication(error.__cause__):
+                    return str(error)
+                raise
+            return ""
+
+        self._raise_if_any(run_and_gather(self._comm, gather), BrokenGatherError)
+
+    def _raise_if_any(self, answers: Sequence[str], kind: Callable[[str], RestartError]) -> None:
+        failed = [
+            f"rank {self._comm.global_rank(r)}: {why}" for r, why in enumerate(answers) if why
+        ]
+        if failed:
+            raise kind("; ".join(failed[:_MAX_SHOWN]))
+
+    def _report(self, plan: RecoveryPlan, seconds: float) -> RecoveryReport:
+        rank = self._comm.rank
         received = [copy for copy in plan.copies if copy.receiver == rank]
         return RecoveryReport(
             step=plan.target,
@@ -261,47 +334,25 @@ class _Transfer:
             seconds=seconds,
         )
 
+    def _raise_conflict(self, shard_id: str, first: int, second: int) -> NoReturn:
+        """Raise on all ranks, naming the tensors that differ. Collective."""
+        comm = self._comm
 
-def _required(decision: T | CheckpointError) -> T:
-    """What every rank decided alike, or the error that all decided on alike."""
-    if isinstance(decision, CheckpointError):
-        raise decision
-    return decision
+        def describe() -> Any:
+            both = (self._wanted, self._held)
+            found = [shards[shard_id].lines() for shards in both if shard_id in shards]
+            return found if comm.rank in {first, second} else None
 
-
-def _finish_steps(comm: Communicator, survivor: Survivor | None, role: Role) -> None:
-    def finish() -> str:
-        try:
-            if role is Role.ROLL_FORWARD and survivor is not None:
-                _asked("apply_update", survivor.finish_step)
-        except CheckpointError as error:
-            return str(error)
-        return ""
-
-    _raise_if_any(comm, run_and_gather(comm, finish), UnfinishedStepError)
-
-
-def _gather_weights(comm: Communicator, new: StateProvider) -> None:
-    """Have the weights made anew. Collective."""
-
-    def gather() -> str:
-        try:
-            _asked("gather_weights", new.gather_weights)
-        except CheckpointError as error:
-            if is_of_communication(error) or is_of_communication(error.__cause__):
-                return str(error)
-            raise
-        return ""
-
-    _raise_if_any(comm, run_and_gather(comm, gather), BrokenGatherError)
-
-
-def _raise_if_any(
-    comm: Communicator, answers: Sequence[str], kind: Callable[[str], RestartError]
-) -> None:
-    failed = [f"rank {comm.global_rank(rank)}: {why}" for rank, why in enumerate(answers) if why]
-    if failed:
-        raise kind("; ".join(failed[:_MAX_SHOWN]))
+        answers = run_and_gather(comm, describe)
+        pairs = ((answers[first][0], lines) for lines in (*answers[second], *answers[first]))
+        differences = next(filter(None, (layout_differences(*pair) for pair in pairs)), [])
+        shown = "; ".join(differences[:_MAX_SHOWN])
+        num_more = len(differences) - _MAX_SHOWN
+        raise ShapeMismatchError(
+            f"{shard_id}: tensors differ between ranks {comm.global_rank(first)} and "
+            f"{comm.global_rank(second)}: {shown}{f', and {num_more} more' * (num_more > 0)}",
+            key=shard_id,
+        )
 
 
 def _asked(what: str, call: Callable[[], T]) -> T:
@@ -316,48 +367,27 @@ def _asked(what: str, call: Callable[[], T]) -> T:
         raise RestartError(text) from error
 
 
-def _sources(survivor: Survivor | None, role: Role) -> dict[str, FlatPart]:
-    if survivor is None or role is Role.RECEIVE:
-        return {}
-    return flat_parts(_asked("parts", survivor.provider.parts))
+def _tensor(content: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
-def _compare_copies(comm: Communicator, answers: Sequence[Mapping[str, str]]) -> None:
-    def compare() -> CheckpointError | None:
-        digests: defaultdict[str, dict[int, str]] = defaultdict(dict)
-        for rank, found in enumerate(answers):
-            for part_id, digest in found.items():
-                digests[part_id][rank] = digest
-        try:
-            require_equal_copies(digests)
-        except CheckpointError as error:
-            return error
-        return None
-
-    _required(run_collectively(comm, compare))
+def _name(copy: ByteCopy) -> str:
+    return f"{copy.shard_id}: bytes {copy.start} to {copy.start + copy.nbytes}"
 
 
-def _objects_of(survivor: Survivor | None) -> dict[str, Any] | None:
-    return None if survivor is None else dict(_asked("objects", survivor.provider.objects))
+def _outgoing(shard: FlatShard, copy: ByteCopy) -> Outgoing:
+    def read(start: int, buffer: torch.Tensor) -> torch.Tensor:
+        return shard.read(copy.start + start, buffer)
+
+    return Outgoing(_name(copy), copy.receiver, copy.nbytes, read)
 
 
-def _raise_conflict(
-    comm: Communicator, conflict: tuple[str, int, int], parts: Sequence[Mapping[str, FlatPart]]
-) -> NoReturn:
-    """Raise on all ranks, naming the tensors that differ. Collective."""
-    part_id, first, second = conflict
-
-    def describe() -> Any:
-        found = [known[part_id].lines() for known in parts if part_id in known]
-        return found if comm.rank in {first, second} else None
-
-    answers = run_and_gather(comm, describe)
-    pairs = ((answers[first][0], lines) for lines in (*answers[second], *answers[first]))
-    differences = next(filter(None, (layout_differences(*pair) for pair in pairs)), [])
-    shown = "; ".join(differences[:_MAX_SHOWN])
-    more = f", and {len(differences) - _MAX_SHOWN} more" if len(differences) > _MAX_SHOWN else ""
-    raise ShapeMismatchError(
-        f"{part_id}: tensors differ between ranks {comm.global_rank(first)} and "
-        f"{comm.global_rank(second)}: {shown}{more}",
-        key=part_id,
+def _incoming(shard: FlatShard, copy: ByteCopy, device: torch.device) -> Incoming:
+    return Incoming(
+        _name(copy),
+        copy.source,
+        copy.nbytes,
+        lambda start, content: shard.write(copy.start + start, content),
+        lambda start, nbytes: shard.landing(copy.start + start, nbytes, device),
+        copy.shard_id,
     )

@@ -12,7 +12,7 @@ from typing import Self
 from dist_ckpt_strategies.comm.process_group import ProcessGroup, global_rank
 from dist_ckpt_strategies.comm.step_commit import StepCommit
 from dist_ckpt_strategies.errors import RestartError
-from dist_ckpt_strategies.recovery.kept_state import KeptState, MemoryChecksumManager
+from dist_ckpt_strategies.recovery.in_memory import InMemoryCheckpoint, MemoryChecksumManager
 from dist_ckpt_strategies.recovery.plan import Phase
 from dist_ckpt_strategies.recovery.provider import (
     HasStateProvider,
@@ -112,7 +112,7 @@ class StepKeeper:
         self.checksum_manager = MemoryChecksumManager()
         self.parameter_update_lock = ParameterUpdateLock()
         self._timeout_s = timeout_s
-        self._kept: KeptState | None = None
+        self._kept: InMemoryCheckpoint | None = None
         self._random: dict[tuple[int, int], bytes] = {}  # of the last steps, by rank and step
         self._commit: StepCommit | None = None
         self._restores = False
@@ -144,16 +144,16 @@ class StepKeeper:
 
         Args:
             provider: it is at the beginning of its step.
-            group: ranks that vote; None for the world.
-            replica_group: ranks that mirror their random states to each other: those that hold
-                the same parts. None for ``group``.
+            group: ranks that commit steps; None for the world.
+            replica_group: ranks that replicate their random states to each other: those that hold
+                the same shards. None for ``group``.
 
         Raises:
             PlanError: some of it could not be sent to another rank; says what.
         """
         found = provider_of(provider)
         require_movable(found)
-        self._kept = KeptState(found, found.step, Phase.RUNNING)
+        self._kept = InMemoryCheckpoint(found, found.step, Phase.RUNNING)
         self._commit = StepCommit(group, replica_group, timeout_s=self._timeout_s)
 
     def begin_step(self) -> None:
@@ -169,9 +169,9 @@ class StepKeeper:
             raise RestartError(f"step {kept.provider.step} begins, expected {kept.step}")
 
     def vote(self) -> None:
-        """Meet all ranks after the last change of a gradient; afterwards the step counts.
+        """Commit the step with all ranks, after the last change of a gradient; then it counts.
 
-        Collective: two numbers among those that vote, the random states among the replicas. What
+        Collective: two numbers among those that commit, the random states among the replicas. What
         needs other ranks for the update, such as the norm of the gradients, comes before.
 
         Raises:
@@ -181,21 +181,21 @@ class StepKeeper:
         after = kept.step + 1
         content = encode_random_states(capture_random_states())
         self._random[global_rank(), after] = content
-        self._kept = KeptState(kept.provider, kept.step, Phase.GRADS_FINAL)
-        self._mirror(commit, after, content)
-        # Whoever comes out of this knows that all have been in it, and so have mirrored theirs.
+        self._kept = InMemoryCheckpoint(kept.provider, kept.step, Phase.GRADS_FINAL)
+        self._replicate(commit, after, content)
+        # A rank that has committed knows that all have reached this, and replicated theirs before.
         if not commit.should_commit(kept.step):
             raise RestartError(
                 f"vote on step {kept.step}: some rank votes on another one; all have to load the "
                 "same checkpoint, and to begin with the same step"
             )
-        self._kept = KeptState(kept.provider, kept.step, Phase.COMMITTED)
+        self._kept = InMemoryCheckpoint(kept.provider, kept.step, Phase.COMMITTED)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Hold the lock while the block changes this rank's shard and objects.
 
-        Left by an exception, the state counts as torn.
+        Left by an exception, the state counts as inconsistent.
         """
         self.begin_update()
         try:
@@ -212,16 +212,16 @@ class StepKeeper:
         """
         kept, _ = self._tracked({Phase.COMMITTED})
         self.parameter_update_lock.acquire()
-        self._kept = KeptState(kept.provider, kept.step, Phase.UPDATING)
+        self._kept = InMemoryCheckpoint(kept.provider, kept.step, Phase.UPDATING)
 
     def end_update(self) -> None:
         """Give the lock back: this rank's shard and objects are those of the next step."""
         kept, _ = self._tracked({Phase.UPDATING})
-        self._kept = KeptState(kept.provider, kept.step, Phase.UPDATED)
+        self._kept = InMemoryCheckpoint(kept.provider, kept.step, Phase.UPDATED)
         self.parameter_update_lock.release()
 
     def abandon_update(self) -> None:
-        """Give the lock back if this thread holds it; a state in the middle of it is torn."""
+        """Give the lock back if this thread holds it; a state amid its update is inconsistent."""
         if self.parameter_update_lock.held_by(threading.get_ident()):
             self.parameter_update_lock.release()
 
@@ -232,7 +232,7 @@ class StepKeeper:
     def end_step(self) -> None:
         """Note that the step is over: the weights are gathered. Gives back a lock that is held."""
         kept, _ = self._tracked({Phase.UPDATED})
-        self._kept = KeptState(kept.provider, kept.step + 1, Phase.RUNNING)
+        self._kept = InMemoryCheckpoint(kept.provider, kept.step + 1, Phase.RUNNING)
         kept.provider.set_step(kept.step + 1)
         self._forget_random_states(kept.step + 1)
         self._record_checksums()
@@ -254,7 +254,7 @@ class StepKeeper:
             raise RestartError(f"no random states are known for step {self.global_step}")
         restore_random_states(states)
 
-    def _tracked(self, phases: set[Phase]) -> tuple[KeptState, StepCommit]:
+    def _tracked(self, phases: set[Phase]) -> tuple[InMemoryCheckpoint, StepCommit]:
         if self._kept is None or self._commit is None:
             raise RestartError("no state is tracked; call track(provider) first")
         if self._kept.phase not in phases:
@@ -264,18 +264,18 @@ class StepKeeper:
             )
         return self._kept, self._commit
 
-    def _begin_attempt(self, kept: KeptState, commit: StepCommit) -> None:
-        """The beginning of the first step: the one point that no vote of a step before covers."""
+    def _begin_attempt(self, kept: InMemoryCheckpoint, commit: StepCommit) -> None:
+        """The beginning of the first step: the one point that no earlier commit covers."""
         step = kept.provider.step
-        self._kept = KeptState(kept.provider, step, Phase.RUNNING)
+        self._kept = InMemoryCheckpoint(kept.provider, step, Phase.RUNNING)
         if self._restores:
             self.load_rng_states()
             self._restores = False
         self.store_rng_states()
-        self._mirror(commit, step, self._random[global_rank(), step])
+        self._replicate(commit, step, self._random[global_rank(), step])
         self._record_checksums()
 
-    def _mirror(self, commit: StepCommit, step: int, content: bytes) -> None:
+    def _replicate(self, commit: StepCommit, step: int, content: bytes) -> None:
         for rank, found in commit.replicate(content).items():
             self._random[rank, step] = found
 

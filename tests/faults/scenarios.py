@@ -22,7 +22,7 @@ from dist_ckpt_strategies.local import (
     MCoreTensorAwareStateDict,
 )
 from dist_ckpt_strategies.recovery import CheckpointManager, Phase
-from dist_ckpt_strategies.recovery.kept_state import KeptState
+from dist_ckpt_strategies.recovery.in_memory import InMemoryCheckpoint
 from dist_ckpt_strategies.recovery.random_states import (
     capture_random_states,
     encode_random_states,
@@ -295,8 +295,8 @@ def recover_where(lost: int) -> Callable[[int, Path], Action]:
             del root
             manager = CheckpointManager(enable_checksum=True, timeout_s=LIMIT_S)
             if rank != lost:
-                # As a vote would have left it: votes are collectives of the training's own.
-                manager._kept = KeptState(_replica(rank, 1.0), 0, Phase.COMMITTED)
+                # As its commit would have left it: that is a collective of the training's own.
+                manager._kept = InMemoryCheckpoint(_replica(rank, 1.0), 0, Phase.COMMITTED)
                 for other in range(dist.get_world_size()):
                     manager._random[other, 1] = random_states
             new = _replica(rank, 0.0)

@@ -41,8 +41,8 @@ def tracking(
         assert kept is not None
         manager._kept = type(kept)(kept.provider, kept.step, phase)
     if phase is Phase.UPDATING:
-        with pytest.raises(ValueError, match="torn"), manager.updating():
-            raise ValueError("torn")
+        with pytest.raises(ValueError, match="broken off"), manager.updating():
+            raise ValueError("broken off")
     if phase is Phase.UPDATED:
         with manager.updating():
             old.apply_update()
@@ -102,11 +102,11 @@ def test_a_committed_step_is_finished_once_however_often_recovery_is_interrupted
     assert value_of(new) == 2.0
 
 
-def test_a_torn_state_without_a_replica_cannot_be_used() -> None:
+def test_an_inconsistent_state_without_a_replica_cannot_be_used() -> None:
     manager = tracking(provider(1.0, step=6), Phase.UPDATING)
 
     assert manager.try_checkpointless_load(provider(9.0)) is None
-    assert "rank 0 was interrupted in its update of step 6: its state is torn" in str(
+    assert "rank 0 was interrupted in its update of step 6: its state is inconsistent" in str(
         manager.last_failure
     )
     assert not manager.parameter_update_lock.locked()
@@ -271,7 +271,7 @@ class OnlyTrainer(MemoryProvider):
         raise RestartError("only its trainer can")
 
 
-def test_a_step_that_only_a_trainer_can_end_is_torn_and_refused_with_the_reason() -> None:
+def test_a_step_that_only_a_trainer_can_end_is_refused_with_the_reason() -> None:
     old = OnlyTrainer({"p": {"x": torch.ones(4)}}, step=6)
     manager = tracking(old, Phase.COMMITTED, enable_offload=True)
     other = tracking(OnlyTrainer({"p": {"x": torch.ones(4)}}, step=6), Phase.COMMITTED)

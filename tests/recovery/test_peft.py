@@ -10,7 +10,7 @@ from torch import nn
 
 from dist_ckpt_strategies.errors import RestartError
 from dist_ckpt_strategies.recovery import PEFTCheckpointManager, TorchStateProvider
-from dist_ckpt_strategies.recovery.part_transfer import FlatPart
+from dist_ckpt_strategies.recovery.shards import FlatShard
 from tests.support.ranks import run_processes
 
 LOST = 2
@@ -131,7 +131,7 @@ def base_of_lost_rank(rank: int, damage: str) -> Any:
     try:
         with pytest.MonkeyPatch.context() as patch:
             if rank == LOST and damage == "transfer":
-                patch.setattr(FlatPart, "write_back", _refusing)
+                patch.setattr(FlatShard, "write_back", _refusing)
             base = manager.try_base_model_checkpointless_load(new)
     except RestartError as error:
         second, newest = make(3)
@@ -140,7 +140,7 @@ def base_of_lost_rank(rank: int, damage: str) -> Any:
     return base is not None, torch.equal(second["base"].weight, expected)
 
 
-def _refusing(_part: FlatPart) -> None:
+def _refusing(_shard: FlatShard) -> None:
     raise ValueError("on purpose")
 
 

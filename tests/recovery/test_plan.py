@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,34 +19,36 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.recovery.plan import (
     HeldState,
-    PartFacts,
     Phase,
     RankFacts,
     RecoveryPlan,
     Role,
+    ShardFacts,
     build_recovery_plan,
+    evenly_spaced,
+    require_equal_copies,
 )
 
 STEP = 5
 SIZE = 4
-WEIGHTS = PartFacts("weights", 100_000, "w")
+WEIGHTS = ShardFacts("weights", 100_000, "w")
 
 
-def parts_of(rank: int, num_shards: int = 2) -> tuple[PartFacts, ...]:
+def shards_of(rank: int, num_shards: int = 2) -> tuple[ShardFacts, ...]:
     shard = rank % num_shards
-    return (PartFacts(f"shard/{shard}", 30_000, f"s{shard}"), WEIGHTS)
+    return (ShardFacts(f"shard/{shard}", 30_000, f"s{shard}"), WEIGHTS)
 
 
 def facts_of(
     states: Sequence[tuple[int, Phase] | None], num_shards: int = 2
 ) -> tuple[RankFacts, ...]:
     """Ranks at a step and phase, or without state; everybody knows all random states."""
-    known = tuple((rank, step) for rank in range(len(states)) for step in range(STEP - 1, STEP + 3))
+    known = tuple((step, range(len(states))) for step in range(STEP - 1, STEP + 3))
     return tuple(
         RankFacts(
-            parts_of(rank, num_shards),
+            shards_of(rank, num_shards),
             ("weights",),
-            None if state is None else HeldState(*state, parts_of(rank, num_shards)),
+            None if state is None else HeldState(*state, shards_of(rank, num_shards)),
             "died",
             () if state is None else known,
         )
@@ -60,7 +63,7 @@ def require_sound(facts: Sequence[RankFacts], plan: RecoveryPlan) -> None:
     begun = [s.step for s in held if s is not None]
     assert plan.target == max([*counts, *begun])
     for rank, (state, role) in enumerate(zip(held, plan.roles, strict=True)):
-        if role is Role.ROLL_FORWARD:  # once, from gradients that are final
+        if role is Role.FINISH_STEP:  # once, from gradients that are final
             assert state is not None
             assert state.step == plan.target - 1
             assert state.phase in {Phase.GRADS_FINAL, Phase.COMMITTED}
@@ -78,17 +81,17 @@ def require_sound(facts: Sequence[RankFacts], plan: RecoveryPlan) -> None:
 
 def require_whole(one: RankFacts, rank: int, plan: RecoveryPlan) -> None:
     """Every byte of every part comes from one place: kept, gathered, or one sender."""
-    for part in one.wanted:
-        copies = [c for c in plan.copies if (c.receiver, c.part_id) == (rank, part.part_id)]
-        is_gathered = plan.needs_gather and part.part_id in one.gathered
-        is_kept = part.part_id in plan.local_parts(rank)
-        assert is_gathered + is_kept + bool(copies) == 1 or not part.nbytes
+    for shard in one.wanted:
+        copies = [c for c in plan.copies if (c.receiver, c.shard_id) == (rank, shard.shard_id)]
+        is_gathered = plan.needs_gather and shard.shard_id in one.gathered
+        is_kept = shard.shard_id in plan.local_shards(rank)
+        assert is_gathered + is_kept + bool(copies) == 1 or not shard.nbytes
         at = 0
         for copy in copies:
             assert copy.start == at
             assert copy.nbytes > 0
             at += copy.nbytes
-        assert not copies or at == part.nbytes
+        assert not copies or at == shard.nbytes
 
 
 def is_covered(facts: Sequence[RankFacts], target: int) -> bool:
@@ -103,8 +106,8 @@ def is_covered(facts: Sequence[RankFacts], target: int) -> bool:
             and state.phase in {Phase.GRADS_FINAL, Phase.COMMITTED, Phase.UPDATED}
         )
         if is_there:
-            covered |= {part.part_id for part in state.parts}
-    return covered >= {part.part_id for one in facts for part in one.wanted}
+            covered |= {shard.shard_id for shard in state.shards}
+    return covered >= {shard.shard_id for one in facts for shard in one.wanted}
 
 
 ONE_STEP = [None, *((STEP, phase) for phase in Phase), (STEP + 1, Phase.RUNNING)]
@@ -150,13 +153,12 @@ def test_plans_of_any_world_are_sound_or_say_who_is_missing(
 
 @given(st.integers(0, 200_000), st.integers(1, 5))
 def test_the_bytes_of_a_part_are_split_evenly(nbytes: int, num_holders: int) -> None:
-    part = PartFacts("p", nbytes, "l")
-    random = tuple((rank, STEP) for rank in range(num_holders + 1))
-    held = HeldState(STEP, Phase.RUNNING, (part,))
-    facts = [RankFacts((part,), (), held, "", random)] * num_holders
-    plan = build_recovery_plan([*facts, RankFacts((part,), (), None)])
+    shard = ShardFacts("p", nbytes, "l")
+    held = HeldState(STEP, Phase.RUNNING, (shard,))
+    facts = [RankFacts((shard,), (), held, "", ((STEP, range(num_holders + 1)),))] * num_holders
+    plan = build_recovery_plan([*facts, RankFacts((shard,), (), None)])
 
-    require_sound([*facts, RankFacts((part,), (), None)], plan)
+    require_sound([*facts, RankFacts((shard,), (), None)], plan)
     sizes = [copy.nbytes for copy in plan.copies]
     assert sum(sizes) == nbytes
     assert not sizes or max(sizes) <= nbytes / num_holders + 2 * 4096
@@ -185,7 +187,7 @@ def test_where_nobody_has_state_every_rank_says_why() -> None:
 
 def test_random_states_that_nobody_has_are_named() -> None:
     facts = [
-        replace(one, random_states=tuple((r, s) for r, s in one.random_states if r != 1))
+        replace(one, random_states=((STEP, range(1)),))
         for one in facts_of([(STEP, Phase.RUNNING), None], num_shards=1)
     ]
     with pytest.raises(NoReplicasAvailableError, match=f"random states of rank 1 .* {STEP}"):
@@ -194,8 +196,8 @@ def test_random_states_that_nobody_has_are_named() -> None:
 
 def test_who_has_its_own_random_states_keeps_them_and_others_ask_the_first_that_has_them() -> None:
     facts = facts_of([(STEP, Phase.RUNNING), None, (STEP, Phase.RUNNING), (STEP, Phase.RUNNING)])
-    own = replace(facts[0], random_states=((0, STEP), (1, STEP - 1)))
-    last = replace(facts[3], random_states=((3, STEP),))
+    own = replace(facts[0], random_states=((STEP, range(1)), (STEP - 1, range(1, 2))))
+    last = replace(facts[3], random_states=((STEP, range(3, 4)),))
 
     plan = build_recovery_plan([own, *facts[1:3], last])
 
@@ -205,31 +207,51 @@ def test_who_has_its_own_random_states_keeps_them_and_others_ask_the_first_that_
 def test_objects_come_from_the_first_of_those_that_share_most_parts() -> None:
     facts = list(facts_of([(STEP, Phase.RUNNING)] * 5, num_shards=2))
     facts[3] = replace(facts[3], held=None)
-    facts[4] = replace(facts[4], held=None, wanted=(PartFacts("weights", 100_000, "w"),))
+    facts[4] = replace(facts[4], held=None, wanted=(ShardFacts("weights", 100_000, "w"),))
 
     assert build_recovery_plan(facts).object_sources == (0, 1, 2, 1, 0)
 
 
 def test_ranks_that_name_a_part_alike_must_have_the_same_tensors() -> None:
     facts = list(facts_of([(STEP, Phase.RUNNING)] * 2 + [None], num_shards=1))
-    other = (PartFacts("shard/0", 30_000, "another"), WEIGHTS)
+    other = (ShardFacts("shard/0", 30_000, "another"), WEIGHTS)
     facts[2] = replace(facts[2], wanted=other)
     with pytest.raises(PlanError, match="shard/0: other tensors on rank 2 than on rank 0"):
         build_recovery_plan(facts)
 
 
 def test_copies_that_differ_are_no_source() -> None:
-    facts = [
-        replace(one, held=replace(one.held, parts=(replace(WEIGHTS, digest=digest),)))
-        for one, digest in zip(
-            facts_of([(STEP, Phase.RUNNING)] * 3, num_shards=1), "aba", strict=True
-        )
-        if one.held is not None
-    ]
-    facts = [replace(one, wanted=(WEIGHTS,)) for one in facts]
     expected = re.escape("weights: copies differ: a on ranks 0, 2; b on rank 1")
     with pytest.raises(CorruptCheckpointError, match=expected):
-        build_recovery_plan(facts)
+        require_equal_copies([{"weights": "a", "x": "c"}, {"weights": "b"}, {"weights": "a"}])
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_ranges_of_ranks_are_those_ranks_each_once(ranks: set[int]) -> None:
+    assert [rank for found in evenly_spaced(ranks) for rank in found] == sorted(ranks)
+
+
+@pytest.mark.parametrize("ranks", [range(0), range(7, 8), range(16_384), range(3, 16_384, 8)])
+def test_ranks_of_an_even_group_are_one_range(ranks: range) -> None:
+    assert evenly_spaced(ranks) == (ranks,) * bool(ranks)
+
+
+def test_facts_do_not_grow_with_the_world_and_a_receiver_has_few_sources() -> None:
+    """As with plain data parallelism: all ranks hold the same, and replicate to all."""
+    sizes = []
+    for size in (64, 1024):
+        (everyone,) = evenly_spaced(range(size))
+        known = tuple((step, everyone) for step in (STEP, STEP + 1))
+        held = HeldState(STEP, Phase.RUNNING, (WEIGHTS,))
+        one = RankFacts((WEIGHTS,), (), held, "", known)
+        facts = [one] * (size - 2) + [replace(one, held=None, random_states=())] * 2
+        sizes.append(len(pickle.dumps(one)))
+        plan = build_recovery_plan(facts)
+        for receiver in (size - 2, size - 1):
+            require_whole(facts[receiver], receiver, plan)
+        assert len(plan.copies) <= 2 * 8
+        assert len({copy.source for copy in plan.copies}) > 8
+    assert sizes[1] <= sizes[0] + 2
 
 
 def test_a_rank_that_kept_its_place_but_no_parts_receives_them() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dist_ckpt_strategies.comm.base import Communicator, Receive, Send
+from dist_ckpt_strategies.core.report import RecoveryReport
 from dist_ckpt_strategies.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -16,14 +17,10 @@ from dist_ckpt_strategies.errors import (
     RestartError,
     ShapeMismatchError,
 )
-from dist_ckpt_strategies.recovery.part_transfer import FlatPart, flat_parts
-from dist_ckpt_strategies.recovery.plan import HeldState, Phase, RankFacts
-from dist_ckpt_strategies.recovery.recover import (
-    Recovered,
-    Survivor,
-    plan_recovery,
-    run_recovery,
-)
+from dist_ckpt_strategies.recovery.in_memory import InMemoryCheckpoint, MemoryChecksumManager
+from dist_ckpt_strategies.recovery.plan import Phase
+from dist_ckpt_strategies.recovery.recover import Recovery
+from dist_ckpt_strategies.recovery.shards import FlatShard
 from tests.support.memory_provider import MemoryProvider
 from tests.support.tensors import LAYOUTS, bits
 from tests.support.thread_ranks import run_ranks
@@ -73,29 +70,22 @@ def recover(
     phase: Phase = Phase.RUNNING,
     *,
     compares_copies: bool = False,
-) -> Recovered:
-    """Facts, plan and run, as the manager does it."""
-    wanted, held = flat_parts(new.parts()), flat_parts(old.parts() if old else {})
-
-    def describe() -> RankFacts:
-        return RankFacts(
-            tuple(part.facts() for part in wanted.values()),
-            tuple(new.gathered_parts()),
-            HeldState(STEP, phase, tuple(p.facts() for p in held.values())) if old else None,
-            random_states=tuple(sorted(ALL_KNOWN)) if old else (),
-        )
-
-    plan = plan_recovery(comm, describe, [wanted, held])
-    survivor = Survivor(old, old.apply_update) if old else None
-    return run_recovery(
+) -> tuple[RecoveryReport, dict[int, bytes]]:
+    """Plan and run, as the manager does it; the report, and the random states that are received."""
+    recovery = Recovery(
         comm,
-        plan,
-        survivor,
         new,
-        ALL_KNOWN if old else {},
-        compares_copies=compares_copies,
-        max_bucket_nbytes=1 << 20,
+        InMemoryCheckpoint(old, STEP, phase) if old else None,
+        random_states=ALL_KNOWN if old else {},
+        checksums=MemoryChecksumManager() if compares_copies else None,
     )
+    received: dict[int, bytes] = {}
+    report = recovery.run(
+        recovery.plan(),
+        old.apply_update if old else lambda: None,
+        lambda _step, random_states: received.update(random_states),
+    )
+    return report, received
 
 
 def outcome(call: Callable[[], Any]) -> Any:
@@ -107,24 +97,24 @@ def outcome(call: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("num_holders", [1, 2, 3])
 def test_every_dtype_and_layout_arrives_bit_for_bit_from_all_holders(num_holders: int) -> None:
-    def body(comm: Communicator) -> tuple[Recovered, MemoryProvider]:
+    def body(comm: Communicator) -> tuple[RecoveryReport, dict[int, bytes], MemoryProvider]:
         is_holder = comm.rank < num_holders
         old = MemoryProvider({"a": one_of_everything(1)}, step=STEP) if is_holder else None
         new = MemoryProvider({"a": one_of_everything(2)})
-        return recover(comm, new, old), new
+        return *recover(comm, new, old), new
 
     expected = one_of_everything(1)
-    for rank, (recovered, new) in enumerate(run_ranks(num_holders + 1, body)):
+    for rank, (report, random_states, new) in enumerate(run_ranks(num_holders + 1, body)):
         found = new.parts()["a"]
         assert {n: bits(t) for n, t in found.items()} == {n: bits(t) for n, t in expected.items()}
         assert (new.step, new.objects()) == (STEP, {"step": STEP})
-        assert recovered.random_states[rank] == b"%d at %d" % (rank, STEP)
-        report = recovered.report
         if rank == num_holders:
             assert report.sources == tuple(range(num_holders))
             assert report.received_nbytes == sum(t.nbytes for t in expected.values())
-            assert recovered.random_states.keys() == set(range(4))
+            # Its own, and those of the rank that sent them.
+            assert random_states == {r: b"%d at %d" % (r, STEP) for r in (0, rank)}
         else:
+            assert random_states == {}
             assert report.copied_nbytes == sum(t.nbytes for t in expected.values())
 
 
@@ -132,7 +122,7 @@ def test_the_same_tensors_are_not_copied() -> None:
     def body(comm: Communicator) -> int:
         parts = {"a": one_of_everything(1)}
         old = MemoryProvider(parts, step=STEP)
-        return recover(comm, MemoryProvider(parts), old).report.copied_nbytes
+        return recover(comm, MemoryProvider(parts), old)[0].copied_nbytes
 
     assert run_ranks(2, body) == [0, 0]
 
@@ -145,17 +135,47 @@ def test_a_laggard_finishes_its_step_and_all_gather() -> None:
         new = MemoryProvider({"shard": {"x": torch.zeros(3)}}, gathered=frozenset({"w"}))
         if phase is Phase.UPDATED:
             old.load_objects({"step": STEP + 1})
-        report = recover(comm, new, old, phase).report
+        report, _ = recover(comm, new, old, phase)
         value = float(new.parts()["shard"]["x"][0])
         return report.role, value, new.step, new.num_gathers, new.objects()["step"]
 
     after = (1.0, STEP + 1, 1, STEP + 1)
     assert run_ranks(4, body) == [
         ("keep", *after),
-        ("roll forward", *after),
-        ("roll forward", *after),
+        ("finish step", *after),
+        ("finish step", *after),
         ("receive", *after),
     ]
+
+
+class _Counting:
+    """A communicator that counts its gathers."""
+
+    num_gathers = 0
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def all_gather(self, item: Any) -> list[Any]:
+        self.num_gathers += 1
+        return self._comm.all_gather(item)
+
+
+@pytest.mark.parametrize(("phase", "expected"), [(Phase.RUNNING, 5), (Phase.COMMITTED, 7)])
+def test_a_recovery_takes_the_gathers_that_the_documentation_counts(
+    phase: Phase, expected: int
+) -> None:
+    def body(comm: Communicator) -> int:
+        found: Any = _Counting(comm)
+        parts = {"shard": {"x": torch.ones(3)}, "w": {"y": torch.ones(2)}}
+        old, new = (MemoryProvider(parts, step=STEP, gathered=frozenset("w")) for _ in "ab")
+        recover(found, new, old if comm.rank else None, phase, compares_copies=True)
+        return int(found.num_gathers)
+
+    assert run_ranks(3, body) == [expected] * 3
 
 
 class _Flipping:
@@ -199,7 +219,7 @@ def test_objects_that_arrive_damaged_are_found() -> None:
 
     errors = run_ranks(2, body)
 
-    assert "objects and random states from rank 1 arrived damaged" in str(errors[0])
+    assert "from rank 1 arrived damaged" in str(errors[0])
     assert all(isinstance(error, CorruptCheckpointError) for error in errors)
 
 
@@ -266,7 +286,7 @@ def test_a_rank_without_memory_for_what_arrives_keeps_nobody_waiting(
         old = MemoryProvider({"a": one_of_everything(1)}, step=STEP) if comm.rank else None
         return outcome(lambda: recover(comm, MemoryProvider({"a": one_of_everything(2)}), old))
 
-    monkeypatch.setattr(FlatPart, "landing", landing)
+    monkeypatch.setattr(FlatShard, "landing", landing)
     found = run_ranks(3, body)
 
     for error in found:

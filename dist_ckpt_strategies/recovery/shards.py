@@ -1,43 +1,44 @@
-"""The replicated shards of a rank as flat ranges of bytes, and their way to other ranks."""
+"""The replicated shards of a rank as flat ranges of bytes, and what else travels, as bytes."""
 
 from __future__ import annotations
 
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import xxhash
 
-from dist_ckpt_strategies.comm.base import Communicator
-from dist_ckpt_strategies.comm.exchange import Blocks, Incoming, Outgoing
 from dist_ckpt_strategies.device import TensorBytes, may_overlap, require_plain, to_host
 from dist_ckpt_strategies.errors import PlanError
-from dist_ckpt_strategies.recovery.plan import ByteCopy, PartFacts, RecoveryPlan
+from dist_ckpt_strategies.recovery.plan import ShardFacts
 
 _DIGEST_CHUNK_NBYTES = 64 << 20
+
+Shards = Mapping[str, Mapping[str, torch.Tensor]]
+"""Tensors by shard id and name."""
 
 TensorLine = tuple[str, str, tuple[int, ...]]
 """Name, dtype and shape of a tensor."""
 
 
-class FlatPart(TensorBytes):
-    """The bytes of a part's tensors, sorted by name, one right behind the other.
+class FlatShard(TensorBytes):
+    """The bytes of a shard's tensors, sorted by name, one right after the other.
 
     Args:
-        part_id: for messages.
+        shard_id: for messages.
         tensors: by name.
 
     Raises:
         PlanError: a tensor has no memory of its own.
     """
 
-    def __init__(self, part_id: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.part_id = part_id
+    def __init__(self, shard_id: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.shard_id = shard_id
         self.names = sorted(tensors)
         for name in self.names:
-            require_plain(tensors[name], key=f"{part_id}: {name}")
+            require_plain(tensors[name], key=f"{shard_id}: {name}")
         super().__init__([tensors[name] for name in self.names])
 
     def lines(self) -> list[TensorLine]:
@@ -47,10 +48,10 @@ class FlatPart(TensorBytes):
             for name, tensor in zip(self.names, self.tensors, strict=True)
         ]
 
-    def facts(self, *, with_digest: bool = False) -> PartFacts:
-        """What the planner needs to know; reads every byte for the digest."""
+    def facts(self) -> ShardFacts:
+        """What the planner needs to know."""
         layout = xxhash.xxh3_64_hexdigest(json.dumps(self.lines()).encode())
-        return PartFacts(self.part_id, self.nbytes, layout, self.digest() if with_digest else None)
+        return ShardFacts(self.shard_id, self.nbytes, layout)
 
     def digest(self) -> str:
         """xxh3 of all bytes."""
@@ -78,12 +79,12 @@ class FlatPart(TensorBytes):
         for name, tensor in zip(self.names, self.tensors, strict=True):
             if may_overlap(tensor):
                 raise PlanError(
-                    f"{self.part_id}: {name}: its elements share memory, so it cannot be filled",
-                    key=self.part_id,
+                    f"{self.shard_id}: {name}: its elements share memory, so it cannot be filled",
+                    key=self.shard_id,
                 )
 
-    def copy_from(self, other: FlatPart) -> int:
-        """Copy the tensors of an equal part; returns the bytes copied, none of shared memory."""
+    def copy_from(self, other: FlatShard) -> int:
+        """Copy the tensors of an equal shard; returns the bytes copied, none of shared memory."""
         copied = 0
         for mine, theirs in zip(self.tensors, other.tensors, strict=True):
             if not _is_same_memory(mine, theirs):
@@ -92,9 +93,9 @@ class FlatPart(TensorBytes):
         return copied
 
 
-def flat_parts(parts: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, FlatPart]:
-    """The parts of a provider, by id, sorted."""
-    return {part_id: FlatPart(part_id, parts[part_id]) for part_id in sorted(parts)}
+def flat_shards(shards: Shards) -> dict[str, FlatShard]:
+    """The shards of a provider, by id, sorted."""
+    return {shard_id: FlatShard(shard_id, shards[shard_id]) for shard_id in sorted(shards)}
 
 
 def layout_differences(first: Sequence[TensorLine], second: Sequence[TensorLine]) -> list[str]:
@@ -140,55 +141,3 @@ def dump_objects(value: Any) -> bytes:
 def load_objects(content: bytes) -> Any:
     """What ``dump_objects`` was given by a rank of this job; tensors are on the CPU."""
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)  # noqa: TID251 - not from disk
-
-
-def blocks_of(
-    comm: Communicator,
-    plan: RecoveryPlan,
-    sources: Mapping[str, FlatPart],
-    targets: Mapping[str, FlatPart],
-    objects: Mapping[int, torch.Tensor],
-) -> Blocks:
-    """What this rank sends and receives: bytes of parts, then objects and random states.
-
-    Args:
-        comm: the ranks of the plan.
-        plan: equal on all of them.
-        sources: this rank's parts at the target.
-        targets: the parts of its new state.
-        objects: the bytes of ``dump_objects``, by rank: this rank's own, and memory for those that
-            it receives.
-    """
-    outgoing: list[Outgoing] = []
-    incoming: list[Incoming] = []
-    for copy in plan.copies:
-        name = f"{copy.part_id}: bytes {copy.start} to {copy.start + copy.nbytes}"
-        if copy.source == comm.rank:
-            read = _reader(sources[copy.part_id], copy)
-            outgoing.append(Outgoing(name, copy.receiver, copy.nbytes, read))
-        if copy.receiver == comm.rank:
-            incoming.append(_incoming(name, targets[copy.part_id], copy, comm.device))
-    for source, receiver in plan.message_pairs():
-        name = "objects and random states"
-        if source == comm.rank:
-            own = TensorBytes([objects[source]])
-            outgoing.append(Outgoing(name, receiver, own.nbytes, own.read))
-        if receiver == comm.rank:
-            found = TensorBytes([objects[source]])
-            incoming.append(Incoming(name, source, found.nbytes, found.write))
-    return outgoing, incoming
-
-
-def _reader(part: FlatPart, copy: ByteCopy) -> Callable[[int, torch.Tensor], torch.Tensor]:
-    return lambda start, buffer: part.read(copy.start + start, buffer)
-
-
-def _incoming(name: str, part: FlatPart, copy: ByteCopy, device: torch.device) -> Incoming:
-    return Incoming(
-        name,
-        copy.source,
-        copy.nbytes,
-        lambda start, content: part.write(copy.start + start, content),
-        lambda start, nbytes: part.landing(copy.start + start, nbytes, device),
-        copy.part_id,
-    )
