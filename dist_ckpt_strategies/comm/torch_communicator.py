@@ -122,6 +122,11 @@ class TorchCommunicator:
         self._timeout_s = timeout_s
         self._message_device = message_device(group)
         self.device = payload_device or self._message_device
+        self._unconnected = [
+            channel
+            for channel in self._channels
+            if self.device.type != "cpu" and (channel, self.device) != (group, self._message_device)
+        ]
         self._global_ranks = dist.get_process_group_ranks(group)
         self._tracker = MissingRankTracker(
             group, self._global_ranks, f"{purpose} {detail}".rstrip(), timeout_s
@@ -281,15 +286,24 @@ class TorchCommunicator:
 
     def _gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         self._tracker.reach()
+        deadline = time.monotonic() + self._timeout_s
+        self._connect(deadline)
         mine = tensor.to(self._message_device)
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        deadline = time.monotonic() + self._timeout_s
         with self._peer_errors(deadline):
             work = dist.all_gather(found, mine, group=self._group, async_op=True)
         self._wait(work, deadline, None, self._message_device)
         with self._peer_errors(deadline):
             self._tracker.require_awaited()
         return [t.cpu() for t in found]
+
+    def _connect(self, deadline: float) -> None:
+        """Have NCCL connect all ranks of each channel: an exchange may be one of few of them."""
+        while self._unconnected:
+            nothing = torch.zeros(1, device=self.device)
+            with self._peer_errors(deadline):
+                work: Any = dist.all_reduce(nothing, group=self._unconnected.pop(), async_op=True)
+            self._wait(work, deadline, None, self.device)
 
     @staticmethod
     def _tensor_of(data: Buffer, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,209 @@
+"""What would hang, or pass for a result, where NCCL's rules are not thought of."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dist_ckpt_strategies.comm.base import Receive, Send
+from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.step_commit import StepCommit
+from dist_ckpt_strategies.comm.teardown import Communication
+from dist_ckpt_strategies.comm.torch_communicator import open_communicator
+from dist_ckpt_strategies.config import outlive_nccl_errors
+from tests.local.clique_worlds import cliques, load, manager_of, state_of
+from tests.support.entries import Failure, outcome
+from tests.support.nccl_rules import NcclRules, join_nccl
+from tests.support.played_cuda import HOST_WAITS
+from tests.support.ranks import RankDiedError, run_processes
+
+pytestmark = pytest.mark.multiprocess
+
+CUDA = torch.device("cuda", 0)
+LIMIT_S = 60.0
+MIXED = "cpu:gloo,cuda:nccl"
+
+
+def run(size: int, body: Any, *args: Any) -> list[Any]:
+    return run_processes(size, body, *args, timeout_s=LIMIT_S)
+
+
+def abort_before_the_gradients(rank: int, first: str) -> Any:
+    """Rank 2 never reduces its gradients; the aborts of the groups are half a second apart."""
+    join_nccl(separate_queues=True)
+    voters = dist.new_group([0, 1], backend="nccl")
+    dist.barrier()
+    if rank == 2:
+        time.sleep(4)
+        return None
+    commit = StepCommit(voters, timeout_s=30)
+    assert commit.should_commit(5)
+    last = voters if first == "gradients" else dist.group.WORLD
+    NcclRules.abort_delay_s[last.group_name] = 0.5  # type: ignore[union-attr]
+    dist.all_reduce(torch.ones(4, device="cuda"), async_op=True).wait()
+    ending = threading.Timer(0.5, Communication().end)
+    ending.start()
+    found = outcome(lambda: commit.should_commit(6))
+    ending.join()
+    return found
+
+
+@pytest.mark.parametrize("first", ["gradients", "commit"])
+def test_a_step_whose_gradients_were_aborted_is_not_committed(first: str) -> None:
+    for found in run(3, abort_before_the_gradients, first)[:2]:
+        assert isinstance(found, Failure), found
+        assert "WaitReleasedError" in found.kinds, found
+
+
+def abort_under_a_collective(rank: int, what: str) -> Any:
+    """Rank 0 is in a collective that rank 1 never reaches when communication is ended."""
+    join_nccl()
+    commit = StepCommit(timeout_s=30)
+    assert commit.should_commit(6)
+    assert commit.replicate(b"of rank %d" % rank) == {1 - rank: b"of rank %d" % (1 - rank)}
+    if rank:
+        time.sleep(3)
+        return None
+    ending = threading.Timer(0.5, Communication().end)
+    ending.start()
+    actions = {
+        "commit": lambda: commit.should_commit(7),
+        "replicate": lambda: commit.replicate(b""),
+    }
+    found = outcome(actions[what])
+    ending.join()
+    return found, outcome(lambda: commit.should_commit(7))
+
+
+@pytest.mark.parametrize("what", ["commit", "replicate"])
+def test_what_an_aborted_collective_leaves_is_no_result(what: str) -> None:
+    (found, later), _ = run(2, abort_under_a_collective, what)
+
+    assert "WaitReleasedError" in found.kinds, found
+    assert {"WaitReleasedError", "DistBackendError"} & set(later.kinds), later
+
+
+def save_in_the_background(rank: int, root: str, target_device: str) -> Any:
+    """Beside the all_reduces of a training, all in one queue."""
+    join_nccl(MIXED)
+    manager = manager_of(rank, root, cliques(target_device=target_device))
+    started = outcome(lambda: manager.save(state_of(rank, 10), 10, is_async=True))
+    for _ in range(20):
+        dist.all_reduce(torch.ones(1000, device="cuda"))
+        torch.cuda.synchronize()
+    if isinstance(started, Failure):
+        return started
+    started.wait(30)
+    return load(manager, rank)
+
+
+def test_a_local_save_in_the_background_goes_over_gloo_only(tmp_path: Path) -> None:
+    for refused in run(4, save_in_the_background, str(tmp_path / "cuda"), "cuda"):
+        assert isinstance(refused, Failure), refused
+        assert "StrategyError" in refused.kinds, refused
+        assert "target_device='cpu'" in refused.text
+
+    assert run(4, save_in_the_background, str(tmp_path / "cpu"), "cpu") == [("ok", "10")] * 4
+
+
+def exchange_first(rank: int, backend: str, num_channels: int) -> Any:
+    """Two of three ranks carry bytes from GPU to GPU, the first that NCCL does in their groups."""
+    join_nccl(backend)
+    channels = [dist.new_group(backend=backend) for _ in range(num_channels)]
+    comm = open_communicator(
+        None, timeout_s=20, purpose="test", payload_device=CUDA, channels=channels
+    )
+    run_collectively(comm, lambda: None)
+    found = torch.zeros(3, dtype=torch.uint8, device="cuda")
+    mine = torch.full((3,), 7, dtype=torch.uint8, device="cuda")
+    if rank == 0:
+        comm.exchange([Send(1, mine)], [])
+    elif rank == 1:
+        comm.exchange([], [Receive(0, found)])
+    return run_and_gather(comm, found.tolist)[1]
+
+
+@pytest.mark.parametrize(("backend", "num_channels"), [("nccl", 0), (MIXED, 0), ("nccl", 2)])
+def test_the_first_exchange_may_be_one_of_few_ranks(backend: str, num_channels: int) -> None:
+    assert run(3, exchange_first, backend, num_channels) == [[7, 7, 7]] * 3
+
+
+def exchange_over_channels(rank: int) -> Any:
+    """Both directions at once, over two groups."""
+    join_nccl()
+    channels = [dist.new_group([0, 1], backend="nccl") for _ in range(2)]
+    comm = open_communicator(None, timeout_s=20, purpose="test", channels=channels)
+    found = [torch.zeros(5, dtype=torch.uint8, device="cuda") for _ in range(3)]
+    mine = [torch.full((5,), 10 * rank + n, dtype=torch.uint8, device="cuda") for n in range(3)]
+    peer = 1 - rank
+    comm.exchange([Send(peer, each) for each in mine], [Receive(peer, each) for each in found])
+    return [tensor[0].item() for tensor in found]
+
+
+def test_channels_over_nccl_carry_a_batch_each() -> None:
+    assert run(2, exchange_over_channels) == [[10, 11, 12], [0, 1, 2]]
+
+
+def come_late(rank: int) -> Any:
+    """Rank 1 reaches a collective after the others' limit."""
+    join_nccl()
+    comm = open_communicator(None, timeout_s=1, purpose="test")
+    run_collectively(comm, lambda: None)
+    if rank:
+        time.sleep(2.5)
+    return [outcome(lambda: run_collectively(comm, lambda: None)) for _ in range(2)]
+
+
+def test_after_a_limit_the_group_is_aborted_and_the_late_rank_raises_too() -> None:
+    for found in run(2, come_late):
+        assert all(isinstance(one, Failure) for one in found), found
+        assert {"PeerTimeoutError", "PeerLostError"} & set(found[0].kinds), found
+
+
+def die(rank: int, handling: str) -> Any:
+    if handling:
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = handling
+    else:
+        outlive_nccl_errors()
+    join_nccl()
+    commit = StepCommit(timeout_s=30)
+    assert commit.should_commit(1)
+    if rank == 2:
+        os._exit(9)
+    return outcome(lambda: commit.should_commit(2))
+
+
+def test_survivors_of_a_dead_rank_get_an_error_where_the_wrapper_has_set_the_variable() -> None:
+    for found in run(3, die, "")[:2]:
+        assert "DistBackendError" in found.kinds, found
+    for found in run(3, die, "3")[:2]:
+        assert isinstance(found, RankDiedError), found
+
+
+def count_host_waits(rank: int) -> Any:
+    join_nccl()
+    commit = StepCommit(timeout_s=30)
+    commit.should_commit(0)
+    commit.replicate(b"x" * 100)
+    HOST_WAITS.clear()
+    commit.replicate(b"%d" % rank)
+    replicating = list(HOST_WAITS)
+    HOST_WAITS.clear()
+    commit.should_commit(1)
+    return replicating, list(HOST_WAITS)
+
+
+def test_a_step_waits_for_the_device_as_often_with_few_ranks_as_with_many() -> None:
+    few, many = run(2, count_host_waits), run(4, count_host_waits)
+
+    assert {str(found) for found in few} == {str(found) for found in many}
+    replicating, committing = few[0]
+    assert len(replicating) <= 2, replicating
+    assert len(committing) <= 3, committing

@@ -1,0 +1,214 @@
+"""The package's paths between ranks over NCCL's rules, in one queue: the worst that it permits."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dist_ckpt_strategies.comm.collective import run_and_gather, run_collectively
+from dist_ckpt_strategies.comm.torch_communicator import open_communicator
+from dist_ckpt_strategies.inprocess.abort import CheckpointlessAbortManager
+from dist_ckpt_strategies.inprocess.wrap import HPCallWrapper
+from dist_ckpt_strategies.local import BasicTensorAwareStateDict
+from dist_ckpt_strategies.recovery import CheckpointManager
+from dist_ckpt_strategies.strategies.two_stage import TwoStageDataParallelLoadShardedStrategy
+from tests.local.clique_worlds import (
+    cliques,
+    load,
+    manager_of,
+    node_directory,
+    once,
+    remove,
+    save,
+)
+from tests.support import entries
+from tests.support.entries import Entry, Failure, outcome, prepare
+from tests.support.memory_provider import MemoryProvider
+from tests.support.nccl_rules import join_nccl, play_nccl
+from tests.support.ranks import run_processes
+from tests.support.restarts import Wrappers, join_group, run_restartable
+from tests.support.sharding import Cut, Part, at_random, differences, on_grid, part_of, zeros
+from tests.support.sharding import state_of as sharded_state_of
+
+pytestmark = pytest.mark.multiprocess
+
+BACKENDS = ["nccl", "cpu:gloo,cuda:nccl"]
+LIMIT_S = 60.0
+SIZE = 4
+
+
+def run(body: Any, *args: Any) -> list[Any]:
+    return run_processes(SIZE, body, *args, timeout_s=LIMIT_S)
+
+
+def fail_on_one_rank(rank: int, backend: str) -> Any:
+    join_nccl(backend)
+    comm = open_communicator(None, timeout_s=20, purpose="test")
+    gathered = run_and_gather(comm, lambda: rank)
+
+    def step() -> None:
+        if rank == 2:
+            raise ValueError("on purpose")
+
+    return gathered, outcome(lambda: run_collectively(comm, step)).global_rank
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_error_of_one_rank_is_raised_on_all(backend: str) -> None:
+    assert run(fail_on_one_rank, backend) == [([0, 1, 2, 3], 2)] * SIZE
+
+
+def cuts() -> list[Cut]:
+    """A replicated array of several messages, one of which each rank wants some, and others."""
+    return [
+        at_random("random", (17, 9), 3),
+        on_grid("grid", (8, 6), (2, 2)),
+        on_grid("everyone", (600, 100), (1, 1), num_replicas=4),
+    ]
+
+
+def on_gpu(cut: Cut, part: Part) -> torch.Tensor:
+    return part_of(cut, part).to("cuda")
+
+
+def zeros_on_gpu(cut: Cut, part: Part) -> torch.Tensor:
+    return zeros(cut, part).to("cuda")
+
+
+def load_in_two_stages(rank: int, root: Path, backend: str, version: int, transfer: str) -> Any:
+    """Groups of two; beside each load's messages the training's group is used too."""
+    join_nccl(backend)
+    prepare(30)
+    state = sharded_state_of(rank, cuts(), on_gpu)
+    entries.save(Entry.OURS, state, root, sharded_strategy=("zarr", version))
+    groups = [dist.new_group(ranks, backend=backend) for ranks in ([0, 1], [2, 3])]
+    strategy = TwoStageDataParallelLoadShardedStrategy(
+        groups[rank // 2], cpu_transfer=transfer == "cpu"
+    )
+    loaded = strategy.load(sharded_state_of(rank, cuts(), zeros_on_gpu), root)
+    dist.all_reduce(torch.ones(3, device="cuda"))
+    found = {name: tensor.cpu() for name, tensor in loaded.items()}
+    return differences(rank, cuts(), found)
+
+
+@pytest.mark.parametrize(
+    ("backend", "version", "transfer"),
+    [
+        ("nccl", 1, "gpu"),
+        ("nccl", 2, "gpu"),
+        ("nccl", 2, "cpu"),
+        ("cpu:gloo,cuda:nccl", 1, "gpu"),
+        ("cpu:gloo,cuda:nccl", 1, "cpu"),
+    ],
+)
+def test_a_two_stage_load(tmp_path: Path, backend: str, version: int, transfer: str) -> None:
+    found = run(load_in_two_stages, tmp_path / "c", backend, version, transfer)
+
+    assert found == [[]] * SIZE
+
+
+def replicate_and_retrieve(rank: int, backend: str) -> Any:
+    join_nccl(backend)
+    strategy = cliques(target_device="cuda")
+    own = BasicTensorAwareStateDict({"w": torch.full((3000,), float(rank), device="cuda")})
+    states, ids = strategy.replicate(own, f"id{rank}")
+    held = {
+        id_: BasicTensorAwareStateDict({"w": torch.full((3000,), float(id_[2:]), device="cuda")})
+        for id_ in ids
+    }
+    available = {one: ids for one in strategy.global_ranks if one >= 2}
+    wanted = [] if rank >= 2 else ids
+    plan = strategy.retrieve_plan(available, wanted)
+    got = strategy.retrieve_execute(plan, held)
+    return (
+        [state.state_dict["w"].cpu().unique().tolist() for state in states],
+        {id_: state.state_dict["w"].unique().tolist() for id_, state in got.items()},
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_states_of_a_clique_are_replicated_and_retrieved(backend: str) -> None:
+    results = run(replicate_and_retrieve, backend)
+
+    for rank, found in enumerate(results):
+        assert not isinstance(found, Exception), found
+        members = [0, 2] if rank in {0, 2} else [1, 3]
+        replicated, retrieved = found
+        assert replicated == [[float(member)] for member in members]
+        expected = {f"id{member}": [float(member)] for member in members}
+        assert retrieved == (expected if rank < 2 else {})
+
+
+def lose_a_node(rank: int, root: str, backend: str) -> Any:
+    join_nccl(backend)
+    manager = manager_of(rank, root, cliques(target_device="cuda"))
+    saved = save(manager, rank, 10)
+    once(rank, lambda: remove([node_directory(root, 1)]))
+    return saved, load(manager, rank)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_local_save_survives_the_loss_of_a_node(backend: str, tmp_path: Path) -> None:
+    found = run(lose_a_node, str(tmp_path), backend)
+
+    assert found == [(("ok", "None"), ("ok", "10"))] * SIZE
+
+
+def provider(value: float, step: int) -> MemoryProvider:
+    return MemoryProvider({"p": {"x": torch.full((5000,), value, device="cuda")}}, step=step)
+
+
+def recover(rank: int, backend: str) -> Any:
+    """Rank 1 has lost its state; the others have committed step 6."""
+    join_nccl(backend)
+    replicas = [dist.new_group(ranks, backend=backend) for ranks in ([0, 1], [2, 3])]
+    manager = CheckpointManager(timeout_s=30)
+    manager.track(provider(1.0, 6), replica_group=replicas[rank // 2])
+    manager.begin_step()
+    dist.all_reduce(torch.ones(100, device="cuda"))
+    manager.vote()
+    if rank == 1:
+        manager = CheckpointManager(timeout_s=30)
+    new = provider(0.0, 0)
+    loaded = manager.try_checkpointless_load(new)
+    return str(manager.last_failure), loaded and new.step, new.parts()["p"]["x"].unique().tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_lost_state_is_restored_from_a_replica(backend: str) -> None:
+    assert run(recover, backend) == [("None", 7, [2.0])] * SIZE
+
+
+def restart(rank: int, wrapper: Wrappers, backend: str) -> Any:
+    """In the first attempt rank 2 raises while the others are in a collective of training."""
+    play_nccl()
+    attempts: list[str] = []
+
+    @wrapper(abort=CheckpointlessAbortManager.get_default_checkpointless_abort())
+    def block(call: HPCallWrapper | None = None) -> float:
+        attempts.append(call.last_fault.why if call and attempts else "")
+        join_group(backend)
+        dist.barrier()
+        if len(attempts) == 1 and rank == 2:
+            time.sleep(0.2)
+            raise ValueError("on purpose")
+        total = torch.full((4,), float(rank), device="cuda")
+        dist.all_reduce(total)
+        torch.cuda.synchronize()
+        return float(total[0])
+
+    return block(), attempts
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_block_runs_again_after_the_fault_of_one_rank(backend: str) -> None:
+    results = run_restartable(SIZE, restart, backend, timeout_s=LIMIT_S)
+
+    for found in results:
+        assert not isinstance(found, Exception | Failure), found
+        assert found == (6.0, ["", "ValueError: on purpose"])

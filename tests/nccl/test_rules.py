@@ -1,0 +1,224 @@
+"""The rules of the process group that plays NCCL: a program that breaks one is told which."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.entries import Failure, outcome
+from tests.support.nccl_rules import WATCHDOG_EXIT, join_nccl
+from tests.support.played_cuda import GARBAGE, Stream
+from tests.support.ranks import RankDiedError, run_processes
+
+pytestmark = pytest.mark.multiprocess
+
+SIZE = 2
+LIMIT_S = 40.0
+
+
+def tensor(number: float = 1.0, size: int = 4) -> torch.Tensor:
+    return torch.full((size,), float(number), device="cuda")
+
+
+def synchronize(*works: Any) -> None:
+    for work in works:
+        work.wait()
+    torch.cuda.synchronize()
+
+
+def on_rank(rank: int, program: Callable[[int], Any], backend: str, queues: str) -> Any:
+    join_nccl(backend, separate_queues=queues == "separate")
+    return outcome(lambda: program(rank))
+
+
+def run(
+    program: Callable[[int], Any],
+    *,
+    size: int = SIZE,
+    backend: str = "nccl",
+    queues: str = "one",
+) -> list[Any]:
+    return run_processes(size, on_rank, program, backend, queues, timeout_s=LIMIT_S)
+
+
+def keeps_all_rules(rank: int) -> Any:
+    total, everyone = tensor(rank), [tensor(), tensor()]
+    dist.all_reduce(total)
+    dist.all_gather(everyone, tensor(rank))
+    first, got = tensor(7 + rank), tensor()
+    dist.broadcast(first, 1)
+    operations = [dist.P2POp(dist.irecv, got, 1 - rank), dist.P2POp(dist.isend, first, 1 - rank)]
+    synchronize(*dist.batch_isend_irecv(operations))
+    single = tensor(5)
+    (dist.recv if rank else dist.send)(single, 1 - rank)
+    dist.barrier()
+    objects: list[Any] = [None, None]
+    dist.all_gather_object(objects, f"of {rank}")
+    tensors = (total, *everyone, first, got, single)
+    return [t.cpu()[0].item() for t in tensors], objects
+
+
+@pytest.mark.parametrize("backend", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_a_program_that_keeps_all_rules(backend: str) -> None:
+    expected = ([1.0, 0.0, 1.0, 8.0, 8.0, 5.0], ["of 0", "of 1"])
+    assert run(keeps_all_rules, backend=backend) == [expected, expected]
+
+
+def other_order(rank: int) -> None:
+    work: list[Callable[[], Any]] = [
+        lambda: dist.all_reduce(tensor(), async_op=True),
+        lambda: dist.broadcast(tensor(), 0, async_op=True),
+    ]
+    synchronize(*(each() for each in (work if rank else work[::-1])))
+
+
+def other_size(rank: int) -> None:
+    synchronize(dist.all_reduce(tensor(size=4 + rank), async_op=True))
+
+
+def read_before_wait(rank: int) -> None:
+    found = [tensor(), tensor()]
+    dist.all_gather(found, tensor(rank), async_op=True)
+    found[0].cpu()
+
+
+def overwrite_before_wait(rank: int) -> None:
+    mine = tensor(rank)
+    if rank:
+        time.sleep(1)
+    dist.all_gather([tensor(), tensor()], mine, async_op=True)
+    mine.zero_()
+
+
+def cpu_tensor(_rank: int) -> None:
+    dist.all_reduce(torch.ones(4))
+
+
+def both_send_first(rank: int) -> None:
+    works = [dist.isend(tensor(), 1 - rank), dist.irecv(tensor(), 1 - rank)]
+    synchronize(*works)
+
+
+def first_use_by_a_subset(rank: int) -> None:
+    if rank < 2:
+        operation = dist.irecv if rank else dist.isend
+        synchronize(*dist.batch_isend_irecv([dist.P2POp(operation, tensor(), 1 - rank)]))
+    else:
+        time.sleep(8)
+
+
+def crossed_queues(rank: int) -> None:
+    groups = [dist.new_group([0, 1], backend="nccl") for _ in range(2)]
+    for group in groups:
+        dist.all_reduce(tensor(), group=group)
+    torch.cuda.synchronize()
+    works = [dist.all_reduce(tensor(), group=g, async_op=True) for g in groups[:: 1 - 2 * rank]]
+    synchronize(*works)
+
+
+@pytest.mark.parametrize(
+    ("rule", "program", "size"),
+    [
+        ("one order per communicator", other_order, 2),
+        ("one order per communicator", other_size, 2),
+        ("results are there after a wait", read_before_wait, 2),
+        ("results are there after a wait", overwrite_before_wait, 2),
+        ("CPU tensors are refused", cpu_tensor, 2),
+        ("a queue is done in order", both_send_first, 2),
+        ("communicators are made by all members at first use", first_use_by_a_subset, 3),
+        ("a queue is done in order", crossed_queues, 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_what_breaks_a_rule_is_told_which(
+    rule: str, program: Callable[[int], None], size: int
+) -> None:
+    for found in run(program, size=size)[:2]:
+        assert isinstance(found, Failure), found
+        assert found.text.startswith(rule), found
+
+
+def test_communicators_with_queues_of_their_own_may_cross() -> None:
+    assert run(crossed_queues, queues="separate") == [None, None]
+
+
+def late_copy(_rank: int) -> Any:
+    host, stream = torch.zeros(4), Stream()
+    found: Any = stream
+    with torch.cuda.stream(found):
+        host.copy_(tensor(3.0), non_blocking=True)
+    before = host.view(torch.uint8)[0].item()
+    stream.synchronize()
+    return before, host[0].item()
+
+
+def abort(rank: int) -> Any:
+    """Rank 1 never comes."""
+    dist.barrier()
+    if rank:
+        time.sleep(2)
+        return None
+    mine, found = tensor(3), [tensor(), tensor()]
+    works = [dist.all_reduce(mine, async_op=True), dist.all_gather(found, tensor(), async_op=True)]
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cuda"))  # type: ignore[union-attr]
+    backend.abort()
+    synchronize(*works)
+    later = outcome(lambda: dist.all_reduce(mine))
+    return mine.tolist(), found[1].view(torch.uint8)[0].item(), later
+
+
+def test_a_copy_on_a_stream_has_landed_once_the_host_has_waited() -> None:
+    assert run(late_copy) == [(GARBAGE, 3.0)] * 2
+
+
+def test_abort_ends_pending_works_without_an_error_and_with_garbage() -> None:
+    (reduced, received, later), _ = run(abort)
+
+    assert reduced == [3.0] * 4
+    assert received == GARBAGE
+    assert "DistBackendError" in later.kinds
+
+
+def peer_dies(rank: int, handling: str) -> Any:
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = handling
+    join_nccl()
+    dist.barrier()
+    if rank:
+        os._exit(9)
+    return outcome(lambda: synchronize(dist.all_reduce(tensor(), async_op=True)))
+
+
+@pytest.mark.parametrize("handling", ["3", "0"])
+def test_the_watchdog_ends_the_survivors_of_a_rank(handling: str) -> None:
+    found, died = run_processes(SIZE, peer_dies, handling, timeout_s=LIMIT_S)
+
+    assert isinstance(died, RankDiedError)
+    if handling == "0":
+        assert found.text.startswith("watchdog: rank 1 has died"), found
+    else:
+        assert isinstance(found, RankDiedError)
+        assert found.exit_code == WATCHDOG_EXIT
+
+
+def limited_wait(rank: int) -> Any:
+    dist.barrier()
+    if rank:
+        time.sleep(2)
+        return None
+    work: Any = dist.all_reduce(tensor(), async_op=True)
+    first = outcome(lambda: work.wait(timedelta(seconds=0.3)))
+    return first, outcome(lambda: dist.all_reduce(tensor()))
+
+
+def test_a_wait_with_a_limit_aborts_the_group() -> None:
+    (first, later), _ = run(limited_wait)
+
+    assert "timed out" in first.text
+    assert "was aborted" in later.text
