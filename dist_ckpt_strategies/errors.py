@@ -155,7 +155,7 @@ class PeerError(CheckpointError):
     """Another rank of the same group failed.
 
     Attributes:
-        rank: global rank of the peer, None where it cannot be told.
+        rank: global rank of the peer, None where it is unknown.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class PeerLostError(PeerError):
 
 
 class WaitReleasedError(PeerLostError, RuntimeError):
-    """This process was told to stop waiting for its peers, because a rank has failed."""
+    """A wait for peers was aborted in this process, because a rank has failed."""
 
 
 class NoReplicasAvailableError(PeerError):

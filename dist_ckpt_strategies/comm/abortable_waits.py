@@ -11,7 +11,7 @@ from typing import Any
 
 from dist_ckpt_strategies.errors import WaitReleasedError
 
-RELEASED = "this process was told to stop waiting for its peers"
+RELEASED = "this process stopped waiting for its peers: a rank has failed"
 
 ABORTED = threading.Event()
 """Set while the communication of this process is ended: at first, before any group is aborted."""

@@ -30,10 +30,10 @@ from dist_ckpt_strategies.errors import (
 T = TypeVar("T")
 
 _NUM_FIELDS = 5
-"""Of a verdict: see ``_verdict``."""
+"""Of a failure: see ``_description``."""
 
 _NUM_HALVES = 2
-"""Of an answer: a verdict, and what the step has returned."""
+"""Of an answer: a failure, and what the step has returned."""
 
 
 def run_collectively(comm: Communicator, step: Callable[[], T]) -> T:
@@ -47,9 +47,9 @@ def run_collectively(comm: Communicator, step: Callable[[], T]) -> T:
     """
     result, error = _attempt(step)
     try:
-        verdicts = comm.all_gather(None if error is None else _verdict(error))
-        if any(verdict is not None for verdict in verdicts):
-            _raise_first(comm, error, verdicts)
+        failures = comm.all_gather(None if error is None else _description(error))
+        if any(failure is not None for failure in failures):
+            _raise_first(comm, error, failures)
         return cast("T", result)
     finally:
         del result, error  # or a raised error would hold this frame and its tensors, in a cycle
@@ -70,15 +70,15 @@ def run_and_gather(
     """
     result, error = _attempt(step)
     try:
-        answer = [None if error is None else _verdict(error), result]
+        answer = [None if error is None else _description(error), result]
         answers = comm.all_gather(None if is_sparse and answer == [None, None] else answer)
         if is_sparse:
             answers = [[None, None] if found is None else found for found in answers]
         for rank, found in enumerate(answers):
             if not (isinstance(found, list) and len(found) == _NUM_HALVES):
                 raise out_of_step(comm.global_rank(rank), "this step")
-        if any(verdict is not None for verdict, _ in answers):
-            _raise_first(comm, error, [verdict for verdict, _ in answers])
+        if any(failure is not None for failure, _ in answers):
+            _raise_first(comm, error, [failure for failure, _ in answers])
         return [result for _, result in answers]
     finally:
         del result, error
@@ -139,7 +139,7 @@ def _attempt(step: Callable[[], T]) -> tuple[T | None, CheckpointError | None]:
 
 
 def _raise_first(
-    comm: Communicator, own: CheckpointError | None, verdicts: Sequence[Message]
+    comm: Communicator, own: CheckpointError | None, failures: Sequence[Message]
 ) -> None:
     """Raise a rank's own error, else the first other rank's.
 
@@ -152,24 +152,24 @@ def _raise_first(
             if own.global_rank is None:
                 own.at_rank(comm.global_rank(comm.rank))
             found.append(own)
-        for rank, verdict in enumerate(verdicts):
-            if verdict is not None:
-                found.append(_reported(comm, rank, verdict))
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                found.append(_reported(comm, rank, failure))
         raise min(found, key=lambda error: not isinstance(error, StorageTimeoutError))
     finally:
         del own, found
 
 
-def _reported(comm: Communicator, rank: int, verdict: Message) -> CheckpointError:
-    """The error that another rank's verdict stands for."""
-    if not (isinstance(verdict, list) and len(verdict) == _NUM_FIELDS):
+def _reported(comm: Communicator, rank: int, failure: Message) -> CheckpointError:
+    """The error that another rank's failure stands for."""
+    if not (isinstance(failure, list) and len(failure) == _NUM_FIELDS):
         return out_of_step(comm.global_rank(rank), "this step")
-    kind, message, key, path, global_rank = verdict
+    kind, message, key, path, global_rank = failure
     who = comm.global_rank(rank) if global_rank is None else global_rank
     return error_from_peer(who, kind, message, key=key, path=path)
 
 
-def _verdict(error: CheckpointError) -> Message:
+def _description(error: CheckpointError) -> Message:
     """What the others learn; the rank only where it is another one's that this rank reports."""
     key, path = (None if text is None else str(text) for text in (error.key, error.path))
     return [kind_of(error), error.message, key, path, error.global_rank]

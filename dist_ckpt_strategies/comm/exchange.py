@@ -305,9 +305,9 @@ class _Rounds:
     def compare(self, claimed: Sequence[Mapping[str, Sequence[str]]]) -> None:
         """Raise if a block is not what its sender says."""
         for rank, blocks in sorted(self._incoming.items()):
-            told = claimed[rank].get(str(self._comm.rank), ())
+            digests = claimed[rank].get(str(self._comm.rank), ())
             for block, sent, found in zip(
-                blocks, told, self._found(rank, is_sent=False), strict=True
+                blocks, digests, self._found(rank, is_sent=False), strict=True
             ):
                 if sent != found:
                     raise CorruptCheckpointError(

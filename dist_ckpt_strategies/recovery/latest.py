@@ -59,7 +59,7 @@ class Attempt:
     Attributes:
         tier: where it is.
         iteration: of the training; for the local tier the newest that was tried, or -1 where of
-            each save some part is lost: the reason says which.
+            each save some shard is lost: the reason says which.
         name: its directory, or its URL.
         reason: why it was refused.
         is_unfinished: whether its save never came to an end: nothing was ever promised.
@@ -83,7 +83,7 @@ class Loaded:
     Attributes:
         tier: where it was.
         iteration: of the training.
-        name: the id of this rank's part, or the directory.
+        name: the id of this rank's shard, or the directory.
         state: what the local manager's ``load`` gave, or ``load_global``; None without that.
         attempts: newer checkpoints that could not be used, in the order in which they were tried.
     """
@@ -126,7 +126,7 @@ def load_latest(
         CheckpointNotFoundError: there is none; at most saves that never came to an end.
         NoUsableCheckpointError: there are some, and none can be used; says why of each. To begin
             anew now would lose what they hold.
-        StorageError: it cannot be told which there are.
+        StorageError: it cannot be read which there are.
         StorageTimeoutError: storage did not answer, on some rank. No other checkpoint is tried:
             a read that was given up may still write to the tensors.
         StrategyError: a place is no address.
@@ -178,20 +178,20 @@ def _from_local(
         return None
     root = str(manager.root_local_ckpt_dir)
     try:
-        state, part_id = manager.load(at_least=at_least)
+        state, shard_id = manager.load(at_least=at_least)
     except _NO_ANSWER:
         raise
     except CheckpointNotFoundError:
         return None
     except CheckpointError as error:
-        # Of a save that nobody has all parts of nobody knows whether it ever came to an end.
+        # Where no rank has all shards of a save, it may never have come to an end.
         _note(attempts, Attempt(Tier.LOCAL, newest, root, str(error), newest == _NONE))
         return None
-    iteration = int(part_id.split("_")[1])
+    iteration = int(shard_id.split("_")[1])
     if iteration < newest and all(one.iteration != newest for one in _of_local(attempts)):
-        reason = f"a part of it is damaged in every copy; iteration {iteration} is used instead"
+        reason = f"a shard of it is damaged in every copy; iteration {iteration} is used instead"
         _note(attempts, Attempt(Tier.LOCAL, newest, root, reason))
-    return Loaded(Tier.LOCAL, iteration, part_id, state, tuple(attempts))
+    return Loaded(Tier.LOCAL, iteration, shard_id, state, tuple(attempts))
 
 
 def _of_local(attempts: Sequence[Attempt]) -> list[Attempt]:
