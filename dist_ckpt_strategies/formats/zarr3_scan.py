@@ -186,13 +186,15 @@ checkpoint's files by name, None where a listing has none; names beside them."""
 
 def _files_of_directory(root: Path) -> _There | None:
     require_directory(root)
+    top = read_folder(root, "")
+    if top.failure:
+        raise StorageError(f"{root} cannot be listed: {top.failure}", path=str(root))
     store = Directory(root)
     marker = marker_or_issue(store)
     with file_errors(None, root / MANIFEST_NAME):  # which may not be looked into
         is_known = any((root / name).is_file() for name in (SAVE_NAME, INDEX_NAME))
     if not is_known and not _is_format2(marker):
         return None
-    top = read_folder(root, "")
     files: dict[str, int | None] = {
         name: nbytes for name, nbytes in top.files.items() if name in _TOP_NAMES or _is_stale(name)
     }

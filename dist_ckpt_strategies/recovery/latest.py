@@ -112,6 +112,9 @@ def load_latest(
     Collective over the ranks of the manager, or over the world. Of a local and a global
     checkpoint of one iteration the local one is taken.
 
+    The manager's limit, or that of the options, holds for the search and for each checkpoint that
+    is tried: the damage of one may show late.
+
     Args:
         local_manager: the local checkpoints; None where there are none.
         global_dirs: global checkpoints, or directories that hold them, or their URLs in an object

@@ -243,7 +243,8 @@ class SaveHandle:
         """Make the checkpoint visible, once every rank has written its share.
 
         Collective over the world. If the save has failed on any rank, every rank raises, each time,
-        and nothing is visible.
+        and nothing is visible. Where storage stopped answering in the commit's last renames, the
+        next load completes the commit: all of the save had been written by then.
 
         Args:
             timeout_s: longest wait for this rank's share, in seconds; by default the save's.

@@ -204,6 +204,23 @@ def test_a_chunk_that_cannot_be_read_is_named_and_the_status_says_so(
     assert f"{WEIGHT}/0.1: Input/output error" in result.stdout
 
 
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_directory_that_may_not_be_listed_is_not_called_damaged(
+    command: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Any = ".") -> Any:
+        if Path(path) == checkpoint:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    scandir = os.scandir
+    monkeypatch.setattr(os, "scandir", refuse)  # root, as which tests may run, is refused nothing
+    result = CliRunner().invoke(app, [command, str(checkpoint)])
+
+    assert result.exit_code == 3
+    assert "cannot be listed: Permission denied" in result.output.replace("\n", "")
+
+
 def test_a_long_list_is_cut_short_for_people_only(checkpoint: Path) -> None:
     write_metadata(checkpoint / "long", shape=[50], chunks=[1])
 
