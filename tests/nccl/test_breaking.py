@@ -87,7 +87,7 @@ def test_what_an_aborted_collective_leaves_is_no_result(what: str) -> None:
     (found, later), _ = run(2, abort_under_a_collective, what)
 
     assert "WaitReleasedError" in found.kinds, found
-    assert {"WaitReleasedError", "DistBackendError"} & set(later.kinds), later
+    assert "WaitReleasedError" in later.kinds, later
 
 
 def save_in_the_background(rank: int, root: str, target_device: str) -> Any:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.entries import Failure, outcome
-from tests.support.nccl_rules import WATCHDOG_EXIT, join_nccl
+from tests.support.nccl_rules import WATCHDOG_EXIT, NcclRules, join_nccl
 from tests.support.played_cuda import GARBAGE, Stream
 from tests.support.ranks import RankDiedError, run_processes
 
@@ -33,7 +33,10 @@ def synchronize(*works: Any) -> None:
     torch.cuda.synchronize()
 
 
-def on_rank(rank: int, program: Callable[[int], Any], backend: str, queues: str) -> Any:
+def on_rank(
+    rank: int, program: Callable[[int], Any], backend: str, queues: str, stuck_s: float
+) -> Any:
+    NcclRules.stuck_s = stuck_s
     join_nccl(backend, separate_queues=queues == "separate")
     return outcome(lambda: program(rank))
 
@@ -44,8 +47,9 @@ def run(
     size: int = SIZE,
     backend: str = "nccl",
     queues: str = "one",
+    stuck_s: float = NcclRules.stuck_s,
 ) -> list[Any]:
-    return run_processes(size, on_rank, program, backend, queues, timeout_s=LIMIT_S)
+    return run_processes(size, on_rank, program, backend, queues, stuck_s, timeout_s=LIMIT_S)
 
 
 def keeps_all_rules(rank: int) -> Any:
@@ -111,7 +115,7 @@ def first_use_by_a_subset(rank: int) -> None:
         operation = dist.irecv if rank else dist.isend
         synchronize(*dist.batch_isend_irecv([dist.P2POp(operation, tensor(), 1 - rank)]))
     else:
-        time.sleep(8)
+        time.sleep(4)
 
 
 def crossed_queues(rank: int) -> None:
@@ -140,7 +144,7 @@ def crossed_queues(rank: int) -> None:
 def test_what_breaks_a_rule_is_told_which(
     rule: str, program: Callable[[int], None], size: int
 ) -> None:
-    for found in run(program, size=size)[:2]:
+    for found in run(program, size=size, stuck_s=2.5)[:2]:
         assert isinstance(found, Failure), found
         assert found.text.startswith(rule), found
 
