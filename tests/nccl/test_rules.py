@@ -57,7 +57,7 @@ def keeps_all_rules(rank: int) -> Any:
     dist.all_reduce(total)
     dist.all_gather(everyone, tensor(rank))
     first, got = tensor(7 + rank), tensor()
-    dist.broadcast(first, 1)
+    dist.all_reduce(first, dist.ReduceOp.MAX)
     operations = [dist.P2POp(dist.irecv, got, 1 - rank), dist.P2POp(dist.isend, first, 1 - rank)]
     synchronize(*dist.batch_isend_irecv(operations))
     single = tensor(5)
@@ -78,7 +78,7 @@ def test_a_program_that_keeps_all_rules(backend: str) -> None:
 def other_order(rank: int) -> None:
     work: list[Callable[[], Any]] = [
         lambda: dist.all_reduce(tensor(), async_op=True),
-        lambda: dist.broadcast(tensor(), 0, async_op=True),
+        lambda: dist.all_gather([tensor(), tensor()], tensor(), async_op=True),
     ]
     synchronize(*(each() for each in (work if rank else work[::-1])))
 
@@ -95,8 +95,6 @@ def read_before_wait(rank: int) -> None:
 
 def overwrite_before_wait(rank: int) -> None:
     mine = tensor(rank)
-    if rank:
-        time.sleep(1)
     dist.all_gather([tensor(), tensor()], mine, async_op=True)
     mine.zero_()
 
@@ -108,6 +106,11 @@ def cpu_tensor(_rank: int) -> None:
 def both_send_first(rank: int) -> None:
     works = [dist.isend(tensor(), 1 - rank), dist.irecv(tensor(), 1 - rank)]
     synchronize(*works)
+
+
+def other_length_of_a_message(rank: int) -> None:
+    operation = dist.irecv if rank else dist.isend
+    synchronize(operation(tensor(size=4 + rank), 1 - rank))
 
 
 def first_use_by_a_subset(rank: int) -> None:
@@ -135,6 +138,7 @@ def crossed_queues(rank: int) -> None:
         ("results are there after a wait", read_before_wait, 2),
         ("results are there after a wait", overwrite_before_wait, 2),
         ("CPU tensors are refused", cpu_tensor, 2),
+        ("one order per communicator", other_length_of_a_message, 2),
         ("a queue is done in order", both_send_first, 2),
         ("communicators are made by all members at first use", first_use_by_a_subset, 3),
         ("a queue is done in order", crossed_queues, 2),
@@ -190,20 +194,23 @@ def test_abort_ends_pending_works_without_an_error_and_with_garbage() -> None:
     assert "DistBackendError" in later.kinds
 
 
-def peer_dies(rank: int, handling: str) -> Any:
+def lose_a_peer(rank: int, how: str, handling: str) -> Any:
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = handling
     join_nccl()
-    dist.barrier()
-    if rank:
+    group = dist.new_group(backend="nccl", timeout=timedelta(seconds=3))
+    dist.barrier(group=group)
+    if rank and how == "dies":
         os._exit(9)
-    return outcome(lambda: synchronize(dist.all_reduce(tensor(), async_op=True)))
+    if rank:
+        time.sleep(5)
+        return None
+    return outcome(lambda: synchronize(dist.all_reduce(tensor(), group=group, async_op=True)))
 
 
-@pytest.mark.parametrize("handling", ["3", "0"])
-def test_the_watchdog_ends_the_survivors_of_a_rank(handling: str) -> None:
-    found, died = run_processes(SIZE, peer_dies, handling, timeout_s=LIMIT_S)
+@pytest.mark.parametrize(("how", "handling"), [("dies", "3"), ("dies", "0"), ("hangs", "3")])
+def test_the_watchdog_ends_the_survivors_of_a_rank(how: str, handling: str) -> None:
+    found, _ = run_processes(SIZE, lose_a_peer, how, handling, timeout_s=LIMIT_S)
 
-    assert isinstance(died, RankDiedError)
     if handling == "0":
         assert found.text.startswith("watchdog: rank 1 has died"), found
     else:

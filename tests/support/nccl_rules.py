@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, ClassVar
@@ -43,9 +44,7 @@ _BACKEND = "nccl_rules"
 _POLL_S = 0.002
 _REDUCED: dict[Any, Callable[[Any, Any], Any]] = {
     dist.ReduceOp.SUM: torch.add,
-    dist.ReduceOp.AVG: torch.add,
     dist.ReduceOp.MAX: torch.maximum,
-    dist.ReduceOp.MIN: torch.minimum,
 }
 
 
@@ -83,7 +82,6 @@ class NcclWork(dist.Work):
             handling = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
             if isinstance(self.error, _WatchdogError) and handling != "0":
                 os._exit(WATCHDOG_EXIT)
-        PENDING.remove(self)
         self.done.set()
 
     def _exchange(self) -> None:
@@ -107,6 +105,7 @@ class NcclWork(dist.Work):
     def block(self) -> None:
         """Return when it is done; raises its error."""
         self.done.wait()
+        self.is_completed()
         if self.error is not None:
             raise self.error
 
@@ -118,12 +117,15 @@ class NcclWork(dist.Work):
             if not self.done.wait(timeout.total_seconds()):
                 self.group.abort()
                 raise dist.DistBackendError(f"{self.name}: timed out after {timeout}; aborted")
-        if self.done.is_set():
+        if self.is_completed():
             self.block()
         return True
 
     def is_completed(self) -> bool:
         """Also where it ended with an error, or by abort."""
+        if self.done.is_set():
+            with suppress(ValueError):  # it was known before
+                PENDING.remove(self)
         return self.done.is_set()
 
 
@@ -174,24 +176,11 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
         self._numbers: Counter[str] = Counter()
         self.store.set(f"pid/{self.rank()}", str(os.getpid()))
 
-    # What torch asks of a group.
-
-    def name(self) -> str:
-        return "nccl"
-
-    getBackendName = name  # noqa: N815
-
-    def getGroupName(self) -> str:  # noqa: N802
+    def getGroupName(self) -> str:  # noqa: N802 - torch calls it
         return self._name
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self._name = name
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return ""
-
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        pass
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -217,8 +206,8 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
         (memory,) = map(memory_of, tensors)
 
         def take(found: list[bytes]) -> None:
-            total = functools.reduce(_REDUCED[kind], [_typed(each, memory) for each in found])
-            memory.copy_(total / self.size() if op == dist.ReduceOp.AVG else total)
+            parts = [_typed(each, memory) for each in found]
+            memory.copy_(functools.reduce(_REDUCED[kind], parts))
 
         return self._collective(f"all_reduce {kind}", tensors, tensors, take)
 
@@ -226,18 +215,6 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
     def allgather(self, outputs: Any, inputs: Any, _options: Any = None) -> Any:
         """Into a list."""
         return self._collective("all_gather", inputs, outputs[0])
-
-    @_over_gloo_too
-    def broadcast(self, tensors: Any, options: Any) -> Any:
-        """From ``options.rootRank``."""
-        root = options.rootRank
-        outputs = [] if self.rank() == root else tensors
-        return self._collective(
-            f"broadcast of rank {root}",
-            tensors,
-            outputs,
-            lambda found: _fill(map(memory_of, outputs), found[root:]),
-        )
 
     def barrier(self, *_args: Any, **_options: Any) -> Any:
         """The host waits."""
@@ -348,7 +325,7 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
             if waited_s >= self._limit_s:
                 raise _WatchdogError(f"watchdog: {work.name} waits for rank {peer}")
             if waited_s >= self.stuck_s:
-                behind = [other.name for other in PENDING if other is not work]
+                behind = [w.name for w in PENDING if w is not work and not w.done.is_set()]
                 NcclRules.broken = RuleBrokenError(
                     f"a queue is done in order: on rank {self.rank()} {work.name} waits for rank "
                     f"{peer}; others in the device's queues: {behind}"
