@@ -43,7 +43,6 @@ def abort_before_the_gradients(rank: int, world: str, first: str) -> Any:
     voters: Any = dist.new_group([0, 1], backend=world)
     dist.barrier(group=gradients)
     if rank == 2:
-        time.sleep(4)
         return None
     commit = StepCommit(voters, timeout_s=30)
     assert commit.should_commit(5)
@@ -73,7 +72,6 @@ def abort_under_a_collective(rank: int, what: str) -> Any:
     assert commit.should_commit(6)
     assert commit.replicate(b"of rank %d" % rank) == {1 - rank: b"of rank %d" % (1 - rank)}
     if rank:
-        time.sleep(3)
         return None
     ending = threading.Timer(0.5, Communication().end)
     ending.start()

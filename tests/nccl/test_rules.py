@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -117,8 +116,6 @@ def first_use_by_a_subset(rank: int) -> None:
     if rank < 2:
         operation = dist.irecv if rank else dist.isend
         synchronize(*dist.batch_isend_irecv([dist.P2POp(operation, tensor(), 1 - rank)]))
-    else:
-        time.sleep(4)
 
 
 def crossed_queues(rank: int) -> None:
@@ -148,7 +145,9 @@ def crossed_queues(rank: int) -> None:
 def test_what_breaks_a_rule_is_told_which(
     rule: str, program: Callable[[int], None], size: int
 ) -> None:
-    for found in run(program, size=size, stuck_s=2.5)[:2]:
+    waits = program in {both_send_first, first_use_by_a_subset, crossed_queues}
+    stuck_s = 2.5 if waits else NcclRules.stuck_s
+    for found in run(program, size=size, stuck_s=stuck_s)[:2]:
         assert isinstance(found, Failure), found
         assert found.text.startswith(rule), found
 
@@ -171,7 +170,6 @@ def abort(rank: int) -> Any:
     """Rank 1 never comes."""
     dist.barrier()
     if rank:
-        time.sleep(2)
         return None
     mine, found = tensor(3), [tensor(), tensor()]
     works = [dist.all_reduce(mine, async_op=True), dist.all_gather(found, tensor(), async_op=True)]
@@ -202,7 +200,6 @@ def lose_a_peer(rank: int, how: str, handling: str) -> Any:
     if rank and how == "dies":
         os._exit(9)
     if rank:
-        time.sleep(5)
         return None
     return outcome(lambda: synchronize(dist.all_reduce(tensor(), group=group, async_op=True)))
 
@@ -221,7 +218,6 @@ def test_the_watchdog_ends_the_survivors_of_a_rank(how: str, handling: str) -> N
 def limited_wait(rank: int) -> Any:
     dist.barrier()
     if rank:
-        time.sleep(2)
         return None
     work: Any = dist.all_reduce(tensor(), async_op=True)
     first = outcome(lambda: work.wait(timedelta(seconds=0.3)))

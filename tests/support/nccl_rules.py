@@ -158,7 +158,7 @@ class NcclRules(_ProcessGroup):  # type: ignore[misc]
     abort_delay_s: ClassVar[dict[str, float]] = {}
     """Seconds that the abort of a group takes, by its name."""
 
-    stuck_s: ClassVar[float] = 6.0
+    stuck_s: ClassVar[float] = 15.0
     """A work at the head of its queue for so long, with peers alive, will never be done."""
 
     broken: ClassVar[RuleBrokenError | None] = None
