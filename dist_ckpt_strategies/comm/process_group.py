@@ -77,9 +77,10 @@ def payload_device(group: ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
-def uses_nccl(group: ProcessGroup | None) -> bool:
-    """Whether NCCL carries what tensors on a GPU hold."""
-    return "nccl" in dist.get_backend_config(group)
+def uses_nccl(group: ProcessGroup) -> bool:
+    """Whether NCCL carries what tensors on a GPU hold; False for a group that is not there yet."""
+    configs = dist.distributed_c10d._world.pg_backend_config  # noqa: SLF001 - torch's own raises
+    return "nccl" in str(configs.get(group))
 
 
 def abort_nccl(groups: Iterable[ProcessGroup]) -> None:

@@ -16,8 +16,8 @@ from dist_ckpt_strategies.comm.process_group import (
     ProcessGroup,
     is_distributed,
     message_device,
-    payload_device,
 )
+from dist_ckpt_strategies.device import uses_cuda
 from dist_ckpt_strategies.errors import RestartError
 
 logger = logging.getLogger(__name__)
@@ -94,14 +94,14 @@ class StepCommit:
     def should_commit(self, step: int) -> bool:
         """Whether all ranks are at the same step. Collective over the ranks that commit.
 
-        A rank takes part once the gradients that its GPU reduces are there.
+        A rank takes part once the gradients that its GPU reduces are there, over whatever group.
 
         Raises:
             WaitReleasedError: communication was ended before: gradients may be garbage then.
         """
         if not is_distributed():
             return True
-        if payload_device(None).type == "cuda":
+        if uses_cuda():
             torch.cuda.current_stream().synchronize()
         raise_if_aborted()
         device = message_device(self._group)

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from dist_ckpt_strategies.comm.abortable_waits import ABORTED
 from dist_ckpt_strategies.comm.interruptible_gloo import InterruptibleGloo
-from dist_ckpt_strategies.comm.process_group import abort_nccl
+from dist_ckpt_strategies.comm.process_group import abort_nccl, uses_nccl
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Communication:
         self._ended = threading.Event()
         self._older = frozenset(open_sockets())
         self._stores: set[tuple[str, int]] = set()
-        self._num_aborted = 0
+        self._aborted: set[Any] = set()
         ABORTED.clear()
         InterruptibleGloo.allow_new()
 
@@ -121,8 +121,8 @@ class Communication:
         NCCL groups that have been made since the last call are aborted.
         """
         with self._lock:
-            groups = list(_known_groups())
-            new, self._num_aborted = groups[self._num_aborted :], len(groups)
+            new = [g for g in _known_groups() if g not in self._aborted and uses_nccl(g)]
+            self._aborted.update(new)
             abort_nccl(new)
             return _shut_down(self._older, self._stores)
 
@@ -133,6 +133,7 @@ class Communication:
         """
         aborted = InterruptibleGloo.abort_all()
         groups = list(_known_groups())
+        self._aborted.clear()
         if dist.is_initialized():
             dist.destroy_process_group()
         # Torch names groups by a count that it resets when it destroys the world. An initialisation

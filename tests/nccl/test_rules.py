@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.entries import Failure, outcome
-from tests.support.nccl_rules import WATCHDOG_EXIT, join_nccl
+from tests.support.nccl_rules import WATCHDOG_EXIT, NcclRules, join_nccl
 from tests.support.played_cuda import GARBAGE, Stream
 from tests.support.ranks import RankDiedError, run_processes
 
@@ -33,7 +32,10 @@ def synchronize(*works: Any) -> None:
     torch.cuda.synchronize()
 
 
-def on_rank(rank: int, program: Callable[[int], Any], backend: str, queues: str) -> Any:
+def on_rank(
+    rank: int, program: Callable[[int], Any], backend: str, queues: str, stuck_s: float
+) -> Any:
+    NcclRules.stuck_s = stuck_s
     join_nccl(backend, separate_queues=queues == "separate")
     return outcome(lambda: program(rank))
 
@@ -44,8 +46,9 @@ def run(
     size: int = SIZE,
     backend: str = "nccl",
     queues: str = "one",
+    stuck_s: float = NcclRules.stuck_s,
 ) -> list[Any]:
-    return run_processes(size, on_rank, program, backend, queues, timeout_s=LIMIT_S)
+    return run_processes(size, on_rank, program, backend, queues, stuck_s, timeout_s=LIMIT_S)
 
 
 def keeps_all_rules(rank: int) -> Any:
@@ -53,7 +56,7 @@ def keeps_all_rules(rank: int) -> Any:
     dist.all_reduce(total)
     dist.all_gather(everyone, tensor(rank))
     first, got = tensor(7 + rank), tensor()
-    dist.broadcast(first, 1)
+    dist.all_reduce(first, dist.ReduceOp.MAX)
     operations = [dist.P2POp(dist.irecv, got, 1 - rank), dist.P2POp(dist.isend, first, 1 - rank)]
     synchronize(*dist.batch_isend_irecv(operations))
     single = tensor(5)
@@ -74,7 +77,7 @@ def test_a_program_that_keeps_all_rules(backend: str) -> None:
 def other_order(rank: int) -> None:
     work: list[Callable[[], Any]] = [
         lambda: dist.all_reduce(tensor(), async_op=True),
-        lambda: dist.broadcast(tensor(), 0, async_op=True),
+        lambda: dist.all_gather([tensor(), tensor()], tensor(), async_op=True),
     ]
     synchronize(*(each() for each in (work if rank else work[::-1])))
 
@@ -91,8 +94,6 @@ def read_before_wait(rank: int) -> None:
 
 def overwrite_before_wait(rank: int) -> None:
     mine = tensor(rank)
-    if rank:
-        time.sleep(1)
     dist.all_gather([tensor(), tensor()], mine, async_op=True)
     mine.zero_()
 
@@ -106,12 +107,15 @@ def both_send_first(rank: int) -> None:
     synchronize(*works)
 
 
+def other_length_of_a_message(rank: int) -> None:
+    operation = dist.irecv if rank else dist.isend
+    synchronize(operation(tensor(size=4 + rank), 1 - rank))
+
+
 def first_use_by_a_subset(rank: int) -> None:
     if rank < 2:
         operation = dist.irecv if rank else dist.isend
         synchronize(*dist.batch_isend_irecv([dist.P2POp(operation, tensor(), 1 - rank)]))
-    else:
-        time.sleep(8)
 
 
 def crossed_queues(rank: int) -> None:
@@ -131,6 +135,7 @@ def crossed_queues(rank: int) -> None:
         ("results are there after a wait", read_before_wait, 2),
         ("results are there after a wait", overwrite_before_wait, 2),
         ("CPU tensors are refused", cpu_tensor, 2),
+        ("one order per communicator", other_length_of_a_message, 2),
         ("a queue is done in order", both_send_first, 2),
         ("communicators are made by all members at first use", first_use_by_a_subset, 3),
         ("a queue is done in order", crossed_queues, 2),
@@ -140,7 +145,9 @@ def crossed_queues(rank: int) -> None:
 def test_what_breaks_a_rule_is_told_which(
     rule: str, program: Callable[[int], None], size: int
 ) -> None:
-    for found in run(program, size=size)[:2]:
+    waits = program in {both_send_first, first_use_by_a_subset, crossed_queues}
+    stuck_s = 2.5 if waits else NcclRules.stuck_s
+    for found in run(program, size=size, stuck_s=stuck_s)[:2]:
         assert isinstance(found, Failure), found
         assert found.text.startswith(rule), found
 
@@ -163,7 +170,6 @@ def abort(rank: int) -> Any:
     """Rank 1 never comes."""
     dist.barrier()
     if rank:
-        time.sleep(2)
         return None
     mine, found = tensor(3), [tensor(), tensor()]
     works = [dist.all_reduce(mine, async_op=True), dist.all_gather(found, tensor(), async_op=True)]
@@ -186,20 +192,22 @@ def test_abort_ends_pending_works_without_an_error_and_with_garbage() -> None:
     assert "DistBackendError" in later.kinds
 
 
-def peer_dies(rank: int, handling: str) -> Any:
+def lose_a_peer(rank: int, how: str, handling: str) -> Any:
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = handling
     join_nccl()
-    dist.barrier()
-    if rank:
+    group = dist.new_group(backend="nccl", timeout=timedelta(seconds=3))
+    dist.barrier(group=group)
+    if rank and how == "dies":
         os._exit(9)
-    return outcome(lambda: synchronize(dist.all_reduce(tensor(), async_op=True)))
+    if rank:
+        return None
+    return outcome(lambda: synchronize(dist.all_reduce(tensor(), group=group, async_op=True)))
 
 
-@pytest.mark.parametrize("handling", ["3", "0"])
-def test_the_watchdog_ends_the_survivors_of_a_rank(handling: str) -> None:
-    found, died = run_processes(SIZE, peer_dies, handling, timeout_s=LIMIT_S)
+@pytest.mark.parametrize(("how", "handling"), [("dies", "3"), ("dies", "0"), ("hangs", "3")])
+def test_the_watchdog_ends_the_survivors_of_a_rank(how: str, handling: str) -> None:
+    found, _ = run_processes(SIZE, lose_a_peer, how, handling, timeout_s=LIMIT_S)
 
-    assert isinstance(died, RankDiedError)
     if handling == "0":
         assert found.text.startswith("watchdog: rank 1 has died"), found
     else:
@@ -210,7 +218,6 @@ def test_the_watchdog_ends_the_survivors_of_a_rank(handling: str) -> None:
 def limited_wait(rank: int) -> Any:
     dist.barrier()
     if rank:
-        time.sleep(2)
         return None
     work: Any = dist.all_reduce(tensor(), async_op=True)
     first = outcome(lambda: work.wait(timedelta(seconds=0.3)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -27,37 +27,23 @@ class RuleBrokenError(RuntimeError):
     """A program that NCCL or CUDA would not run as meant; the text begins with the rule."""
 
 
-class Pending(Protocol):
-    """What the device has not done yet."""
-
-    outputs: list[torch.Tensor]
-    inputs: list[torch.Tensor]
-    name: str
-
-    def block(self) -> None:
-        """Return when it is done."""
-
-
 class Stream:
     """Works that a stream waits for, and copies that land when the host waits for the stream."""
 
     device = _CUDA
 
     def __init__(self, *_arguments: Any, **_options: Any) -> None:
-        self.works: list[Pending] = []
+        self.works: list[Any] = []
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def copy_later(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy when the host waits for this stream; the target holds garbage until then."""
         fill_with_garbage(target)
         self._copies.append((target, source))
 
     def wait_stream(self, other: Stream) -> None:
-        """What the other stream waits for, this one does."""
         self.works += other.works
 
     def synchronize(self) -> None:
-        """Return when all is done; copies have landed."""
         HOST_WAITS.append("synchronize")
         while self.works:
             self.works.pop(0).block()
@@ -66,8 +52,8 @@ class Stream:
             target.copy_(source)
 
 
-PENDING: list[Pending] = []
-"""Communication that has not been done; guarded by the interpreter's lock."""
+PENDING: list[Any] = []
+"""Communication that the host has not seen to be done; guarded by the interpreter's lock."""
 
 HOST_WAITS: list[str] = []
 """What the host has waited for the device with, in order."""
@@ -77,7 +63,7 @@ _current = threading.local()
 
 
 def current_stream(_device: Any = None) -> Stream:
-    """That of this thread; all threads begin with the same."""
+    """That of this thread; all begin with the same."""
     return getattr(_current, "stream", _DEFAULT)
 
 
@@ -105,7 +91,6 @@ class CudaTensor(_Tensor):  # type: ignore[misc]
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def __new__(cls, host: torch.Tensor) -> Self:
-        """Take memory of the host for the device's."""
         found: Any = _Tensor._make_wrapper_subclass(
             cls,
             host.size(),
@@ -118,19 +103,16 @@ class CudaTensor(_Tensor):  # type: ignore[misc]
         return cast("Self", found)
 
     def __repr__(self) -> str:
-        """Without a look at the content."""
         return f"CudaTensor({tuple(self.shape)}, {self.dtype})"
 
     def data_ptr(self) -> int:
-        """Of the device's memory."""
         return self.host.data_ptr()
 
     def tolist(self) -> Any:
-        """Over the host."""
         return self.cpu().tolist()
 
     def record_stream(self, stream: Any) -> None:
-        """Memory is not used again while a tensor is held."""
+        pass  # memory is not used again while a tensor is held
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -171,12 +153,11 @@ class CudaTensor(_Tensor):  # type: ignore[misc]
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The host's view of a tensor's memory, of either device."""
+    """The memory of a tensor of either device."""
     return tensor.host if isinstance(tensor, CudaTensor) else tensor.detach()
 
 
 def fill_with_garbage(memory: torch.Tensor) -> None:
-    """Overwrite each byte."""
     if memory.numel():
         memory.copy_(
             torch.full((memory.element_size(),), GARBAGE, dtype=torch.uint8)
@@ -235,9 +216,9 @@ def _made_there(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def play_cuda() -> None:
     """Have this process see one CUDA device."""
-    plain_to = _Tensor.to
+    plain_to: Any = _Tensor.to
 
-    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def to(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not any(map(_is_cuda, (*args, kwargs.get("device")))):
             return plain_to(self, *args, **kwargs)
         kwargs.pop("device", None)
