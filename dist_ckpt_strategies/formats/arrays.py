@@ -15,25 +15,25 @@ from pathlib import Path
 import numpy as np
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec
+from dist_ckpt_strategies.core.array import ArraySpec, Region, Shape
 from dist_ckpt_strategies.core.inner_grid import InnerGrid, Run, raw_spans
-from dist_ckpt_strategies.core.region import Region, Shape
 from dist_ckpt_strategies.formats import zarr2, zarr3
 from dist_ckpt_strategies.formats.chunks import (
     Blocks,
     FileSink,
     InnerChunks,
+    at_region,
+    bits_of,
+    decode_run,
     encode_chunk,
     memory_of,
     needed_nbytes,
     opened_chunk,
     require_size,
-    runs_at_a_time,
     span_shares,
 )
 from dist_ckpt_strategies.formats.decoders import decode_chunk
 from dist_ckpt_strategies.formats.manifest import ArrayRecord
-from dist_ckpt_strategies.formats.zarr3 import at_region, bits_of, decode_run
 from dist_ckpt_strategies.storage.direct_io import (
     BUFFER_NBYTES,
     MIN_DIRECT_NBYTES,
@@ -352,10 +352,9 @@ class Format2Reader(ABC):
         record = None if self._find is None else self._find(array.key)
         for index in array.chunks_of(read.region):
             path = self._store.path(chunk_name(array, index))
-            chunk = InnerChunks(
-                array, index, path, None if record is None else record.chunks[index]
-            )
-            for runs in self._shares(chunk.grid, read.region):
+            grid, listed = InnerGrid.of(array, index), record and record.chunks[index]
+            chunk = InnerChunks(array, index, grid, path, listed)
+            for runs in self._shares(grid, read.region):
                 yield Job(array.key, path, partial(self._read_runs, read, chunk, runs))
 
     @abstractmethod
@@ -386,7 +385,7 @@ class DirectoryReader(Format2Reader):
         """See Format2Reader. One share is about _MAX_JOB_NBYTES."""
         share: list[Run] = []
         held = 0
-        for run in grid.overlapping(region, runs_at_a_time(grid)):
+        for run in grid.runs(region):
             share.append(run)
             held += run.num_chunks * grid.stored_nbytes
             if held >= _MAX_JOB_NBYTES:

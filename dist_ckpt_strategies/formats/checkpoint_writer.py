@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, ObjectId
+from dist_ckpt_strategies.core.array import ArraySpec, ObjectId, Shape
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
-from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.arrays import ArrayWriterBase, DirectoryWriter
 from dist_ckpt_strategies.formats.bucket_arrays import BucketWriter

@@ -16,9 +16,8 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId
+from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, Shape
 from dist_ckpt_strategies.core.inner_grid import num_inner_chunks
-from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.errors import (
     ArrayNotFoundError,
     CorruptCheckpointError,

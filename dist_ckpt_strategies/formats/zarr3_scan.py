@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dist_ckpt_strategies.core.array import ArraySpec
+from dist_ckpt_strategies.core.array import ArraySpec, Shape
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
-from dist_ckpt_strategies.core.region import Shape
 from dist_ckpt_strategies.errors import CheckpointError, IncompleteCheckpointError, StorageError
-from dist_ckpt_strategies.formats.chunks import missing_chunk
+from dist_ckpt_strategies.formats.chunks import digests_of, missing_chunk
+from dist_ckpt_strategies.formats.commit import CheckpointMarker
 from dist_ckpt_strategies.formats.issues import (
     NO_ANSWER,
     NO_FILE,
@@ -55,12 +55,10 @@ from dist_ckpt_strategies.formats.manifest import (
     Span,
     digest_of,
 )
-from dist_ckpt_strategies.formats.marker import CheckpointMarker
 from dist_ckpt_strategies.formats.zarr3 import (
     METADATA_NAME,
     array_directory,
     chunk_name,
-    digests_of,
     metadata_content,
 )
 from dist_ckpt_strategies.storage.files import (

@@ -27,8 +27,15 @@ from megatron.core.dist_checkpointing.validation import (
     validate_sharding_integrity,
 )
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, ShardId, ShardSpec
-from dist_ckpt_strategies.core.region import Region, Shape
+from dist_ckpt_strategies.core.array import (
+    ArraySpec,
+    DType,
+    ObjectId,
+    Region,
+    Shape,
+    ShardId,
+    ShardSpec,
+)
 from dist_ckpt_strategies.errors import PlanError
 from dist_ckpt_strategies.megatron.types import (
     CheckpointingException,

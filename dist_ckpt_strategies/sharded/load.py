@@ -19,8 +19,7 @@ import torch
 from dist_ckpt_strategies.comm.base import Communicator, Message, report_level
 from dist_ckpt_strategies.comm.collective import run_and_gather
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, ShardSpec
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.array import ArraySpec, Region, ShardSpec
 from dist_ckpt_strategies.core.report import LoadReport
 from dist_ckpt_strategies.device import may_overlap, require_plain
 from dist_ckpt_strategies.errors import (

@@ -15,8 +15,7 @@ import torch
 from dist_ckpt_strategies.comm.base import Bytes, Communicator, Receive, Send
 from dist_ckpt_strategies.comm.collective import run_collectively
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, ShardId
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.array import ArraySpec, Region, ShardId
 from dist_ckpt_strategies.device import (
     Slot,
     copy_into,

@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 
 from dist_ckpt_strategies.config import environment
-from dist_ckpt_strategies.core.array import ArraySpec
-from dist_ckpt_strategies.core.region import Region, Shape
+from dist_ckpt_strategies.core.array import ArraySpec, Region, Shape
 from dist_ckpt_strategies.errors import CheckpointError, StorageError
 from dist_ckpt_strategies.storage.io_pool import InFlight
 from dist_ckpt_strategies.storage.store import ArrayWrite, ArrayWriter

@@ -22,7 +22,7 @@ from dist_ckpt_strategies.errors import (
     IncompleteCheckpointError,
     StrategyError,
 )
-from dist_ckpt_strategies.formats.commit import DirectoryPlace, complete_commit
+from dist_ckpt_strategies.formats.commit import CheckpointMarker, DirectoryPlace, complete_commit
 from dist_ckpt_strategies.formats.locations import (
     Location,
     content_of,
@@ -31,13 +31,7 @@ from dist_ckpt_strategies.formats.locations import (
     require_path,
     require_unfinished,
 )
-from dist_ckpt_strategies.formats.marker import CheckpointMarker
-from dist_ckpt_strategies.formats.objects import (
-    Allowed,
-    allowing,
-    dump_loadable,
-    dump_object,
-)
+from dist_ckpt_strategies.formats.objects import Allowed, allowing, dump_loadable, dump_object
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
     merge_factories,

@@ -14,8 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import COMMON_OBJECT, DType, ObjectId
-from dist_ckpt_strategies.core.region import Region, Shape
+from dist_ckpt_strategies.core.array import COMMON_OBJECT, DType, ObjectId, Region, Shape
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompatibleVersionError,

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from tests.support.boxes import regions_in, shapes, times_covered
 
 

@@ -16,8 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.config import Engine
-from dist_ckpt_strategies.core.array import ArraySpec, DType
-from dist_ckpt_strategies.core.region import Region, Shape
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region, Shape
 from dist_ckpt_strategies.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,

@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.core.chunk_grids import cut_chunk
-from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.formats.arrays import DirectoryReader, DirectoryWriter
 from dist_ckpt_strategies.formats.manifest import ArrayRecord, array_fields, array_record
 from dist_ckpt_strategies.formats.zarr2_python import register_extension_dtypes

@@ -9,7 +9,7 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.array import Region
 from tests.golden.sets import GoldenSet, box_of, has_same_bits, share_of
 
 pytestmark = pytest.mark.usefixtures("engine")

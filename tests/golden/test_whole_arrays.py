@@ -11,7 +11,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor, serialization
 
 import dist_ckpt_strategies
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.array import Region
 from tests.golden.sets import GoldenSet, box_of, differing, has_same_bits
 
 

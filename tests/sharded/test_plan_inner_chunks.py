@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.core.chunk_grids import MAX_NBYTES, MAX_OBJECT_NBYTES, ChunkLayout
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
-from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.sharded.plan import SavePlan, build_manifest_plan, build_save_plan
 from tests.support.boxes import Split, splits, times_covered
 

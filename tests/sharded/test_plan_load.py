@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType
-from dist_ckpt_strategies.core.region import Region, Shape
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region, Shape
 from dist_ckpt_strategies.errors import ShapeMismatchError
 from dist_ckpt_strategies.sharded.load import build_read_item
 from tests.support.boxes import regions_in, shapes, spec_of

@@ -16,11 +16,11 @@ from dist_ckpt_strategies.core.array import (
     DType,
     ObjectId,
     RankShards,
+    Region,
     ShardId,
     ShardSpec,
 )
 from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
-from dist_ckpt_strategies.core.region import Region
 from dist_ckpt_strategies.errors import CoverageError, DuplicateWriterError, PlanError
 from dist_ckpt_strategies.sharded.plan import (
     SavePlan,

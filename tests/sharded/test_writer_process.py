@@ -17,8 +17,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from dist_ckpt_strategies.config import Options
-from dist_ckpt_strategies.core.array import ArraySpec, DType
-from dist_ckpt_strategies.core.region import Region
+from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.formats.arrays import DirectoryWriter
 from dist_ckpt_strategies.sharded.writer_process import (
     Digests,
