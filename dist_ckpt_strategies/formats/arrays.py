@@ -75,7 +75,7 @@ def chunk_name(array: ArraySpec, index: Shape) -> str:
     """The file of a chunk, below the checkpoint's directory."""
     if array.inner_shape is None:
         return f"{array.key}/{array.chunk_name(index)}"
-    return zarr3.chunk_name(array, index)
+    return f"{zarr3.array_directory(array.key)}/{'.'.join(['c', *map(str, index)])}"
 
 
 class ArrayWriterBase(ABC):

@@ -11,7 +11,12 @@ from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, Region, Shape
 from dist_ckpt_strategies.core.inner_grid import InnerGrid, Run
 from dist_ckpt_strategies.errors import IncompleteCheckpointError, StorageError
-from dist_ckpt_strategies.formats.arrays import ArrayWriterBase, FindRecord, Format2Reader
+from dist_ckpt_strategies.formats.arrays import (
+    ArrayWriterBase,
+    FindRecord,
+    Format2Reader,
+    chunk_name,
+)
 from dist_ckpt_strategies.formats.chunks import (
     Blocks,
     InnerChunks,
@@ -21,7 +26,6 @@ from dist_ckpt_strategies.formats.chunks import (
     missing_chunk,
     require_size,
 )
-from dist_ckpt_strategies.formats.zarr3 import chunk_name
 from dist_ckpt_strategies.storage.bucket import MAX_REQUESTS, Bucket
 from dist_ckpt_strategies.storage.io_pool import ByteBudget, Transfer
 from dist_ckpt_strategies.storage.store import ArrayRead

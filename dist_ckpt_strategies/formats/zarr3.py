@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from dist_ckpt_strategies.core.array import ArraySpec, DType, Shape
+from dist_ckpt_strategies.core.array import ArraySpec, DType
 
 ARRAYS_NAME = "arrays"
 METADATA_NAME = "zarr.json"
@@ -25,32 +25,22 @@ _MAX_NAME_NBYTES = 200
 _KEPT_OF_LONG_NBYTES = 150
 
 
-def directory_name(key: str) -> str:
-    """The directory of an array, below ``arrays``: its key, where that is a plain name.
+def array_directory(key: str) -> str:
+    """The directory of an array, below the checkpoint's: ``arrays/KEY`` for a plain key.
 
     Other bytes are written as ``%`` and two hexadecimal digits. A name too long for file systems is
     cut, and ends in ``%`` and a digest of the whole. No two keys have the same.
     """
     if _PLAIN.fullmatch(key) and len(key) <= _MAX_NAME_NBYTES:
-        return key
+        return f"{ARRAYS_NAME}/{key}"
     content = key.encode(errors="surrogatepass")
     name = "".join(
         chr(byte) if byte in _SAFE_BYTES and (place or byte != ord(".")) else f"%{byte:02X}"
         for place, byte in enumerate(content)
     )
-    if len(name) <= _MAX_NAME_NBYTES and name:
-        return name
-    return f"{name[:_KEPT_OF_LONG_NBYTES]}%{xxhash.xxh3_128_hexdigest(content)}"
-
-
-def array_directory(key: str) -> str:
-    """The directory of an array, below the checkpoint's."""
-    return f"{ARRAYS_NAME}/{directory_name(key)}"
-
-
-def chunk_name(array: ArraySpec, index: Shape) -> str:
-    """The file of a chunk, below the checkpoint's directory."""
-    return f"{array_directory(array.key)}/{'.'.join(['c', *map(str, index)])}"
+    if len(name) > _MAX_NAME_NBYTES or not name:
+        name = f"{name[:_KEPT_OF_LONG_NBYTES]}%{xxhash.xxh3_128_hexdigest(content)}"
+    return f"{ARRAYS_NAME}/{name}"
 
 
 def metadata_content(array: ArraySpec) -> bytes:

@@ -19,6 +19,7 @@ import numpy as np
 from dist_ckpt_strategies.core.array import ArraySpec, Shape
 from dist_ckpt_strategies.core.inner_grid import InnerGrid
 from dist_ckpt_strategies.errors import CheckpointError, IncompleteCheckpointError, StorageError
+from dist_ckpt_strategies.formats.arrays import chunk_name
 from dist_ckpt_strategies.formats.chunks import digests_of, missing_chunk
 from dist_ckpt_strategies.formats.commit import CheckpointMarker
 from dist_ckpt_strategies.formats.issues import (
@@ -58,7 +59,6 @@ from dist_ckpt_strategies.formats.manifest import (
 from dist_ckpt_strategies.formats.zarr3 import (
     METADATA_NAME,
     array_directory,
-    chunk_name,
     metadata_content,
 )
 from dist_ckpt_strategies.storage.files import (
@@ -317,12 +317,7 @@ def manifest_files(
         yield from _files_of_array(store, record)
     yield from _packs(store, objects)
     if common is not None:
-        yield common_check(store, common)
-
-
-def common_check(store: Store, listed: FileDigest) -> FileCheck:
-    """The file of the common state."""
-    return _whole_file(store, None, COMMON_NAME, listed, "the state that all ranks share")
+        yield _whole_file(store, None, COMMON_NAME, common, "the state that all ranks share")
 
 
 def _files_of_array(store: Store, record: ArrayRecord) -> Iterator[FileCheck]:

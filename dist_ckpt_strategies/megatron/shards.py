@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+import xxhash
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.dict_utils import (
     dict_list_map_outplace,
@@ -151,6 +153,11 @@ def message_of(value: Any) -> Message:
         int(value.prepend_axis_num),
         bool(value.allow_shape_mismatch),
     ]
+
+
+def digest_of(messages: Message) -> str:
+    """A digest of messages, or of digests of them."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(messages).encode())
 
 
 def value_from_message(message: Message) -> Any:

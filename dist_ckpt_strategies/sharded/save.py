@@ -38,6 +38,7 @@ from dist_ckpt_strategies.formats.locations import Location
 from dist_ckpt_strategies.formats.objects import Allowed
 from dist_ckpt_strategies.megatron.shards import (
     StateDict,
+    digest_of,
     is_main_message,
     message_of,
     object_from_message,
@@ -50,12 +51,7 @@ from dist_ckpt_strategies.megatron.shards import (
 )
 from dist_ckpt_strategies.megatron.types import ShardedTensor
 from dist_ckpt_strategies.sharded.async_request import RUNNING_SAVES
-from dist_ckpt_strategies.sharded.checks import (
-    VALIDATED,
-    digest_of,
-    require_one_strategy,
-    require_valid,
-)
+from dist_ckpt_strategies.sharded.checks import VALIDATED, different_strategies, require_valid
 from dist_ckpt_strategies.sharded.plan import (
     ManifestPlan,
     SavePlan,
@@ -446,7 +442,8 @@ def begun_save(
         answers = run_and_gather(comm, describe)
         restart_limit()
         kinds = ["another strategy" if answer is None else "zarr" for answer in answers]
-        require_one_strategy(comm, "a save", kinds)
+        if len(set(kinds)) > 1:
+            raise different_strategies(comm, "a save", kinds)  # noqa: TRY301 - see below
         if saves[0] is not None:
             saves[0].begin(answers)
         return saves[0]
