@@ -386,7 +386,7 @@ class DirectoryPlace(PlaceBase):
         """
         self._commit(marker)
         try:
-            run_with_limit(partial(_remove_stale, self._root), self)
+            run_with_limit(partial(_take_away, self._root, self.location), self)
         except StorageError as error:
             logger.warning("%s: what the save replaced is still there: %s", self, error)
 

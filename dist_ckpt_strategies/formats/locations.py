@@ -22,7 +22,6 @@ from pathlib import Path
 
 from dist_ckpt_strategies.config import Options, store_options_from_environment
 from dist_ckpt_strategies.errors import (
-    CheckpointExistsError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
     StorageError,
@@ -114,19 +113,6 @@ def is_finished(location: Location) -> bool:
     except (CheckpointNotFoundError, IncompleteCheckpointError):
         return False
     return True
-
-
-def require_unfinished(location: Location) -> None:
-    """Raise if there is a finished checkpoint. Changes nothing.
-
-    Raises:
-        CheckpointExistsError: there is.
-    """
-    if is_finished(location):
-        raise CheckpointExistsError(
-            f"{location} already holds a finished checkpoint; pass overwrite=True to replace it",
-            path=str(location),
-        )
 
 
 def content_of(location: Location) -> Location:

@@ -20,6 +20,7 @@ from dist_ckpt_strategies.comm.torch_communicator import open_communicator
 from dist_ckpt_strategies.config import Options, options_from_environment
 from dist_ckpt_strategies.core.array import COMMON_OBJECT
 from dist_ckpt_strategies.errors import (
+    CheckpointExistsError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
     StrategyError,
@@ -28,10 +29,10 @@ from dist_ckpt_strategies.formats.commit import CheckpointMarker, DirectoryPlace
 from dist_ckpt_strategies.formats.locations import (
     Location,
     content_of,
+    is_finished,
     located,
     read_marker,
     require_path,
-    require_unfinished,
 )
 from dist_ckpt_strategies.formats.objects import Allowed, allowing, dump_loadable, dump_object
 from dist_ckpt_strategies.megatron.shards import (
@@ -50,7 +51,7 @@ from dist_ckpt_strategies.megatron.types import (
     StrictHandling,
     raises_megatron_errors,
 )
-from dist_ckpt_strategies.sharded.async_request import RUNNING_SAVES, LocalSaveRequest
+from dist_ckpt_strategies.sharded.async_request import LocalSaveRequest
 from dist_ckpt_strategies.sharded.async_save import begin_in_background
 from dist_ckpt_strategies.sharded.checks import (
     check_load,
@@ -58,7 +59,7 @@ from dist_ckpt_strategies.sharded.checks import (
     different_strategies,
 )
 from dist_ckpt_strategies.sharded.load import ShardedLoad, conversions
-from dist_ckpt_strategies.sharded.save import CommonState, ShardedSave, begun_save
+from dist_ckpt_strategies.sharded.save import RUNNING_SAVES, CommonState, ShardedSave, begun_save
 from dist_ckpt_strategies.storage.files import COMMON_NAME, MARKER_NAME
 from dist_ckpt_strategies.storage.store import Directory
 from dist_ckpt_strategies.storage.time_limit import (
@@ -317,8 +318,9 @@ class _Save:
             )
         if self.comm.rank == 0:
             complete_commit(root)
-            if not self.overwrite:
-                require_unfinished(root)
+            if not self.overwrite and is_finished(root):
+                text = "already holds a finished checkpoint; pass overwrite=True to replace it"
+                raise CheckpointExistsError(f"{root} {text}", path=str(root))
         if not (is_ours and base is self.sharded and base.runs_in_world(self.options)):
             return None
         if is_async:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import threading
 from abc import ABC, abstractmethod
@@ -22,7 +23,7 @@ from dist_ckpt_strategies.errors import (
 )
 from dist_ckpt_strategies.formats.checkpoints import Format1Checkpoint, Format2Checkpoint
 from dist_ckpt_strategies.formats.locations import Location, read_marker
-from dist_ckpt_strategies.formats.object_files import archive_damage, plain_value
+from dist_ckpt_strategies.formats.object_files import file_damage, plain_value
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object
 from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, read_file
@@ -169,7 +170,7 @@ def require_archive(content: bytes, name: str, path: str) -> None:
     Raises:
         CorruptCheckpointError: they are not.
     """
-    damage = archive_damage(content)
+    damage = file_damage(io.BytesIO(content))
     if damage:
         raise CorruptCheckpointError(f"{name}: {path} is damaged: {damage}", key=name, path=path)
 

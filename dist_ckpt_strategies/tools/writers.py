@@ -21,7 +21,7 @@ from dist_ckpt_strategies.formats.object_files import plain_value
 from dist_ckpt_strategies.formats.objects import Allowed, dump_object
 from dist_ckpt_strategies.sharded.plan import build_manifest_plan
 from dist_ckpt_strategies.storage.direct_io import pwrite_all
-from dist_ckpt_strategies.storage.files import file_errors, sync_path
+from dist_ckpt_strategies.storage.files import COMMON_NAME, file_errors, sync_path
 from dist_ckpt_strategies.storage.store import Directory, HostArray
 from dist_ckpt_strategies.tools.plan_convert import (
     SAFETENSORS_DTYPES,
@@ -155,7 +155,7 @@ class ZarrWriter(TargetWriter):
     def finish(self, records: Mapping[int, Any], source: CheckpointReader, common: bytes) -> None:
         """See TargetWriter. In format 2 the manifest's index comes last."""
         self._write_objects(source)
-        self._writer.write_common(common)
+        self._writer.store.write(COMMON_NAME, common)
         if self._writer.version == _FORMAT2:
             self._write_manifest(records, source, common)
 
