@@ -223,10 +223,6 @@ class ArraySpec:
         """Every chunk of the grid, in C order."""
         return product(*map(range, self.grid))
 
-    def chunks_of(self, region: Region) -> Iterator[Shape]:
-        """The chunks that share an element with ``region``, in C order."""
-        return region.cells(self.chunk_shape)
-
     def chunk_name(self, index: Shape) -> str:
         """File name of a chunk, below the array's directory; ``0`` for a scalar."""
         return self.separator.join(map(str, index)) if index else "0"

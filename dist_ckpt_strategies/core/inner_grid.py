@@ -189,7 +189,7 @@ def raw_spans(array: ArraySpec, region: Region) -> tuple[ChunkSpans, ...] | None
     if whole is not None:
         return (ChunkSpans(whole, array.chunk_nbytes, ((0, 0),)),)
     found = []
-    for index in array.chunks_of(region):
+    for index in region.cells(array.chunk_shape):
         spans = _chunk_spans(array, index, region)
         if len(spans.offsets) > 1 and spans.span_nbytes < MIN_SPAN_NBYTES:
             return None
@@ -200,7 +200,7 @@ def raw_spans(array: ArraySpec, region: Region) -> tuple[ChunkSpans, ...] | None
 def _chunk_spans(array: ArraySpec, index: Shape, region: Region) -> ChunkSpans:
     chunk = array.chunk_region(index)
     part = chunk.intersect(region)
-    assert part is not None  # noqa: S101 - chunks_of yields only chunks that overlap
+    assert part is not None  # noqa: S101 - cells yields only chunks that overlap
     inner = _contiguous_dims(part, chunk, region)
     outer = part.ndim - inner
     span = math.prod(part.shape[outer:]) * array.dtype.itemsize

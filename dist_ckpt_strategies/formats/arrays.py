@@ -112,10 +112,10 @@ class ArrayWriterBase(ABC):
         jobs = []
         for write in writes:
             array, whole = write.array, Region.whole(write.array.shape)
-            for index in array.chunks_of(write.region):
+            for index in write.region.cells(array.chunk_shape):
                 chunk = array.chunk_region(index)
                 held = chunk.intersect(whole)
-                assert held is not None  # noqa: S101 - chunks_of gives none that are outside
+                assert held is not None  # noqa: S101 - cells gives none that are outside
                 source = at_region(write.source, held.within(write.region))
                 blocks = [(chunk if array.inner_shape is None else held, source)]
                 path = self._store.path(chunk_name(array, index))
@@ -276,9 +276,9 @@ class Format1Reader:
 
     def _jobs_by_chunk(self, read: ArrayRead) -> Iterator[Job]:
         array = read.array
-        for index in array.chunks_of(read.region):
+        for index in read.region.cells(array.chunk_shape):
             region = read.region.intersect(array.chunk_region(index))
-            assert region is not None  # noqa: S101 - chunks_of yields only chunks that overlap
+            assert region is not None  # noqa: S101 - cells yields only chunks that overlap
             target = at_region(read.target, region.within(read.region))
             path = f"{self._root}/{chunk_name(array, index)}"
             yield Job(
@@ -350,7 +350,7 @@ class Format2Reader(ABC):
     def _jobs(self, read: ArrayRead) -> Iterator[Job]:
         array = read.array
         record = None if self._find is None else self._find(array.key)
-        for index in array.chunks_of(read.region):
+        for index in read.region.cells(array.chunk_shape):
             path = self._store.path(chunk_name(array, index))
             grid, listed = InnerGrid.of(array, index), record and record.chunks[index]
             chunk = InnerChunks(array, index, grid, path, listed)

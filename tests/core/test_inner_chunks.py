@@ -134,7 +134,7 @@ def test_another_layout_reads_little_more_than_it_needs(
         array = ArraySpec("w", shape, DType.BFLOAT16, cut.chunk_shape, inner_shape=cut.inner_shape)
         box = Region((0, 0), divided(shape, wanted_axis, wanted_parts))
         needed += box.numel * array.dtype.itemsize
-        for index in array.chunks_of(box):
+        for index in box.cells(array.chunk_shape):
             grid = InnerGrid.of(array, index)
             runs = grid.runs(box, 8 * grid.stored_nbytes)
             read += sum(run.num_chunks * grid.stored_nbytes for run in runs)

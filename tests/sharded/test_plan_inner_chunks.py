@@ -26,7 +26,7 @@ def planned(
 
 
 def require_one_writer_per_file(split: Split, array: ArraySpec, plan: SavePlan) -> None:
-    touched = [list(array.chunks_of(write.region)) for write in plan.writes]
+    touched = [list(write.region.cells(array.chunk_shape)) for write in plan.writes]
     assert [len(indices) for indices in touched] == [1] * array.num_chunks
     assert {tuple(*indices) for indices in touched} == set(array.chunk_indices())
     for write, (index,) in zip(plan.writes, touched, strict=True):

@@ -72,10 +72,3 @@ def test_a_box_that_reaches_outside_its_own_array_is_refused() -> None:
 
     with pytest.raises(ShapeMismatchError, match=r"^w: .*\[6:10\]"):
         build_read_item(want, stored_array((8,)))
-
-
-def test_a_shard_wholly_beyond_the_stored_rows_is_padding() -> None:
-    want = spec_of(Region((112, 0), (16, 4)), (128, 4), may_mismatch=True)
-    read = build_read_item(want, stored_array((100, 4)))
-
-    assert (read.source, read.target, read.is_padded) == (None, None, True)

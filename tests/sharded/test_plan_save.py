@@ -61,7 +61,7 @@ def test_the_chunks_cover_the_array_and_each_is_written_once(split: Split) -> No
     (creation,) = plan.creations
 
     assert (times_covered(split.shape, [write.region for write in plan.writes]) == 1).all()
-    touched = [list(creation.array.chunks_of(write.region)) for write in plan.writes]
+    touched = [list(write.region.cells(creation.array.chunk_shape)) for write in plan.writes]
     assert [len(indices) for indices in touched] == [1] * creation.array.num_chunks
     assert {tuple(*indices) for indices in touched} == set(creation.array.chunk_indices())
 
