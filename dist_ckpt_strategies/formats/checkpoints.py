@@ -256,24 +256,22 @@ class Format2Checkpoint(StoredCheckpoint):
         path = self.file_store.path(check.name)
         return Job(check.key or "", path, partial(_require_clean, check, path))
 
-    def require_common(self) -> None:
-        """Raise unless the common state's file is the one that was there at the save.
+    def common_content(self) -> bytes:
+        """The common state's file, which is the one that was there at the save, if any was.
 
         Raises:
             IncompleteCheckpointError: it is missing.
             CorruptCheckpointError: it is another.
         """
-        listed = self.manifest.index.common
-        if listed is None:
-            return
         content, path = self.file_store.read(COMMON_NAME), self.file_store.path(COMMON_NAME)
-        found = FileDigest(len(content), digest_of(content))
-        if found != listed:
+        found, listed = FileDigest(len(content), digest_of(content)), self.manifest.index.common
+        if listed is not None and found != listed:
             raise CorruptCheckpointError(
                 f"{path} is damaged: expected {listed.nbytes} bytes with digest {listed.digest}, "
                 f"found {found.nbytes} with {found.digest}",
                 path=path,
             )
+        return content
 
 
 def _require_clean(check: FileCheck, path: str) -> None:

@@ -143,9 +143,7 @@ class ZarrReader(CheckpointReader):
     def _common_file(self) -> tuple[bytes, str]:
         if isinstance(self._checkpoint, Format1Checkpoint):
             return super()._common_file()
-        self._checkpoint.require_common()
-        store = self._checkpoint.file_store
-        return store.read(COMMON_NAME), store.path(COMMON_NAME)
+        return self._checkpoint.common_content(), self._checkpoint.file_store.path(COMMON_NAME)
 
 
 class Memory(threading.local):
