@@ -352,8 +352,8 @@ class Format2Reader(ABC):
         record = None if self._find is None else self._find(array.key)
         for index in read.region.cells(array.chunk_shape):
             path = self._store.path(chunk_name(array, index))
-            grid, listed = InnerGrid.of(array, index), record and record.chunks[index]
-            chunk = InnerChunks(array, index, grid, path, listed)
+            grid = InnerGrid.of(array, index)
+            chunk = InnerChunks(array, index, grid, path, record.chunks[index] if record else None)
             for runs in self._shares(grid, read.region):
                 yield Job(array.key, path, partial(self._read_runs, read, chunk, runs))
 

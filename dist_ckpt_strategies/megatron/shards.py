@@ -155,7 +155,7 @@ def message_of(value: Any) -> Message:
     ]
 
 
-def digest_of(messages: Message) -> str:
+def digest_of(messages: Sequence[Any]) -> str:
     """A digest of messages, or of digests of them."""
     return xxhash.xxh3_128_hexdigest(json.dumps(messages).encode())
 
