@@ -125,7 +125,7 @@ class InnerChunks:
             return
         digests = digests_of(content.reshape(run.num_chunks, -1))
         for number, found in enumerate(digests, run.first):
-            expected = record.digest(number)
+            expected = record.digests[number]
             if found != expected:
                 raise damaged_chunk(
                     self.array,

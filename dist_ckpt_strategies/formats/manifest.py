@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import xxhash
 
 from dist_ckpt_strategies.core.array import ArraySpec, DType, ObjectId, Shape
@@ -42,7 +43,6 @@ _HEADER = {"schema": SCHEMA, "version": _VERSION}
 
 _PACKAGES = ("dist-ckpt-strategies", "megatron-core", "torch", "numpy", "tensorstore", "zarr")
 
-DIGEST_NBYTES = 8
 _HEX = "{:016x}".format
 
 _DIGEST_LEAD = b'{"digest":"'
@@ -57,22 +57,11 @@ class ChunkRecord:
 
     Attributes:
         writer: global rank that wrote it.
-        digests: XXH3 of each inner chunk in the order of the file, then of its index; 8 bytes
-            each, big-endian.
+        digests: XXH3 of each inner chunk in the order of the file, then of its index.
     """
 
     writer: int
-    digests: bytes
-
-    @property
-    def num_digests(self) -> int:
-        """How many there are, that of the index included."""
-        return len(self.digests) // DIGEST_NBYTES
-
-    def digest(self, number: int) -> int:
-        """The digest of an inner chunk; the last one is that of the index."""
-        at = DIGEST_NBYTES * number
-        return int.from_bytes(self.digests[at : at + DIGEST_NBYTES], "big")
+    digests: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,14 +196,14 @@ def array_record(fields: Fields) -> ArrayRecord:
     array = ArraySpec(
         key, shape, dtype, chunk_shape, inner_shape=inner_shape, has_crc32c=has_crc32c
     )
-    chunks = {
-        _shape(chunk["index"]): ChunkRecord(int(chunk["writer"]), bytes.fromhex(chunk["digests"]))
-        for chunk in fields["chunks"]
-    }
+    chunks = {}
+    for chunk in fields["chunks"]:
+        digests = tuple(np.frombuffer(bytes.fromhex(chunk["digests"]), ">u8").tolist())
+        chunks[_shape(chunk["index"])] = ChunkRecord(int(chunk["writer"]), digests)
     if len(chunks) != array.num_chunks:
         raise ValueError(f"{key}: {len(chunks)} of {array.num_chunks} chunks")
     for index in array.chunk_indices():
-        found, expected = chunks[index].num_digests, num_inner_chunks(array, index) + 1
+        found, expected = len(chunks[index].digests), num_inner_chunks(array, index) + 1
         if found != expected:
             raise ValueError(f"{key}: chunk {index} has {found} digests, expected {expected}")
     return ArrayRecord(array, chunks)
