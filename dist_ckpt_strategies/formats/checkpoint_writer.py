@@ -17,6 +17,7 @@ from dist_ckpt_strategies.core.chunk_grids import ChunkLayout
 from dist_ckpt_strategies.errors import IncompleteCheckpointError
 from dist_ckpt_strategies.formats.arrays import ArrayWriterBase, DirectoryWriter
 from dist_ckpt_strategies.formats.bucket_arrays import BucketWriter
+from dist_ckpt_strategies.formats.chunks import Digests
 from dist_ckpt_strategies.formats.commit import require_free_folders
 from dist_ckpt_strategies.formats.locations import Location, open_save_place, require_path
 from dist_ckpt_strategies.formats.manifest import (
@@ -39,9 +40,6 @@ from dist_ckpt_strategies.storage.bucket import Bucket
 from dist_ckpt_strategies.storage.files import COMMON_NAME, sync_directories
 from dist_ckpt_strategies.storage.io_pool import Job, Transfer, run_with_limit
 from dist_ckpt_strategies.storage.store import Directory, Store
-
-Digests = Mapping[tuple[str, Shape], list[int]]
-"""Of each chunk, by key and index: of its inner chunks, then of its index."""
 
 _FORMAT1 = 1
 _OBJECT_THREADS = 8

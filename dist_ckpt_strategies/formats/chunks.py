@@ -35,12 +35,14 @@ Blocks = Iterable[tuple[Region, HostArray]]
 """The elements of a chunk in the order of its file: regions of the array, and their elements, with
 any strides. In format 1 a region may reach past the array's edge, where its elements end."""
 
+Digests = Mapping[tuple[str, Shape], list[int]]
+"""Of each chunk, by key and index: of its inner chunks, then of its index."""
+
 _NO_BUFFER: Bytes = np.empty(0, np.uint8)
 _MAX_COPY_NBYTES = 4 << 20
 _ABSENT = 2**64 - 1
 _CRC = struct.Struct("<I")
 _READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # a pipe would wait for its writer
-
 
 _BITS: Mapping[int, npt.DTypeLike] = MappingProxyType(
     {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}

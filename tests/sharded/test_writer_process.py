@@ -19,8 +19,8 @@ import pytest
 from dist_ckpt_strategies.config import Options
 from dist_ckpt_strategies.core.array import ArraySpec, DType, Region
 from dist_ckpt_strategies.formats.arrays import DirectoryWriter
+from dist_ckpt_strategies.formats.chunks import Digests
 from dist_ckpt_strategies.sharded.writer_process import (
-    Digests,
     SharedBytes,
     StagedWrite,
     WriteJob,
