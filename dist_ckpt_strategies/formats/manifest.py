@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.metadata
 import json
+import math
 import socket
 import time
 from bisect import bisect_right
@@ -243,9 +244,11 @@ def merged_segment(contents: Iterable[bytes]) -> tuple[list[Fields], list[Fields
             if known != fields:
                 raise ValueError(f"{fields['key']}: {known} on one rank, {fields} on another")
             known_chunks += chunks
+    for key, (fields, chunks) in arrays.items():
+        grid = [-(-n // c) for n, c in zip(fields["shape"], fields["chunk_shape"], strict=True)]
+        if len({tuple(chunk["index"]) for chunk in chunks}) != math.prod(grid):
+            raise ValueError(f"{key}: {len(chunks)} of {math.prod(grid)} chunks")
     merged = [{**fields, "chunks": chunks} for _, (fields, chunks) in sorted(arrays.items())]
-    for fields in merged:
-        array_record(fields)  # raises
     return merged, sorted(objects, key=lambda fields: (fields["key"], fields["offset"]))
 
 
